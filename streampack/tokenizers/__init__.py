@@ -1,16 +1,17 @@
-"""Tokenizers: text, chats and pairs to token ids, and which of the ids are learned.
+"""Tokenizers: convert texts, chats and prompt-completion pairs to token ids and a loss mask.
 
-- ``base``: what a tokenizer is, and its settings.
-- ``open_tokenizer``: from settings to a tokenizer.
+- ``base``: the protocol ``Tokenizer``, and its settings.
+- ``open_tokenizer``: opens the tokenizer that settings describe.
 - ``bytes_tokenizer``: UTF-8 bytes as ids. It needs no vocabulary.
 - ``callable_tokenizer``: a function of the user, by its import path.
-- ``tokenizer_json``: a tokenizer.json file, by the ``tokenizers`` library.
+- ``tokenizer_json``: a tokenizer.json file, read by the library ``tokenizers``.
 - ``transformers_tokenizer``: a tokenizer object of transformers.
-- ``rejections``: warnings about rejected samples, each once.
-- ``chat``: a list of messages to one text, and the spans of the text that are learned.
+- ``chat``: renders a list of messages to one text, and finds the spans of the text that are learned.
 - ``chat_template``: Jinja templates of model authors, in a sandbox.
-- ``token_ids``: what a valid sequence of ids is.
+- ``token_ids``: checks that a sequence of ids is valid.
+- ``rejections``: warnings about rejected samples, each once.
 
-A tokenizer has a digest, so that a broker notices another tokenizer. Tokenizers know texts and ids. They do not know
-files, streams or fields.
+A text becomes ``Encoded``: ids and perhaps a loss mask. A sample that cannot be encoded becomes a reason, one word that
+is counted. A tokenizer has a digest, so that a broker notices a change of tokenizer. Tokenizers know texts and ids.
+They do not know files, streams or fields.
 """

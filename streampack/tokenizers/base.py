@@ -1,8 +1,4 @@
-"""What a tokenizer is: text, chats and pairs in, token ids out; and the settings that name one.
-
-This module knows text and ids: never files or orders. ``token_ids`` says what token ids are, and what becomes of those
-that are none.
-"""
+"""The protocol of tokenizers (texts, chats and pairs in, token ids out), and the settings of a tokenizer."""
 
 from typing import Annotated, Literal, Protocol
 
@@ -13,76 +9,136 @@ from streampack.tokenizers.token_ids import Encoded, Tokens
 
 
 class TokenizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which tokenizer: ``name`` or ``file``.
+    """Settings of a tokenizer: ``name`` or ``file`` names it.
 
-    ``name``: ``bytes``, or the import path of a callable as ``package.module:function``: see CallableTokenizer. Without
-    name and file, texts become bytes, and chats are refused. ``file``: a tokenizer.json, or a folder with one.
-    ``append_eos``: whether each text and pair ends with the end-of-text token (id 256 for bytes). A chat ends as its
-    template ends it, and a callable appends what it likes by itself.
+    - ``name``: ``bytes``, or the import path of a callable as ``package.module:function``: see CallableTokenizer.
+      Without name and file, texts become bytes, and a chat is an error.
+    - ``file``: a tokenizer.json, or a folder with one.
+    - ``append_eos``: each text and pair ends with the end-of-text token (id 256 for bytes). A chat ends as its template
+      ends it. A callable appends its own.
+    - ``train_on``: ``answers`` learns the assistant's messages of a chat and the completion of a pair; ``all`` learns
+      everything.
 
-    For a file: ``eos_token``, ``bos_token``: as in the tokenizer_config.json beside it where they are not given; a
-    ``bos_token`` given here comes before each text. ``chat_template``: a path or the text, else chat_template.jinja
-    or tokenizer_config.json beside it. ``allow_special``: whether the text of a special token in the data becomes
-    that token; false makes it ordinary text, so that no web page or user can end a turn.
-    ``train_on``: ``answers`` learns the assistant's messages of a chat and the completion of a pair, ``all`` the
-    whole. ``date`` (YYYY-MM-DD): what a template that asks for today's date is told.
+    These keys are for a file:
+
+    - ``eos_token``, ``bos_token``: default to those in the tokenizer_config.json in the file's folder. A ``bos_token``
+      given here comes before each text.
+    - ``chat_template``: a path or the template's text; defaults to chat_template.jinja or tokenizer_config.json in the
+      file's folder.
+    - ``allow_special``: the text of a special token in the data becomes that token. If false, the text stays ordinary
+      text, so that a web page or user cannot end a turn.
+    - ``date`` (YYYY-MM-DD): date for a template that asks for today's date.
     """
 
-    name: Annotated[str | None, Meta(description="bytes, or a callable as package.module:function")] = None
-    append_eos: Annotated[bool, Meta(description="each text ends with the end-of-text token")] = True
+    name: Annotated[
+        str | None,
+        Meta(
+            description="`bytes` (UTF-8 bytes as ids, no vocabulary), or your own function as "
+            "`package.module:function`. Give either `name` or `file`."
+        ),
+    ] = None
+    append_eos: Annotated[
+        bool,
+        Meta(
+            description="End each text and each pair with the end-of-text token. Set `false` if the data already "
+            "contains it. Chats end as their template ends them."
+        ),
+    ] = True
     file: Annotated[
-        str | None, Meta(description="a tokenizer.json, or a folder with one and the files that belong to it")
+        str | None,
+        Meta(
+            description="A tokenizer.json file, or the model's folder that contains it. Give either `name` or `file`."
+        ),
     ] = None
     eos_token: Annotated[
-        str | None, Meta(description="token that ends a text; default: from the tokenizer_config.json beside the file")
+        str | None,
+        Meta(
+            description="Token that ends a text, for a `file`. Default: the one in tokenizer_config.json in its folder."
+        ),
     ] = None
     bos_token: Annotated[
-        str | None, Meta(description="token that begins a text; chat templates use the one beside the file")
+        str | None,
+        Meta(
+            description="Token to put before each text, for a `file`. Default: none, unless tokenizer.json adds one. "
+            "Chat templates use the one in tokenizer_config.json."
+        ),
     ] = None
     chat_template: Annotated[
-        str | None, Meta(description="path or text of a chat template; default: the one beside the file")
+        str | None,
+        Meta(
+            description="Chat template for a `file`: a path, or the template's text. Default: chat_template.jinja or "
+            "tokenizer_config.json in its folder."
+        ),
     ] = None
-    allow_special: Annotated[bool, Meta(description="text of a special token in the data becomes that token")] = False
+    allow_special: Annotated[
+        bool,
+        Meta(
+            description="Turn the text of a special token in the data, such as `<|im_end|>`, into that token. By "
+            "default it stays ordinary text, so that data cannot end a turn."
+        ),
+    ] = False
     train_on: Annotated[
-        Literal["answers", "all"], Meta(description="tokens of chats and pairs that are learned: the answers', or all")
+        Literal["answers", "all"],
+        Meta(
+            description="Tokens of chats and pairs to learn: the assistant's messages and the completions (`answers`), "
+            "or everything (`all`)."
+        ),
     ] = "answers"
-    date: Annotated[str | None, Meta(description="date for a chat template that asks for today's")] = None
+    date: Annotated[
+        str | None,
+        Meta(
+            description="Date (YYYY-MM-DD) for a chat template that asks for today's date. It is fixed, so that the "
+            "same data gives the same tokens on another day."
+        ),
+    ] = None
 
 
 class Tokenizer(Protocol):
-    """Text, chats and pairs to token ids.
+    """Converts texts, chats and pairs to token ids.
 
-    What cannot be a sample is a word that says why. ``digest`` (hex) goes into the source's digest: two tokenizers
-    that give other ids must differ in it.
-    ``vocab_size`` is None where it is not known.
+    For a sample that cannot be encoded, the methods return a reason: one word, which is counted.
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name for messages: ``bytes``, an import path, or a file."""
+
     @property
-    def digest(self) -> str: ...
+    def digest(self) -> str:
+        """Hex digest, part of the source's digest. Tokenizers that give different ids must have different digests."""
+
     @property
-    def vocab_size(self) -> int | None: ...
+    def vocab_size(self) -> int | None:
+        """Largest id + 1; None if it is unknown."""
+
     @property
-    def has_chat_template(self) -> bool: ...
+    def has_chat_template(self) -> bool:
+        """True if ``encode_chat`` can write a chat."""
+
     @property
-    def train_on(self) -> Literal["answers", "all"]: ...
+    def train_on(self) -> Literal["answers", "all"]:
+        """Tokens of chats and pairs that are learned: see TokenizerSettings."""
+
     @property
     def eos_token(self) -> str | None:
-        """What ends a text, for people; None where that is not known."""
+        """Text of the token that ends a text, for messages; None if it is unknown."""
 
     def decode(self, tokens: Tokens) -> str:
-        """The text of ``tokens``, with those that are special, for people."""
+        """Return the text of ``tokens``, special tokens included, for people to read."""
 
     def encode(self, text: str) -> Encoded | str:
-        """A text. Reasons: ``empty``, ``encoding``, ``range``, ..."""
+        """Return the ids of a text, or a reason such as ``empty``, ``encoding`` or ``range``."""
 
     def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
-        """A list of messages ``{"role": ..., "content": ...}``, of which the assistant's are learned.
+        """Return the ids and loss mask of a chat, a list of messages ``{"role": ..., "content": ...}``, or a reason.
 
-        ``tools``: what the chat template is told of, or None. Reasons: ``messages``, ``tools`` (no list), ``template``,
-        and those of a text. Raises ConfigError when this tokenizer has no way to write a chat.
+        The assistant's messages are learned. ``tools``: list of tools for the chat template, or None. The reasons are
+        ``messages``, ``tools`` (not a list), ``template``, and those of a text. Raises ConfigError if this tokenizer
+        has no chat template.
         """
 
     def encode_pair(self, prompt: object, completion: object) -> Encoded | str:
-        """A prompt and its completion, which alone is learned: two texts, or two lists of messages."""
+        """Return the ids and loss mask of a prompt and its completion, or a reason. Only the completion is learned.
+
+        Both are texts, or both are lists of messages; the completion of a list may be a text.
+        """

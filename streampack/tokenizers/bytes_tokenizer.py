@@ -1,4 +1,4 @@
-"""Texts as their UTF-8 bytes: a tokenizer that needs no vocabulary, and writes chats and pairs in its own plain way."""
+"""A tokenizer whose ids are UTF-8 bytes: it needs no vocabulary, and writes chats as ``role: content`` lines."""
 
 from typing import Literal
 
@@ -12,9 +12,10 @@ EOS_OF_BYTES = 256
 
 
 class BytesTokenizer:
-    """The UTF-8 bytes of a text as ids 0..255, then 256 at its end when ``append_eos``. vocab_size is always 257.
+    """A tokenizer whose ids are UTF-8 bytes (0..255), with id 256 as the end of text.
 
-    A chat is ``role: content`` line by line, and 256 at the end of every answer, whatever ``append_eos``.
+    The end-of-text id follows each text if ``append_eos`` is set. A chat is written as ``role: content`` lines, and the
+    end-of-text id always follows each answer.
     """
 
     name = "bytes"
@@ -28,11 +29,12 @@ class BytesTokenizer:
         self.digest = digest_of_words("bytes", str(append_eos), *[train_on] * (train_on != "answers"))
 
     def encode(self, text: str) -> Encoded | str:
+        """Return the bytes of a text as ids, or the reason ``empty`` or ``encoding``."""
         if not text:
             return "empty"
         try:
             raw = text.encode()
-        except UnicodeEncodeError:  # half of a surrogate pair: no UTF-8 holds it
+        except UnicodeEncodeError:  # half of a surrogate pair has no UTF-8
             return "encoding"
         if not self._append_eos:
             return Encoded(np.frombuffer(raw, np.uint8).astype(np.int32))
@@ -41,6 +43,7 @@ class BytesTokenizer:
         return Encoded(ids)
 
     def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
+        """Return the ids and loss mask of a chat, written as ``role: content`` lines; ``tools`` are left out."""
         checked = read_messages(messages)
         if isinstance(checked, str):
             return checked
@@ -53,6 +56,7 @@ class BytesTokenizer:
         return self._join(parts)
 
     def encode_pair(self, prompt: object, completion: object) -> Encoded | str:
+        """Return the ids of a prompt and its completion, and a loss mask that is 1 for the completion."""
         messages = pair_messages(prompt, completion)
         if messages is not None:
             return self.encode_chat(messages)
@@ -63,11 +67,16 @@ class BytesTokenizer:
         return self._join([(prompt, False, False), (completion, True, self._append_eos)])
 
     def decode(self, tokens: Tokens) -> str:
+        """Return the text of the bytes, with ``<256>`` for the end of text."""
         raw = b"".join(bytes([number]) if number < EOS_OF_BYTES else b"<%d>" % number for number in tokens.tolist())
         return raw.decode(errors="replace")
 
     def _join(self, parts: list[tuple[str, bool, bool]]) -> Encoded | str:
-        """(text, whether it is learned, whether 256 follows and is treated alike) one after another."""
+        """Return the ids and loss mask of ``parts`` in order.
+
+        A part is (text, whether it is learned, whether the end-of-text id follows it); that id is learned like the
+        text.
+        """
         try:
             raws = [text.encode() for text, _, _ in parts]
         except UnicodeEncodeError:
@@ -86,16 +95,17 @@ class BytesTokenizer:
 
 
 class UnnamedTokenizer(BytesTokenizer):
-    """What there is where no tokenizer is named: bytes for texts and pairs of texts. It writes no chats.
+    """The default if no tokenizer is named: bytes for texts and pairs of texts; a chat raises ConfigError.
 
-    A chat in a format that no model knows would train without a word.
+    Otherwise a chat would be trained, without a warning, in a format that no model knows.
     """
 
     has_chat_template = False
 
     def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
+        """Raise ConfigError: chats need a named tokenizer."""
         raise ConfigError(
-            "tokenizer: got chats and no tokenizer, expected one by name: write the folder of your model's "
-            "tokenizer.json and chat template (tokenizer: {file: FOLDER}; in streampack.local tokenizer='FOLDER'), or "
-            "'bytes' for 'role: content' in bytes (tokenizer: {name: bytes}; tokenizer='bytes')"
+            "tokenizer: got chats and no tokenizer, expected one by name. Give the folder of your model's "
+            "tokenizer.json and chat template (tokenizer: {file: FOLDER}; in streampack.local tokenizer='FOLDER'). For "
+            "'role: content' lines in bytes, give 'bytes' (tokenizer: {name: bytes}; tokenizer='bytes')"
         )

@@ -1,7 +1,7 @@
-"""A callable of the user's own as a tokenizer, by its import path ``package.module:function``.
+"""A callable of the user as a tokenizer, by its import path ``package.module:function``.
 
-It is code that nobody here has seen: what it returns is checked id by id (``as_encoded``), and what it raises rejects
-that sample and is said, but not millions of times.
+The callable is unknown code. So every id that it returns is checked (``as_encoded``), and an exception rejects that
+sample and is logged, a limited number of times.
 """
 
 import importlib
@@ -17,14 +17,14 @@ from streampack.tokenizers.token_ids import Encoded, Tokens, as_encoded, digest_
 
 
 class CallableTokenizer:
-    """A callable ``str -> sequence of ints``, by its import path; or ``function``, for which ``path`` is but a name.
+    """A tokenizer that calls a function of the user: ``str -> sequence of ints``, or what ``as_encoded`` also accepts.
 
-    See ``as_encoded`` for what else it may return.
+    The function is imported from ``path``. If ``function`` is given, ``path`` is only its name in messages.
 
-    Its attributes ``vocab_size`` (int) and ``digest`` (str) are read when it has them. The digest of the code
-    is not taken (a comment would change it): a callable whose vocabulary may change should carry one of its own.
-    An exception that it raises rejects the sample (``tokenizer``) and is logged: see Rejections.
-    Pairs: see ``encode_pair``. Chats need an attribute ``encode_chat`` of it: a callable of messages and tools.
+    The function's attributes ``vocab_size`` (int) and ``digest`` (str) are read if it has them. The digest does not
+    cover the function's code, so give the function a ``digest`` that changes with its vocabulary. Chats need the
+    attribute ``encode_chat``, a callable of messages and tools. An exception rejects the sample with the reason
+    ``tokenizer``, and is logged (see Rejections).
     """
 
     def __init__(
@@ -48,26 +48,29 @@ class CallableTokenizer:
         self._rejections = Rejections()
 
     def encode(self, text: str) -> Encoded | str:
+        """Return the ids that the callable makes of a text, or the reason why the sample is rejected."""
         return self._call(self._function, text) if text else "empty"
 
     def decode(self, tokens: Tokens) -> str:
-        """By the callable's own attribute ``decode``, else the ids in words."""
+        """Return the text by the callable's attribute ``decode``; without one, the ids as decimal numbers."""
         ids: list[int] = tokens.tolist()
         return "".join(f"{number} " for number in ids) if self._decode is None else self._decode(ids)
 
     def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
+        """Return the ids and loss mask of a chat, by the callable's attribute ``encode_chat``. Raises ConfigError."""
         if self._encode_chat is None:
             raise ConfigError(
-                f"tokenizer {self.name}: got a chat, expected texts: give the callable an attribute encode_chat "
-                "(messages, tools) -> (ids, loss_mask)"
+                f"tokenizer {self.name}: got a chat, expected texts: give the callable an attribute encode_chat, a "
+                "function (messages, tools) -> (ids, loss_mask)"
             )
         return self._call(self._encode_chat, messages, tools)
 
     def encode_pair(self, prompt: object, completion: object) -> Encoded | str:
-        """The ids of ``prompt + completion``; learned is what differs from the ids of the prompt alone.
+        """Return the ids of ``prompt + completion`` and a loss mask that is 1 for the completion, or a reason.
 
-        Where tokens join over the boundary, that one counts as completion. ``pair`` when more than the last two
-        ids of the prompt (one such, and an end-of-text id) change: which tokens to learn would be a guess.
+        The completion begins at the first id that differs from the ids of the prompt alone. A token that spans the
+        boundary belongs to the completion. A spanning token and an end-of-text id may change the last two
+        ids of the prompt. If more ids change, the boundary is unclear, and the reason is ``pair``.
         """
         messages = pair_messages(prompt, completion)
         if messages is not None:
@@ -92,9 +95,10 @@ class CallableTokenizer:
         return Encoded(both.tokens, mask if both.loss_mask is None else mask & both.loss_mask)
 
     def _call(self, function: Callable[..., object], *what: object) -> Encoded | str:
+        """Return the checked result of the user's function; ``tokenizer`` if it raises, with a warning."""
         try:
             return as_encoded(function(*what))
-        except Exception as error:  # whatever it is, it is this sample's: the next one may do
+        except Exception as error:  # any exception rejects only this sample
             size = len(what[0]) if isinstance(what[0], str | list) else 0
             kind = "characters" if isinstance(what[0], str) else "messages"
             self._rejections.warn(f"the tokenizer {self.name} rejects a text of {size} {kind}", error)
@@ -102,7 +106,7 @@ class CallableTokenizer:
 
 
 def import_path(key: str, path: str) -> Any:
-    """What ``package.module:thing`` names. Raises ConfigError for ``key`` where the import fails, in whatever way."""
+    """Return the object at ``package.module:thing``. Raises ConfigError, naming ``key``, if the import fails."""
     module_name, _, attribute = path.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
@@ -112,15 +116,17 @@ def import_path(key: str, path: str) -> Any:
         raise ConfigError(f"{key}: {path!r} cannot be imported ({error}); check its spelling and PYTHONPATH") from error
     except Exception as error:  # the module's own code
         text = f"{type(error).__name__}: {error}"[:200]
-        raise ConfigError(f"{key}: {path!r} cannot be imported ({text}); mend the module") from error
+        raise ConfigError(f"{key}: {path!r} cannot be imported ({text}): correct the module") from error
     return found
 
 
 def _import(path: str) -> Callable[[str], object]:
+    """Import the callable at ``package.module:function``. Raises ConfigError."""
     if not all(path.partition(":")):
         raise ConfigError(
             f"tokenizer name: got {path!r}, expected 'bytes' or 'package.module:function'. Give a model's "
-            f"tokenizer.json, or its folder, as `file`; streampack.local takes AutoTokenizer.from_pretrained({path!r})"
+            f"tokenizer.json, or its folder, as `file`. streampack.local also takes "
+            f"AutoTokenizer.from_pretrained({path!r})"
         )
     found = import_path("tokenizer name", path)
     if not callable(found):

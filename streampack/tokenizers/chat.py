@@ -1,17 +1,20 @@
-"""Chats: a list of messages, each with a role and a content, to one text and the spans of it that are learned.
+"""Renders chats (lists of messages with a role and a content) to one text, and finds the spans that are learned.
 
-Theory of operation. A chat template writes the text; which characters of it are an answer, it seldom says. Where it
-does (``{% generation %}`` blocks), its word is taken. Else an assistant's message runs from the end of what is
-rendered of all messages before it, with the generation prompt, to the end of what is rendered of all up to it. That
-holds while each of these renderings is a prefix of the whole. Where one is not (templates that drop the thinking of
-earlier turns, or write a message otherwise because of what follows), the message is replaced by a character that no
-text holds, and what then differs from the whole is what that message wrote. If that is not clear either, or reaches
-into a neighbor, the chat is rejected (``template``): a mask is right or there is none.
+Theory of operation. A chat template writes the text. The spans of the answers are found in three ways, in this order:
 
-Marker tokens inside the data, such as a user who writes ``<|im_end|>``, get a character that no text holds before
-each of theirs, before the template sees them; so they can be told from those that the template itself writes.
+1. The template marks them with ``{% generation %}`` blocks.
+2. By prefix. Render the messages before the answer with the generation prompt, and render them with the answer. The
+   answer is what the second text adds. This needs both texts to be prefixes of the whole.
+3. By difference. Some templates drop the thinking of earlier turns, or write a message in another way because of what
+   follows. Then the answer is replaced by a character that no text contains. The difference to the whole is the answer.
 
-This module knows messages and texts: never ids.
+If the difference is unclear too, or overlaps a neighbor, the chat is rejected (``template``): a wrong mask is worse
+than a missing sample.
+
+A marker token may occur inside the data, for example if a user writes ``<|im_end|>``. Before rendering, each of its
+characters gets a prefix character that no text contains. So it differs from the markers that the template writes.
+
+This module knows messages and texts. It does not know ids.
 """
 
 import itertools
@@ -19,7 +22,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-# Four of the code points that Unicode keeps out of texts for ever (noncharacters); a chat with one is rejected.
+# Four Unicode noncharacters, which never occur in valid text. A chat that contains one is rejected.
 SPLIT, _PLACE = "\ufdd0", "\ufdd1"
 BEGIN, END = "\ufdd2", "\ufdd3"
 _OURS = re.compile(f"[{SPLIT}{_PLACE}{BEGIN}{END}]")
@@ -28,7 +31,13 @@ Span = tuple[int, int]
 
 
 class ChatMessage(NamedTuple):
-    """``text``: of the content alone. ``train``: whether an answer is learned. ``raw``: all that a template may see."""
+    """One message of a chat.
+
+    - ``role``: such as ``user`` or ``assistant``.
+    - ``text``: the content as plain text.
+    - ``train``: whether an answer is learned.
+    - ``raw``: the mapping that the template sees.
+    """
 
     role: str
     text: str
@@ -37,32 +46,41 @@ class ChatMessage(NamedTuple):
 
     @property
     def is_answer(self) -> bool:
+        """True if the assistant wrote the message."""
         return self.role == "assistant"
 
 
 class Rendered(NamedTuple):
-    """``text``, in which ``SPLIT`` breaks marker tokens of the data; ``learned``: its spans, rising, apart."""
+    """A rendered chat.
+
+    - ``text``: the text, in which ``SPLIT`` precedes each character of marker tokens in the data.
+    - ``learned``: spans of the text that are learned, as (begin, end), in order and without overlap.
+    """
 
     text: str
     learned: list[Span]
 
 
 class TemplateError(Exception):
-    """This chat cannot be written, or where its answers are is not clear; the message says why."""
+    """The template cannot render this chat, or the places of its answers are unclear; the message says why."""
 
 
 class Template(Protocol):
-    """What writes a chat. ``header``: what a generation prompt adds to it, "" where it adds nothing."""
+    """A chat template: renders messages to a text."""
 
     @property
-    def header(self) -> str: ...
+    def header(self) -> str:
+        """Text that the generation prompt adds after the last message; may be empty."""
+
     @property
-    def has_generation(self) -> bool: ...
+    def has_generation(self) -> bool:
+        """True if the template marks answers with ``{% generation %}`` blocks."""
 
     def render(self, messages: list[dict[str, Any]], tools: Any, *, prompt: bool = False, mark: bool = False) -> str:
-        """The text. ``prompt``: with the generation prompt. ``mark``: BEGIN and END around generation blocks.
+        """Return the text of a chat.
 
-        Raises TemplateError.
+        ``prompt``: append the generation prompt. ``mark``: write BEGIN and END around generation blocks. Raises
+        TemplateError.
         """
 
 
@@ -72,17 +90,18 @@ _SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", 
 
 
 def read_messages(messages: object) -> list[ChatMessage] | str:
-    """The messages of a chat; ``messages`` when it is none, ``empty`` when there is nothing in it.
+    """Check and convert a chat's messages; return the reason ``messages`` if invalid, ``empty`` if there are none.
 
-    ``role`` and ``content``: a text, null, or a list of ``{"type": "text", "text": ...}``; or ShareGPT's ``from`` and
-    ``value``. ``train: false`` or ``weight: 0`` keeps an answer out of the loss. All other keys are the template's.
+    A message is a mapping with ``role`` and ``content``, or ``from`` and ``value`` as in ShareGPT. The content is a
+    text, null, or a list of ``{"type": "text", "text": ...}``. An answer with ``train: false`` or ``weight: 0`` is not
+    learned. The template sees all other keys.
 
     >>> read_messages([{"role": "user", "content": "hi", "weight": 0}])[0][:3]
     ('user', 'hi', False)
     """
     if not isinstance(messages, list):
         return "messages"
-    read = [_read(message) for message in messages]
+    read = [_read_message(message) for message in messages]
     good = [message for message in read if message is not None]
     if len(good) < len(read):
         return "messages"
@@ -90,9 +109,9 @@ def read_messages(messages: object) -> list[ChatMessage] | str:
 
 
 def pair_messages(prompt: object, completion: object) -> list[Any] | None:
-    """A prompt and its completion as one chat, of which the completion is learned; None where they are no chats.
+    """Join a prompt and its completion to one chat in which only the completion is learned; None if not chats.
 
-    ``prompt``: a list of messages; ``completion``: another, or the text of an answer.
+    ``prompt``: a list of messages. ``completion``: another list, or the text of an answer.
     """
     if not isinstance(prompt, list):
         return None
@@ -103,10 +122,11 @@ def pair_messages(prompt: object, completion: object) -> list[Any] | None:
     return [{**message, "train": False} if isinstance(message, dict) else message for message in prompt] + completion
 
 
-def _read(message: object) -> ChatMessage | None:
+def _read_message(message: object) -> ChatMessage | None:
+    """Convert one message to a ChatMessage; None if it is not a valid message."""
     if not isinstance(message, Mapping):
         return None
-    ours, null = ("train", "weight"), ("content", "value")  # tables give every message every key: null is not there
+    ours, null = ("train", "weight"), ("content", "value")  # tables give every message every key: null counts as absent
     raw = {key: value for key, value in message.items() if key not in ours and (value is not None or key in null)}
     if "role" not in raw and "from" in raw:
         role = raw.pop("from")
@@ -114,7 +134,7 @@ def _read(message: object) -> ChatMessage | None:
         raw["content"] = raw.pop("value", None)
     text = _text(raw.get("content"))
     train, weight = message.get("train"), message.get("weight")
-    train, weight = True if train is None else train, 1 if weight is None else weight  # a column has nulls
+    train, weight = True if train is None else train, 1 if weight is None else weight  # null counts as absent
     if text is None or not isinstance(raw.get("role"), str) or not isinstance(train, bool):
         return None
     if not isinstance(weight, int | float) or weight not in (0, 1):
@@ -123,6 +143,7 @@ def _read(message: object) -> ChatMessage | None:
 
 
 def _text(content: object) -> str | None:
+    """Return the plain text of a message's content; None if the content is invalid."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -137,13 +158,14 @@ def _text(content: object) -> str | None:
 
 
 def split_markers(value: Any, markers: re.Pattern[str] | None) -> Any:
-    """``value`` with SPLIT before every character of every marker, in all the strings in it.
+    """Return ``value`` with SPLIT before every character of every marker token, in all strings that it contains.
 
-    Raises TemplateError where a string holds one of this module's own characters.
+    ``markers``: a pattern of the marker tokens. Raises TemplateError if a string contains one of this module's
+    reserved characters.
     """
     if isinstance(value, str):
         if _OURS.search(value):
-            raise TemplateError("a text has one of the characters U+FDD0 to U+FDD3, which no text should have")
+            raise TemplateError("a text has one of the characters U+FDD0 to U+FDD3, which are not valid in text")
         return markers.sub(lambda found: re.sub("(?s)(.)", rf"{SPLIT}\1", found[0]), value) if markers else value
     if isinstance(value, Mapping):
         return {key: split_markers(item, markers) for key, item in value.items()}
@@ -153,7 +175,7 @@ def split_markers(value: Any, markers: re.Pattern[str] | None) -> Any:
 
 
 def any_of(words: Iterable[str]) -> re.Pattern[str] | None:
-    """What finds any of ``words`` that is not split, the longest first; None where there are none."""
+    """Return a pattern that finds any of ``words``, unless split by SPLIT, longest first; None without words."""
     longest = sorted(filter(None, words), key=len, reverse=True)
     return re.compile(f"(?<!{SPLIT})(?:{'|'.join(map(re.escape, longest))})") if longest else None
 
@@ -162,10 +184,10 @@ def any_of(words: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def render_chat(template: Template, messages: list[ChatMessage], tools: Any, stops: re.Pattern[str] | None) -> Rendered:
-    """The text of a chat and the spans of its answers that are learned.
+    """Render a chat to a text, and find the spans of the answers that are learned.
 
-    ``stops``: the marker tokens. The first one right after an answer ends its turn, and is learned with it; white
-    space after that is not. Raises TemplateError.
+    ``stops``: a pattern of the marker tokens. The marker right after an answer ends its turn and is learned with it;
+    white space after the marker is not. Raises TemplateError.
     """
     raw = [message.raw for message in messages]
     whole = template.render(raw, tools)
@@ -175,21 +197,22 @@ def render_chat(template: Template, messages: list[ChatMessage], tools: Any, sto
         spans = _generation_spans(template, raw, tools, whole)
         if len(learned) < len(answers):
             if len(spans) != len(answers):
-                raise TemplateError(f"it has {len(spans)} generation blocks for {len(answers)} answers")
+                raise TemplateError(f"the template writes {len(spans)} generation blocks for {len(answers)} answers")
             spans = [span for span, number in zip(spans, answers, strict=True) if messages[number].train]
         return Rendered(whole, spans)
-    finder = _Finder(template, raw, tools, whole, stops)
+    finder = _AnswerFinder(template, raw, tools, whole, stops)
     spans = [finder.span(number) for number in learned]
     for before, after in itertools.pairwise(spans):
         if before[1] > after[0]:
-            raise TemplateError("the answers overlap in what it writes")
+            raise TemplateError("the answers overlap in the text that the template writes")
     return Rendered(whole, spans)
 
 
 def _generation_spans(template: Template, raw: list[dict[str, Any]], tools: Any, whole: str) -> list[Span]:
+    """Return the spans of the outermost ``{% generation %}`` blocks in ``whole``. Raises TemplateError."""
     pieces = re.split(f"([{BEGIN}{END}])", template.render(raw, tools, mark=True))
     if "".join(pieces[::2]) != whole:
-        raise TemplateError("it writes another text when its generation blocks are marked")
+        raise TemplateError("the template writes another text when its generation blocks are marked")
     spans, place, begins = [], 0, []
     for piece in pieces:
         if piece == BEGIN:
@@ -203,8 +226,8 @@ def _generation_spans(template: Template, raw: list[dict[str, Any]], tools: Any,
     return spans
 
 
-class _Finder:
-    """Finds what single messages wrote in ``whole``."""
+class _AnswerFinder:
+    """Finds the span of a message's answer in ``whole``, the rendered text of all messages."""
 
     def __init__(
         self,
@@ -218,7 +241,7 @@ class _Finder:
         self._regions: dict[int, Span] = {}
 
     def span(self, number: int) -> Span:
-        """What is learned of message ``number``."""
+        """Return the learned span of message ``number``. Raises TemplateError if it is unclear."""
         span = self._by_prefix(number)
         if span is None:
             return self._by_difference(number)
@@ -229,16 +252,17 @@ class _Finder:
         except TemplateError:
             if self._raw[number].get("content"):
                 raise
-            return span  # a tool call, in whose place it may write no text
+            return span  # a tool call, for which the template may write no text
 
     def _by_prefix(self, number: int) -> Span | None:
+        """Return the span by comparing prefixes of the whole text; None if they are not prefixes."""
         try:
             before = self._template.render(self._raw[:number], self._tools, prompt=True)
             if not self._whole.startswith(before):
                 return None
             last = number + 1 == len(self._raw)
             upto = self._whole if last else self._template.render(self._raw[: number + 1], self._tools)
-        except TemplateError:  # a chat that it does not write may begin one that it does
+        except TemplateError:  # the template may accept the whole chat but not its beginning
             return None
         if not (upto.startswith(before) and self._whole.startswith(upto)):
             return None
@@ -248,11 +272,12 @@ class _Finder:
         return len(before), len(upto)
 
     def _by_difference(self, number: int) -> Span:
+        """Return the span by replacing the message and comparing the texts. Raises TemplateError if unclear."""
         begin, end = self._region(number)
         floor = self._region(number - 1)[1] if number else 0
         ceiling = self._region(number + 1)[0] if number + 1 < len(self._raw) else len(self._whole)
         if not floor <= begin <= end <= ceiling:
-            raise TemplateError(f"what it writes of message {number} cannot be told from its neighbors")
+            raise TemplateError(f"the text of message {number} cannot be told from that of its neighbors")
         header = self._template.header
         at = self._whole.rfind(header, floor, begin) if header else -1
         if at >= 0:
@@ -265,10 +290,11 @@ class _Finder:
         return begin, end
 
     def _after_prompt(self, number: int, begin: int) -> int:
-        """Where an answer begins whose content is at ``begin``: before white space that no prompt ends with.
+        """Return where the learned span of an answer begins, given that its content begins at ``begin``.
 
-        Mistral's templates write ``[/INST]`` and then a space and the answer, without a generation prompt. The model
-        is asked after ``[/INST]``, so the space is its own. A header that the template writes is not.
+        White space before the content belongs to the answer unless the prompt ends with it. For example, Mistral's
+        templates write ``[/INST]``, a space and the answer, without a generation prompt. The model generates after
+        ``[/INST]``, so it learns the space.
         """
         previous = self._region(number - 1)[0] if number else 0
         try:
@@ -282,8 +308,8 @@ class _Finder:
         return begin
 
     def _region(self, number: int) -> Span:
-        """The characters that depend on what message ``number`` holds."""
-        if number in self._regions:  # of a message between two answers
+        """Return the span of the whole text that depends on the content of message ``number``. Raises TemplateError."""
+        if number in self._regions:  # a message between two answers is asked for twice
             return self._regions[number]
         message = self._raw[number]
         other = {"role": message["role"]} if message["role"] == "assistant" else dict(message)
@@ -291,15 +317,15 @@ class _Finder:
         other["content"] = [{"type": "text", "text": _PLACE}] if in_parts else _PLACE
         changed = self._template.render([*self._raw[:number], other, *self._raw[number + 1 :]], self._tools)
         if changed.count(_PLACE) != 1:
-            raise TemplateError(f"it writes the content of message {number} {changed.count(_PLACE)} times")
-        begin = _common(self._whole, changed)
-        end = len(self._whole) - _common(self._whole[begin:][::-1], changed[begin:][::-1])
+            raise TemplateError(f"the template writes message {number} {changed.count(_PLACE)} times, expected once")
+        begin = _common_prefix(self._whole, changed)
+        end = len(self._whole) - _common_prefix(self._whole[begin:][::-1], changed[begin:][::-1])
         self._regions[number] = begin, end
         return begin, end
 
 
-def _common(one: str, other: str) -> int:
-    """The length of the longest common prefix."""
+def _common_prefix(one: str, other: str) -> int:
+    """Return the length of the longest common prefix."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,11 +1,12 @@
 """Chat templates: Jinja as model authors write it, in a sandbox.
 
-Theory of operation. Compatible with what transformers does: ``trim_blocks``, ``lstrip_blocks``, loop controls,
-``tojson`` that leaves letters alone, ``raise_exception``, ``{% generation %}`` blocks. One thing is not:
-``strftime_now`` gives a date that is set, since the same data must give the same tokens tomorrow. Where none is set
-it is undefined, for which many templates have a date of their own; a template that needs it is refused.
+Theory of operation. Templates render as in transformers: ``trim_blocks``, ``lstrip_blocks``, loop controls, ``tojson``
+without escapes for letters, ``raise_exception``, ``{% generation %}`` blocks. One thing differs: ``strftime_now``
+returns a date from the settings, because the same data must give the same tokens tomorrow. Without a date in the
+settings it is undefined. Many templates then use a date of their own; a template that needs the function raises
+ConfigError.
 
-A template is code from a stranger: it runs in Jinja's immutable sandbox, and whatever it raises is this chat's.
+A template is untrusted code. It runs in Jinja's immutable sandbox, and any exception rejects only the chat.
 """
 
 import json
@@ -23,10 +24,10 @@ from streampack.tokenizers.chat import BEGIN, END, TemplateError
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A compiled chat template.
 
-    ``variables``: what it sees beside the messages, such as ``bos_token``. ``today``: what ``strftime_now`` says.
-    Raises ConfigError when ``source`` is no template.
+    ``source``: the template's text. ``variables``: values that it sees beside the messages, such as ``bos_token``. The
+    date ``today`` is what ``strftime_now`` returns. Raises ConfigError if ``source`` is not a valid template.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str], today: date | None) -> None:
@@ -43,7 +44,7 @@ class ChatTemplate:
             tree = environment.parse(source)
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
-            raise ConfigError(f"tokenizer chat_template: is no Jinja template: line {error.lineno}: {error}") from error
+            raise ConfigError(f"tokenizer chat_template: line {error.lineno} is not valid Jinja: {error}") from error
         self._variables = dict(variables)
         self.has_generation = any(
             isinstance(call.node, nodes.Name) and call.node.name == "mark_generation"
@@ -53,9 +54,9 @@ class ChatTemplate:
         self._takes_parts = self._probe_parts()
 
     def render(self, messages: list[dict[str, Any]], tools: Any, *, prompt: bool = False, mark: bool = False) -> str:
-        """See chat.Template. Raises ConfigError when the template cannot do without today's date."""
+        """Return the text of a chat: see ``chat.Template``. Raises ConfigError if the template needs today's date."""
         if not self._takes_parts:
-            messages = [_flat(message) for message in messages]
+            messages = [_with_text_content(message) for message in messages]
         self._marking = mark
         try:
             return self._template.render(
@@ -64,17 +65,19 @@ class ChatTemplate:
         except UndefinedError as error:
             if "strftime_now" in str(error):
                 raise ConfigError(
-                    "tokenizer chat_template: asks for today's date (strftime_now), and the same data must give the "
-                    "same tokens tomorrow: set tokenizer.date to the date that it shall see"
+                    "tokenizer chat_template: the template asks for today's date (strftime_now), but the same data "
+                    "must give the same tokens tomorrow. Set tokenizer.date to a fixed date"
                 ) from error
             raise TemplateError(str(error)) from error
-        except Exception as error:  # a template's: its own raise_exception, a type, the sandbox
+        except Exception as error:  # raised by the template's code or the sandbox
             raise TemplateError(f"{type(error).__name__}: {error}") from error
 
     def _generation(self, caller: Callable[[], str]) -> str:
+        """Return the text of a generation block, between BEGIN and END while marking."""
         return BEGIN + caller() + END if self._marking else caller()
 
     def _find_header(self) -> str:
+        """Return the text that the generation prompt adds after a message; empty if there is none."""
         question = [{"role": "user", "content": "x"}]
         self._takes_parts = True
         try:
@@ -84,7 +87,7 @@ class ChatTemplate:
         return with_[len(without) :] if with_.startswith(without) else ""
 
     def _probe_parts(self) -> bool:
-        """Whether it walks a content that is a list of parts, instead of printing the list."""
+        """Return whether the template renders a content that is a list of parts, instead of printing the list."""
         try:
             text = self.render([{"role": "user", "content": [{"type": "text", "text": "probe"}]}], None)
         except TemplateError:
@@ -93,11 +96,12 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """``{% generation %}``: what the model itself wrote."""
+    """Jinja extension for ``{% generation %}`` blocks, which mark text that the model generates."""
 
     tags = {"generation"}  # noqa: RUF012 - as Extension declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
+        """Turn a block into a call of ``mark_generation``."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         call = nodes.Call(nodes.Name("mark_generation", "load"), [], [], None, None)
@@ -111,14 +115,17 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    """Return ``value`` as JSON: the filter ``tojson`` as transformers defines it."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> NoReturn:
+    """Raise TemplateError: the function ``raise_exception`` of templates."""
     raise TemplateError(message)
 
 
-def _flat(message: dict[str, Any]) -> dict[str, Any]:
+def _with_text_content(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is one text, joined from its parts."""
     content = message.get("content")
     if not isinstance(content, list):
         return message

@@ -1,4 +1,4 @@
-"""From settings to a tokenizer: ``bytes``, a callable by its import path, or a tokenizer.json."""
+"""Opens the tokenizer that settings describe: ``bytes``, a callable by its import path, or a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from streampack.tokenizers.callable_tokenizer import CallableTokenizer
 
 
 def open_tokenizer(settings: TokenizerSettings) -> Tokenizer:
-    """The tokenizer that ``settings`` name.
+    """Open the tokenizer that ``settings`` describe.
 
-    Raises ConfigError where there is no such module or attribute, or it cannot be called.
+    Raises ConfigError if settings contradict each other, an import fails, or a file is not a tokenizer.
 
     >>> open_tokenizer(TokenizerSettings()).encode("hé").tokens
     array([104, 195, 169, 256], dtype=int32)
@@ -19,12 +19,14 @@ def open_tokenizer(settings: TokenizerSettings) -> Tokenizer:
     if settings.file is not None:
         if settings.name is not None:
             raise ConfigError(f"tokenizer: got name {settings.name!r} and file {settings.file!r}, expected one of them")
-        from streampack.tokenizers.tokenizer_json import FileTokenizer  # the library is wanted only here
+        from streampack.tokenizers.tokenizer_json import FileTokenizer  # needs an optional package
 
         return FileTokenizer(settings)
     for key in ("eos_token", "bos_token", "chat_template", "date", "allow_special"):
         if getattr(settings, key):
-            raise ConfigError(f"tokenizer.{key}: got {getattr(settings, key)!r} without file: give both or neither")
+            raise ConfigError(
+                f"tokenizer.{key}: got {getattr(settings, key)!r} without tokenizer.file. Give both or neither"
+            )
     if settings.name in (None, "bytes"):
         kind = UnnamedTokenizer if settings.name is None else BytesTokenizer
         return kind(append_eos=settings.append_eos, train_on=settings.train_on)

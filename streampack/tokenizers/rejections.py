@@ -8,7 +8,7 @@ _log = logging.getLogger(__name__)
 
 
 class Rejections:
-    """Warnings about rejected samples: each error once, and ``MOST`` at all, since millions may be rejected."""
+    """Logs warnings about rejected samples: each error text once, and ``MOST`` in all."""
 
     MOST = 20
 
@@ -16,8 +16,9 @@ class Rejections:
         self._said: set[str] = set()
 
     def warn(self, what: str, error: BaseException) -> None:
+        """Log ``what`` happened with its error, unless the same error was logged before or ``MOST`` is reached."""
         text = f"{type(error).__name__}: {error}"
         if len(self._said) < self.MOST and text not in self._said:
             self._said.add(text)
-            last = "; more are counted, and not said" if len(self._said) == self.MOST else ""
+            last = "; further errors are counted but not logged" if len(self._said) == self.MOST else ""
             _log.warning("%s: %r%s", what, error, last)

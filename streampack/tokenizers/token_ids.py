@@ -1,7 +1,7 @@
-"""What token ids are: one sequence, not empty, of integers in 0..2**31-1, and perhaps a mask of what is learned.
+"""Checks token ids: one nonempty sequence of integers in 0..2**31-1, perhaps with a mask of the learned ids.
 
-Whatever a tokenizer returns, and whatever a file holds as tokens, goes through ``as_tokens``. What does not pass
-becomes a reason, a short word that is counted; never an exception, because one bad sample must not end a run.
+All ids from tokenizers and files go through ``as_tokens``. Invalid ids become a reason, a short word that is counted.
+No exception is raised, because one bad sample must not end a run.
 """
 
 import hashlib
@@ -17,9 +17,10 @@ NO_TOKENS.flags.writeable = False
 
 
 class Encoded(NamedTuple):
-    """One sample: ``tokens`` [T] int32, T > 0, and ``loss_mask`` [T] uint8, 1 where the token is to be learned.
+    """The ids of one sample and its loss mask.
 
-    Unshifted: ``loss_mask[t]`` speaks of ``tokens[t]``. None where all of them are.
+    - ``tokens``: [T] int32, T > 0.
+    - ``loss_mask``: [T] uint8; ``loss_mask[t]`` is 1 if ``tokens[t]`` is learned (not shifted). None: all are learned.
     """
 
     tokens: Tokens
@@ -27,9 +28,10 @@ class Encoded(NamedTuple):
 
 
 def as_encoded(values: object) -> Encoded | str:
-    """What a callable may return: ids; ``(ids, loss_mask)``; or a mapping with ``input_ids``, ``loss_mask``.
+    """Check what a user's tokenizer returned, and convert it to Encoded, or return the reason why it is invalid.
 
-    A mask is one 0 or 1 (or bool) for each id. Reasons: those of ``as_tokens``, and ``mask``.
+    ``values``: ids; ``(ids, loss_mask)``; or a mapping with ``input_ids`` and perhaps ``loss_mask``. A mask has one 0
+    or 1 (or bool) per id. The reasons are those of ``as_tokens``, ``missing`` (no ``input_ids``) and ``mask``.
 
     >>> as_encoded(([1, 2], [0, 1]))
     Encoded(tokens=array([1, 2], dtype=int32), loss_mask=array([0, 1], dtype=uint8))
@@ -54,10 +56,14 @@ def as_encoded(values: object) -> Encoded | str:
 
 
 def as_tokens(values: object) -> Tokens | str:
-    """``values`` as token ids [T] int32 (a copy, unless it is an int32 array already), or the reason why not.
+    """Convert ``values`` to token ids [T] int32, or return the reason why they are invalid.
 
-    Reasons: ``empty``; ``dtype`` (not integers: bool, float, NaN, text, objects); ``ragged`` (not one sequence:
-    nested, 2-D, or a single number); ``range`` (an id below 0, or 2**31 and above).
+    An int32 array is returned without a copy. The reasons:
+
+    - ``empty``: there are no ids.
+    - ``dtype``: not integers, but bools, floats, text or objects.
+    - ``ragged``: not one sequence, but nested, 2-D or a single number.
+    - ``range``: an id is below 0, or 2**31 or above.
 
     >>> as_tokens([1, 2, 3])
     array([1, 2, 3], dtype=int32)
@@ -73,7 +79,7 @@ def as_tokens(values: object) -> Tokens | str:
     if ids.size == 0:
         return "empty"
     if ids.dtype.kind not in "iu":
-        # Python ints that no 64 bits hold are the only objects that are ids, if bad ones.
+        # Python ints beyond 64 bits become objects: their reason is the range, not the type.
         huge = ids.dtype == object and ids.ndim == 1 and all(type(value) is int for value in ids.tolist())
         return "range" if huge else "dtype"
     if ids.ndim != 1:
@@ -85,5 +91,5 @@ def as_tokens(values: object) -> Tokens | str:
 
 
 def digest_of_words(*words: str) -> str:
-    """Of what a tokenizer is made of, hex."""
+    """Return a tokenizer's digest in hex, a hash of the words that identify it."""
     return hashlib.sha256("\0".join(("streampack-tokenizer-1", *words)).encode()).hexdigest()

@@ -1,14 +1,14 @@
-"""tokenizer.json: texts, chats and pairs to ids, by the ``tokenizers`` library.
+"""The tokenizer of a tokenizer.json: texts, chats and pairs to ids, by the library ``tokenizers``.
 
-Theory of operation. The library's own post-processor is read once, for the ids that it puts before and after a text
-(such as a BOS), and then left out: those ids are put there by ``_close``, and offsets stay those of all characters.
-Special tokens come in through the template, the post-processor and ``append_eos``. The text of a special token
-*inside the data* is text, and is split into ordinary tokens, unless ``allow_special``: else a web page on chat
-formats would teach a model to end its turn. Added tokens that are not special (``<think>``) are always found.
+Theory of operation. The library's post-processor puts ids before and after a text, such as a BOS. They are found once,
+then the post-processor is removed, and ``_close`` adds the ids. So offsets always count the characters of the text.
+Special tokens come from the template, the post-processor and ``append_eos``. The text of a special token *inside the
+data* is split into ordinary tokens, unless ``allow_special`` is set. Else a web page on chat formats would teach a
+model to end its turn. Added tokens that are not special (``<think>``) are always found.
 
-The mask of a chat or a pair: all is encoded once, and a token is learned when any of its characters is.
+A chat or pair is encoded once as a whole. A token is learned if any of its characters is learned.
 
-This module knows no files but the tokenizer's.
+This module reads only the tokenizer's files.
 """
 
 import hashlib
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 
 class FileTokenizer:
-    """The tokenizer of a tokenizer.json, or of a folder with one. See TokenizerSettings.
+    """The tokenizer of a tokenizer.json file, or of a folder with one: see TokenizerSettings.
 
-    ``vocab_size`` is the largest id + 1. Raises ConfigError for a file that is none, and for tokens that it has not.
+    ``vocab_size`` is the largest id + 1. Raises ConfigError if the file is not a tokenizer, or lacks a given token.
     """
 
     def __init__(self, settings: TokenizerSettings) -> None:
@@ -47,14 +47,14 @@ class FileTokenizer:
         given = Path(settings.file)
         path = given / "tokenizer.json" if given.is_dir() else given
         self._json = _read(path)
-        beside = _Beside(path.parent)
+        beside = _FolderFiles(path.parent)
         self._plain = _library(self._json, path)
         self._rejections = Rejections()
         self._settings, self.train_on = settings, settings.train_on
         self.name = str(settings.file)
         self.vocab_size: int | None = max(self._plain.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._before, self._after = _around(self._plain)
-        _strip(self._plain)
+        _remove_post_processor(self._plain)
         self._plain.encode_special_tokens = not settings.allow_special
         added = self._plain.get_added_tokens_decoder().values()
         self._special = {token.content for token in added if token.special}
@@ -64,9 +64,9 @@ class FileTokenizer:
 
         self.eos_token = settings.eos_token or beside.token("eos_token")
         self.bos_token = settings.bos_token or beside.token("bos_token")
-        self._eos = self._id("eos_token", self.eos_token) if settings.append_eos else None
+        self._eos = self._token_id("eos_token", self.eos_token) if settings.append_eos else None
         if settings.bos_token is not None:
-            bos = self._id("bos_token", settings.bos_token)
+            bos = self._token_id("bos_token", settings.bos_token)
             self._before = self._before if self._before[:1] == [bos] else [bos, *self._before]
         self._templates = beside.templates(settings.chat_template)
         self._variables = beside.tokens() | {
@@ -75,16 +75,19 @@ class FileTokenizer:
         self._today = _date(settings.date)
         self.has_chat_template = bool(self._templates)
         if settings.chat_template is not None:
-            self._template(False)  # what was asked for is looked at now, what lies beside the file when it is needed
+            self._template(False)  # compile a given template now; one from the folder when it is needed
         words = (self._json, *map(str, (self.eos_token, settings.bos_token, settings.append_eos)))
         words += tuple(map(str, (settings.allow_special, settings.train_on, settings.date)))
         words += (json.dumps([self._templates, self._variables], sort_keys=True),)
-        version = 2 if self._templates else 1  # 2: white space that the model itself writes is learned
+        version = 2 if self._templates else 1  # 2: white space that the model generates is learned
         self.digest = hashlib.sha256("\0".join((f"streampack-tokenizer-file-{version}", *words)).encode()).hexdigest()
 
     def encode(self, text: str) -> Encoded | str:
+        """Return the ids of a text, or the reason ``empty`` or ``encoding``."""
         try:
-            ids = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids  # without offsets: 1.4 times
+            ids = self._plain.encode_batch_fast([text], add_special_tokens=False)[
+                0
+            ].ids  # without offsets, 1.4 times faster
         except TypeError:  # half of a surrogate pair
             return "encoding"
         if not ids:
@@ -92,22 +95,24 @@ class FileTokenizer:
         return Encoded(np.array(self._close(ids), np.int32))
 
     def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
+        """Return the ids and loss mask of a chat, rendered by the chat template, or the reason it is rejected."""
         read = read_messages(messages)
         if isinstance(read, str):
             return read
-        if tools and not isinstance(tools, list | tuple):  # a template would write the letters of a text one by one
+        if tools and not isinstance(tools, list | tuple):  # a template would iterate over the letters of a text
             return "tools"
         try:
             markers = self._markers
             split = [message._replace(raw=chat.split_markers(message.raw, markers)) for message in read]
             template = self._template(bool(tools))
             rendered = chat.render_chat(template, split, chat.split_markers(tools, markers) or None, self._stops)
-        except (TemplateError, RecursionError) as error:  # values nested too deep to be walked
+        except (TemplateError, RecursionError) as error:  # RecursionError: values nested too deeply
             self._rejections.warn(f"the chat template rejects a chat of {len(read)} messages", error)
             return "template"
         return self._encode_rendered(rendered)
 
     def encode_pair(self, prompt: object, completion: object) -> Encoded | str:
+        """Return the ids and loss mask of a prompt and its completion, or the reason the pair is rejected."""
         messages = pair_messages(prompt, completion)
         if messages is not None:
             return self.encode_chat(messages)
@@ -123,15 +128,17 @@ class FileTokenizer:
         learned = np.zeros(len(text), np.uint8)
         learned[len(prompt) :] = 1
         ids = self._close(encoding.ids)
-        mask = np.ones(len(ids), np.uint8)  # what is after the text ends the completion
+        mask = np.ones(len(ids), np.uint8)  # ids after the text end the completion, so they are learned
         mask[: len(self._before)] = 0
         mask[len(self._before) :][: len(encoding.ids)] = _overlap(encoding.offsets, learned)
         return self._encoded(ids, mask)
 
     def decode(self, tokens: Tokens) -> str:
+        """Return the text of ``tokens``, special tokens included."""
         return str(self._plain.decode(tokens.tolist(), skip_special_tokens=False))
 
     def _encode_rendered(self, rendered: Rendered) -> Encoded | str:
+        """Return the ids and loss mask of a rendered chat, or a reason."""
         learned = np.zeros(len(rendered.text), np.uint8)
         for begin, end in rendered.learned:
             learned[begin:end] = 1
@@ -143,17 +150,22 @@ class FileTokenizer:
                 ids, mask = self._encode_pieces(rendered.text, learned)
             else:
                 return "special"
-        except (TypeError, UnicodeEncodeError):  # half of a surrogate pair: the library's word for it, and ours
+        except (TypeError, UnicodeEncodeError):  # half of a surrogate pair: the library raises one, Python the other
             return "encoding"
         return self._encoded(ids, mask) if ids else "empty"
 
     def _encode_pieces(self, text: str, learned: NDArray[np.uint8]) -> tuple[list[int], NDArray[np.uint8]]:
-        """Encode like ``_marking``, but treat markers in the data (those that are split) as text."""
+        """Return (ids, loss mask) of a rendered chat that has marker tokens in its data.
+
+        The text is encoded piece by piece between the template's markers. Markers in the data, which SPLIT breaks, are
+        encoded as ordinary text. ``learned``: 1 for each character that is learned.
+        """
         assert self._markers is not None
         ids: list[int] = []
         masks = [np.zeros(0, np.uint8)]
 
         def add(begin: int, end: int) -> None:
+            """Encode the characters ``begin`` to ``end`` as ordinary text."""
             kept = np.frombuffer(text[begin:end].encode("utf-32-le"), np.uint32) != ord(SPLIT)
             encoding = self._plain.encode(text[begin:end].replace(SPLIT, ""), add_special_tokens=False)
             ids.extend(encoding.ids)
@@ -170,7 +182,7 @@ class FileTokenizer:
 
     @cached_property
     def _pieces_are_exact(self) -> bool:
-        """Whether a text between special tokens gets the same ids alone; False for SentencePiece."""
+        """True if encoding piece by piece gives the same ids as encoding the whole text; False for SentencePiece."""
         assert self._markers is not None
         for special in sorted(self._special):
             text = f"a{special}b c{special} d\n{special}\n"
@@ -181,13 +193,14 @@ class FileTokenizer:
 
     @cached_property
     def _marking(self) -> "Library":
-        """Tokenizer that recognizes special tokens in the text, for the output of chat templates."""
+        """A copy of the tokenizer that recognizes special tokens in a text, for the output of chat templates."""
         library = _library(self._json, Path(self.name))
-        _strip(library)
+        _remove_post_processor(library)
         return library
 
     @cached_property
     def _compiled(self) -> "dict[str, ChatTemplate]":
+        """The compiled chat templates by name. Raises ConfigError if jinja2 is missing or a template is invalid."""
         try:
             from streampack.tokenizers.chat_template import ChatTemplate
         except ImportError as error:
@@ -195,10 +208,11 @@ class FileTokenizer:
         return {name: ChatTemplate(text, self._variables, self._today) for name, text in self._templates.items()}
 
     def _template(self, with_tools: bool) -> "ChatTemplate":
+        """Return the chat template, or the one for tools if there is one. Raises ConfigError if there is none."""
         if not self._templates:
             raise ConfigError(
-                f"tokenizer {self.name}: got a chat, and no chat template beside the file: set tokenizer.chat_template "
-                "to one (a path or its text)"
+                f"tokenizer {self.name}: got a chat, but no chat template in the file's folder. Set "
+                "tokenizer.chat_template to a path or to the template's text"
             )
         name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
         return self._compiled[name if name in self._compiled else next(iter(self._compiled))]
@@ -209,13 +223,15 @@ class FileTokenizer:
         return closed if self._eos is None or closed[-1] == self._eos else [*closed, self._eos]
 
     def _encoded(self, ids: list[int], mask: NDArray[np.uint8]) -> Encoded:
+        """Return ids and mask as Encoded, without the mask if everything is learned."""
         return Encoded(np.array(ids, np.int32), None if self._settings.train_on == "all" else mask)
 
-    def _id(self, key: str, token: str | None) -> int:
+    def _token_id(self, key: str, token: str | None) -> int:
+        """Return the id of a token; ``key`` is its setting. Raises ConfigError if it is not in the vocabulary."""
         known = ", ".join(sorted(self._special)[:8]) or "none"
         if token is None:
             raise ConfigError(
-                f"tokenizer {self.name}: got no {key} beside the file, expected one: set tokenizer.{key} (its special "
+                f"tokenizer {self.name}: got no {key} in the file's folder, expected one. Set tokenizer.{key} (special "
                 f"tokens: {known}), or append_eos: false"
             )
         found = self._plain.token_to_id(token)
@@ -226,8 +242,8 @@ class FileTokenizer:
         return int(found)
 
 
-class _Beside:
-    """Files that Hugging Face keeps beside tokenizer.json; all of them may be missing."""
+class _FolderFiles:
+    """Contents of the files that Hugging Face keeps in the folder of tokenizer.json; all of them may be missing."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -238,20 +254,26 @@ class _Beside:
                 try:
                     self._config |= json.loads(text)
                 except (ValueError, TypeError) as error:
-                    raise ConfigError(f"tokenizer {folder / name}: is no JSON object: {error}") from error
+                    raise ConfigError(
+                        f"tokenizer {folder / name}: got a file that is not a JSON object: {error}"
+                    ) from error
 
     def token(self, key: str) -> str | None:
+        """Return the text of a special token, such as ``eos_token``; None if the files do not name it."""
         value = self._config.get(key)
         value = value.get("content") if isinstance(value, dict) else value
         return value if isinstance(value, str) else None
 
     def tokens(self) -> dict[str, str]:
-        """All special tokens by name, as templates see them."""
+        """Return all special tokens by name, as chat templates see them."""
         keys = [key for key in sorted(self._config) if re.fullmatch("[a-z_]+_token", key)]
         return {key: token for key in keys if (token := self.token(key)) is not None}
 
     def templates(self, given: str | None) -> dict[str, str]:
-        """By name, ``default`` and perhaps ``tool_use``; {} where there is none."""
+        """Return the texts of the chat templates by name, ``default`` and perhaps ``tool_use``; {} without any.
+
+        ``given``: path or text of a template that replaces those of the folder.
+        """
         if given is not None:
             return {"default": given if "{" in given or "\n" in given else _read(Path(given))}
         if (self._folder / "chat_template.jinja").is_file():
@@ -264,14 +286,16 @@ class _Beside:
 
 
 def _read(path: Path) -> str:
+    """Return the text of a file of the tokenizer. Raises ConfigError."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"tokenizer: {path}: cannot be read: {reason}") from error
+        raise ConfigError(f"tokenizer: {path}: cannot be read: {reason}: correct the path") from error
 
 
 def _date(text: str | None) -> date | None:
+    """Parse the setting ``date``. Raises ConfigError."""
     try:
         return None if text is None else date.fromisoformat(text)
     except ValueError as error:
@@ -279,6 +303,10 @@ def _date(text: str | None) -> date | None:
 
 
 def _library(text: str, path: Path) -> "Library":
+    """Return the library's tokenizer for the text of a tokenizer.json, without truncation and padding.
+
+    Raises ConfigError if the library is missing, or the text is not a tokenizer; ``path`` is for the message.
+    """
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -286,14 +314,15 @@ def _library(text: str, path: Path) -> "Library":
     try:
         library = Tokenizer.from_str(text)
     except Exception as error:  # the library raises Exception itself
-        raise ConfigError(f"tokenizer {path}: is no tokenizer.json: {error}") from error
+        raise ConfigError(f"tokenizer {path}: got a file that is not a tokenizer.json: {error}") from error
     library.no_truncation()
     library.no_padding()
     return library
 
 
 def _missing(module: str, error: ImportError) -> ConfigError:
-    return ConfigError(f"tokenizer: needs {module} ({error}): pip install 'streampack[tokenizers]'")
+    """Return the error for a package that is not installed."""
+    return ConfigError(f"tokenizer: needs the package {module} ({error}): pip install 'streampack[tokenizers]'")
 
 
 def _around(library: "Library") -> tuple[list[int], list[int]]:
@@ -306,12 +335,16 @@ def _around(library: "Library") -> tuple[list[int], list[int]]:
     return [], []
 
 
-def _strip(library: "Library") -> None:
+def _remove_post_processor(library: "Library") -> None:
     library.post_processor = None
 
 
 def _overlap(offsets: Iterable[tuple[int, int]], learned: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """[T] uint8: 1 where any character of the token is learned. A token without characters goes with the next one."""
+    """Return a loss mask [T] uint8, 1 for each token with a learned character.
+
+    ``offsets``: (begin, end) of each token in characters. ``learned``: 1 for each learned character. A token without
+    characters counts like the character that follows it.
+    """
     sums = np.concatenate(([0], np.cumsum(learned, dtype=np.int64)))
     spans = np.array(list(offsets), np.int64).reshape(-1, 2)
     ends = np.minimum(np.maximum(spans[:, 1], spans[:, 0] + 1), len(learned))

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 class TransformersTokenizer(CallableTokenizer):
-    """A fast tokenizer of transformers, such as AutoTokenizer gives: texts by its ``encode``, chats by its template.
+    """A tokenizer object of transformers, such as AutoTokenizer returns: it encodes texts by its method ``encode``.
 
-    Chats are written by its files, as with ``tokenizer.file``: it is saved to a temporary folder when the first comes.
+    For chats it must be a fast tokenizer. It is saved to a temporary folder at the first chat, and read back as a
+    FileTokenizer.
     """
 
     def __init__(self, given: Any) -> None:
@@ -32,18 +33,23 @@ class TransformersTokenizer(CallableTokenizer):
         self.has_chat_template = template is not None
 
     def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
+        """Return the ids and loss mask of a chat by the tokenizer's chat template, or a reason."""
         return self._of_file.encode_chat(messages, tools)
 
     def decode(self, tokens: Tokens) -> str:
+        """Return the text of ``tokens``, special tokens included."""
         return str(self._given.decode(tokens.tolist()))
 
     @cached_property
     def _of_file(self) -> FileTokenizer:
+        """The same tokenizer as a FileTokenizer. Raises ConfigError if it is not a fast tokenizer."""
         from streampack.tokenizers.base import TokenizerSettings
         from streampack.tokenizers.tokenizer_json import FileTokenizer
 
         if not getattr(self._given, "is_fast", False):
-            raise ConfigError(f"tokenizer: got a slow {self.name} and a chat, expected a fast one: use_fast=True")
+            raise ConfigError(
+                f"tokenizer: got a chat and a slow {self.name}, expected a fast tokenizer: load it with use_fast=True"
+            )
         with tempfile.TemporaryDirectory(prefix="streampack-") as folder:
             self._given.save_pretrained(folder)
             return FileTokenizer(TokenizerSettings(file=folder, append_eos=False))

@@ -655,7 +655,7 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
     assert "a-0.jsonl from two patterns" in stop_message("jsonl", [str(tmp_path / "a-*"), str(tmp_path / "a-0.jsonl")])
     assert "expected at least one path" in stop_message("jsonl", [])
     assert "do not match" in stop_message("jsonl", tmp_path / "a-{0..2.jsonl")
-    assert "expected files: a pipe has no offsets" in stop_message("webdataset", "pipe:cat a.tar")
+    assert "expected files: the output of a command cannot be read" in stop_message("webdataset", "pipe:cat a.tar")
 
 
 @pytest.mark.parametrize("kind", ["webdataset", "jsonl"])

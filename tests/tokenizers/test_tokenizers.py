@@ -116,7 +116,7 @@ def test_what_a_tokenizer_rejects_again_and_again_does_not_fill_the_log(
         assert tokenizer.encode(text) == "tokenizer"
     assert len(caplog.records) == 20
     assert caplog.text.count("KeyError('abc')") == 1
-    assert caplog.records[-1].message.endswith("; more are counted, and not said")
+    assert caplog.records[-1].message.endswith("; further errors are counted but not logged")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_module_that_fails_when_it_is_imported_is_named(
     (tmp_path / "their_broken_module.py").write_text("open('/no/such/file')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     name = "their_broken_module:f"
-    said = rf"^{key}: '{name}' cannot be imported \(FileNotFoundError.*mend the module"
+    said = rf"^{key}: '{name}' cannot be imported \(FileNotFoundError.*correct the module"
     with pytest.raises(ConfigError, match=said):
         _ = (
             open_source(SourceSettings("python", path=name))
@@ -373,7 +373,7 @@ def test_a_token_over_the_boundary_of_a_pair_is_learned(trained: tuple[Path, Lib
 
 def test_the_end_is_read_beside_the_file(tmp_path: Path) -> None:
     train(tmp_path)
-    with pytest.raises(ConfigError, match=r"got no eos_token beside the file.*special tokens: </s>, <s>"):
+    with pytest.raises(ConfigError, match=r"got no eos_token in the file's folder.*special tokens: </s>, <s>"):
         file(tmp_path)
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
     assert file(tmp_path).encode("be").tokens.tolist()[-1] == 1
@@ -411,12 +411,12 @@ def test_a_files_digest_covers_what_changes_its_ids(tmp_path: Path) -> None:
     [
         ({"file": "nowhere"}, r"nowhere: cannot be read: No such file"),
         ({"file": "."}, r"tokenizer.json: cannot be read: No such file"),
-        ({"file": "bad.json"}, r"bad.json: is no tokenizer.json: "),
+        ({"file": "bad.json"}, r"bad.json: got a file that is not a tokenizer.json: "),
         ({"file": "t/tokenizer.json", "eos_token": "<none>"}, r"got eos_token '<none>', expected a token of its"),
         ({"file": "t", "append_eos": False, "date": "today"}, r"tokenizer.date: got 'today', expected a date"),
         ({"file": "t", "append_eos": False, "chat_template": "no.jinja"}, r"no.jinja: cannot be read"),
         ({"file": "t", "name": "bytes"}, r"got name 'bytes' and file 't', expected one of them"),
-        ({"eos_token": "</s>"}, r"tokenizer.eos_token: got '</s>' without file"),
+        ({"eos_token": "</s>"}, r"tokenizer.eos_token: got '</s>' without tokenizer.file"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_a_config_error(
