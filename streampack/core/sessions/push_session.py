@@ -209,7 +209,8 @@ class PushSession(Sender):
         """End the session with an error: the broker takes no more, but samples are left."""
         self._end_confirmed = self._end_requested
         return self._end_session(
-            f"{self._name}: samples are left, but the partition or its feed has ended. The broker takes no more.",
+            f"{self._name}: got samples of a partition that has ended, or whose feed has ended. "
+            f"The broker takes no more of them.",
             "ended",
         )
 

@@ -314,7 +314,7 @@ def test_a_feed_that_has_ended_is_an_error_only_where_samples_are_lost(start: Ca
     rollouts = producer(other)
     rollouts.send_many([[1], [2]])
     other.say.append(Done())
-    with pytest.raises(Rejected, match="the broker wants no more of it"):
+    with pytest.raises(Rejected, match="The broker takes no more of them"):
         rollouts.close()
 
 
