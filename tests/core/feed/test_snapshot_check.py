@@ -189,7 +189,7 @@ def test_a_change_that_is_asked_for_here_and_another_in_the_snapshot_do_not_go_t
     core.handle(Change(1, "train", Restream((StreamRules("e", 1.0, 1),)), 5))
     answer = said(core, attach(changed_to(replace(RULES, streams=MORE), applied=0, position=-1), GOOD.step))
     assert isinstance(answer, Reject)
-    assert "expected the one that is asked for here at step 5" in answer.detail
+    assert "expected the one of this run at step 5" in answer.detail
 
 
 NUMBERS = st.one_of(st.integers(-3, 70), st.integers(-(2**63), 2**64 - 1))
