@@ -1,4 +1,4 @@
-"""Two ranks that train on nothing, 20 steps a second, for ``README.md``, "Running it": ``python train.py``."""
+"""Two ranks that train on nothing, 20 steps a second, for ``docs/how-to/observe.md``: ``python train.py``."""
 
 import threading
 import time

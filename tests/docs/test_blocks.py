@@ -19,7 +19,7 @@ from tests.docs.pages import BLOCKS, ROOT, Block
 
 LANGUAGES = {"python", "bash", "yaml", "json", "toml", "text", "promql", "dockerfile", "ini", ""}
 OF_THE_SHELL = {"do", "done", "until", "while", "for", "if", "then", "fi", "export", "cd", "mkdir", "kill", "sleep",
-                "cat", "cp", "head", "tail", "ls", "diff", "echo", "git"}  # fmt: skip
+                "cat", "cp", "rm", "source", "head", "tail", "ls", "diff", "echo", "git"}  # fmt: skip
 OF_OTHERS = {"curl", "jq", "grep", "prometheus", "promtool", "docker", "kubectl", "helm", "systemctl", "sbatch", "srun",
              "torchrun", "accelerate", "openssl", "nvidia-smi", "chmod", "scp", "ssh", "tar", "journalctl", "sudo",
              "tensorboard"}  # fmt: skip

@@ -49,7 +49,7 @@ TESTED = (
     "step.regroup(",
     "streampack.packed_loss(",
     "batch.attention_mask",
-    "class PackedTrainer",
+    "eval_loader=valid",
 )
 """A text of each example that has a test of its own."""
 
@@ -180,7 +180,7 @@ def test_a_trainer_of_hugging_face(broker: RunningBroker, tmp_path: Path) -> Non
     given = {"Trainer": Trainer, "model": tiny_llama(), "args": args, "checkpoint": None}
 
     def logged(name: str) -> list[float]:
-        trainer = run(block("class PackedTrainer"), broker.trainers, **given)["trainer"]
+        trainer = run(block("eval_loader=valid"), broker.trainers, **given)["trainer"]
         return [line[name] for line in trainer.state.log_history if name in line]
 
     early, late = logged("loss")

@@ -1,7 +1,7 @@
-"""The README's "Running it", typed as it stands, with a real Prometheus: its alert fires and clears, and every
+"""The exercise of docs/how-to/observe.md, typed as it stands, with a real Prometheus: its alert fires and clears, and every
 expression of the dashboard and of the alerts has an answer.
 
-In place of the README's are ports and folders, and times: scraped twice a second, an alert of a minute after seconds.
+In place of the page's are ports and folders, and times: scraped twice a second, an alert of a minute after seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.integration.programs import program
 from tests.integration.running import PATIENCE_S, folder, until
 
 ROOT = Path(__file__).parents[3]
-WALK = (ROOT / "README.md").read_text().partition("\n## Running it\n")[2].partition("\n## ")[0]
+WALK = (ROOT / "docs/how-to/observe.md").read_text().partition("\n## An exercise\n")[2].partition("\n## ")[0]
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "deploy/grafana/dashboards/streampack.json").read_text())
 BLOCKS: list[str] = re.findall(r"^```bash\n(.*?)^```", WALK, re.M | re.S)
 PORTS = ("7400", "7401", "7402", "9090")
@@ -38,7 +38,7 @@ SHOWN = {"$__rate_interval": "1m", "$instance": ".+", "$feed": ".+", "$run": ".+
 
 
 class Walk:
-    """A shell that is told the README's blocks one by one, as its reader would."""
+    """A shell that is told the page's blocks one by one, as its reader would."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.ports = path, dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
