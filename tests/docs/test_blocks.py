@@ -58,7 +58,8 @@ def commands(code: str) -> list[list[str]]:
 
 
 def _plain(words: list[str]) -> list[str]:
-    while words[0] in ("until", "do", "then", "if", "while", "srun", "nohup", "exec", "sudo") and len(words) > 1:
+    before = ("until", "do", "then", "if", "while", "srun", "nohup", "exec", "sudo")
+    while len(words) > 1 and (words[0] in before or words[0].startswith("-")):
         words = words[1:]
     cut = next((i for i, word in enumerate(words) if set(word) <= set("<>")), len(words))
     return words[: cut - (cut < len(words) and words[cut - 1] == "2")]

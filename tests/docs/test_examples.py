@@ -413,7 +413,7 @@ def test_every_rule_is_on_the_page_once_with_a_mutant_that_breaks_it() -> None:
     stated = re.findall(r"^- (R\d+)\. ((?:.+\n?)(?:  .+\n?)*)", streampack.core.__doc__ or "", re.M)
     mutants = (ROOT / "tests/simulation/test_mutants.py").read_text()
     page = PAGES[ROOT / "docs/concepts/exactly-once.md"]
-    rows = re.findall(r"^\| (R\d+) \|(?:[^|]+\|){2} `(\w+)` \|$", page, re.M)
+    rows = re.findall(r"^\| (R\d+) \|(?:[^|]+\|){2} \[`(\w+)`\]\(.*test_mutants.py\) \|$", page, re.M)
     assert [rule for rule, _ in rows] == [rule for rule, _ in stated]
     assert len(rows) == 10
     assert [name for rule, name in rows if not re.search(rf'@mutant\("{rule}".*\)\ndef {name}\(', mutants)] == []
