@@ -1,5 +1,6 @@
-"""The exercise of docs/how-to/observe.md, typed as it stands, with a real Prometheus: its alert fires and clears, and every
-expression of the dashboard and of the alerts has an answer.
+"""The exercise of docs/how-to/observe.md, typed as it stands, with a real Prometheus.
+
+Its alert fires and clears, and every expression of the dashboard and of the alerts has an answer.
 
 In place of the page's are ports and folders, and times: scraped twice a second, an alert of a minute after seconds.
 """
