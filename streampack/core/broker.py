@@ -85,7 +85,7 @@ class Broker:
         """True if the broker stops."""
         self.foreign = 0
         """Number of messages of another run or a newer broker."""
-        self._refused = 0  # clients, before they came to a feed
+        self._refused = 0  # clients that were rejected before they came to a feed
         self._highest_epoch = min(epoch + OUTBID_BY, MAX_EPOCH)
 
     def handle(self, event: Event) -> list[Effect]:
@@ -165,10 +165,8 @@ class Broker:
         """Reject a peer whose key does not allow its message; it loses its leases or its rank."""
         self._refused += 1
         report = Report("warning", f"refused a peer: {why}")
-        return [
-            report,
-            *self._remove_peer(event.peer, isinstance(event, FromTrainer), Reject(code="forbidden", detail=why)),
-        ]
+        reject = Reject(code="forbidden", detail=why)
+        return [report, *self._remove_peer(event.peer, isinstance(event, FromTrainer), reject)]
 
     def _withdraw(self, key: bytes) -> list[Effect]:
         """Remove the peers of a key, which have to say hello or attach again with the rights that are left."""
@@ -319,7 +317,7 @@ class Broker:
         ask = event.ask
         if isinstance(ask, Skip):
             return feed.skip(ask.first, ask.last), ask.first
-        for stream in ask.add if isinstance(ask, Restream) else ():  # a stream is of one feed
+        for stream in ask.add if isinstance(ask, Restream) else ():  # a stream belongs to one feed
             of = self.leases.partitions.streams.get(stream.name)
             if of is not None and of.feed != feed.name:
                 raise ValueError(f"got a new stream {stream.name!r}, which feed {of.feed!r} has, expected a new name")
@@ -350,7 +348,7 @@ class Broker:
         released = reads.readers.steps.released_upto
         effects = reads.readers.receive(peer, envelope, self._now)
         if isinstance(message, Get | ReaderPing) and reads.readers.steps.released_upto == released:
-            return effects  # the last rank to return a step moves its feed, not each of thousands
+            return effects  # only the last rank to return a step advances the feed
         return self._advance(reads, effects)
 
     def _advance(self, feed: Feed, effects: list[Effect]) -> list[Effect]:

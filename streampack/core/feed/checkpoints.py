@@ -96,7 +96,7 @@ class Checkpoints:
         if not history.commits and not short:  # if all can be read again, records may be deleted when room is short
             return 0
         step = min([*history.commits, self._went_back_to, released_upto])
-        if short and history.nearest(step) is None:  # all of it is formed again from the first sample
+        if short and history.nearest(step) is None:  # every step is formed again from the first sample
             return NOWHERE
         return history.wanted_lsn(step)
 

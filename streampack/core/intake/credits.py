@@ -78,9 +78,8 @@ class Credits:
         if holder is None or self.drained:
             return []
         seq, size = intake.grant_seq, intake.grant_bytes
-        if intake.behind or (
-            self._journal.full and self._partitions.stream_of[p].in_order
-        ):  # the log's chunks come first
+        # Chunks of the log come first; no new ones are taken while the log is full.
+        if intake.behind or (self._journal.full and self._partitions.stream_of[p].in_order):
             seq = min(seq, intake.recorded_seq)  # recorded samples may come again
         said_seq, said_size = self._granted[p]
         if not repeat and seq - said_seq < MAX_UNMERGED // 4 and size - said_size < intake.quota_bytes // 4:

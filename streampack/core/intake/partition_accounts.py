@@ -171,7 +171,7 @@ class PartitionAccounts:
             whole = intake.known_total is not None and intake.expected_seq >= intake.known_total
             if whole and not intake.behind:
                 self._end_merge(p)
-        for p in mine[len(floors) :]:  # of streams that join later
+        for p in mine[len(floors) :]:  # partitions of streams that join later
             self._partitions.intakes[p].closed = True
             self._partitions.intakes[p].awaited.clear()
         self._await(feed, held)

@@ -41,5 +41,5 @@ class Journal:
         return []
 
     def safe(self, upto: int, stalled: str = "", full: str = "") -> None:
-        """Record that the log is safe below ``upto``, and the reasons why it is ``stalled`` or ``full``."""
+        """Take note that the log is safe below ``upto``, and of the reasons that it is ``stalled`` or ``full``."""
         self.safe_upto, self.stalled, self.full = max(self.safe_upto, upto), stalled, full

@@ -120,7 +120,7 @@ class AttemptCoordinator:
         for reader in list(self._registry.held.values()):
             if self._is_late(reader) and heard > reader.since + RESTART_S:
                 effects += self.refuse(reader, *self._too_late(reader, entered))
-        return effects + (self._begin() if self._registry.all_wait() else [])  # a claim may have held them back
+        return effects + (self._begin() if self._registry.all_wait() else [])  # a claim may have held the attempt back
 
     def _probe(self) -> list[Effect]:
         """Ask the holders of claimed ranks for a ping, because their next one may be seconds away."""
@@ -210,7 +210,7 @@ class AttemptCoordinator:
         if away or not all(map(self._source.knows, brought)):
             on = any(0 <= reader.going_on <= self._steps.lineage for reader in members)
             effects += self._go_to(step, brought, step < self._steps.released_upto and not on)
-        for reader in (reader for reader in members if reader.holds):  # one may have been refused as diverged
+        for reader in (reader for reader in members if reader.holds):  # a reader may have been rejected as diverged
             effects += self._enter(reader)
         self._forget_texts()
         others = [reader for reader in readers if reader.holds and not reader.entered]

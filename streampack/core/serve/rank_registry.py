@@ -219,7 +219,7 @@ class RankRegistry:
         self._names: dict[str, Reader] = {}
         self._peers: dict[bytes, Reader] = {}
         self._all_held: list[Reader] | None = None
-        self._last: dict[Ranks, Reader] = {}  # who held each rank last, of this mesh
+        self._last: dict[Ranks, Reader] = {}  # the last holder of each rank of this mesh
 
     def __len__(self) -> int:
         return len(self._names)

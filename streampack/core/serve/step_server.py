@@ -356,9 +356,8 @@ class StepServer:
         if not self.joined or any(self.returned[ranks] < last for ranks in self.unheard):
             return []
         least = self.returned.least
-        upto = (
-            self.released_upto if least == OUT else min(self.formed_upto, least)
-        )  # no rank reads if all are outside the round
+        # No rank reads if all are outside the round.
+        upto = self.released_upto if least == OUT else min(self.formed_upto, least)
         effects: list[Effect] = [Release(self.kept.forget(n)) for n in range(self.released_upto, upto)]
         self.released_upto = max(self.released_upto, upto)
         return effects

@@ -412,7 +412,7 @@ class ClientSession:
     def _on_part(self, envelope: Envelope, message: StepPart) -> list[Effect]:
         """Take a part of a step, and deliver the steps that are complete with it."""
         if message.step >= self._done_upto + MOST_AHEAD or message.part >= max(message.parts, 1):
-            return []  # what no broker sends
+            return []  # no broker sends this
         in_turn = self._in_turn(message)
         if message.step < self._have_upto:
             return []
