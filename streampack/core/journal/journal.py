@@ -15,7 +15,12 @@ from streampack.core.protocol.events import Effect
 
 
 class Journal:
-    """The numbers of records. ``keeps``: there is a log. ``next_lsn``: log sequence number of the next record."""
+    """Numbers records, and knows which are safe.
+
+    Attributes:
+        keeps: True if there is a log.
+        next_lsn: Log sequence number of the next record.
+    """
 
     def __init__(self, keeps: bool = False, next_lsn: int = 0) -> None:
         self.keeps = keeps

@@ -60,7 +60,7 @@ class Drain(Event, frozen=True):
 
 
 class Change(Event, frozen=True):
-    """A person asks for a change of the rules of a feed; an ``Answer`` of the same ``token`` follows.
+    """A person asks to change a feed's rules or to skip steps; an ``Answer`` of the same ``token`` follows.
 
     Attributes:
         feed: Name of the feed; empty if there is only one.

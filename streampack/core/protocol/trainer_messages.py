@@ -307,7 +307,7 @@ class Committed(Message, frozen=True, kw_only=True):
 
 
 class Fenced(Message, frozen=True, kw_only=True):
-    """The attempt of this reader is over for good; ``detail`` says why."""
+    """This reader has lost its rank to another process for good; ``detail`` says to which."""
 
     TYPE: ClassVar[int] = 36
     feed: Name
