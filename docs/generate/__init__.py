@@ -5,6 +5,7 @@
 - ``cli``: the commands and their options, from the command line itself.
 - ``api_index``: the table of public names. mkdocstrings makes the pages behind it from docstrings.
 - ``errors``: the tree of errors, from ``streampack.errors``.
+- ``messages``: the tables of messages and of records of the log, from their classes.
 - ``figures``: diagrams as SVG; packing figures are computed by ``streampack.pack_lengths``.
 - ``repository``: links from pages to files of the repository outside ``docs/``.
 """

@@ -11,14 +11,16 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from streampack_services.http import metrics
 
-from docs.generate import api_index, cli, configuration, errors, figures, repository
+from docs.generate import api_index, cli, configuration, errors, figures, messages, repository
 
 GENERATED: dict[str, Callable[[], str]] = {
     "api": api_index.table,
     "cli": cli.page,
     "configuration": configuration.tables,
     "errors": errors.table,
+    "messages": messages.messages,
     "metrics": metrics.text,
+    "records": messages.records,
 }
 """What stands in place of ``<!-- generated: NAME -->``."""
 _MARK = re.compile(r"<!-- generated: (\w+) -->")
