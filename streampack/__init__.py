@@ -1,12 +1,11 @@
 """streampack: a streaming data loader that packs samples into token budgets while a run trains.
 
-- ``connect`` attaches a trainer to a broker and returns a loader of packs.
-- ``local`` returns the same loader without daemons.
-- ``Producer`` pushes samples that a program makes, such as RL rollouts, to a broker.
-- ``pack_lengths`` packs a list of lengths; ``way_back`` restores the order of the samples.
-- ``plan_step`` plans one optimizer update over a mesh, without a broker.
-- ``verify`` checks every invariant of a batch.
-- ``packed_loss``, ``per_sample``, ``varlen_attention`` and the masks compute on packs with torch.
+- Read packs: ``connect`` attaches a trainer to a broker, and ``local`` returns the same loader without daemons.
+- Push samples: ``Producer`` sends samples that a program makes, such as RL rollouts, to a broker.
+- Pack without a broker: ``pack_lengths`` packs a list of lengths, and ``way_back`` restores the samples' order. The
+  function ``plan_step`` plans one optimizer update over a mesh.
+- Compute on packs with torch: ``packed_loss``, ``per_sample``, ``varlen_attention`` and the masks.
+- Check batches: ``verify`` checks every invariant of a batch.
 
 The library needs neither torch nor numba; a client uses numba if it is installed (extra ``fast``). The daemons need
 the extra ``service``.

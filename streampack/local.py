@@ -1,6 +1,7 @@
-"""The loader without daemons: ``streampack.local`` runs a broker and a producer in threads of this process.
+"""``streampack.local``: a loader whose broker and producer run in threads of this process.
 
-What runs them is the services' (extra ``service``), loaded when it is called: the library itself never needs it.
+The services package (extra ``service``) runs these threads. ``local`` imports it when called; the rest of the library
+does not need it.
 """
 
 from __future__ import annotations
@@ -22,25 +23,68 @@ from streampack.views.view import View
 
 
 class LocalLoader(Protocol[BatchT]):
-    """Loader returned by ``local``: a Client's interface, whose ``close`` also ends the broker and the producer."""
+    """Loader returned by ``local``, with the interface of ``Client``.
+
+    Example:
+        >>> loader: LocalLoader = streampack.local("corpus/*.jsonl", tokenizer="tokenizer.json")  # doctest: +SKIP
+        >>> for step in loader.steps():  # doctest: +SKIP
+        ...     train(step)
+    """
 
     http: str | None
-    """Address of status and metrics; None unless ``http`` was given."""
+    """URL of the status page and the metrics; None unless ``http`` was given."""
 
     def __iter__(self) -> Iterator[BatchT]: ...
     def __next__(self) -> BatchT: ...
-    def steps(self) -> Iterator[Step[BatchT]]: ...
+
+    def steps(self) -> Iterator[Step[BatchT]]:
+        """Iterate the steps; see ``Client.steps``."""
+
     @property
-    def rules(self) -> Rules: ...
+    def rules(self) -> Rules:
+        """The recorded rules of the run."""
+
     @property
-    def mesh(self) -> Mesh: ...
+    def mesh(self) -> Mesh:
+        """The mesh of the trainers: one rank."""
+
     @property
-    def format(self) -> str: ...
-    def state_dict(self, step: int | None = None) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-    def commit(self, step: int) -> None: ...
-    def stats(self) -> dict[str, float]: ...
-    def close(self) -> None: ...
+    def format(self) -> str:
+        """Name of the packs' format, such as ``thd``."""
+
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        """Return the loader's position, to save with the model; see ``Client.state_dict``.
+
+        Args:
+            step: Index of the last trained step. Default: the last step whose packs were all handed out.
+
+        Returns:
+            A dict that holds only what JSON can hold.
+        """
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state; see ``Client.load_state_dict``.
+
+        Args:
+            state: The dict that ``state_dict`` returned.
+
+        Raises:
+            StateError: The state is of another version, run or rules.
+        """
+
+    def commit(self, step: int) -> None:
+        """Report that the checkpoint after ``step`` is durable; see ``Client.commit``.
+
+        Args:
+            step: Index of the last trained step in the checkpoint.
+        """
+
+    def stats(self) -> dict[str, float]:
+        """Return counts and times by name; see ``Client.stats``."""
+
+    def close(self) -> None:
+        """End the threads of the client, the broker and the producer; further calls have no effect."""
+
     def __enter__(self) -> LocalLoader[BatchT]: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -48,7 +92,7 @@ class LocalLoader(Protocol[BatchT]):
 
 
 class LocalOptions(ConnectOptions, total=False):
-    """Arguments of ``local`` beside ``source`` and ``format``, for type checkers."""
+    """Keyword arguments of ``local`` except ``source`` and ``format``, for type checkers."""
 
     tokenizer: Any
     budget: int
@@ -109,30 +153,63 @@ def local(
     http: str | None = None,
     **client: Any,
 ) -> LocalLoader[Any]:
-    """The loader that ``connect`` gives, with no daemon: for notebooks, tests and training on one GPU.
+    """Return a loader over ``source`` without daemons: for notebooks, tests and training on one GPU.
 
-    ``source``: files, as a path, a glob, a brace pattern or a list of these, the format being that of their
-    extension, or the folder of a saved dataset; or rows in memory: any sequence or iterable of texts, of sequences of
-    token ids, or of dicts with what a row of a file may have, such as a list or a ``datasets.Dataset``; or a dict of
-    streams, each one of these or a dict of a stream's settings of broker.yaml and producer.yaml. A list of strings is
-    one of files where each ends in a known extension, else of texts.
-    ``tokenizer``: ``bytes``, a tokenizer.json or its folder, ``package.module:function``, its settings as a dict, or
-    any callable (or object with ``encode``) from a text to ids, such as AutoTokenizer gives, which writes chats, too.
-    Without one, texts become bytes, and chats are refused.
-    ``fields``: what samples carry beside their tokens, as in broker.yaml; chats need ``{"loss_mask": {}}``.
-    ``packs`` of ``budget`` tokens make a step, or so many ``samples``: packed by themselves, or, ``padded``, in
-    micro-batches of rows of one length. ``weights`` are the streams' shares of the tokens. ``memory`` is raised to what
-    the rest needs. ``http``: ``host:port`` to serve status and metrics on. The others, and their defaults, are those of
-    broker.yaml; ``client``: arguments of ``connect``.
+    A broker and a producer run in threads of this process. The steps are those that a broker with the same settings
+    serves. Errors of these threads, such as a broken file, are raised where packs are taken. A new iteration after the
+    end begins at step 0.
 
-    Iterating again after the end begins again at step 0. Errors of any of its threads (a broken file, a sample that
-    is too long) are raised where the packs are taken. Steps are those that a broker with the same settings serves.
+    Args:
+        source: The data, in one of three forms:
 
-    Raises UserError or ConfigError for arguments that cannot be, SourceError for files that are not there.
+            - Files: a path, a glob, a brace pattern, or a list of these; or the folder of a saved dataset. The
+              extension gives the format. A list of strings counts as files if each ends in a known extension.
+            - Rows in memory: a sequence or iterable, such as a list or a ``datasets.Dataset``. Each row is a text, a
+              sequence of token ids, or a dict with the keys of a row of a file.
+            - A dict of streams by name. Each value is one of the above, or a dict of the stream's settings in
+              broker.yaml and producer.yaml.
+        tokenizer: ``"bytes"``, the path of a tokenizer.json or its folder, ``"package.module:function"``, or a dict of
+            settings. Or a callable, or an object with ``encode``, from a text to token ids; a tokenizer of transformers
+            also formats chats. Default: texts become their bytes, and chats are rejected.
+        budget: Tokens of a pack; with ``padded``, tokens of a micro-batch.
+        packs: Packs of a step.
+        samples: Samples of a step, in place of ``packs``. Each step is packed by itself.
+        padded: True for micro-batches of padded rows in place of packs; requires ``samples``.
+        window: Number of samples from which the packer chooses.
+        packer: Name of the packer, as for ``pack_lengths``.
+        align: Multiple of tokens to which samples and packs are padded.
+        shape: Length of a pack: ``"fixed"`` (the budget), ``"exact"`` (its samples), ``{"multiple": n}`` or
+            ``{"buckets": [n, ...]}``, in tokens.
+        overlong: Policy for samples over the budget: ``"error"``, ``"drop"``, ``"truncate"`` or ``"split"``.
+        poison: Policy for samples that cannot be used: ``"error"`` or ``"drop"``.
+        tail: Policy for packs that do not fill the last step: ``"pad"`` adds empty packs, ``"drop"`` drops them.
+        seed: Seed of all shuffles, at least 0.
+        shuffle: True to read files and samples in another order in each pass. With False, each stream keeps the order
+            of its files.
+        passes: Number of passes over the data.
+        repeat: True for passes without end.
+        weights: Shares of the tokens by stream name. Default: equal shares.
+        text_key: Key of the text in a row. Default: detected.
+        tokens_key: Key of the token ids in a row. Default: detected.
+        fields: Fields that samples carry beside their tokens, as in broker.yaml. Chats need ``{"loss_mask": {}}``.
+        tokens: dtype in which the broker keeps token ids: ``"int32"`` or ``"uint16"``.
+        memory: Size of the broker's arena, such as ``"1GiB"`` or a number of bytes; raised if the settings need more.
+        http: ``host:port`` at which to serve status and metrics. Default: no server.
+        client: Further keyword arguments of ``connect``, such as ``format``, ``device`` or ``prefetch``.
 
-    >>> with local(["one text", "another"], budget=16) as loader:  # doctest: +SKIP
-    ...     for pack in loader:
-    ...         train(pack.input_ids, pack.labels, pack.position_ids)
+    Returns:
+        A loader with the interface of ``Client``. Its ``close`` also ends the broker and the producer.
+
+    Raises:
+        UserError: An argument is invalid, or the extra ``service`` is not installed.
+        ConfigError: A setting is invalid; the message names the key.
+        SourceError: Files are missing or broken.
+        SampleError: While iterating, a sample is too long or cannot be used, and its policy is ``"error"``.
+
+    Example:
+        >>> with local(["one text", "another"], budget=16) as loader:  # doctest: +SKIP
+        ...     for pack in loader:
+        ...         train(pack.input_ids, pack.labels, pack.position_ids)
     """
     try:
         service = importlib.import_module("streampack_services.run.local")

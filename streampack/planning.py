@@ -1,13 +1,15 @@
-"""``plan_step``: one step's plan with no service, for a program that has a global batch in its hands.
+"""``plan_step``: plan one optimizer update over a mesh, for a program that holds a global batch.
 
-A plan says which samples share a pack, which rank has the pack and as which micro-batch, the step's denominators, and
-the way back from results to samples. It is a function of the lengths and the arguments: every rank may call it with
-the same lengths and take its own part, with no communication. No tokens move here.
+A plan gives the samples of each pack, the rank and micro-batch of each pack, the step's denominators, and the order of
+results. The plan depends only on the lengths and the arguments. Every rank may therefore call ``plan_step`` with the
+same lengths and take its own part, without communication. No tokens move.
 
-``packed``: by default packs are formed by cost (``core.balanced``). With a packer or a balance of your own, the packer
-fills packs up to the budget, the dearest are split in two until every rank has as many micro-batches, and DEAL matches
-costs by micro-batch. ``padded``: dynamic batching (``dynamic_batches``). The samples of a step are those that were
-given, whatever the mesh: cut a batch of several updates before.
+- ``mode="packed"``: packs are formed by cost (``core.deal.balanced``). With ``packer`` or another ``balance``, the
+  packer fills packs up to the budget. Then the most expensive packs are split until all ranks have as many
+  micro-batches, and DEAL matches costs by micro-batch.
+- ``mode="padded"``: dynamic batching (``core.deal.dynamic_batches``).
+
+All given samples are in one step. Split a batch for several updates first.
 """
 
 from __future__ import annotations
@@ -37,62 +39,108 @@ Value = TypeVar("Value", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Tokens of the ranks: the least, the most, and the mean."""
+    """Tokens per data-parallel rank: least, most and mean.
+
+    Example:
+        >>> plan_step([5, 3, 8, 2, 6], budget=8, dp=2).after
+        Spread(least=11, most=13, mean=12.0)
+    """
 
     least: int
+    """Real tokens of the rank with the fewest."""
     most: int
+    """Real tokens of the rank with the most."""
     mean: float
+    """Mean number of real tokens over the ranks."""
 
     @property
     def difference(self) -> int:
+        """Difference between the ranks with the most and the fewest tokens."""
         return self.most - self.least
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: ``packs[rank][micro_batch]`` is a list of sample numbers, empty where there is none.
+    """The packs of one optimizer update by rank and micro-batch, with their costs; returned by ``plan_step``.
 
-    ``shapes[micro_batch]`` is (rows, tokens), the same on all ranks: one row of the budget where samples are packed,
-    one row a sample where they are padded (of which some ranks may have one too few: that is a row of padding). The
-    denominators count all ranks and micro-batches; ``num_loss_tokens`` is None where loss tokens were not given.
-    ``costs`` int64 [micro_batches, dp], of a padded one that of its shape. ``before`` and ``after``: tokens by rank as
-    the samples came, in dp equal parts, and as planned. ``figures`` of the packs on real tokens, ``aligned`` with
-    alignment; ``padded`` where they are padded.
+    Example:
+        >>> plan = plan_step([5, 3, 8, 2, 6], budget=8, dp=2)
+        >>> plan.packs[1]
+        [[2], [1]]
+        >>> plan.num_micro_batches, plan.num_tokens
+        (2, 24)
     """
 
     packs: list[list[list[int]]]
+    """``packs[rank][micro_batch]``: numbers of the samples, as positions in ``lengths``; empty for an empty pack."""
     shapes: list[tuple[int, int]]
+    """``shapes[micro_batch]``: (rows, tokens of a row), equal on all ranks.
+
+    A packed micro-batch is one row of ``budget`` tokens. A padded one has a row for each sample; a rank with one sample
+    fewer has a row of padding."""
     num_samples: int
+    """Samples of the step, over all ranks and micro-batches."""
     num_tokens: int
+    """Real tokens of the step, over all ranks and micro-batches."""
     num_loss_tokens: int | None
+    """Loss tokens of the step, over all ranks and micro-batches; None if ``loss_tokens`` was not given."""
     costs: I64
+    """int64 [micro_batches, dp] cost of each pack (see ``a`` and ``b``); if padded, the cost of the whole shape."""
     before: Spread
+    """Real tokens per rank if the samples were split into dp equal parts in the given order."""
     after: Spread
+    """Real tokens per rank as planned."""
     figures: Figures | None = None
+    """Utilization of the packs by real tokens; None if padded."""
     aligned: Figures | None = None
+    """Utilization of the packs by tokens padded to ``align``; None if padded."""
     padded: PaddedFigures | None = None
+    """Token counts of padded micro-batches; None if packed."""
 
     @property
     def num_micro_batches(self) -> int:
-        """Of every rank."""
+        """Number of micro-batches on each rank."""
         return len(self.shapes)
 
     @property
     def cost_ratio(self) -> float:
-        """The dearest rank over the mean at each micro-batch, mean over them: 1 where no rank waits."""
+        """Load imbalance: max / mean cost over ranks, averaged over micro-batches; 1.0 is perfect."""
         means = self.costs.mean(axis=1)
         return float((self.costs.max(axis=1)[means > 0] / means[means > 0]).mean()) if means.any() else 1.0
 
     def order(self) -> I64:
-        """Sample numbers rank after rank, micro-batch after micro-batch, as packs hold them: int64 [n]."""
+        """Return the sample numbers in the packs' order, rank after rank, micro-batch after micro-batch.
+
+        Returns:
+            int64 [n], each number from 0 to n - 1 once.
+        """
         return np.fromiter(chain.from_iterable(chain.from_iterable(self.packs)), np.int64, self.num_samples)
 
     def way_back(self) -> I64:
-        """Where in ``order`` each sample is: ``results[way_back()]`` are in the samples' order; int64 [n]."""
+        """Return the position of each sample in ``order``; ``results[plan.way_back()]`` is in the samples' order.
+
+        Returns:
+            int64 [n].
+        """
         return way_back(chain.from_iterable(self.packs))
 
     def restore(self, results: NDArray[Value]) -> NDArray[Value]:
-        """``results`` [n, ...], one for each sample in ``order``, in the order in which the samples were given."""
+        """Return results in the order in which the samples were given to ``plan_step``.
+
+        Args:
+            results: Array [n, ...] with one result for each sample, in the order of ``order``.
+
+        Returns:
+            An array of the same shape and dtype.
+
+        Raises:
+            SampleError: ``results`` is not an array, or its first dimension is not n.
+
+        Example:
+            >>> plan = plan_step([5, 3, 8, 2, 6], budget=8, dp=2)
+            >>> plan.restore(plan.order()).tolist()
+            [0, 1, 2, 3, 4]
+        """
         if not hasattr(results, "shape"):
             raise SampleError(
                 f"got results of type {type(results).__name__}, expected an array of them: numpy.array(results)"
@@ -124,25 +172,46 @@ def plan_step(
     variable_lengths: bool = False,
     **parameters: Any,
 ) -> StepPlan:
-    """Plan one optimizer update over ``lengths``, integers [n], in tokens.
+    """Plan the packs of one optimizer update over a mesh.
 
-    ``budget``: tokens of a pack, or of a rank's micro-batch where padded. ``align``: multiple to which each sample
-    (where padded: each micro-batch) is padded, what cp and tp need. ``micro_batch_multiple``: a rank's micro-batches
-    are its multiple, by default ``pp``'s. ``order``: ``largest_first``, ``small_at_edges`` (for pipelines), ``packer``.
-    ``balance``: ``level`` shares samples out so that the step's critical path is short: the cost of the dearest rank's
-    pack at each micro-batch, summed (``packer`` then names what it falls back on). ``deal``, ``karmarkar_karp`` and
-    ``none`` (packs in turn) deal packs as they were formed. The default is ``level``, or ``deal`` where a ``packer`` is
-    given, dp is 1, or there are more than 8,192 samples. ``packer``: a name that ``pack_lengths`` knows, ``exact_fill``
-    by default; ``parameters`` are that packer's. ``loss_tokens``: of each sample, summed up.
-    ``empty``: where there are too few samples some micro-batches of some ranks are empty (``pad``), or it is an
-    ``error``. A sample of s padded tokens costs a * s + b * s * s, or with a ``hidden_size`` h, 6 * h * s + s * s.
-    ``pp`` > 1 and padded needs ``variable_lengths``: a trainer that takes another length with each micro-batch.
+    The plan is a function of the arguments alone: ranks with equal arguments get equal plans.
 
-    Raises SampleError (a ValueError) naming the sample whose length cannot be; ConfigError.
+    Args:
+        lengths: Integers [n], the real tokens of each sample.
+        budget: Tokens of a pack; in mode ``"padded"``, tokens of a micro-batch of one rank.
+        dp: Number of data-parallel ranks.
+        mode: ``"packed"`` for packs, or ``"padded"`` for micro-batches of padded rows.
+        align: Multiple of tokens to which each sample (padded: each micro-batch) is padded, as cp and tp require.
+        micro_batch_multiple: The number of micro-batches of a rank is a multiple of this. Default: ``pp``.
+        min_micro_batches: Least number of micro-batches of a rank.
+        order: Order of a rank's micro-batches: ``"largest_first"``, ``"small_at_edges"`` (for pipelines), or
+            ``"packer"`` (as formed).
+        packer: Name of a packer of ``pack_lengths``. Default: ``"exact_fill"``. With ``balance="level"``, the packer
+            is the fallback.
+        balance: Method to balance cost over ranks. With ``"level"``, packs are formed for a short critical path: the
+            sum, over micro-batches, of the most expensive rank's cost. The others distribute packs as they were formed:
+            ``"deal"``, ``"karmarkar_karp"``, or ``"none"`` (in turn). Default: ``"level"``, or ``"deal"`` with a
+            ``packer``, with dp 1, or with more than 8,192 samples.
+        empty: If there are too few samples for all micro-batches: ``"pad"`` adds empty packs, ``"error"`` raises.
+        loss_tokens: Integers [n], the loss tokens of each sample. Default: unknown.
+        hidden_size: Hidden size h of the model, for the cost 6 * h * s + s * s in place of ``a`` and ``b``.
+        a: Cost per token; a sample of s padded tokens costs a * s + b * s * s.
+        b: Cost per squared token.
+        pp: Number of pipeline stages.
+        variable_lengths: True if the trainer takes micro-batches of several lengths; required for padded with pp > 1.
+        parameters: Parameters of the packer, such as ``max_samples_per_pack``.
 
-    >>> plan = plan_step([5, 3, 8, 2, 6], budget=8, dp=2)
-    >>> plan.packs
-    [[[3, 4], [0]], [[2], [1]]]
+    Returns:
+        The plan of all ranks.
+
+    Raises:
+        SampleError: A sample's length is below 1 or above the budget, or there are too few samples; a ValueError, too.
+        ConfigError: Another argument is invalid; the message names the argument.
+
+    Example:
+        >>> plan = plan_step([5, 3, 8, 2, 6], budget=8, dp=2)
+        >>> plan.packs
+        [[[3, 4], [0]], [[2], [1]]]
     """
     found = integers(lengths)
     check_numbers(budget=budget, dp=dp, align=align, min_micro_batches=min_micro_batches, pp=pp)
@@ -170,7 +239,7 @@ def plan_step(
         packs, dealt, shapes = _by_rank(drawn, dp)
         costs = np.repeat([rows * int(balanced.costs(np.array(length))) for rows, length in shapes], dp)
     else:
-        if packer == "karmarkar_karp":  # its costs are in units of the alignment
+        if packer == "karmarkar_karp":  # this packer counts lengths in units of the alignment
             parameters = {"a": a * align, "b": b * align * align} | parameters
         aligned_units(found, budget, align)
         chosen = make_packer(packer or "exact_fill", **parameters)
@@ -212,6 +281,7 @@ def plan_step(
 
 
 def _check_names(mode: str, order: str, balance: str, empty: str) -> None:
+    """Raise ConfigError if an option of ``plan_step`` has an unknown value."""
     for name, got, known in (
         ("mode", mode, ("packed", "padded")), ("order", order, ORDERS), ("balance", balance, ("level", *BALANCES)),
         ("empty", empty, ("pad", "error")),
@@ -221,7 +291,7 @@ def _check_names(mode: str, order: str, balance: str, empty: str) -> None:
 
 
 def _sum_of_loss(loss: I64, num_samples: int) -> int:
-    """Of ``loss`` tokens, int64 [num_samples]. Raises SampleError for another count, and naming a negative one."""
+    """Return the sum of ``loss``, int64 [num_samples]. Raises SampleError for another size or a negative number."""
     if len(loss) != num_samples:
         raise SampleError(f"got loss tokens of {len(loss)} samples, expected one number for each of {num_samples}")
     if len(wrong := np.flatnonzero(loss < 0)):
@@ -230,7 +300,7 @@ def _sum_of_loss(loss: I64, num_samples: int) -> int:
 
 
 def _by_rank(drawn: PaddedBatches, dp: int) -> tuple[list[list[int]], I64, list[tuple[int, int]]]:
-    """The samples of each micro-batch and rank, their numbers by [micro_batch, rank], and the shapes."""
+    """Split padded micro-batches by rank: packs of sample numbers, their indices [micro_batch, rank], and shapes."""
     spans = list(pairwise(drawn.bounds.tolist()))
     columns = [drawn.places[start:stop, rank] for start, stop in spans for rank in range(dp)]
     shapes = [(stop - start, length) for (start, stop), length in zip(spans, drawn.lengths.tolist(), strict=True)]
@@ -239,6 +309,7 @@ def _by_rank(drawn: PaddedBatches, dp: int) -> tuple[list[list[int]], I64, list[
 
 
 def _sums(packs: Sequence[Sequence[int]], values: I64) -> I64:
+    """Return the sum of ``values`` (int64 [n], one for each sample) over each pack; int64 [packs]."""
     sums = np.zeros(len(packs), np.int64)
     np.add.at(
         sums, np.repeat(np.arange(len(packs)), [len(pack) for pack in packs]), values[[*chain.from_iterable(packs)]]
@@ -247,4 +318,5 @@ def _sums(packs: Sequence[Sequence[int]], values: I64) -> I64:
 
 
 def _spread(tokens: I64) -> Spread:
+    """Summarize tokens per rank, int64 [dp]."""
     return Spread(int(tokens.min()), int(tokens.max()), float(tokens.mean()))

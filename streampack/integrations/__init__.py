@@ -1,13 +1,14 @@
-"""Integrations: how trainers' frameworks take a loader. A module is imported when it is asked for.
+"""Integrations: adapters that let the trainers of frameworks read from a loader.
 
-- ``hf``: the Trainer of transformers, and TRL. ``hf_checks``: settings that it refuses. ``hf_isolation``: whether a
-  model keeps the samples of a pack apart.
+- ``hf``: transformers' Trainer and TRL's SFTTrainer. ``hf_checks`` rejects unsuitable settings, and ``hf_isolation``
+  rejects models in which samples of a pack attend to each other.
 - ``lightning``: Lightning's Trainer.
 - ``megatron``: Megatron-LM.
 - ``torchtitan``: torchtitan.
 
-Each is thin. It translates what a framework calls to what a loader has (``steps``, ``state_dict``, ``commit``), and
-refuses what the framework would do wrong with packs, with a line that says what to set instead.
+Each adapter translates a framework's calls to those of a loader: ``steps``, ``state_dict``, ``commit``. Settings with
+which a framework would train on other data, or with another loss, are rejected; the error says what to set instead. A
+module is imported on first use, since each needs its framework.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__: list[str] = []
 
 
 def __getattr__(name: str) -> ModuleType:
-    """``streampack.integrations.hf`` and the others, with no import of their own."""
+    """Import a module of this folder on first use, as in ``streampack.integrations.hf``."""
     if name.startswith("_") or find_spec(f"{__name__}.{name}") is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module(f"{__name__}.{name}")

@@ -1,17 +1,15 @@
-"""Hugging Face: transformers' Trainer, and TRL's SFTTrainer, over a loader in place of a dataset.
+"""Hugging Face: transformers' Trainer and TRL's SFTTrainer read from a loader in place of a dataset.
 
-``PackedTrainerMixin`` makes an update of the Trainer a step of the loader, however many micro-batches it has: to the
-Trainer a step is one batch (``StepInputs``), and ``training_step`` goes over its packs, synchronizing gradients with
-the last. The step's own denominator is what losses are divided by, so nothing is counted and nothing gathered.
-Batches come from the loader as they are: no DataLoader, no collator and no ``accelerator.prepare`` touches them, which
-would concatenate, drop or repeat packs.
+With ``PackedTrainerMixin``, an update of the Trainer is a step of the loader. To the Trainer a step is one batch
+(``StepInputs``). The method ``training_step`` goes over the step's packs and synchronizes gradients with the last.
+Losses are divided by the step's own denominator, so the Trainer counts and gathers nothing. Batches do not pass
+through a DataLoader, a collator or ``accelerator.prepare``, which would concatenate, drop or repeat packs.
 
-A checkpoint's ``trainer_state.json`` has the loader's state after the last step that was trained, as callbacks' states
-are kept there (``LoaderState``). It is committed once every rank has written its part.
+A checkpoint's ``trainer_state.json`` holds the loader's state after the last trained step, as the state of the callback
+``LoaderState``. The checkpoint is committed once every rank has written its part.
 
-Training ends where a finite feed does, with a line that says so, unless ``num_train_epochs`` asks for more passes.
-
-What the Trainer would do wrong with packs is refused where it is made: ``hf_checks``.
+Training ends at the end of a finite feed, with a warning, unless ``num_train_epochs`` asks for more passes. The checks
+in ``hf_checks`` reject unsuitable settings when the trainer is constructed.
 """
 
 from __future__ import annotations
@@ -32,12 +30,15 @@ from streampack.integrations import hf_checks
 from streampack.packs.step import Step
 from streampack.views.view import View, real_tokens
 
+__all__ = ["PackedTrainerMixin"]
+
 log = logging.getLogger("streampack.hf")
 
 
 class StepInputs(dict[str, Any]):
-    """A step as the Trainer's one batch of an update; ``input_ids`` and ``attention_mask`` [all tokens of the rank] are
-    what it counts.
+    """A step as the Trainer's single batch of an update.
+
+    The Trainer counts tokens by ``input_ids`` and ``attention_mask``, both [tokens of this rank's packs].
     """
 
     def __init__(self, step: Step) -> None:
@@ -49,24 +50,25 @@ class StepInputs(dict[str, Any]):
 
 
 class Steps:
-    """The loader as what a Trainer iterates: steps. It knows which of them were trained.
+    """A loader's steps as the Trainer's dataloader; keeps track of the trained steps.
 
-    Each iteration is one pass over the feed, of at most ``passes``. ``epochs``: how many ``max_steps`` are.
+    Each iteration is one pass over the feed; training has at most ``passes`` of them. The Trainer's ``max_steps``
+    updates make ``epochs`` passes, which may be a fraction.
     """
 
     def __init__(self, loader: Any, passes: int, epochs: float) -> None:
         self.loader, self.passes, self.epochs = loader, passes, epochs
         self.begun = 0
-        """Passes that were begun."""
+        """Number of passes begun."""
         self.ended = False
-        """The feed ended, and the passes are done."""
+        """True once the feed has ended and all passes are done."""
         self.samples = 0
-        """Samples that this rank has trained on since training began."""
+        """Number of samples that this rank has trained on since training began."""
         self.step: Step | None = None
-        """The step that is trained now, or the last one that was."""
-        self._trained: int | None = None  # the last step whose update was made; None: nothing was handed out
-        self._start: dict[str, Any] | None = None  # where the first training began
-        self._restored = False  # the next iteration goes on within a pass
+        """The step in training, or the last trained step; None before the first."""
+        self._trained: int | None = None  # index of the last trained step; None: no step was handed out
+        self._start: dict[str, Any] | None = None  # the loader's state when training first began
+        self._restored = False  # the next iteration continues a pass from a checkpoint
 
     def __iter__(self) -> Iterator[Step]:
         restored, self._restored = self._restored, False
@@ -78,6 +80,7 @@ class Steps:
         self.ended = self.begun >= self.passes
 
     def _pass(self) -> Iterator[Step]:
+        """Iterate the steps of one pass over the feed."""
         self._trained = None
         for step in self.loader.steps():
             if self._trained is None:
@@ -86,7 +89,7 @@ class Steps:
             yield step
 
     def begin(self, state: dict[str, Any] | None, begun: int) -> None:
-        """Begin training at ``state`` in pass ``begun``; without a state, where the first training began."""
+        """Begin training at ``state`` in pass number ``begun``; without a state, at the first training's start."""
         again = self._start is not None
         self._start = self._start or self.loader.state_dict()
         if state or again:
@@ -100,7 +103,7 @@ class Steps:
         self._trained = self.step.index
 
     def state(self) -> dict[str, Any]:
-        """Return the loader's state after the last trained step; a later step is handed out again."""
+        """Return the loader's state after the last trained step; later steps will be handed out again."""
         found: dict[str, Any] = self.loader.state_dict(step=self._trained)
         return found
 
@@ -110,7 +113,7 @@ class Steps:
 
     @property
     def any_trained(self) -> bool:
-        """Whether a step of this pass made an update."""
+        """True if a step of this pass has been trained."""
         return self._trained is not None
 
     def commit(self) -> None:
@@ -120,11 +123,13 @@ class Steps:
 
 
 class LoaderState(TrainerCallback, ExportableState):
-    """Keeps the loader's state in checkpoints, under this class's name. It finds the loader when training begins, since
-    a Trainer that restores its callbacks makes them anew.
+    """Callback that keeps the loader's state in the Trainer's checkpoints, under the name of this class.
+
+    The callback gets the loader when training begins: a Trainer that restores callbacks constructs them anew.
     """
 
     steps: Steps | None = None
+    """The steps in training; None before training begins."""
 
     def state(self) -> dict[str, Any]:
         """Return the loader's state for the checkpoint. The Trainer calls it on rank 0 only."""
@@ -143,7 +148,7 @@ class LoaderState(TrainerCallback, ExportableState):
                 )
         self.steps = train_dataloader
         train_dataloader.begin(saved, begun)
-        control.should_training_stop |= state.global_step >= state.max_steps  # the Trainer asks behind an update only
+        control.should_training_stop |= state.global_step >= state.max_steps  # the Trainer checks only after updates
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **kwargs: Any) -> None:
         """Count the step as trained; a checkpoint made before this repeats it."""
@@ -154,7 +159,7 @@ class LoaderState(TrainerCallback, ExportableState):
         state.epoch = train_dataloader.epochs * state.global_step / state.max_steps
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **kwargs: Any) -> None:
-        """Save and evaluate at the end of the feed, as the Trainer does at ``max_steps``."""
+        """Request a checkpoint and an evaluation at the end of the feed, as the Trainer does at ``max_steps``."""
         if not (train_dataloader.ended and train_dataloader.any_trained) or state.global_step >= state.max_steps:
             return
         if args.save_strategy == "steps" and state.global_step % state.save_steps:
@@ -170,29 +175,43 @@ class LoaderState(TrainerCallback, ExportableState):
 
 
 class PackedTrainerMixin:
-    """A Trainer, or an SFTTrainer, that trains on a loader's steps.
+    """Mixin that makes transformers' Trainer, or TRL's SFTTrainer, train on a loader's steps.
 
-    ``loader`` has ``format="hf"`` or ``"hf_shifted"``; ``eval_loader`` is another of a finite feed, or a dict of them
-    by name. Both are the caller's to close. With several processes the mesh is ``{"dp": args.world_size, "dp_rank":
-    args.process_index}``. ``args`` leaves ``gradient_accumulation_steps`` at 1: an update is a step, whatever its
-    micro-batches.
+    An update is a step of the loader, whatever its number of micro-batches. Training makes ``args.max_steps`` updates,
+    or fewer if a finite feed ends before. Settings of the dataset and its DataLoader, such as batch sizes and workers,
+    have no effect.
 
-    ``args.max_steps`` updates are made, or as many as a finite feed has steps. Where ``steps_per_epoch`` is known, as
-    ``streampack plan`` says it, ``args.num_train_epochs`` may be given in place of ``max_steps``: so many passes over
-    the feed. Settings of the dataset and its DataLoader (batch sizes, workers, columns) have no
-    effect. ``eval_loss`` is by token, over the whole feed; logs have ``packing_efficiency``, the share of this rank's
-    tokens since the last log that are real.
+    The metric ``eval_loss`` is the mean over all loss tokens of the evaluation feed. Logs have
+    ``packing_efficiency``: real tokens as a share of this rank's tokens since the last log.
 
-    Raises UserError, or MeshError, for arguments that would train on something else than the loader's steps.
+    Args:
+        model: The model, as for the Trainer.
+        args: TrainingArguments, or SFTConfig for an SFTTrainer. Leave ``gradient_accumulation_steps`` at 1.
+        loader: Loader with ``format="hf"`` or ``"hf_shifted"``. With several processes, its mesh is
+            ``{"dp": args.world_size, "dp_rank": args.process_index}``. The caller closes the loader.
+        eval_loader: Loader of a finite feed for evaluation, or a dict of such loaders by name. The caller closes them.
+        steps_per_epoch: Number of steps in one pass, as ``streampack plan`` reports. With this number,
+            ``args.num_train_epochs`` passes replace ``args.max_steps``.
+        given: Further arguments of the Trainer.
 
-    >>> class PackedTrainer(PackedTrainerMixin, Trainer): ...  # doctest: +SKIP
-    >>> PackedTrainer(model, args, loader=streampack.connect(format="hf")).train()  # doctest: +SKIP
+    Raises:
+        UserError: A setting or the model would change what the loader's steps train on; the message says what to set.
+        MeshError: The loader's mesh does not match the Trainer's processes.
+
+    Example:
+        >>> class PackedTrainer(PackedTrainerMixin, Trainer): ...  # doctest: +SKIP
+        >>> loader = streampack.connect(format="hf")  # doctest: +SKIP
+        >>> PackedTrainer(model, args, loader=loader).train()  # doctest: +SKIP
     """
 
     args: Any
+    """The Trainer's arguments."""
     accelerator: Any
+    """The Trainer's accelerator."""
     control: Any
+    """The Trainer's control flags."""
     current_gradient_accumulation_steps: int
+    """Number of packs of the step in training."""
 
     def __init__(
         self, model: Any = None, args: Any = None, *, loader: Any, eval_loader: Any = None,
@@ -206,7 +225,7 @@ class PackedTrainerMixin:
         evaluating = eval_loader.values() if isinstance(eval_loader, dict) else [eval_loader]
         loaders = [loader, *(each for each in evaluating if each is not None)]
         hf_checks.loaders(loaders)
-        args.ignore_data_skip = True  # the loader's state says where it goes on: nothing is to be read and thrown away
+        args.ignore_data_skip = True  # the loader's state holds the position: the Trainer need not skip batches
         sft = hf_checks.is_sft(type(self), args)
         data = _stand_ins(args, eval_loader is not None) if sft else {"eval_dataset": eval_loader}
         super().__init__(model=model, args=args, **{**given, **data})  # type: ignore[call-arg]
@@ -220,7 +239,7 @@ class PackedTrainerMixin:
 
     @property
     def packed_step(self) -> Step:
-        """The loader's step that is trained, or was trained last. Raises UserError before the first."""
+        """The loader's step in training, or the last trained step. Raises UserError before the first."""
         if self._steps.step is None:
             raise UserError("got no step yet, expected training to have begun: ask from a callback, or after train()")
         return self._steps.step
@@ -230,7 +249,16 @@ class PackedTrainerMixin:
         return self._steps
 
     def get_batch_samples(self, epoch_iterator: Iterator[Step], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """The next step, and its denominator over all ranks; of a step without any label 1, for a loss of 0."""
+        """Return the next step as one batch, with its denominator over all ranks.
+
+        Args:
+            epoch_iterator: Iterator of the loader's steps.
+            num_batches: Ignored: a step is one batch.
+            device: Device of the denominator.
+
+        Returns:
+            ([inputs], loss tokens of the step, at least 1); ([], None) at the end of a pass.
+        """
         step = None if self.control.should_training_stop else next(epoch_iterator, None)
         if step is None:
             self._end_pass()
@@ -252,7 +280,16 @@ class PackedTrainerMixin:
             )  # fmt: skip
 
     def training_step(self, model: Any, inputs: StepInputs, num_items_in_batch: Any = None) -> torch.Tensor:
-        """The loss of a step on this rank, and its gradients, which are reduced over ranks with the last pack."""
+        """Compute the loss and gradients of a step on this rank; ranks reduce gradients with the last pack.
+
+        Args:
+            model: The model in training.
+            inputs: The step, from ``get_batch_samples``.
+            num_items_in_batch: The step's denominator.
+
+        Returns:
+            The summed loss of this rank's packs, divided by the denominator; a scalar tensor.
+        """
         self.current_gradient_accumulation_steps = len(inputs.packs)
         losses = []
         for pack in inputs.packs:
@@ -261,7 +298,7 @@ class PackedTrainerMixin:
             self._steps.samples += int(pack.num_samples)
             self._slots += pack["input_ids"].numel()
             with self._accumulating(model, last):
-                batch = {**pack, "use_cache": False}  # with a cache, sdpa and eager let samples see each other
+                batch = {**pack, "use_cache": False}  # with a cache, sdpa and eager let samples attend to each other
                 losses.append(super().training_step(model, batch, num_items_in_batch))  # type: ignore[misc]
         return torch.stack(losses).sum()
 
@@ -276,7 +313,13 @@ class PackedTrainerMixin:
         return found
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add packing efficiency to the logs, and at the end count samples per second, not packs."""
+        """Add ``packing_efficiency`` to the logs, and let ``train_samples_per_second`` count samples, not packs.
+
+        Args:
+            logs: Values by name, changed in place.
+            args: Further arguments of the Trainer's ``log``.
+            kwargs: Further keyword arguments of the Trainer's ``log``.
+        """
         if "train_samples_per_second" in logs:
             samples = sum(gather_object([self._steps.samples])) / self.get_tp_size()  # type: ignore[attr-defined]
             logs["train_samples_per_second"] = round(samples / max(logs["train_runtime"], 1e-9), 3)
@@ -288,27 +331,51 @@ class PackedTrainerMixin:
     # Evaluation
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return the evaluation loader itself, or the Trainer's DataLoader for a dataset."""
+        """Return the evaluation loader unchanged, or the Trainer's DataLoader for a dataset.
+
+        Args:
+            eval_dataset: A loader, a dataset, or the name of a loader. Default: the ``eval_loader``.
+
+        Raises:
+            UserError: The loader is unsuitable for an evaluation.
+        """
         found = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(found, str):
             found = self.eval_dataset[found]
         return self._unprepared(found) if _is_loader(found) else super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Return the loader for ``predict``, or the Trainer's DataLoader for a dataset."""
+        """Return a loader for ``predict`` unchanged, or the Trainer's DataLoader for a dataset.
+
+        Args:
+            test_dataset: A loader or a dataset.
+
+        Raises:
+            UserError: The loader is unsuitable for an evaluation.
+        """
         if _is_loader(test_dataset):
             return self._unprepared(test_dataset)
         return super().get_test_dataloader(test_dataset)  # type: ignore[misc]
 
     def _unprepared(self, loader: Any) -> Any:
-        """Return a loader unchanged, after checks if the Trainer was not made with it."""
+        """Return a loader unchanged; check a loader that was not passed to the constructor. Raises UserError."""
         if loader not in self._loaders[1:]:
             hf_checks.loaders([self._loaders[0], loader])
             hf_checks.attached(self, [loader])
         return loader
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Run the Trainer's loop, with the mean loss over all tokens in place of the mean over batches."""
+        """Run the Trainer's evaluation, with the mean loss over all loss tokens in place of the mean over batches.
+
+        Args:
+            dataloader: A loader, or the Trainer's DataLoader.
+            args: Further arguments of the Trainer's ``evaluation_loop``.
+            metric_key_prefix: Prefix of the metrics' names.
+            kwargs: Further keyword arguments of the Trainer's ``evaluation_loop``.
+
+        Returns:
+            The Trainer's EvalLoopOutput.
+        """
         self._evaluated.clear()
         found = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]
         if not self._evaluated:
@@ -322,7 +389,17 @@ class PackedTrainerMixin:
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        """The summed loss of a pack, and its logits and labels where metrics are computed."""
+        """Evaluate one pack.
+
+        Args:
+            model: The model.
+            inputs: The pack as a ``View``; other batches go to the Trainer.
+            prediction_loss_only: True to return the loss alone.
+            ignore_keys: Passed to the Trainer for other batches.
+
+        Returns:
+            (summed loss, logits, labels); logits and labels are None with ``prediction_loss_only``.
+        """
         if not isinstance(inputs, View):
             found: tuple[Any, Any, Any] = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
             return found

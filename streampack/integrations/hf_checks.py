@@ -1,8 +1,8 @@
-"""Check a Trainer's settings against packs: before it is made, and once it has its accelerator.
+"""Check that a Trainer's settings suit packs: before its construction, and once it has its accelerator.
 
-A check refuses settings that would train on other steps than the loader's, divide by another denominator, or let
-samples see each other (``hf_isolation``). It also refuses requests that would be ignored. Settings without effect are
-left alone. Each error says what to do.
+The checks reject settings that would train on other steps than the loader's, divide by another denominator, or let
+samples attend to each other (``hf_isolation``). They also reject requests that the Trainer would ignore. Settings
+without effect are accepted. Each error says what to do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from streampack.integrations import hf_isolation
 
 _OF_DATASETS = ("train_dataset", "eval_dataset", "data_collator", "formatting_func")
 _BY_POSITIONS = ("sdpa", "eager", "flex_attention")
-"""Implementations that find samples by position_ids alone; flash attention is given their boundaries."""
+"""Attention implementations that find samples by position_ids alone; flash attention gets their boundaries."""
 _EXPECTED: tuple[tuple[str, Any, str], ...] = (
     ("gradient_accumulation_steps", 1, "an update is a step of the loader, whose micro-batches rules.step says"),
     ("auto_find_batch_size", False, "packs have the length that rules.budget says: lower it there"),
@@ -32,7 +32,7 @@ _EXPECTED: tuple[tuple[str, Any, str], ...] = (
 
 
 def is_sft(kind: type, args: Any) -> bool:
-    """Return whether the class is TRL's SFTTrainer, which needs a dataset. Raises UserError for other TRL trainers."""
+    """Return True if the class derives from TRL's SFTTrainer. Raises UserError for other trainers of TRL."""
     names = [base.__name__ for base in kind.__mro__ if base.__module__.split(".")[0] == "trl"]
     if names and "SFTTrainer" not in names:
         raise UserError(f"got TRL's {names[0]}, expected SFTTrainer or transformers' Trainer: its batches are no packs")
@@ -42,7 +42,7 @@ def is_sft(kind: type, args: Any) -> bool:
 
 
 def arguments(args: Any, given: Mapping[str, Any], steps_per_epoch: int | None) -> None:
-    """Check the arguments of a Trainer before it is made. Raises UserError."""
+    """Check the arguments of a Trainer before its construction. Raises UserError."""
     for name in _OF_DATASETS:
         if given.get(name) is not None:
             raise UserError(f"got {name} beside a loader, expected none: loader= and eval_loader= give the batches")
@@ -56,6 +56,7 @@ def arguments(args: Any, given: Mapping[str, Any], steps_per_epoch: int | None) 
 
 
 def _settings(args: Any) -> None:
+    """Check TrainingArguments or SFTConfig against the required values. Raises UserError."""
     for name, expected, do in _EXPECTED:
         value = getattr(args, name, expected)
         if value is not None and value != expected:
@@ -75,9 +76,9 @@ def loaders(found: Sequence[Any]) -> None:
 
 
 def trainer(made: Any, found: Sequence[Any]) -> None:
-    """Check a Trainer, its model and its processes. Raises UserError, MeshError."""
+    """Check a constructed Trainer, its model and its processes. Raises UserError, MeshError."""
     args = made.args
-    _settings(args)  # accelerator_config may have changed them
+    _settings(args)  # accelerator_config may have changed settings
     if args.n_gpu > 1:
         raise UserError(f"got {args.n_gpu} GPUs in one process, expected one: start with torchrun, a process for each")
     if made.get_cp_size() > 1 or made.get_sp_size() > 1:
@@ -100,15 +101,16 @@ def trainer(made: Any, found: Sequence[Any]) -> None:
 def attached(made: Any, found: Sequence[Any]) -> None:
     """Check that loaders fit the Trainer's processes and model. Raises UserError, MeshError."""
     for loader in found:
-        _place(loader.mesh, made.args, made.get_tp_size())
-        _positions(loader.rules, getattr(made.model, "config", None))
+        _check_mesh(loader.mesh, made.args, made.get_tp_size())
+        _check_positions(loader.rules, getattr(made.model, "config", None))
     sharded = made.is_fsdp_enabled or made.is_deepspeed_enabled or made.get_tp_size() > 1
     if not sharded and not all(loader.rules.padded for loader in found):
         with made.accelerator.autocast():
             hf_isolation.check(made.model)
 
 
-def _place(mesh: Any, args: Any, tp: int) -> None:
+def _check_mesh(mesh: Any, args: Any, tp: int) -> None:
+    """Raise MeshError unless a loader's mesh matches the Trainer's processes."""
     sizes = (args.world_size // tp, 1, tp, 1)
     if mesh.sizes != sizes or (tp == 1 and mesh.dp_rank != args.process_index):
         raise MeshError(
@@ -117,7 +119,8 @@ def _place(mesh: Any, args: Any, tp: int) -> None:
         )
 
 
-def _positions(rules: Any, config: Any) -> None:
+def _check_positions(rules: Any, config: Any) -> None:
+    """Raise UserError if samples bring position ids and the model's attention finds samples by position ids."""
     kind = getattr(config, "_attn_implementation", None)
     if kind in _BY_POSITIONS and any(field.name == "position_ids" for field in rules.fields):
         raise UserError(

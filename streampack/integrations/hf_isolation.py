@@ -1,10 +1,11 @@
-"""Whether a model keeps the samples of a pack apart, tried on the model itself.
+"""Test on the model itself that samples of a pack do not attend to each other.
 
-Nothing in a model says so: many of transformers' attend over the whole row whatever ``position_ids`` say (OPT, Bloom,
-MPT, gpt-oss where its attention is eager), others carry a state along it unless kernels that know of boundaries are
-installed (Mamba and its hybrids), and none raises an error: the loss is only another. So a pack of two short samples
-goes through, and the gradient of the second one's logits by the first one's embeddings must be 0: masked attention
-gives exactly that, in any precision.
+No attribute of a model tells. Many models of transformers attend over the whole row whatever ``position_ids`` are (OPT,
+Bloom, MPT, gpt-oss with eager attention). Others carry a state along the row unless kernels for boundaries are
+installed (Mamba and its hybrids). None of them raises an error; only the loss differs.
+
+The test runs a pack of two short samples through the model. The gradient of the second sample's logits with respect to
+the first sample's embeddings must be 0, which masked attention gives exactly in any precision.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from streampack.errors import UserError
 
 _FIRST, _SECOND = 5, 6
 _NOISE = 1e-6
-"""Of the second sample's own gradient: what rounding may leave."""
+"""Largest gradient that rounding may leave, as a share of the second sample's own gradient."""
 
 
 def check(model: Any) -> None:
-    """One short forward and backward pass; gradients of parameters are left alone. Raises UserError.
+    """Raise UserError if samples of a pack attend to each other in the model.
 
-    A model that does not say which are its input embeddings, or gives no logits, as all of transformers' do, is not
-    checked.
+    The check makes one short forward and backward pass and leaves gradients of parameters unchanged. A model without
+    ``get_input_embeddings`` or without logits is not checked; all models of transformers have both.
     """
     if not hasattr(model, "get_input_embeddings"):
         return
     modes = {module: module.training for module in model.modules()}
-    model.eval()  # no random numbers are drawn, and layers are not checkpointed, as some cannot be here
+    model.eval()  # draws no random numbers and checkpoints no layers, which some models do not support here
     try:
         first, second = _dependence(model)
     finally:
@@ -46,15 +47,15 @@ def check(model: Any) -> None:
 
 
 def _dependence(model: Any) -> tuple[float, float]:
-    """Of the second sample's logits: how much they change with the embeddings of the first, and with its own."""
+    """Return the largest gradient of the second sample's logits by the first sample's embeddings, and by its own."""
     held: list[torch.Tensor] = []
 
-    def hold(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+    def require_gradients(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
         held.append(output.detach().requires_grad_())
         return held[-1]
 
     embedding = model.get_input_embeddings()
-    hook = embedding.register_forward_hook(hold)
+    hook = embedding.register_forward_hook(require_gradients)
     try:
         with torch.enable_grad():
             logits = _logits(model(**_pack(embedding.weight)))
@@ -68,14 +69,14 @@ def _dependence(model: Any) -> tuple[float, float]:
 
 
 def _logits(outputs: Any) -> torch.Tensor | None:
-    """[1, tokens, ...], by name or as the first of a tuple; None where there are none."""
+    """Return a model's logits [1, tokens, ...], by name or as the first of a tuple; None if there are none."""
     first = outputs[0] if isinstance(outputs, tuple) else None
     found = outputs.get("logits") if isinstance(outputs, Mapping) else first
     return found if isinstance(found, torch.Tensor) and found.shape[:2] == (1, _FIRST + _SECOND) else None
 
 
 def _pack(weight: torch.Tensor) -> dict[str, Any]:
-    """As ``format="hf"`` has one, on the device of ``weight`` [vocabulary, hidden]."""
+    """Return a pack of two samples in the format ``hf``, on the device of ``weight`` [vocabulary, hidden]."""
     length, device = _FIRST + _SECOND, weight.device
     boundaries = torch.tensor([0, _FIRST, length], dtype=torch.int32, device=device)
     places = torch.arange(length, device=device)

@@ -1,18 +1,19 @@
-"""Lightning: feeds of a broker as a LightningDataModule.
+"""Lightning: ``PackedDataModule`` reads feeds of a broker for Lightning's Trainer.
 
-A pack is a batch, and ``accumulate_grad_batches`` is how many of them a step has on each rank; with manual
-optimization a whole step is a batch, a list of packs. What Lightning does that decides the rest:
+A pack is a batch, and ``accumulate_grad_batches`` is the number of packs of a step on each rank. With manual
+optimization, a batch is a whole step: a list of packs. Six habits of Lightning shape this module:
 
-- It fetches a batch ahead of the one that is trained, to know which is the last. So the state counts what Lightning
-  says that it has processed, where a client of its own would count what was fetched, and resume a step too far.
-- It restores the state of stateful loaders in the middle of an epoch alone, that of a data module always: so the state
-  is the module's. Every rank has it, the checkpoint that of rank 0, and it knows no mesh.
-- It may save between two batches of a step (``train_time_interval``). The gradients so far are in no checkpoint: the
-  step comes again, and Lightning's count of batches goes back to the step's first.
-- It has no hook for a checkpoint that is written: it is committed when the next batch is fetched, or at the end.
-- It divides losses by ``accumulate_grad_batches``, and its strategies average gradients over ranks: ``averaged_over``.
-- Its precision plugins make new mappings of batches, which have the keys alone: what is given to ``training_step`` is
-  made a whole view again.
+- Lightning fetches a batch ahead, to know which one is last. The state therefore follows Lightning's count of processed
+  batches, not the fetched ones.
+- Lightning restores stateful loaders only in the middle of an epoch, but data modules always. The state is therefore
+  the data module's. The checkpoint holds that of rank 0, which is equal on all ranks.
+- Lightning may save between two batches of a step (``train_time_interval``), without the gradients so far. After a
+  restore the step is repeated, and Lightning's count of batches goes back to the step's first batch.
+- Lightning has no hook after a checkpoint is written. The commit is sent when the next batch is fetched, or at the end.
+- Lightning divides losses by ``accumulate_grad_batches``, and its strategies average gradients over ranks. The property
+  ``averaged_over`` gives the product.
+- Lightning's precision plugins copy batches as plain mappings, which lose the attributes of a view. A hook restores the
+  view before ``training_step``.
 """
 
 from __future__ import annotations
@@ -34,24 +35,39 @@ from streampack.errors import StreampackError, UserError
 from streampack.packs.step import Step
 from streampack.views.view import View
 
+__all__ = ["PackedDataModule"]
+
 
 class PackedDataModule(LightningDataModule):
-    """A feed to train on, and one to validate on: ``trainer.fit(model, PackedDataModule(val_feed="valid"))``.
+    """Data module that trains on one feed of a broker and validates on another.
 
-    ``endpoint`` and ``client``: the arguments of ``connect``; ``mesh`` is by default the trainer's ranks, each one of
-    dp, or its strategy's DeviceMesh; ``device`` the strategy's GPU. A checkpoint has the loader's state, after the last
-    step that was trained whole, and goes on with any number of ranks. Where fit is called again it goes on, too. An
-    epoch of a finite feed begins at its first step, one of an infinite feed (``limit_train_batches``) goes on.
+    A checkpoint holds the loader's state after the last step that was trained whole, and restores on any number of
+    ranks. A second call of ``fit`` continues, too. An epoch of a finite feed begins at its first step. An epoch of an
+    infinite feed, with ``limit_train_batches``, begins at the next step.
 
-    Raises UserError for the format ``numpy``; when fit begins, for ``accumulate_grad_batches`` that is not the number
-    of packs that a step has on each rank, for a ``limit_train_batches`` that ends within a step, and for callbacks that
-    try things out on it (LearningRateFinder, BatchSizeFinder). Warns of a checkpoint that has no state of this class:
-    Lightning passes over that of a class of another name, and the feed begins anew.
+    A checkpoint without a state of this class causes a warning, and the feed begins anew. Lightning finds the state by
+    the name of the class.
 
-    >>> def training_step(self, batch, index):  # doctest: +SKIP
-    ...     data = self.trainer.datamodule
-    ...     total = cross_entropy(self.net(batch.input_ids), batch.labels, reduction="sum")
-    ...     return total * data.averaged_over / data.step.num_loss_tokens
+    Args:
+        endpoint: Address of the broker, as for ``connect``.
+        feed: Name of the feed to train on.
+        val_feed: Name of the feed to validate on. Default: no validation.
+        mesh: This rank's place, as for ``connect``. Default: the DeviceMesh of the trainer's strategy, or else each of
+            the trainer's ranks is a data-parallel rank.
+        order: Order of the mesh's axes, as for ``connect``.
+        client: Further arguments of ``connect``. The default of ``device`` is the strategy's GPU.
+
+    Raises:
+        UserError: The format is ``numpy``. Also raised by ``fit`` if ``accumulate_grad_batches`` is not the number of
+            packs of a step on each rank, or ``limit_train_batches`` ends within a step. Likewise for callbacks that use
+            up steps in trials (LearningRateFinder, BatchSizeFinder).
+
+    Example:
+        >>> def training_step(self, batch, index):  # doctest: +SKIP
+        ...     data = self.trainer.datamodule
+        ...     total = cross_entropy(self.net(batch.input_ids), batch.labels, reduction="sum")
+        ...     return total * data.averaged_over / data.step.num_loss_tokens
+        >>> trainer.fit(model, PackedDataModule(val_feed="valid"))  # doctest: +SKIP
     """
 
     def __init__(
@@ -65,13 +81,20 @@ class PackedDataModule(LightningDataModule):
         self._mesh, self._order, self._client = mesh, order, client
         self._loaders: dict[str, Client] = {}
         self._batches: _Batches | None = None
-        self._state: dict[str, Any] | None = {}  # where there is no loader: what it begins with; None: nobody knows
+        self._state: dict[str, Any] | None = {}  # the state without a loader; None after a failure of the data
         self._resumed = False
-        if val_feed is not None:  # where it is defined Lightning misses a validation_step
+        if val_feed is not None:  # defined only then: otherwise Lightning would require a validation_step
             self.val_dataloader = self._val_loader
 
     def connect(self, feed: str) -> Client:
-        """The loader of a feed, once a fit. Override it for another, as ``streampack.local`` gives."""
+        """Return a new loader of a feed; called once per feed and fit. Override it for another loader.
+
+        Args:
+            feed: Name of the feed.
+
+        Returns:
+            A loader, such as one of ``streampack.connect`` or ``streampack.local``.
+        """
         settings = dict(self._client)
         if self.trainer.strategy.root_device.type == "cuda":
             settings.setdefault("device", self.trainer.strategy.root_device)
@@ -79,7 +102,7 @@ class PackedDataModule(LightningDataModule):
 
     @property
     def mesh(self) -> Mesh:
-        """This rank's place, once the trainer has one."""
+        """The trainers' mesh and this rank's place in the mesh; needs a trainer."""
         if self._mesh is not None or self._order is not None:
             return mesh_of(self._mesh, self._order)
         of_strategy = getattr(self.trainer.strategy, "device_mesh", None)
@@ -89,33 +112,42 @@ class PackedDataModule(LightningDataModule):
 
     @property
     def step(self) -> Step:
-        """The step that the batch in ``training_step`` is of: its denominators, digest and index."""
+        """The step that holds the batch of ``training_step``. Raises UserError outside of training."""
         return self._training().step()
 
     @property
     def averaged_over(self) -> int:
-        """What Lightning and its strategy divide gradients by, dp * cp * ``accumulate_grad_batches``: for a step's sum
-        over its loss tokens a loss is times this, over ``step.num_loss_tokens``.
+        """Number by which Lightning and its strategy divide gradients: dp * cp * ``accumulate_grad_batches``.
+
+        For the mean over a step's loss tokens, multiply a summed loss by this and divide by ``step.num_loss_tokens``.
         """
         mesh = self.mesh
         return mesh.dp * mesh.cp * (_accumulated(self.trainer) or 1)
 
     def _training(self) -> _Batches:
+        """Return the batches of the current fit. Raises UserError outside of training."""
         if self._batches is None:
             raise UserError("got no training that is on, expected trainer.fit(model, datamodule=this)")
         return self._batches
 
-    # What Lightning calls
+    # Called by Lightning
 
     def setup(self, stage: str) -> None:
-        """Refuse what would use steps up. Raises UserError."""
+        """Check the trainer's callbacks. Lightning calls it before a fit.
+
+        Args:
+            stage: Lightning's name of the stage, such as ``fit``.
+
+        Raises:
+            UserError: A callback would use up steps in trials.
+        """
         _check_callbacks(self.trainer)
 
     def train_dataloader(self) -> _Batches:
-        """Of the feed: the same loader each time, until the fit is over."""
+        """Return the batches of the training feed; the same object until the fit ends."""
         if self._batches is None:
             if self._resumed and self._state:
-                _back_to_a_step(self.trainer, self._state["batches_a_step"])
+                _rewind_to_step(self.trainer, self._state["batches_a_step"])
             elif self.trainer.ckpt_path is not None:
                 rank_zero_warn(
                     f"got a checkpoint without a state of {type(self).__qualname__}, expected one that was saved with "
@@ -126,11 +158,20 @@ class PackedDataModule(LightningDataModule):
         return self._batches
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """The batch with all that a view has."""
+        """Restore the attributes of a training batch that was copied as a plain mapping.
+
+        Args:
+            batch: The batch, or a list of batches with manual optimization.
+            dataloader_idx: Ignored.
+        """
         return self._batches.whole(batch) if self._batches is not None and self.trainer.training else batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's, after the last step that was trained whole: equal on all ranks."""
+        """Return the loader's state after the last step that was trained whole; equal on all ranks.
+
+        Raises:
+            UserError: The data failed in this fit.
+        """
         if self._batches is not None:
             return self._batches.state()
         if self._state is None:
@@ -140,18 +181,30 @@ class PackedDataModule(LightningDataModule):
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin there, when fit begins."""
+        """Continue from a checkpoint's state when ``fit`` begins.
+
+        Args:
+            state: The dict that ``state_dict`` returned.
+        """
         self._state, self._resumed = state, True
 
     def teardown(self, stage: str) -> None:
-        """Give the ranks up; a checkpoint made later still has the state."""
+        """Close the loaders and keep the state for later checkpoints.
+
+        Args:
+            stage: Lightning's name of the stage, such as ``fit``.
+        """
         if self._batches is not None:
             self._batches.commit()
             self._state = self._batches.state()
         self._close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Give the ranks up; a checkpoint made later has the state, unless it is the data that has failed."""
+        """Close the loaders; keep the state for later checkpoints, unless the data failed.
+
+        Args:
+            exception: The exception that ended the fit.
+        """
         if self._batches is not None:
             self._state = None
             if not isinstance(exception, StreampackError):
@@ -163,6 +216,7 @@ class PackedDataModule(LightningDataModule):
         return self._loader(str(self._val_feed))
 
     def _loader(self, feed: str) -> Client:
+        """Return the feed's loader of this fit; connect on first use."""
         if feed not in self._loaders:
             self._loaders[feed] = self.connect(feed)
         return self._loaders[feed]
@@ -174,16 +228,19 @@ class PackedDataModule(LightningDataModule):
 
 
 class _Batches:
-    """What Lightning iterates, and how far it is: its count of batches processed says which steps are over."""
+    """Iterable of a feed's batches for Lightning, with the position of training.
+
+    Lightning's count of processed batches tells which steps are over.
+    """
 
     def __init__(self, loader: Client, trainer: Any, state: Mapping[str, Any]) -> None:
         self._loader, self._trainer = loader, trainer
-        self._steps: deque[tuple[int, Step]] = deque()  # not over yet, each with the count at its end
-        self._fetched: deque[Any] = deque(maxlen=2)  # not yet in use; Lightning fetches one ahead
+        self._steps: deque[tuple[int, Step]] = deque()  # steps that are not over, each with the count at its end
+        self._fetched: deque[Any] = deque(maxlen=2)  # batches not yet in use; Lightning fetches one ahead
         self._source: Iterator[Step] = iter(())
-        self._began = 0  # the count where this iteration began
-        self._last: int | None = None  # the last step that is over, in this iteration
-        self._saved: int | None = None  # that of a checkpoint that is not committed
+        self._began = 0  # the count at the start of this iteration
+        self._last: int | None = None  # index of the last step of this iteration that is over
+        self._saved: int | None = None  # index of the last step of a checkpoint that is not committed yet
         accumulated, limit = _accumulated(trainer), trainer.limit_train_batches
         if accumulated and isinstance(limit, int) and limit % accumulated:
             raise UserError(
@@ -193,12 +250,12 @@ class _Batches:
         if state:
             loader.load_state_dict(state["loader"])
             if state["epoch_is_over"] and loader.rules.finite:
-                next(loader.steps(), None)  # so that the next iteration is another, from the first step
+                next(loader.steps(), None)  # begins this iteration, so that the next one is at the first step
 
     def __iter__(self) -> Iterator[Any]:
-        """Lightning begins twice where it fits again: what was fetched and is not used comes again, then."""
+        """Begin an epoch; in a further fit, hand out again the batches that were fetched and not used."""
         self.commit()
-        self._forget()
+        self._drop_finished()
         goes_on = self._steps and (self._count() == self._began or not self._loader.rules.finite)
         again = [step for _, step in self._steps] if goes_on else []
         if not goes_on:
@@ -209,6 +266,7 @@ class _Batches:
         return self._iterate(chain(again, self._source), self._began)
 
     def _iterate(self, steps: Iterator[Step], count: int) -> Iterator[Any]:
+        """Yield the batches of ``steps``; ``count`` is the number of batches before. Raises UserError."""
         for step in steps:
             accumulated = _accumulated(self._trainer)
             if accumulated not in (None, len(step)):
@@ -221,30 +279,30 @@ class _Batches:
             count += len(batches)
             self._steps.append((count, step))
             for batch in batches:
-                self._forget()
+                self._drop_finished()
                 self.commit()
                 self._fetched.append(batch)
                 yield batch
 
     def step(self) -> Step:
-        """The first that is not over."""
-        self._forget()
+        """Return the first step that is not over. Raises UserError without a batch in use."""
+        self._drop_finished()
         if not self._steps:
             raise UserError("got no batch in use, expected to be asked within training_step")
         return self._steps[0][1]
 
     def whole(self, batch: Any) -> Any:
-        """A batch that is about to be used, with all that it had when it was fetched."""
+        """Return the batch about to be used, with the attributes that it had when it was fetched."""
         given = self._fetched.popleft()
         if not isinstance(given, list):
             return _whole(batch, given)
         return [_whole(each, before) for each, before in zip(batch, given, strict=True)]
 
     def state(self) -> dict[str, Any]:
-        """The loader's after the last step that is over, and whether that was an epoch's last."""
-        self._forget()
+        """Return the loader's state after the last finished step, and whether an epoch ended there."""
+        self._drop_finished()
         last = self._last
-        if last is None and self._steps:  # fetched, and none is over
+        if last is None and self._steps:  # steps were fetched, and none is over
             last = self._steps[0][1].index - 1
         self._saved = self._last
         over = not self._steps and self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
@@ -252,29 +310,30 @@ class _Batches:
         return {"loader": self._loader.state_dict(last), "epoch_is_over": over, "batches_a_step": batches}
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing beside the module's; but Lightning says of loaders that have none that they cannot be resumed."""
+        """Return an empty state, since Lightning warns of loaders without ``state_dict``; the module has the state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See ``state_dict``."""
+        """Ignore the state; the module restores it."""
 
     def commit(self) -> None:
-        """The checkpoint of the last state is written by now."""
+        """Tell the broker that the checkpoint with the last state is durable; Lightning has written it by now."""
         if self._saved is not None and self._trainer.is_global_zero:
             self._loader.commit(self._saved)
         self._saved = None
 
-    def _forget(self) -> None:
-        """What is over."""
+    def _drop_finished(self) -> None:
+        """Drop steps whose batches Lightning has processed, and note the last of them."""
         while self._steps and self._steps[0][0] <= self._count():
             self._last = self._steps.popleft()[1].index
 
     def _count(self) -> int:
+        """Return the number of batches that Lightning has processed."""
         return int(self._trainer.fit_loop.epoch_loop.batch_progress.total.processed)
 
 
 def _check_callbacks(trainer: Any) -> None:
-    """Raise UserError for what trains and then takes the model back: a feed that goes on is not taken back with it."""
+    """Raise UserError for callbacks that train in trials and restore the model: the feed would not go back with it."""
     for callback in trainer.callbacks:
         if isinstance(callback, LearningRateFinder | BatchSizeFinder):
             raise UserError(
@@ -284,23 +343,25 @@ def _check_callbacks(trainer: Any) -> None:
 
 
 def _accumulated(trainer: Any) -> int | None:
-    """Batches a step; None where a batch is a step."""
+    """Return the number of batches of a step, or None with manual optimization, where a batch is a step."""
     return int(trainer.accumulate_grad_batches) if trainer.lightning_module.automatic_optimization else None
 
 
-def _back_to_a_step(trainer: Any, batches_a_step: int) -> None:
-    """Lightning's count of batches as it is at a step's first: those of a step that was not over come again; and with
-    other ranks a step has another number of them than where it was saved.
+def _rewind_to_step(trainer: Any, batches_a_step: int) -> None:
+    """Set Lightning's count of batches back to the first batch of the step that was not over at the checkpoint.
+
+    ``batches_a_step``: batches of a step where the checkpoint was saved; on another mesh a step has another number.
     """
     loop = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
     steps, over = divmod(progress.current.processed, batches_a_step)
     change = steps * (_accumulated(trainer) or 1) - progress.current.processed
     progress.increment_by(change, is_last_batch=progress.is_last_batch)
-    loop._batches_that_stepped -= bool(over)  # the loggers' step: Lightning adds one, for a step that was over
+    loop._batches_that_stepped -= bool(over)  # the loggers' step: Lightning has counted the unfinished step as over
 
 
 def _whole(batch: Any, given: Any) -> Any:
+    """Return ``batch`` with the attributes of the view ``given``, unless ``batch`` has them."""
     if not (isinstance(batch, View) and isinstance(given, View)) or batch.canonical is not None:
         return batch
     return View(batch, given.canonical, given.rest, given.rules, given.copied)

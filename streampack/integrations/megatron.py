@@ -1,16 +1,18 @@
 """Megatron-LM: a provider of data iterators for ``--dataloader-type external``.
 
-Megatron asks its iterator for one micro-batch after another: a micro-batch is a pack, ``seq_length`` the budget, and an
-iteration a step where ``global_batch_size`` is its number of packs. Each first tensor-parallel rank reads, on every
-stage, since middle ones take the boundaries of samples; ``get_batch`` sends packs to the other tensor ranks and shards
-them for context parallelism, so each context-parallel rank reads whole ones.
+Megatron requests one micro-batch after another from its iterator. A micro-batch is a pack, and ``seq_length`` is the
+budget. An iteration is a step if ``global_batch_size`` is the number of packs of a step.
 
-Megatron has ``save_state`` called by the ranks that write the loader's state into ``dataloader_save``, for which
-``pretrain_gpt.py`` has no option: it is made ``save``. Megatron restores nothing. States are equal on all ranks, so one
-file is enough to go on from, on any mesh. What is durable is said by the tracker file that Megatron writes last, also
-where it saves in the background: the newest iteration that it names is committed when the next is saved.
+The first tensor-parallel rank reads on every pipeline stage, since middle stages need the boundaries of samples.
+Megatron's ``get_batch`` sends packs to the other tensor ranks and shards packs for context parallelism. Each
+context-parallel rank therefore reads whole packs.
 
-Knows of Megatron-LM its arguments (``get_args()``) alone; ranks are those of ``megatron.core.parallel_state``.
+Megatron calls ``save_state`` on the ranks that write the loader's state into ``dataloader_save``. The script
+``pretrain_gpt.py`` has no option for this folder, so the provider sets it to ``save``. Megatron does not restore the
+state; the provider does. States are equal on all ranks, so one file suffices, on any mesh. The tracker file, which
+Megatron writes last, names the newest durable iteration. That iteration is committed when the next one is saved.
+
+The module uses Megatron-LM's arguments (``get_args()``) and the ranks of ``megatron.core.parallel_state``.
 """
 
 from __future__ import annotations
@@ -27,20 +29,33 @@ from streampack.client.connect import Client, connect
 from streampack.core.model.rules import Rules
 from streampack.errors import StateError, UserError
 
+__all__ = ["TrainIterator", "datasets_provider"]
+
 Iterators = tuple["TrainIterator | None", "Iterator[Any] | None", None]
 
 
 def datasets_provider(
     get_args: Callable[[], Any], *, endpoint: str | None = None, feed: str = "train", valid_feed: str | None = None
 ) -> Callable[..., Iterators]:
-    """What ``pretrain`` takes as ``train_valid_test_datasets_provider``: gives (train, valid, None), on ranks that do
-    not read (None, None, None).
+    """Return the ``train_valid_test_datasets_provider`` for Megatron's ``pretrain``.
 
-    Each evaluation is over the first ``eval_iters`` steps of ``valid_feed``. Raises UserError for arguments with which
-    Megatron would train on something else than the loader's steps, and what ``connect`` does.
+    The provider returns (train iterator, validation iterator, None), or (None, None, None) on ranks that do not read.
+    It raises UserError if Megatron's arguments do not match the feed, and what ``connect`` raises.
 
-    >>> from megatron.training import get_args, pretrain  # doctest: +SKIP
-    >>> pretrain(config, datasets_provider(get_args), ModelType.encoder_or_decoder, forward_step)  # doctest: +SKIP
+    Args:
+        get_args: Megatron's ``get_args``.
+        endpoint: Address of the broker, as for ``connect``.
+        feed: Name of the feed to train on.
+        valid_feed: Name of the feed to evaluate on; each evaluation takes its first ``eval_iters`` steps. Default: no
+            evaluation.
+
+    Returns:
+        The provider.
+
+    Example:
+        >>> from megatron.training import get_args, pretrain  # doctest: +SKIP
+        >>> provider = datasets_provider(get_args)  # doctest: +SKIP
+        >>> pretrain(config, provider, ModelType.encoder_or_decoder, forward_step)  # doctest: +SKIP
     """
 
     def provider(train_val_test_num_samples: Any = None, vp_stage: int | None = None) -> Iterators:
@@ -60,12 +75,26 @@ def datasets_provider(
 
 
 class TrainIterator:
-    """The train feed's packs, ``format="megatron"``, from where the checkpoint that Megatron has loaded says."""
+    """Iterator of the training feed's packs, in the format ``megatron``.
+
+    The iterator begins after the checkpoint that Megatron has loaded, if ``args.iteration`` is not 0.
+
+    Args:
+        loader: Loader of the training feed.
+        args: Megatron's arguments.
+
+    Raises:
+        StateError: The checkpoint's folder holds no state of the loader.
+
+    Example:
+        >>> train, valid, _ = datasets_provider(get_args)()  # doctest: +SKIP
+        >>> pack = next(train)  # doctest: +SKIP
+    """
 
     def __init__(self, loader: Client, args: Any) -> None:
         self._loader, self._tracker = loader, None
         self._iteration, self._step = args.iteration, -1
-        self._saved: dict[int, int] = {}  # by iteration, the last step before it
+        self._saved: dict[int, int] = {}  # saved iteration -> index of the last step before
         if args.save and loader.mesh.dp_rank == loader.mesh.cp_rank == 0:
             self._tracker = Path(args.save) / "latest_checkpointed_iteration.txt"
         if args.iteration:
@@ -75,7 +104,7 @@ class TrainIterator:
         return self
 
     def __next__(self) -> Any:
-        """The next micro-batch. Raises UserError after the last one, which Megatron must not come to."""
+        """Return the next pack. Raises UserError at the end of the feed, where Megatron could not stop."""
         try:
             pack = next(self._loader)
         except StopIteration:
@@ -88,7 +117,11 @@ class TrainIterator:
         return pack
 
     def save_state(self) -> dict[str, Any]:
-        """The loader's state, for the checkpoint that is being made; commits the newest one that is durable."""
+        """Return the loader's state for a new checkpoint, and commit the newest durable checkpoint.
+
+        Returns:
+            A dict that holds only what JSON can hold.
+        """
         state = self._loader.state_dict()
         if self._tracker is not None:
             durable = self._tracker.read_text().strip() if self._tracker.exists() else ""
@@ -100,13 +133,14 @@ class TrainIterator:
         return state
 
     def close(self) -> None:
-        """Give the rank up."""
+        """Close the loader and release the rank."""
         self._loader.close()
 
 
 def saved_state(folders: Iterable[Any], iteration: int) -> dict[str, Any]:
-    """The state that data-parallel rank 0 saved, which is that of all, by any mesh: of the first folder that has it,
-    any may be None. Raises StateError if none has it.
+    """Return the loader's state that data-parallel rank 0 saved at ``iteration``; valid for all ranks.
+
+    The first of ``folders`` with such a file counts; a folder may be None. Raises StateError without a file.
     """
     name = f"iter_{iteration:07d}/mp_rank_*/train_dataloader_dprank000.pt"
     given = [Path(folder) for folder in folders if folder is not None]
@@ -121,6 +155,7 @@ def saved_state(folders: Iterable[Any], iteration: int) -> dict[str, Any]:
 
 
 def _connect(endpoint: str | None, feed: str, args: Any, batch: str) -> Client:
+    """Connect with Megatron's mesh and check the feed's rules; ``batch`` as for ``check_rules``. Raises UserError."""
     ranks = parallel_state
     mesh = {
         "dp": ranks.get_data_parallel_world_size(), "dp_rank": ranks.get_data_parallel_rank(),
@@ -138,16 +173,14 @@ def _connect(endpoint: str | None, feed: str, args: Any, batch: str) -> Client:
 
 
 def evaluations(loader: Any, num_steps: int) -> Iterator[Any]:
-    """Packs of the first ``num_steps`` steps, over and over; of a feed without an end, of the next ones."""
+    """Yield the packs of evaluations without end: each has the first ``num_steps`` steps, or the feed's next ones."""
     while True:
         for step in islice(loader.steps(), num_steps):
             yield from step
 
 
 def check_args(args: Any, valid_feed: str | None = None) -> None:
-    """Raises UserError for arguments of Megatron-LM that packs do not go with, whatever they hold, and for evaluations
-    without a feed.
-    """
+    """Raise UserError for arguments of Megatron-LM that do not suit any packs, or evaluations without a feed."""
     wanted = {
         "dataloader_type": ("external", "this provider's iterators are no datasets"),
         "micro_batch_size": (1, "a micro-batch is a pack: make seq_length and the budget larger"),
@@ -188,8 +221,9 @@ def check_args(args: Any, valid_feed: str | None = None) -> None:
 
 
 def check_rules(rules: Rules, args: Any, cp: int, batch: str = "global_batch_size") -> None:
-    """Raises UserError for a feed whose packs and steps are not Megatron's micro-batches and iterations, with ``cp``
-    context-parallel ranks; ``batch`` is the argument that says how many packs an iteration has.
+    """Raise UserError if a feed's packs and steps do not match Megatron's micro-batches and iterations.
+
+    ``cp``: number of context-parallel ranks. ``batch``: name of the argument with the number of packs of an iteration.
     """
     if rules.batch is not None or rules.warmup is not None:
         got = "a budget that grows" if rules.batch is None else "steps that are batches, whose packs differ in number"

@@ -1,13 +1,14 @@
-"""torchtitan: a dataloader that its configuration can name, ``dataloader=StreampackDataLoader.Config(...)``.
+"""torchtitan: a dataloader for its configuration, ``dataloader=StreampackDataLoader.Config(...)``.
 
-torchtitan trains on batches of ``local_batch_size`` rows of ``seq_len`` tokens and finds the samples of a row where its
-positions are 0, so a row is a pack and ``seq_len`` the budget. A step of streampack is an update where
-``training.global_batch_size`` is its number of packs: a smaller or larger one trains on the same packs, but a
-checkpoint between two of its updates may lie inside a step, which is refused. The loader is told nothing of tensor,
-context and pipeline parallelism, since torchtitan cuts batches itself: ranks of one data-parallel rank read the same.
+torchtitan trains on batches of ``local_batch_size`` rows of ``seq_len`` tokens. A sample of a row begins at position 0.
+A row is therefore a pack, and ``seq_len`` is the budget.
 
-torchtitan calls ``state_dict`` once for each checkpoint that it writes, and begins none before the last one is
-durable, also where it writes in the background: so each one says that the one before it may be committed.
+A step of streampack is an update if ``training.global_batch_size`` is the number of packs of a step. With another
+number, torchtitan trains on the same packs, but a checkpoint may fall within a step, which raises an error. All ranks
+of one data-parallel rank read the same packs, since torchtitan shards batches for the other axes itself.
+
+torchtitan calls ``state_dict`` once for each checkpoint, and begins no checkpoint before the last one is durable. Each
+call therefore commits the checkpoint before.
 """
 
 from __future__ import annotations
@@ -28,26 +29,45 @@ from streampack.client.connect import connect
 from streampack.core.model.rules import Rules
 from streampack.errors import UserError
 
+__all__ = ["StreampackDataLoader"]
+
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class StreampackDataLoader(BaseDataLoader):
-    """Packs of a broker as torchtitan's batches: ``({"input": [B, T], "positions": [B, T]}, labels [B, T])``, int64.
+    """Dataloader of torchtitan that reads packs from a broker.
 
-    Raises UserError at once for a feed whose packs torchtitan would take wrongly, and what ``connect`` does. At the end
-    of a feed all ranks end on the same batch.
+    A batch is ``({"input": [B, T], "positions": [B, T]}, labels [B, T])``, all int64, where B is ``local_batch_size``
+    and T is ``seq_len``. At the end of a feed, all ranks end after the same batch. torchtitan passes the arguments.
+
+    Args:
+        config: Settings from the job's configuration.
+        dp_world_size: Number of data-parallel ranks.
+        dp_rank: This process's data-parallel rank.
+        seq_len: Tokens of a row; must be the feed's budget.
+        local_batch_size: Rows of a batch on each rank.
+        snapshot_every_n_steps: Batches between two checkpoints, if any.
+
+    Raises:
+        UserError: The feed's packs do not match torchtitan's batches; the message says what to set.
+        MeshError: As for ``connect``; likewise Unreachable and Rejected.
+
+    Example:
+        >>> dataloader = StreampackDataLoader.Config(endpoint="tcp://node0:7402")  # doctest: +SKIP
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """Settings of the loader in a TorchTitan job file."""
+        """Settings of the dataloader in torchtitan's configuration."""
 
         endpoint: str | None = None
-        """As ``streampack.connect`` takes it; by default STREAMPACK_ENDPOINT."""
+        """Address of the broker, as for ``connect``. Default: the environment variable STREAMPACK_ENDPOINT."""
         feed: str = "train"
+        """Name of the feed in broker.yaml."""
         prefetch: int = 2
+        """Number of steps to keep ready beyond the step in use."""
         infinite: bool = True
-        """Set by torchtitan's Validator; how long a feed is, the broker's configuration says."""
+        """Set by torchtitan's Validator and ignored: the broker's configuration sets the length of a feed."""
 
     def __init__(
         self,
@@ -82,7 +102,14 @@ class StreampackDataLoader(BaseDataLoader):
                 yield inputs, torch.cat([pack.labels for pack in packs])
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state, equal on all ranks, between two steps. Raises UserError inside of one."""
+        """Return the loader's state after the current step, equal on all ranks; commit the checkpoint before.
+
+        Returns:
+            A dict that holds only what JSON can hold.
+
+        Raises:
+            UserError: The checkpoint falls within a step.
+        """
         if self._left:
             raise UserError(
                 f"got a checkpoint within step {self._step}, {self._left} packs before its end, expected one between "
@@ -95,18 +122,25 @@ class StreampackDataLoader(BaseDataLoader):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's, on any number of ranks; from an empty one at the start."""
+        """Continue from a checkpoint's state, on any number of ranks.
+
+        Args:
+            state_dict: The dict that ``state_dict`` returned; an empty one changes nothing.
+
+        Raises:
+            StateError: The state is of another run, feed or rules.
+        """
         if state_dict:
             self._loader.load_state_dict(state_dict)
             self._step, self._left, self._saved = -1, 0, -1
 
     def close(self) -> None:
-        """Give the rank up."""
+        """Close the loader and release the rank."""
         self._loader.close()
 
 
 def _copies(dp: int, dp_rank: int) -> tuple[int, int]:
-    """(how many ranks read what this one reads, which of them this one is). Collective where there are several."""
+    """Return how many ranks share this data-parallel rank, and this rank's number among them; may be collective."""
     if not dist.is_initialized() or dist.get_world_size() == dp:
         return 1, 0
     ranks: list[Any] = [None] * dist.get_world_size()
@@ -115,8 +149,9 @@ def _copies(dp: int, dp_rank: int) -> tuple[int, int]:
 
 
 def check_rules(rules: Rules, dp: int, seq_len: int, rows: int, snapshot: int | None) -> None:
-    """Raises UserError for rules whose packs are no rows of torchtitan's batches, or updates that end within steps:
-    ``rows`` packs are a batch, ``snapshot`` batches lie between two checkpoints, on each of ``dp`` ranks.
+    """Raise UserError if a feed's packs are not rows of torchtitan's batches, or checkpoints fall within steps.
+
+    ``rows``: packs of a batch on each of ``dp`` ranks. ``snapshot``: batches between two checkpoints.
     """
     if rules.batch is not None:
         raise UserError(

@@ -1,8 +1,8 @@
-"""Forward packs and the way back: what was computed of them, given to the micro-batches that their samples are of.
+"""``ForwardPacks``: packs for passes without gradients, and the way back of results to the micro-batches.
 
-``regroup`` makes them. Both hold the rank's samples in one order, so the way back is the same as the way there:
-without tails, put together, cut where the micro-batches begin. Works on numpy arrays and on torch tensors, on any
-device; torch is imported only by who brings a tensor.
+``Step.regroup`` makes forward packs. They hold the rank's samples in the same order as the micro-batches do. The way
+back therefore removes tail padding, joins the values, and cuts them where the micro-batches begin. All of this works on
+numpy arrays and on torch tensors of any device; torch is imported only if a value is a tensor.
 """
 
 from __future__ import annotations
@@ -20,30 +20,46 @@ from streampack.packs.pack import Pack
 
 
 class ForwardPacks(Sequence[BatchT]):
-    """A rank's forward packs, in the format of its step; made by ``Step.regroup``.
+    """One rank's packs for a pass without gradients, in the format of their step; returned by ``Step.regroup``.
 
-    What was computed of them goes back to the step's micro-batches, numpy arrays or torch tensors: from a mapping with
-    the packs for keys, or from a sequence in their order.
+    ``tokens_back`` and ``samples_back`` map results, as numpy arrays or torch tensors, to the step's micro-batches.
+
+    Args:
+        shown: The forward packs in the step's format.
+        packs: The same packs, canonical.
+        micro_batches: The canonical packs of the step.
+
+    Example:
+        >>> forward = step.regroup(budget=32768)  # doctest: +SKIP
+        >>> rewards = forward.samples_back([reward(pack) for pack in forward])  # doctest: +SKIP
     """
 
     def __init__(self, shown: tuple[BatchT, ...], packs: tuple[Pack, ...], micro_batches: tuple[Pack, ...]) -> None:
         self._shown, self._packs, self._micro_batches = shown, packs, micro_batches
 
     def tokens_back(self, values: Mapping[Any, Any] | Sequence[Any]) -> tuple[Any, ...]:
-        """For each micro-batch [T', ...], from ``values`` [T', ...] of each forward pack: one for each token of it that
-        this rank holds. 0 at padding. In the formats ``hf`` both may be [1, T', ...].
+        """Map values of tokens from the forward packs to the step's micro-batches.
 
-        Raises UserError for values that are not of all forward packs, or of another number of tokens.
+        Args:
+            values: For each forward pack, an array or tensor [T', ...] with one value for each token that this rank
+                holds; [1, T', ...] in the formats ``hf``. Either a sequence in the packs' order, or a mapping with the
+                packs as keys.
+
+        Returns:
+            For each micro-batch, an array or tensor [T', ...], or [1, T', ...]; 0 at padding.
+
+        Raises:
+            UserError: Values are missing for a forward pack, or do not have one row for each token.
         """
         found = self._of_all(values)
         sizes = [len(pack.padding_mask) for pack in self._packs]
         rowed = max(sizes) > 1 and all(v.shape[:2] == (1, size) for v, size in zip(found, sizes, strict=True))
         found = [value[0] for value in found] if rowed else found
         _check_sizes(found, sizes, "token")
-        joined = _joined([value[: held(pack)] for value, pack in zip(found, self._packs, strict=True)])
+        joined = _joined([value[: num_held_tokens(pack)] for value, pack in zip(found, self._packs, strict=True)])
         back, begin = [], 0
         for pack in self._micro_batches:
-            row, end = _zeros(joined, len(pack.padding_mask)), begin + held(pack)
+            row, end = _zeros(joined, len(pack.padding_mask)), begin + num_held_tokens(pack)
             row[: end - begin] = joined[begin:end]
             row[_mask(pack.padding_mask, row)] = 0
             back.append(row[None] if rowed else row)
@@ -51,9 +67,17 @@ class ForwardPacks(Sequence[BatchT]):
         return tuple(back)
 
     def samples_back(self, values: Mapping[Any, Any] | Sequence[Any]) -> tuple[Any, ...]:
-        """For each micro-batch [num_samples, ...], from ``values`` [num_samples, ...] of each forward pack.
+        """Map values of samples from the forward packs to the step's micro-batches.
 
-        Raises UserError for values that are not of all forward packs, or of another number of samples.
+        Args:
+            values: For each forward pack, an array or tensor [num_samples, ...]. Either a sequence in the packs' order,
+                or a mapping with the packs as keys.
+
+        Returns:
+            For each micro-batch, an array or tensor [num_samples, ...].
+
+        Raises:
+            UserError: Values are missing for a forward pack, or do not have one row for each sample.
         """
         found = self._of_all(values)
         _check_sizes(found, [pack.num_samples for pack in self._packs], "sample")
@@ -61,6 +85,7 @@ class ForwardPacks(Sequence[BatchT]):
         return tuple(joined[begin:end] for begin, end in pairwise(bounds.tolist()))
 
     def _of_all(self, values: Mapping[Any, Any] | Sequence[Any]) -> list[Any]:
+        """Return the values of all forward packs, in the packs' order. Raises UserError if some are missing."""
         found = [values[pack] for pack in self._shown if pack in values] if isinstance(values, Mapping) else [*values]
         if len(found) != len(self._shown):
             raise UserError(f"got values of {len(found)} packs, expected those of all {len(self._shown)} forward packs")
@@ -81,17 +106,18 @@ class ForwardPacks(Sequence[BatchT]):
         return f"ForwardPacks(packs={len(self)}, tokens={tokens}, micro_batches={len(self._micro_batches)})"
 
 
-def held(pack: Pack) -> int:
-    """Tokens of its samples' slots that this rank holds: all but those of its tail, which are the last."""
+def num_held_tokens(pack: Pack) -> int:
+    """Return the number of a pack's tokens that this rank holds, without tail padding, which comes last."""
     return int(pack.cu_seqlens_padded[pack.num_samples]) // (1 if pack.layout == "whole" else pack.cp)
 
 
 def _values(value: Any) -> Any:
-    """An array or a tensor as it is, else an array of it."""
+    """Return a tensor unchanged, and anything else as a numpy array."""
     return value if hasattr(value, "detach") else np.asarray(value)
 
 
 def _check_sizes(values: Sequence[Any], sizes: Sequence[int], what: str) -> None:
+    """Raise UserError unless the first dimension of each value is its pack's size; ``what`` is the unit of sizes."""
     for number, (value, size) in enumerate(zip(values, sizes, strict=True)):
         if value.shape[:1] != (size,):
             raise UserError(
@@ -101,7 +127,7 @@ def _check_sizes(values: Sequence[Any], sizes: Sequence[int], what: str) -> None
 
 
 def _joined(values: Sequence[Any]) -> Any:
-    """All of them in one, along the first axis."""
+    """Concatenate arrays or tensors along the first axis."""
     if not hasattr(values[0], "detach"):
         return np.concatenate(values)
     import torch
@@ -110,12 +136,13 @@ def _joined(values: Sequence[Any]) -> Any:
 
 
 def _zeros(like: Any, size: int) -> Any:
-    """[size, ...] of the trailing shape, type and device of ``like``."""
+    """Return zeros [size, ...] with the other dimensions, dtype and device of ``like``."""
     shape = (size, *like.shape[1:])
     return like.new_zeros(shape) if hasattr(like, "new_zeros") else np.zeros(shape, like.dtype)
 
 
 def _mask(mask: NDArray[np.bool_], like: Any) -> Any:
+    """Return ``mask`` as a tensor on the device of ``like`` if ``like`` is a tensor, else unchanged."""
     if not hasattr(like, "detach"):
         return mask
     import torch

@@ -1,7 +1,4 @@
-"""The canonical pack: what a trainer gets. Everything that a framework wants is a view of it.
-
-``build`` makes them, from lengths and raw tokens.
-"""
+"""``Pack``: one micro-batch of one rank, in numpy. A ``View`` shows a pack in a framework's format."""
 
 from __future__ import annotations
 
@@ -19,60 +16,88 @@ from streampack.core.model.samples import I32, I64
 
 @dataclass(slots=True, eq=False)  # not frozen: that makes one six times dearer
 class Pack(Mapping[str, Any]):
-    """One micro-batch of one rank: attributes, and the same by key (``pack["input_ids"]``, ``**pack``).
+    """One micro-batch of one rank: samples that share one token budget, as numpy arrays.
 
-    T is the pack's length, T' what this rank holds of it (T / cp, but for the layout ``whole``); boundaries are
-    those of the whole pack. Declared fields are keys of their own. A middle stage of a pipeline gets boundaries and
-    positions alone: there ``input_ids`` and ``labels`` are None, and no keys. A padded one has its rows one after
-    another, slots of ``max_seqlen`` tokens: ``streampack.rows`` gives them.
+    Values are attributes and mapping keys: ``pack.input_ids`` is ``pack["input_ids"]``, and ``**pack`` works. Declared
+    fields are keys, too.
+
+    Shapes: T is the number of tokens of the pack, padding included. This rank holds T' of them: T / cp, or T in the
+    layout ``whole``. Boundaries are those of the whole pack. A segment is a sample with its padding, or the padding at
+    the end of the pack (tail padding).
+
+    A middle stage of a pipeline gets no tokens: there ``input_ids`` and ``labels`` are None and are not keys. A padded
+    micro-batch holds its rows one after another, each of ``max_seqlen`` tokens; see ``streampack.rows``.
+
+    Example:
+        >>> loader = streampack.connect("tcp://node0:7402", format="numpy")  # doctest: +SKIP
+        >>> pack = next(loader)  # doctest: +SKIP
+        >>> pack  # doctest: +SKIP
+        Pack(step=0, micro_batch=0/4, pack=0, samples=7, tokens=4090, input_ids=[4096])
+        >>> pack.labels.shape  # doctest: +SKIP
+        (4096,)
     """
 
     input_ids: I64
-    """[T'] tokens, 0 at padding."""
+    """int64 [T'] token ids, 0 at padding."""
     labels: I64
-    """[T'] the next token of the same sample, or the label sent with it; -100 at its last real token, at padding
-    and where the loss mask is 0."""
+    """int64 [T'] the next token of the same sample, or the label that came with the sample.
+
+    -100 at the last real token of a sample, at padding, and where the loss mask is 0."""
     position_ids: NDArray[Any]
-    """[T'] from 0 in each sample, and in the tail padding; or as supplied, [T'] or [3, T']."""
+    """int64 [T'] positions, from 0 in each segment; or as sent with the samples, [T'] or [3, T']."""
     padding_mask: NDArray[np.bool_]
-    """[T'] True at padding."""
+    """bool [T'] True at padding."""
     cu_seqlens: I32
-    """[num_segments + 1] boundaries of real tokens."""
+    """int32 [num_segments + 1] cumulative real tokens of the segments, from 0."""
     cu_seqlens_padded: I32
-    """[num_segments + 1] boundaries of storage: what kernels that take one array need."""
+    """int32 [num_segments + 1] cumulative tokens of the segments with padding, from 0 to T.
+
+    Attention kernels that take one boundary array need this one."""
     max_seqlen: int
-    """The widest slot, in tokens."""
+    """Tokens of the longest segment, padding included."""
     num_samples: int
+    """Number of samples in the pack."""
     num_segments: int
-    """One more than samples where there is tail padding."""
+    """Number of segments: ``num_samples``, plus 1 if there is tail padding."""
     sample_ids: I64
-    """[num_samples, 3] stream number, index, part."""
+    """int64 [num_samples, 3] each sample's stream number, index in the stream, and part (0 unless split)."""
     num_loss_tokens: int
-    """Labels that count, over the whole pack."""
+    """Number of labels that are not -100, in the whole pack."""
     step: int
+    """Index of the step."""
     step_num_loss_tokens: int
-    """The step's, over all ranks and micro-batches: what a pack's summed loss is divided by."""
+    """Loss tokens of the step over all ranks and micro-batches: the denominator of the pack's summed loss."""
     micro_batch: int
+    """Number of this micro-batch in the step on this rank, from 0."""
     num_micro_batches: int
-    """Of the step, on this rank: the last one is where an optimizer steps."""
+    """Number of micro-batches of the step on this rank; the optimizer steps after the last."""
     dp_rank: int
+    """Data-parallel rank of this pack."""
     pack: int
-    """Its number in the step, the same on every mesh; but of padded ones micro_batch * dp + dp_rank."""
+    """Number of the pack in the step, equal on every mesh; if padded, micro_batch * dp + dp_rank."""
     slices: I64
-    """[k, 2] the parts [start, stop) of the whole pack that this rank holds, in its order."""
+    """int64 [k, 2] parts [start, stop) of the whole pack that this rank holds, in the order of its tokens."""
     layout: str
-    """``zigzag``, ``zigzag_pack``, ``contiguous`` or ``whole``."""
+    """Layout of context parallelism: ``zigzag``, ``zigzag_pack``, ``contiguous`` or ``whole``."""
     cp: int
+    """Number of context-parallel ranks."""
     cp_rank: int
+    """Context-parallel rank of this shard."""
     fields: Mapping[str, NDArray[Any]]
-    """Declared fields by name: [T', ...] by token ([T, ...] where replicated; shifted where aligned with labels),
-    [num_samples, ...] by sample. bfloat16 as float32."""
+    """Declared fields by name, bfloat16 as float32.
+
+    A field of axis ``token`` is [T', ...], or [T, ...] if replicated; fields aligned with labels are shifted like them.
+    A field of axis ``sample`` is [num_samples, ...]."""
 
     __eq__ = object.__eq__  # a Mapping's would compare arrays
     __hash__ = object.__hash__
 
     def positions(self) -> I64:
-        """[T'] where in the whole pack each token lies."""
+        """Return the position in the whole pack of each token that this rank holds.
+
+        Returns:
+            int64 [T'], values from 0 to T - 1.
+        """
         return positions_of(self.slices[:, 0], self.slices[:, 1])
 
     def __getitem__(self, key: str) -> Any:
@@ -95,7 +120,7 @@ class Pack(Mapping[str, Any]):
 
 
 def summary(pack: Pack) -> str:
-    """Return where the pack is and what it holds, for a repr: step, micro-batch, samples, real tokens."""
+    """Return a text for a pack's repr: step, micro-batch, pack number, samples and real tokens."""
     return (
         f"step={pack.step}, micro_batch={pack.micro_batch}/{pack.num_micro_batches}, pack={pack.pack}, "
         f"samples={pack.num_samples}, tokens={int(pack.cu_seqlens[-1])}"
@@ -103,7 +128,7 @@ def summary(pack: Pack) -> str:
 
 
 def shapes_of(batch: Mapping[str, Any]) -> str:
-    """Return the shape of the tokens, or of the positions where a rank has no tokens, as ``input_ids=[4096]``."""
+    """Return a text for a batch's repr: the shape of its tokens, or of its positions, as ``input_ids=[4096]``."""
     key = next(
         (key for key in ("input_ids", "tokens", "input", "position_ids") if hasattr(batch.get(key), "shape")), None
     )

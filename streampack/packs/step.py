@@ -1,4 +1,4 @@
-"""A step: the micro-batches of one optimizer update for one rank, with the denominators of all ranks."""
+"""``Step``: the micro-batches of one optimizer update on one rank, with the denominators over all ranks."""
 
 from __future__ import annotations
 
@@ -18,38 +18,58 @@ from streampack.packs.regroup import Regrouping
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[BatchT]):
-    """One optimizer update's micro-batches for one rank, with the denominators of all ranks."""
+    """The micro-batches of one optimizer update on one rank, with the denominators over all ranks.
+
+    A step is a sequence of its packs: it has ``len``, indices and iteration.
+
+    Example:
+        >>> for step in loader.steps():  # doctest: +SKIP
+        ...     for pack in step:
+        ...         (summed_loss(pack) / step.num_loss_tokens).backward()
+        ...     optimizer.step()
+    """
 
     index: int
+    """Number of the step in the feed, from 0."""
     packs: Sequence[BatchT]
-    """Packs, or views of them, as ``connect``'s format says; made when they are asked for, and kept.
-    Not always a tuple: ``tuple(step)`` is."""
+    """The rank's packs, or views in the format of ``connect``; made on first use. For a tuple, call ``tuple(step)``."""
     num_tokens: int
-    """Real tokens of them; of a rank that holds a part of each, too, of all."""
+    """Real tokens of this rank's packs; with context parallelism, of the whole packs."""
     num_loss_tokens: int
-    """Labels that count, over all ranks and micro-batches: divide the summed loss by it."""
+    """Loss tokens over all ranks and micro-batches: the denominator of the summed loss."""
     num_samples: int
+    """Samples over all ranks and micro-batches."""
     digest: str
-    """32 hex digits: equal on all ranks, meshes and restarts for the same samples."""
+    """32 hex digits that identify the step's samples, equal on all ranks, meshes and restarts."""
     chain: str
-    """Digest of this step and all before it."""
+    """32 hex digits that identify this step and all steps before."""
     regrouping: Regrouping | None = dataclass_field(default=None, repr=False, compare=False)
-    """What ``regroup`` knows of it."""
+    """Settings for ``regroup``; internal."""
 
     def regroup(self, budget: SupportsIndex, *, min_packs: SupportsIndex = 1) -> ForwardPacks[BatchT]:
-        """Forward packs of up to ``budget`` tokens, in the step's format: its samples on this rank, in its order, for
-        passes without gradients. ``ForwardPacks.tokens_back`` gives what was computed back to the micro-batches.
+        """Return this rank's samples of the step in packs of another budget, for passes without gradients.
 
-        With the run's budget or more, M micro-batches become ceil(M / (budget // the run's)) packs: as many on every
-        rank. With less their number is each rank's own, and ranks that run collectives together give all the most that
-        any of them has as ``min_packs``, which adds empty ones. ``micro_batch`` and ``pack`` are a forward pack's
-        number on its rank; ``num_loss_tokens`` is -1 where it has a part of a pack whose labels other ranks hold, too.
+        Such a forward pass (log-probs, rewards) keeps no activations, so it can take larger packs. The samples keep
+        their order. In a forward pack, ``micro_batch`` and ``pack`` are its number on this rank. Its
+        ``num_loss_tokens`` is -1 if it holds a part of a pack whose labels other ranks hold, too.
 
-        Raises UserError for a budget that does not hold every sample, for padded micro-batches, and for layouts whose
-        parts of a joined pack this rank does not hold (``zigzag_pack``, ``contiguous``, with cp > 1).
+        Args:
+            budget: Tokens of a forward pack. With the run's budget or more, M micro-batches become
+                ceil(M / (budget // run's budget)) packs, as many on every rank. With less, each rank has its own
+                number of packs.
+            min_packs: Least number of forward packs; empty ones are added. Ranks that run collectives together pass
+                the largest number that any of them has.
 
-        >>> forward = step.regroup(budget=32768)  # doctest: +SKIP
-        >>> old = forward.tokens_back({pack: logprobs(pack) for pack in forward})  # doctest: +SKIP
+        Returns:
+            The forward packs, in the step's format. Their ``tokens_back`` maps results back to the micro-batches.
+
+        Raises:
+            UserError: The budget does not hold every sample, or micro-batches are padded. Or cp > 1 and the layout is
+                ``zigzag_pack`` or ``contiguous``: this rank would lack parts of joined packs.
+
+        Example:
+            >>> forward = step.regroup(budget=32768)  # doctest: +SKIP
+            >>> old = forward.tokens_back({pack: logprobs(pack) for pack in forward})  # doctest: +SKIP
         """
         if self.regrouping is None:
             raise UserError("got a step that no loader has made, expected one of loader.steps()")
@@ -58,13 +78,13 @@ class Step(Generic[BatchT]):
 
     @property
     def sample_ids(self) -> I64:
-        """[samples of this rank's packs, 3] stream number, index, part: for the trainer's own log."""
+        """Ids of the samples in this rank's packs, int64 [samples, 3]: stream number, index and part of each."""
         return np.concatenate(
             [np.zeros((0, 3), np.int64), *(np.asarray(cast(Any, pack).sample_ids) for pack in self.packs)]
         )
 
     def __repr__(self) -> str:
-        """One line. Makes no packs."""
+        """Describe the step in one line, without making packs."""
         return (
             f"Step(index={self.index}, packs={len(self)}, samples={self.num_samples}, tokens={self.num_tokens}, "
             f"loss_tokens={self.num_loss_tokens})"

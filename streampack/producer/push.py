@@ -1,8 +1,8 @@
-"""``streampack.Producer``: a program's own samples to a broker, as in RL where each rollout exists once.
+"""``streampack.Producer``: pushes a program's own samples to a broker, such as RL rollouts that exist once.
 
-What a sample must be is ``pushed_samples``'s; how it gets there is ``push_thread``'s, whose thread knows no
-``Producer``: so one that is dropped, or left by an exception, is closed, after a short wait for what it holds to be
-safe.
+The module ``pushed_samples`` checks and converts samples, and ``push_thread`` sends them. The sending thread holds no
+reference to ``Producer``. A producer without references, or left by an exception, therefore closes itself after a
+short wait for its samples to be durable.
 """
 
 from __future__ import annotations
@@ -25,23 +25,35 @@ from streampack.transport.rendezvous import read_rendezvous
 
 
 class Producer:
-    """Pushes samples to one partition of a stream that broker.yaml declares ``pushed``; a context manager.
+    """Client that pushes a program's own samples to one partition of a stream.
 
-    ``endpoint``: the broker's producers' address, ``tcp://host:port`` or ``ipc:///path``, or ``file://`` and its
-    rendezvous file; by default the environment's STREAMPACK_PRODUCERS. ``partition``: one process pushes to each.
-    ``buffer``: how much is kept here, at most, of what the broker has not made safe yet. ``timeout_s``: how long any
-    call may wait. ``key_file``: of 'streampack keys new', where the broker asks for a key; by default the environment's
-    STREAMPACK_KEY_FILE.
+    The stream is declared ``pushed`` in broker.yaml. A sample is a mapping with ``input_ids`` and the fields that the
+    run declares, or the token ids alone. Values are arrays, lists, or torch tensors on any device. Nothing is shifted.
+    Each call checks its samples. Any thread may use a producer.
 
-    A sample is a mapping with ``input_ids`` and the fields that the run declares, or the ids alone: arrays, lists, or
-    torch tensors on any device; nothing is shifted. It is checked when it is given. Any thread may use it.
+    A producer is a context manager. After the block it waits until the broker has stored all samples.
 
-    Raises UserError for arguments that cannot be, Unreachable if nobody answers, Rejected if the broker refuses,
-    DataStall if it takes too long.
+    Args:
+        endpoint: Address of the broker for producers: ``tcp://host:port``, ``ipc:///path``, or ``file:///path`` of the
+            broker's rendezvous file. Default: the environment variable STREAMPACK_PRODUCERS.
+        stream: Name of the stream in broker.yaml.
+        partition: Number of the partition, from 0. Only one process may push to each partition.
+        buffer: Size of the buffer for samples that the broker has not stored durably yet, such as ``"64MiB"`` or a
+            number of bytes.
+        timeout_s: Seconds that any call may wait.
+        key_file: Key file made by ``streampack keys new``, if the broker requires a key. Default: the environment
+            variable STREAMPACK_KEY_FILE.
 
-    >>> with Producer(stream="rollouts", partition=worker) as rollouts:  # doctest: +SKIP
-    ...     rollouts.send_group(samples, policy_version=v)
-    ...     rollouts.end_of_batch(v)
+    Raises:
+        UserError: An argument is invalid.
+        Unreachable: No broker answered within ``timeout_s``.
+        Rejected: The broker does not accept this producer, for example its key.
+        DataStall: The broker did not grant the partition within ``timeout_s``.
+
+    Example:
+        >>> with Producer(stream="rollouts", partition=worker) as rollouts:  # doctest: +SKIP
+        ...     rollouts.send_group(samples, policy_version=v)
+        ...     rollouts.end_of_batch(v)
     """
 
     def __init__(
@@ -55,17 +67,26 @@ class Producer:
         self._pushing = Pushing(_endpoint(endpoint, timeout_s), stream, partition, size, timeout_s, key)
         self._close = weakref.finalize(self, self._pushing.abandon)
         self._given = threading.Lock()
-        """Held while samples get their numbers, which chunks and groups are made with."""
+        """Lock around numbering samples and making their chunks."""
 
     def send(self, sample: Given, *, policy_version: SupportsIndex | None = None, **fields: Any) -> int:
-        """Hand one sample over, with more ``fields`` than it holds; its sequence number in the partition.
+        """Send one sample; wait for room in the buffer if it is full.
 
-        ``policy_version`` is that of the policy that made it: what is older than the run's ``max_policy_lag`` allows is
-        dropped and counted by the broker. It is a field, too, where the run declares one of this name. Versions only
-        grow; a value of the field alone, in ``sample``, says nothing to the broker.
+        Args:
+            sample: Mapping with ``input_ids`` [n] and declared fields, or the token ids [n] alone.
+            policy_version: Version of the policy that made the sample; versions only grow. The broker drops and counts
+                samples older than the run's ``max_policy_lag`` allows. If the run declares a field of this name, the
+                version becomes its value; a value in ``sample`` alone does not reach the broker's check.
+            fields: Further declared fields of the sample, by name.
 
-        Waits for room in the buffer. Raises SampleError for one that the run's policies do not admit; with ``poison:
-        drop`` it is counted instead, and keeps its number.
+        Returns:
+            The sample's sequence number in the partition.
+
+        Raises:
+            SampleError: The sample is invalid, or a field is not declared. With ``poison: drop``, the broker counts an
+                invalid sample instead, and the sample keeps its number.
+            UserError: ``policy_version`` is not an integer from 0, or the producer is closed.
+            DataStall: The buffer had no room within ``timeout_s``.
         """
         with self._given:
             lease = self._pushing.lease()
@@ -75,8 +96,19 @@ class Producer:
             return self._pushing.push([chunk])
 
     def send_many(self, samples: Iterable[Given], *, policy_version: SupportsIndex | None = None) -> range:
-        """Hand samples over, in as few messages as hold them; their sequence numbers. None of them, if one is bad.
-        ``policy_version`` as in ``send``, of all.
+        """Send many samples in as few messages as possible. If one sample is invalid, none is sent.
+
+        Args:
+            samples: Samples as for ``send``.
+            policy_version: Version of the policy that made all of them, as for ``send``.
+
+        Returns:
+            The samples' sequence numbers in the partition.
+
+        Raises:
+            SampleError: A sample is invalid; see ``send``.
+            UserError: ``policy_version`` is not an integer from 0, or the producer is closed.
+            DataStall: The buffer had no room within ``timeout_s``.
         """
         with self._given:
             first = self._pushing.next_seq
@@ -90,14 +122,26 @@ class Producer:
         keep: Literal["pack", "step"] | None = None,
         policy_version: SupportsIndex | None = None,
     ) -> range:
-        """Hand a group over as one: the samples of one prompt; their sequence numbers. None of them, if one is bad.
+        """Send a group of samples, such as the completions of one prompt, to be admitted whole and in this order.
 
-        It is admitted whole or not at all, in this order. ``keep`` says what it is not split over: a ``pack``, in which
-        its samples follow each other, so that together they must fit the budget (DPO's pairs); or a ``step``, where
-        steps are batches (``rules.step``: ``samples`` or ``end_of_batch``; elsewhere that is an error). By default it
-        is ``step`` where steps are batches, and nothing elsewhere: there a group may lie in several steps.
-        ``policy_version`` as in ``send``, of all of it. It and ``group`` are filled in where the run declares fields of
-        these names.
+        If one sample is invalid, none is sent. If the run declares the field ``group``, its value is the sequence
+        number of the group's first sample.
+
+        Args:
+            samples: Samples as for ``send``, at least one.
+            keep: Unit that must hold the whole group. With ``"pack"``, the samples follow each other in one pack and
+                must fit the budget together (DPO pairs). With ``"step"``, they share a step; this requires
+                ``rules.step`` to be ``samples`` or ``end_of_batch``. Default: ``"step"`` if the run's steps are such
+                batches. Otherwise, a group may be spread over steps.
+            policy_version: Version of the policy that made all of them, as for ``send``.
+
+        Returns:
+            The samples' sequence numbers in the partition.
+
+        Raises:
+            SampleError: A sample is invalid, or the group does not fit one message (``limits.chunk``).
+            UserError: The group is empty, ``keep`` is invalid for the run, or the producer is closed.
+            DataStall: The buffer had no room within ``timeout_s``.
         """
         if keep not in ("pack", "step", None):
             raise UserError(f"got keep={keep!r}, expected 'pack', 'step' or None")
@@ -110,22 +154,56 @@ class Producer:
             return range(first, first + len(given))
 
     def end_of_batch(self, batch: int) -> None:
-        """No later sample shares a step with those so far; every partition of the stream must say so. Does not wait."""
+        """End a batch: no later sample of this partition shares a step with an earlier one. Does not wait.
+
+        Every partition of the stream must end the batch.
+
+        Args:
+            batch: Number of the batch for the run's record, at least 0, such as the policy version.
+
+        Raises:
+            UserError: The producer is closed.
+        """
         with self._given:
             self._pushing.tell(EndBatch(batch))
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until all that was handed over is safe in the broker's log. Raises DataStall, naming what is not."""
+        """Wait until all samples sent so far are durable in the broker's log.
+
+        Args:
+            timeout_s: Seconds to wait. Default: the ``timeout_s`` of the producer.
+
+        Raises:
+            DataStall: Samples were not durable in time; the message says what the producer waits for.
+        """
         self._pushing.flush(timeout_s)
 
     def close(self, end: bool = False, flush: bool = True) -> None:
-        """Flush, and leave; idempotent. With ``end`` the partition is over: no process will push to it again."""
+        """Wait until all samples are durable, and leave the partition; further calls have no effect.
+
+        Args:
+            end: True to end the partition: no process can push to it again.
+            flush: False to leave without waiting; samples that are not durable yet may be lost.
+
+        Raises:
+            DataStall: Samples were not durable within ``timeout_s``.
+        """
         self._close.detach()
         self._pushing.close(end, flush)
 
     def stats(self) -> dict[str, float]:
-        """Since it was made: ``samples``, ``tokens`` and ``rejected`` of them, ``batches``, ``wait_s`` for room; now:
-        ``next_seq``, ``durable_seq`` (samples below are safe), ``buffered_bytes``.
+        """Return counts since the producer was made, and the state of its buffer.
+
+        Returns:
+            A dict of numbers by name:
+
+            - ``samples``, ``tokens``: sent so far.
+            - ``rejected``: samples that were invalid and counted.
+            - ``batches``: batches ended.
+            - ``wait_s``: seconds that calls waited for room in the buffer.
+            - ``next_seq``: sequence number of the next sample.
+            - ``durable_seq``: samples with lower sequence numbers are durable.
+            - ``buffered_bytes``: bytes in the buffer.
         """
         return self._pushing.stats()
 

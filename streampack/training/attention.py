@@ -34,16 +34,27 @@ def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pack: Pack | View, *,
     scale: float | None = None, window: int | None = None, backend: Backend | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Causal attention inside each sample of a pack: [T, Hq, D], as ``q`` is.
+    """Compute causal attention within each sample of a pack.
 
-    ``q`` [T, Hq, D]; ``k`` and ``v`` [T, Hkv, D], where Hkv divides Hq (grouped queries). ``scale`` is what scores are
-    multiplied by, 1 / sqrt(D) if None; ``window`` how many tokens each one sees, itself counted, all before it if None.
-    ``backend``: by default the first that is there and takes these tensors.
+    Args:
+        q: Queries [T, Hq, D].
+        k: Keys [T, Hkv, D], where Hkv divides Hq (grouped queries).
+        v: Values [T, Hkv, D].
+        pack: The pack that the tokens belong to; this rank must hold the whole pack.
+        scale: Factor of the scores. Default: 1 / sqrt(D).
+        window: Number of tokens that each token attends to, itself included. Default: all earlier tokens.
+        backend: ``"flash_attn"``, ``"torch"`` (``torch.nn.attention.varlen``) or ``"sdpa"`` (one sample after another,
+            any device and dtype). Default: the first of these that is installed and supports the tensors.
 
-    Raises UserError for a pack that context-parallel ranks share, for tensors that do not fit it, and for a backend
-    that is not there or knows no window.
+    Returns:
+        Tensor [T, Hq, D].
 
-    >>> out = varlen_attention(q, k, v, batch)  # doctest: +SKIP
+    Raises:
+        UserError: Context-parallel ranks share the pack, the shapes do not fit, or the backend is not installed or does
+            not support ``window``.
+
+    Example:
+        >>> out = varlen_attention(q, k, v, batch)  # doctest: +SKIP
     """
     held = canonical(pack)
     if held.cp > 1 and held.layout != "whole":

@@ -26,14 +26,23 @@ from streampack.views.view import View, canonical
 
 
 def per_sample(outputs: torch.Tensor, pack: Pack | View) -> list[torch.Tensor]:
-    """What this rank has of each sample: ``num_samples`` views of ``outputs``, [n, ...] each, in the pack's order.
+    """Split a tensor with one row for each token of a pack into its samples, without padding.
 
-    ``outputs`` [T', ...]: logits, log-probs, labels, a declared field; or [1, T', ...] as models of transformers give
-    it, or the [B, S', ...] of padded micro-batches. n counts the sample's real tokens that this rank holds: all of
-    them without context parallelism, 0 where a ``contiguous`` shard ends before the sample begins. Raises UserError
-    for outputs of another length.
+    Args:
+        outputs: Tensor [T', ...] such as logits, log-probs, labels or a declared field, where T' is the tokens that
+            this rank holds. Also [1, T', ...], as models of transformers return, or [B, S', ...] for padded
+            micro-batches.
+        pack: The pack that the outputs belong to.
 
-    >>> lengths = [len(one) for one in per_sample(batch.labels, batch)]  # doctest: +SKIP
+    Returns:
+        ``num_samples`` views of ``outputs``, [n, ...] each, in the pack's order; n is the sample's real tokens that
+        this rank holds. Without context parallelism these are all tokens of the sample; a shard may hold 0.
+
+    Raises:
+        UserError: ``outputs`` does not have one row for each token.
+
+    Example:
+        >>> lengths = [len(one) for one in per_sample(batch.labels, batch)]  # doctest: +SKIP
     """
     held = canonical(pack)
     rows = _by_token(outputs, pack, len(held.padding_mask))
@@ -45,29 +54,38 @@ def packed_loss(
     loss_fn: Callable[..., torch.Tensor], outputs: torch.Tensor, pack: Pack | View, *values: torch.Tensor,
     denominator: float, averaged_over: int = 1, token_sum: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """This pack's part of the step's loss: ``loss_fn(outputs, *values)`` of each sample, summed, over ``denominator``.
+    """Return one pack's part of a step's loss: the sum of each sample's loss, divided by the step's denominator.
 
-    ``loss_fn`` gets what ``per_sample`` cuts of ``outputs`` and of each of ``values`` (labels, advantages, log-probs:
-    [T', ...]) and returns one number: the sum of its tokens for a mean over the step's tokens, its own mean for a mean
-    over samples. ``denominator`` is the step's, of all ranks and micro-batches: ``step.num_loss_tokens``,
-    ``step.num_samples``, or a sum of weights. So the gradients that a step needs are the *sum* of those of all
-    micro-batches and ranks:
+    Sum the gradients of all micro-batches and ranks: the result does not depend on which samples share a pack. An
+    empty pack has loss 0 and gradients 0, so all ranks can reduce together.
 
-    - ``averaged_over=1``: one rank, or gradients that are summed over ranks.
-    - ``averaged_over=dp * cp``: DDP and FSDP, which average over their ranks. A framework that divides by the number of
-      micro-batches, too, wants that as another factor.
+    Args:
+        loss_fn: Function of one sample's rows of ``outputs`` and of each of ``values``, [n, ...] each. It returns one
+            number: the sum over tokens for a mean over the step's tokens, or the sample's mean for a mean over samples.
+        outputs: Tensor [T', ...] with one row for each token that this rank holds, such as logits. Also [1, T', ...],
+            or [B, S', ...] for padded micro-batches.
+        pack: The pack that the outputs belong to.
+        values: Further tensors of the same form for ``loss_fn``, such as labels or advantages.
+        denominator: The step's denominator over all ranks and micro-batches: ``step.num_loss_tokens``,
+            ``step.num_samples``, or a sum of weights.
+        averaged_over: Number by which the framework divides gradients: 1 if gradients are summed over ranks, dp * cp
+            for DDP and FSDP. If the framework also divides by the number of micro-batches, multiply by that number.
+        token_sum: True if the loss of a sample is a sum over its tokens. Required if cp ranks share samples, since only
+            such parts add up.
 
-    Where cp ranks share a sample, each has its part of it, and parts add up only if the loss is a sum over tokens: say
-    so by ``token_sum=True``. (A mean over a sample's tokens is one, too, of tokens with a weight: declare it as a
-    field.) The loss of an empty pack is 0, with gradients that are 0, so that ranks reduce theirs together.
+    Returns:
+        A scalar tensor with gradients.
 
-    Raises UserError for a shared sample without ``token_sum``, a denominator below 0, a loss that is not one number.
+    Raises:
+        UserError: cp ranks share samples and ``token_sum`` is False, ``denominator`` is below 0, ``averaged_over`` is
+            below 1, or ``loss_fn`` returns more than one number.
 
-    >>> def loss_fn(logits, labels):
-    ...     return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-    >>> loss = packed_loss(  # doctest: +SKIP
-    ...     loss_fn, model(**batch), batch, batch.labels, denominator=step.num_loss_tokens
-    ... )
+    Example:
+        >>> def loss_fn(logits, labels):
+        ...     return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        >>> loss = packed_loss(  # doctest: +SKIP
+        ...     loss_fn, model(batch.input_ids), batch, batch.labels, denominator=step.num_loss_tokens
+        ... )
     """
     held = canonical(pack)
     if held.cp > 1 and held.layout != "whole" and not token_sum:
@@ -87,14 +105,21 @@ def packed_loss(
 
 
 def reduce_metrics(metrics: Iterable[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """What samples, micro-batches or ranks have counted, as one: names that end in ``_min`` and ``_max`` are reduced as
-    such, all others are sums. A name may be missing in some: an empty pack counts nothing. Without gradients.
+    """Combine the metrics of samples, micro-batches or ranks by name, without gradients.
 
-    Sums are for a global denominator, as losses are; a mean of means would depend on the packing.
+    Names that end in ``_min`` or ``_max`` are combined by minimum or maximum, all others by sum. Divide sums by a
+    denominator of the whole step: a mean of means would depend on the packing.
 
-    >>> found = reduce_metrics([{"ratio_max": 1.5, "clipped": 2}, {"ratio_max": 1.25, "clipped": 1}, {}])
-    >>> {name: value.item() for name, value in found.items()}
-    {'ratio_max': 1.5, 'clipped': 3}
+    Args:
+        metrics: Dicts of numbers or tensors by name. A name may be missing in some dicts, as for an empty pack.
+
+    Returns:
+        A dict with one tensor for each name.
+
+    Example:
+        >>> found = reduce_metrics([{"ratio_max": 1.5, "clipped": 2}, {"ratio_max": 1.25, "clipped": 1}, {}])
+        >>> {name: value.item() for name, value in found.items()}
+        {'ratio_max': 1.5, 'clipped': 3}
     """
     found: dict[str, list[torch.Tensor]] = {}
     for each in metrics:

@@ -21,25 +21,45 @@ from streampack.views.view import View, canonical
 
 
 def document_ids(batch: Pack | View, *, whole: bool = False) -> torch.Tensor:
-    """Of each token that this rank holds, int32 [T'], the number of its sample in the pack, from 0; of the tail the one
-    after the last. ``whole``: of the pack's tokens, [T], whatever the rank holds.
+    """Return the number of each token's sample within the pack.
 
-    On the batch's device. Raises UserError for a mapping made from a view, which knows no pack.
+    Args:
+        batch: A pack in any format, as the loader returned it.
+        whole: True for all T tokens of the pack, False for the T' tokens that this rank holds.
 
-    >>> document_ids(batch).tolist()  # doctest: +SKIP
-    [0, 0, 0, 0, 1, 1, 1, 1]
+    Returns:
+        int32 [T'] or [T] on the batch's device, from 0. Alignment padding belongs to the sample before it; tail padding
+        has the number after the last sample.
+
+    Raises:
+        UserError: ``batch`` is a mapping made from a view, which holds no pack.
+
+    Example:
+        >>> document_ids(batch).tolist()  # doctest: +SKIP
+        [0, 0, 0, 0, 1, 1, 1, 1]
     """
     places, ids = _places(batch), _numbers(batch)
     return ids if whole else ids[places]
 
 
 def block_causal_mask(batch: Pack | View, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Bool [1, 1, T', T], True where a token of this rank (row) sees one of the pack (column): sdpa's ``attn_mask``.
+    """Return the causal attention mask of a pack, in which samples do not attend to each other.
 
-    With a floating ``dtype`` what eager attention adds to its scores: 0 there, elsewhere the least number of ``dtype``.
-    On the batch's device; same errors as ``document_ids``.
+    Args:
+        batch: A pack in any format, as the loader returned it.
+        dtype: A floating dtype for an additive mask, as eager attention takes it. Default: a boolean mask, as
+            ``scaled_dot_product_attention`` takes it.
 
-    >>> out = scaled_dot_product_attention(q, k, v, attn_mask=block_causal_mask(batch))  # doctest: +SKIP
+    Returns:
+        Tensor [1, 1, T', T] on the batch's device. Rows are this rank's tokens, columns all tokens of the pack. A
+        boolean mask is True where a row attends to a column. An additive mask is 0 there, and the least number of
+        ``dtype`` elsewhere.
+
+    Raises:
+        UserError: ``batch`` is a mapping made from a view, which holds no pack.
+
+    Example:
+        >>> out = scaled_dot_product_attention(q, k, v, attn_mask=block_causal_mask(batch))  # doctest: +SKIP
     """
     places, ids = _places(batch), _numbers(batch)
     keys = torch.arange(len(ids), device=ids.device)
@@ -50,9 +70,19 @@ def block_causal_mask(batch: Pack | View, dtype: torch.dtype | None = None) -> t
 
 
 def block_causal_mask_mod(batch: Pack | View) -> Callable[..., torch.Tensor]:
-    """The same as a ``mask_mod(b, h, q, kv)`` of flex attention, for ``create_block_mask(..., Q_LEN=T', KV_LEN=T)``.
+    """Return the mask of ``block_causal_mask`` as a ``mask_mod(b, h, q, kv)`` for flex attention.
 
-    >>> mask = create_block_mask(block_causal_mask_mod(batch), None, None, T, T)  # doctest: +SKIP
+    Args:
+        batch: A pack in any format, as the loader returned it.
+
+    Returns:
+        A function for ``create_block_mask(..., Q_LEN=T', KV_LEN=T)``.
+
+    Raises:
+        UserError: ``batch`` is a mapping made from a view, which holds no pack.
+
+    Example:
+        >>> mask = create_block_mask(block_causal_mask_mod(batch), None, None, T, T)  # doctest: +SKIP
     """
     places, ids = _places(batch), _numbers(batch)
 

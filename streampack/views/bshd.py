@@ -1,8 +1,8 @@
-"""``bshd``: what NeMo AutoModel's ``packed_sequence_thd_collater`` returns, a pack a row.
+"""``bshd``: batches for NeMo AutoModel, as its ``packed_sequence_thd_collater`` returns; a row is a pack.
 
-AutoModel keeps lengths, not boundaries, and knows no segment without a sample: the tail of a pack is folded into its
-last sample's slot, positions going on. Rows of several packs have different numbers of samples, and -1000 where one has
-fewer. Labels are shifted, as in AutoModel's own datasets. It shards for context parallelism itself.
+AutoModel stores lengths, not boundaries, and has no segment without a sample. Tail padding therefore belongs to the
+last sample, and positions continue there. Rows have different numbers of samples; -1000 fills the shorter lists of
+lengths. Labels are shifted, as in AutoModel's own datasets. AutoModel shards for context parallelism itself.
 """
 
 from __future__ import annotations
@@ -20,16 +20,22 @@ from streampack.packs.columns import Column, Columns
 from streampack.packs.slabs import Slabs
 from streampack.views.tensors import ValuesByName, beside, cut, tensor
 
+__all__ = ["stack", "strip", "thd_chunks"]
+
 SENTINEL = -1000
-"""A length that is none, where a row has fewer samples than another."""
+"""Filler for lists of lengths, in rows with fewer samples than others."""
 
 
 def build_batches(
     columns: Columns, of_packs: ValuesByName, slabs: Slabs, supplied: bool
 ) -> tuple[ValuesByName, ValuesByName]:
-    """``input_ids``, ``labels``, ``position_ids`` int64 [1, T]; ``seq_lens`` and ``seq_lens_padded`` int64
-    [1, samples], real lengths and slots (of an empty pack 0 and T); ``qkv_format``, always ``thd``. Beside them all
-    else that packs have. Positions that are ``supplied`` are as they were sent, [1, T] or [3, 1, T].
+    """Return the keys of some packs in ``bshd``, and the packs' other values, each a list by name.
+
+    - ``input_ids``, ``labels``, ``position_ids``: int64 [1, T]; if samples bring positions (``supplied``), those,
+      [1, T] or [3, 1, T].
+    - ``seq_lens``, ``seq_lens_padded``: int64 [1, samples], tokens of each sample, real and padded; 0 and T of an empty
+      pack.
+    - ``qkv_format``: always ``thd``.
     """
     lengths, slots, bounds, tails = _lengths(columns)
     keys: ValuesByName = {}
@@ -49,13 +55,15 @@ def build_batches(
 
 
 def _lengths(columns: Columns) -> tuple[I64, I64, list[int], I64]:
-    """Of all packs' samples real lengths and slots, int64; where each pack's begin, and each one's tail, int64 [packs]:
-    its tokens, which the last slot has, too.
+    """Return four sequences that describe the samples of some packs, in tokens.
+
+    They are: real lengths [samples], padded lengths [samples], bounds of each pack's samples [packs + 1], and tail
+    padding [packs]. The padded length of a pack's last sample includes the tail padding.
     """
     real, padded = columns.attributes["cu_seqlens"], columns.attributes["cu_seqlens_padded"]
     assert isinstance(real, Column)
     assert isinstance(padded, Column)
-    between = np.array(padded.bounds[1:-1], np.int64) - 1  # differences from one pack to the next
+    between = np.array(padded.bounds[1:-1], np.int64) - 1  # np.diff across two packs
     lengths, slots = (np.delete(np.diff(each.values), between).astype(np.int64) for each in (real, padded))
     segments = np.diff(padded.bounds) - 1
     counts = columns.attributes["num_samples"]
@@ -70,7 +78,7 @@ def _lengths(columns: Columns) -> tuple[I64, I64, list[int], I64]:
 
 
 def _positions(columns: Columns, tails: I64, slabs: Slabs) -> list[Any]:
-    """Of each pack, [1, T], going on in its tail."""
+    """Return the positions of each pack, [1, T], which continue in tail padding; ``tails`` int64 [packs] tokens."""
     column = columns.attributes["position_ids"]
     assert isinstance(column, Column)
     values = np.frombuffer(slabs.take(column.values.nbytes), np.int64)
@@ -82,13 +90,26 @@ def _positions(columns: Columns, tails: I64, slabs: Slabs) -> list[Any]:
 
 
 def stack(batches: Sequence[Mapping[str, Any]], multiple: int = 1) -> dict[str, Any]:
-    """Several packs' views as one batch, [B, S] and [B, most samples]: what the collater makes of as many.
+    """Stack packs in the format ``bshd`` into one batch, as AutoModel's collater does.
 
-    Rows of padding, whose labels count nowhere, make B a multiple of ``multiple``: AutoModel cuts a batch into as many
-    chunks for its pipeline, and leaves out what is over. Raises UserError for packs of different lengths, for none, and
-    for those in another format.
+    Args:
+        batches: Packs of equal length in the format ``bshd``, at least one, such as a ``Step``.
+        multiple: The number of rows B is a multiple of this; rows of padding are added. AutoModel's pipeline needs the
+            number of its micro-batches, since it drops rows that are left over.
 
-    >>> batch = stack(step, multiple=pipeline_micro_batches)  # doctest: +SKIP
+    Returns:
+        A dict by name:
+
+        - ``input_ids``, ``labels``: int64 [B, S]; labels of padding rows are -100.
+        - ``position_ids``: int64 [B, S] or [3, B, S].
+        - ``seq_lens``, ``seq_lens_padded``: int64 [B, most samples], filled with -1000.
+        - ``qkv_format``: ``thd``.
+
+    Raises:
+        UserError: There are no packs, their lengths differ, or they are in another format.
+
+    Example:
+        >>> batch = stack(step, multiple=pipeline_micro_batches)  # doctest: +SKIP
     """
     if multiple < 1:
         raise UserError(f"got multiple={multiple}, expected 1 or more: the chunks of a pipeline")
@@ -106,7 +127,7 @@ def stack(batches: Sequence[Mapping[str, Any]], multiple: int = 1) -> dict[str, 
 
 
 def _padding_like(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """A row of padding alone."""
+    """Return a row of padding with the shapes and the device of ``batch``."""
     ids, positions = batch["input_ids"], batch["position_ids"]
     places = torch.arange(ids.shape[-1], device=ids.device).expand(positions.shape)
     none = batch["seq_lens"].new_zeros(1, 1)
@@ -117,17 +138,42 @@ def _padding_like(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def strip(lengths: torch.Tensor) -> list[torch.Tensor]:
-    """``seq_lens`` or ``seq_lens_padded`` [B, most samples] by row, [samples], without the sentinel."""
+    """Return the lengths of each row without the filler -1000.
+
+    Args:
+        lengths: ``seq_lens`` or ``seq_lens_padded`` of a stacked batch, int64 [B, most samples].
+
+    Returns:
+        B tensors [samples of the row].
+
+    Example:
+        >>> [row.tolist() for row in strip(torch.tensor([[5, 3, -1000], [2, 2, 4]]))]
+        [[5, 3], [2, 2, 4]]
+    """
     return [row[row != SENTINEL] for row in lengths]
 
 
 def thd_chunks(batch: Mapping[str, Any], num_chunks: int) -> list[dict[str, Any]]:
-    """A batch of B rows in ``num_chunks`` parts for the micro-batches of a pipeline, every row in one of them: the
-    first ``B % num_chunks`` have a row more.
+    """Split a stacked batch of B rows into the micro-batches of a pipeline, as inputs of AutoModel's models.
 
-    Of each ``input_ids``, ``labels``, ``position_ids`` int64 and ``padding_mask`` bool [tokens], ``cu_seqlens`` int32
-    [samples + 1], the boundaries of storage, ``max_seqlen`` int32 [] and ``qkv_format``: what AutoModel's models get of
-    a batch. Three positions a token are [3, 1, tokens]. Raises UserError for more chunks than rows.
+    Args:
+        batch: A batch of ``stack``.
+        num_chunks: Number of micro-batches, 1 to B. The first B % num_chunks of them have one row more.
+
+    Returns:
+        For each micro-batch, a dict by name:
+
+        - ``input_ids``, ``labels``, ``position_ids``: int64 [tokens]; three positions per token are [3, 1, tokens].
+        - ``padding_mask``: bool [tokens], True at padding.
+        - ``cu_seqlens``: int32 [samples + 1], cumulative padded lengths.
+        - ``max_seqlen``: int32 [], the longest padded length.
+        - ``qkv_format``: ``thd``.
+
+    Raises:
+        UserError: ``num_chunks`` is below 1 or above B.
+
+    Example:
+        >>> chunks = thd_chunks(stack(step), num_chunks=2)  # doctest: +SKIP
     """
     count = len(batch["seq_lens"])
     if not 0 < num_chunks <= count:
@@ -136,6 +182,7 @@ def thd_chunks(batch: Mapping[str, Any], num_chunks: int) -> list[dict[str, Any]
 
 
 def _thd(batch: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
+    """Return some rows of a stacked batch, by number, as one micro-batch of ``thd_chunks``."""
     names = ("input_ids", "labels", "position_ids")
     rows = rows.to(batch["input_ids"].device)
     found = {name: batch[name].index_select(-2, rows).flatten(-2) for name in names}

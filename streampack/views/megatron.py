@@ -1,10 +1,11 @@
-"""``megatron``: what ``get_batch`` of Megatron-LM takes of its data iterator, and arguments of ``PackedSeqParams``.
+"""``megatron``: batches for ``get_batch`` of Megatron-LM, and the arguments of its ``PackedSeqParams``.
 
-A row of S tokens, S the run's budget, which is to be Megatron's ``seq_length``: other tensor ranks make room for so
-many. Both boundary arrays are those of storage. Megatron's own datasets give no others; with real ones beside them,
-tensor rank 0 would attend over the one and the rest over the other (with cp = 1 ``get_batch`` broadcasts
-``cu_seqlens`` alone), and a middle stage of a pipeline, which takes the last entry of ``cu_seqlens`` for the row's
-length, would cut the padded ones short. ``get_batch`` shards for context parallelism itself.
+A pack is a row of S tokens. S is the run's budget and must be Megatron's ``seq_length``, for which other tensor ranks
+allocate memory. Megatron's ``get_batch`` shards for context parallelism itself.
+
+Both boundary arrays hold padded boundaries, as Megatron's own datasets do. Real boundaries in one of them would break
+two things. With cp = 1, ``get_batch`` broadcasts only ``cu_seqlens``, so tensor ranks would attend over different
+boundaries. And a middle pipeline stage takes the last entry of ``cu_seqlens`` for the length of the row.
 """
 
 from __future__ import annotations
@@ -21,13 +22,19 @@ from streampack.packs.slabs import Slabs
 from streampack.views.tensors import ValuesByName, beside, cut, tensor
 from streampack.views.view import View, canonical
 
+__all__ = ["packed_seq_params"]
+
 
 def build_batches(columns: Columns, of_packs: ValuesByName, slabs: Slabs) -> tuple[ValuesByName, ValuesByName]:
-    """``tokens``, ``labels``, ``position_ids`` int64 and ``loss_mask`` float32 [1, S]; ``cu_seqlens`` and
-    ``cu_seqlens_padded`` int32 [1, segments + 1], ``max_seqlen`` int32 [1]. Three positions a token are [3, 1, S].
+    """Return the keys of some packs in ``megatron``, and the packs' other values, each a list by name.
 
-    Beside them ``input_ids``, which is ``tokens``, and all else that packs have; the pack's own ``cu_seqlens``,
-    ``max_seqlen`` and declared ``loss_mask`` lie in ``rest``, where keys do not hide them.
+    - ``tokens``, ``labels``, ``position_ids``: int64 [1, S]; three positions per token are [3, 1, S].
+    - ``loss_mask``: float32 [1, S], 1 where the label counts.
+    - ``cu_seqlens``, ``cu_seqlens_padded``: int32 [1, segments + 1], the same padded boundaries.
+    - ``max_seqlen``: int32 [1], tokens of the longest segment.
+
+    Among the other values are the pack's own ``cu_seqlens``, ``max_seqlen`` and declared ``loss_mask``, which the keys
+    hide.
     """
     bounds = columns.attributes["cu_seqlens_padded"]
     assert isinstance(bounds, Column)
@@ -44,23 +51,35 @@ def build_batches(columns: Columns, of_packs: ValuesByName, slabs: Slabs) -> tup
         keys["loss_mask"] = cut(torch.from_numpy(counted), labels.bounds, rows=1)
     keys["position_ids"] = [positions.unsqueeze(-2) for positions in of_packs["position_ids"]]
     keys["cu_seqlens"] = keys["cu_seqlens_padded"] = cut(tensor(bounds.values), bounds.bounds, rows=1)
-    widest = torch.from_numpy(np.array(of_packs["max_seqlen"], np.int32))  # whatever the default device
+    widest = torch.from_numpy(np.array(of_packs["max_seqlen"], np.int32))  # torch's default device may be another
     keys["max_seqlen"] = cut(widest, range(columns.count + 1))
     return keys, rest
 
 
 def packed_seq_params(batch: Pack | View) -> dict[str, Any]:
-    """The arguments of ``megatron.core.packed_seq_params.PackedSeqParams`` for a pack in any format: ``qkv_format``
-    ``thd``, four boundary arrays, int32 [segments + 1] on the batch's device, two widest slots, ints.
+    """Return the arguments of ``megatron.core.packed_seq_params.PackedSeqParams`` for a pack.
 
-    All four are one tensor, the boundaries of the whole pack's storage, whatever part of it this rank holds:
-    TransformerEngine takes packs for gapless only where both arrays are the same object, and its kernels that know no
-    gaps are the faster ones. What lies in a gap follows its sample's tokens, which do not see it. Raises UserError for
-    a mapping made from a view, which knows no pack.
+    All four boundary arguments are the same tensor of padded boundaries of the whole pack. TransformerEngine then uses
+    its faster kernels without gaps. Padding comes after its sample's tokens, which do not attend to the padding.
 
-    >>> PackedSeqParams(**packed_seq_params(batch))  # doctest: +SKIP
+    Args:
+        batch: A pack in any format, as the loader returned it.
+
+    Returns:
+        A dict by name:
+
+        - ``qkv_format``: ``thd``.
+        - ``cu_seqlens_q``, ``cu_seqlens_kv``, ``cu_seqlens_q_padded``, ``cu_seqlens_kv_padded``: int32 [segments + 1]
+          on the batch's device.
+        - ``max_seqlen_q``, ``max_seqlen_kv``: int, tokens of the longest segment.
+
+    Raises:
+        UserError: ``batch`` is a mapping made from a view, which holds no pack.
+
+    Example:
+        >>> params = PackedSeqParams(**packed_seq_params(batch))  # doctest: +SKIP
     """
-    widest = canonical(batch).max_seqlen  # the host's number: asks no device
+    widest = canonical(batch).max_seqlen  # an int on the host: needs no synchronization with a device
     found: Any = batch.cu_seqlens_padded
     boundaries = (torch.from_numpy(found) if isinstance(found, np.ndarray) else found).reshape(-1)
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")

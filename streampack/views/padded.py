@@ -1,4 +1,4 @@
-"""Padded micro-batches: their arrays by row, and as a view."""
+"""Padded micro-batches: their arrays as rows [B, S], and their views."""
 
 from __future__ import annotations
 
@@ -15,12 +15,30 @@ from streampack.views.view import View
 
 
 def rows(pack: Pack, rules: Rules) -> dict[str, NDArray[Any]]:
-    """The arrays of a padded micro-batch by row, in its memory: one a sample, and one of padding where ranks are short.
+    """Return the arrays of a padded micro-batch as rows, without a copy.
 
-    B rows of S tokens, of which this rank holds S' (S / cp, or S in the layout ``whole``). ``input_ids``, ``labels``,
-    ``padding_mask`` and, int64, 1 at real tokens, ``attention_mask`` [B, S']; ``position_ids`` [B, S'], or as supplied
-    [3, B, S']; declared fields of axis ``token`` [B, S', ...] ([B, S, ...] where replicated). Raises UserError for a
-    pack.
+    A row holds one sample; if this rank has one sample fewer than others, its last row is padding. B is the number of
+    rows and S their length. This rank holds S' tokens of each row: S / cp, or S in the layout ``whole``.
+
+    Args:
+        pack: A micro-batch of a feed with ``rules.padded``.
+        rules: The run's rules, ``loader.rules``.
+
+    Returns:
+        A dict of arrays by name:
+
+        - ``input_ids``, ``labels``: int64 [B, S']; missing in the middle stages of a pipeline.
+        - ``padding_mask``: bool [B, S'], True at padding.
+        - ``attention_mask``: int64 [B, S'], 1 at real tokens.
+        - ``position_ids``: int64 [B, S'], or [3, B, S'] if samples came with three positions for each token.
+        - Declared fields of axis ``token``: [B, S', ...], or [B, S, ...] if replicated.
+
+    Raises:
+        UserError: The feed serves packs, whose samples have no rows.
+
+    Example:
+        >>> loader = streampack.connect("tcp://node0:7402", format="numpy")  # doctest: +SKIP
+        >>> input_ids = rows(next(loader), loader.rules)["input_ids"]  # doctest: +SKIP
     """
     if not rules.padded:
         raise UserError(
@@ -36,7 +54,7 @@ def rows(pack: Pack, rules: Rules) -> dict[str, NDArray[Any]]:
 
 
 def padded_view(pack: Pack, format: str, rules: Rules, halves: frozenset[str]) -> View:
-    """Return a padded micro-batch as a view in ``format``. The fields ``halves`` are bfloat16."""
+    """Return a padded micro-batch as a view in ``format``; the fields named in ``halves`` become bfloat16."""
     from streampack.views.tensors import tensor
 
     arrays = {**pack, **rows(pack, rules)}
@@ -46,8 +64,10 @@ def padded_view(pack: Pack, format: str, rules: Rules, halves: frozenset[str]) -
 
 
 def _of_rows(pack: dict[str, Any], format: str) -> dict[str, Any]:
-    """What of a padded micro-batch is keys, in ``thd`` those of ``padded``; what a model shifts back is in ``hf``
-    beside it as ``shift_labels``.
+    """Return the keys of a padded micro-batch's view in ``format``; ``thd`` has the keys of ``padded``.
+
+    For ``hf``, move ``labels`` one to the right, since the model moves them back. The original labels are stored in
+    ``pack`` as ``shift_labels``.
     """
     import torch
 

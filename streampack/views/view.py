@@ -1,4 +1,4 @@
-"""A pack in one format: keys for a framework, and beside them all that the pack has."""
+"""``View``: a pack in one format, with the keys that a framework takes and the pack's other values as attributes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,29 @@ from streampack.packs.pack import Pack, shapes_of, summary
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["View", "canonical"]
+
 _ON_HOST = frozenset({"sample_ids", "slices"})
-"""Read by the host alone: reading them must not wait for a device."""
+"""Values that stay on the host: the host reads them, and must not wait for a device."""
 
 
 class View(dict[str, Any]):
-    """A pack in one format: the keys that its framework takes, and as attributes all that the pack has.
+    """A pack in one format: a dict with the keys that a framework takes, as torch tensors.
 
-    ``batch.labels`` is ``batch["labels"]``; what is no key (``batch.num_loss_tokens``, ``batch.sample_ids``,
-    declared fields in ``hf``) is there as in ``thd``. ``canonical`` is the pack itself, in numpy. A mapping made from
-    a view, ``View(view)``, as some collators do, has the keys alone.
+    All other values of the pack are attributes, such as ``batch.num_loss_tokens`` and ``batch.sample_ids``; keys are
+    attributes, too. See ``Pack`` for their meaning. A mapping made from a view, such as ``dict(view)``, has the keys
+    alone.
+
+    Args:
+        values: The keys and their values.
+        canonical: The pack, in numpy.
+        rest: The pack's values that are not keys.
+        rules: The run's rules.
+        copied: Event that ends the copy to a device.
+
+    Example:
+        >>> batch = next(streampack.connect("tcp://node0:7402", format="hf"))  # doctest: +SKIP
+        >>> loss = model(**batch).loss * batch.num_loss_tokens / batch.step_num_loss_tokens  # doctest: +SKIP
     """
 
     __slots__ = ("canonical", "copied", "rest", "rules")
@@ -53,11 +66,13 @@ class View(dict[str, Any]):
         cp_rank: int
 
     canonical: Pack | None
+    """The pack, in numpy; None in a mapping made from a view."""
     rest: dict[str, Any]
-    """The pack's values that are no keys, tensors for arrays."""
+    """The pack's values that are not keys, by name, with tensors for arrays."""
     rules: Rules | None
+    """The run's rules."""
     copied: Any
-    """The event that its copy to a device has come to its end, where there is one."""
+    """Device event that ends the copy to the device; None if there was no copy."""
 
     def __init__(
         self,
@@ -82,28 +97,47 @@ class View(dict[str, Any]):
         return f"View({f'{summary(self.canonical)}, ' if self.canonical is not None else ''}{shapes_of(self)})"
 
     def to(self, device: Any, *, non_blocking: bool = False) -> View:
-        """The same with its tensors on ``device``; ``sample_ids`` and ``slices`` stay with the host."""
+        """Return the view with its tensors on ``device``; ``sample_ids`` and ``slices`` stay on the host.
+
+        Args:
+            device: A torch device.
+            non_blocking: True to copy from pinned memory without waiting.
+
+        Returns:
+            A new view.
+        """
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> View:
-        """The same in pinned memory, which a device copies from by itself."""
+        """Return the view with its tensors in pinned memory, for asynchronous copies to a device."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def tensors(self) -> dict[int, torch.Tensor]:
-        """Every tensor that moves with the view, once, by ``id``."""
+        """Return the tensors that ``to`` moves, by ``id``; a tensor under several names is in the dict once."""
         import torch
 
         everything = [*self.rest.items(), *self.items()]
         return {id(v): v for key, v in everything if key not in _ON_HOST and isinstance(v, torch.Tensor)}
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> View:
+        """Return a new view with ``change`` applied once to each tensor that moves."""
         changed = {key: change(tensor) for key, tensor in self.tensors().items()}
         values, rest = ({k: changed.get(id(v), v) for k, v in kind.items()} for kind in (self, self.rest))
         return View(values, self.canonical, rest, self.rules, self.copied)
 
 
 def canonical(batch: Pack | View) -> Pack:
-    """The pack, in numpy, that a view is one of. Raises UserError for a mapping made from a view."""
+    """Return the pack of a view, in numpy.
+
+    Args:
+        batch: A pack or a view, as the loader returned it.
+
+    Raises:
+        UserError: ``batch`` is a mapping made from a view, which holds no pack.
+
+    Example:
+        >>> positions = canonical(batch).positions()  # doctest: +SKIP
+    """
     pack = batch.canonical if isinstance(batch, View) else batch
     if not isinstance(pack, Pack):
         raise UserError(
@@ -114,6 +148,6 @@ def canonical(batch: Pack | View) -> Pack:
 
 
 def real_tokens(batch: Pack | View) -> int:
-    """Of the whole pack. Asks no device."""
+    """Return the number of real tokens of the whole pack, or 0 for a mapping made from a view; reads no device."""
     pack = batch.canonical if isinstance(batch, View) else batch
     return int(pack.cu_seqlens[-1]) if pack is not None else 0

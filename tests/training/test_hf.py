@@ -362,6 +362,6 @@ def test_a_rank_that_reads_for_another_is_refused(tmp_path: Path, loader: Any) -
     from streampack.integrations import hf_checks
 
     args = hf.arguments(tmp_path)
-    hf_checks._place(streampack.Mesh(), args, 1)
+    hf_checks._check_mesh(streampack.Mesh(), args, 1)
     with pytest.raises(MeshError, match=r"got a loader of dp=1/2 .* in process 0 of 1"):
-        hf_checks._place(streampack.Mesh(dp=2, dp_rank=1), args, 1)
+        hf_checks._check_mesh(streampack.Mesh(dp=2, dp_rank=1), args, 1)

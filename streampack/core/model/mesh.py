@@ -10,19 +10,35 @@ from streampack.core.model.bounded import Small
 
 
 class Mesh(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sizes and ranks of the trainers' mesh, as one rank sees it.
+    """Sizes of the trainers' mesh, and the place of one rank in the mesh.
 
-    Raises ValueError for a rank outside its size.
+    Raises:
+        ValueError: A rank is not below the size of its axis.
+
+    Example:
+        >>> mesh = Mesh(dp=8, dp_rank=3, tp=2)
+        >>> mesh.sizes
+        (8, 1, 2, 1)
+        >>> str(mesh)
+        'dp=3/8 cp=0/1 tp=0/2 pp=0/1'
     """
 
     dp: Annotated[int, Meta(ge=1, le=65_536)] = 1
+    """Number of data-parallel ranks."""
     cp: Annotated[int, Meta(ge=1, le=4096)] = 1
+    """Number of context-parallel ranks, which share each pack."""
     tp: Annotated[int, Meta(ge=1, le=4096)] = 1
+    """Number of tensor-parallel ranks, which read the same packs."""
     pp: Annotated[int, Meta(ge=1, le=4096)] = 1
+    """Number of pipeline stages."""
     dp_rank: Small = 0
+    """This rank's number along dp, from 0."""
     cp_rank: Small = 0
+    """This rank's number along cp, from 0."""
     tp_rank: Small = 0
+    """This rank's number along tp, from 0."""
     pp_rank: Small = 0
+    """This rank's number along pp, from 0."""
 
     def __post_init__(self) -> None:
         for size, rank, name in zip(self.sizes, self.ranks, ("dp", "cp", "tp", "pp"), strict=True):
@@ -31,15 +47,17 @@ class Mesh(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
+        """Sizes of the axes: (dp, cp, tp, pp)."""
         return self.dp, self.cp, self.tp, self.pp
 
     @property
     def ranks(self) -> tuple[int, int, int, int]:
+        """This rank's number along each axis: (dp_rank, cp_rank, tp_rank, pp_rank)."""
         return self.dp_rank, self.cp_rank, self.tp_rank, self.pp_rank
 
     @property
     def rank(self) -> str:
-        """The ranks as text, e.g. ``dp=3 cp=1``; dimensions of size 1 are left out, but for dp."""
+        """This rank as text, such as ``dp=3 cp=1``: its number along dp and along each axis of more than one rank."""
         names = zip(("dp", "cp", "tp", "pp"), self.ranks, self.sizes, strict=True)
         return " ".join(f"{name}={rank}" for name, rank, size in names if size > 1 or name == "dp")
 

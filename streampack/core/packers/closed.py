@@ -59,15 +59,22 @@ def with_count(
 
 
 def way_back(packs: Iterable[Sequence[int]]) -> I64:
-    """Return each sample's place in the packs laid end to end: the inverse permutation, int64 [n].
+    """Return the position of each sample in the packs laid end to end: the inverse permutation.
 
-    With results ``r`` in the packs' order, ``r[way_back(packs)]`` is in the samples' order.
+    For an array ``results`` in the packs' order, ``results[way_back(packs)]`` is in the samples' order.
 
     Args:
-        packs: positions 0..n-1, each exactly once.
+        packs: Lists of sample numbers that hold each of 0 to n - 1 once, as ``pack_lengths`` returns them.
+
+    Returns:
+        int64 [n].
 
     Raises:
-        SampleError: A position is missing or there more than once. The message names it.
+        SampleError: A number is missing, or in the packs more than once.
+
+    Example:
+        >>> way_back([[2, 0], [1]]).tolist()
+        [1, 2, 0]
     """
     order = np.fromiter(chain.from_iterable(packs), np.int64)
     counts = np.bincount(order[(order >= 0) & (order < len(order))], minlength=len(order))
@@ -94,37 +101,42 @@ def pack_lengths(
     empty: Empty = "error",
     **parameters: Any,
 ) -> list[list[int]]:
-    """Pack a closed list of lengths.
+    """Pack samples of given lengths into packs of at most ``budget`` tokens.
+
+    The function needs no broker and moves no tokens. ``way_back`` restores the samples' order for results in the packs'
+    order.
 
     Args:
-        lengths: Tokens in each sample: integers, any sequence or array of shape [n]. Each is rounded up to a multiple
-            of ``align`` first.
-        budget: Capacity of a pack in tokens, a multiple of ``align``.
-        packer: A packer's name.
-        window: Samples that a packer looks at together. By default ``exact_fill`` and the packers of closed sets look
-            at all samples, and the other packers at 1024. Without a window ``exact_fill`` never makes more packs than
-            first fit decreasing.
-        align: Alignment of a sample, in tokens.
-        seed: For packers that shuffle. Other packers ignore it.
-        sizes: Samples in each item, int [n], where items are groups. ``max_samples_per_pack`` counts them.
-        min_packs: The least number of packs. Additional packs are split off the packs with most samples.
-        pack_count_multiple: The number of packs is a multiple of this.
-        empty: With fewer samples than packs, ``error`` raises SampleError; ``pad`` adds empty packs at the end.
-        **parameters: Parameters of the packer: ``max_samples_per_pack``, ``leftovers``, ``micro_batch_size``.
+        lengths: Integers [n], the tokens of each sample. Each is rounded up to a multiple of ``align``.
+        budget: Tokens of a pack, a multiple of ``align``.
+        packer: Name of the packer, such as ``"exact_fill"``, ``"best_fit_decreasing"`` or ``"concatenative"``.
+        window: Number of samples from which the packer chooses. Default: all samples for ``exact_fill`` and the packers
+            of whole blocks, 1024 for the packers with a sliding window. By default, ``exact_fill`` never makes more
+            packs than first fit decreasing.
+        align: Multiple of tokens to which each sample is padded.
+        seed: Seed of packers that shuffle; the other packers ignore it.
+        sizes: Integers [n], the samples in each item if items are groups. The parameter ``max_samples_per_pack`` counts
+            these samples. Default: one sample each.
+        min_packs: Least number of packs.
+        pack_count_multiple: The number of packs is a multiple of this. Missing packs are split off the packs with most
+            samples.
+        empty: If there are fewer samples than packs: ``"error"`` raises, ``"pad"`` adds empty packs at the end.
+        parameters: Parameters of the packer: ``max_samples_per_pack``, ``leftovers`` or ``micro_batch_size``.
 
     Returns:
-        The positions of the samples in each pack, in the order in which the packer emits packs. With ``way_back``,
-        results in this order go back into the samples' order.
+        For each pack, the list of its samples as positions in ``lengths``. Packs are in the order in which the packer
+        emits them.
 
     Raises:
-        SampleError: A length is not an integer, below 1, or above the budget once rounded up; or there are too few
-            samples. It is a ValueError, and names the sample.
-        ConfigError: Unknown packer or parameter, or a number out of range.
+        SampleError: A length is not an integer, below 1, or above the budget; or there are too few samples. Also a
+            ValueError.
+        ConfigError: The packer or a parameter is unknown, or a number is out of range.
 
-    >>> pack_lengths([3, 6, 5, 2, 4], 8)
-    [[0, 2], [1, 3], [4]]
-    >>> pack_lengths([3, 6, 5, 2, 4], 8, "best_fit_decreasing", pack_count_multiple=2)
-    [[1, 3], [2], [4], [0]]
+    Example:
+        >>> pack_lengths([3, 6, 5, 2, 4], 8)
+        [[0, 2], [1, 3], [4]]
+        >>> pack_lengths([3, 6, 5, 2, 4], 8, "best_fit_decreasing", pack_count_multiple=2)
+        [[1, 3], [2], [4], [0]]
     """
     if not is_integer(seed):
         raise ConfigError(f"seed: got {seed!r}, expected an integer")
