@@ -1,13 +1,15 @@
-"""DEAL: from the packs of a step to the ranks of a mesh.
+"""DEAL, the second stage of planning: it assigns the packs of a step to the ranks of a mesh.
 
-- ``assignment``: which packs a step has on a mesh, and which rank has which.
-- ``deal``: the order of packs and micro-batches: packs that cost the same run at the same moment.
-- ``dynamic_batches``: padded micro-batches, for models that take no packs.
-- ``step_cache``: steps that are dealt once for a mesh, and described in messages for each rank.
-- ``mesh_validation``: which meshes the rules cannot serve.
+- ``assignment``: the packs of a step on a mesh, and the rank of each pack.
+- ``deal``: the order of packs and micro-batches, so that packs of equal cost run at the same moment.
+- ``dynamic_batches``: padded micro-batches, for models that do not take packs.
+- ``step_cache``: steps that are dealt once for a mesh, and the messages of a step for each rank.
+- ``mesh_validation``: the reasons that the rules cannot serve a mesh.
 - ``balanced``: packs of one step that cost the same, for ``plan_step``.
 - ``deal_kernels``, ``balanced_kernels``: the compiled loops.
-- ``deal_stats``: how evenly ranks are loaded, and the padding that a mesh adds.
+- ``deal_stats``: statistics of the ranks' load, and of the padding that a mesh adds.
 
+A step that FORM made is kept in ``step_cache``. When the first rank of a mesh asks for it, ``assignment`` splits and
+deals its packs. Then the messages of every rank are slices of one description of the step.
 DEAL is a function of (step, mesh, rules). It permutes, splits and pads packs, and never moves a sample to another step.
 """

@@ -1,13 +1,12 @@
-"""What DEAL makes of a step's packs on one mesh: which there are, and who has which. A function of (step, mesh, rules).
+"""The packs of a step on one mesh, and the rank of each pack: a function of (step, mesh, rules).
 
-In stream mode there are those that FORM made. In batch mode their number is what came out, and is made one that every
-rank has the same of (``num_packs``): packs are split in two, then empty ones follow. The first numbers stay FORM's; a
-pack that was split keeps its number and the dearer part of its samples, what was split off has a number behind all of
-FORM's. Samples keep their order, so a part fits the budget that the whole one fitted; a group that is kept in one pack
-is in one part.
+In stream mode these are the packs that FORM made. In batch mode FORM makes as many packs as come out, and every rank
+must get the same number (``num_packs``). So packs are split in two, then empty packs are added. A split pack keeps its
+number and the dearer part of its samples; the other part gets a number behind all of FORM's. Samples keep their order,
+so a part fits the budget that the whole pack fitted. A group that is kept in one pack is in one part.
 
-Where rules are ``padded``, FORM's packs are single samples, and what DEAL makes of them are micro-batches of rows:
-see ``dynamic_batches``. Rank r's m-th is number m * dp + r.
+With ``padded`` rules, FORM's packs are single samples, and DEAL makes micro-batches of rows from them: see
+``dynamic_batches``. The m-th micro-batch of rank r has number m * dp + r.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from streampack.core.model.samples import I64, PACK
 
 
 def packs_of_mesh(rules: Rules, packs: int, dp: int, pp: int) -> int:
-    """How many packs a step of ``packs`` is dealt as, a multiple of ``dp``.
+    """Return the number of packs that a step of ``packs`` packs has on a mesh of ``dp`` and ``pp``: a multiple of dp.
 
     >>> from streampack.core.model.rules import Batch
     >>> packs_of_mesh(Rules(batch=Batch(samples=64)), 9, 4, 2)
@@ -40,11 +39,17 @@ def packs_of_mesh(rules: Rules, packs: int, dp: int, pp: int) -> int:
 
 
 def split(bounds: I64, costs: I64, keeps: NDArray[np.uint8], count: int) -> tuple[list[I64], list[int]]:
-    """``count`` packs of the samples of a step, and for each the pack of FORM's that it is of.
+    """Split a step's packs into ``count`` packs.
 
-    ``costs`` int64 [n] of each sample, and what it says of the next, ``keeps`` uint8 [n]; pack i is those from
-    ``bounds[i]`` to ``bounds[i + 1]``. A pack is positions int64 [m] in ``costs``. Packs that are added empty are of
-    their own number.
+    Args:
+        bounds: int64 [packs + 1]; pack i holds the samples from ``bounds[i]`` to ``bounds[i + 1]``.
+        costs: int64 [n], the cost of each sample.
+        keeps: uint8 [n], the samples' column ``keep``: see ``samples.KEEPS``.
+        count: Packs wanted.
+
+    Returns:
+        The packs, as positions int64 [m] in ``costs``; and for each the number of FORM's pack that its samples are
+        from. An empty pack has its own number.
     """
     begins = np.flatnonzero(np.append(0, keeps[:-1]) != PACK)  # of the items
     first = np.searchsorted(begins, bounds)  # items of each pack
@@ -72,10 +77,13 @@ def split(bounds: I64, costs: I64, keeps: NDArray[np.uint8], count: int) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class PaddedStep:
-    """A step as padded micro-batches, those of all ranks by number.
+    """A step as padded micro-batches of all ranks; number m * dp + r is the m-th of rank r.
 
-    ``packs``: positions of each one's samples, int64 [samples]; ``rows`` int64 [packs] of each, one more than its
-    samples where a rank is short; ``widths`` int64 [packs] tokens of a row.
+    Attributes:
+        packs: For each micro-batch, positions of its samples, int64 [samples].
+        rows: int64 [packs], rows of each micro-batch; a row without a sample is padding.
+        widths: int64 [packs], tokens of a row.
+        figures: Tokens over all ranks.
     """
 
     packs: list[I64]
@@ -85,7 +93,10 @@ class PaddedStep:
 
 
 def deal_padded(rules: Rules, lengths: I64, dp: int, pp: int) -> PaddedStep:
-    """Padded micro-batches of samples of ``lengths`` int64 [n], real tokens; as many for every rank, and alike."""
+    """Return the padded micro-batches of samples of ``lengths`` int64 [n], in real tokens.
+
+    Every rank of a mesh of ``dp`` and ``pp`` gets the same number of micro-batches, with the same shapes.
+    """
     batch = rules.batch
     assert batch is not None
     found = padded_batches(
@@ -100,9 +111,9 @@ def deal_padded(rules: Rules, lengths: I64, dp: int, pp: int) -> PaddedStep:
 
 
 def deal_step(rules: Rules, costs: I64, dp: int) -> I64:
-    """Pack numbers by [micro_batch, rank], int64 [packs / dp, dp]; ``costs`` int64 [packs].
+    """Deal a step's packs by the rules: return the pack numbers by [micro_batch, rank], int64 [packs / dp, dp].
 
-    Raises ValueError if dp does not divide them.
+    ``costs`` int64 [packs]. Raises ValueError if dp does not divide the number of packs.
     """
     balance = rules.balance
     kind = "karmarkar_karp" if rules.batch is not None and balance.kind == "deal" else balance.kind

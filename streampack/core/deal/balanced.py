@@ -1,24 +1,24 @@
-"""Packs of one step that take equally long: samples are shared out over ranks and micro-batches by their cost.
+"""Packs of one step that take equally long: samples are assigned to ranks and micro-batches by their cost.
 
-Ranks wait for each other at each micro-batch, so a step takes as long as its *critical path*: the cost of the dearest
-pack of each micro-batch, summed over the micro-batches. Where packs are filled first and dealt afterwards, samples
+Ranks wait for each other at each micro-batch, so a step takes as long as its *critical path*. That is the cost of the
+dearest pack of each micro-batch, summed over the micro-batches. If packs are filled first and dealt afterwards, samples
 cannot move to make them alike. Here packs are formed by cost:
 
-- *By rank*: samples go to ranks by largest differencing, with equal sizes and with any, then each rank's samples to its
-  packs by largest differencing again (``karmarkar_karp``). If that breaks the budget, they go dearest first,
-  each to the rank's cheapest pack with room ("longest processing time": Graham, SIAM J. Appl. Math. 17, 1969). The
-  dearest packs of all ranks share a micro-batch, so do the second dearest, and so on. Of the two, leveled, the one with
-  the shorter critical path is taken; any sizes only if they leave the dearest rank no more work.
-- *By cost*: samples go dearest first, each to the cheapest pack of all with room, and packs that cost alike share a
+- *By rank*: samples go to ranks by largest differencing, once with equal sizes and once with any. Then each rank's
+  samples go to its packs by largest differencing again (``karmarkar_karp``). If that breaks the budget, they go dearest
+  first, each to the rank's cheapest pack with room ("longest processing time": Graham, SIAM J. Appl. Math. 17, 1969).
+  The dearest packs of all ranks share a micro-batch, so do the second dearest, and so on. Both results are leveled, and
+  the one with the shorter critical path is taken. Any sizes are allowed only if the dearest rank gets no more work.
+- *By cost*: samples go dearest first, each to the cheapest pack of all with room, and packs of similar cost share a
   micro-batch. This has room where a rank has too many tokens, and long samples need not be spread over all ranks.
-- Then packs are *leveled*: samples change places. One of the dearest pack of a micro-batch goes to any other pack, and
-  a cheaper one, or none, comes back. The exchange that shortens the critical path most is made; of those, the one that
-  leaves both packs furthest below the dearest of their micro-batches. It ends when no exchange helps, or after
-  ``LOOKS`` pairs of samples for each sample. In packs by rank no rank's work grows beyond that of the dearest rank, so
-  ranks stay as alike as differencing made them.
+- Then packs are *leveled* by exchanges of samples. A sample of the dearest pack of a micro-batch goes to any other
+  pack, and a cheaper one, or none, comes back. The exchange that shortens the critical path most is made. Among
+  equal ones, the one that leaves both packs furthest below the dearest of their micro-batches is made. Leveling ends
+  when no exchange helps, or after ``LOOKS`` pairs of samples for each sample. In packs by rank no rank's work grows
+  beyond that of the dearest rank, so ranks stay as alike as differencing made them.
 
-All values are integers, and ties go to the longer sample, then to the first: packs are a function of the lengths.
-``work`` and ``slots`` int64 [n] are each sample's cost and padded tokens; a longer sample never costs less.
+All values are integers, and ties go to the longer sample, then to the first: packs are a function of the lengths. The
+arguments ``work`` and ``slots`` int64 [n] are each sample's cost and padded tokens; a longer sample never costs less.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from streampack.core.packers.blocks.karmarkar_karp import karmarkar_karp
 LOOKS = 128
 """Pairs of samples that leveling looks at, for each sample."""
 MAX_DIFFERENCED = 2**16
-"""Samples of a rank times its packs, up to which they are differenced: it takes time and memory for each."""
+"""The most samples of a rank times its packs for which differencing is used; it takes time and memory for each."""
 MAX_PLACED = 2**22
-"""Samples times packs, up to which samples are placed by cost, which looks at each pack."""
+"""The most samples times packs for which samples are placed by cost; placing looks at each pack."""
 MAX_TWICE = 2**7
-"""Samples of a step of which packs by rank are formed twice: few samples leave more to chance."""
+"""The most samples of a step for which packs by rank are formed twice: few samples leave more to chance."""
 MAX_SAMPLES = 2**13
-"""Samples of a step that is formed by cost. With more, full packs of a sorted step cost alike."""
+"""The most samples of a step that is formed by cost. With more, full packs of a sorted step cost alike."""
 
 
 class Bounds(NamedTuple):
-    """Data-parallel ranks, and the most tokens and samples of a pack."""
+    """The number of data-parallel ranks, and the most tokens (``budget``) and samples (``cap``) of a pack."""
 
     dp: int
     budget: int
@@ -55,7 +55,10 @@ class Bounds(NamedTuple):
 
 
 class BalancedPacks(NamedTuple):
-    """``where`` int64 [n]: the pack of each sample, m * dp + r for rank r's m-th of ``rows``."""
+    """An assignment of samples to packs: ``where`` int64 [n] is the pack of each sample.
+
+    The m-th pack of rank r is number m * dp + r; each rank has ``rows`` packs.
+    """
 
     where: I64
     rows: int
@@ -64,11 +67,12 @@ class BalancedPacks(NamedTuple):
 def balanced_packs(
     work: I64, slots: I64, bounds: Bounds, fewest: int, full: Callable[[], list[list[int]]]
 ) -> list[list[int]]:
-    """The samples of each pack: of ``fewest`` packs, a multiple of dp, or as many as ``full`` makes if they must be.
+    """Return the samples of each pack of a step, with a short critical path.
 
-    ``full`` makes packs of the same samples by filling them. Packs by rank are taken if their critical path is no
-    longer than that of packs by cost or of full packs. Otherwise the shorter of those two is leveled. So the critical
-    path is never longer than that of full packs, dealt by cost.
+    There are ``fewest`` packs, a multiple of dp, or as many as ``full`` makes if that is not possible. ``full`` makes
+    packs of the same samples by filling them. Packs by rank are taken if their critical path is no longer than that of
+    packs by cost or of full packs. Otherwise the shorter of those two is leveled. So the critical path is never longer
+    than that of full packs, dealt by cost.
     """
     order = np.argsort(-slots, kind="stable")
     work, slots = work[order], slots[order]
@@ -142,6 +146,7 @@ def _by_cost(work: I64, slots: I64, bounds: Bounds, rows: int) -> BalancedPacks 
 
 
 def _filled(packs: list[list[int]], order: I64, work: I64, bounds: Bounds) -> BalancedPacks:
+    """Return full packs as ``BalancedPacks``; ``order`` int64 [n] sorts the samples, longest first."""
     where = np.empty_like(order)
     for number, pack in enumerate(packs):
         where[pack] = number
@@ -182,7 +187,10 @@ def _path(packs: BalancedPacks, work: I64, bounds: Bounds) -> int:
 
 
 def _differenced(work: I64, parts: int, step: int) -> I64:
-    """``difference``, or its twin without numba."""
+    """Return the part of each sample by largest differencing, int64 [n]; ``karmarkar_karp`` does it without numba.
+
+    ``step``: 1, or ``parts`` for parts of equal sizes.
+    """
     difference = _kernel().difference
     if hasattr(difference, "py_func"):
         found: I64 = difference(work, parts, step)
@@ -195,13 +203,14 @@ def _differenced(work: I64, parts: int, step: int) -> I64:
 
 @cache
 def _kernel() -> ModuleType:
-    """Imported at the first step, for numba takes a second."""
+    """Return the module of kernels; it is imported at the first call, since numba takes a second."""
     from streampack.core.deal import balanced_kernels
 
     return balanced_kernels
 
 
 def _sums(where: I64, values: I64 | int, count: int) -> I64:
+    """Return the sums of ``values`` by pack (or rank) number ``where``, int64 [count]."""
     sums = np.zeros(count, np.int64)
     np.add.at(sums, where, values)
     return sums

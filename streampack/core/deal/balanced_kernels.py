@@ -1,7 +1,7 @@
 """The hot loops of ``balanced``: compiled by numba where it is installed.
 
-Plain Python over numpy arrays, so that each function is its own twin. Only ``difference`` has another one,
-``karmarkar_karp``, which needs less time where there is no compiler.
+Each is plain Python over numpy arrays, and runs without numba as it is. Only ``difference`` is replaced then, by
+``karmarkar_karp``, which takes less time without a compiler.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from streampack.core.model.samples import I64
 
 @njit(nogil=True, cache=True)
 def difference(costs: I64, parts: int, step: int) -> I64:
-    """Which part each item of ``costs`` int64 [n], dearest first, is in by largest differencing: int64 [n].
+    """Split items into ``parts`` of nearly equal cost by largest differencing; return the part of each, int64 [n].
 
-    ``step``: 1, or ``parts`` for parts of equal sizes. Parts are numbered as ``karmarkar_karp`` returns them.
+    ``costs`` int64 [n], dearest first. ``step``: 1, or ``parts`` for parts of equal sizes. Parts are numbered as
+    ``karmarkar_karp`` returns them.
     """
     num_items = len(costs)
     num_partitions = -(-num_items // step)
@@ -78,9 +79,10 @@ def difference(costs: I64, parts: int, step: int) -> I64:
 
 @njit(nogil=True, cache=True)
 def place(work: I64, slots: I64, rank_of: I64, dp: int, rows: int, budget: int, cap: int) -> tuple[I64, bool]:
-    """Put each sample, dearest first, into the cheapest pack that has room: its packs int64 [n], and whether all fit.
+    """Put each sample, dearest first, into the cheapest pack that has room.
 
-    Pack m * dp + r is rank r's m-th; a sample goes to ``rank_of`` it, int64 [n], or to any where that is -1.
+    Returns the samples' packs, int64 [n], and True if all samples fit. The m-th pack of rank r is number m * dp + r. A
+    sample goes to the rank in ``rank_of`` int64 [n], or to any rank where that is -1.
     """
     cost, tokens, count = np.zeros(rows * dp, np.int64), np.zeros(rows * dp, np.int64), np.zeros(rows * dp, np.int64)
     where = np.full(len(work), -1, np.int64)
@@ -102,12 +104,19 @@ def place(work: I64, slots: I64, rank_of: I64, dp: int, rows: int, budget: int, 
 def best_by_arrays(
     work: I64, slots: I64, mine: I64, others: I64, theirs: I64, spare: I64, room: I64, slack: I64, halves: I64, gap: int
 ) -> tuple[int, int]:
-    """Which of the samples ``mine`` changes places best with which of ``others``; -1 twice where none does.
+    """Return the best exchange of a sample of ``mine`` with one of ``others``; (-1, -1) if none helps.
 
-    ``mine`` int64 [k] are in the dearest pack of a micro-batch, which is ``gap`` dearer than the next one there;
-    ``others`` int64 [m] are in the packs ``theirs``. Of each pack, int64 [packs]: ``spare`` is by how much its work may
-    grow, ``room`` its free tokens, ``slack`` how much cheaper it is than the dearest pack of its micro-batch, and
-    ``halves`` the same in the micro-batch of ``mine``, ``MOST`` elsewhere.
+    Args:
+        work: int64 [n], the cost of each sample.
+        slots: int64 [n], the padded tokens of each sample.
+        mine: int64 [k], samples of the dearest pack of a micro-batch.
+        others: int64 [m], samples of other packs.
+        theirs: int64 [m], the packs of ``others``.
+        spare: int64 [packs], the most that each pack's work may grow.
+        room: int64 [packs], free tokens of each pack.
+        slack: int64 [packs], cost of the dearest pack of the same micro-batch minus the pack's own.
+        halves: int64 [packs], ``slack`` in the micro-batch of ``mine``, ``MOST`` elsewhere.
+        gap: Cost of the pack of ``mine`` minus that of the next dearest in its micro-batch.
     """
     less = work[mine][:, None] - work[others]
     gain = np.minimum(np.minimum(less, gap), halves[theirs] - less) - np.maximum(less - slack[theirs], 0)
@@ -125,7 +134,7 @@ def best_by_arrays(
 def best_by_loops(
     work: I64, slots: I64, mine: I64, others: I64, theirs: I64, spare: I64, room: I64, slack: I64, halves: I64, gap: int
 ) -> tuple[int, int]:
-    """The same, for numba."""
+    """Return the best exchange, as ``best_by_arrays`` does; with loops, which are faster when compiled by numba."""
     one = other = best = -1
     least = MOST
     for i in mine:
@@ -148,10 +157,11 @@ best_exchange = best_by_loops if hasattr(best_by_loops, "py_func") else best_by_
 
 @njit(nogil=True, cache=True)
 def level(work: I64, slots: I64, where: I64, dp: int, rows: int, budget: int, cap: int, most: int, limit: int) -> None:
-    """Let samples change packs, in place, while that makes the critical path shorter: see ``balanced``.
+    """Exchange samples between packs, in place in ``where``, while that makes the critical path shorter.
 
-    ``work`` and ``slots`` int64 [n + packs] of the samples, then 0 for the free place of each pack; ``where`` int64
-    [n + packs] their packs. No rank's work grows beyond ``most``. ``limit``: pairs of samples to look at, about.
+    The arrays, int64 [n + packs], have the samples first, and then a free place in each pack, with work and slots 0.
+    The pack of each is in ``where``. No rank's work grows beyond ``most``. ``limit``: pairs of samples to look at,
+    about. See ``balanced``.
     """
     packs = rows * dp
     num_samples = len(work) - packs
@@ -174,7 +184,7 @@ def level(work: I64, slots: I64, where: I64, dp: int, rows: int, budget: int, ca
         rest[rank] = 0
         gap = cost[here] - rest.max()
         mine = np.flatnonzero(where[:num_samples] == here)
-        # By how much other packs may grow for their ranks' sake: with less than ``least`` nothing can go there.
+        # The most that other packs may grow before their rank passes ``most``; below ``least`` no sample fits there.
         spare = np.where(ranks == rank, MOST, most - load[ranks])
         spare[here] = 0
         usable = (spare >= least)[where]

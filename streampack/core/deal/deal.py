@@ -1,21 +1,19 @@
-"""DEAL: a step's packs to ranks, a function of (step, mesh) and of nothing else.
+"""The assignment of a step's packs to ranks by cost: a function of (step, mesh) and of nothing else.
 
-Ranks run in lock step, so the packs that run at the same moment, those of one micro-batch index,
-should cost the same; a rank's total comes second. Packs are sorted by cost, ties by number, and
-each ``dp`` consecutive ones share an index: no other way to deal them has a smaller sum of the
-dearest of each index. Which rank has which is decided by the totals:
+Ranks run in lock step, so the packs of one micro-batch index, which run at the same moment, should cost the same. The
+ranks' totals come second. Packs are sorted by cost, ties by number, and each ``dp`` consecutive packs share an index.
+No other assignment has a smaller sum of the dearest packs of all indices. The totals decide which rank has which:
 
-- ``deal``: within an index the dearest goes to the rank with the least load so far;
-- ``karmarkar_karp``: by largest differencing with equal sizes, whole indices at a time, which leaves
-  totals more alike (see ``karmarkar_karp``; ROLL's and verl's balancing of a batch).
+- ``deal``: within an index the dearest pack goes to the rank with the least load so far;
+- ``karmarkar_karp``: by largest differencing with equal sizes, whole indices at a time. This leaves totals more alike
+  (see ``karmarkar_karp``; ROLL and verl balance a batch so).
 
-Where the packs of a step are not a multiple of dp (batch mode), ``split_dearest`` splits the dearest in
-two until they are, and only then adds empty ones, since an empty pack costs a whole forward; a
-pack's parts fit its budget. ``arrange`` sets the order of the micro-batches, the same on all ranks.
-DEAL permutes, splits and pads with empty packs; it never moves a sample between steps.
+In batch mode the packs of a step may not be a multiple of dp. Then ``split_dearest`` splits the dearest pack in two,
+again and again. It adds empty packs only when no pack can be split, since an empty pack costs a whole forward pass. A
+pack's parts fit its budget. ``arrange`` sets the order of the micro-batches, the same on all ranks. DEAL permutes,
+splits and pads with empty packs; it never moves a sample to another step.
 
-512 ranks x 8 micro-batches take 0.2 ms by ``deal`` and 0.3 ms by ``karmarkar_karp``
-(``benchmarks/balance.py``).
+512 ranks x 8 micro-batches take 0.2 ms with ``deal`` and 0.3 ms with ``karmarkar_karp`` (``benchmarks/balance.py``).
 """
 
 from __future__ import annotations
@@ -29,18 +27,23 @@ from streampack.core.model.samples import I64
 from streampack.core.packers.blocks.karmarkar_karp import difference_columns, karmarkar_karp
 
 MOST = 1 << 62
-"""More than any cost."""
+"""A number above any cost; as a bound, no bound."""
 
 BALANCES = ("none", "deal", "karmarkar_karp")
 ORDERS = ("packer", "largest_first", "small_at_edges")
 
 
 def deal(costs: I64, dp: int, balance: str) -> I64:
-    """Pack numbers by [micro_batch, rank], int64 [G / dp, dp].
+    """Deal packs to ranks: return the pack numbers by [micro_batch, rank], int64 [packs / dp, dp].
 
-    ``costs`` int64 [G] is each pack's work; ``balance`` is ``none`` (packs in order), ``deal`` or ``karmarkar_karp``;
-    ``joint`` packs, which FORM has made alike, are dealt as by ``deal``.
-    Raises ValueError if dp does not divide the packs of the step.
+    Args:
+        costs: int64 [packs], the cost of each pack.
+        dp: Number of data-parallel ranks.
+        balance: ``none`` (packs in order), ``deal`` or ``karmarkar_karp``. ``joint``, whose packs FORM made alike, is
+            dealt as ``deal``.
+
+    Raises:
+        ValueError: dp does not divide the number of packs.
 
     >>> deal(np.array([9, 1, 8, 2]), 2, "deal").tolist()
     [[0, 2], [1, 3]]
@@ -66,7 +69,9 @@ def deal(costs: I64, dp: int, balance: str) -> I64:
 
 
 def num_packs(packs: int, dp: int, micro_batch_multiple: int = 1, min_micro_batches: int = 1) -> int:
-    """How many packs ``packs`` are dealt as: a multiple of dp * micro_batch_multiple, at least dp * min_micro_batches.
+    """Return the number of packs that ``packs`` packs become when they are dealt to ``dp`` ranks.
+
+    It is a multiple of dp * micro_batch_multiple, and at least dp * min_micro_batches.
 
     >>> num_packs(9, 4, micro_batch_multiple=2)
     16
@@ -76,11 +81,11 @@ def num_packs(packs: int, dp: int, micro_batch_multiple: int = 1, min_micro_batc
 
 
 def split_dearest(packs: Sequence[Sequence[int]], costs: I64, count: int) -> list[list[int]]:
-    """``count`` packs of the same samples: the dearest is split in two as long as that can be, then empty ones follow.
+    """Split packs until there are ``count``: the dearest in two, again and again; at last, add empty packs.
 
-    ``packs`` hold positions in ``costs`` int64 [n], each sample's work. A pack's samples are divided by largest
-    differencing, in their order; the dearer half keeps the place, the other goes to the end. Ties: the pack that
-    comes first. No pack becomes empty, and none grows. Raises ValueError where there are more packs than ``count``.
+    ``packs`` hold positions in ``costs`` int64 [n], the cost of each sample. Largest differencing halves a pack, and
+    samples keep their order. The dearer half keeps the pack's place, the other goes to the end. Ties go to the pack
+    that comes first. No pack becomes empty, and none grows. Raises ValueError if there are more packs than ``count``.
 
     >>> split_dearest([[0, 1, 2], [3]], np.array([5, 3, 2, 4]), 4)
     [[0], [3], [1], [2]]
@@ -105,10 +110,11 @@ def split_dearest(packs: Sequence[Sequence[int]], costs: I64, count: int) -> lis
 
 
 def arrange(dealt: I64, costs: I64, order: str) -> I64:
-    """The micro-batches of ``dealt`` (int64 [m, dp]) in another order, whole rows, so that ranks stay in lock step.
+    """Return ``dealt`` (int64 [m, dp]) with its rows, the micro-batches, in another ``order``.
 
-    ``packer``: as their first packs were formed. ``largest_first``: by the dearest pack of each, so that memory is
-    claimed once. ``small_at_edges``: the dearest in the middle, where a pipeline is full (ROLL, verl).
+    ``packer`` orders by the first pack of each row. ``largest_first`` orders by the dearest pack of each, so that
+    memory is claimed once. ``small_at_edges`` puts the dearest in the middle, where a pipeline is full (ROLL, verl).
+    Whole rows move, so ranks stay in lock step; ``costs`` int64 [packs].
 
     >>> arrange(np.array([[0], [1], [2], [3], [4]]), np.array([8, 7, 6, 5, 4]), "small_at_edges").ravel().tolist()
     [4, 2, 0, 1, 3]

@@ -1,7 +1,6 @@
-"""What messages say of a step's packs, and how evenly ranks are loaded, in one go each: compiled by numba where it is
-installed.
+"""The hot loops of DEAL: the columns of a step's messages, and the load of ranks. Compiled where numba is installed.
 
-Plain Python over numpy arrays, so that the function itself is the twin that the tests compare with.
+Each is plain Python over numpy arrays, so tests compare a kernel with its ``py_func``.
 """
 
 from __future__ import annotations
@@ -29,9 +28,11 @@ def lay_out(
     indices: NDArray,  # type: ignore[type-arg]
     parts: U32,
 ) -> None:
-    """Packs ``handles[bounds[i]:bounds[i + 1]]`` in the order of ``numbers``: fill in ``ends`` int64 [packs], where
-    each ends then, the handles ``laid`` int64 [samples], and of each sample what the columns of a table say, from
-    ``length`` to ``part``: uint32 [samples], ``indices`` uint64.
+    """Lay the samples of packs out in the order of ``numbers``; pack i is ``handles[bounds[i]:bounds[i + 1]]``.
+
+    The kernel fills in ``ends`` int64 [packs], the end of each pack in the new order, and ``laid`` int64 [samples], the
+    handles. It also fills in the samples' columns: ``indices`` uint64, the others uint32 [samples]. The arguments from
+    ``length`` to ``part`` are columns of a ``SampleTable``.
     """
     at = 0
     for i in range(len(numbers)):
@@ -48,11 +49,12 @@ def lay_out(
 
 @njit(nogil=True, cache=True)
 def loads(costs: I64, tokens: I64, dealt: I64, sums: I64, found: I64) -> tuple[float, int]:
-    """How evenly packs of ``costs`` and ``tokens``, int64 [packs], are shared out: rank r's m-th is ``dealt[m, r]``.
+    """Compute the load of ranks; the m-th pack of rank r is ``dealt[m, r]``, ``costs`` and ``tokens`` int64 [packs].
 
-    ``sums`` int64 [3, ranks], 0 before, takes each rank's costs, its tokens, and what these would be with the packs in
-    the order of their numbers; ``found`` int64 [3, 3] the least, the greatest and the sum of each. Returns the dearest
-    pack's cost over the mean, summed over the micro-batches that cost anything, and how many those are.
+    The kernel adds to ``sums`` int64 [3, ranks], zeros before: each rank's cost, its tokens, and its tokens with packs
+    in the order of their numbers. It fills in ``found`` int64 [3, 3] with the least, the greatest and the sum of each.
+
+    Returns the dearest pack's cost over the mean, summed over the micro-batches that cost anything, and their number.
     """
     ratios, rows, ranks = 0.0, 0, dealt.shape[1]
     for m in range(len(dealt)):
@@ -78,7 +80,7 @@ def loads(costs: I64, tokens: I64, dealt: I64, sums: I64, found: I64) -> tuple[f
 
 
 def warm_up() -> None:
-    """Compile or load both."""
+    """Compile both kernels, or load them from the disk, by calling them without samples."""
     none, few, one = np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros((1, 1), np.int64)
     said = np.zeros(0, np.uint32)
     lay_out(none, none, one[0], few, few, none, few, none, none, said, said, np.zeros(0, np.uint64), said)

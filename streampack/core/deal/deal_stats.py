@@ -1,8 +1,8 @@
-"""What DEAL makes of steps: how evenly ranks are loaded, and what padding a mesh adds to FORM's.
+"""Statistics of dealt steps: the load of ranks, and the padding that a mesh adds to FORM's.
 
 Ranks run in lock step, so costs are compared at each micro-batch index, and then over whole steps. Tokens by rank are
-also those that packs in the order of their numbers would have given: before and after balancing. Means are over all
-that was dealt; a step that is dealt again, over another mesh, counts again.
+counted after balancing, and as they would be with packs in the order of their numbers, before balancing. Means are over
+all dealt steps; a step that is dealt again, on another mesh, counts again.
 """
 
 from __future__ import annotations
@@ -23,46 +23,50 @@ _OF_RANKS = ("min", "max", "mean", "spread")
 
 
 class DealtFigures:
-    """``add`` takes each step as it is dealt."""
+    """Statistics of the steps of a feed, updated as each step is dealt."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.cost_max_over_mean = 0.0
-        """Cost of the dearest pack over the mean, over ranks at each micro-batch index; mean over what was dealt."""
+        """Load imbalance of micro-batches: max / mean cost over ranks at one index, averaged over all indices."""
         self.step_cost_max_over_mean = 0.0
-        """Cost of the dearest rank of a step over the mean; likewise."""
+        """Load imbalance of steps: max / mean cost over ranks, averaged over all steps."""
         self.waste: I64 = np.zeros(len(CAUSES), np.int64)
-        """Where a mesh has a say: tokens that are nobody's, as steps were first dealt, int64 [CAUSES]."""
+        """Padding tokens by cause, int64 [CAUSES], where they depend on the mesh; of each step as first dealt."""
         self.delivered_tokens = 0
-        """Likewise: real ones and those."""
+        """Real and padding tokens, counted as ``waste`` is."""
         self.split_packs = self.empty_packs = 0
-        """Of batches: packs more than were formed, split off for the mesh, and the empty ones that it needed beside; as
-        steps were first dealt."""
+        """In batch mode, packs split off and empty packs added for the mesh; of each step as first dealt."""
         self.padded = PaddedFigures(0, 0, 0)
-        """Of padded micro-batches, as steps were first dealt."""
+        """Tokens of padded micro-batches; of each step as first dealt."""
         self.padded_totals = Totals()
-        """The same, a micro-batch of a rank being a pack."""
+        """Totals of padded micro-batches, each counted as a pack; of each step as first dealt."""
         self.skipped_tokens = 0
-        """Of steps that are passed over."""
+        """Real tokens of skipped steps."""
         self._rows = self._cost_steps = 0
         self._before = [0, 0, 0]
-        """Of the ranks' tokens, over all steps: the least, the greatest, and all together."""
+        """Least, greatest and total of the ranks' tokens before balancing, summed over steps."""
         self._after = [0, 0, 0]
+        """The same after balancing."""
         self._ranks = 1
-        self._latest: tuple[I64, I64] | None = None  # costs of the packs of the step that was dealt last, and the deal
+        self._latest: tuple[I64, I64] | None = None  # (costs of the packs, dealt) of the last dealt step
 
     def skip(self, packs: PlannedPacks) -> None:
-        """A step of these packs is passed over."""
+        """Count the tokens of a skipped step with these packs."""
         self.skipped_tokens += int(packs.tokens.sum())
 
     def deliver(self, tokens: I64, waste: I64) -> None:
-        """A step is first dealt as packs of ``tokens``, int64 [packs], which waste ``waste``, int64 [CAUSES]."""
+        """Count the delivered tokens of a step when it is first dealt.
+
+        ``tokens`` int64 [packs] are real tokens, ``waste`` int64 [CAUSES] padding tokens by cause.
+        """
         self.waste += waste
         self.delivered_tokens += int(tokens.sum() + waste.sum())
 
     def add_padded(self, step: PaddedFigures, held: I64, tokens: I64, slots: I64) -> None:
-        """A step is first dealt as padded micro-batches of ``held`` samples of ``tokens`` tokens, ``slots`` when
-        aligned; int64 [packs].
+        """Count the padded micro-batches of a step when it is first dealt.
+
+        ``held``, ``tokens`` and ``slots``, int64 [packs], are the samples, real and aligned tokens of each.
         """
         empty = int((held == 0).sum())
         self.empty_packs += empty
@@ -78,7 +82,10 @@ class DealtFigures:
         )  # fmt: skip
 
     def add(self, costs: I64, tokens: I64, dealt: I64) -> None:
-        """A step's packs cost ``costs`` and hold ``tokens``, int64 [packs]; rank r's m-th is ``dealt[m, r]``."""
+        """Count the load of a dealt step; ``costs`` and ``tokens`` int64 [packs].
+
+        ``dealt`` int64 [m, ranks]: the m-th pack of rank r is ``dealt[m, r]``.
+        """
         self._ranks, self._latest = dealt.shape[1], (costs, dealt)
         found = np.empty((3, 3), np.int64)
         ratios, rows = loads(costs, tokens, dealt, np.zeros((3, self._ranks), np.int64), found)
@@ -94,8 +101,9 @@ class DealtFigures:
         self._after = [old + new for old, new in zip(self._after, after, strict=True)]
 
     def costs_by_rank(self) -> list[list[float]]:
-        """Of the step that was dealt last, what each data-parallel rank's micro-batches cost, the first ``MOST_SHOWN``
-        of them, over what one costs in the mean: [ranks][micro-batches]. Empty before one was dealt.
+        """Return the costs of the last dealt step's micro-batches over their mean, as [ranks][micro-batches].
+
+        At most ``MOST_SHOWN`` micro-batches; empty before a step was dealt.
         """
         if self._latest is None:
             return []
@@ -104,11 +112,13 @@ class DealtFigures:
         return of_each
 
     def rank_tokens(self) -> dict[str, dict[str, float]]:
-        """Real tokens of a rank's step: ``before`` and ``after`` balancing, the ``min``, ``max``, ``mean`` and
-        ``spread`` (max - min) over ranks, mean over steps.
+        """Return the real tokens of a rank's step, ``before`` and ``after`` balancing, averaged over steps.
+
+        Each has the ``min``, ``max``, ``mean`` and ``spread`` (max - min) over ranks.
         """
         return {"before": self._means(self._before), "after": self._means(self._after)}
 
     def _means(self, sums: list[int]) -> dict[str, float]:
+        """Return min, max, mean and spread over ranks, averaged over steps, of ``sums`` (least, greatest, total)."""
         low, high, mean = (each / max(self.steps, 1) for each in sums)
         return dict(zip(_OF_RANKS, (low, high, mean / self._ranks, high - low), strict=True))

@@ -1,17 +1,17 @@
-"""Dynamic batching: padded micro-batches whose size follows their lengths, for models that take no packs.
+"""Dynamic batching: padded micro-batches with as many samples as fit a budget, for models that do not take packs.
 
-The samples of one global batch are sorted by length (ties: the earlier first) and dealt over the ranks in turn,
-``sorted[i::dp]``, so that ranks have neighbors at every place. A micro-batch is a stretch of places, the same on all
-ranks, each sample padded to the longest of *all* ranks rounded up: so every rank has the same shapes. It is closed
-before (count * padded length) would pass the budget. NeMo-RL and ROLL do the same; ROLL's worked example has a
-micro-batch of 2 x 6 tokens for a budget of 10, and is corrected below.
+The samples of one global batch are sorted by length (ties: the earlier first). Ranks take them in turn,
+``sorted[i::dp]``, so that all ranks have similar lengths at every place. A micro-batch is a run of places, the same on
+all ranks. Each sample is padded to the longest of *all* ranks, rounded up, so every rank has the same shapes. A
+micro-batch is closed before (count * padded length) would pass the budget. NeMo-RL and ROLL do the same. ROLL's worked
+example has a micro-batch of 2 x 6 tokens for a budget of 10, and is corrected below.
 
-More micro-batches than that (a multiple, or at least so many) are had by splitting those with most tokens and more than
-one place in two, shorter samples first; then by empty ones. Where dp does not divide the samples, the ranks that come
-short have no sample at one place: -1, a row of padding.
+If more micro-batches are required (a multiple or a minimum), the one with most tokens is split in two, again and again,
+shorter samples first. Then empty ones are added. Where dp does not divide the samples, some ranks have no
+sample at one place: -1, a row of padding.
 
-This is instead of packing, never on top of it. Every micro-batch has its own shape: ``torch.compile`` would compile
-each.
+Use it instead of packing, never on top of it. Every micro-batch has its own shape, and ``torch.compile`` would compile
+for each.
 
 >>> found = padded_batches([7, 6, 8, 5, 1, 3, 8, 6], budget=10, dp=2, length_round=2)
 >>> found.lengths.tolist(), found.figures.actual_tokens
@@ -35,8 +35,12 @@ from streampack.errors import ConfigError, SampleError
 
 @dataclass(frozen=True, slots=True)
 class PaddedFigures:
-    """Tokens over all ranks. ``valid_tokens`` are real; ``original_tokens`` those of one batch as wide as the longest
-    sample (or as was said); ``actual_tokens`` what is computed.
+    """Tokens of a batch over all ranks.
+
+    Attributes:
+        valid_tokens: Real tokens.
+        original_tokens: Tokens of one batch that is as wide as the longest sample, or as the given width.
+        actual_tokens: Tokens of the padded micro-batches.
     """
 
     valid_tokens: int
@@ -54,8 +58,13 @@ class PaddedFigures:
 
 @dataclass(frozen=True, slots=True)
 class PaddedBatches:
-    """``places`` int64 [places, dp]: sample numbers, shortest first, -1 for a row of padding. ``bounds`` int64 [m + 1]:
-    micro-batch i is ``places[bounds[i]:bounds[i + 1], rank]``, each row ``lengths[i]`` tokens wide (int64 [m]).
+    """The padded micro-batches of a batch.
+
+    Attributes:
+        places: int64 [places, dp], sample numbers, shortest first; -1 for a row of padding.
+        bounds: int64 [m + 1]; micro-batch i of a rank is ``places[bounds[i]:bounds[i + 1], rank]``.
+        lengths: int64 [m], tokens of each row of a micro-batch.
+        figures: Tokens over all ranks.
     """
 
     places: I64
@@ -80,14 +89,23 @@ def padded_batches(
     pp: int = 1,
     variable_lengths: bool = False,
 ) -> PaddedBatches:
-    """Micro-batches of at most ``budget`` tokens a rank, all ranks alike.
+    """Make padded micro-batches of at most ``budget`` tokens a rank, with the same shapes on all ranks.
 
-    ``lengths``: integers [n], real tokens. ``length_round``: padded lengths are its multiples (a multiple of what cp
-    and tp need). ``width``: the batch's as it is, for the figures; the longest sample's by default. A pipeline
-    (``pp`` > 1) needs the same shape of every micro-batch, so it is refused unless the trainer takes
-    ``variable_lengths``; then there is a multiple of ``pp`` of them.
+    Args:
+        lengths: Integers [n], real tokens of each sample.
+        budget: The most tokens in a micro-batch of one rank, padding included.
+        dp: Number of data-parallel ranks.
+        length_round: Padded lengths are multiples of this; it must suit cp and tp.
+        micro_batch_multiple: The number of micro-batches is a multiple of this.
+        min_micro_batches: The fewest micro-batches.
+        width: Width of the batch before, for the figures; the longest sample's by default.
+        pp: Pipeline stages. With more than one, micro-batches should have one shape, so this is rejected unless the
+            trainer takes ``variable_lengths``. Then the number of micro-batches is a multiple of ``pp``.
+        variable_lengths: The pipeline takes micro-batches of different lengths.
 
-    Raises SampleError naming a sample that is below 1 token or passes the budget or the width; ConfigError.
+    Raises:
+        SampleError: A sample has less than 1 token, or more than the budget or the width. It is named.
+        ConfigError: A number is out of range.
     """
     for name, value in (
         ("budget", budget), ("dp", dp), ("length_round", length_round), ("pp", pp),
@@ -124,7 +142,10 @@ def padded_batches(
 
 
 def _bounds(longest: list[int], budget: int) -> list[int]:
-    """Stretches of places, as long as fit the budget when all are as long as their last, the longest."""
+    """Return the bounds of the micro-batches: runs of places that fit the budget, padded to their last, the longest.
+
+    ``longest`` are the padded lengths of the places over all ranks, rising.
+    """
     bounds = [0]
     for place, length in enumerate(longest):
         if (place + 1 - bounds[-1]) * length > budget:
@@ -133,7 +154,10 @@ def _bounds(longest: list[int], budget: int) -> list[int]:
 
 
 def _split(bounds: list[int], longest: list[int], count: int) -> None:
-    """Split, in place, the stretch with most tokens of those with places to share, till there are ``count`` or none."""
+    """Split micro-batches in two, in place in ``bounds``, until there are ``count`` or none has two places.
+
+    The one with most tokens is split first.
+    """
     stretches = [(-(stop - start) * longest[stop - 1], start, stop) for start, stop in pairwise(bounds)]
     heapify(stretches)
     while len(bounds) <= count and stretches:

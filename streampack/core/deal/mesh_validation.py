@@ -1,4 +1,4 @@
-"""Which meshes the rules of a run cannot serve, and why."""
+"""The reasons that the rules of a run cannot serve a mesh."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from streampack.core.model.rules import Rules
 
 
 def mesh_refusal(mesh: Mesh, rules: Rules, layout: str) -> str:
-    """Why these rules cannot serve a mesh, naming both; empty if they can."""
+    """Return the reason that these rules cannot serve ``mesh``, with both sides' values; empty if they can."""
     if rules.batch is not None:
         if wrong := batch_refusal(mesh, rules):
             return wrong
@@ -43,7 +43,7 @@ def mesh_refusal(mesh: Mesh, rules: Rules, layout: str) -> str:
 
 
 def batch_refusal(mesh: Mesh, rules: Rules) -> str:
-    """Why batches of these rules would leave ranks of a mesh without a sample, if they must not; or empty."""
+    """Return the reason that batches are too small for ``mesh`` with ``empty: error``; empty if they are not."""
     batch = rules.batch
     least = packs_of_mesh(rules, 1, mesh.dp, mesh.pp)
     if batch is None or batch.empty == "pad" or least <= (samples := batch.samples or batch.min_samples):
@@ -51,5 +51,5 @@ def batch_refusal(mesh: Mesh, rules: Rules) -> str:
     key = "samples" if batch.samples else "min_samples"
     return (
         f"got dp={mesh.dp} and batches of {samples} samples with empty: error, expected {least} at least, for "
-        f"{least // mesh.dp} micro-batches of each rank: change the mesh, rules.step.{key} or rules.step.empty"
+        f"{least // mesh.dp} micro-batches of each rank. Change the mesh, rules.step.{key} or rules.step.empty"
     )

@@ -1,8 +1,8 @@
-"""Steps kept for readers: dealt over a mesh, and described in messages with one rank's packs.
+"""The steps kept for readers: each is dealt over a mesh, and described in messages with one rank's packs.
 
-A step is dealt once for a mesh (``assignment``) and then read any number of times, the same each time. What its
-messages say is laid out when it is dealt, all packs of a rank together, so that a rank's share is a slice of it: what
-one of thousands of ranks asks for costs what it gets. Knows packs and handles, never tokens.
+A step is dealt once for a mesh (``assignment``), and then read any number of times with the same result. The contents
+of its messages are laid out when it is dealt, all packs of a rank together. So a rank's messages are slices, and a
+request of one of thousands of ranks costs no more than its answer. The module knows packs and handles, never tokens.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from streampack.core.protocol.trainer_messages import StepPart
 from streampack.core.stats.padding import depends_on_mesh, padding_of, padding_of_rows
 
 PART_BYTES = 2 << 20
-"""Payload of one message, about: large steps travel as several."""
+"""Bytes of payload in one message, about; a larger step is sent as several messages, its parts."""
 
 NOTHING = Contents(*[np.zeros(0, np.int64)] * 4)
 
 
 class Portions(NamedTuple):
-    """Packs, or the parts of them that ranks get: pack i holds samples ``handles[bounds[i]:bounds[i + 1]]``, int64 [n]
-    and [packs + 1]. Of each, int64 [packs]: its samples' ``loss_tokens`` and ``costs``, and their ``tokens``, also when
-    aligned (``slots``).
+    """The packs of a step on a mesh, after splitting.
+
+    Pack i holds samples ``handles[bounds[i]:bounds[i + 1]]``, int64 [n] and [packs + 1]. The others, int64 [packs], are
+    sums over a pack's samples; ``slots`` are aligned tokens.
     """
 
     handles: I64
@@ -47,8 +48,10 @@ class Portions(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Dealt:
-    """A step on a mesh of ``sizes`` (dp, pp): ``each`` packs for a rank, rank 0's first, in ``contents`` and the
-    columns of its messages; pack i holds samples ``bounds[i]`` to ``bounds[i + 1]``.
+    """A step dealt on a mesh of ``sizes`` (dp, pp): packs rank by rank, ``each`` packs for a rank.
+
+    Pack i holds samples ``bounds[i]`` to ``bounds[i + 1]`` of ``contents`` and of the columns, which are those of
+    ``StepPart``.
     """
 
     sizes: tuple[int, int]
@@ -74,7 +77,7 @@ class _Kept:
 
 
 class KeptSteps:
-    """The steps of a feed that some rank may still ask for."""
+    """The steps of a feed that some rank may still request, by number."""
 
     def __init__(self, feed: str, rules: Rules, layout: str, table: SampleTable) -> None:
         self._feed, self._rules, self._layout, self._table = feed, rules, layout, table
@@ -84,34 +87,35 @@ class KeptSteps:
         self.figures = DealtFigures()
 
     def add(self, step: PlannedStep, skipped: bool = False) -> None:
-        """Keep a step; of one that is ``skipped`` readers get the digests and no packs."""
+        """Keep a step; of a ``skipped`` step readers get the digests and no packs."""
         self._steps[step.number] = _Kept(step, skipped)
         if skipped:
             self.figures.skip(step.packs)
 
     def skip(self, first: int, last: int) -> None:
-        """Steps ``first`` to ``last`` are passed over by whoever asks for them from now on."""
+        """Mark the steps ``first`` to ``last`` as skipped; readers get no packs of them from now on."""
         for number, kept in self._steps.items():
             if first <= number <= last and not kept.skipped:
                 kept.skipped = True
                 self.figures.skip(kept.step.packs)
 
     def forget(self, number: int) -> I64:
-        """Drop a step; the handles of all its samples, int64 [n]."""
+        """Drop a step; return the handles of all its samples, int64 [n]."""
         return self._steps.pop(number).step.packs.handles
 
     def num_bytes(self, packs: Contents, mesh: Mesh) -> int:
-        """Payload of a message with these packs, about: fields of axis ``sample`` are not counted."""
+        """Return the payload bytes of a message with these packs, about; fields of axis ``sample`` do not count."""
         shares = 1 if self._layout == "whole" else mesh.cp
         return int(packs.widths.sum()) // shares * self._rules.token_bytes
 
     def parts(self, number: int, mesh: Mesh, begin: int = 0, resend: int = 0) -> Iterator[tuple[StepPart, Contents]]:
-        """A step's messages for one rank, in order from number ``begin`` on, each with its packs; from the first on
-        where there are fewer.
+        """Yield the messages of a step for one rank, with the packs of each, from message ``begin`` on.
+
+        If the step has fewer messages than ``begin``, all of them are yielded. ``resend`` is copied to the messages.
         """
         kept, rules = self._steps[number], self._rules
         if kept.skipped:
-            yield self._passed_over(kept.step, resend), NOTHING
+            yield self._skipped_part(kept.step, resend), NOTHING
             return
         step, dealt = kept.step, self._deal(kept, mesh)
         width = rules.budget // (1 if self._layout == "whole" else mesh.cp)
@@ -142,7 +146,8 @@ class KeptSteps:
             handles, counts, widths, aligns = dealt.contents
             yield plan, Contents(handles[c:d], counts[a:b], widths[a:b], aligns[a:b])
 
-    def _passed_over(self, step: PlannedStep, resend: int) -> StepPart:
+    def _skipped_part(self, step: PlannedStep, resend: int) -> StepPart:
+        """Return the message of a skipped step, which has no packs."""
         return StepPart(
             feed=self._feed, lineage=self.lineage, step=step.number, part=0, parts=1, first=0, micro_batches=0,
             digest=step.digest, chain=step.chain, num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples,
@@ -151,7 +156,10 @@ class KeptSteps:
         )  # fmt: skip
 
     def unfit(self, number: int, mesh: Mesh) -> str:
-        """Why a step cannot be served on a mesh: a rank would have no sample, and the policy forbids it. Or empty."""
+        """Return the reason that a step cannot be served on ``mesh``; empty if it can.
+
+        With ``empty: error`` no rank may be without a sample.
+        """
         kept, batch = self._steps[number], self._rules.batch
         if batch is None or batch.empty == "pad" or kept.skipped:
             return ""
@@ -163,16 +171,17 @@ class KeptSteps:
         least = f"{count} at least" if got < count else f"a multiple of {mesh.dp}"
         return (
             f"step {number}: got a batch of {got} {what} for dp={mesh.dp}, {count // mesh.dp} micro-batches each, "
-            f"expected {least}: set rules.step.empty to pad, make batches larger, or use a smaller mesh"
+            f"expected {least}. Set rules.step.empty to pad, make batches larger, or use a smaller mesh"
         )
 
     def _deal(self, kept: _Kept, mesh: Mesh) -> _Dealt:
-        """The step on this mesh, dealt now if it was not."""
+        """Return the step as dealt on this mesh; deal it now unless it is dealt already."""
         if kept.dealt is None or kept.dealt.sizes != (mesh.dp, mesh.pp):
             kept.dealt = (self._deal_padded if self._rules.padded else self._deal_packs)(kept, mesh)
         return kept.dealt
 
     def _deal_packs(self, kept: _Kept, mesh: Mesh) -> _Dealt:
+        """Split and deal the packs of a step on ``mesh``, and count them."""
         formed, rules, is_first = kept.step.packs, self._rules, kept.dealt is None
         packs: PlannedPacks | Portions = formed
         count = packs_of_mesh(rules, len(formed), mesh.dp, mesh.pp)
@@ -190,6 +199,7 @@ class KeptSteps:
         return self._in_order(packs, dealt, widths, np.full(count, rules.align.sample), mesh)
 
     def _deal_padded(self, kept: _Kept, mesh: Mesh) -> _Dealt:
+        """Make padded micro-batches of a step's samples on ``mesh``, and count them."""
         formed, rules, is_first = kept.step.packs, self._rules, kept.dealt is None
         found = deal_padded(rules, self._table.length[formed.handles].astype(np.int64), mesh.dp, mesh.pp)
         packs, widths = self._portions(formed.handles, found.packs), found.rows * found.widths
@@ -203,7 +213,11 @@ class KeptSteps:
         return self._in_order(packs, dealt, widths, found.widths, mesh)
 
     def _in_order(self, packs: PlannedPacks | Portions, dealt: I64, widths: I64, aligns: I64, mesh: Mesh) -> _Dealt:
-        """What was dealt, rank by rank."""
+        """Lay out the packs rank by rank, in the form of their messages.
+
+        ``dealt`` int64 [m, dp] are pack numbers by [micro_batch, rank]. ``widths`` and ``aligns``, int64 [packs], are
+        the packs' lengths T and the multiples to which their samples are padded.
+        """
         numbers, table, rules = dealt.T.ravel(), self._table, self._rules
         bounds, count = np.zeros(len(numbers) + 1, np.int64), len(packs.handles)
         handles, indices = np.empty(count, np.int64), np.empty(count, "<u8")
@@ -222,13 +236,14 @@ class KeptSteps:
         )  # fmt: skip
 
     def _split(self, packs: PlannedPacks, count: int) -> Portions:
+        """Split packs of FORM into ``count`` packs."""
         slots = self._slots(packs.handles)
         keeps = self._table.keep[packs.handles]
         parts, _ = split(packs.bounds, self._rules.balance.costs(slots), keeps, count)
         return self._portions(packs.handles, parts)
 
     def _portions(self, handles: I64, packs: list[I64]) -> Portions:
-        """Packs of the samples of ``handles`` at these positions, int64 [samples] each."""
+        """Return packs with their sums; each of ``packs`` is positions in ``handles``, int64 [samples]."""
         handles = handles[np.concatenate(packs)]
         bounds = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])])
         slots = self._slots(handles)
@@ -238,7 +253,7 @@ class KeptSteps:
         return Portions(handles, bounds, *np.diff(sums[:, bounds]))
 
     def _slots(self, handles: I64) -> I64:
-        """Tokens of samples when aligned, int64 [n]."""
+        """Return the aligned tokens of samples, int64 [n]."""
         align = self._rules.align.sample
         return -(-self._table.length[handles].astype(np.int64) // align) * align
 

@@ -77,8 +77,8 @@ def take_out(
     ``ages`` and ``since``, the step at which a packer first saw the item, or -1. ``handles`` are those of their
     samples, one item after another.
 
-    The kernel fills in ``taken`` with the handles of the samples removed, pack after pack, and ``taken_bounds`` int64
-    [packs + 1] with the beginning of each pack in ``taken``. It fills in ``waited`` int64 [indices] with the steps that
+    The kernel fills in ``taken`` with the handles of the samples removed, pack after pack. It fills in ``taken_bounds``
+    int64 [packs + 1] with the beginning of each pack in ``taken``, and ``waited`` int64 [indices] with the steps that
     each item waited.
 
     Returns the items that stay, their samples, and the items that the packer has seen. The first is -1, with nothing

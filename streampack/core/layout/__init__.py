@@ -1,11 +1,11 @@
 """Layout: where each token of a pack lies, and which tokens a context-parallel rank holds.
 
-- ``boundaries``: where the samples of a pack lie.
+- ``boundaries``: the place of each sample in a pack.
 - ``shards``: the slices of packs that a context-parallel rank holds.
 - ``labels``: positions, padding masks and labels.
 - ``layout_kernels``: boundaries and labels in compiled code, one pass over memory.
-- ``step_frames``: which arrays the messages of a step carry for a rank.
+- ``step_frames``: the arrays that the messages of a step carry for a rank.
 
-Broker and client use the same functions: the broker cuts shards with them, and the client derives from lengths what was
-not sent. They know lengths, never where tokens are kept.
+Broker and client use the same functions. The broker cuts shards with them; the client derives boundaries, positions and
+labels from lengths, since they are not sent. They know lengths, never where tokens are kept.
 """

@@ -1,4 +1,4 @@
-"""Where the samples of a pack lie.
+"""Boundaries: the place of each sample in a pack.
 
 A pack stores its samples one after another, each padded to the sample alignment, then one tail segment of padding up to
 the pack's length. Two boundary arrays describe it: ``cu_seqlens`` for real tokens, ``cu_seqlens_padded`` for storage.
@@ -17,13 +17,18 @@ from streampack.core.model.samples import I32, I64
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple of ``multiple`` that is >= ``value``."""
+    """Return the least multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
 
 
 class Contents(NamedTuple):
-    """Packs to be laid out: their samples' ``handles`` int64 [samples], one pack behind another, and of each, int64
-    [packs], its ``counts`` of samples, ``widths`` (T), and ``aligns``: what its samples are padded to a multiple of.
+    """Packs to lay out.
+
+    Attributes:
+        handles: int64 [samples], those of all packs, one pack after another.
+        counts: int64 [packs], samples of each pack.
+        widths: int64 [packs], the length T of each pack in tokens.
+        aligns: int64 [packs], the multiple to which each pack's samples are padded, in tokens.
     """
 
     handles: I64
@@ -34,10 +39,12 @@ class Contents(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One pack's boundaries.
+    """The boundaries of one pack. Tail padding, if any, is one last segment of real length 0.
 
-    ``lengths`` int64 [samples], real tokens; ``cu_seqlens`` and ``cu_seqlens_padded`` int32
-    [segments + 1]: where there is tail padding, it is one last segment of real length 0.
+    Attributes:
+        lengths: int64 [samples], real tokens.
+        cu_seqlens: int32 [segments + 1], where segments begin if only real tokens count.
+        cu_seqlens_padded: int32 [segments + 1], where segments begin in the pack.
     """
 
     lengths: I64
@@ -54,17 +61,17 @@ class Layout:
 
     @property
     def num_tokens(self) -> int:
-        """T: real and padding tokens together."""
+        """The pack's length T: real and padding tokens together."""
         return int(self.cu_seqlens_padded[-1])
 
     @property
     def max_seqlen(self) -> int:
-        """The widest slot, in tokens."""
+        """Tokens of the widest segment, padding included."""
         return int(np.diff(self.cu_seqlens_padded).max())
 
 
 def layout(lengths: I64, align: int, total: int) -> Layout:
-    """Lay samples of ``lengths`` (int64 [n], real tokens) out in a pack of ``total`` tokens.
+    """Return the boundaries of one pack of ``total`` tokens with samples of ``lengths`` (int64 [n], real tokens).
 
     Raises ValueError if a length is not positive or if the samples, each padded to a multiple of
     ``align``, do not fit.
@@ -77,8 +84,12 @@ def layout(lengths: I64, align: int, total: int) -> Layout:
 
 
 class Boundaries(NamedTuple):
-    """Of several packs: ``cu_seqlens`` (``real``) and ``cu_seqlens_padded`` int32 [segments + packs], one pack's behind
-    another's, and where each's begin, ``first`` int64 [packs + 1].
+    """The boundary arrays of several packs, one pack's after another's.
+
+    Attributes:
+        real: int32 [segments + packs], ``cu_seqlens``.
+        padded: int32 [segments + packs], ``cu_seqlens_padded``.
+        first: int64 [packs + 1], where the arrays of each pack begin.
     """
 
     real: I32
@@ -88,10 +99,15 @@ class Boundaries(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """Several packs at once, their segments concatenated: one pass of numpy for all of them.
+    """The segments of several packs, one pack's after another's, for one pass of numpy over all packs.
 
-    ``lengths`` int64 [samples]; ``real``, ``start`` and ``stop`` int64 [segments]: real tokens and
-    storage of each, from its own pack's start; ``first_sample`` and ``first_segment`` int64 [packs + 1].
+    Attributes:
+        lengths: int64 [samples], real tokens of each sample.
+        real: int64 [segments], real tokens of each segment.
+        start: int64 [segments], where each segment begins in its pack.
+        stop: int64 [segments], where each segment ends in its pack, padding included.
+        first_sample: int64 [packs + 1], the first sample of each pack.
+        first_segment: int64 [packs + 1], the first segment of each pack.
     """
 
     lengths: I64
@@ -102,7 +118,7 @@ class Layouts:
     first_segment: I64
 
     def boundaries(self) -> Boundaries:
-        """Of all packs, one's behind another's."""
+        """Return the boundary arrays of all packs, one pack's after another's."""
         counts = np.diff(self.first_segment)
         numbers = np.arange(len(counts))
         ends = np.arange(len(self.stop)) + np.repeat(numbers + 1, counts)
@@ -114,19 +130,21 @@ class Layouts:
         return Boundaries(real, padded, self.first_segment + np.arange(len(counts) + 1))
 
     def widest(self) -> I64:
-        """The widest slot of each pack, int64 [packs]."""
+        """Return the tokens of each pack's widest segment, padding included, int64 [packs]."""
         return np.maximum.reduceat(self.stop - self.start, self.first_segment[:-1])
 
     def packs(self) -> list[Layout]:
-        """Each pack's own boundaries."""
+        """Return the boundaries of each pack."""
         real, padded, first = self.boundaries()
         spans = zip(pairwise(first.tolist()), pairwise(self.first_sample.tolist()), strict=True)
         return [Layout(self.lengths[slice(*of)], real[slice(*at)], padded[slice(*at)]) for at, of in spans]
 
 
 def layouts(lengths: I64, counts: I64, align: int | I64, totals: I64) -> Layouts:
-    """Lay packs of ``counts`` int64 [p] samples and ``totals`` int64 [p] tokens each out, as ``layout`` does; same
-    errors. ``align``: of all of them, or int64 [p] of each: so long are the rows of a padded micro-batch.
+    """Return the boundaries of several packs, as ``layout`` does for one; same errors.
+
+    ``lengths`` int64 [samples], ``counts`` int64 [packs] samples and ``totals`` int64 [packs] tokens of each pack.
+    ``align``: one for all packs, or int64 [packs]; in a padded micro-batch it is the length of a row.
     """
     if len(lengths) and int(lengths.min()) <= 0:
         raise ValueError(f"got a sample of {int(lengths.min())} tokens, expected at least 1")

@@ -1,4 +1,4 @@
-"""Positions, padding masks and labels of the tokens that a rank holds, from lengths alone."""
+"""Positions, padding masks and labels of the tokens that a rank holds, derived from lengths and token ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from streampack.core.model.samples import I32, I64, IGNORE_INDEX
 
 
 def positions_of(starts: I64, stops: I64) -> I64:
-    """The positions [start, stop) of all slices, one after another, int64 [sum of sizes]."""
+    """Return the positions [start, stop) of all slices, one slice after another, int64 [sum of sizes]."""
     sizes = stops - starts
     some = sizes > 0
     positions = np.empty(int(sizes.sum()), np.int64)
@@ -20,7 +20,7 @@ def positions_of(starts: I64, stops: I64) -> I64:
 
 
 def _count_up(starts: I64, sizes: I64, out: I64) -> None:
-    """Fill ``out`` with starts[i], starts[i] + 1, ... for each slice, all of at least one, in place."""
+    """Fill ``out`` with starts[i], starts[i] + 1, ... for each slice; every slice has a size of at least 1."""
     if len(out):
         out.fill(1)
         out[np.cumsum(sizes[:-1])] = starts[1:] - (starts + sizes)[:-1] + 1
@@ -29,14 +29,16 @@ def _count_up(starts: I64, sizes: I64, out: I64) -> None:
 
 
 def derive_positions(offset: I64, size: I64, real: I64, position_ids: I64, padding_mask: NDArray[np.bool_]) -> I64:
-    """Fill in the positions and the padding mask of some slices, one after another; int64 [pads], where padding is.
+    """Fill in the positions and the padding mask of slices that lie one after another.
 
-    Slice i is ``size[i]`` tokens and begins ``offset[i]`` tokens into its segment, which holds ``real[i]`` real
-    ones; all int64 [k]. Positions, int64 [N], restart at 0 in each segment; the mask, [N], is True at padding.
+    Slice i has ``size[i]`` tokens and begins ``offset[i]`` tokens into its segment, which holds ``real[i]`` real
+    tokens; all int64 [k]. Positions, int64 [N], restart at 0 in each segment; the mask, [N], is True at padding.
+
+    Returns the places of the padding, int64 [pads].
     """
     ends = np.cumsum(size)
     _count_up(offset, size, position_ids)
-    padding = positions_of(ends - size + np.clip(real - offset, 0, size), ends)  # it is all behind real tokens
+    padding = positions_of(ends - size + np.clip(real - offset, 0, size), ends)  # behind the real tokens
     padding_mask[:] = False
     padding_mask[padding] = True
     return padding
@@ -45,12 +47,11 @@ def derive_positions(offset: I64, size: I64, real: I64, position_ids: I64, paddi
 def derive_labels(
     input_ids: I64, offset: I64, size: I64, real: I64, edges: I32 | None, padding: I64, labels: I64
 ) -> None:
-    """Fill in ``labels`` int64 [N]: ``input_ids`` shifted inside each sample, -100 at its last real token and at
-    ``padding``.
+    """Fill in ``labels`` int64 [N]: ``input_ids`` shifted inside each sample, and -100 where there is no next token.
 
-    Slices as in ``derive_positions``. ``edges`` int32 [k] holds the token that follows each slice in its sample
-    (-100 where none does), since the label at a slice's end may be a token that another rank holds; None where
-    slices are whole segments.
+    Slices are given as in ``derive_positions``, and ``padding`` is its result. ``edges`` int32 [k] holds the token
+    that follows each slice in its sample (-100 if none does), since another rank may hold that token. None: slices are
+    whole segments.
     """
     ends = np.cumsum(size)
     kept = np.clip(real - offset, 0, size)
@@ -67,11 +68,15 @@ def derive(
     tokens: NDArray[Any], edges: I32, counted: NDArray[np.uint8], offset: I64, size: I64, real: I64, labeled: bool,
     input_ids: I64, labels: I64, position_ids: I64, padding_mask: NDArray[np.bool_],
 ) -> None:  # fmt: skip
-    """Fill in the last four, [N] each, for slices one after another, as in ``derive_positions``.
+    """Fill in ``input_ids``, ``labels``, ``position_ids`` and ``padding_mask``, [N] each, for slices.
 
-    ``tokens`` int32 or uint16 [N]. ``edges`` int32 [k], the token after each slice; empty where slices are whole
-    segments. ``counted`` uint8 [N]: 0 where a label does not count; empty where all do. ``labeled``: ``labels``
-    holds those that were sent, and is only masked. ``layout_kernels`` is the same, compiled.
+    - ``tokens`` int32 or uint16 [N]: token ids of the slices, one slice after another.
+    - ``edges`` int32 [k]: the token after each slice; empty if slices are whole segments.
+    - ``counted`` uint8 [N]: 0 where a label does not count; empty if all count.
+    - ``offset``, ``size`` and ``real`` int64 [k]: see ``derive_positions``.
+    - ``labeled``: if True, ``labels`` holds the labels that were sent, and is only masked.
+
+    The kernel ``layout_kernels.derive`` does the same.
     """
     padding = derive_positions(offset, size, real, position_ids, padding_mask)
     input_ids[:] = tokens

@@ -1,9 +1,8 @@
-"""What a client derives for every sample and token of a message, compiled: one pass over memory, no GIL meanwhile.
+"""Boundaries, positions and labels that a client derives, compiled: one pass over memory, without the GIL.
 
-``boundaries.layouts`` and ``labels.derive`` say the same in numpy, for machines without numba, and are what the tests
-compare with. Kept apart from ``merge_kernels``, which broker and producers import: a trainer's process imports this
-one, and numba with it, in a thread of its own (``streampack.packs.kernel_loader``). The types are given, so that
-importing is compiling; numba keeps the result on disk.
+``boundaries.layouts`` and ``labels.derive`` are the same in numpy, for machines without numba; tests compare both. A
+trainer's process imports this module, and numba with it, in a thread of its own (``streampack.packs.kernel_loader``).
+The types are given, so that kernels are compiled at import; numba keeps the result on disk.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from streampack.core.model.samples import I32, I64, IGNORE_INDEX
 
 
 def _read(kind: Any) -> Any:
+    """Return the numba type of a read-only, contiguous array of ``kind``."""
     return types.Array(kind, 1, "C", readonly=True)
 
 
@@ -52,11 +52,11 @@ def lay_out(
     cu_seqlens: I32,
     cu_seqlens_padded: I32,
 ) -> int:
-    """``boundaries.layouts`` of packs, and their boundaries: all but the first four is filled in.
+    """Compute the boundaries of packs, as ``boundaries.layouts`` does; fill in all arguments but the first four.
 
-    Of each segment, int64 [samples + packs], ``real``, ``start`` and ``stop``; of each pack, int64 [packs + 1], its
-    ``first_sample`` and ``first_segment``, and [packs] its ``widest`` slot; boundaries as ``Layouts.boundaries`` has
-    them, int32 [samples + 2 * packs]. Returns the number of segments, or -1 for what cannot be laid out.
+    The arguments have the shapes of ``Layouts``, with room for [samples + packs] segments. ``widest`` int64 [packs] are
+    the tokens of each pack's widest segment. ``cu_seqlens`` and ``cu_seqlens_padded`` int32 [samples + 2 * packs] are
+    as ``Layouts.boundaries`` returns them. Returns the number of segments, or -1 for packs that cannot be laid out.
     """
     sample = segment = 0
     first_sample[0] = first_segment[0] = 0
@@ -101,11 +101,9 @@ def derive(
     position_ids: I64,
     padding_mask: NDArray[np.bool_],
 ) -> None:
-    """Fill in the last four, [N] each, for slices one after another, as ``layout.derive_positions`` has them.
+    """Fill in ``input_ids``, ``labels``, ``position_ids`` and ``padding_mask``, [N] each, for slices.
 
-    ``tokens`` int32 or uint16 [N]. ``edges`` int32 [slices], the token after each; empty where slices are whole
-    segments. ``counted`` uint8 [N]: 0 where a label does not count; empty where all do. ``labeled``: ``labels`` holds
-    those that were sent, and is only masked.
+    Arguments are those of ``labels.derive``.
     """
     at = 0
     for i in range(len(size)):

@@ -1,12 +1,13 @@
-"""Which tokens of a pack a context-parallel rank holds.
+"""Shards: the tokens of a pack that a context-parallel rank holds.
 
-Context parallelism over W ranks, ``zigzag``, cuts each segment [s, e) in 2W equal chunks, c = (e - s) / 2W; rank r
-holds chunks r and 2W - 1 - r, so that causal attention costs every rank the same. It is the layout of
+With context parallelism over W ranks, ``zigzag`` cuts each segment [s, e) into 2W equal chunks, c = (e - s) / 2W. Rank
+r holds chunks r and 2W - 1 - r, so that causal attention costs every rank the same. It is the layout of
 TransformerEngine's ``thd_get_partitioned_indices`` (context_parallel.cu), which Megatron-Core and the RL frameworks
-built on it use. Its preconditions (boundaries that end at T, every segment a multiple of 2W) are checked here, since
-the kernel loses tokens silently without. ``zigzag_pack`` cuts the whole pack so (Megatron without masks between
-documents, torch's head-tail balancer), ``contiguous`` gives rank r the stretch [r * T / W, (r + 1) * T / W) (Ulysses,
-llama3-style ring attention).
+built on it use. That kernel silently loses tokens unless boundaries end at T and every segment is a multiple of 2W, so
+both are checked here.
+
+``zigzag_pack`` cuts the whole pack in this way (Megatron without masks between documents, torch's head-tail balancer).
+``contiguous`` gives rank r the range [r * T / W, (r + 1) * T / W) (Ulysses, llama3-style ring attention).
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from streampack.core.layout.boundaries import Layouts
 from streampack.core.model.samples import I32, I64
 
 LAYOUTS = ("zigzag", "zigzag_pack", "contiguous", "whole")
-"""Context-parallel layouts: two chunks of every segment a rank, or of the pack; a stretch of the pack; all of it."""
+"""Context-parallel layouts: a rank holds two chunks of every segment, two of the pack, a range of the pack, or all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """What one context-parallel rank holds of some packs, in its order.
+    """The slices of several packs that one context-parallel rank holds, in the rank's order.
 
-    ``start`` and ``stop`` int64 [k]: places in the slice's own pack; ``segment`` int64 [k]: which of the
-    ``Layouts``' segments it lies in; ``first`` int64 [packs + 1]: slices by pack.
+    Attributes:
+        start: int64 [k], where each slice begins in its pack.
+        stop: int64 [k], where each slice ends in its pack.
+        segment: int64 [k], the segment of ``Layouts`` that each slice lies in.
+        first: int64 [packs + 1], the first slice of each pack.
     """
 
     start: I64
@@ -37,11 +41,11 @@ class Slices:
 
 
 def cut(laid: Layouts, cp: int, rank: int, kind: str) -> Slices:
-    """What ``rank`` of ``cp`` holds of each pack: slices that lie in one segment each.
+    """Return the slices of each pack that ``rank`` of ``cp`` ranks holds; each slice lies in one segment.
 
-    ``whole`` gives every segment, ``zigzag`` two slices of each; ``zigzag_pack`` and ``contiguous`` cut the pack
-    as one, and what they give is cut again where segments meet. Raises ValueError, naming it, for what
-    cannot be shared out evenly.
+    ``whole`` gives every segment, ``zigzag`` two slices of each. ``zigzag_pack`` and ``contiguous`` cut the pack
+    as one, and cut the result again where segments meet. Raises ValueError, which names the segment or pack, for a size
+    that cannot be cut evenly.
 
     >>> laid = layouts(np.array([8, 8]), np.array([2]), 1, 16)
     >>> [a.tolist() for a in (cut(laid, 2, 0, "zigzag").start, cut(laid, 2, 0, "zigzag").stop)]
@@ -69,6 +73,7 @@ def cut(laid: Layouts, cp: int, rank: int, kind: str) -> Slices:
 
 
 def _check_even(sizes: I64, parts: int, what: str, advice: str) -> None:
+    """Raise ValueError, which names the first wrong one, unless all ``sizes`` are multiples of ``parts``."""
     ragged = sizes % parts != 0
     if ragged.any():
         at = int(np.argmax(ragged))
@@ -76,7 +81,10 @@ def _check_even(sizes: I64, parts: int, what: str, advice: str) -> None:
 
 
 def _intersect(laid: Layouts, intervals: list[tuple[I64, I64]]) -> Slices:
-    """Each pack's intervals [a, b), int64 [packs] each, cut where segments meet; none is empty."""
+    """Return the parts of each pack in the ``intervals`` [a, b), cut where segments meet; no slice is empty.
+
+    Each interval has bounds a and b for every pack, int64 [packs].
+    """
     counts = np.diff(laid.first_segment)
     pack = np.repeat(np.arange(len(counts)), counts)
     start = np.stack([np.maximum(laid.start, a[pack]) for a, _ in intervals], axis=1)
@@ -90,7 +98,7 @@ def _intersect(laid: Layouts, intervals: list[tuple[I64, I64]]) -> Slices:
 
 
 def shard_slices(cu_seqlens_padded: I32, cp: int, rank: int, kind: str) -> tuple[I64, I64]:
-    """``cut`` of one pack of these boundaries: starts and stops, int64 [k] each; same errors."""
+    """Return the slices of one pack that a rank holds, as ``cut`` does: starts and stops, int64 [k] each."""
     cu = np.asarray(cu_seqlens_padded, np.int64)
     size = np.diff(cu)
     number = np.array([0, len(size)])

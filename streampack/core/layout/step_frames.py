@@ -1,8 +1,8 @@
-"""Which arrays a message of a step carries: by the rank's role, the layout and the declared fields.
+"""The arrays that a message of a step carries, by the rank's role, the layout and the declared fields.
 
-A rank of a pipeline's middle stage computes on activations: it gets boundaries and positions alone,
-which are lengths, and so no payload unless positions are supplied. All others get tokens, and
-where slices end inside a sample the tokens that follow them, for the labels there; then every field.
+A rank of a pipeline's middle stage computes on activations. It needs boundaries and positions only, which it derives
+from lengths, so it gets no payload unless the producer supplies positions. All other ranks get tokens and every field.
+Where slices may end inside a sample, they also get ``edges``: the token behind each slice, for the label there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ INPUT_IDS, EDGES = "input_ids", "edges"
 
 
 def frames_for(fields: tuple[Field, ...], mesh: Mesh, layout: str) -> list[str]:
-    """Names of the payload frames for one rank, in order: ``input_ids``, ``edges``, then fields as declared."""
+    """Return the names of the payload frames for one rank, in order: ``input_ids``, ``edges``, fields as declared."""
     if 0 < mesh.pp_rank < mesh.pp - 1:
         return [field.name for field in fields if field.name == POSITION_IDS]
     names = [field.name for field in fields]
