@@ -1,11 +1,12 @@
 """The wire: messages, records and snapshots as bytes. No other package knows their encoding.
 
-- ``frames``: a message to frames and back. It checks everything before it believes it.
-- ``record_frames``: a record or a snapshot to bytes and back.
+- ``frames``: encodes messages to frames, and checks and decodes frames.
+- ``record_frames``: encodes and decodes records of the log and snapshots.
 - ``checksums``: CRC32C of bytes.
 - ``sample_checksums``: CRC32C of every sample of a chunk in one pass.
-- ``crc_kernels``: the same in compiled code, for x86-64.
+- ``crc_kernels``: compiled code for ``sample_checksums``, for x86-64.
 
-The package relies on ``core.protocol`` and ``core.journal`` for what a message and a record are. It does not know
-sockets or files.
+Sockets give and take the frames of a message, the log the bytes of a record. ``decode`` verifies sizes and checksums
+before it decodes anything. ``core.protocol`` and ``core.journal`` define messages and records. The package does not
+know sockets or files.
 """

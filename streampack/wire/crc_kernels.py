@@ -1,13 +1,15 @@
-"""CRC32C by the processor's instructions, compiled by numba for ``sample_checksums.compiled``. x86-64 alone.
+"""CRC32C by the processor's instructions, compiled by numba for ``sample_checksums.compiled``. Only for x86-64.
 
-The crc32 instruction takes eight bytes and three cycles, and a processor begins one in each cycle: so three samples are
-gone through side by side, each of another third of the bytes. The checksum of two parts, one behind the other, is that
-of the first as if as many zeros followed it as the second has bytes, exclusive-or that of the second; zeros multiply a
-checksum by a power of x, which two carry-less multiplications do for up to 64 KiB, whatever their number (Gopal et al.,
-"Fast CRC Computation for iSCSI Polynomial Using CRC32 Instruction", Intel 2011). Their product has 63 bits; the crc32
-instruction reduces it, and multiplies by x^33 as it does so, which the table of powers makes up for.
+The crc32 instruction takes eight bytes and three cycles, and a processor begins one in each cycle. So three samples are
+processed side by side, each of another third of the bytes.
 
-No twin in plain Python: ``sample_checksums.plain`` is the oracle.
+The checksum of two parts is the exclusive-or of two checksums: that of the first part followed by as many zeros as the
+second has bytes, and that of the second. Zeros multiply a checksum by a power of x. For up to 64 KiB of zeros, two
+carry-less multiplications do this. See Gopal et al., "Fast CRC Computation for iSCSI Polynomial Using CRC32
+Instruction", Intel 2011. Their product has 63 bits. The crc32 instruction reduces it, and thereby multiplies by x^33;
+the table of powers is divided by x^33 to make up for it.
+
+Tests compare with ``sample_checksums.plain``; these functions do not run without numba.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from streampack.core.model.samples import I64
 from streampack.wire.checksums import Column, Crcs, crc32c
 
 POLYNOMIAL = 0x82F63B78
-"""Castagnoli's, bits reversed: bit 31 of a checksum is the coefficient of x^0."""
+"""Castagnoli's polynomial, bits reversed: bit 31 of a checksum is the coefficient of x^0."""
 _ONE = 1 << 31
 _START = np.uint64(0xFFFFFFFF)
 _I64, _I32, _I8 = ir.IntType(64), ir.IntType(32), ir.IntType(8)
@@ -35,8 +37,9 @@ _PAIR = ir.VectorType(_I64, 2)
 
 
 def runs_here() -> bool:
-    """Has this processor the instructions, and may numba use them? Asked before anything is compiled: LLVM ends the
-    process over an instruction that its target lacks.
+    """Return True if this processor has the instructions, numba may use them, and the result of a test is right.
+
+    Call it before anything is compiled: LLVM ends the process at an instruction that its target lacks.
     """
     other_target = any(getattr(config, name, None) for name in ("CPU_NAME", "CPU_FEATURES", "DISABLE_JIT"))
     if other_target or binding.get_process_triple().split("-")[0] != "x86_64":
@@ -61,19 +64,22 @@ def crcs_of(columns: Sequence[Column]) -> Crcs:
         if len(bounds) != len(crcs) + 1 or bounds[0] != 0 or bounds[-1] != len(data) or (np.diff(bounds) < 0).any():
             raise ValueError(f"got bounds of {len(bounds) - 1} samples up to byte {bounds[-1]}, of {len(data)} bytes")
         held = data.view()
-        held.flags.writeable = False  # whatever it was: one signature, compiled once
+        held.flags.writeable = False  # always read-only, so that one signature is compiled
         _pieces(held, bounds, own)
         whole = _join_all(own, bounds, crcs, whole, _POWERS)
     return crcs, int(whole)
 
 
 def joined(crc: int, following: int, num_bytes: int) -> int:
-    """The checksum of a part of checksum ``crc`` and of the ``num_bytes`` behind it, of checksum ``following``."""
+    """Return the checksum of two parts; ``crc`` is that of the first, ``following`` that of the second.
+
+    ``num_bytes`` are the bytes of the second part.
+    """
     return int(_shifted(np.uint64(crc), num_bytes, _POWERS)) ^ following
 
 
 def _code_of_crc_word(_: Any, crc: Any, word: Any) -> Any:
-    """Eight bytes more."""
+    """Return the type and the code of a function that adds eight bytes to a checksum."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_I64, [_I64, _I64])
@@ -83,7 +89,7 @@ def _code_of_crc_word(_: Any, crc: Any, word: Any) -> Any:
 
 
 def _code_of_crc_byte(_: Any, crc: Any, byte: Any) -> Any:
-    """One byte more."""
+    """Return the type and the code of a function that adds one byte to a checksum."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_I32, [_I32, _I8])
@@ -94,7 +100,7 @@ def _code_of_crc_byte(_: Any, crc: Any, byte: Any) -> Any:
 
 
 def _code_of_multiply(_: Any, left: Any, right: Any) -> Any:
-    """The low 64 bits of the carry-less product."""
+    """Return the type and the code of a function that gives the low 64 bits of a carry-less product."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind, first = ir.FunctionType(_PAIR, [_PAIR, _PAIR, _I8]), ir.Constant(_I32, 0)
@@ -106,7 +112,7 @@ def _code_of_multiply(_: Any, left: Any, right: Any) -> Any:
 
 
 def _code_of_word(_: Any, address: Any) -> Any:
-    """The eight bytes at an address, which need not be a multiple of eight."""
+    """Return the type and the code of a function that reads the eight bytes at any address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(builder.inttoptr(args[0], _I64.as_pointer()), align=1)
@@ -122,7 +128,7 @@ _word: Any = intrinsic(_code_of_word)
 
 @njit(inline="always")
 def _rest(data: NDArray[np.uint8], begin: int, end: int, crc: Any) -> Any:
-    """The last bytes of a sample, fewer than eight."""
+    """Return the checksum of a sample after its last bytes, fewer than eight; ``crc`` is the state before them."""
     for at in range(begin, end):
         crc = _crc_byte(crc, data[at])
     return crc ^ _START
@@ -130,7 +136,7 @@ def _rest(data: NDArray[np.uint8], begin: int, end: int, crc: Any) -> Any:
 
 @njit(inline="always")
 def _third(bounds: I64, number: int) -> int:
-    """The first sample of the ``number``-th third of the bytes."""
+    """Return the first sample of the ``number``-th third of the bytes, from 0 on."""
     sample, last = 0, len(bounds) - 1
     while sample < last and bounds[sample] < bounds[last] // 3 * number:
         sample += 1
@@ -139,7 +145,7 @@ def _third(bounds: I64, number: int) -> int:
 
 @njit(nogil=True, cache=True)
 def _pieces(data: NDArray[np.uint8], bounds: I64, crcs: NDArray[np.uint32]) -> None:
-    """The checksum of every piece ``bounds[i]:bounds[i + 1]`` of ``data``."""
+    """Write the checksum of every piece ``bounds[i]:bounds[i + 1]`` of ``data`` to ``crcs``."""
     base = np.uint64(data.ctypes.data)
     a, b, c = 0, _third(bounds, 1), _third(bounds, 2)
     end_a, end_b, end_c = b, c, len(crcs)
@@ -175,7 +181,7 @@ def _pieces(data: NDArray[np.uint8], bounds: I64, crcs: NDArray[np.uint32]) -> N
 
 @njit(nogil=True, cache=True)
 def _shifted(crc: Any, num_bytes: int, powers: NDArray[np.uint64]) -> Any:
-    """A checksum as if so many zeros followed, below 2**32; without what the checksum of zeros is."""
+    """Return ``crc`` as if ``num_bytes`` zeros (below 2**32) followed its bytes: times x^(8 * num_bytes)."""
     for level in range(4):
         digit = num_bytes >> (8 * level) & 255
         if digit:
@@ -187,7 +193,10 @@ def _shifted(crc: Any, num_bytes: int, powers: NDArray[np.uint64]) -> Any:
 def _join_all(
     own: NDArray[np.uint32], bounds: I64, crcs: NDArray[np.uint32], whole: int, powers: NDArray[np.uint64]
 ) -> Any:
-    """Join what each sample has in this column to its ``crcs``, and to the ``whole``, which is returned."""
+    """Join the checksum of each sample's part in this column, ``own``, to its checksum in ``crcs``, in place.
+
+    Returns the checksum ``whole`` of all columns so far, with this column joined to it.
+    """
     joined = np.uint64(whole)
     for i in range(len(own)):
         num_bytes = bounds[i + 1] - bounds[i]
@@ -197,7 +206,7 @@ def _join_all(
 
 
 def _times(left: int, right: int) -> int:
-    """The product of two polynomials modulo ``POLYNOMIAL``."""
+    """Return the product of two polynomials modulo ``POLYNOMIAL``."""
     product = 0
     for bit in range(31, -1, -1):
         product ^= right if left >> bit & 1 else 0
@@ -206,7 +215,7 @@ def _times(left: int, right: int) -> int:
 
 
 def _powers() -> NDArray[np.uint64]:
-    """x^(8 * n - 33) for the digits n of a number of bytes, uint64 [level, digit]; n = digit * 256 ** level."""
+    """Return a table of x^(8 * n - 33), uint64 [level, digit], for n = digit * 256 ** level bytes."""
     first = _ONE
     for _ in range(33):  # divided by x
         first = ((first ^ POLYNOMIAL) << 1 | 1) & 0xFFFFFFFF if first & _ONE else first << 1

@@ -1,4 +1,4 @@
-"""Messages to frames and back: a few frames, checked before anything is believed.
+"""Messages to frames and back. Sizes and checksums are verified before a message is decoded.
 
 Frame 0 is a fixed header of 56 bytes, little-endian::
 
@@ -6,12 +6,11 @@ Frame 0 is a fixed header of 56 bytes, little-endian::
     u64 run       u64 broker epoch     u64 fence (session or attempt)
     u32 meta bytes  u32 crc32c of meta and payload  u64 payload bytes  u32 0  u32 crc32c of the header before it
 
-Frame 1 is the message as a msgpack map of its field names, those after it are raw arrays. Lengths
-and checksums are compared first, then the map is decoded straight into its type, which bounds
-nesting and refuses wrong types; names not known are passed over, so that a later version may add
-some. CRC32C (Castagnoli; RFC 3720, appendix B.4) because 78 % of single-bit flips in a msgpack
-map decode to another valid value, and because processors compute it. Any msgpack library can
-speak this; nothing is ever pickled.
+Frame 1 is the message as a msgpack map of its field names; the frames after it are raw arrays, the payload. Lengths and
+checksums are compared first. Then the map is decoded straight into its type, which bounds nesting and rejects wrong
+types. Unknown names are ignored, so that a later version may add some. A checksum is needed since 78 % of single-bit
+flips in a msgpack map decode to another valid value. It is CRC32C (Castagnoli; RFC 3720, appendix B.4), which
+processors compute. Any msgpack library can read and write messages; nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from streampack.wire.checksums import crc32c
 
 MAGIC = b"SPK1"
 VERSION = 1
-"""Every version has the same header, and ``Reject`` as message 14, so that a peer of another one can be told why."""
+"""Every version has the same header, and ``Reject`` as message 14, so that a peer of another version gets a reason."""
 ALL_MESSAGES = (*SHARED_MESSAGES, *PRODUCER_MESSAGES, *TRAINER_MESSAGES)
 MAX_PAYLOAD_FRAMES = 2 + MAX_FIELDS
 MAX_META_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
 MAX_FENCE = 1 << 62
-"""Fences and epochs stay below, so that the next higher one has room in the header."""
+"""Fences and epochs are below this, so that the next higher number fits the header."""
 
 _HEADER = struct.Struct("<4sBBHQQQIIQI")
 _CRC = struct.Struct("<I")
@@ -58,7 +57,7 @@ class OtherVersion(WireError):
 
 
 def checksum(frames: Sequence[Any]) -> int:
-    """CRC32C over frames as if they were one."""
+    """Return the CRC32C of frames, one after another."""
     value = 0
     for frame in frames:
         value = crc32c(frame, value)
@@ -66,11 +65,10 @@ def checksum(frames: Sequence[Any]) -> int:
 
 
 def encode(envelope: Envelope, version: int | None = None) -> list[Any]:
-    """Frames of a message: header, meta, then the payload frames themselves, not copied.
+    """Return the frames of a message: header, meta, then the payload frames, which are not copied.
 
-    ``version`` is that of a peer that does not speak ours.
-
-    Raises WireError for more payload frames than tokens, edges and every field that may be declared.
+    ``version``: the protocol version of the receiver, if it is not ours. Raises WireError for more payload frames than
+    tokens, edges and all fields that may be declared.
     """
     payload = envelope.payload
     if len(payload) > MAX_PAYLOAD_FRAMES:
@@ -79,7 +77,7 @@ def encode(envelope: Envelope, version: int | None = None) -> list[Any]:
     if envelope.payload_crc is None:
         crc = checksum([meta, *payload])
     else:
-        from streampack.wire.crc_kernels import joined  # numba: who knows it has it from there
+        from streampack.wire.crc_kernels import joined  # imports numba; payload_crc comes from there
 
         crc = joined(crc32c(meta), envelope.payload_crc, num_bytes)
     head = _HEADER.pack(
@@ -90,10 +88,9 @@ def encode(envelope: Envelope, version: int | None = None) -> list[Any]:
 
 
 def decode(frames: Sequence[Any]) -> Envelope:
-    """The message in ``frames``, payload as memoryviews of bytes that share the frames' memory.
+    """Return the message in ``frames``; its payload is memoryviews that share the frames' memory.
 
-    Raises WireError, which says what was wrong, for anything that is not a whole, undamaged
-    message of this version.
+    Raises WireError, with the reason, unless the frames are a whole, undamaged message of this version.
     """
     if not 2 <= len(frames) <= 2 + MAX_PAYLOAD_FRAMES:
         raise WireError(f"got {len(frames)} frames, expected 2 to {2 + MAX_PAYLOAD_FRAMES}")
@@ -117,7 +114,7 @@ def decode(frames: Sequence[Any]) -> Envelope:
         raise WireError(f"got {meta_bytes} bytes of meta and {payload_bytes} of payload, expected less")
     if max(epoch, fence) >= MAX_FENCE:
         raise WireError(f"got epoch {epoch} and fence {fence}, expected numbers below {MAX_FENCE}")
-    if isinstance(frames[1], memoryview):  # of memory that its sender shares, and may still write to
+    if isinstance(frames[1], memoryview):  # in shared memory, to which the sender may still write
         meta = bytes(meta)
     if checksum([meta, *payload]) != crc:
         raise WireError("got a damaged message (crc32c differs)")
@@ -125,12 +122,13 @@ def decode(frames: Sequence[Any]) -> Envelope:
 
 
 def _flat(frame: Any) -> memoryview:
-    """A frame's bytes; an array of shape (0, 2), which cannot be cast, is no bytes."""
+    """Return the bytes of a frame; empty for an array without elements, which cannot be cast."""
     view = memoryview(frame)
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def _decode(kind: int, meta: bytes | memoryview) -> Message:
+    """Return the message of type ``kind`` in ``meta``. Raises WireError if it does not decode."""
     decoder = _decoders.get(kind)
     if decoder is None:
         raise WireError(f"got message type {kind}, expected one of {sorted(_decoders)}")

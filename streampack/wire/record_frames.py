@@ -1,4 +1,4 @@
-"""Records of the log and snapshots as bytes, and back. Nothing is believed before it is checked."""
+"""Records of the log and snapshots, to bytes and back."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ _SIZES = struct.Struct("<IH")
 
 
 def encode_record(record: Record, payload: Sequence[Any] = ()) -> list[Any]:
-    """A record of the log as buffers: u32 bytes of meta, u16 frames, u64 bytes of each frame; meta; the frames."""
+    """Return a record of the log as buffers: sizes, the record as msgpack (meta), the frames of the payload.
+
+    The sizes are u32 bytes of meta, u16 number of frames, u64 bytes of each frame; little-endian.
+    """
     meta = _record_encoder.encode(record)
     sizes = b"".join(memoryview(frame).nbytes.to_bytes(8, "little") for frame in payload)
     return [_SIZES.pack(len(meta), len(payload)) + sizes, meta, *payload]
 
 
 def decode_record(kind: int, body: Any) -> tuple[Record, tuple[memoryview, ...]]:
-    """The record of type ``kind`` in ``body``, and its payload, which shares the body's memory.
+    """Return the record of type ``kind`` in ``body``, and its payload, which shares the body's memory.
 
-    Raises WireError for anything that is not a whole record of this version.
+    Raises WireError unless the body is a whole record of this version.
     """
     view = memoryview(body).cast("B")
     decoder = _record_decoders.get(kind)
@@ -54,12 +57,12 @@ def decode_record(kind: int, body: Any) -> tuple[Record, tuple[memoryview, ...]]
 
 
 def encode_snapshot(snapshot: Any) -> bytes:
-    """A snapshot, for a trainer's checkpoint."""
+    """Return a snapshot as compressed bytes, for a trainer's checkpoint."""
     return zlib.compress(_record_encoder.encode(snapshot), 6)
 
 
 def decode_snapshot(data: bytes) -> Snapshot:
-    """What ``encode_snapshot`` made. Raises WireError for anything else."""
+    """Return the snapshot in ``data``, which ``encode_snapshot`` made. Raises WireError if it does not decode."""
     try:
         inflate = zlib.decompressobj()
         plain = inflate.decompress(data, MAX_META_BYTES)

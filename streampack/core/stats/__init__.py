@@ -1,9 +1,10 @@
-"""Stats: what is counted and decides nothing.
+"""Statistics that decide nothing: fill, padding, data waits and lengths.
 
-- ``fill``: how full packs are.
-- ``padding``: tokens of delivered packs that hold no sample, by cause.
-- ``data_wait``: what a rank has waited for, by cause.
-- ``length_histogram``: how long samples are, in bounded memory.
+- ``fill``: utilization and other measures of how full packs are.
+- ``padding``: padding of delivered packs, by cause.
+- ``data_wait``: the time that a rank waits for its next step, by cause.
+- ``length_histogram``: a histogram of the samples' lengths, in bounded memory.
 
-Causes add up to the whole. The modules know numbers, and no state machine.
+FORM, DEAL and the serving of steps count here; the services turn the counts into status and metrics. The tokens or
+seconds of all causes add up to the whole. The modules know numbers, and no state machine.
 """

@@ -1,10 +1,18 @@
-"""Why a rank waits for its next step, in figures that decide nothing: what it has waited for so far, by cause.
+"""Data waits: the time that a rank waits for its next step, by cause. They decide nothing.
 
-A client knows of every moment of a wait what it is for: what the broker said last, or that it is not heard. It adds
-them up and says the sums with its pings, so that nothing is lost with a ping. A cause names what has to change:
-``stream``: a stream whose samples are missing; ``peers``: ranks that have not returned their steps; ``join``: ranks
-that are not there; ``memory``: the arena is full; ``forming``: the packer is at work; ``log``: the disk is; and
-``network``: the broker has sent the step, or is not heard. What a trainer does with what it has is no wait.
+A client knows the cause at every moment of a wait: what the broker said last, or that the broker does not answer. It
+adds up the time of each cause and sends the sums with its pings, so a lost ping loses nothing. A cause names what has
+to change:
+
+- ``stream``: a stream has no samples;
+- ``peers``: ranks have not returned their steps;
+- ``join``: ranks have not joined;
+- ``memory``: the arena is full;
+- ``forming``: the packer is at work;
+- ``log``: the disk is at work;
+- ``network``: the broker has sent the step, or does not answer.
+
+The time in which a trainer works on a step is not a wait.
 """
 
 from __future__ import annotations
@@ -18,7 +26,7 @@ from streampack.core.model.snapshot import Count
 
 CAUSES = ("stream", "peers", "join", "memory", "forming", "log", "network")
 WAIT_BOUNDS_S = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
-"""Waits are counted up to each of these, and beyond."""
+"""Bounds of the histogram of waits, in seconds."""
 
 Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 _Name = Annotated[str, Meta(min_length=1, max_length=200)]
@@ -38,10 +46,14 @@ class Missing(NamedTuple):
 
 
 class Starvation(Struct, frozen=True, kw_only=True):
-    """What a rank has waited for since its client began, in seconds by cause and, of the cause ``stream``, by stream;
-    how many waits were as long as each of ``WAIT_BOUNDS_S`` at most and longer than the one before, and how many were
-    longer than all. ``trainer_s``: how long the trainer had a step and did not ask for the next; ``step_s``: how long
-    a step takes lately, from one to the next.
+    """The data waits of a rank since its client began.
+
+    Attributes:
+        causes_s: Seconds by cause.
+        streams_s: Seconds of the cause ``stream`` by stream.
+        waits: Number of waits up to each of ``WAIT_BOUNDS_S``, and above the last.
+        trainer_s: Seconds in which the trainer had a step and did not ask for the next.
+        step_s: Seconds from one step to the next lately; None before it is known.
     """
 
     causes_s: Annotated[dict[_Name, Seconds], Meta(max_length=32)] = {}
@@ -52,12 +64,12 @@ class Starvation(Struct, frozen=True, kw_only=True):
 
 
 def cause_of(reason: str) -> str:
-    """The cause that a broker's word means; one that is not known is the broker's own work."""
+    """Return the cause of a wait for a broker's ``reason``; an unknown reason counts as ``forming``."""
     return reason if reason in CAUSES else "forming"
 
 
 def bucket_of(seconds: float) -> int:
-    """Where a wait is counted, below ``len(WAIT_BOUNDS_S) + 1``.
+    """Return the bucket of a wait in the histogram of waits, from 0 to ``len(WAIT_BOUNDS_S)``.
 
     >>> bucket_of(0.0), bucket_of(1e-4), bucket_of(2e-4), bucket_of(61.0)
     (0, 0, 1, 13)
@@ -66,7 +78,10 @@ def bucket_of(seconds: float) -> int:
 
 
 class NextWaits:
-    """Of all ranks of a feed together, those that are gone too: ``counts`` by bucket, and the ``sum`` in seconds."""
+    """Histogram of the data waits of all ranks of a feed, past ranks included.
+
+    ``counts`` are waits by bucket (``bucket_of``); ``sum`` is their total in seconds.
+    """
 
     bounds = WAIT_BOUNDS_S
 
@@ -75,7 +90,7 @@ class NextWaits:
         self.sum = 0.0
 
     def add(self, before: Starvation | None, now: Starvation) -> None:
-        """A rank says what it has waited so far; ``before`` is what it said last."""
+        """Add the waits that a rank reports ``now`` and did not report ``before``; None: it did not report before."""
         before = before or Starvation()
         self.sum += max(sum(now.causes_s.values()) - sum(before.causes_s.values()), 0.0)
         old = before.waits + [0] * len(now.waits)

@@ -1,8 +1,8 @@
-"""How full the packs are: the figures that every packer and every run is judged by.
+"""Measures of how full packs are, by which packers and runs are compared.
 
-The definitions are NeMo-RL's (``nemo_rl/data/packing/metrics.py``), so that numbers can be laid
-side by side. All of them are functions of the packs' token sums and the budget: whether the sums
-count real or padded tokens is the caller's choice, and alignment waste is the difference.
+The definitions are NeMo-RL's (``nemo_rl/data/packing/metrics.py``), so that numbers can be compared. All are functions
+of the packs' token sums and the budget. The caller passes sums of real or of aligned tokens; their difference is the
+padding of alignment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from streampack.core.model.steps import PlannedPacks
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Section 7's figures; ratios are of 1, not of 100. All are 0 when there are no packs."""
+    """Measures of how full packs are. Ratios are fractions of 1. All are 0 when there are no packs."""
 
     packs: int = 0
     tokens: int = 0
@@ -35,7 +35,7 @@ class Figures:
 
 
 def figures(sums: NDArray[np.int64], budget: int) -> Figures:
-    """The figures of packs that hold ``sums`` tokens, int64 [packs], of ``budget`` tokens each.
+    """Return the measures of packs that hold ``sums`` tokens, int64 [packs]; each has a capacity of ``budget`` tokens.
 
     Raises ValueError for a budget below 1, a negative sum, or one above the budget.
 
@@ -63,9 +63,10 @@ def figures(sums: NDArray[np.int64], budget: int) -> Figures:
 
 
 def from_moments(packs: int, tokens: int, square_tokens: int, budget: int) -> Figures:
-    """The figures of ``packs`` packs whose sums add up to ``tokens`` and their squares to ``square_tokens``.
+    """Return the measures of ``packs`` packs that hold ``tokens`` in total.
 
-    For a run that counts and keeps no sums: the integers are exact, so this equals ``figures`` up to rounding.
+    The squares of the packs' tokens add up to ``square_tokens``. The result is that of ``figures`` up to rounding; it
+    serves runs that keep totals only. Raises ValueError for a budget below 1.
 
     >>> from_moments(2, 12, 80, 8) == figures(np.array([8, 4]), 8)
     True
@@ -88,7 +89,11 @@ def from_moments(packs: int, tokens: int, square_tokens: int, budget: int) -> Fi
 
 @dataclass(slots=True)
 class Totals:
-    """What was formed, summed over all steps of all iterations: for the figures of section 7 of the packing design."""
+    """Totals over all steps of all iterations.
+
+    ``slot_tokens`` are aligned tokens. ``square_tokens`` and ``square_slot_tokens`` are sums of the squares of the
+    packs' tokens. ``dropped_*`` count what ``tail: drop`` dropped.
+    """
 
     steps: int = 0
     packs: int = 0
@@ -102,7 +107,7 @@ class Totals:
     dropped_tokens: int = 0
 
     def add(self, packs: PlannedPacks, steps: int = 1) -> None:
-        """Count the packs of a step, or of some."""
+        """Add the packs of one or several ``steps``."""
         self.steps += steps
         self.packs += len(packs)
         self.samples += len(packs.handles)
@@ -114,6 +119,7 @@ class Totals:
 
 
 def _balance_from_moments(packs: int, tokens: int, square_tokens: int) -> float:
+    """Return ``bin_balance``: 1 - sample standard deviation / mean of the packs' tokens, from their sums."""
     if not tokens:
         return 0.0
     if packs == 1:
@@ -123,7 +129,7 @@ def _balance_from_moments(packs: int, tokens: int, square_tokens: int) -> float:
 
 
 def _balance(sums: NDArray[np.int64]) -> float:
-    """1 - sample deviation / mean; the budget cancels out. Empty packs alone balance nothing: 0."""
+    """Return ``bin_balance``: 1 - sample standard deviation / mean of ``sums``; 0 if all packs are empty."""
     mean = float(sums.mean())
     if mean == 0:
         return 0.0

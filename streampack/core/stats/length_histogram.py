@@ -1,4 +1,4 @@
-"""How long samples are, counted in bounded memory: exact to 64 tokens, to one part in 32 above.
+"""A histogram of samples' lengths in bounded memory: exact up to 64 tokens, to one part in 32 above.
 
 Bucket edges are those of a histogram of high dynamic range: every power of two is cut into ``PER_OCTAVE`` equal
 buckets. Tokens are counted beside samples, so that a bucket's mean length is exact whatever lies in it.
@@ -12,12 +12,12 @@ from streampack.core.model.samples import I64
 
 PER_OCTAVE = 32
 OCTAVES = 26
-"""From 64 tokens on: longer samples than any message may have."""
+"""Powers of two from 64 tokens on; the last is longer than any message may be."""
 BUCKETS = (2 + OCTAVES) * PER_OCTAVE
 
 
 def bucket_of(lengths: I64) -> I64:
-    """The bucket of each length, int64 [n], below ``BUCKETS``; what is too long for any is in the last.
+    """Return the bucket of each of ``lengths``, int64 [n]; lengths above the last bucket are counted in it.
 
     >>> bucket_of(np.array([1, 63, 64, 65, 66, 128])).tolist()
     [1, 63, 64, 64, 65, 96]
@@ -28,17 +28,18 @@ def bucket_of(lengths: I64) -> I64:
 
 
 def _computed(lengths: I64) -> I64:
-    octave = np.maximum(np.frexp(lengths.astype(np.float64))[1] - 6, 0)  # how often it is halved to be below 64
+    """Compute the bucket of each length, without the table."""
+    octave = np.maximum(np.frexp(lengths.astype(np.float64))[1] - 6, 0)  # halvings until it is below 64
     bucket: I64 = np.minimum(octave * PER_OCTAVE + (lengths >> octave), BUCKETS - 1)
     return bucket
 
 
 _TABLE = _computed(np.arange(1 << 14))
-"""Of most lengths there are: a broker counts each of its samples."""
+"""Buckets of short lengths, looked up for speed: a broker counts each of its samples."""
 
 
 def least_of(bucket: int) -> int:
-    """The least number in a bucket.
+    """Return the least length that is counted in ``bucket``.
 
     >>> [least_of(bucket) for bucket in (1, 63, 64, 65, 96)]
     [1, 63, 64, 66, 128]
@@ -48,19 +49,19 @@ def least_of(bucket: int) -> int:
 
 
 class LengthCounts:
-    """``samples`` and ``tokens`` int64 [BUCKETS]."""
+    """A histogram of lengths: ``samples`` and ``tokens`` int64 [BUCKETS] of each bucket."""
 
     def __init__(self) -> None:
         self.samples: I64 = np.zeros(BUCKETS, np.int64)
         self.tokens: I64 = np.zeros(BUCKETS, np.int64)
 
     def add(self, lengths: I64) -> None:
-        """Count samples of these ``lengths``, int64 [n]."""
+        """Count samples of ``lengths`` tokens, int64 [n]."""
         buckets = bucket_of(lengths)
         self.samples += np.bincount(buckets, minlength=BUCKETS)
         self.tokens += np.bincount(buckets, lengths, BUCKETS).astype(np.int64)
 
     def rows(self) -> list[tuple[int, int]]:
-        """(samples, tokens) of each bucket that holds any, shortest first."""
+        """Return (samples, tokens) of each bucket that is not empty, shortest first."""
         held = np.flatnonzero(self.samples)
         return list(zip(self.samples[held].tolist(), self.tokens[held].tolist(), strict=True))

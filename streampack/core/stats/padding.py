@@ -1,13 +1,13 @@
-"""Tokens of the packs delivered that are nobody's, by cause: the causes add up to all there are.
+"""Padding tokens of delivered packs, by cause; the causes add up to all padding.
 
-- ``alignment``: samples, padded to ``align.sample``;
+- ``alignment``: from the end of a sample to the next multiple of ``align.sample``;
 - ``pack_tail``: behind a pack's last sample, to the budget where packs are ``fixed``, else to ``align.pack``;
 - ``shape``: from there to the multiple or the bucket of other shapes, or to the end of a padded row;
 - ``pipeline``: from there to the longest pack of the step, where stages exchange one shape;
 - ``empty_pack``: packs without a sample, and padded rows without one.
 
-A step counts once, so that what is counted only grows: where a mesh has a say (``depends_on_mesh``), as it is first
-dealt; else as FORM made it.
+A step counts once, so the counts only grow. If the padding depends on the mesh (``depends_on_mesh``), the step is
+counted as first dealt; else as FORM made it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ CAUSES = ("alignment", "pack_tail", "shape", "pipeline", "empty_pack")
 
 
 def depends_on_mesh(rules: Rules) -> bool:
-    """May a mesh split packs, or make them longer?"""
+    """Return True if a mesh may split packs of these rules, or make them longer."""
     return rules.batch is not None or rules.shape != "fixed"
 
 
 def padding_of(tokens: I64, slots: I64, widths: I64, rules: Rules) -> I64:
-    """Tokens wasted, by cause, int64 [CAUSES]: by packs that hold ``tokens``, take ``slots`` when aligned, and are
-    delivered ``widths`` long; all int64 [packs].
+    """Return the padding tokens of packs by cause, int64 [CAUSES].
+
+    ``tokens``, ``slots`` and ``widths``, int64 [packs], are the packs' real tokens, aligned tokens and lengths T.
     """
     own, held = rules.own_widths(slots), slots > 0
     laid = own if rules.shape == "fixed" else -(-slots // rules.align.pack) * rules.align.pack
@@ -38,13 +39,15 @@ def padding_of(tokens: I64, slots: I64, widths: I64, rules: Rules) -> I64:
 
 
 def padding_of_rows(tokens: I64, slots: I64, held: I64, rows: I64, widths: I64) -> I64:
-    """The same of padded micro-batches: ``rows`` of ``widths`` tokens each, of which ``held`` hold a sample; all int64
-    [packs].
+    """Return the padding tokens of padded micro-batches by cause, int64 [CAUSES].
+
+    A micro-batch has ``rows`` rows of ``widths`` tokens, of which ``held`` hold a sample; ``tokens`` and ``slots`` are
+    real and aligned tokens. All int64 [packs].
     """
     sums = [(slots - tokens).sum(), 0, (held * widths - slots).sum(), 0, ((rows - held) * widths).sum()]
     return np.array(sums, np.int64)
 
 
 def padding_of_packs(packs: PlannedPacks, rules: Rules) -> I64:
-    """The same for a step as FORM made it, where no mesh has a say."""
+    """Return the padding tokens of FORM's packs by cause, int64 [CAUSES]; for rules that do not depend on the mesh."""
     return padding_of(packs.tokens, packs.slots, rules.own_widths(packs.slots), rules)
