@@ -149,6 +149,7 @@ def connect(
 
 
 def _readers(readers: Mapping[str, Sequence[int]] | None) -> ReadBy:
+    """Convert the argument ``readers``. Raises MeshError if it is invalid."""
     try:
         return msgspec.convert(dict(readers or {}), ReadBy)
     except (msgspec.ValidationError, ValueError, TypeError) as error:
@@ -171,6 +172,7 @@ def introduce_to_torch(kind: type) -> None:
 
 
 def _endpoint(endpoint: str | None, timeout_s: float) -> str:
+    """Return the broker's address for trainers, from the argument, the environment or a rendezvous file."""
     found = endpoint or os.environ.get("STREAMPACK_ENDPOINT")
     if not found:
         raise UserError("got no endpoint, expected tcp://host:port, or STREAMPACK_ENDPOINT in the environment")

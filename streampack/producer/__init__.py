@@ -1,19 +1,19 @@
-"""The producer: from samples to chunks that a broker takes.
+"""The producer: turns samples into chunks and sends the chunks to a broker.
 
-A producer that reads files:
+A producer that reads files, in the order in which data passes:
 
-- ``first_rows``: before a run, whether the first rows of each source have the keys that are asked for.
-- ``loop``: one thread owns the socket, another one reads, tokenizes and cuts chunks.
-- ``chunks``: from records to chunks, with checksums.
-- ``chunk``: what a chunk is made of.
-- ``lease_limits``: what a lease asks of samples and of chunks.
+- ``first_rows``: checks before a run that the first rows of each source have the configured keys.
+- ``loop``: one thread owns the socket, another reads and tokenizes records and makes chunks.
+- ``lease_limits``: applies a lease's limits, policies and fields to records.
+- ``chunk``: the parts of a chunk: a batch of samples, and samples gathered for a batch.
+- ``chunks``: turns records into batches, and batches into chunks with checksums.
 
 A program that pushes its own samples:
 
-- ``push``: ``streampack.Producer``, the interface of the program.
-- ``pushed_samples``: checks and converts what the program gives, and makes chunks of it.
-- ``push_thread``: the thread that sends the chunks, and what it shares with the program.
+- ``push``: ``streampack.Producer``, the interface for the program.
+- ``pushed_samples``: checks and converts the program's samples, and makes chunks.
+- ``push_thread``: the thread that sends the chunks, and the state that it shares with the program.
 
-``core.sessions`` decides what is sent and when; the modules here only do it. The package knows leases, records and
-chunks. It does not know steps, packs or trainers.
+A batch here is the samples of one chunk. The sessions in ``core.sessions`` decide which messages are sent and when. The
+folder knows leases, records and chunks. It does not know steps, packs or trainers.
 """

@@ -1,4 +1,4 @@
-"""What a chunk is made of: a batch of samples, gathered one after another; and a source that gives whole batches."""
+"""The parts of a chunk: a batch of samples, samples gathered for a batch, and sources that yield whole batches."""
 
 from __future__ import annotations
 
@@ -21,43 +21,48 @@ Values = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """Consecutive samples of a partition: ``tokens`` [sum of lengths], ``lengths`` uint32 [n].
-
-    A length of 0 is a rejected sample, counted in ``rejected`` by reason; ``cursor`` is the place after the last.
-    ``fields`` are the lease's, by name, of their ``storage``: [sum of lengths, ...], or [n, ...] by sample.
-    ``loss_tokens`` uint32 [n]: labels that count; None: all but each sample's first token.
-    """
+    """A batch of n consecutive samples of a partition, for one chunk."""
 
     tokens: NDArray[np.int32] | NDArray[np.uint16]
+    """[sum of lengths] the samples' tokens, end to end."""
     lengths: NDArray[np.uint32]
+    """[n] tokens of each sample; 0 for a rejected sample."""
     cursor: Cursor
+    """Position in the source after the last sample."""
     rejected: dict[str, int]
+    """Number of rejected samples by reason."""
     examples: tuple[tuple[str, str], ...] = ()
-    """(reason, place) of the first sample rejected for each reason, and of every file that is damaged."""
+    """(reason, place) of the first sample rejected for each reason, and of every damaged file."""
     lost_tokens: int = 0
-    """Of samples cut or dropped because they were too long even to be sent."""
+    """Tokens of samples that were cut or dropped because they exceed the broker's limit."""
     fields: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """The lease's fields by name, in the dtype of their storage: [sum of lengths, ...], or [n, ...] of axis sample."""
     loss_tokens: NDArray[np.uint32] | None = None
+    """[n] loss tokens of each sample; None if all tokens but each sample's first are."""
     pass_ended: bool = False
-    """The last sample is the last of its pass."""
+    """True if the last sample is the last of its pass."""
     unmasked: int = 0
-    """Samples that came without the declared loss mask, and are trained on as a whole."""
+    """Number of samples without the declared loss mask, of which all tokens are trained on."""
 
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """A source that gives whole batches: for data that needs no work by the sample."""
+    """A source that yields whole batches, for data that needs no work on single samples."""
 
     digest: str
 
     def batches(self, lease: Lease) -> Iterator[TokenChunk]:
-        """Batches from the lease's cursor on, within its limits."""
+        """Yield batches within the lease's limits, from the lease's cursor on."""
         ...
 
 
 @dataclass(slots=True)
 class Gathered:
-    """Samples of a batch to be: values of one or more each; ``tokens`` of them all, ``lost`` by cutting them."""
+    """Samples gathered for a batch, and their counts.
+
+    Each of ``parts`` holds the values of one sample or of several. ``tokens`` counts their tokens; ``lost`` counts the
+    tokens lost by cutting or dropping samples. ``began``: time of the first sample, in seconds of the monotonic clock.
+    """
 
     parts: list[Values] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
@@ -69,9 +74,9 @@ class Gathered:
     began: float = field(default_factory=time.monotonic)
 
     def add(self, record: RawSample | Records, sample: Values, reason: str | None, unmasked: bool) -> None:
-        """A record, as what is left of it by the policies; or many, all of which is left.
+        """Add a record that the policies turned into ``sample``, or several records that they left unchanged.
 
-        ``unmasked``: they came without a declared loss mask.
+        ``reason``: why the policies rejected the record, or None. ``unmasked``: the declared loss mask was missing.
         """
         length = len(sample[TOKENS])
         self.parts.append(sample)
@@ -91,4 +96,4 @@ class Gathered:
 
 
 TOKENS = ""
-"""Where a sample's values hold its tokens: no field has this name."""
+"""Key of the tokens among a sample's values; no field has this name."""

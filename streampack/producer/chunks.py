@@ -1,7 +1,7 @@
-"""Records to chunks: what a source gives, held to the limits of the lease, with its fields and checksums.
+"""Turn a source's records into batches within a lease's limits, and batches into chunks with checksums.
 
-Chunks of up to ``max_chunk_bytes`` are what travels, because a hop of ZeroMQ costs by the message. The module knows
-leases and records. It does not know sockets or files.
+A chunk holds many samples, up to ``max_chunk_bytes``, because ZeroMQ's cost is per message. The module knows leases and
+records. It does not know sockets or files.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from streampack.wire.checksums import Column, CrcsOf
 from streampack.wire.sample_checksums import plain
 
 CHUNK_S = 0.5
-"""A chunk is sent with fewer samples and bytes if it took so long to read."""
+"""Seconds after which a batch ends, even if the lease's limits allow more samples."""
 
 
 def batches(source: Source, lease: Lease) -> Iterator[TokenChunk]:
-    """Records of a source gathered into batches that keep the lease's limits.
+    """Yield a source's records from the lease's cursor on, gathered into batches within the lease's limits.
 
-    Raises SampleError for what the lease's policies do not admit, naming the sample; ConfigError for a tokenizer that
-    gives ids which the run's dtype does not hold.
+    Raises SampleError for a sample that the lease's policies reject, and ConfigError if the tokenizer's ids do not fit
+    the run's dtype.
     """
     holds = int(np.iinfo(lease.dtype).max) + 1
     if source.vocab_size is not None and source.vocab_size > holds:
@@ -55,25 +55,28 @@ def batches(source: Source, lease: Lease) -> Iterator[TokenChunk]:
 
 
 def batches_of(records: Iterable[RawSample], lease: Lease) -> Iterator[TokenChunk]:
-    """Records gathered into batches that keep the lease's limits.
+    """Yield ``records`` gathered into batches within the lease's limits, whatever the time this takes.
 
-    Raises SampleError for what the lease's policies do not admit, naming the sample.
+    Raises SampleError for a sample that the lease's policies reject.
     """
-    terms = _terms_of(lease)
+    terms = _limits_of(lease)
     return _batches(records, terms, math.inf, Room(terms.most, terms.room))
 
 
 def _batches(
     records: Iterable[RawSample | Records], terms: LeaseLimits, chunk_s: float, room: Room
 ) -> Iterator[TokenChunk]:
-    """One ends early if it took ``chunk_s`` to gather. ``room``: tells ``records`` what the batch still takes."""
+    """Yield records gathered into batches; a batch also ends after ``chunk_s`` seconds and at the end of a pass.
+
+    ``room`` is kept up to date with the samples and tokens that the batch can still take; ``records`` reads it.
+    """
     cursor: Cursor | None = None
     pass_ = math.inf
     gathered = Gathered()
     for found in records:
         many = isinstance(found, Records)
-        for record in terms.apart(found) if isinstance(found, Records) else (found,):
-            sample, reason = terms.admitted(record)
+        for record in terms.split(found) if isinstance(found, Records) else (found,):
+            sample, reason = terms.apply_policies(record)
             before, pass_ = pass_, _pass_of(record.cursor)
             if cursor is not None and (pass_ > before or terms.full(gathered, sample, chunk_s)):
                 yield terms.batch(gathered, cursor, pass_ > before)
@@ -81,24 +84,24 @@ def _batches(
             gathered.add(record, sample, reason, terms.lacks_mask(record))
             cursor = record.cursor
         if many:
-            terms.leave(room, gathered)
+            terms.update_room(room, gathered)
     if cursor is not None:
         yield terms.batch(gathered, cursor, True)
 
 
 def _pass_of(after: Cursor) -> int:
-    """The pass of the sample that the cursor comes after: the last of a pass may stand at the next one's beginning."""
+    """Return the pass of the sample before the cursor, which may stand at the beginning of the next pass."""
     return after.pass_ - (after.shard == after.sample == 0)
 
 
-_terms_of = lru_cache(maxsize=64)(LeaseLimits)
-"""Of one sample that is pushed they would take longer than all else."""
+_limits_of = lru_cache(maxsize=64)(LeaseLimits)
+"""``LeaseLimits``, cached: for a single pushed sample, the construction would take most of the time."""
 
 
 def chunk_of(batch: TokenChunk, lease: Lease, session: Session, crcs_of: CrcsOf = plain) -> Chunk:
-    """A batch with the checksum of every sample over all its bytes, ready to be sent; ``crcs_of`` computes them.
+    """Return a batch as a chunk with a checksum of each sample's bytes, computed by ``crcs_of``.
 
-    Raises SampleError for a batch that is larger than one chunk may be: no credit would ever allow it.
+    Raises SampleError for a batch larger than the largest chunk, which no credit would ever allow.
     """
     key: PartitionKey = (lease.stream, lease.partition)
     ends = np.zeros(len(batch.lengths) + 1, np.int64)
@@ -126,6 +129,6 @@ def chunk_of(batch: TokenChunk, lease: Lease, session: Session, crcs_of: CrcsOf 
 
 
 def _column(values: NDArray[Any], bounds: I64) -> Column:
-    """The bytes of ``values`` [n, ...], of which sample i has those from ``bounds[i]`` on."""
+    """Return the bytes of ``values``, and the byte at which each sample begins; ``bounds`` int64 [n + 1] are rows."""
     width = values.itemsize * math.prod(values.shape[1:])
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8), bounds * width

@@ -1,6 +1,6 @@
-"""A look at the first rows of sources before a run.
+"""Check the first rows of sources before a run.
 
-Whether they have the keys that are asked for, and are no chats that nothing can write.
+The rows must have the configured keys, and a source with chats needs a tokenizer that can format chats.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _DETECTED = "text, tokens, input_ids, messages, or prompt with completion or res
 _TO_SET_ELSEWHERE = "set text_key, tokens_key, messages_key, or prompt_key and completion_key, to what the rows have"
 _TO_SET = {"webdataset": "set text_key or tokens_key to an extension, or to 'json/KEY' for a key of the .json members"}
 _TORN = ("json", DAMAGED)
-"""What cannot be read says nothing of its keys."""
+"""Reasons of rows that cannot be read, so their keys are unknown."""
 
 
 def check_rows(config: ProducerConfig) -> None:
-    """Raises ConfigError for a key that no row has, of each source's first ones; SourceError for files that fail."""
+    """Raise ConfigError if none of a source's first rows has a configured key, and SourceError for broken files."""
     for name, stream in config.streams.items():
         path = f"streams.{name}"
-        bare = replace(stream, fields={})  # which of them a run declares is in broker.yaml
+        bare = replace(stream, fields={})  # broker.yaml, not producer.yaml, declares the fields of a run
         if said := _lacking(_peek(path, bare, open_tokenizer(stream.tokenizer or config.tokenizer))):
             asked = ", ".join(f"{key} {value!r}" for key in _SAMPLE_KEYS if (value := getattr(stream, key)) is not None)
             got = f"got {asked}, but no row has it" if asked else f"got rows without {_DETECTED}"
@@ -44,33 +44,32 @@ def check_rows(config: ProducerConfig) -> None:
 
 
 def refuse_chats(settings: SourceSettings, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError for chats in a source that no tokenizer is named for.
+    """Raise ConfigError if a source without a named tokenizer begins with chats.
 
-    Those that come later in it are refused when they are read, as are those of ``source: python``, whose first rows may
-    take long to come.
+    Chats in later rows raise when they are read, as do chats of ``source: python``, whose first rows may take long.
     """
     no_chats = (
         settings.text_key is not None or settings.tokens_key is not None or "messages_key" not in KEYS[settings.source]
     )
     if isinstance(tokenizer, UnnamedTokenizer) and settings.source != "python" and not no_chats:
-        _read(open_source(replace(settings, fields={}), tokenizer).peek(ROWS_AT_START))
+        _read_all(open_source(replace(settings, fields={}), tokenizer).peek(ROWS_AT_START))
 
 
 def refuse_chats_in(rows: InMemory, tokenizer: Tokenizer) -> None:
-    """The same for rows in memory."""
+    """Raise ConfigError if rows in memory without a named tokenizer begin with chats."""
     if isinstance(tokenizer, UnnamedTokenizer):
-        _read(rows.peek(ROWS_AT_START))
+        _read_all(rows.peek(ROWS_AT_START))
 
 
-def _read(records: Iterable[RawSample]) -> None:
-    """Other errors than of the configuration are raised where the producer meets them."""
+def _read_all(records: Iterable[RawSample]) -> None:
+    """Read all records, for the ConfigError that some raise; ignore SourceError, which the producer will raise."""
     with contextlib.suppress(SourceError):
         for _ in records:
             pass
 
 
 def _check_field(path: str, stream: ProducerStream, key: str) -> None:
-    """The field's key is looked for as if it were that of a text, which any value but null answers."""
+    """Raise ConfigError if no first row has the key of a field. A row has the key if its value is not null."""
     keys = [f"{key}.npy", f"json/{key}"] if stream.source == "webdataset" else [key]
     others: dict[str, str | None] = dict.fromkeys(_SAMPLE_KEYS)
     lacking = [_lacking(_peek(path, replace(stream, **others | {"text_key": each}), BytesTokenizer())) for each in keys]
@@ -81,6 +80,7 @@ def _check_field(path: str, stream: ProducerStream, key: str) -> None:
 
 
 def _peek(path: str, stream: ProducerStream, tokenizer: Tokenizer) -> list[RawSample]:
+    """Return the first rows of a source as samples; errors name the stream's ``path`` in the configuration."""
     try:
         return list(open_source(stream, tokenizer).peek(ROWS))
     except StreampackError as error:
@@ -88,7 +88,7 @@ def _peek(path: str, stream: ProducerStream, tokenizer: Tokenizer) -> list[RawSa
 
 
 def _lacking(records: list[RawSample]) -> str:
-    """What the first of them has instead, where the sample is missing in all that can be read; else nothing."""
+    """Return a text about the keys of the first record if no readable record has a sample; else an empty text."""
     read = [record for record in records if record.reason not in _TORN]
     if not read or any(record.reason != MISSING for record in read):
         return ""

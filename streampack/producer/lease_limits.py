@@ -1,9 +1,9 @@
-"""What a lease asks of samples: limits of a chunk, policies, and values that every declared field can hold.
+"""Apply a lease's limits, policies and declared fields to records.
 
-A record that the limits do not admit keeps its place, with no tokens and a reason that is counted, or ends the producer
-with one line that names it, as the run's policies say. Many records that come in arrays stay so, but for those of which
-a policy decides. Samples are cut here only where they are larger than the broker takes at all; the broker applies
-``rules.overlong`` to all others (``core/intake``).
+The run's policies decide about an invalid record. Either the record keeps its place, with no tokens and a counted
+reason, or the producer ends with an error that names the record. Records that come together in arrays stay together,
+except those about which a policy decides. A sample is cut here only if the sample exceeds the broker's limit
+(``limits.sample_tokens``). The broker applies ``rules.overlong`` to all other samples (``core/intake``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from streampack.sources.records import DAMAGED, RawSample
 
 
 class LeaseLimits:
-    """The limits of one lease, for each sample and for a batch of samples."""
+    """The limits of one lease, applied to single samples and to batches of samples."""
 
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
@@ -41,18 +41,18 @@ class LeaseLimits:
         self._rejected[TOKENS] = np.zeros(0, self._dtype)
         token_bytes = self._dtype.itemsize + sum(each.value_bytes for each in lease.fields if not is_by_sample(each))
         self.room = lease.max_chunk_bytes // token_bytes
-        """Tokens that a chunk may hold."""
+        """Largest number of tokens in a batch."""
         sample_bytes = sum(each.value_bytes for each in lease.fields if is_by_sample(each))
         self.most = min(CHUNK_SAMPLES, max(lease.max_chunk_bytes // max(sample_bytes, 1), 1))
-        """Samples that it may hold: the frames of their own values are no larger than the tokens'."""
+        """Largest number of samples in a batch, so that no frame of a field by sample exceeds ``max_chunk_bytes``."""
 
     def lacks_mask(self, record: RawSample | Records) -> bool:
-        """Whether the run declares a loss mask and no default, and these come without one."""
+        """Return True if the records lack a loss mask that the run declares without a default."""
         fields = record.samples.fields if isinstance(record, Records) else record.fields
         return self._needs_mask and LOSS_MASK not in fields
 
-    def apart(self, records: Records) -> Iterator[RawSample | Records]:
-        """The same samples; each of which a policy or the lack of a field decides comes alone."""
+    def split(self, records: Records) -> Iterator[RawSample | Records]:
+        """Yield the records in order, in arrays; each record about which a policy must decide comes alone."""
         tokens, lengths, _, fields = records.samples
         odd = (lengths == 0) | (lengths > self._lease.max_sample_tokens)
         if tokens.dtype != np.uint16 and self._largest < 2**31 - 1:
@@ -63,19 +63,23 @@ class LeaseLimits:
             odd[:] = True
         return records.apart(odd) if odd.any() else iter((records,))
 
-    def admitted(self, record: RawSample | Records) -> tuple[Values, str | None]:
-        """The record's tokens and fields, empty with a reason where the policies drop it; many as they are."""
+    def apply_policies(self, record: RawSample | Records) -> tuple[Values, str | None]:
+        """Return a record's tokens and fields, and None; or empty values and the reason if a policy drops the record.
+
+        Several records together come from ``split`` and are valid. Raises SampleError or DamagedFile if the policy is
+        ``error``, and SampleError for a loss mask that the run does not declare.
+        """
         if isinstance(record, Records):
             tokens, lengths, _, fields = record.samples
             columns = self._columns(tokens, fields, lengths)
-            assert not isinstance(columns, str), "records that came apart have all their fields"
+            assert not isinstance(columns, str), "records that stay together after split have all fields"
             return columns, None
         lease, tokens = self._lease, record.tokens
         reason = record.reason
         if reason is None and self._largest < 2**31 - 1 and int(tokens.max()) > self._largest:
             reason = "range"
         if reason is None and not self._masked and LOSS_MASK in record.fields:
-            self._refuse_mask(record)
+            self._reject_mask(record)
         sample: Values | str = reason or self._values(record)
         if isinstance(sample, str):
             if lease.poison == "error" and sample == DAMAGED:
@@ -114,7 +118,7 @@ class LeaseLimits:
         )
 
     def _values(self, record: RawSample) -> Values | str:
-        """Every field as its bytes hold it, and the tokens; or the reason why not."""
+        """Return a record's tokens and stored fields, or the reason why the record is invalid."""
         if not self._lease.fields:
             return {TOKENS: record.tokens}
         by_sample = {each.name for each in self._lease.fields if is_by_sample(each)}
@@ -125,7 +129,10 @@ class LeaseLimits:
     def _columns(
         self, tokens: NDArray[Any], fields: Mapping[str, NDArray[Any]], lengths: NDArray[np.int64]
     ) -> Values | str:
-        """The same of one sample or more, of ``lengths`` int64 [n], end to end."""
+        """Return the tokens and stored fields of n samples, end to end, or the reason why a field is invalid.
+
+        ``lengths`` int64 [n]: tokens of each sample. Missing fields get their defaults.
+        """
         found: Values = {TOKENS: tokens}
         for each in self._lease.fields:
             shape = (len(lengths) if is_by_sample(each) else len(tokens), *each.shape)
@@ -144,8 +151,8 @@ class LeaseLimits:
             found[each.name] = stored
         return found
 
-    def _refuse_mask(self, record: RawSample) -> None:
-        """A loss mask that would be lost is an error of the configuration, unless it masks nothing."""
+    def _reject_mask(self, record: RawSample) -> None:
+        """Raise SampleError for a loss mask that the run does not declare, unless the mask is 1 everywhere."""
         if np.asarray(record.fields[LOSS_MASK]).all():
             return
         raise SampleError(
@@ -154,18 +161,21 @@ class LeaseLimits:
         )
 
     def full(self, gathered: Gathered, sample: Values, chunk_s: float) -> bool:
-        """One more would be too many, or those there have taken long enough."""
+        """Return True if ``sample`` does not fit the batch, or gathering has taken more than ``chunk_s`` seconds."""
         tokens, count = gathered.tokens + len(sample[TOKENS]), len(gathered.lengths)
         return tokens > self.room or count >= self.most or time.monotonic() - gathered.began > chunk_s
 
-    def leave(self, room: Room, gathered: Gathered) -> None:
-        """What is left in the batch; a whole one's where that is little, since each part costs a copy of the whole."""
+    def update_room(self, room: Room, gathered: Gathered) -> None:
+        """Set ``room`` to the samples and tokens that the batch can still take.
+
+        If less than an eighth is left, set it to a whole batch, since each part of an array costs a copy.
+        """
         room.samples, room.tokens = self.most - len(gathered.lengths), self.room - gathered.tokens
         if room.samples <= self.most // 8 or room.tokens <= self.room // 8:
             room.samples, room.tokens = self.most, self.room
 
     def batch(self, gathered: Gathered, cursor: Cursor, pass_ended: bool) -> TokenChunk:
-        """Samples put together."""
+        """Return the gathered samples as a batch; ``cursor`` is the position after the last."""
 
         def whole(name: str) -> NDArray[Any]:
             parts = [part[name] for part in gathered.parts]
@@ -186,7 +196,7 @@ def is_by_sample(each: Field) -> bool:
 
 
 def _stored(each: Field, value: NDArray[Any]) -> NDArray[Any] | None:
-    """``value`` as the field's bytes hold it; None if they cannot: no number, or one out of range."""
+    """Return ``value`` in the dtype of the field's storage; None if it is not numeric or out of range."""
     if value.dtype == each.storage and each.dtype != "bfloat16":
         return value
     if value.dtype.kind not in "buif":
@@ -203,14 +213,14 @@ def _stored(each: Field, value: NDArray[Any]) -> NDArray[Any] | None:
 def _default(
     each: Field, tokens: NDArray[Any], lengths: NDArray[np.int64], shape: tuple[int, ...]
 ) -> NDArray[Any] | None:
-    """The values of a field that samples come without; None where they must not."""
+    """Return the values, of ``shape``, of a field that samples lack; None if the field is required."""
     if each.default is not None:
         return np.broadcast_to(each.fill(each.default), shape)
-    if each.name == LOSS_MASK:  # all of it is trained on
+    if each.name == LOSS_MASK:  # all tokens are trained on
         return np.ones(shape, each.storage)
     if each.name == LABELS:
         return tokens.astype(each.storage)
-    if each.name == POSITION_IDS:  # of a text: the same along each axis
+    if each.name == POSITION_IDS:  # a text has equal positions along each axis
         begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
         positions = (np.arange(len(tokens)) - begins).astype(each.storage)
         return np.broadcast_to(positions.reshape(-1, *(1 for _ in each.shape)), shape)
@@ -218,7 +228,7 @@ def _default(
 
 
 def _loss_tokens(lengths: NDArray[np.uint32], fields: Values) -> NDArray[np.uint32] | None:
-    """Labels that count, uint32 [n]; None where no field says less than all."""
+    """Return the loss tokens of each sample, uint32 [n], by loss mask and labels; None if there is neither."""
     counts: NDArray[np.bool_] | None = None
     if LOSS_MASK in fields:
         counts = fields[LOSS_MASK] != 0

@@ -1,7 +1,7 @@
-"""The producer: reads what it is leased, cuts it into chunks and sends them. A thin shell.
+"""The producer process: reads its leased partitions, cuts chunks and sends them to the broker.
 
-All decisions are ``producer_session``'s. One thread owns the socket and pings, whatever
-happens; another reads, tokenizes and computes checksums, one chunk at a time (``chunks``).
+This is a thin shell around ``producer_session``, which makes all decisions. One thread owns the socket and pings at all
+times. Another thread reads, tokenizes and computes checksums, one chunk at a time (``chunks``).
 """
 
 from __future__ import annotations
@@ -38,39 +38,42 @@ log = logging.getLogger("streampack.producer")
 TICK_S = 0.2
 TELL_S = 0.5
 SLOW_S = 2.0
-"""A chunk takes CHUNK_S and one sample, unless something is slow."""
+"""Seconds after which reading a chunk counts as slow; normally a chunk takes CHUNK_S and the time for one sample."""
 COMPILED_AFTER = 16
-"""So many chunks read at ``FAST_BYTES_S`` or more make a kernel for checksums worth its import."""
+"""Number of chunks read at ``FAST_BYTES_S`` or more after which the compiled checksum kernel is imported."""
 FAST_BYTES_S = 40e6
-"""Who tokenizes is slower, and needs none."""
+"""Bytes per second. A producer that tokenizes is slower and does not need the compiled kernel."""
 SAY_S = 5.0
-"""A wait longer than this is said, and what for."""
+"""Seconds after which a wait is logged with its cause."""
 
 
 @dataclass(slots=True)
 class StreamProgress:
-    """What the broker has taken of one stream from one producer."""
+    """Counts of one stream that one producer has delivered to the broker."""
 
     samples: int = 0
+    """Samples that the broker has confirmed."""
     tokens: int = 0
+    """Tokens that the broker has confirmed."""
     rejected: dict[str, int] = field(default_factory=dict)
-    """Samples, by reason."""
+    """Number of rejected samples by reason."""
     done: dict[int, int] = field(default_factory=dict)
-    """By partition: samples gone through, over all passes so far, in this process and in those before it."""
+    """Samples confirmed by partition, over all passes so far, in this process and in earlier ones."""
     passes: int | None = None
-    """How many in all; None for ever, or not known yet."""
+    """Number of passes of the stream; None if endless, or not known yet."""
     examples: dict[str, str] = field(default_factory=dict)
-    """A line by reason for the first sample rejected for it, and one by error for every damaged file."""
+    """A line for the first rejected sample by reason, and for every damaged file by error."""
     unmasked: int = 0
     """Samples without the declared loss mask, of which all tokens are trained on."""
     opened_shards: int = 0
+    """Number of shards that this process has opened."""
     opened_samples: int = 0
-    """How many shards this process has opened, and the samples in them."""
+    """Number of samples in those shards."""
 
 
 @dataclass(slots=True)
 class ProducerProgress:
-    """What one producer has delivered, by stream; and what it waits for, if anything."""
+    """Counts of one producer by stream, and the cause of its current wait; empty if the producer is not waiting."""
 
     streams: dict[str, StreamProgress]
     waiting: str = ""
@@ -78,7 +81,7 @@ class ProducerProgress:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A chunk that ends before ``stop_seq``, as long as the broker is not known to have it."""
+    """Counts of a chunk that was sent and is not confirmed yet; ``stop_seq``: number after its last sample."""
 
     stop_seq: int
     lease: Lease
@@ -89,11 +92,16 @@ class _Sent:
 
 
 class ProducerLoop:
-    """One producer process: ``run`` until everything is delivered, or ``stop`` is called.
+    """One producer process: ``run`` delivers all data of its leases, until the end or ``stop``.
 
-    ``sources`` by stream name; ``on_progress`` is called twice a second. ``name``: that of a process that is gone takes
-    over its leases at once; by default one that nobody has. ``key``: shown to the broker. Raises Unreachable if no
-    broker answers within ``timeout_s``, Rejected if it refuses, and what sources raise.
+    - ``sources``: sources by stream name.
+    - ``on_progress``: called twice a second.
+    - ``pause_s``: seconds to sleep after each chunk, for demos and tests.
+    - ``name``: the name of an ended process takes over its leases at once; by default a new name.
+    - ``key``: the key to show to the broker.
+
+    Raises Unreachable if no broker answers within ``timeout_s`` seconds, Rejected if the broker rejects this producer,
+    and what sources raise.
     """
 
     def __init__(
@@ -130,23 +138,26 @@ class ProducerLoop:
         self.progress = ProducerProgress({name: StreamProgress() for name in self._sources})
 
     def stop(self) -> None:
-        """Ask ``run`` to return soon; any thread or signal handler may."""
+        """Make ``run`` return soon. Any thread or signal handler may call it."""
         self._stopping = True
         self._waker.wake()
 
     @property
     def over(self) -> str:
-        """Why the broker sent this producer away, once ``run`` has returned: ``done``, it wants no more of anybody;
-        ``stopped``, it is stopping, perhaps before everything was delivered; empty: ``stop`` was called.
+        """Reason why ``run`` has returned.
+
+        - ``done``: the broker needs no more data.
+        - ``stopped``: the broker is stopping, perhaps before all data was delivered.
+        - empty: ``stop`` was called, or ``run`` has not returned.
         """
         return self._finish.code if self._finish is not None else ""
 
     def run(self) -> None:
-        """Produce until done; closes the socket in any case."""
+        """Deliver data until the broker needs no more or ``stop`` is called; close the socket in any case."""
         poller = Poller([self._dealer], self._waker)
         threading.Thread(target=self._read_all, name="streampack-read", daemon=True).start()
         try:
-            self._turn()  # says hello at once
+            self._turn()  # greets the broker at once
             while self._finish is None:
                 poller.wait(TICK_S)
                 self._turn()
@@ -161,6 +172,7 @@ class ProducerLoop:
             raise Rejected(self._finish.code, self._finish.error)
 
     def _turn(self) -> None:
+        """Handle the broker's messages, the clock and finished reads; request the next read and report progress."""
         for frames in drain(self._dealer, 64):
             try:
                 envelope = wire.decode(frames)
@@ -175,12 +187,13 @@ class ProducerLoop:
         if self._stopping:
             self._perform(self._session.handle(Leave()))
         while self._answers:
-            self._take(self._answers.popleft())
+            self._handle_read(self._answers.popleft())
         while self._reads and not self._reading:
-            self._ask(self._reads.popleft())
-        self._say()
+            self._request_read(self._reads.popleft())
+        self._report()
 
     def _perform(self, effects: list[Effect]) -> None:
+        """Carry out the session's effects: send messages, queue reads, forget leases, log, and note the end."""
         for effect in effects:
             if isinstance(effect, Send):
                 if not self._dealer.send(wire.encode(effect.envelope)):
@@ -195,8 +208,8 @@ class ProducerLoop:
             elif isinstance(effect, Finish):
                 self._finish = effect
 
-    def _ask(self, read: Read) -> None:
-        """Have the thread read the next chunk of a lease that is still held."""
+    def _request_read(self, read: Read) -> None:
+        """Let the reading thread read a lease's next chunk, unless the lease is no longer held."""
         lease = read.lease
         key = (lease.stream, lease.partition)
         held = self._session.held.get(key)
@@ -211,7 +224,7 @@ class ProducerLoop:
         self._asked.put((read, reader))
 
     def _read_all(self) -> None:
-        """The reading thread: one chunk at a time, however long that takes, while the loop goes on pinging."""
+        """Body of the reading thread: read one requested chunk after another, while the other thread pings."""
         crcs_of: CrcsOf = plain
         until_compiled = COMPILED_AFTER
         while (asked := self._asked.get()) is not None:
@@ -231,7 +244,8 @@ class ProducerLoop:
                 self._answers.append(error)
             self._waker.wake()
 
-    def _take(self, answer: tuple[Read, TokenChunk | None, Chunk | None] | BaseException) -> None:
+    def _handle_read(self, answer: tuple[Read, TokenChunk | None, Chunk | None] | BaseException) -> None:
+        """Pass a chunk that was read, or the end of the partition, to the session; raise the reading thread's error."""
         self._reading = None
         if isinstance(answer, BaseException):
             raise answer
@@ -242,7 +256,7 @@ class ProducerLoop:
             self._perform(self._session.handle(EndOfPartition((stream, read.lease.partition), read.session)))
             return
         for reason, where in batch.examples:
-            self._show(stream, reason, where)
+            self._store_example(stream, reason, where)
         sent = self._sent.setdefault((chunk.key, chunk.session), deque())
         first = sent[-1].stop_seq if sent else read.seq
         stop, samples = first + len(batch.lengths), len(batch.lengths)
@@ -250,7 +264,7 @@ class ProducerLoop:
         self._perform(self._session.handle(chunk))
 
     def _note_size(self, stream: str) -> None:
-        """Shards that were opened meanwhile say more of how much the stream has."""
+        """Report the sizes of newly opened shards to the session, for estimates of the stream's size."""
         source, known = self._sources[stream], self._session.sizes.get(stream)
         if not isinstance(source, ShardedSource) or len(source.shard_samples) == (known.opened if known else 0):
             return
@@ -263,7 +277,7 @@ class ProducerLoop:
         )  # fmt: skip
 
     def _count(self, key: PartitionKey) -> None:
-        """Add what the broker has taken since it last said so: what it has not, somebody will read again."""
+        """Add the chunks that the broker has newly confirmed to the progress; unconfirmed ones may be read again."""
         held = self._session.held.get(key)
         sent = self._sent.get((key, held.session)) if held is not None else None
         while held is not None and sent and sent[0].stop_seq <= held.window.known_seq:
@@ -278,8 +292,8 @@ class ProducerLoop:
                 progress.done[lease.partition] = chunk.stop_seq
                 progress.passes = lease.passes
 
-    def _show(self, stream: str, reason: str, where: str) -> None:
-        """Keep a line about a rejected sample for whoever is told the progress, else log it."""
+    def _store_example(self, stream: str, reason: str, where: str) -> None:
+        """Store a line about a rejected sample in the progress; without ``on_progress``, log the line."""
         examples = self.progress.streams[stream].examples
         damaged = reason == DAMAGED
         key = where if damaged else reason
@@ -291,14 +305,15 @@ class ProducerLoop:
             log.warning("%s", examples[key], extra={"about": {"stream": stream}})
 
     def _waiting_for(self, now: float) -> str:
+        """Return a text that names what the producer waits for; empty if it is not waiting."""
         if self._reading is None:
             return self._session.waiting_for()
         if now - self._asked_at < SLOW_S:
             return ""
         return f"a sample of stream {self._reading.stream!r}: its file or its tokenizer is slow"
 
-    def _say(self) -> None:
-        """Tell the progress, say what a long wait is for, give up on a broker that never answered."""
+    def _report(self) -> None:
+        """Call ``on_progress``, log the cause of a long wait, and raise Unreachable if no broker has answered."""
         now = time.monotonic()
         if not self._session.reached and now - self._started > self._timeout_s:
             raise Unreachable(

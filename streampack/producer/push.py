@@ -224,6 +224,7 @@ class Producer:
 
 
 def _endpoint(endpoint: str | None, timeout_s: float) -> str:
+    """Return the broker's address for producers, from the argument, the environment or a rendezvous file."""
     found = endpoint or os.environ.get("STREAMPACK_PRODUCERS")
     if not found:
         raise UserError("got no endpoint, expected tcp://host:port, or STREAMPACK_PRODUCERS in the environment")

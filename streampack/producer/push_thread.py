@@ -1,7 +1,8 @@
-"""The thread of a producer that pushes, and what it and the program share. A thin shell around ``push_session``.
+"""The thread of a pushing producer, and the state that it shares with the program.
 
-The thread owns the socket, pings whatever happens, and sends again what a broker lost; the program's threads put
-chunks into the buffer and wait for room. Nothing waits silently: a wait of 5 s is logged with what it waits for.
+This is a thin shell around ``push_session``. The thread owns the socket, pings at all times, and sends chunks again
+that a broker lost. The program's threads put chunks into the buffer and wait for room. A wait longer than 5 s is logged
+with its cause.
 """
 
 from __future__ import annotations
@@ -42,11 +43,14 @@ log = logging.getLogger("streampack.producer")
 TICK_S = 0.2
 SAY_S = 5.0
 LEAVE_S = 5.0
-"""What is left to a broker to make samples safe when a producer is dropped, or left by an exception."""
+"""Seconds to wait for samples to be durable when a producer is dropped or left by an exception."""
 
 
 class Pushing:
-    """The thread, its session, and what they share with the program under one lock."""
+    """The sending thread and its session, shared with the program's threads under one lock.
+
+    The constructor claims the partition. Raises Unreachable, Rejected, or DataStall after ``timeout_s`` seconds.
+    """
 
     def __init__(
         self, endpoint: str, stream: str, partition: int, buffer_bytes: int, timeout_s: float, key: Key | None = None
@@ -70,29 +74,30 @@ class Pushing:
             self._waker.close()
             raise
         self._thread = threading.Thread(target=self._run, args=(dealer,), name="streampack-push", daemon=True)
-        self._waker.wake()  # says hello at once
+        self._waker.wake()  # greets the broker at once
         self._thread.start()
         try:
             self._wait_for(lambda: self._session.begun and self._error is None, timeout_s, "the partition")
-        except BaseException:  # Ctrl-C too
+        except BaseException:  # also Ctrl-C
             self._leave()
             raise
 
-    # What the program uses
+    # Called by the program's threads
 
     @property
     def next_seq(self) -> int:
+        """Sequence number of the next sample in the partition."""
         return self._session.buffer.next_seq
 
     def lease(self) -> Lease:
-        """What the broker asks of samples now."""
+        """Return the current lease, with the limits and fields of samples. Raises the session's error."""
         self._check_usable()
         lease = self._session.lease
         assert lease is not None  # __init__ has waited for it
         return lease
 
     def push(self, chunks: Sequence[Chunk]) -> int:
-        """Put chunks into the buffer, each once there is room; the number of the first sample."""
+        """Put chunks into the buffer, waiting for room, and return the sequence number of the first sample."""
         first = self._session.buffer.next_seq
         for chunk in chunks:
             began = time.perf_counter()
@@ -105,19 +110,19 @@ class Pushing:
         return first
 
     def tell(self, event: Event) -> None:
-        """Something of the program's for the session."""
+        """Let the session handle an event of the program, and wake the thread. Raises the session's error."""
         self._check_usable()
         self._handle(event)
         self._counts["batches"] += isinstance(event, EndBatch)
         self._waker.wake()
 
     def flush(self, timeout_s: float | None) -> None:
-        """Until everything is safe."""
+        """Wait until all samples are durable. Raises DataStall after ``timeout_s`` seconds."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         self._wait_for(lambda: self._session.flushed, timeout_s, "its samples to be safe")
 
     def close(self, end: bool, flush: bool) -> None:
-        """See ``Producer.close``."""
+        """Wait until all samples are durable and end the thread; see ``Producer.close``."""
         if os.getpid() != self._pid or self._closed:
             return
         try:
@@ -129,7 +134,10 @@ class Pushing:
             self._leave()
 
     def abandon(self, why: str = "") -> None:
-        """Leave soon, and say what is lost by it; ``why`` is told to those who wait for the samples."""
+        """End the thread after at most ``LEAVE_S`` seconds, and log a warning if samples are not durable.
+
+        ``why``: error of the program, sent to the broker for those who wait for the samples.
+        """
         if os.getpid() != self._pid or self._closed:
             return
         if self._thread is not threading.current_thread():
@@ -142,7 +150,7 @@ class Pushing:
         self._leave()
 
     def stats(self) -> dict[str, float]:
-        """See ``Producer.stats``."""
+        """Return counts by name; see ``Producer.stats``."""
         buffer = self._session.buffer
         now = {
             "next_seq": buffer.next_seq,
@@ -152,6 +160,7 @@ class Pushing:
         return {**self._counts, **now}
 
     def _leave(self) -> None:
+        """End the thread."""
         self._closed = True
         with self._changed:
             self._leaving = True
@@ -161,6 +170,7 @@ class Pushing:
             self._thread.join(timeout=10)
 
     def _check_usable(self) -> None:
+        """Raise in a forked child, after ``close``, and after an error of the session."""
         if os.getpid() != self._pid:
             raise PeerError("got a producer of the parent process after the fork, expected its own: make one there")
         if self._closed:
@@ -169,23 +179,28 @@ class Pushing:
             raise self._error
 
     def _wait_for_room(self, size: int, taken: int) -> None:
+        """Wait for ``size`` bytes of room in the buffer; ``taken``: samples of this call that are in the buffer."""
         what = f"room in its buffer of {self._session.buffer.capacity} bytes for {size}"
         what += f" ({taken} samples of this call are taken)" if taken else ""
         self._wait_for(lambda: self._session.room(size), self._timeout_s, what)
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Until ``condition()``; says every 5 s what it waits for. Raises the session's error, or DataStall."""
+        """Wait until ``condition()`` holds; log the cause every 5 s. Raises the session's error, or DataStall.
+
+        ``what``: name of what the caller waits for, for the error after ``timeout_s`` seconds.
+        """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while not condition():
                 self._check_usable()
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    self._stalled(timeout_s, what)
+                    self._raise_timeout(timeout_s, what)
                 if not self._changed.wait(timeout=min(left, SAY_S)) and not condition() and left > SAY_S:
                     log.warning("%s: waiting for %s", self._name, self._session.waiting_for())
 
-    def _stalled(self, timeout_s: float, what: str) -> None:
+    def _raise_timeout(self, timeout_s: float, what: str) -> None:
+        """Raise Unreachable if no broker ever answered, else DataStall."""
         if not self._session.reached:
             raise Unreachable(
                 f"{self._endpoint}: got no answer in {timeout_s:g} s, expected a broker: "
@@ -198,6 +213,7 @@ class Pushing:
     # The thread
 
     def _run(self, dealer: Dealer) -> None:
+        """Body of the thread: pass messages between ``dealer`` and the session until the end or an error."""
         poller = Poller([dealer], self._waker)
         try:
             while not self._leaving and self._error is None:
@@ -209,32 +225,34 @@ class Pushing:
                         log.warning("dropped a message of the broker: %s", error)
                 dealer.check()
                 self._handle(Tick(time.monotonic()))
-                self._empty(dealer)
+                self._send_queued(dealer)
             self._handle(Leave())
-            self._empty(dealer)
+            self._send_queued(dealer)
         except StreampackError as error:
             self._fail(error)
-        except Exception as error:  # a bug of ours must not leave the program waiting for a thread that is gone
+        except Exception as error:  # a bug must not leave the program waiting for a thread that has ended
             log.exception("the producer's thread failed")
             self._fail(InternalError(f"the producer's thread failed: {error!r}"))
         finally:
             dealer.close()
             self._waker.close()
 
-    def _empty(self, dealer: Dealer) -> None:
+    def _send_queued(self, dealer: Dealer) -> None:
+        """Send the queued messages; tell the session about those that could not be sent."""
         while self._outbox:
             envelope = self._outbox.popleft().envelope
             if not dealer.send(wire.encode(envelope)):
                 self._handle(Unsent(envelope))
 
     def _handle(self, event: Event) -> None:
-        """Tell the session something, and have its messages sent in the order of the events."""
+        """Let the session handle an event, and queue its messages in the order of the events."""
         with self._changed:
             for effect in self._session.handle(event):
-                self._note(effect)
+                self._perform(effect)
             self._changed.notify_all()
 
-    def _note(self, effect: Effect) -> None:
+    def _perform(self, effect: Effect) -> None:
+        """Carry out an effect of the session: queue a message, log a report, or note the broker's rejection."""
         if isinstance(effect, Send):
             self._outbox.append(effect)
         elif isinstance(effect, Report):
@@ -243,6 +261,7 @@ class Pushing:
             self._fail(Rejected(effect.code, effect.error))
 
     def _fail(self, error: StreampackError) -> None:
+        """Store ``error``, to be raised in the program's threads, and wake those that wait."""
         with self._changed:
             self._error = error
             self._changed.notify_all()

@@ -1,9 +1,8 @@
-"""What a program gives as samples, made chunks: dicts or ids, arrays, tensors or lists, under a lease's terms.
+"""Turn a program's samples into chunks, under the limits and policies of a lease.
 
-A sample is a mapping with ``input_ids`` and the fields that the run declares, as a row of a file is, and is held to
-the same rules (``rows``, ``chunks``): nothing here decides what a good sample is. Keys that the run does not
-declare are passed over, but for a loss mask, without which prompts would be trained on. Knows samples and leases;
-never sockets, threads or files.
+A sample is a mapping with ``input_ids`` and the declared fields, or the token ids alone; values are arrays, tensors or
+lists. The same rules apply as to a row of a file (``rows``, ``lease_limits``). Undeclared keys are ignored, except a
+loss mask: without it, prompts would be trained on. The module knows samples and leases, not sockets, threads or files.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from streampack.tokenizers.bytes_tokenizer import BytesTokenizer
 
 _SETTINGS = SourceSettings("python", tokens_key=INPUT_IDS)
 Given = Mapping[str, Any] | Sequence[int] | Any
-"""A mapping with ``input_ids``, or the ids alone: an array, a tensor or a list."""
+"""A sample of the program: a mapping with ``input_ids``, or the ids alone as an array, a tensor or a list."""
 
 
 def chunks_of(
     samples: Sequence[Given], lease: Lease, first_seq: int, policy_version: SupportsIndex | None = None
 ) -> list[Chunk]:
-    """Samples in as few chunks as the lease's limits allow; they will be numbered from ``first_seq``. All are of
-    ``policy_version``, which is their field of this name, too, where the run declares it.
+    """Return samples in as few chunks as the lease's limits allow, numbered from ``first_seq``.
 
-    Raises SampleError for what the lease's policies do not admit, naming the sample; UserError for no version.
+    ``policy_version`` applies to all samples, and fills the field of this name if the run declares one. Raises
+    SampleError for a sample that the lease's policies reject, and UserError for an invalid version.
     """
     version = UNSET if policy_version is None else _version(policy_version)
     common = {POLICY_VERSION: version} if version is not UNSET and POLICY_VERSION in _by_sample(lease) else {}
@@ -55,12 +54,12 @@ def chunks_of(
 def chunk_of_group(
     samples: Sequence[Given], lease: Lease, first_seq: int, keep: Keep | None, policy_version: SupportsIndex | None
 ) -> Chunk:
-    """A group in one chunk, with its fields ``group`` and ``policy_version`` where the run declares them.
+    """Return a group of samples in one chunk, with the fields ``group`` and ``policy_version`` if declared.
 
-    ``keep`` None: a step where the run's steps are batches, else nothing.
+    ``keep``: unit that must hold the whole group; None means a step if the run's steps are batches, else no unit.
 
-    Raises SampleError for a sample that the lease's policies do not admit, and for a group that no chunk holds;
-    UserError for one to be kept in a step where steps are no batches.
+    Raises SampleError for a sample that the lease's policies reject, and for a group that exceeds a chunk. Raises
+    UserError for ``keep="step"`` if the run's steps are not batches.
     """
     if keep == "step" and not lease.batches:
         raise UserError(
@@ -80,16 +79,17 @@ def chunk_of_group(
 
 @lru_cache(maxsize=64)
 def _reader(fields: tuple[Field, ...]) -> RowReader:
+    """Return a reader of pushed samples with these declared fields."""
     return RowReader(_SETTINGS, BytesTokenizer(), fields)
 
 
 def _by_sample(lease: Lease) -> set[str]:
-    """Names of the fields that hold one value a sample."""
+    """Return the names of the lease's fields with one value for each sample."""
     return {field.name for field in lease.fields if field.axis == "sample"}
 
 
 def _version(given: SupportsIndex) -> int:
-    """A policy's, as an integer. Raises UserError."""
+    """Return a policy version as an int. Raises UserError for another value."""
     try:
         found = operator.index(given)
     except TypeError:
@@ -100,12 +100,12 @@ def _version(given: SupportsIndex) -> int:
 
 
 def as_mapping(sample: Given) -> dict[str, Any]:
-    """A sample by its keys."""
+    """Return a sample as a dict; token ids alone get the key ``input_ids``."""
     return dict(sample) if isinstance(sample, Mapping) else {INPUT_IDS: sample}
 
 
 def check_declared(names: Sequence[str], lease: Lease) -> None:
-    """Raises SampleError for fields given by name that the run does not declare."""
+    """Raise SampleError for names of fields that the run does not declare."""
     declared = [INPUT_IDS, *(field.name for field in lease.fields)]
     unknown = [name for name in names if name not in declared]
     if unknown:
@@ -116,7 +116,7 @@ def check_declared(names: Sequence[str], lease: Lease) -> None:
 
 
 def _record(sample: Given, lease: Lease, seq: int, reader: RowReader) -> RawSample:
-    """The sample as a source would give it."""
+    """Return sample number ``seq`` in the form in which sources yield samples."""
     given = as_mapping(sample)
     row = {key: _plain(given[key]) for key in (*reader.keys, LOSS_MASK) if key in given}
     where = f"stream {lease.stream!r} partition {lease.partition} sample {seq}"
@@ -125,12 +125,12 @@ def _record(sample: Given, lease: Lease, seq: int, reader: RowReader) -> RawSamp
         return RawSample(np.zeros(0, np.int32), found, where, cursor)
     fields = found.fields
     if LOSS_MASK in row and LOSS_MASK not in fields:
-        fields = {**fields, LOSS_MASK: np.asarray(row[LOSS_MASK])}  # not declared: what holds to the terms says so
+        fields = {**fields, LOSS_MASK: np.asarray(row[LOSS_MASK])}  # not declared: LeaseLimits raises
     return RawSample(found.tokens, None, where, cursor, fields)
 
 
 def _plain(value: Any) -> Any:
-    """A torch tensor as an array of this host; anything else as it is. numpy has no bfloat16: float32 holds it."""
+    """Return a torch tensor as a numpy array, bfloat16 as float32, and anything else unchanged."""
     if not hasattr(value, "detach"):
         return value
     tensor = value.detach().cpu()
