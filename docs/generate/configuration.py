@@ -59,7 +59,7 @@ def _rows(definitions: Tree, kind: Tree, path: str = "") -> Iterator[tuple[str, 
 
 
 def _values(schema: Tree) -> str:
-    """What a key may be, in words; empty for a struct, whose keys have rows of their own, and for null."""
+    """Return the values that a key takes, in words. A struct has none: its keys have their own rows. Nor has null."""
     if "enum" in schema:
         return ", ".join(f"`{each}`" for each in schema["enum"])
     words = {"string": "text", "integer": "whole number", "number": "number", "boolean": "`true`, `false`",

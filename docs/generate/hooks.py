@@ -22,7 +22,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "metrics": metrics.text,
     "records": messages.records,
 }
-"""What stands in place of ``<!-- generated: NAME -->``."""
+"""The text in place of each ``<!-- generated: NAME -->``."""
 _MARK = re.compile(r"<!-- generated: (\w+) -->")
 ICON = repository.ROOT / "services/streampack_services/web/icon.svg"
 
