@@ -1,14 +1,15 @@
-"""Sockets: how frames get from one process to another. No other package knows ZeroMQ.
+"""Sockets, which send frames from one process to another. No other package knows ZeroMQ.
 
 - ``endpoints``, ``ipc_files``: addresses, and the files of an ``ipc://`` address.
 - ``rendezvous``: reads a broker's addresses from its rendezvous file.
 - ``keys``, ``secret_files``: key files, written for their user alone.
-- ``curve``: encrypts connections, and says whose key a connection has.
-- ``sockets``: a ``Router`` for many peers, and a ``Dealer``. One thread uses a socket; it never blocks.
+- ``curve``: encrypts connections, and authenticates peers by key.
+- ``sockets``: a ``Router`` for many peers, and a ``Dealer`` for one. A single thread uses a socket, which never blocks.
 - ``unread``: bounds the bytes that ZeroMQ reads ahead of the process.
 - ``links``, ``shared_memory``: large frames between processes of one host, by reference.
 - ``waker``: wakes the thread that waits for messages.
 
-The sockets may lose messages: the state machines of ``core.sessions`` and the broker ask again. The package knows
-frames. It does not know what a message says.
+A thread waits with a ``Poller``, then drains its sockets. A frame that is large and for a process of the same host goes
+through shared memory, all others through ZeroMQ. The sockets may lose messages: the state machines of
+``core.sessions`` and the broker ask again. The package knows frames, not the contents of messages.
 """

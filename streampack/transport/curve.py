@@ -1,16 +1,14 @@
-"""CURVE: each end of a connection knows who the other is, and nobody between them reads or changes a word.
+"""CURVE: encryption of connections, and authentication of both ends by key.
 
-Beside ``sockets`` the only module that knows ZeroMQ (RFC 26, CurveZMQ; RFC 27, ZAP). A secret is 32 bytes, as are the
-public keys; both are written as 64 hexadecimal digits, which need quotes nowhere.
+Only this module and ``sockets`` know ZeroMQ (RFC 26, CurveZMQ; RFC 27, ZAP). A secret key is 32 bytes, as is a public
+key. Both are written as 64 hexadecimal digits, which need quotes nowhere.
 
-A broker's sockets have a ``Gate`` that is asked about every peer before it is let in, by whoever serves the sockets, in
-the same loop: there is no other thread that could end and leave the door open, and without an answer nobody comes in
-(``ZAP_ENFORCE_DOMAIN``; without that option ZeroMQ takes the absence of an answer for consent). What comes in carries
-the peer's key, which nobody else can have put there.
+The socket of a broker has a ``Gate``, which decides about every peer before it is admitted. The thread that serves the
+socket also answers for the gate. Without an answer no peer is admitted (``ZAP_ENFORCE_DOMAIN``; without that option
+ZeroMQ admits peers when there is no answer). Each received message carries the peer's key, which no peer can forge.
 
-A peer that is not let in hears nothing by itself: its socket would go on trying for ever. Its ``HandshakeMonitor``
-says in words why: the handshakes' events tell a refused key, and the first bytes of any ZeroMQ peer (RFC 37) whether
-it has keys.
+A rejected peer gets no reason from ZeroMQ: its socket would try forever. Its ``HandshakeMonitor`` finds the reason. The
+events of handshakes show a rejected key. The first bytes that any ZeroMQ peer sends (RFC 37) show if it has keys.
 """
 
 from __future__ import annotations
@@ -29,21 +27,23 @@ from streampack.core.protocol.rights import KEY_DIGITS
 from streampack.errors import UserError
 
 _ZAP_ENFORCE_DOMAIN = 93
-"""Settable in libzmq since 4.3, and not yet among pyzmq's names."""
+"""An option of libzmq since 4.3 that pyzmq does not name yet."""
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = "streampack"
 AT_ONCE = 256
-"""Peers that are let in before the messages of the others have their turn."""
+"""The most peers that are admitted before the other peers' messages are read."""
 _UNCLEAR = 5
 UNCLEAR_S = 2.0
 QUICK_S = 3.0
-"""So many handshakes that failed, over so long, each quickly: a broker of other keys refuses at once; one that is busy,
-or starts, says nothing until a handshake has taken too long."""
+"""A broker has other keys if _UNCLEAR handshakes failed over UNCLEAR_S seconds, each less than QUICK_S after the last.
+
+Such a broker rejects at once. A broker that is busy or starting does not answer until a handshake times out.
+"""
 LOOK_S = 0.2
-"""Between two looks at how handshakes went."""
+"""Seconds between two looks at the handshakes' events."""
 _GREETING_S = 1.0
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
-"""Signature and version of ZMTP 3.0: a peer answers with its own and then its mechanism, 20 bytes padded with zeros."""
+"""Signature and version of ZMTP 3.0. A peer answers with its own, and its mechanism, 20 bytes padded with zeros."""
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -53,38 +53,38 @@ _EVENTS = (
 
 
 def new_secret() -> str:
-    """A secret key that nobody has. Raises UserError where ZeroMQ was built without CURVE."""
+    """Return a new random secret key, 64 hexadecimal digits. Raises UserError if ZeroMQ was built without CURVE."""
     if not zmq.has("curve"):
         raise UserError("got a pyzmq without CURVE, expected one with it: install pyzmq from PyPI")
     return z85.decode(zmq.curve_keypair()[1]).hex()
 
 
 def public_of(secret: str) -> str:
-    """The public key of a secret one."""
+    """Return the public key of a secret key; both are 64 hexadecimal digits."""
     return z85.decode(zmq.curve_public(z85.encode(bytes.fromhex(secret)))).hex()
 
 
 def show_key(sock: zmq.Socket[bytes], secret: str, server: str) -> None:
-    """Have a socket that connects show its key, and talk to the owner of ``server`` alone."""
+    """Set the secret key of a socket that will connect, and the public key ``server`` that its peer must have."""
     sock.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(server))
     sock.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(public_of(secret)))
     sock.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(secret))
 
 
 class Door(NamedTuple):
-    """Who a router is, and whether it lets a peer in: by public key and network address, both as text."""
+    """A router's ``secret`` key, and ``admits(public key, network address)``, which decides about a peer."""
 
     secret: str
     admits: Callable[[str, str], bool]
 
 
 class Gate:
-    """Asked about every peer of ``sock``, which is to be bound later: a peer is let in once this has answered.
+    """Decides which peers of a router are admitted; a peer waits until ``answer`` was called.
 
     Args:
-        context: The socket's.
-        sock: A router.
-        door: Which keys are let in; None lets in every peer, without a key.
+        context: The router's context.
+        sock: The router; it must not be bound yet.
+        door: The router's key and the keys that it admits; None admits every peer, without a key.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], sock: zmq.Socket[bytes], door: Door | None) -> None:
@@ -99,7 +99,7 @@ class Gate:
         sock.setsockopt(_ZAP_ENFORCE_DOMAIN, 1)
 
     def answer(self, at_most: int = AT_ONCE) -> int:
-        """Decide about peers that wait, up to so many; how many were let in."""
+        """Decide about waiting peers until ``at_most`` are admitted; return the number of admitted peers."""
         let_in = 0
         while let_in < at_most:
             try:
@@ -115,18 +115,19 @@ class Gate:
         return let_in
 
     def _admits(self, mechanism: bytes, key: str, address: bytes) -> bool:
+        """Return True if a peer with this mechanism, public key and network address is admitted."""
         if self._door is None:
             return mechanism == b"NULL"
         where = address.decode(errors="replace").removeprefix("::ffff:")
         return mechanism == b"CURVE" and len(key) == 64 and self._door.admits(key, where)
 
     def close(self) -> None:
-        """Nobody is let in any more."""
+        """Admit no more peers."""
         self.raw.close()
 
 
-def by_key(frames: list[Any]) -> bool:
-    """Put its peer's key before the id of a message's peer. False where nobody was asked who it is."""
+def prepend_key(frames: list[Any]) -> bool:
+    """Put the peer's public key before its id in the first frame, in place; return False if the peer has no key."""
     try:
         key = frames[0].get("User-Id").encode()
     except zmq.ZMQError:
@@ -136,19 +137,23 @@ def by_key(frames: list[Any]) -> bool:
 
 
 class HandshakeMonitor:
-    """Why ``sock``, which is to connect later, is not let in; ``key``: whose it shows, empty for none."""
+    """Finds the reason that a broker rejects a socket.
+
+    ``sock`` must not be connected yet; ``key`` is the name of its key, empty if it has none.
+    """
 
     def __init__(self, sock: zmq.Socket[bytes], key: str) -> None:
         self._sock, self._key = sock, key
         self._monitor: zmq.Socket[bytes] = sock.get_monitor_socket(_EVENTS)
         self._failed = 0
-        """Handshakes, one soon after the other, since one succeeded."""
+        """Failed handshakes since one succeeded, each soon after the last."""
         self._first_at = self._last_at = self._looked_at = 0.0
         self._said = ""
 
     def refusal(self, endpoint: str) -> str:
-        """Why the peer at ``endpoint`` does not let us in, in words; empty while it may yet. Waits, at most for the
-        first bytes of a peer that has just failed.
+        """Return the reason that the broker at ``endpoint`` rejects the socket; empty while it may still be admitted.
+
+        After a failed handshake it may wait a second for the first bytes of the broker.
         """
         if time.monotonic() - self._looked_at < LOOK_S:
             return self._said
@@ -173,6 +178,7 @@ class HandshakeMonitor:
         return self._said
 
     def _mismatch(self, theirs: str) -> str:
+        """Return the reason that follows from the broker's mechanism ``theirs``; empty if there is none yet."""
         if theirs == "CURVE" and not self._key:
             return (
                 "got a broker that lets nobody in without a key, expected to bring one: give its file with key_file, "
@@ -185,19 +191,19 @@ class HandshakeMonitor:
             )
         if theirs == "CURVE" and self._failed >= _UNCLEAR and self._last_at - self._first_at >= UNCLEAR_S:
             return (
-                f"got a broker with other keys than those that key {self._key!r} was made with, expected that one: is "
+                f"got a broker with other keys than those that key {self._key!r} was made with, expected that one. Is "
                 f"the address another broker's, or were its keys made anew?"
             )
         return ""
 
     def close(self) -> None:
-        """Before its socket is."""
+        """Stop monitoring. Call it before the socket is closed."""
         self._sock.disable_monitor()
         self._monitor.close()
 
 
 def _mechanism(endpoint: str) -> str:
-    """How a ZeroMQ peer wants to know who we are, ``NULL`` or ``CURVE``; empty if it does not say."""
+    """Return the security mechanism of the ZeroMQ peer at ``endpoint``: ``NULL``, ``CURVE``, or empty if unknown."""
     said = b""
     try:
         with _connected(endpoint) as sock:
@@ -210,7 +216,7 @@ def _mechanism(endpoint: str) -> str:
 
 
 def _connected(endpoint: str) -> socket.socket:
-    """A plain connection. Raises OSError."""
+    """Return a plain socket that is connected to ``endpoint``. Raises OSError."""
     if not endpoint.startswith("ipc://"):
         found = urlsplit(endpoint)
         return socket.create_connection((found.hostname or "", found.port or 0), _GREETING_S)
@@ -219,6 +225,6 @@ def _connected(endpoint: str) -> socket.socket:
         sock.settimeout(_GREETING_S)
         sock.connect(endpoint.removeprefix("ipc://"))
     except OSError:
-        sock.close()  # a broker that is away leaves the address, or not
+        sock.close()
         raise
     return sock

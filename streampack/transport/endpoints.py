@@ -6,10 +6,9 @@ from streampack.errors import UserError
 
 
 def check_endpoint(endpoint: str, *, connects: bool = False) -> None:
-    """Raises UserError for an endpoint that is not ``tcp://host:port`` or ``ipc://path`` of 100 bytes at most.
+    """Raise UserError for an endpoint that is not ``tcp://host:port`` or ``ipc://path`` of 100 bytes at most.
 
-    Only a socket that binds may leave the host (``*``) or the port (``*``, 0) open; for one that ``connects``, both
-    must be known.
+    A socket that binds may leave the host (``*``) or the port (``*``, 0) open; one that ``connects`` may not.
     """
     kind, _, rest = endpoint.partition("://")
     if kind == "tcp":
@@ -19,7 +18,7 @@ def check_endpoint(endpoint: str, *, connects: bool = False) -> None:
             if connects and (host == "*" or not known or int(port) == 0):
                 raise UserError(
                     f"got endpoint {endpoint!r} to connect to, expected a host and the port that the broker listens "
-                    f"on: take the address from its log or rendezvous file"
+                    f"on. Take the address from its log or rendezvous file"
                 )
             return
     elif kind == "ipc" and rest:

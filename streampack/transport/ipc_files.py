@@ -1,8 +1,8 @@
 """The files of an ``ipc://`` address: its socket, and the lock beside it.
 
-Binding would silently steal an address from its server, so whoever serves it holds the lock. Who may connect is who may
-write the socket's file: its user alone. Who may put another in its place is who may write its folder: one that is made
-here is its user's, and in one that belongs to somebody else nothing is served.
+Binding would silently steal an address from the process that serves it, so that process holds a lock. Users who may
+write the socket's file may connect; that is its owner alone. Users who may write the folder may replace the socket. So
+a new folder belongs to the user alone, and nothing is served in a folder of another user.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _SCHEME = "ipc://"
 
 
 def lock(endpoint: str) -> TextIO:
-    """Take the lock of an address, until it is closed. Raises UserError where that cannot be, or is not safe."""
+    """Lock an address, and return the lock file; closing the file unlocks the address.
+
+    Raises UserError if another process holds the lock, the folder cannot be written, or it belongs to another user.
+    """
     path = Path(endpoint.removeprefix(_SCHEME))
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -31,7 +34,7 @@ def lock(endpoint: str) -> TextIO:
                 f"cannot listen on {endpoint}: got a folder of user {owner}, who could answer in our place, expected "
                 f"one of this user: choose another"
             )
-        file = open(path.parent / f"{path.name}.lock", "w", opener=_own)  # noqa: SIM115
+        file = open(path.parent / f"{path.name}.lock", "w", opener=_open_private)  # noqa: SIM115
     except OSError as error:
         raise UserError(f"cannot listen on {endpoint}: {error.strerror}: choose a folder that can be written") from None
     try:
@@ -45,14 +48,14 @@ def lock(endpoint: str) -> TextIO:
     return file
 
 
-def _own(path: str, flags: int) -> int:
-    """A file that others can neither lock nor have put a link in the place of: it is emptied."""
+def _open_private(path: str, flags: int) -> int:
+    """Open a file for its user alone, and not through a symbolic link."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 @contextlib.contextmanager
-def for_its_user_alone() -> Iterator[None]:
-    """Files that are made meanwhile are."""
+def private_files() -> Iterator[None]:
+    """Make files that are created in this context accessible to their user only (umask)."""
     before = os.umask(0o077)
     try:
         yield
@@ -60,8 +63,8 @@ def for_its_user_alone() -> Iterator[None]:
         os.umask(before)
 
 
-def anybody_may_replace(endpoint: str) -> bool:
-    """May other users put a socket of theirs in the place of the one that is served?"""
+def can_be_replaced(endpoint: str) -> bool:
+    """Return True if other users can replace the socket of this address: they may write its folder."""
     if not endpoint.startswith(_SCHEME):
         return False
     mode = Path(endpoint.removeprefix(_SCHEME)).parent.stat().st_mode

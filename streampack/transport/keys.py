@@ -1,14 +1,14 @@
-"""Key files: who a process is, and to which broker.
+"""Key files: the identity of a process, for one broker.
 
 ::
 
     # tokenizers.key: mode 0600, on the machines that tokenize
     name: tokenizers
     secret: 2d1ae3...        32 bytes as hexadecimal digits
-    broker: 7b0f9c...        the public key of the broker that it is for, which nobody else can answer for
+    broker: 7b0f9c...        the public key of the broker that the key is for
 
-``streampack keys new`` makes them; the broker's own, ``broker.key``, is such a file too. Whoever has that one may do
-everything. Which rights another key has is written beside the broker (``allowed.yaml``), never in the key.
+``streampack keys new`` makes key files. The broker's own, ``broker.key``, is a key file too, and gives all rights. The
+rights of other keys are in a file of the broker (``allowed.yaml``), never in the key.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from streampack.transport import curve
 from streampack.transport.secret_files import read_secret
 
 KEY_FILE = "STREAMPACK_KEY_FILE"
-"""Of the environment: the key file of whoever names none."""
+"""The environment variable that names the default key file."""
 HEX = re.compile(r"[0-9a-f]{64}", re.ASCII)
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,99}", re.ASCII)
 
@@ -38,20 +38,20 @@ class Key(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     broker: str
 
     def __repr__(self) -> str:
-        return f"Key({self.name!r})"  # a secret is in no log and no traceback
+        return f"Key({self.name!r})"  # keeps the secret out of logs and tracebacks
 
     @property
     def public(self) -> str:
-        """What others know it by."""
+        """The public key, 64 hexadecimal digits, by which others know this key."""
         return curve.public_of(self.secret)
 
     def text(self) -> str:
-        """The file."""
+        """Return the contents of the key file."""
         return f"name: {self.name}\nsecret: {self.secret}\nbroker: {self.broker}\n"
 
 
 def load_key(path: str | Path) -> Key:
-    """The key of a file that nobody else can read. Raises UserError, which never shows what is in it."""
+    """Return the key in a key file. Raises UserError, which never shows the contents, for another or an unsafe file."""
     text = read_secret(path)
     try:
         key = msgspec.yaml.decode(text, type=Key)
@@ -63,8 +63,9 @@ def load_key(path: str | Path) -> Key:
 
 
 def find_key(path: str | Path | None) -> Key | None:
-    """The key of ``path``, by default of the file that STREAMPACK_KEY_FILE names; None where that is none, or ``path``
-    is empty. Raises UserError.
+    """Return the key in the file ``path``, by default the one that STREAMPACK_KEY_FILE names.
+
+    None if neither names a file, or ``path`` is empty. Raises UserError as ``load_key`` does.
     """
     found = os.environ.get(KEY_FILE) if path is None else path
     return load_key(found) if found else None

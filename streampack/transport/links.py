@@ -1,7 +1,7 @@
-"""The memory that a socket shares with its peers: what is lent to each, and what they say of it.
+"""The memory that a socket shares with its peers, by ``shared_memory``.
 
-A peer is known once it has said that it speaks of shared memory; messages about it never come further than here. Used
-by the socket's thread alone.
+A peer gets a ``Link`` once it has announced that it knows shared memory. Messages about shared memory are handled here,
+and not passed on. Only the socket's thread uses this module.
 """
 
 from __future__ import annotations
@@ -20,25 +20,32 @@ from streampack.transport import shared_memory
 from streampack.transport.shared_memory import Known, Link
 
 MOST_LINKS = 256
-"""Peers that memory is shared with; the others' frames go over the socket."""
+"""The most peers that memory is shared with; other peers' frames go over the socket."""
 PROBED = 2
-"""Links that are looked at whenever one is made: more than are made, so that those of peers that are gone stay few."""
+"""Links that are probed whenever a link is added: more than are added, so that links of lost peers stay few."""
 
 
 class Links:
-    """Of a socket whose ``send(peer, frames)`` says whether a message was queued; ``peers`` are known already."""
+    """The links of one socket, by peer.
+
+    Args:
+        send: Queues a message for a peer on the socket; returns False if it was dropped.
+        num_slots: Slots of memory for each peer.
+        peers: Peers that need not announce that they know shared memory.
+    """
 
     def __init__(
         self, send: Callable[[bytes, Sequence[Any]], bool], num_slots: int, peers: Sequence[bytes] = ()
     ) -> None:
         self._raw_send, self._num_slots = send, num_slots
         self._by_peer = OrderedDict((peer, Link(num_slots)) for peer in peers)
-        """The last one heard last."""
+        """The peer heard last is the last one."""
         self._known: Known = WeakValueDictionary()
 
-    def received(self, peer: bytes, frames: list[Any]) -> list[Any] | None:
-        """The frames of a message, those that lie in shared memory put in their places; None where it was about that
-        memory, or is lost.
+    def receive(self, peer: bytes, frames: list[Any]) -> list[Any] | None:
+        """Return the frames of a received message, with those from shared memory in their places.
+
+        None if the message was only about shared memory, or is lost.
         """
         head = frames[0].buffer if frames else memoryview(b"")
         if head[: len(shared_memory.MAGIC)] != shared_memory.MAGIC:
@@ -67,28 +74,28 @@ class Links:
         return sent
 
     def room(self, peer: bytes, num_bytes: int) -> NDArray[np.uint8] | None:
-        """Memory for a frame of the next message to a peer, uint8 [num_bytes]; None where there is none."""
+        """Return memory for a frame of the next message to a peer, uint8 [num_bytes], or None if none is free."""
         link = self._by_peer.get(peer)
         return link.room(num_bytes) if link is not None else None
 
-    def tell(self) -> None:
-        """Say what has come free here: where nothing has come, as it costs by how many peers there are."""
+    def send_news(self) -> None:
+        """Tell the peers which of their slots are free here. The cost grows with the peers, so call it when idle."""
         for peer, link in list(self._by_peer.items()):
             if (news := link.news()) is not None:
                 self._raw_send(peer, [news])
 
     def forget(self, peer: bytes) -> None:
-        """A peer is gone."""
+        """Remove the link of a peer that is gone."""
         if (link := self._by_peer.pop(peer, None)) is not None:
             link.close()
 
     def close(self) -> None:
-        """Nothing is lent any more."""
+        """Remove all links."""
         for peer in list(self._by_peer):
             self.forget(peer)
 
     def _link(self, peer: bytes) -> Link | None:
-        """Of a peer that has said that it knows shared memory; None where there are as many already as may be."""
+        """Return the link of a peer that knows shared memory; add it if needed, or return None at ``MOST_LINKS``."""
         if peer not in self._by_peer:
             self._forget_gone()
             if len(self._by_peer) >= MOST_LINKS:
@@ -98,7 +105,7 @@ class Links:
         return self._by_peer[peer]
 
     def _forget_gone(self) -> None:
-        """Nothing says that a peer is gone but a message to it; one that was heard lately need not be asked."""
+        """Probe the links that were heard longest ago: sending to a peer that is gone fails, and removes its link."""
         for peer in list(itertools.islice(self._by_peer, PROBED)):
             self._raw_send(peer, [shared_memory.SPEAKS])
             if peer in self._by_peer:

@@ -1,4 +1,4 @@
-"""Reads the rendezvous file, in which a broker says where it is."""
+"""The reader of the rendezvous file, in which a broker writes its addresses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from streampack.errors import Unreachable
 
 
 def read_rendezvous(path: Path, side: str, timeout_s: float = 60.0) -> str:
-    """The broker's address for ``side`` (``producers`` or ``trainers``) from its rendezvous file.
+    """Return the broker's address for ``side`` (``producers`` or ``trainers``) from its rendezvous file.
 
-    Waits up to ``timeout_s`` for the file, and for another than that of a run which has ended. Raises Unreachable.
+    Wait up to ``timeout_s`` seconds for the file, or for a new one if it is of a run that has ended. Raises Unreachable
+    if there is none by then, or the file is not a rendezvous file.
     """
     deadline = time.monotonic() + timeout_s
     while True:

@@ -1,8 +1,7 @@
-"""Files that hold a secret: written for their user alone, and read only where nobody else could have.
+"""Files that hold a secret: written for their user alone, and rejected if other users could read them.
 
-A secret that others could read is none, so it is refused in words rather than used. Who owns the file, or root, may
-have written it; its group may read it only where root owns it: such is a secret that Kubernetes mounts for a pod with
-an ``fsGroup`` (root, mode 0440).
+The owner of the file must be the user or root. Its group may read it only if root owns it: Kubernetes mounts a secret
+so for a pod with an ``fsGroup`` (root, mode 0440).
 """
 
 from __future__ import annotations
@@ -14,23 +13,24 @@ from pathlib import Path
 from streampack.errors import UserError
 
 MAX_BYTES = 1 << 20
-"""A file of a secret, or of who may come, is small: this is no such file."""
+"""The most bytes of a secret or of a list of allowed keys; larger files are rejected."""
 
 
 def read_secret(path: str | Path) -> str:
-    """The text of a file that nobody but its user can read or change. Raises UserError."""
+    """Return the text of a file. Raises UserError if other users than its owner could read or change it."""
     return _read(path, "a secret", stat.S_IRWXO | stat.S_IWGRP | stat.S_IRGRP)
 
 
 def read_trusted(path: str | Path) -> str:
-    """The text of a file that others may read, but not change. Raises UserError."""
+    """Return the text of a file. Raises UserError if other users than its owner could change it."""
     return _read(path, "a file that decides who may come", stat.S_IWOTH | stat.S_IWGRP)
 
 
 def _read(path: str | Path, what: str, refused: int) -> str:
+    """Return the text of a file. Raises UserError if its mode has a bit of ``refused``; ``what`` names the file."""
     try:
-        with open(path, "rb", opener=_at_once) as file:
-            found = os.fstat(file.fileno())  # of what is read, whatever the path means a moment later
+        with open(path, "rb", opener=_open_nonblocking) as file:
+            found = os.fstat(file.fileno())  # of the open file: the path may lead elsewhere by now
             if wrong := _exposed(found, refused):
                 raise UserError(f"{path}: got {what} that {wrong}: chown it, chmod 600, and think of it as known")
             data = file.read(MAX_BYTES + 1)
@@ -44,13 +44,13 @@ def _read(path: str | Path, what: str, refused: int) -> str:
     raise UserError(f"{path}: got {len(data)} bytes that are no short text, expected {what}")
 
 
-def _at_once(path: str, flags: int) -> int:
-    """A pipe is opened, too, and refused then: nobody may ever write to it."""
+def _open_nonblocking(path: str, flags: int) -> int:
+    """Open a file without waiting: opening a pipe would wait for a writer. The pipe is rejected later."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _exposed(found: os.stat_result, refused: int) -> str:
-    """Who else has a hold on a file; empty if nobody."""
+    """Return the reason that a file is not safe from other users; empty if it is."""
     if not stat.S_ISREG(found.st_mode):
         return "is no plain file, expected one"
     if found.st_uid not in (os.geteuid(), 0):
@@ -63,7 +63,7 @@ def _exposed(found: os.stat_result, refused: int) -> str:
 
 
 def write_secret(path: Path, text: str) -> None:
-    """A new file for its user alone, in a folder that is made so. Raises UserError if there is one already."""
+    """Create a file that only its user can access, and its folder if needed. Raises UserError if the file exists."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -1,16 +1,16 @@
 """Frames between two processes of one host by reference: written once into memory that the other has mapped.
 
-A megabyte over a Unix socket is copied by the kernel twice, in pieces of the socket's buffer, with a thread woken at
-each end for every piece. So on ``ipc://`` a large frame goes into a *slot* of the sender's memory, and the message says
-which; what is small goes as ever, and so does everything where no slot is free, the other process cannot map the memory
-(another user, another container), or is no streampack. Nothing depends on it: it is an optimization of ``transport``,
-which is why it has states of its own and none that the sessions know.
+The kernel copies a megabyte over a Unix socket twice, in pieces of the socket's buffer. Every piece wakes a thread at
+each end. So on ``ipc://`` a large frame is written to a *slot* of the sender's memory, and the message says
+which. Small frames go over the socket. So do all frames when no slot is free, or the other process cannot map the
+memory. (It may be of another user, in another container, or not streampack.) This is an optimization of ``transport``
+only, so its states are its own, and the sessions do not know them.
 
-The memory is a ``memfd``: it has no name that a killed process could leave behind, and the other side opens it through
+The memory is a ``memfd``, which has no name that a killed process could leave behind. The other side opens it through
 ``/proc``, which the kernel allows to processes of the same user. It is sealed: a peer that could shrink it would kill
-who reads it. A random token at its head tells it from any other that has the same numbers.
+its reader. A random token at its head tells it from other memory with the same numbers.
 
-Every message of this module stands before, or instead of, the frames of one of ``wire``'s::
+Every message of this module stands before, or in place of, the frames of one of ``wire``'s::
 
     "SPM1" "R"  name  u64 number  u16 n  n * (u16 frame, u16 slot, u32 bytes)     these frames lie in slots
     "SPM1" "H"  name  u64 number                                                  this is my memory; can you read it?
@@ -19,10 +19,10 @@ Every message of this module stands before, or instead of, the frames of one of 
     "SPM1" "S"                                                                    I know all this
     name: token, u32 pid, u32 fd, u16 slots, u32 bytes of a slot
 
-What is said is a state, so that a lost message harms nothing: ``number`` counts the sender's messages, and an answer
-"up to number 7 I hold slots 1 and 4" frees every other slot that was lent up to number 7. A receiver that was killed
-holds nothing; the next one says so when it is asked. A message that comes after one of a higher number (from an earlier
-connection of the same peer) is lost: what it refers to may be another's by now.
+Messages state facts, so that a lost message does no harm. ``number`` counts the sender's messages. An answer "up to
+number 7 I hold slots 1 and 4" frees every other slot that was lent up to number 7. A receiver that was killed holds
+nothing; the next one says so when it is asked. A message that comes after one of a higher number is from an earlier
+connection of the same peer. It counts as lost, since its slots may hold another message by now.
 """
 
 from __future__ import annotations
@@ -43,17 +43,21 @@ from numpy.typing import NDArray
 MAGIC = b"SPM1"
 SPEAKS = MAGIC + b"S"
 LEAST_BYTES = 64 << 10
-"""Frames below go over the socket: to lend one costs what it costs to send them."""
+"""Smaller frames go over the socket: lending a slot costs as much as sending them."""
 SLOT_BYTES = 2 << 20
-"""What a chunk and a message of packs have at most, unless limits say otherwise; larger ones go over the socket. Of a
-slot that less is written to the rest is no memory."""
+"""Bytes of a slot: a whole chunk or message of packs by default. Larger frames go over the socket.
+
+The unused rest of a slot takes no memory.
+"""
 NUM_SLOTS = 64
-"""Of a router for each of its peers: steps that ranks ask for ahead, which lie there until packs are made of them. As
-many as an answer has bits for; those that are not needed are never touched, and no memory."""
+"""Slots of a router for each peer. They hold the steps that a rank prefetches, until packs are made of the steps.
+
+It is the number of bits of an answer. Slots that are not used take no memory.
+"""
 FEW_SLOTS = 8
-"""Of a dealer: what a broker counts on for each producer that is ahead of it (``ARRIVING_BYTES``)."""
+"""Slots of a dealer; a broker plans its memory for so many per producer (``ARRIVING_BYTES``)."""
 ASK_S = 1.0
-"""Between two questions whether the other side can read, or what it holds."""
+"""Seconds between two questions to a peer: if it can read the memory, and which slots it holds."""
 _CALLED = "streampack"
 _TOKEN_BYTES = 16
 _NAME = struct.Struct("<16sIIHI")
@@ -65,7 +69,7 @@ _SEALS = 0 if not hasattr(fcntl, "F_SEAL_SHRINK") else fcntl.F_SEAL_SHRINK | fcn
 
 
 class Name(NamedTuple):
-    """Where some memory is."""
+    """The identity of shared memory: its token, the owner's process and file descriptor, and its size."""
 
     token: bytes
     pid: int
@@ -75,9 +79,9 @@ class Name(NamedTuple):
 
 
 class Slots:
-    """Memory of this process that one peer may read, and which parts of it are lent.
+    """Memory of this process that one peer may read, in slots, and the slots that are lent to the peer.
 
-    Raises OSError where the system has none of the kind.
+    Raises OSError if the system has no sealed memory.
     """
 
     def __init__(self, num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
@@ -94,9 +98,9 @@ class Slots:
         memory[:_TOKEN_BYTES] = self.name.token
         self._memory: NDArray[np.uint8] = np.frombuffer(memory, np.uint8, offset=mmap.PAGESIZE).reshape(num_slots, -1)
         self._free = list(range(num_slots - 1, -1, -1))
-        """The last one that came back is lent first: it is still in cache."""
+        """Free slots; the last one that came back is used first, as it is still in cache."""
         self._lent: dict[int, int] = {}
-        """Slot -> number of the message that it was lent in."""
+        """Number of the message in which each lent slot was sent."""
         self._close = weakref.finalize(self, os.close, self._fd)
 
     @property
@@ -104,37 +108,40 @@ class Slots:
         return len(self._free)
 
     def take(self) -> int | None:
-        """A slot to be written to; None where all are lent."""
+        """Reserve a slot to write to, and return its number; None if all are in use."""
         return self._free.pop() if self._free else None
 
     def memory(self, slot: int, num_bytes: int) -> NDArray[np.uint8]:
-        """uint8 [num_bytes] of a slot."""
+        """Return the first bytes of a slot, uint8 [num_bytes]."""
         return self._memory[slot, :num_bytes]
 
     def lend(self, slot: int, number: int) -> None:
-        """A slot that was taken goes out in message ``number``."""
+        """Mark a reserved slot as lent in message ``number``."""
         self._lent[slot] = number
 
     def give_back(self, slot: int) -> None:
-        """A slot that was taken is not sent after all."""
+        """Free a slot, reserved or lent."""
         self._lent.pop(slot, None)
         self._free.append(slot)
 
-    def answered(self, upto: int, held: int) -> None:
-        """Up to message ``upto`` the peer has what was not lost, and still holds the slots of the bits of ``held``."""
+    def free_answered(self, upto: int, held: int) -> None:
+        """Free the slots lent up to message ``upto``, except those that the peer holds, the bits of ``held``."""
         for slot in [slot for slot, number in self._lent.items() if number <= upto and not held >> slot & 1]:
             self.give_back(slot)
 
     def close(self) -> None:
-        """No peer can map it any more; those that have may go on reading."""
+        """Close the memory: peers cannot map it any more, but may read on if they have mapped it."""
         self._close()
 
 
 class Mapping:
-    """A peer's memory. Raises OSError or ValueError where it cannot be read or is not what ``name`` says."""
+    """A peer's memory, mapped to be read.
+
+    Raises OSError or ValueError if it cannot be read, or is not what ``name`` says.
+    """
 
     def __init__(self, name: Name) -> None:
-        if not 0 < name.num_slots <= 64 or not 0 < name.slot_bytes <= SLOT_BYTES:  # what is read becomes our memory
+        if not 0 < name.num_slots <= 64 or not 0 < name.slot_bytes <= SLOT_BYTES:  # a peer must not make us map more
             raise ValueError(f"got {name.num_slots} slots of {name.slot_bytes} bytes")
         size = mmap.PAGESIZE + name.num_slots * name.slot_bytes
         path = f"/proc/{name.pid}/fd/{name.fd}"
@@ -151,26 +158,30 @@ class Mapping:
             raise ValueError("got other memory than was meant")
         self.name = name
         self.number = -1
-        """The peer's last message that has come."""
+        """Number of the last message received from the peer."""
         self._held: set[int] = set()
         self.num_released = 0
-        """Since the last answer."""
+        """Number of slots released since the last answer."""
 
     def view(self, slot: int, num_bytes: int) -> memoryview:
-        """Bytes of a slot, read-only; it is held until nothing refers to them. Raises ValueError outside of it."""
+        """Return the first bytes of a slot, read-only; the slot is held until nothing refers to them.
+
+        Raises ValueError for bytes outside of the slot, or a slot that is held already.
+        """
         if not (slot < self.name.num_slots and num_bytes <= self.name.slot_bytes) or slot in self._held:
             raise ValueError(f"got {num_bytes} bytes of slot {slot}")
         lent = np.frombuffer(self._memory, np.uint8, num_bytes, mmap.PAGESIZE + slot * self.name.slot_bytes)
         self._held.add(slot)
         weakref.finalize(lent, self._release, slot).atexit = False
-        return lent.data  # through which arrays refer to it, and not past it to the mapping
+        return lent.data  # arrays made of this refer to ``lent``, not to the mapping
 
     def _release(self, slot: int) -> None:
+        """Mark a slot as not held any more."""
         self._held.discard(slot)
         self.num_released += 1
 
     def answer(self) -> tuple[int, int]:
-        """(the last message that has come, the slots held as bits)."""
+        """Return (number of the last message received, bits of the slots held), for the peer."""
         self.num_released = 0
         return self.number, sum(1 << slot for slot in list(self._held))
 
@@ -180,24 +191,29 @@ Known = weakref.WeakValueDictionary[bytes, Mapping]
 
 @dataclass(slots=True)
 class Link:
-    """What one peer, which knows this module's messages, and this process lend each other."""
+    """The shared memory between this process and one peer: ``slots`` of ours, and a ``mapping`` of the peer's.
+
+    ``number`` counts the messages sent to the peer; ``asked_at`` is when it was last asked, in monotonic seconds.
+    """
 
     num_slots: int = NUM_SLOTS
     slots: Slots | None = None
     lends: bool = False
-    """The peer has said that it can read ``slots``."""
+    """True once the peer has said that it can read ``slots``."""
     refused: bool = False
+    """True if the peer cannot read ``slots``, or the system has no shared memory."""
     mapping: Mapping | None = None
     number: int = 0
     asked_at: float = -ASK_S
     _prepared: tuple[int, int] | None = None
-    """(where in memory, its slot) of a frame that is being written, to be sent next."""
+    """(address, slot) of the frame that ``room`` returned memory for, to be sent next."""
 
     # Sending
 
     def room(self, num_bytes: int) -> NDArray[np.uint8] | None:
-        """Memory to write a frame of the next message into, uint8 [num_bytes], which then need not be copied; None
-        where it would go over the socket.
+        """Return memory for a frame of the next message, uint8 [num_bytes]; a frame in it is not copied again.
+
+        None if the frame would go over the socket.
         """
         if not self.lends or self.slots is None or not LEAST_BYTES <= num_bytes <= self.slots.name.slot_bytes:
             return None
@@ -212,7 +228,10 @@ class Link:
         return found
 
     def outgoing(self, frames: Sequence[Any]) -> tuple[list[Any], list[int]]:
-        """``frames`` as they go over the socket, and the slots that hold the rest, to ``give_back`` if not sent."""
+        """Move large frames to slots; return the frames for the socket, and the slots used.
+
+        Pass the slots to ``give_back`` if the message is not sent.
+        """
         if not self.lends or self.slots is None:
             return list(frames), []
         left, references, taken = [], [], []
@@ -233,7 +252,7 @@ class Link:
         return [head + b"".join(references), *left], taken
 
     def _placed(self, frame: Any, size: int) -> int | None:
-        """The slot that a frame lies in; None where it goes over the socket."""
+        """Return the slot that holds a frame, after copying it there if needed; None if it goes over the socket."""
         assert self.slots is not None
         if not LEAST_BYTES <= size <= self.slots.name.slot_bytes:
             return None
@@ -247,13 +266,16 @@ class Link:
         return free
 
     def give_back(self, taken: Sequence[int]) -> None:
-        """Of a message that was not sent."""
+        """Free the slots of a message that was not sent."""
         for slot in taken:
             assert self.slots is not None
             self.slots.give_back(slot)
 
     def question(self, frames: Sequence[Any], now: float) -> bytes | None:
-        """What to ask the peer first, if ``frames`` are to be sent: whether it can read, or what it still holds."""
+        """Return a question to send to the peer before ``frames``, or None if there is nothing to ask now.
+
+        It asks if the peer can read our memory, or, when no slot is free, which slots it holds.
+        """
         if self.refused or now - self.asked_at < ASK_S:
             return None
         if self.lends and self.slots is not None and self.slots.num_free:
@@ -273,8 +295,10 @@ class Link:
     # Receiving
 
     def incoming(self, head: memoryview, frames: list[Any], known: Known) -> tuple[list[Any] | None, bytes | None]:
-        """A message that began with ``head``, before its other ``frames``: the frames of the message it stands for, if
-        any, and what to answer, if anything. One that cannot be read is lost. ``known``: what is mapped by token.
+        """Handle a message of this module: ``head``, and the ``frames`` behind it.
+
+        Returns the frames of the message that it carries, or None, and the answer to send, or None. A message that
+        cannot be read is lost. ``known`` are all mappings by token.
         """
         try:
             return self._incoming(bytes(head[len(MAGIC) : len(MAGIC) + 1]), head[len(MAGIC) + 1 :], frames, known)
@@ -284,11 +308,12 @@ class Link:
     def _incoming(
         self, kind: bytes, body: memoryview, frames: list[Any], known: Known
     ) -> tuple[list[Any] | None, bytes | None]:
+        """Handle a message of type ``kind``, as ``incoming`` does. Raises struct.error or ValueError."""
         if kind == b"A" and self.slots is not None:
             token, upto, held = _ANSWER.unpack(body)
             if token == self.slots.name.token:
                 self.lends = True
-                self.slots.answered(upto, held)
+                self.slots.free_answered(upto, held)
         elif kind == b"N" and self.slots is not None and bytes(body) == self.slots.name.token:
             self.refused, self.lends = True, False
             self.close()
@@ -311,38 +336,44 @@ class Link:
         return None, None
 
     def news(self) -> bytes | None:
-        """What the peer should know of its slots that came free here, once they are a quarter: it is woken by it."""
+        """Return an answer for the peer once a quarter of its slots came free here; None before, to let it sleep."""
         mapping = self.mapping
         if mapping is None or 4 * mapping.num_released < mapping.name.num_slots:
             return None
         return self.answer()
 
     def answer(self) -> bytes:
+        """Return the message that tells the peer which of its slots are held here."""
         assert self.mapping is not None
         return MAGIC + b"A" + _ANSWER.pack(self.mapping.name.token, *self.mapping.answer())
 
     def close(self) -> None:
-        """Lend nothing any more."""
+        """Close the memory that is lent to the peer."""
         if self.slots is not None:
             self.slots.close()
 
 
 def refusal(head: memoryview) -> bytes | None:
-    """What to answer to a message that began with ``head``, of a peer that nothing is shared with."""
+    """Return the answer to a message with this ``head`` from a peer without a link; None if it needs no answer."""
     kind, name = bytes(head[len(MAGIC) : len(MAGIC) + 1]), head[len(MAGIC) + 1 :]
     return _cannot_read(bytes(name[:_TOKEN_BYTES])) if kind in (b"R", b"H") else None
 
 
 def _cannot_read(token: bytes) -> bytes:
+    """Return the message that says that the peer's memory with this token cannot be read."""
     return MAGIC + b"N" + token
 
 
 def _address(values: NDArray[np.uint8]) -> int:
+    """Return the address of an array's first byte."""
     return int(values.__array_interface__["data"][0])
 
 
 def _whole(mapping: Mapping, body: memoryview, left: list[Any]) -> list[Any]:
-    """The frames of a message, those that are ``left`` of it and those that lie in slots. Raises ValueError."""
+    """Return the frames of a message in order: those ``left``, from the socket, and those in slots, by ``body``.
+
+    Raises ValueError or struct.error for a body that is not valid.
+    """
     (count,) = _COUNT.unpack_from(body)
     frames = list(left)
     for i in range(count):

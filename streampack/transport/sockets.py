@@ -1,11 +1,12 @@
-"""Sockets: the only module that knows ZeroMQ, but for ``curve``, which keeps them to those who have keys.
+"""The ZeroMQ sockets: a ``Router``, which many ``Dealer``s connect to, and a ``Poller``.
 
-A ``Router`` serves many ``Dealer``s; both are used by one thread, never block, and never promise
-that a message arrives: a full queue, a peer that is gone or a broker that restarts lose messages,
-and the state machines ask again. What they see to is what ZeroMQ leaves open: an address that
-another process serves already (``ipc://`` would be stolen silently), sockets inherited through a
-fork (they would swallow messages), and lingering at exit. With keys, whose a message is stands before its peer's id. On
-``ipc://`` large frames go through shared memory (``links``).
+Each socket is used by one thread and never blocks. It does not promise that a message arrives. A full queue, a peer
+that is gone or a broker that restarts lose messages, and the state machines ask again. The sockets handle three things
+that ZeroMQ does not. An address that another process serves is rejected (``ipc://`` would be stolen silently). Sockets
+inherited through a fork raise an error (they would swallow messages). Sockets do not linger at exit.
+
+With keys, the peer's public key stands before its id in a received message. On ``ipc://`` large frames go through
+shared memory (``links``).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 from streampack.core.protocol.rights import KEY_DIGITS
 from streampack.errors import PeerError, Rejected, UserError
 from streampack.transport import ipc_files, shared_memory
-from streampack.transport.curve import Door, Gate, HandshakeMonitor, by_key, show_key
+from streampack.transport.curve import Door, Gate, HandshakeMonitor, prepend_key, show_key
 from streampack.transport.endpoints import check_endpoint
 from streampack.transport.keys import Key
 from streampack.transport.links import Links
@@ -38,25 +39,28 @@ HEARTBEAT_MS = 5000
 HEARTBEAT_TIMEOUT_MS = 15_000
 HANDSHAKE_MS = 5000
 _MAPPED = re.compile(r"\[::ffff:([0-9.]+)\]")
-"""How ZeroMQ writes an IPv4 address that it serves through IPv6: hosts without IPv6 cannot connect to it so."""
+"""ZeroMQ's form of an IPv4 address that is served through IPv6; hosts without IPv6 cannot connect to this form."""
 CONNECT_MS = 200
-"""How long a new socket waits for a peer that is there; on one machine that takes less than one."""
+"""Milliseconds that a new socket waits for its connection; on one machine it takes less than one."""
 BACKLOG = 4096
-"""Peers that connect at the same moment; of more each tries again after some time."""
+"""Peers that may connect at the same moment; more of them try again after some time."""
 HIGH_WATER = 1000
-"""Messages that wait to be sent to a peer; credits and prefetching keep queues far below it."""
+"""The most messages that wait to be sent to a peer; credits and prefetching keep queues far below it."""
 MOST_FRAMES = 64
-"""Of a message; what a peer sends more in one is dropped unread, and the message is none then."""
+"""The most frames of a message; frames beyond are dropped unread, and the message is rejected."""
 AT_ONCE = 256
-"""Frames that are dropped, and words about shared memory that are heard, before whoever receives has its turn again:
-a peer may send any number of them."""
+"""The most dropped frames or messages about shared memory that one ``receive`` handles before it returns.
+
+A peer may send any number of them.
+"""
 LOOK_S = 0.02
-"""Between two looks at the connections of a router, where nothing else happens."""
+"""Seconds between two looks at the connections of a router when no message comes."""
 SAY_S = 2.0
-"""Between two words of a dealer that it knows shared memory: a router that was started again knows it no more."""
+"""Seconds between two announcements of a dealer that it knows shared memory, since the router may have restarted."""
 
 
 def _configure(sock: zmq.Socket[bytes], max_message_bytes: int) -> None:
+    """Set the options that all sockets share."""
     sock.setsockopt(zmq.LINGER, 0)
     sock.setsockopt(zmq.SNDHWM, HIGH_WATER)
     sock.setsockopt(zmq.RCVHWM, 0)  # ``unread`` says why
@@ -70,29 +74,30 @@ def _configure(sock: zmq.Socket[bytes], max_message_bytes: int) -> None:
 
 
 class _Socket:
-    """What Router and Dealer share; made, used and closed by one thread of one process."""
+    """Base of ``Router`` and ``Dealer``; made, used and closed by one thread of one process."""
 
     def __init__(self, kind: int, max_message_bytes: int) -> None:
         self._pid = os.getpid()
         self._context = zmq.Context()
         self.raw: zmq.Socket[bytes] = self._context.socket(kind)
         self.dropped = 0
-        """Messages that could not be sent now, and were not."""
+        """Number of messages that could not be queued and were dropped."""
         self._gate: Gate | None = None
         self._links: Links | None = None
-        """None: not with processes of this host."""
+        """Shared memory with peers; None where it is not used."""
         self._surplus = False
-        """The last message had too many frames, and more of them are there."""
+        """True if the last message had too many frames, and some of them are still to be dropped."""
         self._unread: Unread | None = None
-        """None: what this socket reads ahead is not bounded."""
+        """Bounds the bytes that are read ahead; None: not bounded."""
         self._taking: Connection | None = None
-        """Where the last message came from."""
+        """The connection of the last message."""
         _configure(self.raw, max_message_bytes)
 
     def receive(self) -> list[Any] | None:
-        """The frames of one message, as buffers, or None when there is none now; or later, where a peer floods us.
+        """Return the frames of the next message as buffers, or None if there is none now.
 
-        Of a message of more than ``MOST_FRAMES`` those and one more, so that nobody takes it for one.
+        It also returns None after ``AT_ONCE`` messages that are not for the caller. A message with more than
+        ``MOST_FRAMES`` frames is cut to one more than these, so that it does not decode.
         """
         for _ in range(AT_ONCE):
             try:
@@ -103,43 +108,43 @@ class _Socket:
                 if self._unread is not None:
                     self._unread.drained()
                 if self._links is not None:
-                    self._links.tell()
+                    self._links.send_news()
                 return None
-            if self._key_digits and not by_key(frames):
+            if self._key_digits and not prepend_key(frames):
                 continue
             if self._unread is not None:
-                self._count(self._unread, frames)
+                self._count_message(self._unread, frames)
                 if self._unread.was_cut(frames[0].bytes):
                     continue
             if self._links is None:
                 return frames
             at = self._peer_frames
-            whole = self._links.received(frames[0].bytes if at else b"", frames[at:])
+            whole = self._links.receive(frames[0].bytes if at else b"", frames[at:])
             if whole is not None:
                 return [*frames[:at], *whole]
         return None
 
     def _next_frames(self) -> list[Any]:
-        """The next message's, at most one more than there may be. Raises zmq.Again."""
+        """Return the frames of the next message, at most ``MOST_FRAMES`` + 1. Raises zmq.Again if none came."""
         frame = self.raw.recv(zmq.NOBLOCK, copy=False)
         frames = [frame]
-        while frame.more and len(frames) <= MOST_FRAMES:  # a message comes whole: none of it has to be waited for
+        while frame.more and len(frames) <= MOST_FRAMES:  # ZeroMQ hands over whole messages: no frame is missing
             frame = self.raw.recv(zmq.NOBLOCK, copy=False)
             frames.append(frame)
         self._surplus = frame.more
         return frames
 
-    def _count(self, unread: Unread, frames: list[Any]) -> None:
-        """Note that a message was taken."""
+    def _count_message(self, unread: Unread, frames: list[Any]) -> None:
+        """Count a received message and its bytes for its connection."""
         peer = frames[0].bytes
-        self._taking = unread.of(peer) or unread.joined(peer, frames[1].get(zmq.SRCFD))
+        self._taking = unread.connection_of(peer) or unread.add_peer(peer, frames[1].get(zmq.SRCFD))
         if self._taking is not None:
             secured = self._key_digits > 0
             self._taking.messages += 1
             self._taking.taken += sum(frame_bytes(len(frame), secured) for frame in frames[1:])
 
     def _drop_surplus(self) -> bool:
-        """Frames of the message that had too many; whether that was the last of them. Raises zmq.Again."""
+        """Drop frames of the message that had too many; return True after the last. Raises zmq.Again if none came."""
         for _ in range(AT_ONCE):
             frame = self.raw.recv(zmq.NOBLOCK, copy=False)
             if self._taking is not None:
@@ -150,11 +155,12 @@ class _Socket:
         return False
 
     _peer_frames = 0
-    """Frames before the message's own, which say whose it is."""
+    """Number of frames before the message's own, which identify the peer."""
     _key_digits = 0
-    """Of a peer's key, which stands before ZeroMQ's id of it."""
+    """Length of the peer's key, which stands before its ZeroMQ id; 0 without keys."""
 
     def _raw_send(self, peer: bytes, frames: Sequence[Any]) -> bool:
+        """Queue frames for a peer on the socket; return False if they were dropped. Forget the link of a lost peer."""
         try:
             frames = [peer[self._key_digits :], *frames] if self._peer_frames else frames
             self.raw.send_multipart(frames, zmq.NOBLOCK, copy=False)
@@ -165,17 +171,19 @@ class _Socket:
         return True
 
     def _send(self, peer: bytes, frames: Sequence[Any]) -> bool:
+        """Queue a message for a peer, with shared memory if there is a link; count and return False if dropped."""
         self._check_pid()
         sent = self._raw_send(peer, frames) if self._links is None else self._links.send(peer, frames)
         self.dropped += not sent
         return sent
 
     def _check_pid(self) -> None:
+        """Raise PeerError if this process inherited the socket through a fork."""
         if os.getpid() != self._pid:
             raise PeerError("got a socket of the parent process, expected one made after the fork: connect there")
 
     def close(self) -> None:
-        """Idempotent; what is still queued is dropped."""
+        """Close the socket, and drop messages still queued. Idempotent."""
         if os.getpid() == self._pid and not self.raw.closed:
             self.raw.close()
             if self._gate is not None:
@@ -186,18 +194,19 @@ class _Socket:
 
 
 class Router(_Socket):
-    """A bound socket that knows its peers by the opaque ids that ZeroMQ gives them, a frame before each message; with
-    a ``door`` each of these begins with the peer's key.
+    """A bound socket for many peers. The frame before each message is the peer's id, which ZeroMQ assigns.
+
+    With a ``door`` the id begins with the peer's public key.
 
     Args:
-        endpoint: Where to listen, ``tcp://`` or ``ipc://``.
-        max_message_bytes: Bytes of a frame; a connection that sends a larger one ends.
-        door: Which keys are let in; None for all peers, without a key.
-        unread: Bounds what is read ahead of this process; ``ipc://`` has no use for it, as only the same user can
-            connect there.
+        endpoint: The address to listen on, ``tcp://`` or ``ipc://``.
+        max_message_bytes: The most bytes of a frame; a connection that sends a larger one ends.
+        door: The keys that are admitted; None admits all peers, without a key.
+        unread: Bounds the bytes that are read ahead of this process. It is not used on ``ipc://``, where only the
+            same user can connect.
 
     Raises:
-        UserError: The address is taken; the message says by whom as far as that can be known.
+        UserError: The address cannot be used, e.g. because another process serves it.
     """
 
     def __init__(
@@ -208,8 +217,8 @@ class Router(_Socket):
         self._monitor: zmq.Socket[bytes] | None = None
         if endpoint.startswith("ipc://"):
             self._lock = ipc_files.lock(endpoint)
-        if self._lock is None:  # else its peers are its own user's, and so may be the process: a trainer's
-            _begin_ids_anywhere()
+        if self._lock is None:  # on ipc:// peers are of the same user, and the process may be a trainer's own
+            _randomize_ids()
         super().__init__(zmq.ROUTER, max_message_bytes)
         self.raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._links = Links(self._raw_send, NUM_SLOTS) if self._lock is not None else None
@@ -220,7 +229,7 @@ class Router(_Socket):
             self._gate = Gate(self._context, self.raw, door)
         self._key_digits = KEY_DIGITS if door is not None else 0
         try:
-            with ipc_files.for_its_user_alone():
+            with ipc_files.private_files():
                 self.raw.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
@@ -234,17 +243,18 @@ class Router(_Socket):
     _peer_frames = 1
 
     def room(self, peer: bytes, num_bytes: int) -> NDArray[np.uint8] | None:
-        """Memory that the peer can read, uint8 [num_bytes], for a frame of the next message to it: one that lies there
-        is not copied any more. None where there is none.
+        """Return memory that the peer can read, uint8 [num_bytes], for a frame of the next message to the peer.
+
+        A frame in this memory is not copied again. None if there is no shared memory, or none is free.
         """
         return self._links.room(peer, num_bytes) if self._links is not None else None
 
     def send(self, peer: bytes, frames: Sequence[Any]) -> bool:
-        """Queue a message for a peer; False if it was dropped instead."""
+        """Queue a message for a peer; return False if it was dropped instead."""
         return self._send(peer, frames)
 
     def admit(self) -> None:
-        """Let peers in that wait for it, and look after the connections of those that are in."""
+        """Admit waiting peers, and check the connections of admitted peers."""
         if self._unread is None or self._monitor is None:
             if self._gate is not None:
                 self._gate.answer()
@@ -260,17 +270,17 @@ class Router(_Socket):
         self._unread.check()
 
     def note_damaged(self, peer: bytes) -> None:
-        """A message of this peer could not be decoded."""
+        """Count a message of this peer that could not be decoded."""
         if self._unread is not None:
             self._unread.note_damaged(peer)
 
     def take_cuts(self) -> list[CutConnection]:
-        """Connections that were cut since this was last asked."""
+        """Return the connections that were cut since the last call."""
         return self._unread.take_cuts() if self._unread is not None else []
 
     @property
     def wake_s(self) -> float:
-        """``admit`` wants to be called this often."""
+        """The most seconds between two calls of ``admit``."""
         return LOOK_S if self._unread is not None and self._unread.connections else math.inf
 
     def close(self) -> None:
@@ -284,10 +294,16 @@ class Router(_Socket):
 
 
 class Dealer(_Socket):
-    """A socket connected to one router, to which it shows its ``key`` if it has one; it reconnects for ever, and what
-    it could not send is dropped.
+    """A socket connected to one router. It reconnects forever, and drops messages that it cannot send.
 
-    Raises UserError for an address that nobody can connect to.
+    Args:
+        endpoint: The router's address.
+        max_message_bytes: The most bytes of a frame.
+        linger_ms: Milliseconds that messages may still be sent after the socket is closed.
+        key: The key that authenticates this process; None for none.
+
+    Raises:
+        UserError: The address is not one to connect to.
     """
 
     def __init__(self, endpoint: str, max_message_bytes: int, linger_ms: int = 0, key: Key | None = None) -> None:
@@ -308,19 +324,19 @@ class Dealer(_Socket):
                 f"cannot connect to {endpoint!r}: got {error.strerror or error}, expected tcp://host:port or "
                 f"ipc:///path/of/a/socket: correct the address"
             ) from None
-        # What is sent before there is a connection is dropped, and the first word asked for again much later.
+        # Messages sent before there is a connection are dropped, and repeated only much later.
         self.raw.poll(CONNECT_MS, zmq.POLLOUT)
         self.endpoint = endpoint
 
     def send(self, frames: Sequence[Any]) -> bool:
-        """Queue a message; False if it was dropped instead."""
+        """Queue a message; return False if it was dropped instead."""
         if self._links is not None and time.monotonic() - self._said_at > SAY_S:
             self._said_at = time.monotonic()
             self._raw_send(b"", [shared_memory.SPEAKS])
         return self._send(b"", frames)
 
     def check(self) -> None:
-        """Raises Rejected if the broker does not let this process in; from time to time, as it may never."""
+        """Raise Rejected if the broker does not admit this process. Call it from time to time while nothing comes."""
         if why := self._watch.refusal(self.endpoint):
             raise Rejected("key", f"{self.endpoint}: {why}")
 
@@ -331,7 +347,7 @@ class Dealer(_Socket):
 
 
 class Poller:
-    """Waits on sockets and a waker together, and lets new peers of routers in."""
+    """Waits on sockets and a waker together, and admits new peers of routers."""
 
     def __init__(self, sockets: Sequence[_Socket], waker: Waker | None = None) -> None:
         self._poller = zmq.Poller()
@@ -344,7 +360,7 @@ class Poller:
             self._poller.register(waker.fileno(), zmq.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
-        """Until something came or the time is up; sockets are to be drained after every wait."""
+        """Wait until something came or ``timeout_s`` has passed. Drain the sockets after every wait."""
         timeout_s = min([timeout_s, *(router.wake_s for router in self._routers)])
         ready = self._poller.poll(max(0, int(timeout_s * 1000)))
         if self._waker is not None and any(source == self._waker.fileno() for source, _ in ready):
@@ -354,7 +370,7 @@ class Poller:
 
 
 def drain(sock: _Socket, at_most: int) -> Iterator[list[Any]]:
-    """Messages that have come, up to a bound so that no socket starves another."""
+    """Yield messages that have come, at most ``at_most``, so that other sockets have their turn."""
     for _ in range(at_most):
         frames = sock.receive()
         if frames is None:
@@ -363,8 +379,9 @@ def drain(sock: _Socket, at_most: int) -> Iterator[list[Any]]:
 
 
 def _monitored(context: zmq.Context[Any], sock: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """A socket that says which connections ``sock`` accepts, and which end. Its queue has no limit: where it is full,
-    ZeroMQ's thread would wait for us.
+    """Return a socket that reports the connections that ``sock`` accepts, and those that end.
+
+    Its queue has no limit: with a full queue ZeroMQ's thread would wait for this process.
     """
     address = f"inproc://monitor-{id(sock)}"
     sock.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -375,10 +392,10 @@ def _monitored(context: zmq.Context[Any], sock: zmq.Socket[bytes]) -> zmq.Socket
     return found
 
 
-def _begin_ids_anywhere() -> None:
-    """Have the next router give ids to its peers that nobody can foretell.
+def _randomize_ids() -> None:
+    """Make the ids that the next router assigns to its peers unpredictable.
 
-    ZeroMQ counts them from a ``rand()`` that it never seeds. A peer may choose its own id, and where one has chosen
-    that which is given next, ZeroMQ ends the process.
+    ZeroMQ counts ids from a ``rand()`` that it never seeds. A peer may choose its own id, and if it is the one that
+    ZeroMQ assigns next, ZeroMQ ends the process.
     """
     ctypes.CDLL(None).srand(ctypes.c_uint(int.from_bytes(os.urandom(4), "little")))

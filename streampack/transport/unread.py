@@ -1,6 +1,6 @@
 """Unread bytes: bytes that ZeroMQ has read from TCP connections and this process has not taken yet.
 
-ZeroMQ reads ahead of the process. With a receive high-water mark it stops reading a connection, and a connection that
+ZeroMQ reads ahead of the process. With a receive high-water mark it stops reading a connection. A connection that
 breaks in that state can abort the whole process (libzmq 4.3.5, ``stream_engine_base.cpp``: ``!_io_error``). So sockets
 have no high-water mark, and this module bounds what is read ahead instead. The kernel counts the bytes of each
 connection that were read (``tcp_info``, tcp(7)); the socket's thread counts those that it takes; the difference is
@@ -84,11 +84,11 @@ class Connection:
 
     @property
     def is_stranger(self) -> bool:
-        """Whether the peer has sent no valid message."""
+        """True if the peer has sent no valid message."""
         return self.messages == self.damaged
 
     def look(self, now: float) -> None:
-        """Measure the unread bytes."""
+        """Measure the unread bytes of the connection; ``now`` is in seconds, monotonic."""
         known = self.taken + HANDSHAKE_BYTES + COMMANDS_A_SECOND * int(now - self._since)
         self.unread = max(bytes_read(self.fd) - known, 0)
 
@@ -122,6 +122,7 @@ def _option(fd: int, level: int, name: int, size: int) -> bytes:
 
 
 def _cookie_of(fd: int) -> bytes:
+    """Return the kernel's number of a socket, which no other socket has; empty if ``fd`` is not a socket."""
     return _option(fd, socket.SOL_SOCKET, _SO_COOKIE, 8)
 
 
@@ -156,12 +157,12 @@ class Unread:
         self._by_fd: dict[int, Connection] = {}
         self._by_peer: dict[bytes, Connection] = {}
         self._cut_peers: set[bytes] = set()
-        """Until the socket is drained: what they have sent before is dropped."""
+        """Peers whose messages are dropped until the socket is drained."""
         self._ended = False
         """A connection has ended since the socket was drained, and may have left messages."""
         self._cuts: list[CutConnection] = []
         self._drained = self._swept_empty = True
-        """Since connections were let in; since the last sweep."""
+        """True if the socket was drained since connections were admitted; since the last sweep."""
         self._memory_over = False
         self._resident = self._floor = 0
         """Memory, and memory beside ``held`` when nothing was unread; 0 before the first sweep."""
@@ -186,11 +187,11 @@ class Unread:
             self._by_peer.pop(found.peer, None)
             self._ended = True
 
-    def of(self, peer: bytes) -> Connection | None:
+    def connection_of(self, peer: bytes) -> Connection | None:
         """Return the connection of a peer; None if it is unknown."""
         return self._by_peer.get(peer)
 
-    def joined(self, peer: bytes, fd: int) -> Connection | None:
+    def add_peer(self, peer: bytes, fd: int) -> Connection | None:
         """Note a new peer's connection and return it; None if it has ended already."""
         found = self._by_fd.get(fd)
         if found is None or found.peer:
@@ -214,7 +215,7 @@ class Unread:
         self._cut_peers.clear()
 
     def was_cut(self, peer: bytes) -> bool:
-        """Return whether the peer was cut, so that its remaining messages are dropped."""
+        """Return True if the peer was cut, so that its remaining messages are dropped."""
         return peer in self._cut_peers
 
     def admissions(self) -> int:
@@ -248,6 +249,7 @@ class Unread:
         self._sweep_at = now + max(SWEEP_S, spent / SWEEPS_SHARE)
 
     def _sweep(self, now: float, resident: int) -> None:
+        """Measure all connections, and cut those that are over a limit; ``resident``: memory of the process, bytes."""
         for each in self._by_fd.values():
             each.look(now)
         by_size = sorted(self._by_fd.values(), key=lambda each: each.unread, reverse=True)
@@ -274,18 +276,22 @@ class Unread:
             self._cut(by_size[0], f"{by_size[0].unread} bytes of it, in tiny frames, take too much memory")
 
     def _cut(self, connection: Connection, why: str) -> None:
+        """Cut a connection, and record it for ``take_cuts`` unless it had ended already."""
         if address := connection.cut():
             self._cut_peers.add(connection.peer)
             self._cuts.append(CutConnection(address, connection.peer, why))
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is resident, in bytes (proc(5), ``statm``)."""
+    """Return the resident memory of this process in bytes (proc(5), ``statm``)."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * _PAGE
 
 
 def frame_bytes(size: int, secured: bool) -> int:
-    """Bytes of a connection that a frame of ``size`` bytes takes (RFC 37, ZMTP; RFC 26, CurveZMQ)."""
+    """Return the bytes that a frame of ``size`` bytes takes on a connection; ``secured``: with keys.
+
+    See RFC 37 (ZMTP) and RFC 26 (CurveZMQ).
+    """
     size += 33 if secured else 0
     return size + (2 if size < 256 else 9)

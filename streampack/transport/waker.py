@@ -1,4 +1,4 @@
-"""A pipe that wakes whoever waits for messages: the one thing about a socket's thread that others may touch."""
+"""A pipe that wakes the thread that waits for messages. Other threads may use nothing else of a socket's thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 
 
 class Waker:
-    """Wakes a poll from another thread; ``wake`` may be called by any."""
+    """Wakes a poll from another thread; any thread may call ``wake``."""
 
     def __init__(self) -> None:
         self._near, self._far = socket.socketpair()
@@ -20,10 +20,10 @@ class Waker:
         try:
             self._far.send(b"\0")
         except (BlockingIOError, OSError):
-            return  # a full pipe wakes as well; a closed one has nobody to wake
+            return  # a full pipe wakes as well; nothing waits on a closed one
 
     def clear(self) -> None:
-        """Forget all wakes so far."""
+        """Discard all wakes so far."""
         try:
             while self._near.recv(4096):
                 continue

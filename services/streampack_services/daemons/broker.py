@@ -72,7 +72,7 @@ def exposed(endpoints: Mapping[str, str], http: str, keys: bool, token: bool) ->
             f"whoever reaches {http} can read the run's figures: set listen.token_file ('streampack keys token'), or "
             f"let only trusted hosts reach it"
         )
-    replaceable = [url for url in endpoints.values() if ipc_files.anybody_may_replace(url)]
+    replaceable = [url for url in endpoints.values() if ipc_files.can_be_replaced(url)]
     if replaceable:
         found.append(f"other users can write the folder of {replaceable[0]}, and answer in its place: chmod 700 it")
     return found
