@@ -14,9 +14,11 @@ class Waker:
         self._far.setblocking(False)
 
     def fileno(self) -> int:
+        """Return the file descriptor to poll; it is readable after a wake."""
         return self._near.fileno()
 
     def wake(self) -> None:
+        """Wake the thread that polls ``fileno``. It never blocks."""
         try:
             self._far.send(b"\0")
         except (BlockingIOError, OSError):

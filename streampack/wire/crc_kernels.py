@@ -81,43 +81,47 @@ def joined(crc: int, following: int, num_bytes: int) -> int:
 def _code_of_crc_word(_: Any, crc: Any, word: Any) -> Any:
     """Return the type and the code of a function that adds eight bytes to a checksum."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def generate_code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        """Emit the LLVM instructions of the function, and return its value."""
         kind = ir.FunctionType(_I64, [_I64, _I64])
         return builder.call(builder.module.declare_intrinsic("llvm.x86.sse42.crc32.64.64", fnty=kind), args)
 
-    return types.uint64(types.uint64, types.uint64), generate
+    return types.uint64(types.uint64, types.uint64), generate_code
 
 
 def _code_of_crc_byte(_: Any, crc: Any, byte: Any) -> Any:
     """Return the type and the code of a function that adds one byte to a checksum."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def generate_code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        """Emit the LLVM instructions of the function, and return its value."""
         kind = ir.FunctionType(_I32, [_I32, _I8])
         step = builder.module.declare_intrinsic("llvm.x86.sse42.crc32.32.8", fnty=kind)
         return builder.zext(builder.call(step, [builder.trunc(args[0], _I32), args[1]]), _I64)
 
-    return types.uint64(types.uint64, types.uint8), generate
+    return types.uint64(types.uint64, types.uint8), generate_code
 
 
 def _code_of_multiply(_: Any, left: Any, right: Any) -> Any:
     """Return the type and the code of a function that gives the low 64 bits of a carry-less product."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def generate_code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        """Emit the LLVM instructions of the function, and return its value."""
         kind, first = ir.FunctionType(_PAIR, [_PAIR, _PAIR, _I8]), ir.Constant(_I32, 0)
         pairs = [builder.insert_element(ir.Constant(_PAIR, [0, 0]), arg, first) for arg in args]
         product = builder.module.declare_intrinsic("llvm.x86.pclmulqdq", fnty=kind)
         return builder.extract_element(builder.call(product, [*pairs, ir.Constant(_I8, 0)]), first)
 
-    return types.uint64(types.uint64, types.uint64), generate
+    return types.uint64(types.uint64, types.uint64), generate_code
 
 
 def _code_of_word(_: Any, address: Any) -> Any:
     """Return the type and the code of a function that reads the eight bytes at any address."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def generate_code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        """Emit the LLVM instructions of the function, and return its value."""
         return builder.load(builder.inttoptr(args[0], _I64.as_pointer()), align=1)
 
-    return types.uint64(types.uint64), generate
+    return types.uint64(types.uint64), generate_code
 
 
 _crc_word: Any = intrinsic(_code_of_crc_word)

@@ -49,10 +49,12 @@ class PaddedFigures:
 
     @property
     def removed_padding_tokens(self) -> int:
+        """Padding tokens that one batch would have and the micro-batches do not."""
         return self.original_tokens - self.actual_tokens
 
     @property
     def removed_padding_ratio(self) -> float:
+        """Removed padding tokens over ``original_tokens``."""
         return self.removed_padding_tokens / self.original_tokens if self.original_tokens else 0.0
 
 

@@ -181,7 +181,7 @@ class KeptSteps:
         return kept.dealt
 
     def _deal_packs(self, kept: _Kept, mesh: Mesh) -> _Dealt:
-        """Split and deal the packs of a step on ``mesh``, and count them."""
+        """Return a step's packs as dealt on ``mesh``, split first if there are too few; update the statistics."""
         formed, rules, is_first = kept.step.packs, self._rules, kept.dealt is None
         packs: PlannedPacks | Portions = formed
         count = packs_of_mesh(rules, len(formed), mesh.dp, mesh.pp)
@@ -199,7 +199,7 @@ class KeptSteps:
         return self._in_order(packs, dealt, widths, np.full(count, rules.align.sample), mesh)
 
     def _deal_padded(self, kept: _Kept, mesh: Mesh) -> _Dealt:
-        """Make padded micro-batches of a step's samples on ``mesh``, and count them."""
+        """Return a step's samples as padded micro-batches on ``mesh``; update the statistics."""
         formed, rules, is_first = kept.step.packs, self._rules, kept.dealt is None
         found = deal_padded(rules, self._table.length[formed.handles].astype(np.int64), mesh.dp, mesh.pp)
         packs, widths = self._portions(formed.handles, found.packs), found.rows * found.widths
@@ -259,4 +259,5 @@ class KeptSteps:
 
 
 def _u32(column: I64) -> bytes:
+    """Return the numbers as the bytes of little-endian uint32, the form of a message's columns."""
     return column.astype("<u4").tobytes()

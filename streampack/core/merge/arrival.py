@@ -114,7 +114,9 @@ class Arrival(Queues):
         return list(self._marks)
 
     def script(self, partition: int, first_seq: int, count: int) -> None:
-        """Add to the script: ``count`` samples of a partition, from ``first_seq`` on, were admitted next. Idempotent.
+        """Add admitted samples to the script, the order of arrival: ``count`` of a partition, from ``first_seq`` on.
+
+        Samples that are in the script already are ignored.
 
         Call it before anything is pushed, for all chunks admitted since the loaded state or earlier. The partition may
         be of a stream that ``change`` adds later. Raises ValueError if samples before ``first_seq`` are missing.

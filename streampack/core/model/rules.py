@@ -369,6 +369,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
 
 
 def _text(value: object) -> str:
+    """Return the value of a rule as text for an error message; a Struct as JSON."""
     return msgspec.json.encode(value).decode() if isinstance(value, Struct) else str(value)
 
 

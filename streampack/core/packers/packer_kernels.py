@@ -76,6 +76,7 @@ if COMPILES:
 else:
 
     def _sort_in(by_length, num_sorted, lengths, gone, start, stop):  # type: ignore[no-untyped-def]
+        """Update ``by_length``: drop samples that are gone, merge in positions start..stop. Return its new count."""
         held = by_length[:num_sorted]
         held = held[~gone[held]]
         fresh = start + np.flatnonzero(~gone[start:stop])
@@ -193,6 +194,7 @@ if COMPILES:
 else:  # a row of the bitset is one Python int
 
     def _fill_exactly(rest, num_rest, lengths, room, rows, barren, indices, end):  # type: ignore[no-untyped-def]
+        """Append the subset of ``rest`` that leaves the smallest gap in ``room``. Return the new end."""
         fits = rest[:num_rest][lengths[rest[:num_rest]] <= room][:MAX_TRIED]
         row, tried, fruitless = 1 << int(room), [], set()
         for i, length in zip(fits.tolist(), lengths[fits].tolist(), strict=True):

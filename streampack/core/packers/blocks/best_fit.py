@@ -123,4 +123,5 @@ class _IntSet:
 
 
 def _lowest_bit(members: int) -> int:
+    """Return the number of the lowest set bit."""
     return (members & -members).bit_length() - 1

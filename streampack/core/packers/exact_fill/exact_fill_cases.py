@@ -91,6 +91,7 @@ if COMPILES:
 else:
 
     def _best_swap(i, pack, length, size, room, free):  # type: ignore[no-untyped-def]
+        """Return the sample whose swap with sample ``i`` adds most to the fuller of both packs; -1 for none."""
         here = pack[i]
         # Samples are longest first: only those from ``first`` to ``last`` fit in both packs.
         first = bisect_left(length, -length[i] - room[here], key=neg)
@@ -167,6 +168,7 @@ if COMPILES:
 else:
 
     def closest_pair(ordered, num_full, num_long, lengths, budget, indices, end):  # type: ignore[no-untyped-def]
+        """Append the long sample and the short one that leave the least gap together. Return the pack's end."""
         gaps = budget - lengths[ordered[num_full:num_long]]
         rising = lengths[ordered[num_long:]][::-1]
         fitting = np.searchsorted(rising, gaps, side="right")  # how many short ones fit each
@@ -312,6 +314,7 @@ if COMPILES:
 else:
 
     def _with_one_more(fewest, better, length, size):  # type: ignore[no-untyped-def]
+        """Update ``fewest``, the least number of samples that leaves each gap, with one more sample."""
         before, fewer = fewest[: len(fewest) - length], fewest[length:] + size
         better[: len(before)] = fewer < before
         np.minimum(before, fewer, out=before)

@@ -224,6 +224,7 @@ if COMPILES:
 else:
 
     def _least_due(due, after, gone, edge):  # type: ignore[no-untyped-def]
+        """Return the pack from which on the oldest must leave: the least ``due`` minus the number of older samples."""
         held = due[after[len(due)] : edge][~gone[after[len(due)] : edge]]
         return (held - np.arange(len(held))).min()
 

@@ -33,6 +33,7 @@ class BufferFirstFit(Capped):
         cap = self.max_samples_per_pack or sum(samples)
 
         def next_packs(view: SlidingWindow) -> list[list[int]]:
+            """Return a list of one pack: the oldest sample, and each next one in the window that fits."""
             pack: list[int] = []
             room, spare = view.budget, cap
             for position, length in view.held.items():

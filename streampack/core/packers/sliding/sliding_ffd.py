@@ -42,6 +42,7 @@ class SlidingFFD(Capped):
         sorted_to = 0
 
         def next_packs(view: SlidingWindow) -> list[list[int]]:
+            """Return a list of one pack, after sorting the samples that entered the window into ``order``."""
             nonlocal sorted_to
             for position in range(sorted_to, view.edge):
                 insort(order, (-view.held[position], -position))
