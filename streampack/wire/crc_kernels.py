@@ -4,10 +4,10 @@ The crc32 instruction takes eight bytes and three cycles, and a processor begins
 processed side by side, each of another third of the bytes.
 
 The checksum of two parts is an exclusive-or. One operand is the checksum of the first part, followed by a zero for
-each byte of the second. The other is the checksum of the second part. Zeros multiply a checksum by a power of x. For up to 64
-KiB of zeros, two carry-less multiplications do this. See Gopal et al., "Fast CRC Computation for iSCSI Polynomial Using
-CRC32 Instruction", Intel 2011. Their product has 63 bits. The crc32 instruction reduces it, and thereby multiplies by
-x^33; the table of powers is divided by x^33 to make up for it.
+each byte of the second. The other is the checksum of the second part. Zeros multiply a checksum by a power of x. For up
+to 64 KiB of zeros, two carry-less multiplications do this. See Gopal et al., "Fast CRC Computation for iSCSI Polynomial
+Using CRC32 Instruction", Intel 2011. Their product has 63 bits. The crc32 instruction reduces it, and thereby
+multiplies by x^33; the table of powers is divided by x^33 to make up for it.
 
 Tests compare with ``sample_checksums.plain``; these functions do not run without numba.
 """

@@ -1,8 +1,8 @@
 """A snapshot: the state of a feed that decides all later steps, apart from samples that are not merged yet.
 
 A snapshot holds the merge's clocks, the window with its ages and the packs that wait for their step. Samples are
-references with checksums, about 28 bytes each (R10). Restoring a snapshot reads each partition again from its *floor*:
-a place at or before the first sample that is in the snapshot or not merged. The floor has the cursor that the source
+references with checksums, about 28 bytes each (R10). Resuming re-reads each partition from its *floor*: a
+place at or before the first sample that is in the snapshot or not merged. The floor has the cursor that the source
 resumes from.
 """
 
