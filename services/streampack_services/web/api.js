@@ -1,21 +1,21 @@
-// All that is asked of the broker goes through `get`. Where it wants a token, the browser has asked for one when the page
-// was opened, and sends it with everything of the page.
+// All requests to the broker go through `get`. If the broker requires a token, the browser asked for it when the page was
+// opened, and sends it with every request.
 
 const TIMEOUT_MS = 8000;
-const KEPT = 200; // events
+const MAX_EVENTS = 200;
 
 export async function get(path) {
-  // Not a path alone: the page's own address may hold the token, and such are no addresses to fetch from.
+  // Not only a path: the page's own address may have the token in it, and fetch rejects such addresses.
   const answer = await fetch(location.origin + path, { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
   if (!answer.ok) throw new Error(`${path}: the broker answered ${answer.status}`);
   return answer.json();
 }
 
-// The broker's last events, kept here: only what is new is asked for.
+// The broker's last events; only new ones are fetched.
 export class Events {
   #known = [];
 
-  // Another broker has others.
+  // Forget all events: another broker process counts anew.
   forget() {
     this.#known = [];
   }
@@ -24,7 +24,7 @@ export class Events {
     const last = this.#known.at(-1)?.seq ?? 0;
     const found = await get(`/events?since=${last}`);
     if (!found.length) return this.#known;
-    this.#known = found[0].seq === last + 1 ? this.#known.concat(found).slice(-KEPT) : found; // else some are lost
+    this.#known = found[0].seq === last + 1 ? this.#known.concat(found).slice(-MAX_EVENTS) : found; // else the broker has dropped some
     return this.#known;
   }
 }

@@ -1,21 +1,21 @@
-// Charts over uPlot: lines and stacks over time, and bars. A chart is told what to draw, and draws again by itself when
-// its place or the theme changes. Under each its legend says the last value, or the one under the cursor.
+// Charts with uPlot: lines and stacks over time, and bars. A chart draws again when its size or the theme changes. Its
+// legend shows the last values, or the values under the cursor.
 
 import { clock } from "./format.js";
 import { color, make, setAttribute, setText } from "./dom.js";
 
 const HEIGHT = 200;
 const FONT = "11px system-ui, sans-serif";
-const SMALL_FONT = "9px system-ui, sans-serif"; // of bars' names where there is little place
+const SMALL_FONT = "9px system-ui, sans-serif"; // labels of bars on narrow screens
 const NARROW = 400;
-const TIME_WIDTH = 52; // of "14:05:09": one half may lie beside the plot, where other words are
+const TIME_WIDTH = 52; // of "14:05:09"; half of it may lie beside the plot, over other text
 const cursors = window.uPlot.sync("time");
 
 export class Chart {
   #place; #spec; #plot = null; #data = null; #empty; #legend; #values = [];
 
   // spec: {series: [{label, color}], kind: "line" | "stack" | "bars", unit(value) -> text, empty: text,
-  //        xLabel, yLabel}; of bars `names` are set with the data.
+  //        xLabel, yLabel}
   constructor(place, spec) {
     this.#place = place;
     this.#spec = spec;
@@ -33,7 +33,7 @@ export class Chart {
     new ResizeObserver(() => this.#fit()).observe(place);
   }
 
-  // xs: seconds of the wall clock, or names of bars; columns: values of each series, null where there is none.
+  // xs: seconds of the wall clock, or labels of bars; columns: values of each series, null if not known.
   draw(xs, columns, about) {
     this.#data = { xs, columns };
     setAttribute(this.#place, "aria-label", about);
@@ -45,7 +45,7 @@ export class Chart {
     if (this.#plot.cursor.idx == null) this.#say(null);
   }
 
-  // Colors have changed.
+  // Draw with the colors of another theme.
   restyle() {
     this.#plot?.destroy();
     this.#plot = null;
@@ -55,7 +55,7 @@ export class Chart {
     }
   }
 
-  // Stacks are sums, the largest drawn first and the others over it.
+  // The data for uPlot. A stack is drawn as sums, the largest first.
   #drawn() {
     const { xs, columns } = this.#data;
     const at = this.#spec.kind === "bars" ? xs.map((_, index) => index) : xs;

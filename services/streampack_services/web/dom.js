@@ -1,4 +1,4 @@
-// Elements: made, and changed only where they differ, so that what is selected or in focus stays so.
+// Create and change elements. An element changes only if its content differs, so that selection and focus stay.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -16,14 +16,14 @@ export function setAttribute(element, name, value) {
   if (element.getAttribute(name) !== value) element.setAttribute(name, value);
 }
 
-// As many children as there are items, each made by `create()` and then given to `update(child, item, index)`.
+// Give `parent` one child per item: made by `create()`, then changed by `update(child, item, index)`.
 export function fill(parent, items, create, update) {
   while (parent.children.length > items.length) parent.lastElementChild.remove();
   while (parent.children.length < items.length) parent.append(create());
   items.forEach((item, index) => update(parent.children[index], item, index));
 }
 
-// Rows of a table's body; a cell is a text, or [text, class].
+// Set the rows of a table's body; a cell is a text or [text, class].
 export function fillTable(table, rows) {
   fill(table.tBodies[0], rows, () => make("tr"), (line, cells) => {
     fill(line, cells, () => make("td"), (cell, content) => {
@@ -34,7 +34,7 @@ export function fillTable(table, rows) {
   });
 }
 
-// Buttons of which one is pressed: [[value, label], ...]; `chosen(value)` is called with what is pressed next.
+// Set buttons of which one is pressed: [[value, label], ...]; a click calls `chosen(value)`.
 export function fillSwitch(group, choices, value, chosen) {
   fill(group, choices, () => make("button", { type: "button" }), (button, [key, label]) => {
     setText(button, label);
@@ -43,7 +43,7 @@ export function fillSwitch(group, choices, value, chosen) {
   });
 }
 
-// A color of the style sheet as a canvas takes it.
+// The value of a color of the style sheet, for a canvas.
 export function color(name) {
   const probe = document.body.appendChild(make("i", { hidden: true }));
   probe.style.color = `var(${name})`;

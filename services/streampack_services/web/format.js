@@ -1,4 +1,4 @@
-// Numbers and times as people read them. Nothing here knows what they are of.
+// Numbers and times as text.
 
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
@@ -16,12 +16,12 @@ export function short(number) {
   return trim(number.toPrecision(3));
 }
 
-// 0.99853 -> "99.853%"; of a share that is all but 0 or 1 what is left over is seen, too
+// 0.99853 -> "99.853%"
 export function percent(share, digits = 3) {
   return `${trim((share * 100).toFixed(digits))}%`;
 }
 
-// 0.00013 -> "0.013%": two digits that say something
+// 0.00013 -> "0.013%": two significant digits
 export function fewPercent(share) {
   if (share === 0) return "0%";
   const size = Math.abs(share * 100);

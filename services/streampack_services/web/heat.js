@@ -1,38 +1,38 @@
-// A cell a rank, colored by a figure of it. A line of cells has some data-parallel ranks, each with all its others
-// (context, tensor, pipeline) side by side. Arrow keys go from cell to cell; who has the focus is told of in words.
+// The heat map of ranks: one cell per rank, colored by a figure. A line has some data-parallel ranks, each with its
+// context, tensor and pipeline ranks side by side. Arrow keys move the focus; a tooltip describes the focused rank.
 
 import { duration, percent, short } from "./format.js";
 import { byId, fill, make, setAttribute, setText } from "./dom.js";
 
 const AXES = ["dp", "cp", "tp", "pp"];
-const ROOMY = 16; // so few cells have place for their figure
+const ROOMY = 16; // most cells that have room for their figure as text
 
-// What cells may show: the figure (null where there is none), how it is written, its scale and what it means.
-// `hot`: which end of the scale is worth looking at; what is beyond it looks like its end. 'waiting' is of recent.js.
+// The figures that cells can show: value (null if not known), its text, its scale and its description.
+// `hot`: the end of the scale that needs attention. recent.js sets `row.waiting`.
 export const MEASURES = {
   wait: {
-    label: "waiting", of: (row) => row.waiting ?? null, say: (v) => percent(v, 2),
+    label: "data wait", of: (row) => row.waiting ?? null, say: (v) => percent(v, 2),
     scale: (all) => [0, Math.max(0.01, ...all)], hot: "high",
-    about: "Share of a rank's last minute spent waiting for data.",
+    about: "Share of the last minute that each rank waited for data.",
   },
   cost: {
     label: "cost", of: (row) => (row.cost.length ? mean(row.cost) : null), parts: (row) => row.cost, say: (v) => v.toFixed(3),
     scale: (all) => [1, Math.max(1.05, ...all)], hot: "high",
-    about: "Cost of each micro-batch of the last step, side by side, over the mean of all: above 1 others wait.",
+    about: "Cost of each micro-batch of the last step / mean of its ranks, side by side. The other ranks wait for a rank above 1.",
   },
   step: {
     label: "step time", of: (row) => row.step_s || null, say: duration, scale: (all) => [0, Math.max(1e-3, ...all)],
-    hot: "high", about: "Mean time of a rank's last steps.",
+    hot: "high", about: "Mean time of each rank's last steps.",
   },
   ahead: {
-    label: "ahead", of: (row) => Math.max(0, row.have_upto - row.done_upto), say: (v) => `${short(v)} steps`,
-    scale: (all) => [0, Math.max(1, ...all)], hot: "low", about: "Steps that lie ready at a rank: with none it waits.",
+    label: "steps ahead", of: (row) => Math.max(0, row.have_upto - row.done_upto), say: (v) => `${short(v)} steps`,
+    scale: (all) => [0, Math.max(1, ...all)], hot: "low", about: "Steps that a rank has received and not returned. A rank with none waits.",
   },
 };
 
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
-// How ranks are called: by the axes on which any of them differ.
+// A function that names a rank by the axes of the mesh that are in use: "dp 3, cp 1".
 export function namer(readers) {
   const axes = AXES.filter((axis) => axis === "dp" || readers.some((row) => row[`${axis}_rank`]));
   return (row) => axes.map((axis) => `${axis} ${row[`${axis}_rank`]}`).join(", ");
@@ -134,26 +134,26 @@ export class Heat {
   }
 }
 
-// The background of a cell: each of its parts, 0 to 1, from cool to hot; paler where there is text upon it.
+// The background of a cell with parts from 0 (cool) to 1 (hot); paler behind text.
 function shade(parts, roomy) {
   const colors = parts.map((heat) => `color-mix(in oklab, var(--hot) ${(heat * (roomy ? 55 : 100)).toFixed(1)}%, var(${roomy ? "--card" : "--cool"}))`);
   if (parts.length < 2) return colors[0] ?? "";
   return `linear-gradient(to right, ${colors.map((each, at) => `${each} ${at * 100 / parts.length}% ${(at + 1) * 100 / parts.length}%`).join(", ")})`;
 }
 
-// What a tip says of a rank.
+// The lines of a rank's tooltip: [[label, text], ...].
 function told({ name, row }) {
   const lines = [[name, row.where], ["returned", `${short(row.done_upto)} steps`]];
   for (const { label, of, say } of Object.values(MEASURES)) if (of(row) !== null) lines.push([label, say(of(row))]);
-  if (row.cost.length > 1) lines.push(["by micro-batch", row.cost.slice(0, 8).map((each) => each.toFixed(2)).join(" ")]);
+  if (row.cost.length > 1) lines.push(["cost by micro-batch", row.cost.slice(0, 8).map((each) => each.toFixed(2)).join(" ")]);
   if (row.stats.next_p99_ms !== undefined) lines.push(["next() p99", duration(row.stats.next_p99_ms / 1000)]);
   const waits = Object.entries(row.starved_s).filter(([, seconds]) => seconds >= 0.05);
-  for (const [cause, seconds] of waits.sort((a, b) => b[1] - a[1]).slice(0, 3)) lines.push([`for ${cause}`, duration(seconds)]);
-  lines.push(["heard", `${duration(row.silent_s)} ago`]);
+  for (const [cause, seconds] of waits.sort((a, b) => b[1] - a[1]).slice(0, 3)) lines.push([`waited: ${cause}`, duration(seconds)]);
+  lines.push(["last heard", `${duration(row.silent_s)} ago`]);
   return lines;
 }
 
-// {lines: [{name, first, cells: [{name, row or null}]}], columns, note}
+// The lines of the map: {lines: [{name, first, cells: [{name, row or null}]}], columns, note}
 function laidOut(readers) {
   const key = (row) => AXES.slice(1).map((axis) => row[`${axis}_rank`]).join(".");
   const inner = [...new Map(readers.map((row) => [key(row), row])).entries()].sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true }));
@@ -174,6 +174,6 @@ function laidOut(readers) {
     lines.push({ name: last > first ? `dp ${first}-${last}` : `dp ${first}`, first: first * inner.length, cells });
   }
   const others = AXES.slice(1).filter((axis) => readers.some((row) => row[`${axis}_rank`]));
-  const note = others.length ? `Of each dp, side by side: ${others.join(", ")}.` : "";
+  const note = others.length ? `Side by side in each dp rank: ${others.join(", ")}.` : "";
   return { lines, columns: together * Math.max(1, inner.length), note };
 }

@@ -1,11 +1,11 @@
-// What the broker has noted of each second of a feed so far, and what the charts draw of it.
+// The rows of /history for a feed, and the series that the charts draw.
 //
-// Rows are counters and figures of the moment. A rate is a difference over `smooth` seconds: of steps that take long,
-// single seconds say nothing.
+// Rows hold counters and current values. A rate is a difference over `smooth` seconds, since a step may take longer than
+// a second.
 
 import { get } from "./api.js";
 
-const ASK_ANEW_AFTER = 900; // rows of single seconds: the broker thins what lies back, once
+const ASK_ANEW_AFTER = 900; // new rows after which all are fetched again: the broker has fewer old rows by then
 export const RANGES = [[600, "10 min"], [3600, "1 h"], [Infinity, "all"]];
 
 export class History {
@@ -19,12 +19,12 @@ export class History {
     this.#feed = feed;
   }
 
-  // Fetch what is new.
+  // Fetch the new rows.
   async catchUp() {
     const whole = this.#upto < 0;
     const found = await get(`/history?since=${this.#upto}&feed=${encodeURIComponent(this.#feed)}`);
     if (found.epoch !== this.#epoch && !whole) {
-      this.#upto = -1; // another broker: its seconds are its own, and what was drawn stays beside
+      this.#upto = -1; // another broker process with its own uptime; the old rows stay
       this.#epoch = found.epoch;
       this.#added = 0;
       return this.catchUp();
@@ -71,13 +71,13 @@ class Window {
     }
   }
 
-  // The moment's figure, by time.
+  // Values of a column, by time.
   of(column) {
     const at = this.#columns[column];
     return this.#all.slice(this.#first).map((row) => row[at]);
   }
 
-  // How much a counter rose in the `smooth` seconds before; null where there was none, or another broker.
+  // Increase of a counter over the `smooth` seconds before; null if not known, or after a restart of the broker.
   rise(column) {
     const at = column === "second" ? 0 : this.#columns[column];
     return this.#before.map((before, index) => {

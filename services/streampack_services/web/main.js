@@ -1,4 +1,4 @@
-// The live page: asks the broker once a second and shows what it says. What is drawn over time the broker has noted.
+// The live page: fetches the broker's status once a second and shows it. The charts over time come from /history.
 
 import { Events, get } from "./api.js";
 import { Chart } from "./charts.js";
@@ -9,20 +9,20 @@ import { History, RANGES } from "./history.js";
 import { gone, noticeOf, Waits } from "./notice.js";
 import { Recent } from "./recent.js";
 import { CHARTS, drawCharts } from "./views.js";
-import { showEvents, showHead, showHungriest, showNotice, showRoom, showStreams, showTiles } from "./words.js";
+import { showEvents, showHead, showLongestWaits, showNotice, showRoom, showStreams, showTiles } from "./words.js";
 
 const EVERY_MS = 1000;
-const STUCK_MS = 10_000; // a broker takes a new look at itself twice a second
+const STUCK_MS = 10_000; // a broker takes a new snapshot twice a second
 const THEMES = ["auto", "dark", "light"];
 
-const [histories, recent, waits] = [0, 1, 2].map(() => Object.create(null)); // by feed, whatever it is called
+const [histories, recent, waits] = [0, 1, 2].map(() => Object.create(null)); // by feed; a feed may have any name
 const events = new Events();
 const charts = Object.fromEntries(Object.entries(CHARTS).map(([id, spec]) => [id, new Chart(byId(id), spec)]));
 const heat = new Heat(byId("heat"), byId("scale"), byId("about-ranks"));
 const chosen = { feed: null, range: RANGES[0][0], measure: "wait" };
-let said = null; // the last {status, events}
-let moved = { second: -1, at: 0 }; // when the broker's uptime was last seen to move
-let goneSince = 0; // seconds of the wall clock
+let last = null; // the last {status, events}
+let moved = { second: -1, at: 0 }; // the broker's last uptime, and when it changed
+let goneSince = 0; // time of the last answer, in seconds of the wall clock; 0 while the broker answers
 
 async function turn() {
   try {
@@ -38,10 +38,10 @@ async function turn() {
 async function ask() {
   try {
     const status = await get("/status");
-    if (status.epoch !== said?.status.epoch) events.forget();
+    if (status.epoch !== last?.status.epoch) events.forget();
     if (!(chosen.feed in status.feeds)) [chosen.feed] = Object.keys(status.feeds);
-    const [last] = await Promise.all([events.catchUp(), historyOf(chosen.feed).catchUp()]);
-    said = { status, events: last };
+    const [found] = await Promise.all([events.catchUp(), historyOf(chosen.feed).catchUp()]);
+    last = { status, events: found };
     if (status.uptime_s !== moved.second) moved = { second: status.uptime_s, at: Date.now() };
     goneSince = Date.now() - moved.at > STUCK_MS ? moved.at / 1000 : 0;
   } catch {
@@ -53,11 +53,11 @@ async function ask() {
 const historyOf = (feed) => (histories[feed] ??= new History(feed));
 
 function show() {
-  if (said === null) {
+  if (last === null) {
     if (goneSince) showNotice(gone(null, clock(goneSince)));
     return;
   }
-  const { status } = said;
+  const { status } = last;
   const names = Object.keys(status.feeds);
   const feed = status.feeds[chosen.feed];
   for (const name of names) {
@@ -74,18 +74,18 @@ function show() {
   showTiles(status, feed);
   drawCharts(charts, historyOf(chosen.feed).window(chosen.range), feed);
   heat.draw(feed.readers, chosen.measure);
-  showHungriest(feed);
+  showLongestWaits(feed);
   showStreams(status.streams.filter((row) => row.feed === chosen.feed));
   showRoom(status, feed);
-  showEvents(said.events);
-  document.body.dataset.shown = String(Number(document.body.dataset.shown ?? 0) + 1); // for those that watch the page
+  showEvents(last.events);
+  document.body.dataset.shown = String(Number(document.body.dataset.shown ?? 0) + 1); // for tests
 }
 
 function choice(id, choices, key) {
   fillSwitch(byId(id), choices, chosen[key], (value) => {
     chosen[key] = value;
     show();
-    if (key === "feed") historyOf(value).catchUp().then(show, () => {}); // else the next turn has it
+    if (key === "feed") historyOf(value).catchUp().then(show, () => {}); // the next turn retries
   });
 }
 

@@ -1,29 +1,29 @@
-// The line above all figures: what a feed waits for, or what is wrong. In a busy pipeline that is something else with
-// every step, so only what has lasted is said, and what is as it should be is said in the same words all the time.
+// The notice above all figures: the cause of a wait and its duration, or an error. In a busy pipeline the cause changes
+// with every step, so a wait is shown only after some seconds.
 
-import { clock, count } from "./format.js";
+import { clock, count, duration } from "./format.js";
 
 const LASTS_S = 5;
 const HANGS_S = 30; // a trainer's step may take as long
-const WORDS = { peers: "trainers", join: "ranks", stream: "samples", memory: "room", forming: "the packer" };
+const WAITS_FOR = { peers: "trainers", join: "ranks", stream: "samples", memory: "room", forming: "the packer" };
 
-// Since when a feed waits for what it waits for.
+// The time since the cause of a feed's wait has not changed.
 export class Waits {
   #cause = { key: null, since: 0 };
-  #words = { key: null, since: 0 };
+  #detail = { key: null, since: 0 };
 
   // `second`: the broker's uptime.
   note(second, feed) {
     const waiting = feed.waiting_for;
-    moveOn(this.#cause, `${waiting?.reason} ${waiting?.stream}`, second);
-    moveOn(this.#words, `${waiting?.reason} ${waiting?.detail}`, second);
+    keepOrRestart(this.#cause, `${waiting?.reason} ${waiting?.stream}`, second);
+    keepOrRestart(this.#detail, `${waiting?.reason} ${waiting?.detail}`, second);
     this.causeS = second - this.#cause.since;
-    this.wordsS = second - this.#words.since;
+    this.detailS = second - this.#detail.since;
   }
 }
 
-// What is so when the page is opened may have been so for long.
-function moveOn(noted, key, second) {
+// Restart the time if the key has changed. The time of the first key is infinite: it may be older than the page.
+function keepOrRestart(noted, key, second) {
   if (noted.key !== key || second < noted.since) noted.since = noted.key === null ? -Infinity : second;
   noted.key = key;
 }
@@ -31,22 +31,30 @@ function moveOn(noted, key, second) {
 // [text, kind]
 export function noticeOf(status, feed, waits) {
   const waiting = feed.waiting_for;
-  if (status.log?.stalled) return [`The log takes no more: ${status.log.stalled}`, "bad"];
-  if (status.state === "starting") return ["The broker is starting: it loads what packs, and reads what an earlier one has left.", "waiting"];
+  if (status.log?.stalled) return [`The log takes no more records: ${status.log.stalled}`, "bad"];
+  if (status.state === "starting") return ["The broker is starting: it loads its kernels and reads its log.", "waiting"];
   if (!waiting) {
-    if (feed.steps.end === null) return ["Draining: what is formed is still served.", "waiting"];
-    return [`The feed has ended after ${count(feed.steps.end)} steps: all were returned.`, "good"];
+    if (feed.steps.end === null) return ["The broker is draining: it serves the steps that are formed, then stops.", "waiting"];
+    return [`The feed has ended: all ${count(feed.steps.end)} steps were returned.`, "good"];
   }
   if (waiting.reason === "failed") return [waiting.detail, "bad"];
-  const busy = feed.all_ranks_attached && ["peers", "memory"].includes(waiting.reason); // they train, as they should
-  if (busy && waits.wordsS >= HANGS_S) return [`Data is ready and waits for training: ${waiting.detail}.`, "good"];
-  if (busy || waits.causeS < LASTS_S) return ["Steps are packed and read, as they should be.", "good"];
-  if (waiting.batch) return [`Waiting for ${waiting.detail}`, "waiting"];
-  return [`Waiting for ${WORDS[waiting.reason] ?? waiting.reason}: ${waiting.detail}`, "waiting"];
+  const busy = feed.all_ranks_attached && ["peers", "memory"].includes(waiting.reason); // the ranks train: normal
+  if (busy && waits.detailS >= HANGS_S) return [`Data is ready and waits for trainers${lasting(waits.detailS)}: ${waiting.detail}.`, "good"];
+  if (busy || waits.causeS < LASTS_S) return ["Steps are formed and delivered without long waits.", "good"];
+  const time = lasting(feed.stalled_s ?? waits.causeS);
+  if (waiting.batch) return [`Waiting${time} for ${waiting.detail}`, "waiting"];
+  return [`Waiting for ${WAITS_FOR[waiting.reason] ?? waiting.reason}${time}: ${waiting.detail}`, "waiting"];
 }
 
-// That there is no word of the broker since then.
+// " for 25 s", in steps of 5 s and later of minutes, since screen readers read out every change; "" if not known.
+function lasting(seconds) {
+  if (!Number.isFinite(seconds)) return "";
+  const unit = seconds < 60 ? 5 : 60;
+  return ` for ${duration(Math.floor(seconds / unit) * unit)}`;
+}
+
+// The notice while the broker does not answer; `since`: the time of its last answer.
 export function gone(status, since) {
-  const last = status ? ` Below are its last figures, of ${clock(status.taken_at)}.` : "";
-  return [`No word of the broker since ${since}: asking again every second.${last}`, "bad"];
+  const last = status ? ` The figures below are from ${clock(status.taken_at)}.` : "";
+  return [`No answer from the broker since ${since}; asking again every second.${last}`, "bad"];
 }

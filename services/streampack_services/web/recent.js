@@ -1,19 +1,19 @@
-// How much of the last minute each rank has waited for data. The broker says what it has waited in all; this page keeps
-// what that was some seconds ago.
+// The share of the last minute that each rank waited for data. The broker sends totals; this page keeps the totals of the
+// last minute and takes differences.
 
 const EVERY_S = 5;
 const OVER_S = 60;
 
 export class Recent {
-  #noted = []; // [{second, waited: Map of seconds by rank}], the oldest first
+  #noted = []; // [{second, waited: Map of seconds by rank}], oldest first
 
   // `second`: the broker's uptime.
   note(second, readers) {
     const last = this.#noted.at(-1)?.second ?? -Infinity;
     if (second < last) this.#noted = []; // another broker
     if (second - last < EVERY_S && this.#noted.length) return;
-    const spoken = readers.filter((row) => Object.keys(row.stats).length); // the others' seconds are not known yet
-    this.#noted.push({ second, waited: new Map(spoken.map((row) => [nameOf(row), waitedOf(row)])) });
+    const reported = readers.filter((row) => Object.keys(row.stats).length); // the others have not sent their totals yet
+    this.#noted.push({ second, waited: new Map(reported.map((row) => [nameOf(row), waitedOf(row)])) });
     while (second - this.#noted[0].second > OVER_S) this.#noted.shift();
   }
 

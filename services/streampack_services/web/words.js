@@ -1,11 +1,11 @@
-// What the page says in words, figures and tables.
+// The page's texts, tiles and tables, from the broker's status.
 
 import { byId, fill, fillTable, make, setAttribute, setText } from "./dom.js";
 import { bytes, clock, count, duration, percent, short } from "./format.js";
 import { namer } from "./heat.js";
 
-const LAST = 50; // events
-const MOST = 100; // streams
+const MAX_EVENTS = 50;
+const MAX_STREAMS = 100;
 const STREAM_SILENT_S = 10;
 
 export function showHead(status, gone) {
@@ -28,20 +28,20 @@ export function showNotice([text, kind]) {
 export function showTiles(status, feed) {
   const waits = feed.readers.map((row) => row.stats.starved_fraction ?? 0);
   const { formed, returned, end } = feed.steps;
-  const steps = [`${count(formed)} formed`, ...(end === null ? leftOf(feed) : [`${count(end)} in all`])];
+  const steps = [`${count(formed)} formed`, ...(end === null ? leftOf(feed) : [`${count(end)} in total`])];
   tiles(byId("tiles"), [
-    ["tokens_per_s", "tokens / s", short(feed.tokens_per_s), `${short(feed.totals.tokens)} in all`],
-    ["utilization", "utilization", feed.figures.packs ? percent(feed.figures.utilization) : "", `${count(feed.totals.packs)} packs of ${count(feed.rules.budget)}`],
-    ["returned", "steps trained", count(returned), steps.join(", ")],
-    ["starved", "hungriest rank waits", waits.length ? percent(Math.max(...waits), 2) : "", "of its time since the start"],
-    ["cost", "cost, max / mean", feed.figures.step_cost_max_over_mean ? feed.figures.step_cost_max_over_mean.toFixed(4) : "", "1: all ranks alike"],
-    ["ranks", "ranks attached", count(feed.readers.length), feed.num_ranks ? `of ${count(feed.num_ranks)} that read` : "nobody came yet"],
-    ["producers", "producers", count(status.producers), status.vanished_producers ? `${count(status.vanished_producers)} vanished so far` : "none vanished"],
-    ["committed", "committed", feed.committed === null ? "" : count(feed.committed), "step of a checkpoint"],
+    ["tokens_per_s", "tokens / s", short(feed.tokens_per_s), `${short(feed.totals.tokens)} in total`],
+    ["utilization", "utilization", feed.figures.packs ? percent(feed.figures.utilization) : "", `${count(feed.totals.packs)} packs of ${count(feed.rules.budget)} tokens`],
+    ["returned", "steps returned", count(returned), steps.join(", ")],
+    ["data_wait", "longest data wait", waits.length ? percent(Math.max(...waits), 2) : "", "of one rank's time since the start"],
+    ["cost", "load imbalance", feed.figures.step_cost_max_over_mean ? feed.figures.step_cost_max_over_mean.toFixed(4) : "", "max / mean cost; 1 is perfect"],
+    ["ranks", "ranks attached", count(feed.readers.length), feed.num_ranks ? `of ${count(feed.num_ranks)} that read the feed` : "none so far"],
+    ["producers", "producers", count(status.producers), status.vanished_producers ? `${count(status.vanished_producers)} vanished so far` : "none has vanished"],
+    ["committed", "last checkpoint", feed.committed === null ? "" : count(feed.committed), "step at which it begins"],
   ]);
 }
 
-// How many steps are left, as far as anybody can know, and how long they take at the pace of the slowest rank.
+// The steps left, and the time that they take at the pace of the slowest rank; [] without an estimate.
 function leftOf({ steps_left: left, readers }) {
   if (!left) return [];
   const pace = Math.max(0, ...readers.map((row) => row.step_s ?? 0));
@@ -61,26 +61,28 @@ function tiles(list, rows) {
   });
 }
 
-export function showHungriest(feed) {
+// The four ranks with the longest data wait.
+export function showLongestWaits(feed) {
   const waited = (row) => Object.values(row.starved_s).reduce((sum, seconds) => sum + seconds, 0);
   const rows = feed.readers.filter((row) => waited(row) > 0).sort((a, b) => waited(b) - waited(a)).slice(0, 4);
   const nameOf = namer(feed.readers);
-  byId("hungriest").hidden = !rows.length;
-  fillTable(byId("hungriest"), rows.map((row) => {
+  byId("longest-waits").hidden = !rows.length;
+  fillTable(byId("longest-waits"), rows.map((row) => {
     const [[cause, seconds]] = Object.entries(row.starved_s).sort((a, b) => b[1] - a[1]);
-    return [nameOf(row), row.host, [duration(waited(row)), "n"], `${forWhat(cause, row)}, ${duration(seconds)}`];
+    return [nameOf(row), row.host, [duration(waited(row)), "n"], `${causeOf(cause, row)}, ${duration(seconds)}`];
   }));
 }
 
-function forWhat(cause, row) {
+// The name of a cause; of the cause "stream" that of the stream with the longest wait.
+function causeOf(cause, row) {
   const streams = Object.entries(row.starved_streams).sort((a, b) => b[1] - a[1]);
   return cause === "stream" && streams.length ? `stream ${streams[0][0]}` : cause;
 }
 
 export function showStreams(streams) {
   const all = streams.reduce((sum, row) => sum + row.tokens, 0);
-  const shown = streams.length > MOST ? [...streams].sort((a, b) => isSilent(b) - isSilent(a)).slice(0, MOST) : streams;
-  setText(byId("about-streams"), shown === streams ? "" : `${count(MOST)} of ${count(streams.length)}, those that are not heard first; all are in /status.`);
+  const shown = streams.length > MAX_STREAMS ? [...streams].sort((a, b) => isSilent(b) - isSilent(a)).slice(0, MAX_STREAMS) : streams;
+  setText(byId("about-streams"), shown === streams ? "" : `${count(MAX_STREAMS)} of ${count(streams.length)} streams, silent ones first; /status has all.`);
   fillTable(byId("streams"), shown.map((row) => {
     const rejected = Object.entries(row.rejected);
     const number = rejected.reduce((sum, [, some]) => sum + some, 0);
@@ -102,20 +104,20 @@ export function showRoom(status, feed) {
   const arrays = memory.live_tokens * memory.token_bytes;
   const rows = [
     ["arena", `${bytes(arrays)} of ${bytes(memory.arena_bytes)}`, arrays / memory.arena_bytes],
-    ["held for ranks", `${short(feed.held_tokens)} of ${short(feed.held_limit_tokens)} tokens`, feed.held_tokens / feed.held_limit_tokens],
+    ["held by the feed", `${short(feed.held_tokens)} of ${short(feed.held_limit_tokens)} tokens`, feed.held_tokens / feed.held_limit_tokens],
     ["window", `${count(feed.window.samples)} samples, ${short(feed.window.tokens)} tokens${oldest(feed.window)}`, null],
-    ["waits in the window", feed.waits.p99_steps === null ? "" : `99 of 100 at most ${feed.waits.p99_steps} steps`, null],
+    ["wait in the window", feed.waits.p99_steps === null ? "" : `99th percentile ${feed.waits.p99_steps} steps`, null],
   ];
-  if (log === null) rows.push(["log", "none: there is no state_dir", null]);
+  if (log === null) rows.push(["log", "none (no state_dir)", null]);
   else {
     rows.push(["log", `${bytes(log.bytes)} of ${bytes(log.limit_bytes)}, ${count(log.records)} records`, log.bytes / log.limit_bytes]);
-    rows.push(["not safe yet", `${count(log.unsafe_records)} records (durability: ${log.durability})`, null]);
+    rows.push(["not durable yet", `${count(log.unsafe_records)} records (durability: ${log.durability})`, null]);
     rows.push(["disk", `${bytes(log.free_bytes)} free`, null]);
   }
   const bad = Object.entries(messages).filter(([, number]) => number).map(([why, number]) => `${count(number)} ${why}`);
   rows.push(["bad messages", bad.join(", ") || "none", null]);
   const lost = Object.entries(feed.lost_tokens).filter(([, tokens]) => tokens).map(([why, tokens]) => `${short(tokens)} ${why.replace("_", " ")}`);
-  rows.push(["tokens not trained", lost.join(", ") || "none", null]);
+  rows.push(["tokens left out", lost.join(", ") || "none", null]);
   fill(byId("room"), rows, () => make("div", {}, make("dt"), make("dd"), make("meter", { max: 1 })), (line, [label, value, share]) => {
     setText(line.children[0], label);
     setText(line.children[1], value);
@@ -128,10 +130,10 @@ export function showRoom(status, feed) {
 const oldest = (window) => (window.oldest_steps ? `, oldest ${window.oldest_steps} steps` : "");
 
 export function showEvents(events) {
-  const last = events.slice(-LAST).reverse();
+  const last = events.slice(-MAX_EVENTS).reverse();
   const list = byId("events");
   fill(list, last.length ? last : [null], () => make("li"), (line, event) => {
-    const parts = event ? [clock(event.time), event.level, event.text] : ["", "", "Nothing was logged yet."];
+    const parts = event ? [clock(event.time), event.level, event.text] : ["", "", "No events yet."];
     fill(line, parts, () => make("span"), (each, text) => setText(each, text));
     setAttribute(line, "data-level", event ? parts[1] : "info");
   });

@@ -18,7 +18,7 @@ from tests.integration.watched import Texts, Watched, large, small, watched
 from tests.integration.watching.chromium import Browser, Page
 
 WIDTHS = ((1440, 900), (390, 844))
-CHARTS = ("speed", "waste", "starved", "lengths", "fills")
+CHARTS = ("speed", "padding", "waits", "lengths", "fills")
 MANY = 512
 SEEN = (Path(__file__).parent / "page_seen.js").read_text().strip()
 
@@ -102,6 +102,12 @@ def test_a_page_that_is_opened_late_shows_what_was_in_every_chart(page: Page) ->
         assert page.value(f"document.querySelector('#{chart}').getAttribute('aria-label')")
 
 
+def test_every_section_is_named_by_its_heading(page: Page) -> None:
+    named = """[...document.querySelectorAll("section, [role=region]")].map(
+        (each) => document.getElementById(each.getAttribute("aria-labelledby"))?.tagName)"""
+    assert set(page.value(named)) == {"H2"}
+
+
 def test_the_page_asks_nobody_else_and_nothing_is_wrong(page: Page, four: Watched) -> None:
     assert page.problems == []
     assert {url for url in page.requests if not url.startswith((four.url + "/", "data:"))} == set()
@@ -120,15 +126,15 @@ def test_the_figures_are_those_of_the_status(page: Page, four: Watched) -> None:
     assert f"{feed['steps']['formed']:,} formed" in page.text("[data-figure=returned] .note")
     assert float(tile(page, "utilization").rstrip("%")) == pytest.approx(100 * feed["figures"]["utilization"], abs=5e-4)
     assert f"{feed['totals']['packs']:,} packs" in page.text("[data-figure=utilization] .note")
-    assert page.text("[data-figure=starved] .note") == "of its time since the start"
-    assert page.text("#streams th:nth-child(2)") == "of what came in"
-    assert page.text("#hungriest caption") == "Ranks that have waited most since the start"
+    assert page.text("[data-figure=data_wait] .note") == "of one rank's time since the start"
+    assert page.text("#streams th:nth-child(2)") == "share of tokens"
+    assert page.text("#longest-waits caption") == "Ranks with the longest data wait since the start"
     assert tile(page, "ranks") == "4"
-    assert page.text("[data-figure=ranks] .note") == "of 4 that read"
+    assert page.text("[data-figure=ranks] .note") == "of 4 that read the feed"
     assert tile(page, "producers") == str(now["producers"])
     assert float(tile(page, "cost")) == pytest.approx(feed["figures"]["step_cost_max_over_mean"], abs=5e-5)
     waits = [row["stats"]["starved_fraction"] for row in feed["readers"]]
-    assert float(tile(page, "starved").rstrip("%")) == pytest.approx(100 * max(waits), abs=5e-3)
+    assert float(tile(page, "data_wait").rstrip("%")) == pytest.approx(100 * max(waits), abs=5e-3)
     rate = float(tile(page, "tokens_per_s").replace("k", "e3").replace("M", "e6"))
     assert rate == pytest.approx(feed["tokens_per_s"], rel=6e-3)
     assert feed["waiting_for"]["detail"] in page.text("#notice")
@@ -259,11 +265,11 @@ def test_4_ranks_have_their_figures_in_their_cells(page: Page, four: Watched) ->
     for label, (name, cost) in zip(labels, costs, strict=True):
         assert label.startswith(f"{name}: ")
         assert float(label.split(": ")[1]) == pytest.approx(cost, abs=6e-4)
-    press(page, "#measures", "ahead")
+    press(page, "#measures", "steps ahead")
     ahead = page.value("[...document.querySelectorAll('.cell')].map((cell) => cell.textContent)")
     assert all(row["have_upto"] >= row["done_upto"] for row in readers)
     assert ahead == [f"{row['have_upto'] - row['done_upto']} steps" for row in readers]
-    press(page, "#measures", "waiting")
+    press(page, "#measures", "data wait")
 
 
 def test_4_ranks_can_be_read_on_every_screen(page: Page) -> None:
@@ -273,14 +279,14 @@ def test_4_ranks_can_be_read_on_every_screen(page: Page) -> None:
 def test_hosts_and_streams_of_any_name_fit_beside_what_was_waited(page: Page) -> None:
     page.resize(390, 844)
     shown_again(page)  # charts take the new width by then
-    script = f"""import("/web/words.js").then(({{ showHungriest }}) => {{
+    script = f"""import("/web/words.js").then(({{ showLongestWaits }}) => {{
       const name = "a-name-of-many-parts.";
-      showHungriest({{ readers: [{{ dp_rank: 0, cp_rank: 0, tp_rank: 0, pp_rank: 0, host: name.repeat(3),
+      showLongestWaits({{ readers: [{{ dp_rank: 0, cp_rank: 0, tp_rank: 0, pp_rank: 0, host: name.repeat(3),
                                    starved_s: {{ stream: 8191 }}, starved_streams: {{ [name.repeat(4)]: 8191 }} }}] }});
       return ({WIDER})(390);
     }})"""
     assert page.value(script) == []
-    assert "a-name-of-many-parts" in page.text("#hungriest")
+    assert "a-name-of-many-parts" in page.text("#longest-waits")
 
 
 def test_the_state_of_a_broker_that_a_rank_waits_for_is_not_green_and_has_its_duration(page: Page) -> None:
@@ -322,12 +328,12 @@ def test_the_line_above_says_what_lasts_and_not_what_changes_with_every_step(pag
       ];
     })"""
     first, busy, slow, hanging, left, failed = page.value(script)
-    calm = "Steps are packed and read, as they should be.|good"
+    calm = "Steps are formed and delivered without long waits.|good"
     assert first == ["Waiting for samples: none|waiting"], "how long it has been so is not known"
     assert set(busy) == {calm}
-    assert slow == [calm, "Waiting for samples: no sample of web|waiting"]
-    assert hanging == [calm, "Data is ready and waits for training: rank 3.|good"]
-    assert left[-1] == "Waiting for trainers: rank 3 left|waiting"
+    assert slow == [calm, *(f"Waiting for samples for {s} s: no sample of web|waiting" for s in (5, 10, 15))]
+    assert hanging == [calm, *(f"Data is ready and waits for trainers for {s} s: rank 3.|good" for s in (30, 35))]
+    assert left[-1] == "Waiting for trainers for 45 s: rank 3 left|waiting"
     assert failed == ["no disk|bad"]
 
 
@@ -355,7 +361,7 @@ def test_a_broker_whose_loop_stands_still_is_said_to_though_it_answers(page: Pag
     shown_again(page)
     page.value("Date.later = Date.now, Date.now = () => Date.later() + 60_000")
     page.until("document.body.classList.contains('gone')")
-    assert "No word of the broker since" in page.text("#notice")
+    assert "No answer from the broker since" in page.text("#notice")
     four.stuck = False
     page.until("!document.body.classList.contains('gone')")
     page.value("Date.now = Date.later")
@@ -394,10 +400,10 @@ def test_a_broker_that_is_gone_is_said_to_be_and_shown_again_when_it_is_back(bro
         page = opened(browser, broker)
         address = broker.url.removeprefix("http://")
         assert "No rank is attached." in page.text("#about-ranks")
-        assert page.text("#speed .empty") == "No step was formed yet."
+        assert page.text("#speed .empty") == "No step formed yet."
         assert page.problems == []
     page.until("document.body.classList.contains('gone')")
-    assert "No word of the broker since" in page.text("#notice")
+    assert "No answer from the broker since" in page.text("#notice")
     assert page.text("#run") == "first", "the last figures stay"
     assert page.text("#state") == "no answer"
     name = "<script>alert(1)</script>/" + "filtered-by-quality-" * 8
@@ -439,7 +445,7 @@ def test_a_feed_that_has_ended_is_said_to_have(browser: Browser) -> None:
         until(lambda: broker.status()["state"] == "ended" and broker.status()["feeds"]["train"]["waiting_for"] is None)
         page = opened(browser, broker)
         steps = broker.status()["feeds"]["train"]["steps"]["end"]
-        assert page.text("#notice") == f"The feed has ended after {steps} steps: all were returned."
+        assert page.text("#notice") == f"The feed has ended: all {steps} steps were returned."
         assert page.text("#state") == "ended"
         assert page.text("#streams tbody tr td:last-child") == "1 of 1"
         page.close()
