@@ -15,7 +15,7 @@ import pytest
 
 import streampack
 from docs.generate import api_index, cli, configuration
-from streampack import core, errors
+from streampack import errors
 from tests.docs.pages import ROOT
 from tests.integration.watching.chromium import Browser
 
@@ -113,14 +113,3 @@ def test_every_environment_variable_is_on_its_page() -> None:
     )  # fmt: skip
     rows = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs/reference/environment.md").read_text(), re.MULTILINE))
     assert {name for name in tracked.stdout.split() if not name.endswith("_")} - rows == set()
-
-
-def test_every_rule_is_defined_once_and_names_its_test() -> None:
-    cited = re.findall(r"^- (R\d+)\. ", core.__doc__ or "", re.MULTILINE)
-    assert cited == [f"R{number}" for number in range(1, 11)]
-    page = (ROOT / "docs/concepts/exactly-once.md").read_text()
-    link = r"\[`(\w+)`\]\(\.\./\.\./tests/simulation/test_mutants\.py\)"
-    rows = re.findall(rf"^\| (R\d+) \|.*\| {link} \|$", page, re.MULTILINE)
-    assert [rule for rule, _ in rows] == cited
-    mutants = (ROOT / "tests/simulation/test_mutants.py").read_text()
-    assert [name for _, name in rows if not re.search(rf"\b{name}\b", mutants)] == []
