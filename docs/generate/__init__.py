@@ -4,6 +4,7 @@
 - ``configuration``: the tables of broker.yaml and producer.yaml, from their JSON schema.
 - ``cli``: the commands and their options, from the command line itself.
 - ``api_index``: the table of public names. mkdocstrings makes the pages behind it from docstrings.
+- ``examples``: shows the examples in docstrings as code.
 - ``errors``: the tree of errors, from ``streampack.errors``.
 - ``messages``: the tables of messages and of records of the log, from their classes.
 - ``figures``: diagrams as SVG; packing figures are computed by ``streampack.pack_lengths``.
