@@ -1,4 +1,4 @@
-"""The type variable of loaders and steps: what a trainer gets for each pack, a ``Pack`` or a ``View``."""
+"""The type variable of loaders and steps: ``Pack`` or ``View``, as the format of ``connect`` determines."""
 
 from __future__ import annotations
 

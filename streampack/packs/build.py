@@ -1,10 +1,12 @@
-"""A step out of its messages: what packs hold is derived for many at once, in long arrays.
+"""Build a step from its messages: check sizes and boundaries, and derive the arrays of many packs at once.
 
-Tokens and declared fields travel as they are, the fields aligned with labels shifted; positions,
-masks, labels and boundaries are derived here, by the same ``core.layout`` that the broker cut the
-shard with, and token by token in ``layout_kernels``, where it is compiled. Boundaries are, and every size is checked,
-when a message has come; what is by token is derived a few packs at a time, when they are asked for (``lazy``). A pack
-is a cut of these columns, and so are a framework's tensors, which are made of them before they are cut (``formats``).
+Messages carry tokens and declared fields unchanged, except fields aligned with labels, which come shifted. Positions,
+masks, labels and boundaries are derived here, with the same ``core.layout`` with which the broker cut the shards. The
+kernels in ``layout_kernels`` derive arrays by token, once they are compiled.
+
+Boundaries are derived, and all sizes are checked, when a message arrives. Arrays by token are derived on request, for
+a few packs at a time (``lazy``). A pack is a cut of these columns. The tensors of a framework are made from the columns
+before they are cut (``formats``).
 """
 
 from __future__ import annotations
@@ -44,10 +46,9 @@ _NO_EDGES, _ALL = np.zeros(0, np.int32), np.zeros(0, np.uint8)
 
 
 def build_step(parts: Sequence[Envelope], attached: Attached, mesh: Mesh, slabs: Slabs) -> Step:
-    """A step from its parts, checked; its packs are made when they are asked for (``lazy``), their arrays in memory
-    of ``slabs``.
+    """Check the messages of a step and return the step, whose packs are made on request, in memory of ``slabs``.
 
-    Raises WireError if what the broker sent breaks an invariant.
+    Raises WireError if a message breaks an invariant.
     """
     contents: list[Content] = []
     first: StepPart | None = None
@@ -76,19 +77,21 @@ def build_step(parts: Sequence[Envelope], attached: Attached, mesh: Mesh, slabs:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a message holds, checked and laid out: ``tokens`` as they came, the ``rest`` of what its packs have."""
+    """The checked content of one message, which makes the message's packs on request."""
 
     tokens: _Tokens
+    """Tokens and declared fields as received."""
     count: int
+    """Number of packs."""
     rest: Mapping[str, Column | list[Any]]
+    """The packs' attributes that are neither by token nor declared fields, by name."""
     rows: Sequence[list[Any]]
-    """Each of the ``rest`` by pack, in the order of a pack's attributes: those by token are the first, the fields the
-    last."""
+    """The values of ``rest`` by pack, one list for each attribute, in the order of a pack's attributes."""
     num_tokens: int
-    """Real ones of the whole packs."""
+    """Real tokens of the whole packs."""
 
     def groups(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Packs [first, stop) of up to ``num_tokens`` tokens, or one of more, in turn."""
+        """Return groups of packs as [first, stop), each of up to ``num_tokens`` tokens or of a single longer pack."""
         bounds, found, first = self.tokens.bounds, list[tuple[int, int]](), 0
         while first < self.count:
             stop = max(bisect_right(bounds, bounds[first] + num_tokens) - 1, first + 1)
@@ -97,7 +100,7 @@ class Content:
         return found
 
     def make(self, first: int, stop: int, show: Show | None) -> Sequence[Any]:
-        """Packs [first, stop), or what ``show`` makes of them."""
+        """Return packs [first, stop), or the views that ``show`` makes of them."""
         tokens, fields = self.tokens.columns(first, stop)
         names, held = list(fields), [rows(column) for column in fields.values()]
         own = [dict(zip(names, row, strict=True)) for row in zip(*held, strict=True)] or [{}] * (stop - first)
@@ -110,7 +113,7 @@ class Content:
 
 
 def _content(part: StepPart, payload: Sequence[Any], attached: Attached, mesh: Mesh, slabs: Slabs) -> Content:
-    """What a message says of its packs. Raises WireError or ValueError for what cannot be."""
+    """Check a message and lay out its packs. Raises WireError or ValueError for an invalid message."""
     rules, layout = attached.rules, attached.layout
     expected = frames_for(rules.fields, mesh, layout)
     if part.frames != expected or len(payload) != len(expected):
@@ -153,7 +156,10 @@ def _content(part: StepPart, payload: Sequence[Any], attached: Attached, mesh: M
 
 
 def _lay_out(lengths: I64, counts: I64, aligns: I64, widths: I64) -> tuple[Layouts, Boundaries, I64]:
-    """``layouts``, with boundaries and the widest slot of each pack; same errors."""
+    """Return the layouts of packs, their boundaries and the longest slot of each; compiled if the kernel is loaded.
+
+    ``lengths``: real tokens of all samples. ``counts``: samples of each pack. Raises ValueError as ``layouts`` does.
+    """
     if kernels.lay_out is not None:
         samples, packs = len(lengths), len(counts)
         real, start, stop = np.empty((3, samples + packs), np.int64)
@@ -166,29 +172,31 @@ def _lay_out(lengths: I64, counts: I64, aligns: I64, widths: I64) -> tuple[Layou
             laid = Layouts(lengths, real[:count], start[:count], stop[:count], first_sample, first_segment)
             real, padded = bounds[:, : count + packs]
             return laid, Boundaries(real, padded, first_segment + np.arange(packs + 1)), widest
-    laid = layouts(lengths, counts, aligns, widths)  # or says what cannot be
+    laid = layouts(lengths, counts, aligns, widths)  # also raises the error that the kernel found
     return laid, laid.boundaries(), laid.widest()
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The tokens and declared fields of one message as they came, and where its tokens lie."""
+    """Tokens and declared fields of one message as received, and the positions of its tokens in the packs."""
 
     input_ids: NDArray[Any] | None
-    """None in the middle stages of a pipeline."""
+    """Token ids of all packs; None in the middle stages of a pipeline."""
     fields: Sequence[tuple[Field, Column]]
+    """Declared fields with their values of all packs."""
     bounds: list[int]
-    """Where the tokens of each pack begin that the rank holds, and the end of the last one's."""
+    """[packs + 1] index of each pack's first token that this rank holds, and the end of the last pack."""
     first_slice: list[int]
-    """Of each pack, and the number of all."""
+    """[packs + 1] index of each pack's first slice, and the number of slices."""
     places: tuple[I64, I64, I64]
-    """Of each slice its place in its segment, its size, and the segment's real tokens; int64 [slices] each."""
+    """For each slice: its offset in its segment, its size, and the segment's real tokens; int64 [slices] each."""
     edges: I32
-    """The token after each slice; empty where slices are whole segments, or labels were sent."""
+    """int32 [slices] token after each slice; empty if slices are whole segments, or if labels were sent."""
     slabs: Slabs
+    """Memory for the packs' arrays."""
 
     def columns(self, first: int, stop: int) -> tuple[dict[str, Column | list[Any]], dict[str, Column | list[Any]]]:
-        """(what packs [first, stop) have of each token, declared fields), in memory of the slabs."""
+        """Return the derived arrays by token of packs [first, stop), and their declared fields, as columns by name."""
         bounds = rebased(self.bounds, first, stop)
         size, begin = bounds[-1], self.bounds[first]
         span = slice(self.first_slice[first], self.first_slice[stop])
@@ -217,7 +225,7 @@ class _Tokens:
         return {**tokens, "padding_mask": Column(padding_mask, bounds)}, dict(fields)
 
     def _field(self, field: Field, came: Column) -> Column:
-        """A copy that may be written to."""
+        """Return a writable copy of a declared field, bfloat16 as float32."""
         if field.dtype == "bfloat16":
             return Column(from_bfloat16(came.values), came.bounds)
         if field.axis == "sample":
@@ -228,10 +236,13 @@ class _Tokens:
 
 
 def _tokens(frames: Mapping[str, Any], rules: Rules, laid: Layouts, mine: Slices, parts: int, slabs: Slabs) -> _Tokens:
-    """Of a rank that holds 1 / ``parts`` of each pack. Raises ValueError for frames of another size."""
+    """Check the payload frames of a message and return its tokens, for a rank that holds 1 / ``parts`` of each pack.
+
+    ``laid``: layout of the packs. ``mine``: slices that this rank holds. Raises ValueError for frames of another size.
+    """
     widths = laid.stop[laid.first_segment[1:] - 1]
     whole, bounds = ([0, *np.cumsum(widths // share).tolist()] for share in (1, parts))
-    kernels.note(bounds[-1])
+    kernels.count_tokens(bounds[-1])
     fields = []
     for field in rules.fields:
         if field.name in frames:
@@ -249,19 +260,19 @@ def _tokens(frames: Mapping[str, Any], rules: Rules, laid: Layouts, mine: Slices
 
 
 def _positions(supplied: Column) -> Column | list[Any]:
-    """Positions that were sent, int64: [T'] of each pack, or [3, T'] where each token has three."""
+    """Return positions that came with the samples as int64 [T'], or [3, T'] of each pack if a token has three."""
     if supplied.values.ndim == 1:
         return Column(supplied.values.astype(np.int64, copy=False), supplied.bounds)
     return [np.ascontiguousarray(row.T, np.int64) for row in supplied.rows()]
 
 
 def _flags(values: NDArray[Any]) -> NDArray[np.uint8]:
-    """0 where ``values`` are, as bytes."""
+    """Return ``values`` as bytes that are 0 where ``values`` are 0."""
     return (values if values.itemsize == 1 else values != 0).view(np.uint8)
 
 
 def _array(data: Any, dtype: str, count: int) -> NDArray[Any]:
-    """``data`` as [count] of ``dtype``, copied only to be aligned. Raises ValueError for another size."""
+    """Return ``data`` as an array [count], copied only for alignment. Raises ValueError for another size."""
     got, expected = memoryview(data).nbytes, count * np.dtype(dtype).itemsize
     if got != expected:
         raise ValueError(f"got {got} bytes, expected {count} numbers of {dtype}, {expected} bytes")

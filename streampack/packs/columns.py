@@ -1,6 +1,6 @@
-"""Some packs of one message, attribute by attribute: long arrays that are cut into packs, and into tensors.
+"""Several packs of one message as columns: one long array per attribute, cut into packs and tensors.
 
-What is done to a column is done once for many packs: a view of each is all that a pack costs.
+Work on a column is done once for many packs; each pack then costs only a view of the array.
 """
 
 from __future__ import annotations
@@ -16,22 +16,19 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """An array of every pack: ``values[bounds[i] : bounds[i + 1]]`` is pack i's."""
+    """One attribute of several packs as one array: ``values[bounds[i] : bounds[i + 1]]`` belongs to pack i."""
 
     values: NDArray[Any]
     bounds: Sequence[int]
 
     def rows(self) -> list[NDArray[Any]]:
-        """Each pack's, a view."""
+        """Return the array of each pack, a view of ``values``."""
         return [self.values[begin:end] for begin, end in pairwise(self.bounds)]
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Attributes of ``count`` packs by name, in a pack's order: columns, or a list with a value for each pack.
-
-    ``fields`` are the declared ones.
-    """
+    """Attributes and declared fields of ``count`` packs by name, each a column or a list with a value per pack."""
 
     count: int
     attributes: Mapping[str, Column | list[Any]]
@@ -39,18 +36,19 @@ class Columns:
 
     @classmethod
     def of(cls, attributes: Mapping[str, Any], fields: Mapping[str, Any]) -> Columns:
-        """Those of one pack."""
+        """Return the columns of a single pack, from its values by name; ``fields`` are the declared ones."""
         return cls(
             1, {k: _one(v) for k, v in attributes.items() if k not in fields}, {k: _one(v) for k, v in fields.items()}
         )
 
 
 def _one(value: Any) -> Column | list[Any]:
+    """Return the value of a single pack as a column."""
     return Column(value, (0, len(value))) if isinstance(value, np.ndarray) else [value]
 
 
 def rebased(bounds: Sequence[int], first: int, stop: int) -> list[int]:
-    """Of packs [first, stop) alone, from 0 on.
+    """Return the bounds of packs [first, stop), shifted to begin at 0.
 
     >>> rebased([0, 4, 9, 12], 1, 3)
     [0, 5, 8]
@@ -64,7 +62,7 @@ def part(column: Column, first: int, stop: int) -> Column: ...
 @overload
 def part(column: Column | list[Any], first: int, stop: int) -> Column | list[Any]: ...
 def part(column: Column | list[Any], first: int, stop: int) -> Column | list[Any]:
-    """That of packs [first, stop)."""
+    """Return the part of a column that belongs to packs [first, stop)."""
     if not isinstance(column, Column):
         return column[first:stop]
     values = column.values[column.bounds[first] : column.bounds[stop]]
@@ -72,5 +70,5 @@ def part(column: Column | list[Any], first: int, stop: int) -> Column | list[Any
 
 
 def rows(column: Column | list[Any]) -> list[Any]:
-    """A value for each pack."""
+    """Return the value of each pack."""
     return column.rows() if isinstance(column, Column) else column

@@ -1,5 +1,6 @@
-"""How many forks lie between the process that imported this and this one: to ask the system for the process's number
-at every pack is dearer.
+"""The number of forks between the process that imported this module and the current process.
+
+Comparing this number for every pack costs less than asking the system for the process id.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""A step's packs, made a few at a time when they are asked for.
+"""``LazyPacks``: a step's packs, made on request in groups of a few packs.
 
-What a client derives of a token is six times what comes of it: columns that are made a step ahead of their use leave
-every cache and are fetched from memory once more, and that was most of what a client did (RESULTS.md). A few packs made
-just before the first of them is used lie in memory that the packs before them have left: it is still in cache. So the
-client's thread checks a message when it has come, and what it holds waits there as it came. A trainer that works long
-on what it has does not wait for what follows: the client's thread makes that meanwhile (``Ahead``).
+Derived arrays take six times the bytes of a received token. Arrays made a step ahead of their use would leave the CPU
+caches, and fetching them again would take most of a client's time (RESULTS.md). Packs made just before use lie in the
+memory of the packs before, which is still in cache. The client's thread therefore only checks a message when it
+arrives. If the trainer works long on a group, the client's thread makes the next group meanwhile (``Ahead``).
 
-Packs of a step are kept once they are made, as any sequence's would be, and the message that they came in is let go
-with the last of them; what ``take`` hands out is not kept. Whoever asks makes them, one thread at a time.
+A step keeps its packs once they are made, and drops the message with the last of them. Packs handed out by ``take`` are
+not kept. The requesting thread makes the packs; a lock admits one thread at a time.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from streampack.packs.columns import Columns
 from streampack.packs.pack import Pack
 
 GROUP_TOKENS = 1 << 16
-"""Made together, at least a pack: 1.6 MB. With fewer it is Python that takes the time, more leave the cache."""
+"""Tokens of a group, which has at least one pack. Smaller groups cost Python time; larger ones leave the cache."""
 SLOW_S = 0.01
-"""A trainer that works so long on a group has the next one made meanwhile; a faster one would only wait for it."""
+"""Seconds of work on a group from which the next one is made ahead; a faster trainer would only wait for it."""
 
 Show = Callable[[Columns, list[Pack]], Sequence[Any]]
 """Function of a format that turns some packs of a message into its views."""
@@ -45,43 +44,44 @@ class PackMaker(Protocol):
 
 
 class Ahead:
-    """Groups that one thread is to make while the trainer's works on those before them, where it works for long.
+    """Requests to make groups of packs ahead, for a trainer that works long on a group.
 
-    What cannot be made ahead is left to the trainer's thread, where the error belongs.
+    The trainer's thread makes the requests, and the client's thread makes the groups. Errors are left to the trainer's
+    thread, which makes the group again.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.slow = True
-        """The trainer works long on a group: so the first of a step should be made, too, before it is asked for."""
+        """True if the trainer works long on a group; then the first group of a step is made ahead, too."""
         self._wake = wake
         self._wanted: tuple[LazyPacks, int] | None = None
         self._stopped = False
         self._handed_out_at = time.perf_counter()
 
-    def asked(self) -> None:
-        """Note that the trainer requests a group now."""
+    def note_request(self) -> None:
+        """Measure how long the trainer worked on its last group, when it requests the next one."""
         self.slow = time.perf_counter() - self._handed_out_at > SLOW_S
 
-    def handed_out(self, packs: LazyPacks, number: int) -> None:
-        """Note that the trainer has a group, and have the next one made if the trainer is slow."""
+    def note_handed_out(self, packs: LazyPacks, number: int) -> None:
+        """Note that the trainer has group ``number``, and request the next group if the trainer is slow."""
         if self.slow and number + 1 < packs.num_groups and not self._stopped:
             self._wanted = packs, number + 1
             self._wake()
         self._handed_out_at = time.perf_counter()
 
     def make(self) -> None:
-        """Make the wanted group. The thread that ``wake`` wakes calls this."""
+        """Make the requested group, if any. The client's thread calls this after ``wake``."""
         wanted, self._wanted = self._wanted, None
         if wanted is not None:
             self.make_group(*wanted)
 
     def make_group(self, packs: LazyPacks, number: int) -> None:
-        """Make one group; ignore errors, which the trainer's thread meets again."""
+        """Make one group of ``packs``; ignore errors, which the trainer's thread will raise."""
         with contextlib.suppress(Exception):
             packs.make_group(number)
 
     def stop(self) -> None:
-        """Note that the thread has ended: want no more groups."""
+        """Drop the request and accept no more: the client's thread has ended."""
         self._stopped, self._wanted = True, None
 
 
@@ -91,9 +91,9 @@ _Group = tuple[PackMaker, int, int]
 class LazyPacks(Sequence[Any]):
     """A step's packs, made group by group on request, or the views that ``show`` makes of them.
 
-    A group is (content of a message, first pack, end). This is a sequence but no tuple: a function that walks nested
-    collections of tensors needs ``tuple(step)``. Raises PeerError in a forked child for packs that the parent had not
-    made, since the message's memory belongs to the parent.
+    A group is (content of a message, first pack, end). The class is a sequence but not a tuple: functions that walk
+    nested collections of tensors need ``tuple(step)``. In a forked child, packs that the parent had not made raise
+    PeerError, since the message's memory belongs to the parent.
     """
 
     def __init__(self, groups: Sequence[_Group], show: Show | None = None) -> None:
@@ -125,10 +125,11 @@ class LazyPacks(Sequence[Any]):
 
     @property
     def num_groups(self) -> int:
+        """Number of groups of packs."""
         return len(self._groups)
 
     def take(self, number: int) -> Sequence[Any]:
-        """Return a group and do not keep it: it must not be requested again."""
+        """Return group ``number`` and do not keep it: no call may request the group again."""
         return self._hand_out(number, kept=False)
 
     def make(self) -> None:
@@ -137,32 +138,34 @@ class LazyPacks(Sequence[Any]):
             self.make_group(number)
 
     def make_group(self, number: int) -> None:
-        """Make one group, unless it has been handed out."""
+        """Make group ``number`` and keep it, unless it is made or handed out."""
         with self._making:
             if not self._handed_out[number] and self._made[number] is None:
                 self._made[number] = self._make(number)
 
     def _group(self, number: int) -> Sequence[Any]:
+        """Return group ``number`` and keep it."""
         made = self._made[number]
         return made if made is not None and self._handed_out[number] else self._hand_out(number, kept=True)
 
     def _hand_out(self, number: int, kept: bool) -> Sequence[Any]:
         """Return a group of packs, and make it if it is not made yet; keep it for later requests if ``kept``."""
-        if forks.passed != self._forks:  # whoever holds the lock may be a thread of the parent
-            return self._of_parent(number)
+        if forks.passed != self._forks:  # a thread of the parent may hold the lock
+            return self._made_by_parent(number)
         if self.ahead is not None:
-            self.ahead.asked()
-        with self._making:  # two threads would have a pack each of the same number
+            self.ahead.note_request()
+        with self._making:  # two threads must not make two packs of one number
             made = self._made[number]
             made = made if made is not None else self._make(number)
             self._made[number] = made if kept else None
             self._groups[number] = None
             self._handed_out[number] = True
         if self.ahead is not None:
-            self.ahead.handed_out(self, number)
+            self.ahead.note_handed_out(self, number)
         return made
 
-    def _of_parent(self, number: int) -> Sequence[Any]:
+    def _made_by_parent(self, number: int) -> Sequence[Any]:
+        """Return group ``number`` in a forked child. Raises PeerError if the parent had not made the group."""
         made = self._made[number]
         if made is None:
             raise PeerError(
@@ -172,12 +175,13 @@ class LazyPacks(Sequence[Any]):
         return made
 
     def _make(self, number: int) -> Sequence[Any]:
+        """Make group ``number`` from its message, and drop the reference to the message."""
         group = self._groups[number]
         if group is None:
             raise InternalError(f"got group {number} of a step's packs, which was taken already")
         content, first, stop = group
         made = content.make(first, stop, self._show)
-        self._groups[number] = None  # and with the last one of a message what it lay in
+        self._groups[number] = None  # the last group of a message frees the message
         return made
 
     def __len__(self) -> int:
@@ -190,7 +194,7 @@ class LazyPacks(Sequence[Any]):
     def __getitem__(self, at: int | slice) -> Any:
         if isinstance(at, slice):
             return tuple(self[i] for i in range(*at.indices(len(self))))
-        place = range(len(self))[at]  # from the end, too; raises IndexError
+        place = range(len(self))[at]  # handles negative indices and raises IndexError
         number = bisect_right(self._first, place) - 1
         return self._group(number)[place - self._first[number]]
 

@@ -1,14 +1,14 @@
-"""Forward packs: a step's samples, on the rank that has them, under another budget; and the way back.
+"""Forward packs: one rank's samples of a step under another budget, for passes without gradients.
 
-A pass without gradients (log-probs, rewards) keeps no activations, so it may take several micro-batches in one. Ranks
-run collectives together in it, so all need as many packs, and none asks another. With a budget of the packs' own or
-more, whole packs are joined, of which every rank has as many: that is so by itself. With less, each rank fills packs
-with its samples as they come, and their number is its own.
+A pass without gradients (log-probs, rewards) keeps no activations, so it can take larger packs. All ranks need as many
+forward packs, since they run collectives together, and they do not communicate here. With the run's budget or more,
+whole packs are joined; every rank has as many packs, hence as many forward packs. With less, each rank fills packs with
+its samples in order, and the number of forward packs is its own.
 
-Either way a forward pack is a run of the rank's samples in the order of its micro-batches. The layouts that cut every
-sample by itself (``zigzag``, ``whole``) leave a rank one stretch of each sample's slot: so there, and on the way back
-too, tails are taken off, what is left is put together and cut elsewhere, and new tails are put behind. The others cut
-packs, and a rank does not hold what they would give it of a pack that is joined.
+A forward pack is a run of the rank's samples in the order of its micro-batches. With the layouts ``zigzag`` and
+``whole``, which cut each sample by itself, a rank holds one stretch of each sample. Regrouping then removes tail
+padding, joins the stretches, cuts them elsewhere, and adds new tail padding. The other layouts cut whole packs. There a
+rank does not hold its part of a joined pack, so regrouping raises an error.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ UNKNOWN = -1
 
 
 def as_it_is(pack: Pack, rules: Rules) -> Any:
-    """A pack in the format ``numpy``."""
+    """Return a pack unchanged: its view in the format ``numpy``; ignore the rules."""
     return pack
 
 
 def pack_itself(pack: Pack) -> Pack:
-    """The canonical pack of a pack in the format ``numpy``."""
+    """Return a pack unchanged: the canonical pack of a view in the format ``numpy``."""
     return pack
 
 
 @dataclass(frozen=True, slots=True)
 class Regrouping:
-    """What a step must know to be regrouped: the run's rules, and the stages of the pipeline.
+    """Settings with which a step makes forward packs.
 
-    ``show`` makes a view of a pack, with rules of its own length; ``read`` gives the canonical pack of a view.
+    ``rules`` are the run's, and ``pp`` is the number of pipeline stages. The function ``show`` makes a view of a pack,
+    given rules for the pack's length; ``read`` returns the canonical pack of a view.
     """
 
     rules: Rules
@@ -59,7 +60,7 @@ class Regrouping:
     read: Callable[[Any], Pack] = pack_itself
 
     def regroup(self, packs: tuple[Pack, ...], budget: SupportsIndex, min_packs: SupportsIndex) -> ForwardPacks[Any]:
-        """See ``Step.regroup``; of its canonical packs."""
+        """Return forward packs of a step's canonical packs; see ``Step.regroup``."""
         budget, min_packs = _number("budget", budget), _number("min_packs", min_packs)
         rules, first = self.rules, packs[0]
         if rules.padded:
@@ -93,7 +94,7 @@ class Regrouping:
 
 
 def _number(name: str, given: SupportsIndex) -> int:
-    """An int, or what counts as one: numpy's, or a tensor's that ranks have agreed on."""
+    """Return an integer, numpy integer or tensor as an int. Raises UserError for a number below 1 or another value."""
     try:
         number = index(given)
     except TypeError:
@@ -107,7 +108,7 @@ def _number(name: str, given: SupportsIndex) -> int:
 
 
 def _shared_out(count: int, parts: int) -> I64:
-    """Bounds of ``count`` things in ``parts`` runs that differ by one at most, the larger first; int64 [parts + 1].
+    """Split ``count`` packs into ``parts`` runs of equal size, or one more in the first; int64 [parts + 1] bounds.
 
     >>> _shared_out(5, 3).tolist()
     [0, 2, 4, 5]
@@ -116,9 +117,10 @@ def _shared_out(count: int, parts: int) -> I64:
 
 
 def _filled(packs: Sequence[Pack], slots: I64, room: int, min_packs: int) -> I64:
-    """Where forward packs of up to ``room`` tokens begin among the samples, and their end, int64 [packs + 1]: each
-    takes what fits, in order; empty ones at the end make up ``min_packs``. Raises UserError for a sample that
-    none can hold.
+    """Fill forward packs of ``room`` tokens with samples in order; return the packs' bounds, int64 [packs + 1].
+
+    The bounds count samples. ``slots``: padded lengths of the samples. Empty packs at the end make up ``min_packs``.
+    Raises UserError for a sample longer than ``room``.
     """
     if len(slots) and int(slots.max()) > room:
         ids = np.concatenate([pack.sample_ids for pack in packs])
@@ -137,11 +139,12 @@ def _filled(packs: Sequence[Pack], slots: I64, room: int, min_packs: int) -> I64
 
 
 def _widths(slots: I64, room: I64, rules: Rules, pp: int) -> I64:
-    """T of forward packs whose samples, padded, take ``slots`` of the tokens that they have ``room`` for; all int64
-    [packs].
+    """Return the lengths T of forward packs in tokens, int64 [packs].
 
-    As the run's shape has it: ``fixed`` ones take all the room, which is the same on every rank, others what they need;
-    in a pipeline all are as long as the longest.
+    ``slots``: tokens of each pack's padded samples. ``room``: largest length of each pack. Both are int64 [packs].
+
+    With the shape ``fixed``, a pack takes all its room, which is equal on all ranks. With other shapes, a pack takes
+    what its samples need. In a pipeline, all packs are as long as the longest.
     """
     unit = rules.width_unit
     widths = room if rules.shape == "fixed" else np.minimum(-(-np.maximum(slots, 1) // unit) * unit, room)
@@ -149,19 +152,22 @@ def _widths(slots: I64, room: I64, rules: Rules, pp: int) -> I64:
 
 
 def _rules_of(width: int, rules: Rules) -> Rules:
-    """What a view and its check must know of a forward pack of ``width`` tokens."""
+    """Return rules for the view and the check of a forward pack of ``width`` tokens."""
     return Rules(budget=width, align=rules.align, tokens=rules.tokens, fields=rules.fields, packer="concatenative")
 
 
-# What they hold
+# Contents of the forward packs
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A rank's samples in its packs, and anew in forward packs.
+    """The partition of a rank's samples into packs and into forward packs.
 
-    Pack m holds samples ``counts[m]`` to ``counts[m + 1]``, forward pack i ``bounds[i]`` to ``bounds[i + 1]``, which
-    are slots ``ends[i]`` to ``ends[i + 1]`` of ``widths[i]`` tokens; the rank holds 1 / ``parts`` of each.
+    - ``counts``: pack m holds samples counts[m] to counts[m + 1].
+    - ``bounds``: forward pack i holds samples bounds[i] to bounds[i + 1].
+    - ``ends``: these samples are tokens ends[i] to ends[i + 1] of all samples, padded and without tails.
+    - ``widths``: tokens of each forward pack, tail padding included.
+    - ``parts``: this rank holds 1 / parts of each pack.
     """
 
     packs: Sequence[Pack]
@@ -172,7 +178,10 @@ class _Cut:
     parts: int
 
     def by_token(self, arrays: Sequence[NDArray[Any]], pad: Any, parts: int) -> list[NDArray[Any]]:
-        """Arrays [T / parts, ...] of the packs as those of the forward packs, ``pad`` in their tails."""
+        """Regroup arrays by token: those of the packs, [T / parts, ...], become those of the forward packs.
+
+        The value ``pad`` fills tail padding.
+        """
         held = [int(pack.cu_seqlens_padded[pack.num_samples]) // parts for pack in self.packs]  # all but tails
         joined = np.concatenate([array[:size] for array, size in zip(arrays, held, strict=True)])
         spans, rows = pairwise((self.ends // parts).tolist()), []
@@ -183,19 +192,23 @@ class _Cut:
         return rows
 
     def by_sample(self, arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """Arrays [samples, ...] of the packs as those of the forward packs."""
+        """Regroup arrays by sample: those of the packs, [samples, ...], become those of the forward packs."""
         joined = np.concatenate(arrays)
         return [joined[begin:end].copy() for begin, end in pairwise(self.bounds.tolist())]
 
     def field(self, field: Field) -> list[NDArray[Any]]:
-        """A declared field of each forward pack."""
+        """Return a declared field's array for each forward pack."""
         arrays = [pack.fields[field.name] for pack in self.packs]
         if field.axis == "sample":
             return self.by_sample(arrays)
         return self.by_token(arrays, _pad(field), 1 if field.cp == "replicate" else self.parts)
 
     def loss_tokens(self, labels: Sequence[I64] | None) -> list[int]:
-        """Of each forward pack: the sum of its packs', or where it has a part of one, what its labels say."""
+        """Return the loss tokens of each forward pack.
+
+        A forward pack of whole packs has their sum. One with a part of a pack counts its ``labels``, or has UNKNOWN if
+        this rank does not hold all labels.
+        """
         whole = np.isin(self.bounds, self.counts)
         sums = _sums([pack.num_loss_tokens for pack in self.packs])[np.searchsorted(self.counts, self.bounds)]
         found: list[int] = np.diff(sums).tolist()
@@ -205,6 +218,7 @@ class _Cut:
 
 
 def _forward_packs(plan: _Cut, rules: Rules) -> list[Pack]:
+    """Build the forward packs of a plan, as canonical packs."""
     packs, widths, parts = plan.packs, plan.widths, plan.parts
     first = packs[0]
     lengths = np.concatenate([np.diff(pack.cu_seqlens)[: pack.num_samples] for pack in packs]).astype(np.int64)
@@ -214,7 +228,7 @@ def _forward_packs(plan: _Cut, rules: Rules) -> list[Pack]:
     positions, padding_mask = np.empty(tokens[-1], np.int64), np.empty(tokens[-1], np.bool_)
     places = mine.start - laid.start[mine.segment], mine.stop - mine.start, laid.real[mine.segment]
     derive_positions(*places, positions, padding_mask)
-    positions %= rules.budget  # in a tail of several packs: no position that a model was not made for
+    positions %= rules.budget  # keeps positions in long tails below the largest that the model supports
     slices, of_pack = np.stack([mine.start, mine.stop], axis=1), mine.first.tolist()
     ids = plan.by_sample([pack.sample_ids for pack in packs])
     fields = {field.name: plan.field(field) for field in rules.fields if field.name in first.fields}
@@ -251,11 +265,11 @@ def _forward_packs(plan: _Cut, rules: Rules) -> list[Pack]:
 
 
 def _pad(field: Field) -> Any:
-    """What stands at padding, as packs have it."""
+    """Return a field's value at padding, in the dtype that packs have."""
     held = field.fill(field.pad)
     return from_bfloat16(held) if field.dtype == "bfloat16" else held
 
 
 def _sums(sizes: Sequence[int] | I64) -> I64:
-    """0 and the sums of the first, the first two, ...: int64 [n + 1]."""
+    """Return cumulative sums that begin with 0, int64 [n + 1]."""
     return np.append(0, np.cumsum(np.asarray(sizes, np.int64)))

@@ -1,13 +1,14 @@
-"""Views: packs in the words of a framework, as torch tensors.
+"""Views: packs in a framework's format, as torch tensors.
 
-- ``format_validation``: refuses a format that a feed or mesh cannot have, when the trainer attaches.
-- ``view``: a pack in one format: a framework's keys, and beside them all that the pack has.
-- ``tensors``: from columns of packs to tensors. One tensor is made of a column; packs get cuts of it.
+- ``format_validation``: rejects a format that does not suit the feed or the mesh, when the trainer attaches.
+- ``formats``: turns a step's packs into views in the requested format, with the framework's module.
+- ``tensors``: turns columns of packs into tensors: one tensor for each column, cut into packs.
 - ``hf``, ``megatron``, ``bshd``, ``torchtitan``: one module for each framework; ``bshd`` is NeMo AutoModel's.
-- ``padded``: padded micro-batches, by row.
-- ``formats``: steps in the format that a trainer asks for; calls the module of the framework.
-- ``device``: copies of a step to a device.
+- ``padded``: padded micro-batches, as rows.
+- ``view``: a pack in one format, with a framework's keys and the pack's other values.
+- ``device``: copies a step to a device ahead of use.
 
-A view shares the memory of its pack. The package relies on ``packs``. It imports torch when a view is asked for, never
-before. It does not know sockets or sessions.
+Invariants: a view shares the memory of its pack, and torch is imported only when a trainer requests views. Users import
+``view``, ``megatron`` and ``bshd``; the other modules are internal. The folder relies on ``packs``. It does not know
+sockets or sessions.
 """

@@ -1,4 +1,4 @@
-"""Copies of a step to a device, on a stream of their own, while the trainer works on the step before."""
+"""Copy a step to a device on a separate stream, while the trainer works on the step before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def side_stream(device: Any) -> SideStream | None:
-    """Return what copies to ``device``, None for the CPU and for no device.
+    """Return a stream for copies to ``device``; None for the CPU and for no device.
 
     Raises:
         UserError: torch cannot use the device.
@@ -23,14 +23,16 @@ def side_stream(device: Any) -> SideStream | None:
     import torch
 
     try:
-        found = torch.empty(0, device=device).device  # with its number: the client's thread has another current one
+        found = torch.empty(0, device=device).device  # with its index: the client's thread may have another current one
         return None if found.type == "cpu" else SideStream(found)
     except (RuntimeError, AssertionError, TypeError) as error:
         raise UserError(f"got device={device!r}, which torch cannot use ({error}): expected 'cuda' or None") from None
 
 
 class SideStream:
-    """Copies to ``device`` ahead of use. ``prefetch`` steps and the one in use lie there, about 33 bytes a token.
+    """A stream that copies steps to ``device`` ahead of use.
+
+    The device holds ``prefetch`` steps and the step in use, about 33 bytes per token.
 
     Runs on any device that torch has streams for. Tested on the CPU, whose streams do nothing; the copy's overlap
     on a GPU was not run.
@@ -43,7 +45,7 @@ class SideStream:
         self._stream = self._module.Stream(device) if device.type != "cpu" else self._module.Stream()
 
     def copy(self, step: Step) -> Step:
-        """``step`` on the device once ``arrive`` has been called for it."""
+        """Begin to copy a step and return the step on the device; call ``arrive`` before using it."""
         event = self._module.Event()
         views = []
         with self._module.stream(self._stream):
@@ -56,10 +58,11 @@ class SideStream:
         return replace(step, packs=tuple(views))
 
     def arrive(self, step: Step) -> None:
+        """Make the current stream wait for the copy of ``step``; the host does not wait."""
         current = self._module.current_stream(self.device)
         for event in {id(batch.copied): batch.copied for batch in step}.values():
             current.wait_event(event)
-        if self.device.type != "cpu":  # whose memory no stream owns
+        if self.device.type != "cpu":  # no stream owns memory of the CPU
             for batch in step:
                 for tensor in batch.tensors().values():
-                    tensor.record_stream(current)  # else its memory is given out again while it is still read
+                    tensor.record_stream(current)  # else the memory could be reused while it is in use

@@ -1,6 +1,7 @@
-"""What a format cannot be: said when a trainer attaches, not by a kernel that reads a batch wrongly.
+"""Reject formats that do not suit the mesh or the feed, when a trainer attaches.
 
-A mesh is known before a broker is asked, what its feed serves once the rank is attached.
+Without these checks, a kernel would read a batch wrongly. The mesh is checked before the client connects, the feed once
+the rank is attached.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ _SHARDED_LATER = {
     "bshd": "AutoModel's make_cp_batch_for_te",
     "torchtitan": "torchtitan's trainer",
 }
-"""Formats of frameworks that shard packs for context parallelism themselves, and what does."""
+"""Formats of frameworks that shard packs for context parallelism themselves, and the part of each that does."""
 _OF_ONE_LENGTH = {"megatron": "its seq_length", "torchtitan": "its training.seq_len"}
-"""Formats whose framework makes room for packs of one length."""
+"""Formats whose framework needs packs of one length, and its setting of that length."""
 _READ_ON_ALL_STAGES = {"bshd": "AutoModel", "torchtitan": "torchtitan"}
-"""Formats of frameworks that read tokens and labels on every stage of a pipeline."""
+"""Formats of frameworks that read tokens and labels on every pipeline stage, and the framework's name."""
 
 
 def check_mesh(format: str, mesh: Mesh) -> None:
-    """Raises UserError for a mesh whose ranks could not use the format."""
+    """Raise UserError for a mesh whose ranks cannot use the format."""
     own = os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1")  # accelerate's
     if format.startswith("hf") and (mesh.cp > 1 or own not in ("", "0", "1")):
         raise UserError(
@@ -41,7 +42,7 @@ def check_mesh(format: str, mesh: Mesh) -> None:
 
 
 def check_feed(format: str, mesh: Mesh, rules: Rules, layout: str) -> None:
-    """Raises UserError for a feed, with these rules and context-parallel layout, that the format does not go with."""
+    """Raise UserError for a feed, by its rules and context-parallel layout, that does not suit the format."""
     if format == "padded" and not rules.padded:
         raise UserError(
             "got format 'padded' of a feed that packs, expected thd, hf, hf_shifted or numpy: or set rules.padded "

@@ -1,15 +1,13 @@
-"""What a trainer gets in its framework's words: views of the canonical pack as torch tensors.
+"""Turn the packs of a step into views in the format that a trainer requests.
 
-A view adds nothing to a pack. ``thd`` is the pack with tensors for arrays, ``numpy`` the pack itself; what frameworks
-take is in ``streampack.views``: ``hf`` (transformers), ``megatron``, ``bshd`` (NeMo AutoModel), ``torchtitan``.
-torch is imported when a view is asked for, never before.
+- ``numpy`` is the pack itself, and ``thd`` the pack with tensors for arrays.
+- ``hf`` (transformers), ``megatron``, ``bshd`` (NeMo AutoModel) and ``torchtitan`` have the keys of their frameworks.
+- ``padded`` has arrays [B, S] and is the default for a feed with padded rules. There ``thd`` is the same, and ``hf``
+  has the inputs of a transformers model for padded batches.
 
-A feed whose rules are ``padded`` has rows for packs: there ``padded`` is the canonical one, its arrays [B, S], ``thd``
-the same, and ``hf`` what a model of transformers takes of padded batches.
-
-A tensor lies in the memory of the pack's array and keeps it alive; only read-only arrays and
-bfloat16 are copied. With a device, a step is copied there on a stream of its own, from pinned
-memory, while the trainer works on the one before.
+A view adds no data to a pack. A tensor shares the memory of the pack's array and keeps that memory alive. Only
+read-only arrays and bfloat16 are copied. With a device, a step is copied on a separate stream from pinned memory,
+while the trainer works on the step before. The module torch is imported only when a trainer requests views.
 """
 
 from __future__ import annotations
@@ -40,23 +38,23 @@ if TYPE_CHECKING:
     from streampack.views.tensors import ValuesByName
 
 TorchFormat = Literal["thd", "hf", "hf_shifted", "megatron", "bshd", "torchtitan", "padded"]
-"""Formats whose batches are ``View``; those of ``numpy`` are ``Pack``."""
+"""Formats whose packs are ``View`` objects; the packs of ``numpy`` are ``Pack`` objects."""
 FORMATS = (*get_args(TorchFormat), "numpy")
 
 
 def view(pack: Pack, format: str, rules: Rules) -> View:
-    """``pack`` in ``format``, one of the torch ones; ``rules`` say which fields are bfloat16."""
+    """Return ``pack`` as a view in a torch ``format``; ``rules`` name the fields in bfloat16."""
     return views(Columns.of(dict(pack), pack.fields), (pack,), format, rules, Slabs())[0]
 
 
 def views(columns: Columns, packs: Sequence[Pack], format: str, rules: Rules, slabs: Slabs) -> list[View]:
-    """Some packs of a message in ``format``, as ``view`` gives each; what packs do not have in memory of ``slabs``."""
+    """Return several packs of a message as views in ``format``; new arrays lie in memory of ``slabs``."""
     import torch
 
     from streampack.views import tensors
 
     halves = frozenset(field.name for field in rules.fields if field.dtype == "bfloat16")
-    with torch.inference_mode(False):  # who asks for a pack may be in one, and train on the pack later
+    with torch.inference_mode(False):  # a caller in inference mode may train on the pack later
         if rules.padded:
             return [padded_view(pack, format, rules, halves) for pack in packs]
         keys, rest = _of_framework(format, columns, tensors.thd(columns, halves), slabs, rules)
@@ -67,10 +65,11 @@ def views(columns: Columns, packs: Sequence[Pack], format: str, rules: Rules, sl
 def _of_framework(
     format: str, columns: Columns, of_packs: ValuesByName, slabs: Slabs, rules: Rules
 ) -> tuple[ValuesByName, ValuesByName]:
-    """(keys, what is beside them) in ``format``; of ``thd``, all that packs have.
+    """Return the keys of packs in ``format``, and the packs' other values: lists by name with a value per pack.
 
-    ``build_batches`` of a framework's module makes them from the columns of a message and the tensors of them, with one
-    value for each pack. No memory is in both under two tensors, because it would be copied to a device twice.
+    In ``thd``, all values of the packs are keys. For the others, ``build_batches`` of the framework's module makes both
+    from columns and their tensors (``of_packs``). Two tensors never share memory, which would be copied to a device
+    twice.
     """
     from streampack.views import bshd, hf, megatron, torchtitan
 
@@ -88,11 +87,12 @@ def _of_framework(
 
 
 def _by_pack(values: Mapping[str, list[Any]], packs: Sequence[Pack]) -> list[dict[str, Any]]:
+    """Turn lists by name into one dict for each pack."""
     return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)] or [{} for _ in packs]
 
 
 def shown(pack: Pack, rules: Rules, *, format: str, device: Any) -> Any:
-    """``pack`` in ``format``, on ``device`` if there is one."""
+    """Return ``pack`` in any ``format``, on ``device`` unless that is None."""
     if format == "numpy":
         return pack
     found = view(pack, format, rules)
@@ -100,9 +100,10 @@ def shown(pack: Pack, rules: Rules, *, format: str, device: Any) -> Any:
 
 
 class Views:
-    """Steps in a format and on a device: made by the client's thread or the trainer's, taken by the trainer's.
+    """Converter of steps to one format and one device.
 
-    Raises UserError for a format, a device or a mesh that cannot be.
+    The client's thread calls ``make``, and the trainer's thread calls ``arrive``. Raises UserError for an invalid
+    format, device or mesh.
     """
 
     def __init__(self, format: str | None, mesh: Mesh, device: Any = None, verify: bool = False) -> None:
@@ -113,7 +114,7 @@ class Views:
         if self.format != "numpy" and not has_torch:
             raise UserError(f"got format {format!r} without torch, expected it: pip install 'streampack[torch]'")
         if self.format != "numpy":
-            import_module("torch")  # seconds that the client's thread must not spend
+            import_module("torch")  # takes seconds, which the client's thread must not spend
         check_mesh(self.format, mesh)
         if self.format == "numpy" and device is not None:
             raise UserError(f"got device={device!r} with format numpy, expected none: take format='thd'")
@@ -123,15 +124,16 @@ class Views:
         self._stream = None if self.format == "numpy" else side_stream(device)
 
     def fit(self, rules: Rules, layout: str = "zigzag") -> None:
-        """Be views of a feed with these rules and context-parallel layout. Raises UserError for a format that it has
-        not.
-        """
+        """Choose the default format for a feed's rules, and check the format. Raises UserError if it is unsuitable."""
         if rules.padded and self._given is None and self.format == "thd":
             self.format = "padded"
         check_feed(self.format, self._mesh, rules, layout)
 
     def make(self, step: Step, rules: Rules) -> Step:
-        """``step`` with views for packs, verified where asked, and on the device. Raises InvariantError."""
+        """Return ``step`` with views in place of packs, verified if requested, and on the device.
+
+        Raises InvariantError if the verification fails.
+        """
         packs, regrouping = step.packs, step.regrouping
         if self.format != "numpy":
             assert isinstance(packs, LazyPacks), "as build_step has made them"
@@ -147,7 +149,7 @@ class Views:
         return self._stream.copy(step) if self._stream else step
 
     def arrive(self, step: Step) -> Step:
-        """``step`` for the thread that uses it: its current stream waits for the copy, its host does not."""
+        """Return ``step`` ready for the calling thread, whose current stream waits for the copy to the device."""
         if self._stream:
             self._stream.arrive(step)
         return step

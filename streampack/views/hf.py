@@ -1,7 +1,8 @@
-"""``hf``: what transformers' ``DataCollatorWithFlattening`` returns, for ``model(**batch)``.
+"""``hf``: batches for ``model(**batch)``, as transformers' ``DataCollatorWithFlattening`` returns.
 
-Its boundaries are the padded ones; padding behind a sample goes on with its positions and ``seq_idx``, the tail is a
-sequence of its own, and no label counts there. ``hf_shifted`` adds ``shift_labels``, so that a model need not shift.
+Boundaries are padded ones. Padding after a sample continues the sample's positions and ``seq_idx``; tail padding is a
+sequence of its own. Labels at padding are -100. The format ``hf_shifted`` adds ``shift_labels``, so that a model need
+not shift labels.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from streampack.views.tensors import ValuesByName, beside, cut, tensor
 def build_batches(
     columns: Columns, of_packs: ValuesByName, slabs: Slabs, shifted: bool
 ) -> tuple[ValuesByName, ValuesByName]:
-    """The flattening collator's keys and dtypes: ``input_ids``, ``labels``, ``position_ids`` int64 [1, T], ``seq_idx``
-    int32 [1, T], boundaries int32 [segments + 1], widest slots ints. Beside them all else that packs have.
+    """Return the keys of some packs in ``hf``, and the packs' other values, each a list by name.
+
+    - ``input_ids``, ``labels``, ``position_ids``: int64 [1, T]; with ``shifted``, also ``shift_labels``.
+    - ``seq_idx``: int32 [1, T], the number of each token's segment.
+    - ``cu_seq_lens_q``, ``cu_seq_lens_k``: int32 [segments + 1], padded boundaries.
+    - ``max_length_q``, ``max_length_k``: int, tokens of the longest segment.
     """
     bounds = columns.attributes["cu_seqlens_padded"]
     assert isinstance(bounds, Column)
@@ -28,7 +33,8 @@ def build_batches(
         ids, labels = columns.attributes["input_ids"], columns.attributes["labels"]
         assert isinstance(ids, Column)
         assert isinstance(labels, Column)
-        # What a model shifts back: the label of token i at i + 1; -100, which every pack ends with, at its first.
+        # The model moves labels back by one: put the label of token i at i + 1. Each pack's last label, -100, comes
+        # to the first token of the next pack.
         unshifted = np.frombuffer(slabs.take(labels.values.nbytes), np.int64)
         unshifted[0], unshifted[1:] = IGNORE_INDEX, labels.values[:-1]
         found["input_ids"] = cut(tensor(ids.values), ids.bounds, rows=1)
@@ -51,7 +57,7 @@ def build_batches(
 
 
 def _number(bounds: Column, numbers: I32) -> None:
-    """Fill in of each token, [N], which slot of its pack it lies in; ``bounds`` are the slots'."""
+    """Fill ``numbers``, int32 [N], with each token's segment number in its pack; ``bounds``: padded boundaries."""
     ends = np.array(bounds.bounds[1:]) - 1
     counts, widths = np.diff(bounds.bounds) - 1, bounds.values[ends].astype(np.int64)
     begins = np.delete(bounds.values + np.repeat(np.cumsum(widths) - widths, counts + 1), ends)

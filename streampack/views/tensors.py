@@ -1,8 +1,8 @@
-"""Columns of packs as torch tensors: one is made of each, and what its packs get are cuts of it.
+"""Turn columns of packs into torch tensors: one tensor for each column, cut into packs.
 
-A tensor lies in the column's memory and keeps it alive. The cuts are torch's unsafe ones, which share memory and
-nothing else: cut any other way, all packs' labels would count as one tensor's, and to change those of one would fail
-the backward pass of another, which has kept its own.
+A tensor shares the column's memory and keeps that memory alive. The cuts are made by ``unsafe_split_with_sizes``, so
+they share memory and no version counter. With ordinary views, changing the labels of one pack in place would fail the
+backward pass of another pack that has saved its labels.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from streampack.packs.columns import Column, Columns
 
 ValuesByName = dict[str, list[Any]]
-"""By name what each pack has."""
+"""Values of several packs: name -> a list with one value for each pack."""
 
 
 def thd(columns: Columns, halves: frozenset[str]) -> ValuesByName:
-    """What packs have, tensors for arrays; the fields ``halves`` are bfloat16."""
+    """Return all values of some packs by name, tensors for arrays; the fields named in ``halves`` become bfloat16."""
     found = {}
     for name, column in {**columns.attributes, **columns.fields}.items():
         if isinstance(column, Column):
@@ -33,18 +33,18 @@ def thd(columns: Columns, halves: frozenset[str]) -> ValuesByName:
 
 
 def tensor(values: NDArray[Any], half: bool = False) -> torch.Tensor:
-    """Of an array, in its memory; only read-only ones, and bfloat16, are copied."""
+    """Return an array as a tensor that shares its memory; copy a read-only array. With ``half``, copy to bfloat16."""
     found = torch.from_numpy(values if values.flags.writeable else values.copy())
     return found.to(torch.bfloat16) if half else found
 
 
 def cut(whole: torch.Tensor, bounds: Sequence[int], rows: int = 0) -> list[torch.Tensor]:
-    """Each pack's part of ``whole``, [T', ...]; [1, T', ...] with ``rows=1``."""
+    """Split a tensor at ``bounds`` into one tensor for each pack, [T', ...]; [1, T', ...] with ``rows=1``."""
     sizes = [end - begin for begin, end in pairwise(bounds)]
     whole = whole[None] if rows else whole
     return list(torch.unsafe_split_with_sizes(whole, sizes, rows))
 
 
 def beside(of_packs: ValuesByName, *names: str) -> ValuesByName:
-    """What packs have, but for ``names``, which are keys in another form: else their memory would move twice."""
+    """Return the packs' values without ``names``, which are keys in another form and would move to a device twice."""
     return {name: values for name, values in of_packs.items() if name not in names}

@@ -1,9 +1,9 @@
-"""``torchtitan``: ``(batch, batch.labels)`` is what its trainer takes of a dataloader.
+"""``torchtitan``: packs for torchtitan's trainer, which takes ``(batch, batch.labels)`` of a dataloader.
 
-T is the run's budget, which is to be torchtitan's ``training.seq_len``, with a ``local_batch_size`` of 1. torchtitan
-reads the samples of a pack off its positions, a new one wherever they are 0, and passes every key but ``input`` on to
-the model: so there are no more than these two. It shards for context parallelism itself. All this is its release 0.3;
-what comes after it takes the three flat, ``batch["input"][0]``.
+T is the run's budget and must be torchtitan's ``training.seq_len``. The trainer finds the samples of a pack by
+positions that are 0, and passes every key but ``input`` to the model. A view therefore has only the keys ``input`` and
+``positions``. The trainer also shards for context parallelism itself. This is the interface of release 0.3. Later
+releases take the tensors without the first dimension, as ``batch["input"][0]``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from streampack.views.tensors import ValuesByName, cut, tensor
 
 
 def build_batches(columns: Columns, of_packs: ValuesByName) -> tuple[ValuesByName, ValuesByName]:
-    """``input`` and ``positions`` int64 [1, T]. Beside them ``labels`` int64 [1, T], -100 where none counts,
-    ``input_ids`` and ``position_ids``, which are the keys', and all else that packs have.
+    """Return the keys of some packs in ``torchtitan``, and the packs' other values, each a list by name.
+
+    - Keys: ``input`` and ``positions``, int64 [1, T].
+    - Other values: ``labels``, int64 [1, T], -100 where no label counts; ``input_ids`` and ``position_ids``, which are
+      the keys' tensors; and the pack's remaining values.
     """
     ids, labels = columns.attributes["input_ids"], columns.attributes["labels"]
     assert isinstance(ids, Column)

@@ -1,4 +1,4 @@
-"""``View``: a pack in one format, with the keys that a framework takes and the pack's other values as attributes."""
+"""``View``: a pack in one format, with a framework's keys, and the pack's other values as attributes."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_what_a_slow_trainer_asks_for_next_is_made_meanwhile(taken: bool, monkey
         ahead.make()
     assert len(made_by) == len(packs)
     ahead.stop()
-    ahead.handed_out(packs, 0)
+    ahead.note_handed_out(packs, 0)
     assert len(woken) == 3, "nobody is woken who has ended"
 
 

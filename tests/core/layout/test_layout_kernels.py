@@ -124,8 +124,8 @@ def test_without_a_numba_that_works_numpy_builds_the_tensors() -> None:
 def test_kernels_are_loaded_once_a_process_has_built_some_tokens() -> None:
     code = (
         "from streampack.packs.kernel_loader import LOADED_AFTER, kernels\n"
-        "kernels.note(LOADED_AFTER - 1)\nkernels.wait()\nprint(kernels.derive)\n"
-        "kernels.note(1)\nkernels.wait()\nprint(kernels.derive is not None)"
+        "kernels.count_tokens(LOADED_AFTER - 1)\nkernels.wait()\nprint(kernels.derive)\n"
+        "kernels.count_tokens(1)\nkernels.wait()\nprint(kernels.derive is not None)"
     )
     assert ran(code).split() == ["None", "True"]
 
