@@ -176,12 +176,12 @@ class Unread:
         return self._by_fd.values()
 
     def opened(self, fd: int) -> None:
-        """Note that a connection was accepted."""
+        """Add the accepted connection with file descriptor ``fd``."""
         self.closed(fd)
         self._by_fd[fd] = Connection(fd, time.monotonic())
 
     def closed(self, fd: int) -> None:
-        """Note that a connection has ended."""
+        """Remove the ended connection with file descriptor ``fd``."""
         found = self._by_fd.pop(fd, None)
         if found is not None:
             self._by_peer.pop(found.peer, None)
@@ -192,7 +192,7 @@ class Unread:
         return self._by_peer.get(peer)
 
     def add_peer(self, peer: bytes, fd: int) -> Connection | None:
-        """Note a new peer's connection and return it; None if it has ended already."""
+        """Record that ``peer`` sent its first message on connection ``fd``; return the connection, None if it ended."""
         found = self._by_fd.get(fd)
         if found is None or found.peer:
             return None
@@ -209,7 +209,7 @@ class Unread:
                 self._cut(found, f"{MAX_DAMAGED} of its messages could not be decoded")
 
     def drained(self) -> None:
-        """Note that ZeroMQ has no message left to hand over."""
+        """Reset the state that lasts until the socket is drained: ZeroMQ has no message left to hand over."""
         self._drained = self._swept_empty = True
         self._ended = False
         self._cut_peers.clear()

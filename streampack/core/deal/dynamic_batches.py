@@ -76,6 +76,7 @@ class PaddedBatches:
 
     @property
     def num_micro_batches(self) -> int:
+        """Number of micro-batches of each rank."""
         return len(self.lengths)
 
 

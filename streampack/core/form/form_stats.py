@@ -29,9 +29,9 @@ class ValueCounts:
 
     ``sum`` is the sum of all values.
 
-    >>> spread = Spread((0.0, 0.5, 1.0))
-    >>> spread.add(np.array([0.0, 0.5, 0.75, 1.0]))
-    >>> spread.counts.tolist(), spread.sum
+    >>> fill = ValueCounts((0.0, 0.5, 1.0))
+    >>> fill.add(np.array([0.0, 0.5, 0.75, 1.0]))
+    >>> fill.counts.tolist(), fill.sum
     ([1, 1, 2, 0], 2.25)
     """
 

@@ -57,6 +57,7 @@ class Layout:
 
     @property
     def num_segments(self) -> int:
+        """Number of samples, and one more with tail padding."""
         return len(self.cu_seqlens) - 1
 
     @property

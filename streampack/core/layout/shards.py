@@ -47,6 +47,7 @@ def cut(laid: Layouts, cp: int, rank: int, kind: str) -> Slices:
     as one, and cut the result again where segments meet. Raises ValueError, which names the segment or pack, for a size
     that cannot be cut evenly.
 
+    >>> from streampack.core.layout.boundaries import layouts
     >>> laid = layouts(np.array([8, 8]), np.array([2]), 1, 16)
     >>> [a.tolist() for a in (cut(laid, 2, 0, "zigzag").start, cut(laid, 2, 0, "zigzag").stop)]
     [[0, 6, 8, 14], [2, 8, 10, 16]]

@@ -317,7 +317,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
         return make_packer(name, **given, **own, **({"seed": self.seed} if "seed" in has else {}))
 
     def budget_at(self, step: int) -> int:
-        """Return the budget of ``step`` in tokens: less during ``warmup``, then rounded down to ``align.pack``."""
+        """Return the budget of ``step`` in tokens; during ``warmup`` it is lower, a multiple of ``align.pack``."""
         warmup = self.warmup
         if warmup is None or step >= warmup.steps:
             return self.budget
@@ -388,14 +388,16 @@ class RulesChange(Struct, frozen=True, kw_only=True):
 
 def first_difference(got: Rules, expected: Rules) -> str:
     """Return a text with the first rule that differs and both values; empty if the rules are equal."""
-    return _find_difference(msgspec.to_builtins(_whole(got)), msgspec.to_builtins(_whole(expected)), "rules")
+    return _find_difference(
+        msgspec.to_builtins(_with_all_keys(got)), msgspec.to_builtins(_with_all_keys(expected)), "rules"
+    )
 
 
-def _whole(value: object) -> object:
+def _with_all_keys(value: object) -> object:
     """Return ``value`` with every Struct as a dict that has all keys, also those with default values."""
     if isinstance(value, Struct):
-        return {name: _whole(getattr(value, name)) for name in value.__struct_fields__}
-    return [_whole(each) for each in value] if isinstance(value, tuple) else value
+        return {name: _with_all_keys(getattr(value, name)) for name in value.__struct_fields__}
+    return [_with_all_keys(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _find_difference(got: object, expected: object, path: str) -> str:
