@@ -55,7 +55,7 @@ NUM_SLOTS = 64
 It is the number of bits of an answer. Slots that are not used take no memory.
 """
 FEW_SLOTS = 8
-"""Slots of a dealer; a broker plans its memory for so many per producer (``ARRIVING_BYTES``)."""
+"""Slots of a dealer; a broker plans its memory for this number per producer (``ARRIVING_BYTES``)."""
 ASK_S = 1.0
 """Seconds between two questions to a peer: if it can read the memory, and which slots it holds."""
 _CALLED = "streampack"

@@ -71,6 +71,8 @@ class _Dealt:
 
 @dataclass(slots=True)
 class _Kept:
+    """A kept step, and the step as dealt on the latest mesh that asked for it."""
+
     step: PlannedStep
     skipped: bool = False
     dealt: _Dealt | None = None

@@ -45,7 +45,7 @@ class Entries(NamedTuple):
 
 
 def entries(partitions: int, block: int) -> Entries:
-    """Return empty queues for so many partitions, in blocks of ``block`` entries, a power of two."""
+    """Return empty queues for ``partitions`` partitions, in blocks of ``block`` entries, a power of two."""
     (head, tail), (first, last) = np.zeros((2, partitions), np.int64), np.full((2, partitions), NO_BLOCK, np.int64)
     free = np.array([NO_BLOCK, 0], np.int64)
     return Entries(head, tail, first, last, np.zeros((0, block, 3), np.int32), np.zeros(0, np.int64), free)

@@ -1,8 +1,8 @@
 """The length T of a pack in tokens: its samples' tokens and the padding behind them, at most the budget C.
 
 ``fixed`` packs all have C tokens. That is one shape for compilers and captured graphs, and for ranks that exchange
-tokens (mixture of experts). ``exact`` packs end behind their samples, at the next multiple of ``align.pack``: nothing
-is computed in vain, but shapes differ. Between the two are a multiple of n tokens, and a few buckets. A pipeline's
+tokens (mixture of experts). ``exact`` packs end behind their samples, at the next multiple of ``align.pack``: padding
+is least, but shapes differ. Between the two are a multiple of n tokens, and a few buckets. A pipeline's
 stages pass activations of one shape, so with pp > 1 every pack of a step is as long as the longest.
 
 T is a function of the step and the mesh alone. FORM does not know it, and no digest depends on it. DEAL computes it

@@ -1,4 +1,4 @@
-"""Every packer by its name. Add a new packer to ``_EVERY``."""
+"""Every packer by its name. To register a new packer, add it to ``_EVERY``; ``packer`` has the protocol to follow."""
 
 from __future__ import annotations
 

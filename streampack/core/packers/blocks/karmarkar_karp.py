@@ -63,7 +63,7 @@ class KarmarkarKarp(Tumbling):
             crowded = any(sum(sizes[i] for i in pack) > cap for pack in packs)
             if not over and not crowded:
                 return packs
-            # The tokens over the budget need at least so many more packs. With one pack a sample all fit.
+            # The tokens over the budget need at least this many packs more. With one pack for each sample all fit.
             count = min(count + max(-(-over // budget), 1), len(lengths))
 
 

@@ -38,7 +38,7 @@ They never need more packs than first fit decreasing.
 No sample waits more than W packs plus the samples held when it came, where W is the window's size. A late window's next
 pack takes the oldest; ``window`` says why that is enough.
 
-Where a pack may hold only so many samples, one that would hold more is formed anew: see ``exact_fill_cases.capped``.
+A pack with more than ``max_samples_per_pack`` samples is formed again: see ``exact_fill_cases.capped``.
 
 Lengths and budget are in any one unit: tokens, or multiples of the alignment, which is faster. The implementation is in
 ``exact_fill_kernels``, compiled where numba is installed.
