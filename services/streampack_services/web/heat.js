@@ -25,7 +25,7 @@ export const MEASURES = {
     hot: "high", about: "Mean time of each rank's last steps.",
   },
   ahead: {
-    label: "steps ahead", of: (row) => Math.max(0, row.have_upto - row.done_upto), say: (v) => `${short(v)} steps`,
+    label: "ahead", of: (row) => Math.max(0, row.have_upto - row.done_upto), say: (v) => `${short(v)} ${v === 1 ? "step" : "steps"}`,
     scale: (all) => [0, Math.max(1, ...all)], hot: "low", about: "Steps that a rank has received and not returned. A rank with none waits.",
   },
 };
@@ -143,7 +143,7 @@ function shade(parts, roomy) {
 
 // The lines of a rank's tooltip: [[label, text], ...].
 function told({ name, row }) {
-  const lines = [[name, row.where], ["returned", `${short(row.done_upto)} steps`]];
+  const lines = [[name, row.where], ["steps returned", short(row.done_upto)]];
   for (const { label, of, say } of Object.values(MEASURES)) if (of(row) !== null) lines.push([label, say(of(row))]);
   if (row.cost.length > 1) lines.push(["cost by micro-batch", row.cost.slice(0, 8).map((each) => each.toFixed(2)).join(" ")]);
   if (row.stats.next_p99_ms !== undefined) lines.push(["next() p99", duration(row.stats.next_p99_ms / 1000)]);

@@ -106,7 +106,7 @@ export function showRoom(status, feed) {
     ["arena", `${bytes(arrays)} of ${bytes(memory.arena_bytes)}`, arrays / memory.arena_bytes],
     ["held by the feed", `${short(feed.held_tokens)} of ${short(feed.held_limit_tokens)} tokens`, feed.held_tokens / feed.held_limit_tokens],
     ["window", `${count(feed.window.samples)} samples, ${short(feed.window.tokens)} tokens${oldest(feed.window)}`, null],
-    ["wait in the window", feed.waits.p99_steps === null ? "" : `99th percentile ${feed.waits.p99_steps} steps`, null],
+    ["wait in the window", feed.waits.p99_steps === null ? "" : `99th percentile ${inSteps(feed.waits.p99_steps)}`, null],
   ];
   if (log === null) rows.push(["log", "none (no state_dir)", null]);
   else {
@@ -127,7 +127,8 @@ export function showRoom(status, feed) {
   });
 }
 
-const oldest = (window) => (window.oldest_steps ? `, oldest ${window.oldest_steps} steps` : "");
+const oldest = (window) => (window.oldest_steps ? `, oldest ${inSteps(window.oldest_steps)}` : "");
+const inSteps = (number) => `${count(number)} ${number === 1 ? "step" : "steps"}`;
 
 export function showEvents(events) {
   const last = events.slice(-MAX_EVENTS).reverse();

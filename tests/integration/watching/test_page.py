@@ -265,10 +265,11 @@ def test_4_ranks_have_their_figures_in_their_cells(page: Page, four: Watched) ->
     for label, (name, cost) in zip(labels, costs, strict=True):
         assert label.startswith(f"{name}: ")
         assert float(label.split(": ")[1]) == pytest.approx(cost, abs=6e-4)
-    press(page, "#measures", "steps ahead")
+    press(page, "#measures", "ahead")
     ahead = page.value("[...document.querySelectorAll('.cell')].map((cell) => cell.textContent)")
     assert all(row["have_upto"] >= row["done_upto"] for row in readers)
-    assert ahead == [f"{row['have_upto'] - row['done_upto']} steps" for row in readers]
+    steps = [row["have_upto"] - row["done_upto"] for row in readers]
+    assert ahead == [f"{number} {'step' if number == 1 else 'steps'}" for number in steps]
     press(page, "#measures", "data wait")
 
 
