@@ -1,11 +1,12 @@
-"""Audit: what went where, whether everything is there exactly once, and a step again.
+"""Audit: show which samples a step holds, verify that every sample is there exactly once, and form a step again.
 
-- ``why``: what was in a step, and where a sample went.
-- ``origins``: the file and row that a sample came from.
-- ``verify``: the ledger's rows against each other, and against the log.
-- ``conservation``: which samples of a stream are where, and which are missing.
-- ``audit_report``: shows the answers to a person.
-- ``replay``, ``rerun``: one step again, bit for bit, by a broker on a copy of the log.
+- ``why``: the samples of a step, and the places of a sample.
+- ``origins``: the file and row that a sample was read from.
+- ``verify``: checks the ledger's rows against each other and against the log.
+- ``conservation``: keeps the state of each sample of a stream: in a step, rejected, dropped or missing.
+- ``audit_report``: prints these results for a person.
+- ``replay``: forms one recorded step again and compares it; ``rerun`` runs the broker, producers and clients for it.
 
-The package relies on ``ledger``. It only reads; a broker that runs hears nothing of it.
+Each question returns a tree for JSON. The folder reads a state_dir by ``ledger`` and never changes it; a broker that
+runs on the same state_dir is not disturbed.
 """

@@ -1,4 +1,4 @@
-"""What ``streampack why`` and ``streampack ledger`` show a person: the trees of ``why`` and ``verify``, laid out."""
+"""Print the results of ``streampack why``, ``ledger`` and ``replay`` for a person."""
 
 from __future__ import annotations
 
@@ -11,50 +11,51 @@ from rich.text import Text
 
 Tree = dict[str, Any]
 SHOWN = 8
-"""Characters of a digest."""
+"""Characters of a digest to print in tables."""
 
 
 def show_step(found: Tree) -> None:
-    """Print ``why.why_step``."""
+    """Print the result of ``why.why_step``."""
     console = _console()
     lineage = f"  lineage {found['lineage']}" if found["lineage"] else ""
     console.print(Text.assemble((f"step {found['step']}", "bold"), f"  feed {found['feed']}{lineage}  {found['run']}"))
     empty = f", {found['num_empty_packs']} of them empty" if found["num_empty_packs"] else ""
     facts = Table.grid(padding=(0, 2))
-    packs = "each a row" if found["padded"] else f"in {found['num_packs']} packs{empty}"
+    packs = "one per row" if found["padded"] else f"in {found['num_packs']} packs{empty}"
     room = "" if found["padded"] else f" of {found['num_packs'] * found['budget']:,}"
     facts.add_row("samples", f"{found['num_samples']:,} {packs}")
     facts.add_row("tokens", f"{found['num_tokens']:,}{room}")
     facts.add_row("loss tokens", f"{found['num_loss_tokens']:,}, the step's denominator")
     facts.add_row("digest", found["digest"])
     facts.add_row("chain", found["chain"])
-    for said in _said_of(found):
-        facts.add_row(*said)
+    for row in _events_of(found):
+        facts.add_row(*row)
     console.print(facts)
     console.print()
     console.print(_packs_table(found["packs"]))
 
 
-def _said_of(found: Tree) -> list[tuple[str, str]]:
-    """What was decided about a step."""
+def _events_of(found: Tree) -> list[tuple[str, str]]:
+    """Return (name, text) of each event at a step: changes of settings, lineages, skips, checkpoints, the end."""
     rows = [("change", "; ".join(filter(None, [each["note"], *each["differences"]]))) for each in found["changes"]]
     rows += [
         ("lineage", f"{each['lineage']} begins here: {each['why'] or 'no reason given'}") for each in found["began"]
     ]
     rows += [
-        ("history", f"in lineage {each['lineage']} it was {each['digest'][:SHOWN]}, which counts no more")
+        ("history", f"lineage {each['lineage']} had digest {each['digest'][:SHOWN]}, which no longer counts")
         for each in found["other_lineages"]
     ]
     if found["skipped"]:
         rows.append(("skipped", "no rank trains on it"))
     if found["committed"]:
-        rows.append(("checkpoint", "one was committed after it"))
+        rows.append(("checkpoint", "committed after this step"))
     if found["last"]:
         rows.append(("end", "the feed's last step"))
     return rows
 
 
 def _packs_table(packs: list[Tree]) -> Table:
+    """Return a table of a step's packs with their samples, and their rank and length if they were dealt."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     dealt = bool(packs) and "dp_rank" in packs[0]
     for name in (*(("micro", "dp") if dealt else ()), "pack", *(("length",) if dealt else ()), "tokens", "loss"):
@@ -71,11 +72,12 @@ def _packs_table(packs: list[Tree]) -> Table:
 
 
 def _length_text(pack: Tree) -> str:
+    """Return a pack's length in tokens, ``8,192``, or rows by tokens if it is padded, ``4 x 2,048``."""
     return f"{pack['rows']} x {pack['row_tokens']:,}" if "rows" in pack else f"{pack['length']:,}"
 
 
 def _samples_text(samples: list[Tree]) -> str:
-    """``web 12 15 18, code 3.1``: indices by stream in the order of the pack, parts after a point."""
+    """Return a pack's samples as ``web 12 15 18, code 3.1``: indices by stream, with parts of split samples."""
     said = []
     for stream, each in groupby(samples, key=lambda sample: str(sample["stream"])):
         names = (f"{sample['index']}" + (f".{sample['part']}" if sample["part"] else "") for sample in each)
@@ -84,10 +86,10 @@ def _samples_text(samples: list[Tree]) -> str:
 
 
 def show_sample(found: Tree) -> None:
-    """Print ``why.why_sample``."""
+    """Print the result of ``why.why_sample``."""
     console = _console()
     name = f"{found['stream']}:{found['index']}"
-    where = f"  feed {found['feed']}  partition {found['partition']}, its sample {found['seq']}"
+    where = f"  feed {found['feed']}  sample {found['seq']} of partition {found['partition']}"
     console.print(Text.assemble((name, "bold"), where))
     if found["origin"]:
         console.print(f"read from {found['origin']}")
@@ -96,8 +98,8 @@ def show_sample(found: Tree) -> None:
         "rejected": f"was rejected: {found['why']}",
         "dropped": f"was dropped: {found['why']}",
         "unrecorded": found["why"],
-        "waiting": f"waits: {found['why']}" if not found["why"].startswith("not yet") else found["why"],
-        "none": f"is not there: {found['why']}",
+        "waiting": f"waiting: {found['why']}",
+        "none": f"does not exist: {found['why']}",
     }
     if found["is"] != "step":
         console.print(said[found["is"]])
@@ -108,7 +110,7 @@ def show_sample(found: Tree) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     for place in found["places"]:
-        counts = "" if place["counts"] else "counts no more"
+        counts = "" if place["counts"] else "no longer counts"
         table.add_row(
             *(f"{place[key]:,}" for key in ("step", "lineage", "pack", "part", "offset", "length", "loss_tokens")),
             f"{place['crc']:08x}", place["digest"][:SHOWN], "skipped" if place["skipped"] else counts,
@@ -117,26 +119,26 @@ def show_sample(found: Tree) -> None:
 
 
 def show_row(found: Tree) -> None:
-    """Print ``why.why_row`` of a file's row: each sample that it is, one a pass."""
+    """Print the result of ``why.why_row`` for a row of a file: one sample per pass."""
     for sample in found["samples"]:
         show_sample(sample)
 
 
 def show_verified(found: Tree) -> None:
-    """Print ``verify.verify``."""
+    """Print the result of ``verify.verify``."""
     console = _console()
     first, stop = found["records"]
     console.print(Text.assemble((found["run"], "bold"), f"  {stop - first:,} records of the log"))
     for name, feed in found["feeds"].items():
         console.print()
         upto = f"steps {feed['first_step']:,} to {feed['next_step'] - 1:,}" if feed["steps"] else "no step yet"
-        ended = "ended" if feed["ended"] else "goes on"
+        ended = "ended" if feed["ended"] else "not ended"
         console.print(Text.assemble((f"feed {name}", "bold"), f"  {upto}, {ended}"))
         facts = Table.grid(padding=(0, 2))
         facts.add_row("packs", f"{feed['packs']:,}")
         facts.add_row("chain", feed["chain"] or "-")
         if not feed["all_known"]:
-            facts.add_row("before", "another log has it: what was lost cannot be told yet")
+            facts.add_row("before", "in another log: lost samples cannot be found before the next snapshot")
         for begin, end in feed["not_recorded"]:
             facts.add_row("not recorded here", f"steps {begin:,} to {end:,}: trainers resumed after them")
         for lineage in feed["lineages"][1:]:
@@ -164,9 +166,10 @@ def _streams_table(streams: Tree) -> Table:
 
 
 def _show_findings(console: Console, found: Tree) -> None:
+    """Print the verdict of a verification, and the first findings of each kind."""
     if found["good"]:
         whole = not any(feed["not_recorded"] for feed in found["feeds"].values())
-        said = "every sample is exactly once" if whole else "no recorded sample is lost or repeated"
+        said = "every sample is there exactly once" if whole else "no recorded sample is lost or repeated"
         console.print(Text.assemble(("good", "bold green"), f": {said}, digests and chains agree"))
         return
     counts = ", ".join(f"{kind} {count:,}" for kind, count in found["findings"].items())
@@ -174,17 +177,17 @@ def _show_findings(console: Console, found: Tree) -> None:
     for line in found["named"]:
         console.print(f"  {line}")
     if sum(found["findings"].values()) > len(found["named"]):
-        console.print("  and more of the same kinds")
+        console.print("  and more of these kinds")
 
 
 def show_rebuilt(found: Tree) -> None:
-    """Print ``state_dir.rebuild``."""
+    """Print the result of ``state_dir.rebuild``."""
     console = _console()
     first, stop = found["records"]
-    console.print(Text.assemble((found["file"], "bold"), f"  made again of {stop - first:,} records of the log"))
+    console.print(Text.assemble((found["file"], "bold"), f"  rebuilt from {stop - first:,} records of the log"))
     facts = Table.grid(padding=(0, 2))
-    facts.add_row("rows", f"{found['rows']:,}: {found['kept']:,} as they were, {found['new']:,} new")
-    for key, said in (("repaired", "were not what the log says"), ("gone", "are not in the log any more")):
+    facts.add_row("rows", f"{found['rows']:,}: {found['kept']:,} unchanged, {found['new']:,} new")
+    for key, said in (("repaired", "differed from the log"), ("gone", "are no longer in the log")):
         names = found[key]
         if names:
             shown = ", ".join(names[:5]) + (" and more" if len(names) > 5 else "")
@@ -195,13 +198,15 @@ def show_rebuilt(found: Tree) -> None:
 
 
 def show_replayed(found: Tree) -> None:
-    """Print ``replay.replay``."""
+    """Print the result of ``replay.replay``."""
     console = _console()
     lineage = f"  lineage {found['lineage']}" if found["lineage"] or not found["counts"] else ""
     console.print(Text.assemble((f"step {found['step']}", "bold"), f"  feed {found['feed']}{lineage}  {found['run']}"))
     verdict = ("yes", "bold green") if found["equal"] else ("no", "bold red")
     facts = Table.grid(padding=(0, 2))
-    facts.add_row("digest equal", Text.assemble(verdict, ": as it is recorded, chain too" if found["equal"] else ""))
+    facts.add_row(
+        "digest equal", Text.assemble(verdict, ": digest and chain are the recorded ones" if found["equal"] else "")
+    )
     facts.add_row("digest", found["digest"])
     facts.add_row("chain", found["chain"])
     if not found["equal"]:
@@ -214,7 +219,7 @@ def show_replayed(found: Tree) -> None:
     if found["skipped"]:
         facts.add_row("skipped", "no rank trains on it")
     if not found["counts"]:
-        facts.add_row("lineage", "counts no more")
+        facts.add_row("lineage", "no longer counts")
     if found["out"]:
         facts.add_row("written", found["out"])
     facts.add_row("took", f"{found['seconds']:.1f} s")
@@ -230,5 +235,5 @@ def show_replayed(found: Tree) -> None:
 
 
 def _console() -> Console:
-    """One that prints names as they are, and cuts nothing where the output is no terminal."""
+    """Return a console that prints names unchanged, without markup or highlighting."""
     return Console(highlight=False, markup=False, emoji=False)

@@ -1,7 +1,8 @@
-"""The books of one stream: which of its samples are where, and which of them are missing. Pure; a byte a sample.
+"""Account for every sample of one stream: whether it is in a step, rejected, dropped or missing.
 
-A sample that the over-long policy split stands in its place by its part 0; its other pieces are kept apart. That the
-last piece of one is missing cannot be told where all before it are full: the log does not say how long it was.
+One byte per sample holds its state. A sample that the overlong policy split is represented by its part 0; its other
+parts are listed separately. A missing last part is not detected if all parts before it are full: the log does not
+record the length of the whole sample.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from numpy.typing import NDArray
 from streampack.core.model.samples import I64
 
 NOWHERE, BEFORE, IN_STEP, REJECTED, DROPPED = range(5)
-"""Where a sample is. ``BEFORE``: in a step that is older than the records."""
+"""States of a sample. ``BEFORE``: in a step that is older than the records. ``NOWHERE``: not seen yet."""
 
 
 class Books:
-    """Of a stream of so many ``partitions``."""
+    """States of all samples of one stream, by index: sample n of partition p has index ``n * partitions + p``."""
 
     def __init__(self, partitions: int) -> None:
         self.partitions = partitions
@@ -24,12 +25,13 @@ class Books:
         self._pieces: list[tuple[I64, I64]] = []
         self._twice: list[tuple[int, int]] = []
         self.num_samples = 0
-        """In steps; a split one counts once."""
+        """Number of samples in steps; a split sample counts once."""
 
     def begin(self, upto: list[int], held_index: I64, held_part: I64) -> None:
-        """Count samples that are not in a step so far as in steps that the records do not have.
+        """Mark as ``BEFORE`` all samples that were merged, are in no step so far and are not held in the window.
 
-        Merged samples are all of each partition below its number in ``upto``, except those held.
+        ``upto``: for each partition, the number of samples that were merged. ``held_index``, ``held_part``: samples in
+        the window, int64 [n] each.
         """
         heads = held_index[held_part == 0]
         for partition, stop in enumerate(upto):
@@ -43,7 +45,7 @@ class Books:
             self._pieces.append((index, part))
 
     def take(self, index: I64, part: I64) -> None:
-        """Samples of a step, int64 [n] both."""
+        """Mark the samples of a step as ``IN_STEP``; ``index``, ``part``: their ids, int64 [n] each."""
         whole = part == 0
         if not whole.all():
             self._pieces.append((index[~whole], part[~whole]))
@@ -55,7 +57,7 @@ class Books:
         self._is[heads] = IN_STEP
 
     def mark(self, index: I64, where: int) -> I64:
-        """Note where samples are that are nowhere yet; those that are somewhere, int64."""
+        """Set the state ``where`` of samples that are ``NOWHERE``; return the indices of the other ones, int64."""
         self._reach(index)
         elsewhere = self._is[index] != NOWHERE
         self._is[index[~elsewhere]] = where
@@ -63,28 +65,31 @@ class Books:
         return found
 
     def in_steps(self, index: I64) -> I64:
-        """Those of ``index`` that are in a step."""
+        """Return those of ``index`` that are in a step."""
         self._reach(index)
         found: I64 = index[self._is[index] == IN_STEP]
         return found
 
     def upto(self, partition: int) -> int:
-        """The sample number of a partition from which on none is in a step, or was; rejected ones may be, for they are
-        not merged.
+        """Return the number after the last sample of a partition that is or was in a step, or was dropped; 0 if none.
+
+        The number counts samples of the partition. Rejected samples may follow, because they are not merged.
         """
         found = np.flatnonzero(np.isin(self._is[partition :: self.partitions], (BEFORE, IN_STEP, DROPPED)))
         return int(found[-1]) + 1 if len(found) else 0
 
     def missing(self, partition: int, upto: int) -> I64:
-        """Indices, int64, of a partition's samples below number ``upto`` that are nowhere."""
+        """Return the indices of those of a partition's first ``upto`` samples that are ``NOWHERE``, int64."""
         index = np.arange(upto, dtype=np.int64) * self.partitions + partition
         self._reach(index)
         found: I64 = index[self._is[index] == NOWHERE]
         return found
 
     def lost(self, upto: list[int], held_index: I64, held_part: I64) -> list[tuple[int, int]]:
-        """(index, part) of what is nowhere and not held either: of each partition below its number in ``upto``, and of
-        split samples of which some piece is somewhere.
+        """Return (index, part) of all samples and parts that are ``NOWHERE`` and not held, sorted.
+
+        Look at the first ``upto`` samples of each partition, and at split samples with at least one known part.
+        ``held_index``, ``held_part``: samples that are accounted for elsewhere, int64 [n] each.
         """
         heads = held_index[held_part == 0]
         missing = np.concatenate([self.missing(partition, stop) for partition, stop in enumerate(upto)])
@@ -98,14 +103,14 @@ class Books:
         return sorted(found)
 
     def twice(self) -> list[tuple[int, int]]:
-        """(index, part) of what is in the steps more than once."""
+        """Return (index, part) of all samples and parts that are in the steps more than once, sorted."""
         nothing = np.zeros(0, np.int64)
         index, part = self._sorted_pieces(nothing, nothing)
         again = part == self._parts_before(index, part)
         return sorted({*self._twice, *zip(index[again].tolist(), part[again].tolist(), strict=True)})
 
     def _sorted_pieces(self, index: I64, part: I64) -> tuple[I64, I64]:
-        """Parts other than 0 of split samples, and these, by (index, part)."""
+        """Return the known parts other than 0 together with the given ones, sorted by (index, part)."""
         index = np.concatenate([index, *(each for each, _ in self._pieces)])
         part = np.concatenate([part, *(each for _, each in self._pieces)])
         order = np.lexsort((part, index))
@@ -113,12 +118,13 @@ class Books:
 
     @staticmethod
     def _parts_before(index: I64, part: I64) -> I64:
-        """The part before each in the same sample, int64 [n]; 0 for the first."""
+        """Return for each part the previous part of the same sample, int64 [n]; 0 for the first one listed."""
         before = np.concatenate([[0], part[:-1]])
         before[np.flatnonzero(np.diff(index, prepend=-1))] = 0
         return before
 
     def _reach(self, index: I64) -> None:
+        """Grow the array of states so that it has an entry for each index."""
         if len(index) and (most := int(index.max())) >= len(self._is):
             grown = np.zeros(max(2 * len(self._is), most + 1), np.uint8)
             grown[: len(self._is)] = self._is

@@ -1,7 +1,7 @@
-"""Where samples come from: the file and row of a sample, and the samples that are a row of a file.
+"""Find the file and row of a sample, and the samples that were read from a row of a file.
 
-An index of a stream counts over its partitions and passes in turn. Which row that is follows from the sources, the
-seed and the order of a pass alone: shards are opened for their number of samples, and no sample is decoded.
+A sample's index counts over the partitions and passes of its stream. The row follows from the sources, the seed and the
+order of a pass. Shards are opened only to count their samples; no sample is decoded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NO_SOURCES: Mapping[str, OpenedSource] = MappingProxyType({})
 
 
 def origin_of(feed: FeedHistory, stream: str, index: int, sources: Mapping[str, OpenedSource]) -> str | None:
-    """``train.jsonl:line 101``: what sample ``index`` of a stream is read from; None where that is not known."""
+    """Return the file and row of sample ``index`` of a stream, ``train.jsonl:line 101``; None if not known."""
     rules, source = feed.streams[stream], sources.get(stream)
     if not isinstance(source, ShardedSource):
         return None
@@ -31,7 +31,7 @@ def origin_of(feed: FeedHistory, stream: str, index: int, sources: Mapping[str, 
 
 
 def samples_of(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource]) -> list[str]:
-    """The samples, ``STREAM:INDEX``, that are row ``FILE:ROW``: one a pass that the run has come to.
+    """Return the samples that were read from row ``FILE:ROW``, as ``STREAM:INDEX``: one per pass of the run so far.
 
     FILE is the end of a path. Raises UserError if no source has the row.
     """
@@ -56,7 +56,7 @@ def samples_of(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource]) -
         found += [f"{stream}:{index}" for index in indices]
     if not found:
         raise UserError(
-            f"got row {name!r}, which the sources of {', '.join(sources)} do not have. Give FILE:ROW. Lines "
-            f"count from 1, rows of Parquet and Hugging Face files from 0"
+            f"The sources of {', '.join(sources)} have no row {name!r}. Pass FILE:ROW. Lines count from 1, rows of "
+            f"Parquet and Hugging Face files from 0."
         )
     return found

@@ -1,7 +1,7 @@
-"""``streampack replay``: one step of a run again, bit for bit, and all that each rank got of it.
+"""``streampack replay``: form one step of a run again, compare it with its record, and write each rank's packs.
 
-The step is looked up in the ledger, of whichever lineage; ``rerun`` has a broker form it again. Here is what is wanted,
-and what comes of it: digest and chain next to the recorded ones, and every rank's packs as arrays.
+This module looks the step up in the ledger, of any lineage. ``rerun`` lets a broker form it again. Then this module
+compares digest and chain with the recorded ones, and writes every rank's packs as arrays.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What ``streampack replay`` takes; ``timeout_s``: how long nothing may move."""
+    """Options of ``streampack replay``; ``timeout_s``: seconds without progress after which to give up."""
 
     step: int
     config: Path
@@ -52,20 +52,20 @@ class ReplayOptions:
 
 
 def replay(options: ReplayOptions) -> Tree:
-    """Form the step again and say how it came out; ``equal`` is whether digest and chain are the recorded ones.
+    """Form a recorded step again; return a tree for JSON, with ``equal`` if digest and chain are the recorded ones.
 
-    Raises UserError for what cannot be replayed, SourceError where the data are not what they were, DataStall where
-    nothing moves, and what brokers, producers and clients raise.
+    Raises UserError for a step that cannot be replayed, SourceError if the data has changed, and DataStall if there is
+    no progress. Errors of the broker, the producers and the clients are raised, too.
     """
     began = time.monotonic()
     config = read_broker(options.config)
     producers = [read_producer(path) for path in options.producers]
     folder = state_folder(options.state_dir, None if options.state_dir is not None else options.config)
     if options.out is not None and not options.out.absolute().parent.is_dir():
-        raise UserError(f"--out: {options.out}: got a folder that is not there, expected a file in one that is")
+        raise UserError(f"--out is {options.out}, whose folder does not exist. Create the folder first.")
     with _quiet(), open_ledger(folder) as ledger, contextlib.ExitStack() as stack:
         wanted = _wanted(ledger, options)
-        work = Path(stack.enter_context(_folder()))
+        work = Path(stack.enter_context(_temporary_folder()))
         mesh = {"dp": options.dp, "cp": options.cp, "pp": options.pp}
         rerun = Rerun(config, producers, wanted, ledger, folder, mesh, options.timeout_s)
         ranks = rerun.steps(stack, work)
@@ -76,10 +76,11 @@ def replay(options: ReplayOptions) -> Tree:
     return found | {"seconds": round(time.monotonic() - began, 3)}
 
 
-# What is wanted
+# The recorded step
 
 
 def _wanted(ledger: Ledger, options: ReplayOptions) -> Wanted:
+    """Find the recorded step that the options ask for. Raises UserError if it is not in the ledger."""
     feed = why.feed_of(ledger, options.feed)
     if options.lineage is None:
         rows = why.recorded(ledger, feed, options.step)
@@ -89,8 +90,8 @@ def _wanted(ledger: Ledger, options: ReplayOptions) -> Wanted:
             why.raise_if_damaged(ledger, "steps")
             known = ledger.lineages_of(feed.name, options.step)
             raise UserError(
-                f"got --lineage {options.lineage}, expected one in which step {options.step} of feed {feed.name!r} is "
-                f"recorded: {', '.join(map(str, known)) or 'there is none'}"
+                f"Lineage {options.lineage} has no record of step {options.step} of feed {feed.name!r}. Lineages that "
+                f"have one: {', '.join(map(str, known)) or 'none'}."
             )
         rows = found
     effective = feed.effective(rows.step) == rows.lineage
@@ -98,10 +99,11 @@ def _wanted(ledger: Ledger, options: ReplayOptions) -> Wanted:
     return Wanted(ledger.state.run, feed, rows, streams, effective, why.is_skipped(feed, rows.step))
 
 
-# What comes of it
+# The result
 
 
 def _compared(wanted: Wanted, ranks: list[Step]) -> Tree:
+    """Compare the step that the ``ranks`` got with its record; return both and its packs, as a tree for JSON."""
     rows, said = wanted.rows, {(step.digest, step.chain) for step in ranks}
     recorded = (rows.digest.hex(), rows.chain.hex())
     got = next((each for each in said if each != recorded), recorded)
@@ -135,7 +137,7 @@ def _compared(wanted: Wanted, ranks: list[Step]) -> Tree:
 
 
 def _save(path: Path, wanted: Wanted, ranks: list[Step]) -> None:
-    """Every rank's packs as ``dp0.cp0.0.input_ids``: rank, micro-batch, a pack's attribute or declared field."""
+    """Write every rank's packs as a .npz file; ``dp0.cp0.0.input_ids`` is rank, micro-batch and field of a pack."""
     arrays: dict[str, Any] = {
         "step": wanted.step, "lineage": wanted.rows.lineage, "digest": ranks[0].digest, "chain": ranks[0].chain,
         "num_loss_tokens": ranks[0].num_loss_tokens, "num_samples": ranks[0].num_samples, "streams": wanted.streams,
@@ -150,17 +152,17 @@ def _save(path: Path, wanted: Wanted, ranks: list[Step]) -> None:
             np.savez_compressed(file, **arrays)
         part.replace(path)
     except OSError as error:
-        raise UserError(f"--out: {path}: cannot be written: {error.strerror}: choose another file") from None
+        raise UserError(f"--out is {path}, which cannot be written: {error.strerror}. Choose another file.") from None
     finally:
         part.unlink(missing_ok=True)
 
 
-# Around it
+# Surroundings
 
 
 @contextlib.contextmanager
-def _folder() -> Iterator[str]:
-    """A folder of its own, which goes in any case; SIGTERM ends what is in it as Ctrl-C does."""
+def _temporary_folder() -> Iterator[str]:
+    """Make a temporary folder and remove it in the end, also after SIGTERM, which exits as Ctrl-C does."""
 
     def end(number: int, _: FrameType | None) -> None:
         sys.exit(128 + number)
@@ -178,7 +180,7 @@ def _folder() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What threads of a broker log is of no interest here: errors are raised."""
+    """Silence streampack's logs below CRITICAL: the threads of a replay raise their errors."""
     logger = logging.getLogger("streampack")
     before = logger.level
     logger.setLevel(logging.CRITICAL)

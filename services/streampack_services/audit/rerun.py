@@ -1,10 +1,11 @@
-"""A run again, up to one step: a broker, producers and clients in threads of this process, on a copy of its log.
+"""Run a broker, producers and clients in threads of this process, on a copy of a run's log, to form one step again.
 
-Nothing here is another way of forming a step. A broker that is started again goes to a step by itself, from its log
-and the sources: so one is started in this process, on a copy of the log that ends with the step's own record, with
-producers that read the files again and a client for every rank of a mesh, which begin at that step. So the run is
-what it was when the step was formed, of whichever lineage; its broker may be running, and hears nothing of it.
-Every sample that the log names is compared by checksum, every step on the way with what is recorded of it.
+A restarted broker forms recorded steps again from its log and the sources. So this module copies the log up to the
+step's own record, and starts a broker on the copy. Producers read the files again, and a client for every rank of a
+mesh begins at that step. The run is then as it was when the step was formed, in any lineage. The original broker may
+still run and is not disturbed.
+
+The broker compares every sample by checksum, and every step with its record.
 """
 
 from __future__ import annotations
@@ -38,21 +39,22 @@ from streampack_services.log.segments import copy_records, segment_files
 from streampack_services.run.local import endpoints_in, start_thread
 
 LOOK_S = 0.2
+"""Seconds between two looks at the broker's progress."""
 COPY_AGAIN = 5
-"""Times that the log may be cut while it is copied."""
-_NAMES_LOOKED_OVER = 64
-"""Steps among which the sample is looked for that has changed."""
+"""Attempts to copy the log while its broker cuts it."""
+_STEPS_TO_SEARCH = 64
+"""Steps to search for a sample that has changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The step as it is recorded."""
+    """The step to form again, as it is recorded; ``effective``: it is in the history that counts."""
 
     run: str
     feed: FeedHistory
     rows: StepRows
     streams: list[str]
-    """By their number then."""
+    """Names of the streams, by their number at this step."""
     effective: bool
     skipped: bool
 
@@ -63,7 +65,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class Rerun:
-    """A broker, producers and clients in threads, which an ``ExitStack`` ends."""
+    """Form one step again by a broker, producers and clients in threads, which an ``ExitStack`` ends."""
 
     config: BrokerConfig
     producers: list[ProducerConfig]
@@ -72,14 +74,17 @@ class Rerun:
     folder: Path
     """The state_dir."""
     mesh: dict[str, int]
-    """Its sizes: dp, cp and pp. Of a pipeline the first stage reads, which gets all that others do."""
+    """Sizes of dp, cp and pp. Only the first pipeline stage reads, because it gets all data of the others."""
     timeout_s: float
-    """How long nothing may move."""
+    """Seconds without progress after which to give up."""
     clients: list[Client] = field(default_factory=list)
     failure: StreampackError | None = None
 
     def steps(self, stack: contextlib.ExitStack, work: Path) -> list[Step]:
-        """The step as each rank gets it, dp by dp, cp by cp."""
+        """Run the broker until every rank has the step; return the step of each rank, ordered by (dp, cp).
+
+        Raises UserError if the log cannot form the step again, SourceError if a sample has changed, DataStall.
+        """
         step, name = self.wanted.step, self.wanted.feed.name
         _copy(self.folder, work / "state", self.wanted)
         service = self._broker(work)
@@ -87,31 +92,31 @@ class Rerun:
         history = service.core.feeds[name].history
         if history.oldest_step > step:
             raise UserError(
-                f"got step {step} of feed {name!r}, expected {self._oldest(work / 'whole')} or later: the log has lost "
-                f"the samples of those before, or the order in which they came"
+                f"Step {step} of feed {name!r} cannot be formed again, because the log no longer has the samples "
+                f"before it. Ask for step {self._oldest(work / 'whole')} or later."
             )
         chain = (history.chain_after(step - 1) if step else None) or b""
         history.revisit(step)
         sources = self._sources()
-        start_thread(stack, self._told(service.run), lambda: _stop(service), "streampack-broker")
+        start_thread(stack, self._reporting(service.run), lambda: _stop(service), "streampack-broker")
         self._connect(stack, service.endpoints["trainers"], chain, history.lineage)
         iterators = [client.steps() for client in self.clients]
         if sources:
             loop = ProducerLoop(service.endpoints["producers"], sources)
-            start_thread(stack, self._told(loop.run), loop.stop, "streampack-producer")
+            start_thread(stack, self._reporting(loop.run), loop.stop, "streampack-producer")
         over = threading.Event()
-        start_thread(stack, self._told(lambda: self._watch(service, over)), over.set, "streampack-watch")
+        start_thread(stack, self._reporting(lambda: self._watch(service, over)), over.set, "streampack-watch")
         try:
             found = [next(iterator, None) for iterator in iterators]
         except Rejected as error:
-            raise self._explained(service, error) from None
+            raise self._explain(service, error) from None
         steps = [each for each in found if each is not None and each.index == step]
         if len(steps) < len(iterators):
             raise InternalError(f"got {len(steps)} of {len(iterators)} ranks' step {step}, expected all")
         return steps
 
     def _oldest(self, work: Path) -> int:
-        """The first step that can be formed again: the log up to one that cannot does not tell."""
+        """Return the first step that the whole log can form again; ``work``: a folder for a copy of the log."""
         work.mkdir()
         (work / "state").mkdir(mode=0o700)
         copy_records(self.folder, work / "state", sys.maxsize)
@@ -119,6 +124,7 @@ class Rerun:
             return service.core.feeds[self.wanted.feed.name].history.oldest_step
 
     def _broker(self, work: Path) -> BrokerService:
+        """Return a broker on the copy of the log in ``work``, with sockets there and without a rendezvous file."""
         listen = replace(self.config.listen, keys=None, **endpoints_in(str(work)))
         return BrokerService(
             replace(
@@ -128,7 +134,7 @@ class Rerun:
         )  # fmt: skip
 
     def _sources(self) -> Mapping[str, Any]:
-        """Of the streams that the feed reads. Raises UserError for one that no producer.yaml names."""
+        """Open the sources of all streams that the feed reads. Raises UserError if no producer.yaml names one."""
         known = self.wanted.feed.rules_at(self.wanted.step, self.wanted.rows.lsn).streams
         needed = {stream.name for stream in known if not stream.pushed and stream.weight}
         sources: dict[str, Any] = {}
@@ -139,13 +145,12 @@ class Rerun:
         missing = sorted(needed - set(sources))
         if missing:
             raise UserError(
-                f"got no producer.yaml with stream {', '.join(missing)}, expected its source, to read it again: name "
-                f"one with -p"
+                f"No producer.yaml has stream {', '.join(missing)}, whose source must be read again. Pass one with -p."
             )
         return sources
 
     def _connect(self, stack: contextlib.ExitStack, endpoint: str, chain: bytes, lineage: int) -> None:
-        """A client for each rank, that begins at the step."""
+        """Connect a client for each rank and let it begin at the step."""
         name = self.wanted.feed.name
         for dp_rank, cp_rank in product(range(self.mesh["dp"]), range(self.mesh["cp"])):
             client = connect(
@@ -160,8 +165,8 @@ class Rerun:
             if self.failure is not None:
                 raise self.failure
 
-    def _told(self, body: Callable[[], None]) -> Callable[[], None]:
-        """The same, with what it raises raised where the steps are waited for."""
+    def _reporting(self, body: Callable[[], None]) -> Callable[[], None]:
+        """Return ``body`` with its errors passed on to the clients, whose iterators then raise them."""
 
         def run() -> None:
             try:
@@ -169,7 +174,7 @@ class Rerun:
             except StreampackError as error:
                 self._fail(error)
             except Exception as error:
-                bug = InternalError(f"a thread of the replay failed: {error!r}")
+                bug = InternalError(f"A thread of the replay failed: {error!r}")
                 bug.__cause__ = error
                 self._fail(bug)
 
@@ -181,7 +186,7 @@ class Rerun:
             client.fail(self.failure)
 
     def _watch(self, service: BrokerService, over: threading.Event) -> None:
-        """Show how it goes, and give up when nothing moves any more."""
+        """Show the progress of ``service`` until ``over`` is set; raise DataStall after ``timeout_s`` without any."""
         moved, before = time.monotonic(), (0, 0)
         with _progress() as show:
             while not over.wait(LOOK_S):
@@ -191,57 +196,61 @@ class Rerun:
                 now = (feed.totals.steps, samples)
                 if now != before:
                     moved, before = time.monotonic(), now
-                show(f"step {self.wanted.step:,}: {now[0]:,} steps formed of {samples:,} samples read again")
+                show(f"step {self.wanted.step:,}: {samples:,} samples read again, {now[0]:,} steps formed")
                 if time.monotonic() - moved > self.timeout_s:
                     why = feed.waiting_for.text if feed.waiting_for is not None else "waiting for samples"
-                    raise DataStall(f"step {self.wanted.step}: nothing has moved for {self.timeout_s:g} s: {why}")
+                    raise DataStall(f"step {self.wanted.step}: no progress for {self.timeout_s:g} s: {why}")
 
-    def _explained(self, service: BrokerService, error: Rejected) -> StreampackError:
-        """Why the broker refused: where a step came out otherwise, the first sample that is another, if one is."""
+    def _explain(self, service: BrokerService, error: Rejected) -> StreampackError:
+        """Return the error to raise for a rejection; if a step differs, an error that names the changed sample."""
         if error.code != "diverged":
             return error
         feed, core = self.wanted.feed, service.core
         table, first = core.table, max(core.feeds[feed.name].next_step - 1, 0)
         columns = (table.stream, table.index, table.part, table.crc)
         read = {tuple(key): crc for *key, crc in zip(*(column.tolist() for column in columns), strict=True)}
-        for step in range(first, first + _NAMES_LOOKED_OVER):
+        for step in range(first, first + _STEPS_TO_SEARCH):
             recorded = self.ledger.step(feed.name, step, feed.effective(step))
             for row in recorded.rows if recorded is not None else ():
                 crc = read.get((int(row["stream"]), int(row["index"]), int(row["part"])))
                 if recorded is not None and crc not in (None, int(row["crc"])):
                     stream = feed.stream_name(int(row["stream"]), step, recorded.lsn)
                     return SourceError(
-                        f"{stream}:{row['index']}: got a sample of crc32c {crc:08x}, expected {row['crc']:08x}, which "
-                        f"step {step} had: its file or tokenizer has changed: put it back"
+                        f"{stream}:{row['index']}: got a sample of crc32c {crc:08x}, expected {row['crc']:08x} as in "
+                        f"step {step}. Its file or tokenizer has changed; restore it."
                     )
         return error
 
 
 def _stop(service: BrokerService) -> None:
+    """Stop a broker at once: a second drain ends it without delivering its steps."""
     service.drain()
     service.drain()
 
 
 def _copy(folder: Path, into: Path, wanted: Wanted) -> None:
-    """The log up to the step's own record; all of it where that is not there any more and only the ledger has it."""
+    """Copy the log up to the step's own record, or the whole log if only the ledger still has that record.
+
+    Raises UserError if the record of a step that no longer counts is gone, DataStall if the broker keeps cutting.
+    """
     for _ in range(COPY_AGAIN):
         is_gone = wanted.rows.lsn < segment_files(folder)[0][0]
         if is_gone and not wanted.effective:
             raise UserError(
-                f"got step {wanted.step} of lineage {wanted.rows.lineage}, which counts no more, expected a step that "
-                f"the log still has"
+                f"Step {wanted.step} of lineage {wanted.rows.lineage} no longer counts, and the log no longer has it. "
+                f"Ask for a step that the log still has."
             )
         into.mkdir(mode=0o700)
-        with contextlib.suppress(FileNotFoundError):  # its broker has cut it meanwhile
+        with contextlib.suppress(FileNotFoundError):  # the run's broker has cut the log meanwhile
             copy_records(folder, into, sys.maxsize if is_gone else wanted.rows.lsn + 1)
             return
         shutil.rmtree(into)
-    raise DataStall(f"{folder}: its broker cuts the log faster than it can be copied: try again")
+    raise DataStall(f"{folder}: the broker cuts the log faster than it can be copied. Try again.")
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Where progress is shown: a line at the bottom of a terminal, else nowhere."""
+    """Show a progress line if standard error is a terminal; yield a function that sets the line's text."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

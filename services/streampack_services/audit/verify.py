@@ -1,11 +1,13 @@
-"""Is everything exactly once? The ledger's rows against each other, and against what the log says of the whole.
+"""Verify that every sample of a run is there exactly once, from the rows of its ledger and the records of its log.
 
-Of each feed, over the steps that count: none is missing; each one's digest and denominators follow from its rows, its
-chain from the steps before. Every sample that the merge gave out is in exactly one of these steps, or rejected, or
-dropped with the tail, or, while the feed goes on, in the window. Which samples were given out is known from a
-snapshot, that names those in the window and of each partition how far it was merged, and at the end from the totals.
+The checks cover the steps of each feed that count. No step is missing. Each step's digest and denominators follow from
+its rows, and its chain from the steps before it. Every merged sample is in exactly one of these steps, rejected,
+dropped with the tail, or still in the window.
 
-What is wrong is a *finding*: its kind, how many, and a line for each of the first few.
+A snapshot says which samples were merged: it lists those in the window, and how far each partition was merged. At the
+end the partitions' totals say it.
+
+An error in the data is a *finding*: a kind, a count, and a line of text for each of the first few.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ from streampack_services.ledger.run_history import LATEST, FeedHistory
 from streampack_services.ledger.step_rows import StepRows
 
 FEW = 5
-"""Findings of a kind that are named."""
+"""Findings of each kind to name."""
 Tree = dict[str, Any]
 
 
 @dataclass(slots=True)
 class Findings:
-    """What is wrong, by kind: how many, and lines for the first few."""
+    """Errors in the data: ``counts`` by kind, and ``lines`` of text for the first few of each kind."""
 
     counts: dict[str, int] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
@@ -43,7 +45,7 @@ class Findings:
         self.many(kind, [line], 1)
 
     def many(self, kind: str, lines: Iterable[str], count: int) -> None:
-        """``count`` of a kind; only as many of ``lines`` are made as are shown."""
+        """Add ``count`` findings of a kind; take only as many of ``lines`` as are shown."""
         known = self.counts.get(kind, 0)
         if count:
             self.counts[kind] = known + count
@@ -52,7 +54,7 @@ class Findings:
 
 
 def verify(ledger: Ledger) -> Tree:
-    """The whole check, as a tree for JSON; ``good`` if nothing was found."""
+    """Check the whole ledger; return a tree for JSON, with ``good`` True if there are no findings."""
     findings = Findings()
     damage = ledger.check()
     findings.many("damaged", damage, len(damage))
@@ -75,7 +77,7 @@ def verify(ledger: Ledger) -> Tree:
 
 
 class _Feed:
-    """One feed's check."""
+    """The check of one feed: reads its steps in order and accounts for every sample of its streams."""
 
     def __init__(self, ledger: Ledger, feed: FeedHistory, findings: Findings) -> None:
         self._ledger, self._feed, self._findings = ledger, feed, findings
@@ -86,12 +88,13 @@ class _Feed:
         self._steps = self._packs = self._history = 0
         self._chain: bytes | None = FIRST_CHAIN
         self._known = True
-        """What was merged before the first step that is here."""
+        """True if the samples that were merged before the first recorded step are known."""
         self._gaps = {gap.first: gap for gap in ledger.gaps(feed.name)}
         self._passed: list[list[int]] = []
-        """First and last of the steps that are not recorded here."""
+        """[first, last] of each range of steps that is not recorded here."""
 
     def check(self) -> Tree:
+        """Check all steps of the feed and its end; return the feed's figures as a tree for JSON."""
         rejected = {name: self._mark_rejected(name) for name in self._books}
         last = -1
         snapshot = self._last_snapshot()
@@ -124,6 +127,7 @@ class _Feed:
     # Steps
 
     def _check_digest(self, step: StepRows) -> None:
+        """Compare the digest and denominators of a step with those that its rows give."""
         name = self._step_name(step)
         digest, loss, count = step.computed()
         if digest != step.digest:
@@ -134,7 +138,7 @@ class _Feed:
             self._findings.add("digests", f"{name}: its rows have {got}")
 
     def _begin(self, first: int) -> None:
-        """What came before the first step that is here is in another log: only a snapshot says what it was."""
+        """Start at step ``first``; if it is not 0, the samples before it are unknown until there is a snapshot."""
         self._first = first
         if first == 0:
             return
@@ -145,7 +149,7 @@ class _Feed:
             self._passed.append([0, first - 1])
 
     def _look_back(self, step: int) -> None:
-        """Once there is a snapshot, at or before ``step``, what was merged up to it is known."""
+        """If samples before the first step are unknown, learn them from the first snapshot at or before ``step``."""
         held = self._feed.first_snapshot
         if self._known or held is None or held[1].step > step:
             return
@@ -158,9 +162,10 @@ class _Feed:
             self._books[name].begin(upto, *waiting.get(name, _NONE))
 
     def _pass_over(self, first: int, stop: int) -> int:
-        """Pass over steps from ``first`` on that are not recorded here, if they end at or before ``stop``; the last.
+        """Skip a range of steps that starts at ``first`` and is not recorded here, if it ends before ``stop``.
 
-        The snapshot with which trainers resumed says what was merged up to there, and what of it was in no step yet.
+        Return its last step, or ``first - 1`` if there is no such range. The snapshot with which trainers resumed says
+        which samples were merged until then, and which of them were in no step yet.
         """
         gap = self._gaps.get(first)
         if gap is None or gap.last >= stop:
@@ -173,11 +178,13 @@ class _Feed:
         return gap.last
 
     def _missing(self, begin: int, end: int) -> None:
+        """Add a finding for each missing step from ``begin`` up to ``end``, without ``end``."""
         lines = (f"feed {self._feed.name}: step {step} is missing" for step in range(begin, end))
         self._findings.many("missing", lines, end - begin)
         self._chain = None
 
     def _take(self, step: StepRows) -> None:
+        """Check the chain of a step that counts, and mark its samples as being in a step."""
         if self._chain is not None and step.chained(self._chain) != step.chain:
             self._findings.add("digests", f"{self._step_name(step)}: its chain does not follow from the steps before")
         self._chain = step.chain
@@ -198,6 +205,7 @@ class _Feed:
     # Samples
 
     def _mark_rejected(self, name: str) -> int:
+        """Mark all rejected samples of a stream; return their number."""
         count = 0
         for _, index, _ in self._ledger.rejections(name):
             self._books[name].mark(index, REJECTED)
@@ -205,7 +213,7 @@ class _Feed:
         return count
 
     def _check_contradictions(self) -> None:
-        """A sample that was rejected is in no step; steps and the end are said once."""
+        """Find rejected samples that are in a step, samples after a partition's end, and steps recorded twice."""
         for name, books in self._books.items():
             for _, index, _ in self._ledger.rejections(name):
                 both = books.in_steps(index)
@@ -217,17 +225,17 @@ class _Feed:
                     got = f"sample {books.upto(partition) - 1}, expected none: it ended after {totals[-1]} samples"
                     self._findings.add("contradictions", f"{name}: partition {partition}: got {got}")
         for step in self._feed.contradictions:
-            line = f"step {step.step} of lineage {step.lineage} was recorded twice, with different rows"
+            line = f"step {step.step} of lineage {step.lineage} is recorded twice, with different rows"
             self._findings.add("contradictions", f"feed {self._feed.name}: {line}")
 
     def _last_snapshot(self) -> Snapshot | None:
-        """The last of the history that counts."""
+        """Return the last snapshot of the history that counts."""
         lineage = self._feed.branches[-1]
         last = self._ledger.last_step(self._feed.name, lineage.number)
         return self._feed.snapshot(lineage.step if last is None else last + 1)
 
     def _check_snapshot(self, snapshot: Snapshot) -> None:
-        """What was merged is in a step, rejected or dropped, or waits in the snapshot."""
+        """Check that every merged sample is in a step, rejected, dropped, or in the snapshot's window."""
         if not self._known:
             return
         lsn = next(lsn for lsn, each in self._feed.snapshots.values() if each is snapshot)
@@ -238,7 +246,7 @@ class _Feed:
             held = zip((index, part), dropped.get(name, _NONE), strict=True)
             self._lost[name] |= set(self._books[name].lost(upto, *map(np.concatenate, held)))
             heads = self._books[name].in_steps(index[part == 0])
-            lines = (f"{name}:{each} waits at step {snapshot.step} and {self._where(name, each)}"
+            lines = (f"{name}:{each} is in the window at step {snapshot.step} and {self._where(name, each)}"
                      for each in heads.tolist())  # fmt: skip
             self._findings.many("contradictions", lines, len(heads))
 
@@ -246,11 +254,11 @@ class _Feed:
         return np.frombuffer(snapshot.form.window + snapshot.form.pending, ROW)
 
     def _merged(self, snapshot: Snapshot) -> dict[str, list[int]]:
-        """Samples merged of each stream's partitions."""
+        """Return the number of samples that were merged from each partition, by stream."""
         return {name: upto for name, upto in self._feed.merged(snapshot).items() if name in self._books}
 
     def _by_stream(self, rows: NDArray[np.void], step: int, lsn: int) -> dict[str, tuple[I64, I64]]:
-        """(index, part) of rows by stream."""
+        """Return the (index, part) arrays of rows, by stream; ``step`` and ``lsn`` say which stream a number means."""
         return {
             self._feed.stream_name(number, step, lsn): (each["index"].astype(np.int64), each["part"].astype(np.int64))
             for number, each in _split(rows)
@@ -259,6 +267,7 @@ class _Feed:
     # The end
 
     def _check_end(self, last: int) -> None:
+        """Account for dropped samples; if the feed has ended, check that no sample is missing. ``last``: last step."""
         dropped = self._by_stream(self._feed.dropped(), LATEST, LATEST)
         for stream, (index, part) in dropped.items():
             both = self._books[stream].mark(index[part == 0], DROPPED)
@@ -272,7 +281,7 @@ class _Feed:
             self._lost[stream] |= set(books.lost(upto, *dropped.get(stream, _NONE))) if self._known else set()
 
     def _check_last(self, end: FeedEnded, last: int) -> None:
-        """The end that was recorded is that of step ``last``."""
+        """Check that the recorded end of the feed comes right after step ``last`` and has its chain."""
         name = self._feed.name
         for other in self._feed.ends:
             if other != end and self._feed.effective(other.num_steps) == other.lineage:
@@ -281,40 +290,43 @@ class _Feed:
         if end.num_steps > last + 1:
             self._missing(last + 1, end.num_steps)
         elif end.num_steps <= last:
-            got = f"step {last}, expected none from {end.num_steps} on: the feed had ended"
+            got = f"step {last}, expected none from step {end.num_steps} on, because the feed has ended"
             self._findings.add("contradictions", f"feed {name}: got {got}")
         elif self._chain is not None and end.chain != self._chain:
-            self._findings.add("digests", f"feed {name}: its chain is not the one that it ended with")
+            self._findings.add("digests", f"feed {name}: the chain of its last step is not the one in its end")
 
     def _expected(self, stream: str, partition: int) -> int:
-        """How many samples of a partition are accounted for at the end: all, unless another stream ended the feed or
-        this one was taken out of it.
+        """Return the samples of a partition that must be accounted for at the end of the feed.
+
+        These are all samples, unless another stream ended the feed or this stream was removed from it.
         """
         rules, total = self._feed.rules_at(LATEST), self._ledger.history.totals.get((stream, partition), [0])[-1]
         stops = [each.name for each in rules.streams if each.on_exhaust == "stop"]
         read = any(each.name == stream and each.weight > 0 for each in rules.streams)
         return max(total if read and stops in ([], [stream]) else 0, self._books[stream].upto(partition))
 
-    # What is said
+    # The result
 
     def _name_places(self) -> None:
+        """Add a finding for each lost and each duplicated sample."""
         for name, lost in self._lost.items():
-            lines = (f"{_sample(name, *each)} is lost: it is in no step, and was not rejected" for each in sorted(lost))
+            lines = (f"{_sample(name, *each)} is lost: it is in no step and not rejected" for each in sorted(lost))
             self._findings.many("lost", lines, len(lost))
             twice = self._books[name].twice()
             lines = (f"{_sample(name, *each)} {self._where(name, *each)}" for each in twice)
             self._findings.many("duplicated", lines, len(twice))
 
     def _where(self, name: str, index: int, part: int = 0) -> str:
-        """``is in step 3, pack 1``."""
+        """Return the steps that hold a sample as text: ``is in step 3, pack 1 and in step 9, pack 0``."""
         try:
             places = effective_places(self._ledger, name, index)
         except LedgerDamaged:
-            return "is in a step, of which the row is damaged"
+            return "is in a step whose row is damaged"
         said = [f"step {place.step.step}, pack {place.pack}" for place in places if place.part == part]
         return "is in " + " and in ".join(said)
 
     def _tree(self, last: int, rejected: dict[str, int]) -> Tree:
+        """Return the feed's figures as a tree for JSON; ``rejected``: number of rejected samples by stream."""
         end = self._feed.end
         return {
             "steps": self._steps,
@@ -334,6 +346,7 @@ class _Feed:
         }  # fmt: skip
 
     def _stream(self, name: str, rejected: int) -> Tree:
+        """Return the numbers of a stream's samples by their state, as a tree for JSON."""
         books, lost = self._books[name], self._lost[name]
         end = self._feed.end
         dropped = self._feed.dropped()["stream"].tolist()
@@ -358,17 +371,18 @@ _NONE: tuple[I64, I64] = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 def effective_places(ledger: Ledger, stream: str, index: int) -> list[Placement]:
-    """Where a sample is in the history that counts."""
+    """Return the places of a sample in the history that counts."""
     feeds = ledger.history.feeds
     found = ledger.find(stream, index)
     return [place for place in found if feeds[place.step.feed].effective(place.step.step) == place.step.lineage]
 
 
 def _split(rows: NDArray[np.void]) -> Iterator[tuple[int, NDArray[np.void]]]:
-    """Rows by the number of their stream."""
+    """Yield (stream number, rows of that stream)."""
     for number in np.unique(rows["stream"]).tolist():
         yield number, rows[rows["stream"] == number]
 
 
 def _sample(name: str, index: int, part: int) -> str:
+    """Return ``web:12``, or ``web:12 part 1`` for a further part of a split sample."""
     return f"{name}:{index}" + (f" part {part}" if part else "")

@@ -1,7 +1,7 @@
-"""The questions of ``streampack why``: what was in a step, and where a sample went. Trees for JSON.
+"""``streampack why``: find the samples of a step, and the places of a sample; return trees for JSON.
 
-Works on a ledger that is up to date (``state_dir.open_ledger``). What is not in the ledger is said to be so only when
-nothing of it is damaged.
+The ledger must be up to date (``state_dir.open_ledger``). The functions report a sample or step as missing only if no
+row of the ledger is damaged.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ Tree = dict[str, Any]
 
 
 def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | None = None, pp_size: int = 1) -> Tree:
-    """What is in a step and what was decided about it; with ``dp_size``, which rank has each pack.
+    """Return a step's packs, samples, digests and events; with ``dp_size``, also the rank of each pack.
 
-    ``pp_size``: stages of a pipeline, which batches' packs are a multiple of. Raises UserError.
+    ``feed``: name of the feed, None for the first one. ``pp_size``: pipeline stages, which change the packs of a batch.
+    Raises UserError if the step is not recorded or the mesh is not possible.
     """
     of = feed_of(ledger, feed)
     found = recorded(ledger, of, step)
@@ -66,43 +67,43 @@ def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | 
 
 
 def feed_of(ledger: Ledger, name: str | None) -> FeedHistory:
-    """The feed of this name, by default the first. Raises UserError."""
+    """Return the feed of this name, or the first feed for None. Raises UserError if there is none."""
     feeds = ledger.history.feeds
     if not feeds:
-        raise UserError("got a log that holds nothing yet, expected a broker that has begun")
+        raise UserError("The log is still empty. Wait until the broker has started its run.")
     if name is not None and name not in feeds:
         raise UserError(f"got feed {name!r}, expected one of: {', '.join(feeds)}")
     return feeds[name] if name is not None else next(iter(feeds.values()))
 
 
 def recorded(ledger: Ledger, feed: FeedHistory, step: int) -> StepRows:
-    """A step as it counts. Raises UserError for one that is not there, LedgerDamaged."""
+    """Return the rows of a step in the history that counts. Raises UserError if it is not recorded, LedgerDamaged."""
     found = ledger.step(feed.name, step, feed.effective(step))
     if found is not None:
         return found
     raise_if_damaged(ledger, "steps")
     if (gap := _gap_of(ledger, feed, step)) is not None:
         raise UserError(
-            f"got step {step} of feed {feed.name!r}, which is {gap}. The log has lost them, or another "
-            f"state_dir has them: trainers resumed at step {gap.last + 1} from a checkpoint. Ask for another step"
+            f"Step {step} of feed {feed.name!r} is {gap}. The log has lost them, or another state_dir has them: "
+            f"trainers resumed at step {gap.last + 1} from a checkpoint. Ask for another step."
         )
     end, last = feed.end, ledger.last_step(feed.name, feed.branches[-1].number)
     if end is not None and step >= end.num_steps:
         raise UserError(
-            f"got step {step} of feed {feed.name!r}, expected one below {end.num_steps}: the feed has ended"
+            f"got step {step} of feed {feed.name!r}, expected one below {end.num_steps}, because the feed has ended"
         )
     if step > (feed.branches[-1].step - 1 if last is None else last):
-        raise UserError(f"got step {step} of feed {feed.name!r}, which is not formed yet: the last one is {last}")
-    raise UserError(f"got step {step} of feed {feed.name!r}, expected a later one: neither log nor ledger has it")
+        raise UserError(f"Step {step} of feed {feed.name!r} is not formed yet. The last step is {last}.")
+    raise UserError(f"Neither log nor ledger has step {step} of feed {feed.name!r}. Ask for a later step.")
 
 
 def _gap_of(ledger: Ledger, feed: FeedHistory, step: int) -> Gap | None:
-    """The steps that are not recorded here, with ``step`` among them."""
+    """Return the range of unrecorded steps that holds ``step``; None if there is none."""
     return next((gap for gap in ledger.gaps(feed.name) if gap.first <= step <= gap.last), None)
 
 
 def _gap_with(ledger: Ledger, feed: FeedHistory, sample: Tree) -> Gap | None:
-    """The steps that are not recorded here and have a sample that no recorded step has."""
+    """Return the range of unrecorded steps in which ``sample``, which no recorded step has, was merged; or None."""
     stream, index = sample["stream"], sample["index"]
     for gap in ledger.gaps(feed.name):
         upto = feed.merged(gap.snapshot).get(stream, [])
@@ -117,21 +118,22 @@ def _gap_with(ledger: Ledger, feed: FeedHistory, sample: Tree) -> Gap | None:
 
 
 def raise_if_damaged(ledger: Ledger, *tables: str) -> None:
-    """What was not found might be in a row that cannot be read. Raises LedgerDamaged."""
+    """Raise LedgerDamaged if a row of ``tables`` cannot be read: a missing entry might be in that row."""
     damage = ledger.check(tables)
     if damage:
-        raise LedgerDamaged(f"ledger: {damage[0]}: make it again with 'streampack ledger rebuild'")
+        raise LedgerDamaged(f"The ledger is damaged: {damage[0]}. Run 'streampack ledger rebuild'.")
 
 
 def is_skipped(feed: FeedHistory, step: int) -> bool:
-    """Is it passed over by every rank?"""
+    """Return whether every rank skips the step."""
     return any(first <= step <= last for first, last in feed.skips)
 
 
 def _packs(feed: FeedHistory, step: StepRows, rules: Rules, dp_size: int | None, pp_size: int) -> list[Tree]:
-    """Packs in their order, or by (micro-batch, rank) where a mesh is asked for: there each has its ``length``, one
-    that was split for it is several, each ``of`` the pack that FORM made, and some may be empty. Padded ones are then
-    micro-batches: of so many ``rows`` of ``row_tokens``.
+    """Return a step's packs as FORM made them; with ``dp_size``, as DEAL gives them to ranks.
+
+    A dealt pack has its ``micro_batch``, ``dp_rank`` and ``length`` in tokens. ``of`` is the number of the formed pack
+    that it is or was split off. A padded micro-batch has ``rows`` of ``row_tokens`` each instead.
     """
     rows, align = step.rows, rules.align.sample
     lengths = rows["length"].astype(np.int64)
@@ -184,6 +186,7 @@ def _packs(feed: FeedHistory, step: StepRows, rules: Rules, dp_size: int | None,
 
 
 def _sample(feed: FeedHistory, step: StepRows, row: int, offset: int) -> Tree:
+    """Return row number ``row`` of a step as a tree; ``offset``: the sample's first token in its pack."""
     values = step.rows[row]
     return {
         "stream": feed.stream_name(int(values["stream"]), step.step, step.lsn),
@@ -197,7 +200,7 @@ def _sample(feed: FeedHistory, step: StepRows, row: int, offset: int) -> Tree:
 
 
 def _changes(feed: FeedHistory, step: int, lsn: int) -> list[Tree]:
-    """Rules that hold from this step on, as differences to those before."""
+    """Return the changes of rules at a step: their notes, and the differences to the rules before."""
     found = [each for each in feed.rules if each.note is not None and each.step == step]
     before = feed.rules_at(step - 1, lsn) if step else None
     return [
@@ -206,13 +209,14 @@ def _changes(feed: FeedHistory, step: int, lsn: int) -> list[Tree]:
 
 
 def differences(before: Rules, after: Rules) -> list[str]:
-    """``streams.web.weight: 0.7 -> 0.5`` of every rule that is another."""
+    """Return the rules that differ as lines of text: ``streams.web.weight: 0.7 -> 0.5``."""
     one, other = _flat("", msgspec.to_builtins(before)), _flat("", msgspec.to_builtins(after))
     keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
     return [f"{key}: {one.get(key, 'default')} -> {other.get(key, 'default')}" for key in keys]
 
 
 def _flat(path: str, tree: Any) -> Tree:
+    """Return the leaves of a tree by their dotted paths; list entries with a ``name`` are keyed by it."""
     if isinstance(tree, dict):
         named = tree.items()
     elif isinstance(tree, list | tuple) and all(isinstance(each, dict) and "name" in each for each in tree):
@@ -226,10 +230,10 @@ def _flat(path: str, tree: Any) -> Tree:
 
 
 def why_sample(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource] = NO_SOURCES) -> Tree:
-    """Where sample ``STREAM:INDEX`` went, and the file and row that ``sources`` read it from.
+    """Return the places of sample ``STREAM:INDEX``, and the file and row that ``sources`` read it from.
 
-    ``is``: one of step, rejected, dropped, unrecorded,
-    waiting, none. Raises UserError.
+    ``is`` says its state: step, rejected, dropped, unrecorded, waiting or none; ``why`` explains it. Raises UserError
+    for a wrong name or an unknown stream, LedgerDamaged.
     """
     stream, _, number = name.rpartition(":")
     if not stream or not number.isascii() or not number.isdigit():
@@ -238,8 +242,8 @@ def why_sample(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource] = 
     if feed is None:
         known = [each for of in ledger.history.feeds.values() for each in of.streams]
         raise UserError(
-            f"got stream {stream!r}, expected one of: {', '.join(known)}. For a row of a file, name its producer.yaml "
-            f"with -p"
+            f"got stream {stream!r}, expected one of: {', '.join(known)}. For a row of a file, pass its producer.yaml "
+            f"with -p."
         )
     partitions = feed.streams[stream].partitions
     places = [_place(feed, place) for place in ledger.find(stream, index)]
@@ -254,9 +258,9 @@ def why_sample(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource] = 
 
 
 def why_row(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource]) -> Tree:
-    """``why_sample`` of ``STREAM:INDEX``; of ``FILE:ROW``, as ``samples``, those of each sample that the row is.
+    """Return ``why_sample`` for ``STREAM:INDEX``; for ``FILE:ROW``, that of each sample of the row, as ``samples``.
 
-    Raises UserError for a row that no source has.
+    A row has one sample per pass. Raises UserError for a row that no source has.
     """
     if not sources or ledger.history.feed_of(name.rpartition(":")[0]) is not None:
         return why_sample(ledger, name, sources)
@@ -265,6 +269,7 @@ def why_row(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource]) -> T
 
 
 def _place(feed: FeedHistory, place: Placement) -> Tree:
+    """Return the step, pack and offset of one place of a sample as a tree; ``counts``: in the history that counts."""
     step, row = place.step, place.row
     rules = feed.rules_at(step.step, step.lsn)
     offset = int(step.offsets(rules.align.sample)[row])
@@ -281,7 +286,7 @@ def _place(feed: FeedHistory, place: Placement) -> Tree:
 
 
 def _verdict(ledger: Ledger, feed: FeedHistory, found: Tree) -> Tree:
-    """``is`` and, in words, ``why``."""
+    """Return a sample's state, ``is``, and its explanation in words, ``why``."""
     stream, index, seq = found["stream"], found["index"], found["seq"]
     if any(place["counts"] for place in found["places"]):
         return {"is": "step", "why": ""}
@@ -290,22 +295,25 @@ def _verdict(ledger: Ledger, feed: FeedHistory, found: Tree) -> Tree:
     raise_if_damaged(ledger, "spans", "rejected", "records")
     end, total = feed.end, ledger.history.totals.get((stream, found["partition"]), [NEVER])[-1]
     if index in _dropped(feed, stream):
-        return {"is": "dropped", "why": "it was left over at the end of a pass, which tail: drop leaves out"}
+        return {"is": "dropped", "why": "it was left over at the end of a pass, and tail: drop drops such samples"}
     if (gap := _gap_with(ledger, feed, found)) is not None:
         return {"is": "unrecorded", "why": f"{gap}; the sample is in one of them, or rejected"}
     if seq >= total:
         partitions, ended = feed.streams[stream].partitions, f"ended after {total} samples"
-        more = f"; the index of its sample n is {partitions} n + {found['partition']}" if partitions > 1 else ""
+        more = f"; its sample n has index {partitions} * n + {found['partition']}" if partitions > 1 else ""
         return {"is": "none", "why": f"partition {found['partition']} of {stream} {ended}{more}"}
     if end is not None:
         return {"is": "none", "why": f"feed {feed.name} ended after {end.num_steps} steps without it"}
     furthest = ledger.furthest(stream)
     if index <= furthest or seq < ledger.admitted(stream).get(found["partition"], 0):
-        return {"is": "waiting", "why": f"in no step yet: it waits in the window, or for {stream} to get there"}
-    so_far = f"the furthest in a step is {stream}:{furthest}" if furthest >= 0 else f"{stream} is in no step"
-    return {"is": "waiting", "why": f"not yet: {so_far}"}
+        return {"is": "waiting", "why": f"in no step yet; it waits in the window or for earlier samples of {stream}"}
+    so_far = (
+        f"the last one in a step is {stream}:{furthest}" if furthest >= 0 else f"no sample of {stream} is in a step"
+    )
+    return {"is": "waiting", "why": f"not read yet; {so_far}"}
 
 
 def _dropped(feed: FeedHistory, stream: str) -> list[int]:
+    """Return the indices of a stream's samples that were dropped with the tail."""
     rows = feed.dropped()
     return [int(row["index"]) for row in rows if feed.stream_name(int(row["stream"]), LATEST, LATEST) == stream]

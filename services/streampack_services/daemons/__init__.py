@@ -1,10 +1,10 @@
 """Daemons: the broker and the producers as processes.
 
-- ``broker``: the broker's process: its service, HTTP beside it, and signals.
-- ``producer``: ``streampack produce``: several processes that read and send, and one that watches them.
-- ``progress``: how far a producer's processes are.
-- ``rendezvous``: the file in which a broker says where it is.
-- ``systemd``: what systemd is told of a daemon.
+- ``broker``: ``streampack broker``: a broker's service with HTTP beside it, its rendezvous file, and signals.
+- ``producer``: ``streampack produce``: processes that read and send samples, and the parent that watches them.
+- ``progress``: adds up the progress of a producer's processes, and shows it.
+- ``rendezvous``: the file that tells others a broker's addresses.
+- ``systemd``: tells systemd the state of a daemon.
 
-The package relies on ``streampack_services.broker`` and ``streampack.producer`` for the work itself.
+The work itself is in ``streampack_services.broker`` and ``streampack.producer``; this folder starts and ends it.
 """

@@ -1,7 +1,7 @@
-"""The broker as a process: HTTP beside it, a file that says where it is, and signals.
+"""The broker as a process, with its HTTP server, its rendezvous file, and signals.
 
-SIGTERM or SIGINT drains: nothing new is taken, ranks get the steps that are formed, then the
-process ends with 0. A second signal ends it at once.
+On SIGTERM or SIGINT the broker drains: it admits no more samples, delivers the steps that are formed, and exits with 0.
+A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):")
 
 
 def serve(config: BrokerConfig, *, exit_when_finished: bool = False, ring: Ring | None = None) -> None:
-    """Serve until drained; over HTTP also the events of ``ring``. Raises UserError or ConfigError for what cannot be
-    served.
+    """Run a broker until it is drained; serve its status, and the log events in ``ring``, over HTTP.
+
+    ``exit_when_finished``: also end once every step is delivered and all ranks have left. Raises UserError or
+    ConfigError for settings with which no broker can start.
     """
     keep_freed_memory()
     _allow_connections()
@@ -45,12 +47,14 @@ def serve(config: BrokerConfig, *, exit_when_finished: bool = False, ring: Ring 
         http.start()
         try:
             where = service.endpoints
-            log.info("run %s: producers %s, trainers %s", config.run, where["producers"], where["trainers"])
-            log.info("status, metrics and probes at %s", http.url)
+            log.info(
+                "started run %s: producers at %s, trainers at %s", config.run, where["producers"], where["trainers"]
+            )
+            log.info("serving status, metrics and probes at %s", http.url)
             for line in exposed(where, config.listen.http, config.listen.keys is not None, token is not None):
                 log.warning("%s", line)
             log.info("loading kernels; the first time on a machine they are compiled, which takes a while")
-            service.warm_up()  # before anybody is told to come
+            service.warm_up()  # before the rendezvous file names the addresses
             with _rendezvous(service, http.url):
                 service.run()
             log.info("stopped after %d steps", sum(feed.figures.totals.steps for feed in service.core.feeds.values()))
@@ -59,37 +63,38 @@ def serve(config: BrokerConfig, *, exit_when_finished: bool = False, ring: Ring 
 
 
 def exposed(endpoints: Mapping[str, str], http: str, keys: bool, token: bool) -> list[str]:
-    """What others could do at these addresses, and what to set so that they cannot: a line each."""
+    """Return a warning for each address that others could misuse, with the setting that prevents it."""
     found = []
     reached = [side for side, url in endpoints.items() if url.startswith("tcp://") and not _LOOPBACK.match(url)]
     if reached and not keys:
         found.append(
-            f"whoever reaches the addresses for {' and '.join(reached)} can send samples, or read them: set "
-            f"listen.keys ('streampack keys new'), or let only trusted hosts reach them"
+            f"anyone who can connect to the addresses for {' and '.join(reached)} can send or read samples; set "
+            f"listen.keys ('streampack keys new'), or let only trusted hosts connect"
         )
     if not token and not is_loopback(parse_address(http)[0].replace("localhost", "127.0.0.1")):
         found.append(
-            f"whoever reaches {http} can read the run's figures: set listen.token_file ('streampack keys token'), or "
-            f"let only trusted hosts reach it"
+            f"anyone who can connect to {http} can read the run's status; set listen.token_file ('streampack keys "
+            f"token'), or let only trusted hosts connect"
         )
     replaceable = [url for url in endpoints.values() if ipc_files.can_be_replaced(url)]
     if replaceable:
-        found.append(f"other users can write the folder of {replaceable[0]}, and answer in its place: chmod 700 it")
+        found.append(f"other users can write to the folder of {replaceable[0]} and replace the socket; chmod 700 it")
     return found
 
 
 def _allow_connections() -> None:
-    """As many open files as the system lets a process have: every rank and producer is one, most systems begin with
-    1,024, and ZeroMQ that is out of them ends the process (ipc) or leaves the others waiting (tcp).
+    """Raise the limit of open files to the system's maximum, because every rank and producer needs one.
+
+    Most systems start with 1,024. Without free files, ZeroMQ ends the process (ipc) or lets connections wait (tcp).
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # where no number is that of "unlimited"
+    with contextlib.suppress(ValueError, OSError):  # some systems accept no number for "unlimited"
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextlib.contextmanager
 def _closing(service: BrokerService) -> Iterator[None]:
-    """Close what ``run`` would, where it is never reached."""
+    """Close the service in the end, also if ``run`` is never reached."""
     try:
         yield
     finally:
@@ -98,6 +103,7 @@ def _closing(service: BrokerService) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _drained_by_signals(service: BrokerService) -> Iterator[None]:
+    """Drain the service on SIGTERM and SIGINT; a second signal ends its loop at once, a third one the process."""
     signals = (signal.SIGTERM, signal.SIGINT)
     caught = 0
 
@@ -105,7 +111,7 @@ def _drained_by_signals(service: BrokerService) -> Iterator[None]:
         nonlocal caught
         caught += 1
         service.drain()
-        if caught > 1:  # the loop ends at once; should it be stuck, a third ends the process
+        if caught > 1:
             for each in signals:
                 signal.signal(each, signal.SIG_DFL)
 
@@ -119,7 +125,7 @@ def _drained_by_signals(service: BrokerService) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rendezvous(service: BrokerService, http: str) -> Iterator[None]:
-    """The rendezvous file, there while the broker is; another broker's is left alone."""
+    """Write the rendezvous file, and remove it in the end unless another broker has replaced it."""
     if service.config.rendezvous is None:
         yield
         return
@@ -127,12 +133,12 @@ def _rendezvous(service: BrokerService, http: str) -> Iterator[None]:
     try:
         rendezvous.write(path, service.config.run, service.endpoints, http, service.core.epoch)
     except OSError as error:
-        raise UserError(f"rendezvous: {path}: cannot be written: {error.strerror}: choose another path") from None
-    log.info("rendezvous file %s", path.absolute())
+        raise UserError(f"rendezvous: {path} cannot be written: {error.strerror}. Choose another path.") from None
+    log.info("wrote the rendezvous file %s; producers and trainers can connect", path.absolute())
     near = [side for side, url in service.endpoints.items() if _LOOPBACK.match(url)]
     if near:
         log.warning(
-            "the rendezvous file's addresses for %s are on loopback: other hosts cannot reach them: set listen",
+            "the rendezvous file's addresses for %s are on loopback, so other hosts cannot connect; set listen",
             " and ".join(near),
         )
     try:

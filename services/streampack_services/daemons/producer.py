@@ -1,10 +1,11 @@
-"""``streampack produce``: N processes that read, tokenize and send, and one that watches over them.
+"""``streampack produce``: start processes that read, tokenize and send samples, and watch them from the parent.
 
-Each process is a ``ProducerLoop`` over sources of its own; which partitions it reads is the
-broker's business, so N changes speed and nothing else. The parent only adds up what they tell it,
-twice a second, and ends all of them when one fails or when it is told to stop. One that a signal
-kills (for its memory, perhaps) is started again, under its name: the broker has it go on where the
-dead one was. A process whose parent is gone stops by itself.
+Each process runs a ``ProducerLoop`` over sources of its own. The broker decides which partitions it reads, so the
+number of processes changes the speed and nothing else. The parent adds up the progress that the processes report, twice
+a second. It ends all of them when one fails or when it gets SIGTERM.
+
+A process that a signal kills is started again under its name, and the broker lets it
+continue at the same place. A process whose parent is gone stops by itself.
 """
 
 from __future__ import annotations
@@ -40,16 +41,20 @@ from streampack_services.daemons.systemd import Systemd
 log = logging.getLogger("streampack.producer")
 
 SAY_S = 5.0
+"""Seconds between two log lines about the progress."""
 OVER_S = 2.0
-"""What the broker tells one process it tells all; one that was not there yet would wait for a broker that is gone."""
+"""Seconds to wait for the other processes once the broker has told one that the run is over or stopping.
+
+The broker tells all connected processes. A process that was not connected yet would wait for a broker that is gone.
+"""
 STOP_S = 5.0
-"""What processes have to say goodbye."""
+"""Seconds that a process has to end."""
 RESTARTS_A_MINUTE = 5
-"""Processes killed more often than this are given up."""
+"""Restarts within a minute after which the next killed process is an error."""
 
 
 class ProcessFailed(StreampackError):
-    """A producer process ended with an error, which is the message; with its exit code."""
+    """A producer process has failed; the text is its error, and ``exit_code`` the exit code for the parent."""
 
     def __init__(self, text: str, exit_code: int = 1) -> None:
         super().__init__(text)
@@ -58,7 +63,10 @@ class ProcessFailed(StreampackError):
 
 @dataclass(slots=True)
 class _Worker:
-    """A place for one process after another; each says hello under the same ``name``, and so goes on at once."""
+    """One producer process and, if it is killed, its successors, which continue at the same place by the same ``name``.
+
+    ``read``: progress of the current process by stream. ``waiting``: the reason for which it waits, or ``""``.
+    """
 
     name: str
     start: Callable[[str], tuple[BaseProcess, Connection]]
@@ -66,15 +74,16 @@ class _Worker:
     pipe: Connection = field(init=False)
     read: dict[str, StreamProgress] = field(default_factory=dict)
     read_before: list[dict[str, StreamProgress]] = field(default_factory=list)
-    """What each killed one had read."""
+    """Progress of each killed process, by stream."""
     waiting: str = ""
     said_last: bool = False
+    """The process has sent its last message and ends."""
 
     def __post_init__(self) -> None:
         self.process, self.pipe = self.start(self.name)
 
     def start_again(self) -> None:
-        """Another process in the place of one that was killed."""
+        """Start another process in place of one that was killed."""
         self.pipe.close()
         self.read_before.append(self.read)
         self.read, self.waiting = {}, ""
@@ -82,11 +91,11 @@ class _Worker:
 
 
 def import_from_here() -> None:
-    """Let a tokenizer be a module of the current folder, also in processes that this one spawns.
+    """Allow imports from the current folder, for a user's tokenizer, also in processes that this one spawns.
 
-    The folder comes last in the search path: a user's http.py does not replace the standard library's.
+    The folder comes last in the search path, so that a user's http.py does not replace the standard library's.
     """
-    with contextlib.suppress(OSError):  # a folder that is gone has no modules
+    with contextlib.suppress(OSError):  # the folder may be gone
         here = os.getcwd()
         if here not in sys.path:
             sys.path.append(here)
@@ -94,7 +103,7 @@ def import_from_here() -> None:
 
 @contextlib.contextmanager
 def _safe_path() -> Iterator[None]:
-    """Processes started within do not have the current folder before the standard library."""
+    """Let processes that are started within not import from the current folder before the standard library."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -107,7 +116,7 @@ def _safe_path() -> Iterator[None]:
 
 
 def open_sources(config: ProducerConfig) -> dict[str, OpenedSource]:
-    """The sources of a configuration, by stream. Raises ConfigError or SourceError naming the stream."""
+    """Open the sources of a producer.yaml, by stream. Raises ConfigError or SourceError that names the stream."""
     sources = {}
     for name, settings in config.streams.items():
         with _named(name):
@@ -117,7 +126,7 @@ def open_sources(config: ProducerConfig) -> dict[str, OpenedSource]:
 
 @contextlib.contextmanager
 def _named(stream: str) -> Iterator[None]:
-    """Errors within name the stream."""
+    """Put ``streams.NAME:`` in front of the text of any streampack error within."""
     try:
         yield
     except StreampackError as error:
@@ -125,9 +134,13 @@ def _named(stream: str) -> Iterator[None]:
 
 
 def produce(config: ProducerConfig, *, timeout_s: float, level: logs.Level = "info", as_json: bool = False) -> None:
-    """Run the processes until all is delivered or SIGTERM. Raises ProcessFailed with the first error of any."""
+    """Run the producer processes until all samples are delivered, the broker stops, or SIGTERM comes.
+
+    ``timeout_s``: seconds to wait for the broker's first answer. Raises ProcessFailed with the first error of a
+    process, and ConfigError or SourceError before any process is started.
+    """
     find_key(config.key_file)
-    sources = open_sources(config)  # what is missing is said once, before anything is started
+    sources = open_sources(config)  # find errors before any process is started
     for name, stream in config.streams.items():
         tokenizer = stream.tokenizer or config.tokenizer
         if tokenizer.name is None and tokenizer.file is None:
@@ -137,10 +150,12 @@ def produce(config: ProducerConfig, *, timeout_s: float, level: logs.Level = "in
     endpoint, broker_run = _endpoint(config.broker, timeout_s)
     if broker_run:
         logs.set_up(level, as_json=as_json, run=broker_run)
-    log.info("%d processes for the broker at %s", config.processes, endpoint)
+    log.info(
+        "starting %s for the broker at %s", f"{config.processes} process{'es' * (config.processes != 1)}", endpoint
+    )
     context = multiprocessing.get_context("spawn")
 
-    theirs = "warning" if level == "info" else level  # the parent says what they all do
+    theirs = "warning" if level == "info" else level  # the parent logs the progress of all
     set_up_log = functools.partial(logs.set_up, theirs, as_json=as_json, run=broker_run)
 
     def start(name: str) -> tuple[BaseProcess, Connection]:
@@ -171,7 +186,7 @@ def produce(config: ProducerConfig, *, timeout_s: float, level: logs.Level = "in
 
 
 def _endpoint(broker: str, timeout_s: float) -> tuple[str, str]:
-    """The address, and the run's name where it is known."""
+    """Return the broker's address for producers, and its run's name (empty if the address is not from a file)."""
     if not broker.startswith("file://"):
         return broker, ""
     path = Path(broker.removeprefix("file://"))
@@ -185,21 +200,24 @@ def _endpoint(broker: str, timeout_s: float) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class _Supervisor:
-    """What the parent does while its processes work."""
+    """The parent's view of its processes: reads their messages, restarts killed ones, adds up their progress."""
 
     overall: Overall
     workers: list[_Worker] = field(default_factory=list)
     restarted_at: list[float] = field(default_factory=list)
     heard: bool = False
-    """A process runs: it may still wait for the broker."""
+    """A process has reported progress; it may still wait for the broker."""
     shown: set[tuple[str, str]] = field(default_factory=set)
-    """Of which rejected samples a line was logged: (stream, reason or error)."""
+    """(stream, reason or error) of the rejected samples that were logged."""
     systemd: Systemd = field(default_factory=Systemd)
     over: tuple[str, float] | None = None
-    """What the first process that the broker sent away was told, and when."""
+    """``done`` or ``stopped``, and the time, once the broker has told the first process so."""
 
     def until_done(self, asked: Callable[[], bool], show: Callable[[Overall], None], every_s: float) -> None:
-        """Until every process has ended well, or a stop was asked for. Raises ProcessFailed."""
+        """Watch the processes until all have ended well or ``asked`` returns True. Raises ProcessFailed.
+
+        ``show`` is called with the progress every ``every_s`` seconds.
+        """
         said = time.monotonic()
         self.add_up(said)
         while not asked():
@@ -217,11 +235,12 @@ class _Supervisor:
                 show(self.overall)
 
     def add_up(self, now: float) -> None:
-        """Tell ``overall`` how it stands."""
+        """Update ``overall`` with the progress of all processes at the time ``now``."""
         parts = [part for worker in self.workers for part in (*worker.read_before, worker.read)]
         self.overall.update(now, parts, [worker.waiting for worker in self.workers], len(self.restarted_at))
 
     def _hear(self, worker: _Worker, asked: Callable[[], bool]) -> None:
+        """Read one message of a process; restart the process if it was killed. Raises ProcessFailed."""
         try:
             kind, *rest = worker.pipe.recv()
         except (EOFError, OSError):
@@ -243,22 +262,23 @@ class _Supervisor:
             self.over = self.over or (kind, time.monotonic())
 
     def _restart(self, worker: _Worker) -> None:
-        """In the place of one that a signal ended. Raises ProcessFailed for any other end, or too many of them."""
+        """Restart a process that a signal has ended. Raises ProcessFailed for any other end and too many restarts."""
         pid, code, now = worker.process.pid, worker.process.exitcode, time.monotonic()
-        why = "killed, perhaps for its memory" if code == -signal.SIGKILL else f"ended with {code}"
+        why = "killed, perhaps because memory was short" if code == -signal.SIGKILL else f"ended with {code}"
         if code is None or code >= 0:
-            raise ProcessFailed(f"a producer process ended with {code}, expected it to finish")
+            raise ProcessFailed(f"A producer process ended with {code} before it was finished. Look at its log.")
         if sum(now - then < 60 for then in self.restarted_at) >= RESTARTS_A_MINUTE:
             raise ProcessFailed(
-                f"a producer process was {why}, after {RESTARTS_A_MINUTE} restarts within a minute: find out what "
-                f"ends them: for memory, set fewer processes"
+                f"A producer process was {why}, after {RESTARTS_A_MINUTE} restarts within a minute. Find out what "
+                f"ends the processes; if memory is short, set fewer processes."
             )
         self.restarted_at.append(now)
         worker.start_again()
-        log.warning("a producer process (pid %d) was %s; process %d goes on where it was", pid, why, worker.process.pid)
+        log.warning("a producer process (pid %d) was %s; process %d continues its work", pid, why, worker.process.pid)
 
 
 def _stop(workers: list[_Worker]) -> None:
+    """End all processes: SIGTERM, then SIGKILL after STOP_S seconds."""
     for worker in workers:
         if worker.process.is_alive() and not worker.said_last:
             worker.process.terminate()
@@ -273,7 +293,7 @@ def _stop(workers: list[_Worker]) -> None:
 
 @contextlib.contextmanager
 def _asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """SIGTERM asks once; SIGINT is left to raise KeyboardInterrupt."""
+    """Yield a function that returns whether SIGTERM has come; SIGINT still raises KeyboardInterrupt."""
     asked = False
 
     def on_signal(_: int, __: FrameType | None) -> None:
@@ -289,7 +309,7 @@ def _asked_to_stop() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def _show(on_terminal: bool) -> Iterator[Callable[[Overall], None]]:
-    """Where the progress goes: a table at the bottom of the terminal, else a line in the log."""
+    """Yield a function that shows the progress: as a table on a terminal, else as a line in the log."""
     if not on_terminal:
         yield _log_progress()
         return
@@ -301,7 +321,7 @@ def _show(on_terminal: bool) -> Iterator[Callable[[Overall], None]]:
 
 
 def _log_progress() -> Callable[[Overall], None]:
-    """A line in the log each time, but while nothing changes after twice as long each time: a wait may take days."""
+    """Return a function that logs the progress; while nothing changes, only at the 1st, 2nd, 4th, 8th ... call."""
     before: tuple[object, ...] = ()
     unchanged = 0
 
@@ -321,15 +341,15 @@ def _log_progress() -> Callable[[Overall], None]:
 def _work(
     config: ProducerConfig, endpoint: str, timeout_s: float, name: str, pipe: Connection, set_up_log: Callable[[], None]
 ) -> None:
-    """The body of a process: says how it goes, and at last how it went."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
+    """Run one producer process; send its progress through ``pipe``, and in the end its result or error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the parent decides
     set_up_log()
     try:
 
         def tell(progress: ProducerProgress) -> None:
             try:
                 pipe.send(("progress", progress.streams, progress.waiting))
-            except OSError:  # nobody is left to tell
+            except OSError:  # the parent is gone
                 loop.stop()
 
         loop = ProducerLoop(endpoint, open_sources(config), timeout_s=timeout_s, on_progress=tell, name=name,
@@ -339,9 +359,9 @@ def _work(
         last: tuple[object, ...] = (loop.over or "left", loop.progress.streams, "")
     except StreampackError as error:
         last = ("failed", str(error), error.exit_code)
-    except Exception as error:  # our bug: its traceback is wanted
-        log.exception("a producer process (pid %d) failed; please report this", os.getpid())
+    except Exception as error:  # a bug of streampack: log its traceback
+        log.exception("a producer process (pid %d) failed; please report this with the traceback", os.getpid())
         last = ("failed", f"{type(error).__name__}: {error}", 1)
     with contextlib.suppress(OSError):
         pipe.send(last)
-    gc.freeze()  # as __main__ does
+    gc.freeze()  # a quick exit, as in __main__

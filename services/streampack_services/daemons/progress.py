@@ -1,9 +1,9 @@
-"""How far a producer's processes are, added up: as a table on a terminal, as a line in a log, as figures in JSON.
+"""Add up the progress of a producer's processes, and show it as a table, as a log line, or as plain values.
 
-Samples and tokens are those that the broker has taken: what is read again, since a partition moved to another process,
-counts once (of a process that is killed the last half second may be missing). A share is of the samples, over all
-passes: those in the shards that were not opened yet are taken to be as many as in the others. A stream that repeats has
-none, nor one whose samples nobody can count.
+Samples and tokens are those that the broker has taken, so a sample that is read again counts once. The last half second
+of a killed process may be missing. A stream's share is its delivered samples over those of all passes; shards that are
+not opened yet count with the mean of the others. A stream that repeats, or whose samples cannot be counted, has no
+share.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 RATE_OVER_S = 5.0
+"""Seconds over which tokens per second are measured."""
 BAR = 16
-"""Characters."""
+"""Width of a progress bar, in characters."""
 
 
 @dataclass(slots=True)
 class Overall:
-    """All processes of one ``streampack produce``: ``num_shards`` by stream, and what ``update`` was told last."""
+    """Progress of all processes of one ``streampack produce``, as of the last ``update``; ``num_shards`` by stream."""
 
     num_shards: Mapping[str, int]
     streams: dict[str, StreamProgress] = field(default_factory=dict)
@@ -37,7 +38,11 @@ class Overall:
     def update(
         self, now: float, parts: Iterable[Mapping[str, StreamProgress]], waiting: Sequence[str], restarts: int
     ) -> None:
-        """``parts``: what each process that ever ran has delivered; ``waiting``: what each waits for now, or ``""``."""
+        """Take over the progress at the time ``now``, in seconds.
+
+        ``parts``: for each process so far its progress by stream. ``waiting``: for each running process the reason for
+        which it waits, or ``""``. ``restarts``: number of restarts so far.
+        """
         self.streams = add_up(self.num_shards, parts)
         self.waiting, self.restarts = waiting, restarts
         tokens = {name: stream.tokens for name, stream in self.streams.items()}
@@ -49,7 +54,7 @@ class Overall:
         self.tokens_per_s = {name: (tokens[name] - before[name]) / seconds for name in tokens}
 
     def share(self, name: str) -> float | None:
-        """0..1 of the stream's samples, over all passes; None where it repeats, or their number is not known."""
+        """Return the share of a stream's samples that is delivered, over all passes, 0 to 1; None if not known."""
         stream, of_a_pass = self.streams[name], self.samples_a_pass(name)
         if not stream.done and not stream.samples:
             return 0.0
@@ -58,7 +63,7 @@ class Overall:
         return min(sum(stream.done.values()) / max(stream.passes * of_a_pass, 1), 1.0)
 
     def samples_a_pass(self, name: str) -> float | None:
-        """How many samples a pass has, as far as shards were opened; None where none was."""
+        """Return the samples in a pass of a stream, estimated from the opened shards; None before one is opened."""
         stream = self.streams[name]
         return stream.opened_samples / stream.opened_shards * self.num_shards[name] if stream.opened_shards else None
 
@@ -72,12 +77,15 @@ class Overall:
 
     @property
     def rejected(self) -> Counter[str]:
-        """By reason, all streams together."""
+        """Rejected samples of all streams, by reason."""
         return sum((Counter(stream.rejected) for stream in self.streams.values()), Counter())
 
 
 def add_up(names: Iterable[str], parts: Iterable[Mapping[str, StreamProgress]]) -> dict[str, StreamProgress]:
-    """The streams ``names``, each summed over ``parts``; of a partition, the furthest that any has come."""
+    """Sum the progress of each stream over ``parts``; of each partition, take the furthest progress.
+
+    ``names``: the streams to return. ``parts``: for each process its progress by stream.
+    """
     total = {name: StreamProgress() for name in names}
     for part in parts:
         for name, one in part.items():
@@ -95,13 +103,13 @@ def add_up(names: Iterable[str], parts: Iterable[Mapping[str, StreamProgress]]) 
 
 
 def line(overall: Overall) -> str:
-    """``web 43% 1200 samples 48000 tokens 9600 tokens/s; 1 restart; 2 of 4 wait for credit: ...``."""
+    """Return the progress as a line: ``web 43% 1200 samples 48000 tokens 9600 tokens/s; 2 of 4 wait for credit``."""
     parts = [f"{_stream(overall, name)} {overall.tokens_per_s[name]:.0f} tokens/s" for name in overall.streams]
     return "; ".join([*parts, *_restarts(overall), *_waits(overall)])
 
 
 def summary(overall: Overall) -> str:
-    """``1200 samples, 48000 tokens, 3 rejected (json 3); web ...; code ...``, at the end."""
+    """Return the final result as a line: ``1200 samples, 48000 tokens, 3 rejected (json 3); web ...; code ...``."""
     notes = [f"{overall.samples} samples", f"{overall.tokens} tokens", _rejected(overall.rejected), _unmasked(overall)]
     first = ", ".join(note for note in notes if note)
     parts = [_stream(overall, name) for name in overall.streams] if len(overall.streams) > 1 else []
@@ -109,7 +117,7 @@ def summary(overall: Overall) -> str:
 
 
 def figures(overall: Overall) -> dict[str, Any]:
-    """The same as plain values."""
+    """Return the progress as plain values for JSON."""
     streams = {
         name: {
             "samples": stream.samples, "tokens": stream.tokens, "share": overall.share(name),
@@ -126,7 +134,7 @@ def figures(overall: Overall) -> dict[str, Any]:
 
 
 def table(overall: Overall) -> RenderableType:
-    """For a terminal: a row a stream, and beneath what is waited for."""
+    """Return the progress as a table with one row per stream, followed by rejected samples, restarts and waits."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -150,7 +158,7 @@ def table(overall: Overall) -> RenderableType:
 
 
 def short(number: float) -> str:
-    """Three digits or so: ``950``, ``12.3k``, ``4.0M``."""
+    """Return a number with about three digits: ``950``, ``12.3k``, ``4.0M``."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.1f}{unit}"
@@ -158,6 +166,7 @@ def short(number: float) -> str:
 
 
 def _stream(overall: Overall, name: str) -> str:
+    """Return a stream's progress as text: ``web 43% 1200 samples 48000 tokens``."""
     stream, share = overall.streams[name], overall.share(name)
     rejected = _rejected(stream.rejected)
     where = "" if share is None else f"{share:.0%} "
@@ -165,7 +174,7 @@ def _stream(overall: Overall, name: str) -> str:
 
 
 def _without_end(overall: Overall, name: str) -> str:
-    """How far a stream without a share is: which pass is under way, from 1, where it repeats."""
+    """Return the progress of a stream without a share as text: ``pass 2, repeats``, or ``size not known``."""
     stream, of_a_pass = overall.streams[name], overall.samples_a_pass(name)
     if stream.passes is not None or of_a_pass is None:
         return "size not known"
@@ -173,6 +182,7 @@ def _without_end(overall: Overall, name: str) -> str:
 
 
 def _rejected(reasons: Mapping[str, int]) -> str:
+    """Return ``3 rejected (json 2, empty 1)``, or nothing."""
     if not reasons:
         return ""
     each = ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items()))
@@ -181,7 +191,7 @@ def _rejected(reasons: Mapping[str, int]) -> str:
 
 def _unmasked(overall: Overall) -> str:
     count = sum(stream.unmasked for stream in overall.streams.values())
-    return f"{count} without the declared loss_mask, trained on as a whole" if count else ""
+    return f"{count} without the declared loss_mask, learned as a whole" if count else ""
 
 
 def _restarts(overall: Overall) -> list[str]:
@@ -189,6 +199,7 @@ def _restarts(overall: Overall) -> list[str]:
 
 
 def _waits(overall: Overall) -> list[str]:
+    """Return for each reason how many processes wait for it: ``2 of 4 wait for credit``."""
     reasons, processes = Counter(reason for reason in overall.waiting if reason), len(overall.waiting)
     return [
         (f"{count} of {processes} wait" if processes > 1 else "waits") + f" for {reason}"

@@ -1,9 +1,9 @@
-"""The rendezvous file: where a broker says where it is, on a file system that others share.
+"""The rendezvous file: a broker's addresses, on a file system that the other hosts share.
 
-One JSON object, replaced whole: the run's name, the addresses ``producers``, ``trainers`` and ``http``, the broker's
-``epoch``, and the ``attempt`` of 'streampack run' that started it. A file outlives its broker: whoever must know that
-it is not an earlier run's looks at the attempt, and asks the broker. A run that is over says so in the same place
-(``failed``), if the file is still its own.
+The file holds one JSON object and is replaced as a whole. Its keys are the ``run``'s name, the addresses ``producers``,
+``trainers`` and ``http``, the broker's ``epoch``, and the ``attempt`` of 'streampack run' that started the broker. A
+file may outlive its broker, so ``rejection`` compares the attempt and asks the broker. After a failure the file holds
+only ``epoch`` and the reason, ``failed``.
 """
 
 from __future__ import annotations
@@ -26,24 +26,27 @@ from streampack.wire import frames as wire
 
 
 def write(path: Path, run: str, endpoints: Mapping[str, str], http: str, epoch: int) -> None:
-    """Where producers and clients find a broker. Raises OSError."""
+    """Write the file with a broker's addresses, with this host's name in place of a wildcard. Raises OSError."""
     host = socket.gethostname()
     found = {side: url.replace("0.0.0.0", host).replace("[::]", host) for side, url in endpoints.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    attempt = os.environ.get("STREAMPACK_ATTEMPT", "")  # of 'streampack run': its other hosts look for it
+    attempt = os.environ.get("STREAMPACK_ATTEMPT", "")  # set by 'streampack run', compared by its other hosts
     _replace(path, {"run": run, **found, "http": http, "epoch": epoch, "attempt": attempt})
 
 
 def remove(path: Path, epoch: int) -> None:
-    """Take the file of the broker of this epoch away; another broker's is left alone."""
+    """Remove the file if it is still that of the broker with this epoch."""
     found = read(path)
     if found is not None and found["epoch"] == epoch:
         with contextlib.suppress(OSError):
             path.unlink()
 
 
-def leave_word(path: Path, found: dict[str, Any], why: str) -> None:
-    """Tell the other hosts that it is over, where they look, if that is still the file that was ``found``."""
+def write_failure(path: Path, found: dict[str, Any], why: str) -> None:
+    """Replace the file's content by the reason ``why`` the run failed, for the other hosts.
+
+    Do nothing if another broker has replaced the file since its content was ``found``.
+    """
     now = read(path)
     if found and (now is None or now["epoch"] == found["epoch"]):
         with contextlib.suppress(OSError):
@@ -51,6 +54,7 @@ def leave_word(path: Path, found: dict[str, Any], why: str) -> None:
 
 
 def _replace(path: Path, tree: dict[str, Any]) -> None:
+    """Replace the file by a new one with this content, at once. Raises OSError."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_text(json.dumps(tree))
@@ -61,7 +65,7 @@ def _replace(path: Path, tree: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """What the file says; None where it says nothing."""
+    """Return the file's content; None if the file does not exist or is not a rendezvous file."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
@@ -69,12 +73,12 @@ def read(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and "epoch" in found else None
 
 
-def not_believed(found: dict[str, Any], expected_attempt: str, key: Key | None) -> str:
-    """Why this is not this attempt's broker; empty if it is."""
+def rejection(found: dict[str, Any], expected_attempt: str, key: Key | None) -> str:
+    """Return the reason why a file's content ``found`` is not from this attempt's broker; empty if it is."""
     if "failed" in found:
-        return "it is of a run that has ended"
+        return "the file is of a run that has ended"
     if found.get("attempt", "") != expected_attempt:
-        return f"it is of another attempt, {found.get('attempt')!r}, expected {expected_attempt!r}"
+        return f"the file is of another attempt: got {found.get('attempt')!r}, expected {expected_attempt!r}"
     try:
         return "" if answers(found["producers"], found["epoch"], key) else "its broker does not answer"
     except Rejected as error:
@@ -82,14 +86,17 @@ def not_believed(found: dict[str, Any], expected_attempt: str, key: Key | None) 
 
 
 def answers(endpoint: str, epoch: int, key: Key | None = None, timeout_s: float = 2.0) -> bool:
-    """Whether the broker of this epoch answers at its producers' address. Raises Rejected if it does not let us in."""
+    """Return whether the broker with this epoch answers at its address for producers within ``timeout_s`` seconds.
+
+    Raises Rejected if the broker does not accept the key.
+    """
     dealer = Dealer(endpoint, 1 << 20, key=key)
     try:
         poller = Poller([dealer])
         deadline = time.monotonic() + timeout_s
         asked = 0.0
         while (now := time.monotonic()) < deadline:
-            if now - asked > 0.2:  # nothing is queued before the connection is made
+            if now - asked > 0.2:  # a message is lost before the connection is made
                 asked = now
                 dealer.send(wire.encode(Envelope(run=0, epoch=0, fence=0, message=ProducerPing(producer="run"))))
             poller.wait(0.1)

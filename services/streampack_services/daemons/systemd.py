@@ -1,8 +1,8 @@
-"""What systemd is told of a daemon (``Type=notify``): that it serves, how it is, that it stops, that it is not stuck.
+"""Tell systemd (``Type=notify``) that a daemon is ready, its status, that it stops, and that it is not stuck.
 
-A datagram of ``KEY=value`` lines to the socket that NOTIFY_SOCKET names, as in sd_notify(3); nothing where there is no
-such variable. Whoever watches over a daemon's main loop calls ``tell`` from it, a few times a second: with a watchdog
-(WATCHDOG_USEC) systemd ends a daemon that does not, so it must never be another thread that does.
+A message is a datagram of ``KEY=value`` lines to the socket that NOTIFY_SOCKET names, as in sd_notify(3). Without this
+variable nothing is sent. Call ``tell`` from a daemon's main loop a few times a second,never from another thread. With
+a watchdog (WATCHDOG_USEC), systemd ends a daemon whose main loop no longer calls it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from streampack_services.amounts import count_text
 from streampack_services.broker.status import BrokerStatus, FeedStatus
 
 STATUS_EVERY_S = 5.0
-"""A line that only moves on is said no more often."""
+"""Least seconds between two status lines."""
 
 
 class Systemd:
-    """The service manager that started this process, if it is one that wants to hear."""
+    """The connection to the service manager that started this process, if there is one."""
 
     def __init__(self, env: Mapping[str, str] = os.environ) -> None:
         address = env.get("NOTIFY_SOCKET", "")
@@ -35,7 +35,7 @@ class Systemd:
         self._said: set[str] = set()
 
     def tell(self, *, ready: bool = False, stopping: bool = False, status: str = "") -> None:
-        """How it is now; says what is new of it. Any error is the manager's: the daemon goes on."""
+        """Send the state if it has changed, and the watchdog's message when it is due; ignore errors."""
         if not self._address:
             return
         now = time.monotonic()
@@ -65,7 +65,7 @@ class Systemd:
 
 
 def in_a_line(broker: BrokerStatus) -> str:
-    """``serving: train step 120, 3.2M tokens/s``."""
+    """Return a broker's state as a line: ``serving: train step 120, 3.2M tokens/s``."""
     return f"{broker.state}: " + "; ".join(_feed(name, feed) for name, feed in broker.feeds.items())
 
 

@@ -1,9 +1,10 @@
-"""Run: daemons around one command, or in threads of this process.
+"""Run: start a broker and producers around one command, or in threads of this process.
 
-- ``command``: ``streampack run``: starts a broker, producers and a command, and ends them together.
-- ``child``: one daemon as a child process.
-- ``orphans``: a guard, so that no child outlives its parent.
+- ``command``: ``streampack run``: starts a broker, producers and a command, watches them and ends them together.
+- ``child``: one daemon as a child process, with its log lines.
+- ``orphans``: the guard process, which ends all processes below it, so that none outlives ``streampack run``.
 - ``local``: ``streampack.local``: a broker and a producer in threads, and the client that reads from them.
 
-The parts are those of ``daemons``; nothing here is another way of packing.
+``command`` runs the commands of ``daemons`` as processes; ``local`` uses the classes behind them. Both end everything
+that they started, in any case.
 """

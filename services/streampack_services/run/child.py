@@ -1,8 +1,8 @@
-"""A daemon as a child process: started with a configuration of its own, its lines shown or kept, its end explained.
+"""Start a broker or producer as a child process, and show or store its log lines.
 
-The daemon is the command that a user would start (``broker``, ``produce``), in a session of its own: what a terminal
-sends is for the command that runs beside it. Its lines go to a file, or to standard error, its name before each. The
-last one is remembered, since that is where a daemon says why it ended. Who ends it, and when, is for others.
+The child is the command that a user would start (``broker``, ``produce``). It has a session of its own, so that a
+terminal's signals reach only the command that runs beside it. Its log lines go to a file, or to standard error with the
+child's name in front. The last line is remembered, because it says why the child ended. The caller ends the child.
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ from typing import IO, Any
 
 @dataclass(slots=True)
 class Child:
-    """A daemon that runs, or has ended."""
+    """A broker or producer as a child process, running or ended."""
 
     name: str
     process: subprocess.Popen[bytes]
     last_line: Callable[[], str]
-    """Once the process has ended."""
+    """Returns the last log line of the process, once it has ended."""
 
     def failure(self) -> str:
-        """How it ended, in words."""
+        """Return in words how the process ended, with its last log line."""
         code, line = self.process.returncode, self.last_line()
         if code < 0:
-            memory = ", perhaps for its memory" if -code == signal.SIGKILL else ""
-            return f"{self.name} was killed by {signal.Signals(-code).name}{memory}; the last that it said: {line}"
-        return f"{self.name} ended with {code}: {line.removeprefix('streampack: ')}"
+            memory = ", perhaps because memory was short" if -code == signal.SIGKILL else ""
+            return f"{self.name} was killed by {signal.Signals(-code).name}{memory}; its last log line: {line}"
+        return f"{self.name} exited with {code}: {line.removeprefix('streampack: ')}"
 
 
 def start(
     name: str, command: str, tree: dict[str, Any], *, folder: Path, log_dir: Path | None, env: Mapping[str, str]
 ) -> Child:
-    """``streampack COMMAND -c FILE`` with ``tree`` as its file, in ``folder``; its lines go to ``log_dir`` if there is
-    one. The working folder is not before the standard library (``-P``): a user's http.py there would break the daemon.
+    """Start ``streampack COMMAND -c FILE``, with ``tree`` written to FILE in ``folder``.
+
+    Log lines go to a file in ``log_dir``, or to standard error if it is None. With ``-P`` the child does not import
+    from the working folder, where a user's http.py would replace the standard library's.
     """
     word = name.replace(" ", "-")
     config = folder / f"{word}.yaml"
@@ -60,7 +62,7 @@ def start(
 
 
 class _Pump:
-    """Copies a daemon's lines to standard error, each with its name before it."""
+    """A thread that copies a child's lines to standard error, with its name in front, and keeps the last one."""
 
     def __init__(self, name: str, pipe: IO[bytes]) -> None:
         self._name, self._pipe, self._last = name, pipe, ""
@@ -68,8 +70,9 @@ class _Pump:
         self._thread.start()
 
     def last_line(self) -> str:
+        """Wait up to a second for the end of the output; return its last line with text."""
         self._thread.join(1.0)
-        return self._last or "it said nothing"
+        return self._last or "(none)"
 
     def _copy(self) -> None:
         for raw in self._pipe:
@@ -80,6 +83,6 @@ class _Pump:
 
 
 def last_line(file: Path) -> str:
-    """The last line of a log that says something."""
+    """Return the last line with text of a log file, ``(none)`` if there is none."""
     lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "(none)"

@@ -1,10 +1,13 @@
-"""``streampack run``: a broker and producers around one command, started, watched and ended together.
+"""``streampack run``: start a broker, producers and one command, watch them, and end them together.
 
-The daemons are the commands ``broker`` and ``produce`` as processes of their own, with the user's files but for the
-addresses: ports that the file does not name are free ones, so that two runs on a machine never meet. On several
-hosts the rendezvous file joins them: rank 0 starts the broker; the others wait for a file whose broker is of this
-attempt and answers, so that an earlier run's is not believed. Where the broker has keys, whatever runs beside it has
-the broker's own, unless the environment or a producer.yaml names another. ``orphans`` sees to it that nothing is left.
+The broker and the producers are child processes that run ``streampack broker`` and ``streampack produce`` with the
+user's files. Addresses that broker.yaml does not name are free ones, so that two runs on a machine never meet.
+
+On several hosts, host 0 starts the broker. The others read its address from the rendezvous file. They accept the file
+only if it is of this attempt and its broker answers, since an earlier run may have left it.
+
+If the broker has keys, the other processes use the broker's own key, unless the environment or a producer.yaml names
+another. ``orphans`` makes sure that no process is left over.
 """
 
 from __future__ import annotations
@@ -34,22 +37,25 @@ from streampack_services.run.orphans import ASKED_BY_CTRL_C, exit_code, guarded
 log = logging.getLogger("streampack.run")
 
 POLL_S = 0.05
+"""Seconds between two looks at the processes."""
 SAY_S = 5.0
+"""Seconds between two log lines while waiting for the broker of host 0."""
 STOP_S = 10.0
+"""Seconds that a process has to end after SIGTERM, before SIGKILL."""
 _LONGEST_FOLDER = 80
-"""Bytes: a unix socket's whole path may have 100."""
+"""Bytes of the longest folder for Unix sockets, whose whole path may have 100."""
 _RANKS = ("SLURM_PROCID", "SLURM_NODEID", "GROUP_RANK", "NODE_RANK")
 _HOSTS = ("SLURM_JOB_NUM_NODES", "GROUP_WORLD_SIZE", "NNODES")
 _ATTEMPT = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
 
 
 class DaemonEnded(StreampackError):
-    """A daemon has ended while the command needed it."""
+    """The broker or a producer has ended before the command."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What ``streampack run`` takes."""
+    """Options of ``streampack run``; ``timeout_s``: seconds to wait for the broker of host 0."""
 
     command: list[str]
     broker: Path
@@ -60,35 +66,38 @@ class RunOptions:
 
 
 def run(options: RunOptions) -> int:
-    """The command's exit code; 128 + n if a signal ended it. Raises StreampackError if a daemon ends before it."""
-    read_broker(options.broker)  # what is wrong is said once, before anything is started
+    """Run the command with its broker and producers; return its exit code, 128 + n if signal n ended it.
+
+    Raises UserError or ConfigError for wrong options or files, StreampackError if the broker or a producer fails.
+    """
+    read_broker(options.broker)  # find errors before anything is started
     for path in options.producers:
         read_producer(path)
     if shutil.which(options.command[0]) is None:
-        raise UserError(f"{options.command[0]}: got no such command, expected a program that can be run")
+        raise UserError(f"The command {options.command[0]!r} was not found. Check its name and your PATH.")
     if options.log_dir is not None:
         try:
             options.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"--log-dir: {options.log_dir}: got {error.strerror}, expected a folder") from None
+            raise UserError(f"--log-dir {options.log_dir} cannot be made: {error.strerror}. Pass a folder.") from None
     folder = Path(tempfile.mkdtemp(prefix="streampack-run-"))
     return guarded(lambda: _Run(options, folder, os.environ).work(), lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def node_rank(given: int | None, env: Mapping[str, str]) -> int:
-    """This host's number: the one given, else the environment's; 0 starts the broker."""
+    """Return this host's number, from 0: the one given, else that in the environment, else 0."""
     if given is not None:
         return given
     return next((int(env[name]) for name in _RANKS if env.get(name, "").isdigit()), 0)
 
 
 def attempt(env: Mapping[str, str]) -> str:
-    """A word that all hosts of one attempt share, as far as the environment has one."""
+    """Return a name that all hosts of one attempt of a job share, from the environment; empty if it has none."""
     return env.get("STREAMPACK_ATTEMPT") or ".".join(env[name] for name in _ATTEMPT if env.get(name))
 
 
 def with_secrets(listen: Mapping[str, str], env: Mapping[str, str]) -> Mapping[str, str]:
-    """What is started beside a broker that wants keys, or a token, has the broker's own as a rule."""
+    """Return ``env`` with the broker's own key and HTTP token, as far as ``listen`` names them and ``env`` does not."""
     found = dict(env)
     if "keys" in listen:
         found.setdefault(KEY_FILE, str((Path(listen["keys"]) / "broker.key").absolute()))
@@ -99,6 +108,8 @@ def with_secrets(listen: Mapping[str, str], env: Mapping[str, str]) -> Mapping[s
 
 @dataclass(slots=True)
 class _Run:
+    """The processes of one ``streampack run`` on this host; ``signals``: those to pass on to the command."""
+
     options: RunOptions
     folder: Path
     env: Mapping[str, str]
@@ -107,18 +118,18 @@ class _Run:
     guard: int = field(default_factory=os.getppid)
 
     def work(self) -> int:
-        """In the process that ``guarded`` made."""
+        """Start everything, wait for the command, end everything; return the exit code. ``guarded`` calls it."""
         for number in (signal.SIGTERM, signal.SIGHUP, ASKED_BY_CTRL_C):
-            signal.signal(number, self._note)
-        signal.signal(signal.SIGINT, lambda *_: None)  # a terminal sends it to the command as well, which decides
+            signal.signal(number, self._record_signal)
+        signal.signal(signal.SIGINT, lambda *_: None)  # a terminal sends it to the command, too, which decides
         rank, good, why = node_rank(self.options.node_rank, self.env), False, ""
         tree = read_tree(self.options.broker)
         path = Path(tree.get("rendezvous") or self.folder / "streampack.json")
         self.env = with_secrets(tree.get("listen") or {}, self.env)
         if rank and "rendezvous" not in tree:
             raise ConfigError(
-                f"{self.options.broker}: rendezvous: got none, expected a file on a file system that all hosts share: "
-                f"node {rank} finds the broker by it"
+                f"{self.options.broker} has no rendezvous, by which host {rank} finds the broker. Name a file there "
+                f"that all hosts can read."
             )
         found: dict[str, Any] = {}
         try:
@@ -135,16 +146,16 @@ class _Run:
         finally:
             self._stop(good)
             if rank == 0 and not good:
-                rendezvous.leave_word(path, found, why or "the command failed there")
+                rendezvous.write_failure(path, found, why or "the command failed there")
 
-    def _note(self, number: int, _: FrameType | None) -> None:
+    def _record_signal(self, number: int, _: FrameType | None) -> None:
         self.signals.append(signal.SIGINT if number == ASKED_BY_CTRL_C else signal.SIGTERM)
 
     # The broker
 
     def _start_broker(self, tree: dict[str, Any], path: Path) -> dict[str, Any]:
-        """Start it, and what its rendezvous file says once it is ready."""
-        listen = self._free(shared="rendezvous" in tree) | (tree.get("listen") or {})
+        """Start the broker, wait until it is ready, and return the content of its rendezvous file."""
+        listen = self._free_addresses(shared="rendezvous" in tree) | (tree.get("listen") or {})
         before = rendezvous.read(path)
         self._start("broker", "broker", tree | {"listen": listen, "rendezvous": str(path)})
         (broker,) = self.daemons
@@ -154,8 +165,11 @@ class _Run:
                 raise DaemonEnded(broker.failure())
         return found
 
-    def _free(self, shared: bool) -> dict[str, str]:
-        """Addresses that nobody else has: on the network for several hosts, else a socket's file if its path fits."""
+    def _free_addresses(self, shared: bool) -> dict[str, str]:
+        """Return free addresses for the broker: TCP ports for several hosts, else Unix sockets if their path fits.
+
+        ``shared``: broker.yaml names a rendezvous file, so other hosts may connect.
+        """
         hosts = next((int(self.env[name]) for name in _HOSTS if self.env.get(name, "").isdigit()), 1)
         any_port = "tcp://0.0.0.0:*" if hosts > 1 else "tcp://127.0.0.1:*"
         files = hosts == 1 and not shared and len(os.fsencode(self.folder)) < _LONGEST_FOLDER
@@ -163,30 +177,34 @@ class _Run:
         return {**sides, "http": "127.0.0.1:0"}
 
     def _find_broker(self, path: Path) -> dict[str, Any]:
-        """What the rendezvous file of this attempt's broker says, once it is there and the broker answers."""
+        """Wait until the broker of this attempt answers; return the content of its rendezvous file.
+
+        Raises Unreachable after ``timeout_s`` seconds.
+        """
         began = said = time.monotonic()
-        why = "there is no such file"
+        why = "the file does not exist"
         while True:
             found = rendezvous.read(path)
             if found is not None:
-                why = rendezvous.not_believed(found, attempt(self.env), find_key(self.env.get(KEY_FILE, "")))
+                why = rendezvous.rejection(found, attempt(self.env), find_key(self.env.get(KEY_FILE, "")))
                 if not why:
                     return found
             now = time.monotonic()
             if now - began > self.options.timeout_s:
                 raise Unreachable(
-                    f"{path}: got no broker in {self.options.timeout_s:g} s ({why}), expected the one that node 0 "
-                    f"starts: is 'streampack run' running there, and the file on a file system that both share?"
+                    f"{path} led to no broker within {self.options.timeout_s:g} s: {why}. Check that 'streampack run' "
+                    f"runs on host 0, and that both hosts share the file."
                 )
             if now - said > SAY_S:
                 said = now
-                log.info("waiting for node 0's broker: %s: %s", path, why)
+                log.info("waiting for the broker of host 0: %s: %s", path, why)
             self._pause()
 
     def _start_producers(self, found: dict[str, Any], rank: int) -> None:
+        """Start a producer for each producer.yaml; ``found``: content of the rendezvous file."""
         for number, path in enumerate(self.options.producers):
             name = "producer" if len(self.options.producers) == 1 else f"producer {number}"
-            self._start(f"{name} of node {rank}" if rank else name, "produce",
+            self._start(f"{name} of host {rank}" if rank else name, "produce",
                         read_tree(path) | {"broker": found["producers"]})  # fmt: skip
 
     def _start(self, name: str, command: str, tree: dict[str, Any]) -> None:
@@ -196,6 +214,10 @@ class _Run:
     # The command
 
     def _command(self, found: dict[str, Any], watched: Path | None) -> int:
+        """Run the command to its end and return its exit code; pass signals on to it and watch the other processes.
+
+        ``watched``: on hosts other than 0 the rendezvous file, in which host 0 reports a failure. Raises DaemonEnded.
+        """
         env = {
             **self.env, "STREAMPACK_ENDPOINT": found["trainers"], "STREAMPACK_PRODUCERS": found["producers"],
             "STREAMPACK_HTTP": found["http"],
@@ -203,7 +225,7 @@ class _Run:
         try:
             command = subprocess.Popen(self.options.command, env=env)
         except OSError as error:
-            raise UserError(f"{self.options.command[0]}: cannot be run: {error.strerror}") from None
+            raise UserError(f"The command {self.options.command[0]!r} cannot be run: {error.strerror}.") from None
         heard = 0
         looked = time.monotonic()
         try:
@@ -219,18 +241,20 @@ class _Run:
                     looked = time.monotonic()
                     now = rendezvous.read(watched) or {}
                     if now.get("epoch") == found["epoch"] and "failed" in now:
-                        raise DaemonEnded(f"node 0 has ended: {now['failed']}")
+                        raise DaemonEnded(f"Host 0 has ended: {now['failed']}")
         finally:
             _end(command)
         return exit_code(command.returncode)
 
     def _check_daemons(self) -> None:
+        """Raise DaemonEnded if the broker has ended or a producer has failed."""
         for daemon in self.daemons:
             code = daemon.process.poll()
             if code is not None and (code or daemon.name == "broker"):
                 raise DaemonEnded(f"{daemon.failure()}; the command was terminated")
 
     def _pause(self) -> None:
+        """Sleep a little; raise _Stopped if a signal has come or the guard process is gone."""
         time.sleep(POLL_S)
         if self.signals:
             raise _Stopped(self.signals[0])
@@ -238,7 +262,10 @@ class _Run:
             raise _Stopped(signal.SIGTERM)
 
     def _stop(self, good: bool) -> None:
-        """Producers first; then the broker, which serves what other hosts still want unless something failed."""
+        """End the producers, then the broker; after a good end, the broker may first serve other hosts.
+
+        Unless the end is ``good``, a second SIGTERM ends the broker at once.
+        """
         for daemon in reversed(self.daemons):
             if daemon.process.poll() is None:
                 daemon.process.terminate()
@@ -250,16 +277,18 @@ class _Run:
             if daemon.process.poll() is None:
                 daemon.process.kill()
                 daemon.process.wait()
-            daemon.last_line()  # all that it said has been shown
+            daemon.last_line()  # wait until all of its lines are shown
 
 
 class _Stopped(Exception):
+    """A signal asked to stop before the command was started."""
+
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 def _end(command: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, and SIGKILL to what does not heed it in time."""
+    """End the command's process: SIGTERM, then SIGKILL after STOP_S seconds."""
     if command.poll() is None:
         command.terminate()
     try:

@@ -1,8 +1,8 @@
 """``streampack.local``: a broker and a producer in threads, and the client that reads from them.
 
-Nothing here is another way of packing: the parts are those of the daemons, joined by unix sockets in a folder of
-their own. Left alone is what is the user's: signals, logging, the current folder. The threads hold no reference
-to the loader, so dropping it, or the end of the interpreter, ends them; a forked child's copy ends nothing.
+The classes are those of the daemons, joined by Unix sockets in a temporary folder. This module does not change the
+program's signals, logging or working folder. The threads hold no reference to the loader, so they end when the loader
+is deleted or the interpreter exits. The copy of the loader in a forked child ends nothing.
 """
 
 from __future__ import annotations
@@ -45,17 +45,21 @@ from streampack_services.http.server import HttpServer
 log = logging.getLogger("streampack.local")
 
 STOP_S = 10.0
+"""Seconds that a thread has to end."""
 _LONGEST_PATH = 100
-_OF_BROKER = {field.name for field in fields(StreamSettings)}
+"""Bytes of the longest path of a Unix socket."""
+_BROKER_KEYS = {field.name for field in fields(StreamSettings)}
+"""Settings of a stream that belong in broker.yaml; all others belong in producer.yaml."""
 FORMAT_OF_EXTENSION = {
     ".tar": "webdataset", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text",
     ".bin": "megatron", ".idx": "megatron",
 }  # fmt: skip
+"""Name of the source format, by the extension of a file."""
 Open = Callable[[contextlib.ExitStack], tuple[Client, str | None]]
 
 
 class Local:
-    """The loader: see ``streampack.local``. One thread uses it, in the process that made it."""
+    """The loader that ``streampack.local`` returns. Use it in one thread of the process that made it."""
 
     def __init__(self, start: Open) -> None:
         with contextlib.ExitStack() as stack:
@@ -109,7 +113,7 @@ class Local:
         return self._client.stats()
 
     def close(self) -> None:
-        """End every thread and remove what they had on disk; idempotent."""
+        """End all threads and remove their files; a second call has no effect."""
         self._close()
 
     def __enter__(self) -> Local:
@@ -128,7 +132,8 @@ class Local:
 
 
 def _close_all(pid: int, stack: contextlib.ExitStack) -> None:
-    if os.getpid() == pid:  # threads do not come along through a fork, and the files are the parent's
+    """Close ``stack`` in the process ``pid``; do nothing in its forks, which have no threads and own no files."""
+    if os.getpid() == pid:
         stack.close()
 
 
@@ -136,15 +141,20 @@ def open_local(
     source: Any, run: dict[str, Any], stream: dict[str, Any], weights: Mapping[str, float], tokenizer: Any,
     http: str | None, client: dict[str, Any],
 ) -> Local:  # fmt: skip
-    """``run``: settings of broker.yaml; ``stream``: those of every stream; ``client``: arguments of ``connect``."""
+    """Start a broker, a producer and a client for ``source``, and return the loader.
+
+    ``run``: settings of broker.yaml. ``stream``: settings of every stream. ``http``: the broker's HTTP address, or
+    None.
+    ``client``: arguments of ``connect``. Raises UserError or ConfigError for wrong arguments, SourceError.
+    """
     for name in ("endpoint", "feed", "mesh", "key_file"):
         if name in client:
-            raise UserError(f"got {name}, expected none: local is one rank's loader; 'streampack run' serves several")
+            raise UserError(f"Got {name}, but local is the loader of a single rank. Use 'streampack run' for several.")
     if not (http is None or isinstance(http, str)):
         raise UserError(f"http: got {http!r}, expected text such as '127.0.0.1:7400', or None")
-    inspect.signature(connect).bind_partial(**client)  # a misspelt one is said before anything starts
+    inspect.signature(connect).bind_partial(**client)  # find misspelled arguments before anything starts
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        log.warning("WORLD_SIZE is set: each rank's local loader reads all of the data; 'streampack run' shares it out")
+        log.warning("WORLD_SIZE is set, but each rank's local loader reads all data; use 'streampack run' to share it")
     given = source if isinstance(source, Mapping) else {"data": source}
     if unknown := set(weights) - set(given):
         raise UserError(f"weights: got {', '.join(sorted(unknown))}, expected streams: {', '.join(given)}")
@@ -159,12 +169,15 @@ def open_local(
 
 
 def open_stream(name: str, given: Any, defaults: dict[str, Any], tokenizer: Any) -> tuple[Source, dict[str, Any]]:
-    """A stream's source, and its settings in broker.yaml."""
+    """Open a stream's source; return it with the stream's settings for broker.yaml.
+
+    ``given``: files, rows, or a dict of settings with its ``source``. ``defaults``: settings of every stream.
+    """
     settings = {key: value for key, value in defaults.items() if value is not None}
     if isinstance(given, Mapping):
         settings |= given
         given = settings.pop("source", None)
-    of_broker = {key: settings.pop(key) for key in list(settings) if key in _OF_BROKER}
+    of_broker = {key: settings.pop(key) for key in list(settings) if key in _BROKER_KEYS}
     if settings.get("shuffle") is False:  # partitions take turns, so only one keeps the order of the files
         of_broker.setdefault("partitions", 1)
     if of_broker.get("passes", 1) != 1 and of_broker.get("repeat"):
@@ -181,7 +194,7 @@ def open_stream(name: str, given: Any, defaults: dict[str, Any], tokenizer: Any)
 
 
 def _source(given: Any, settings: dict[str, Any], tokenizer: Tokenizer) -> Source:
-    """A format's name with its settings, files, or rows in memory."""
+    """Open a source: ``given`` is a format's name (``settings`` then name the files), files, or rows in memory."""
     if isinstance(given, str) and ("shards" in settings or "path" in settings):
         return _open(settings | {"source": given}, tokenizer)
     if isinstance(given, list | tuple) and not given:
@@ -216,7 +229,10 @@ def _settings(tree: dict[str, Any]) -> SourceSettings:
 
 
 def _is_files(given: Any) -> bool:
-    """Paths, or a list of nothing but paths or strings that end as files do; other strings in a list are texts."""
+    """Return whether ``given`` is a path, or a list of paths only; other strings in a list are texts.
+
+    A string in a list is a path if it has the extension of a known format.
+    """
     if isinstance(given, str | os.PathLike):
         return True
     listed = isinstance(given, list | tuple) and len(given) > 0
@@ -227,22 +243,25 @@ def _is_files(given: Any) -> bool:
 
 
 def _extension(path: str | os.PathLike[str]) -> str:
+    """Return the extension of a file without its compression, in lower case: ``.jsonl`` for ``a.jsonl.gz``."""
     name = os.fspath(path).rstrip("}").lower()
     name = f"{name[:-4]}.tar" if name.endswith(".tgz") else name.removesuffix(".gz").removesuffix(".zst")
     return os.path.splitext(name)[1]
 
 
 def _format(path: str) -> str:
+    """Return the name of a file's format by its extension. Raises UserError for an unknown one."""
     found = "huggingface" if os.path.isdir(path) else FORMAT_OF_EXTENSION.get(_extension(path))
     if found is None:
         raise UserError(
             f"got {path[:200]!r}, expected a file that ends in {', '.join(FORMAT_OF_EXTENSION)}, or the folder of a "
-            f"saved dataset: name the format with a dict of a stream's settings, or put a text into a list"
+            f"saved dataset. Name the format in a dict of the stream's settings, or put a text into a list."
         )
     return found
 
 
 def _tokenizer(given: Any) -> Tokenizer:
+    """Return the tokenizer that ``given`` names: None, a name or path, settings, a transformers one, a callable."""
     if given is None:
         return open_tokenizer(TokenizerSettings())
     if isinstance(given, str | os.PathLike):
@@ -282,7 +301,7 @@ def _start(
         try:
             service.run()
         except Exception as error:
-            _tell(found, error)
+            _fail_clients(found, error)
 
     def stop_broker() -> None:
         service.drain()
@@ -304,7 +323,7 @@ def _start(
         try:
             loop.run()
         except Exception as error:
-            _tell(found, error)
+            _fail_clients(found, error)
 
     start_thread(stack, produce, loop.stop, "streampack-producer")
     return reader, url
@@ -328,8 +347,8 @@ def start_thread(stack: contextlib.ExitStack, body: Callable[[], None], stop: Ca
     stack.callback(end)
 
 
-def _tell(clients: list[Client], error: Exception) -> None:
-    """Raise a thread's error in the loop that takes the packs."""
+def _fail_clients(clients: list[Client], error: Exception) -> None:
+    """Make all clients raise a thread's ``error`` where they wait for packs."""
     if not isinstance(error, StreampackError):
         bug = InternalError(f"a thread of the local loader failed: {error!r}")
         bug.__cause__ = error

@@ -1,8 +1,10 @@
-"""No orphans: a guard around a process that starts others, so that none of them outlives it, not even a kill -9.
+"""Guard a process that starts others, so that no process below it outlives it, not even after a kill -9.
 
-The process forks. The first one, the guard, only passes signals on and waits; the second does the work. Each adopts
-what its descendants leave behind (Linux's subreaper), the work hears of the guard's death (PDEATHSIG), and whichever
-of the two is left ends everything below it. Relies on Linux and /proc; to be called before any thread is started.
+``guarded`` forks. The first process, the guard, only passes signals on and waits. The second process, the worker, does
+the work. Each adopts the orphans of its descendants (Linux's subreaper). The worker gets a signal when the guard dies
+(PDEATHSIG). The last of the two ends all processes below it.
+
+This needs Linux and /proc. Call ``guarded`` before any thread is started.
 """
 
 from __future__ import annotations
@@ -18,15 +20,16 @@ from pathlib import Path
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SI_KERNEL = 0x80
 ASKED_BY_CTRL_C = signal.SIGUSR1
-"""What the work is sent for a SIGINT that somebody has sent to the guard: a terminal's own goes to the whole group."""
+"""Signal to the worker for a SIGINT that another process sent to the guard; a terminal's SIGINT reaches both."""
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LAST_WORDS_S = 3.0
+"""Seconds that descendants have to end after SIGTERM, before SIGKILL."""
 
 
 def guarded(work: Callable[[], int], clean_up: Callable[[], None]) -> int:
-    """The exit code of ``work``, which a second process does; ``clean_up`` is called when all is over, whoever is left.
+    """Run ``work`` in a second process, end all processes below it, call ``clean_up``; return the exit code.
 
-    ``work`` is asked to end by SIGTERM, also when the guard is gone: ``os.getppid`` has then changed.
+    ``work`` gets SIGTERM when it must end. It also gets SIGTERM when the guard has died; ``os.getppid`` then differs.
     """
     _adopt_orphans()
     guard = os.getpid()
@@ -46,6 +49,7 @@ def guarded(work: Callable[[], int], clean_up: Callable[[], None]) -> int:
 
 
 def _watch(worker: int) -> int:
+    """Pass signals on to the worker (a process id) until it has ended; return its exit code."""
     while True:
         done, status = os.waitpid(worker, os.WNOHANG)
         if done:
@@ -59,12 +63,12 @@ def _watch(worker: int) -> int:
 
 
 def exit_code(returned: int) -> int:
-    """As a shell tells it: 128 + n for a process that signal n has ended."""
+    """Return the exit code as a shell gives it: 128 + n for a process that signal n has ended."""
     return 128 - returned if returned < 0 else returned
 
 
 def end_descendants() -> None:
-    """SIGTERM to every process below this one, SIGKILL to those that are there a little later; all are reaped."""
+    """End and reap every process below this one: SIGTERM, then SIGKILL after LAST_WORDS_S seconds."""
     deadline = time.monotonic() + LAST_WORDS_S
     number = signal.SIGTERM
     told: set[int] = set()
@@ -77,12 +81,12 @@ def end_descendants() -> None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
         if time.monotonic() > deadline + LAST_WORDS_S:
-            return  # one that not even SIGKILL ends hangs in the kernel
+            return  # a process that survives SIGKILL hangs in the kernel
         time.sleep(0.02)
 
 
 def descendants(pid: int) -> list[int]:
-    """Every living process below ``pid``; ended ones that are this process's to reap are reaped."""
+    """Return the ids of all living processes below ``pid``; reap ended children of this process first."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             continue
@@ -100,6 +104,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def _adopt_orphans() -> None:
+    """Make this process the parent of orphaned descendants."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

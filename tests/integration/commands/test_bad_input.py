@@ -367,12 +367,12 @@ def test_a_log_of_another_run_or_of_other_rules_is_refused_by_the_key_that_diffe
 def test_a_log_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     config = write(tmp_path / "broker.yaml", {"streams": {"web": {}}})
     line = the_error(streampack("run", "-c", config, "--log-dir", config, "--", "true"), 2)
-    assert line.startswith("streampack: --log-dir: ")
-    assert line.endswith("got File exists, expected a folder")
+    assert line.startswith("streampack: --log-dir ")
+    assert line.endswith("cannot be made: File exists. Pass a folder.")
 
 
 def test_a_rendezvous_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     line = broker_line(tmp_path, rendezvous=str(tmp_path / "here"))
-    assert line.endswith("here: cannot be written: Is a directory: choose another path")
+    assert line.endswith("here cannot be written: Is a directory. Choose another path.")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broker.yaml", "here"]

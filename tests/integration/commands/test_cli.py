@@ -138,7 +138,7 @@ def test_a_tokenizer_may_be_a_module_of_the_current_folder(tmp_path: Path) -> No
 
 
 def test_a_rendezvous_file_that_only_this_host_can_use_is_warned_of(broker: RunningBroker) -> None:
-    said = "addresses for producers and trainers are on loopback: other hosts cannot reach them: set listen"
+    said = "addresses for producers and trainers are on loopback, so other hosts cannot connect; set listen"
     broker.wait_for(said)
     with running_broker({**BROKER, "listen": EVERYWHERE}) as other:
         other.wait_for("rendezvous file")

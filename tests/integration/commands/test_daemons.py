@@ -165,7 +165,7 @@ def test_the_broker_says_what_it_waits_for() -> None:
         lines = [json.loads(line) for line in broker.said.splitlines()]
         warned = [line for line in lines if line["level"] != "info"]
         assert len(warned) == 1, "of its addresses, which are on loopback, and of nothing else"
-        assert "other hosts cannot reach them" in warned[0]["text"]
+        assert "so other hosts cannot connect" in warned[0]["text"]
 
 
 def test_a_broker_ends_by_itself_when_all_is_delivered(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_killed_producer_process_is_started_again_and_no_step_differs(
             warned = [each["text"] for each in lines if each["level"] == "warning"]
             assert len(warned) == kills
             if kills:
-                assert f"(pid {killed.pid}) was killed, perhaps for its memory; process " in warned[0]
+                assert f"(pid {killed.pid}) was killed, perhaps because memory was short; process " in warned[0]
                 assert f"took over from {socket.gethostname()}:{killed.pid}" in broker.said
                 assert "silent" not in broker.said
     assert found[0] == found[1]
@@ -261,7 +261,7 @@ def slowly(text: str) -> list[int]:
 
 
 def restarted(producer: Daemon, times: int) -> bool:
-    return producer.said.count("goes on") >= times or producer.process.poll() is not None
+    return producer.said.count("continues its work") >= times or producer.process.poll() is not None
 
 
 def test_producer_processes_that_are_killed_again_and_again_are_given_up(tmp_path: Path) -> None:
@@ -274,7 +274,10 @@ def test_producer_processes_that_are_killed_again_and_again_are_given_up(tmp_pat
                 mine[-1].kill()
                 until(partial(restarted, producer, number + 1))
             assert producer.end() == 1
-            assert f"killed, perhaps for its memory, after {RESTARTS_A_MINUTE} restarts within a min" in producer.said
+            assert (
+                f"killed, perhaps because memory was short, after {RESTARTS_A_MINUTE} restarts within a min"
+                in producer.said
+            )
             assert not psutil.wait_procs(mine, PATIENCE_S)[1]
 
 
@@ -342,9 +345,7 @@ def test_samples_without_their_declared_mask_are_counted() -> None:
     found = overall()
     parts = {"web": StreamProgress(30, 400, unmasked=7), "code [x]": StreamProgress(5, 1000, unmasked=1)}
     found.update(120.0, [parts, {"web": StreamProgress(10, 90, unmasked=2)}], [], 0)
-    assert summary(found).startswith(
-        "45 samples, 1490 tokens, 10 without the declared loss_mask, trained on as a whole"
-    )
+    assert summary(found).startswith("45 samples, 1490 tokens, 10 without the declared loss_mask, learned as a whole")
     assert figures(found)["streams"]["web"]["unmasked"] == 9
 
 

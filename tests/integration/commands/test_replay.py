@@ -178,12 +178,15 @@ def test_what_cannot_be_replayed_is_one_line(run: Run, tmp_path: Path) -> None:
     elsewhere = write(tmp_path / "other.yaml", json.loads(run.where[1].read_text()) | {"seed": 5})  # type: ignore[union-attr]
     for arguments, said in (
         (("--step", str(last + 1), *run.where), "the feed has ended"),
-        (("--step", "3", *run.where, "--lineage", "2"), "expected one in which step 3 of feed 'train' is recorded: 0"),
+        (
+            ("--step", "3", *run.where, "--lineage", "2"),
+            "has no record of step 3 of feed 'train'. Lineages that have one: 0.",
+        ),
         (("--step", "3", *run.where, "--feed", "valid"), "got feed 'valid', expected one of: train"),
         (("--step", "3", *run.where, "--dp", "3"), "got dp=3"),
-        (("--step", "3", *run.where[:2]), "got no producer.yaml with stream code, web"),
+        (("--step", "3", *run.where[:2]), "No producer.yaml has stream code, web"),
         (("--step", "3", "-c", elsewhere, *run.where[2:]), "seed"),
-        (("--step", "3", *run.where, "-o", tmp_path / "no" / "step.npz"), "a folder that is not there"),
+        (("--step", "3", *run.where, "-o", tmp_path / "no" / "step.npz"), "whose folder does not exist"),
         (("--step", "3", *run.where, "--state-dir", tmp_path), "got no log"),
     ):
         assert said in the_error(in_process("replay", *arguments), 2)
@@ -239,7 +242,7 @@ def test_a_sample_that_has_changed_is_named(run: Run, tmp_path: Path, number: in
 def test_a_replay_in_which_nothing_moves_gives_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENIZER_SLEEPS", "30")
     line = the_error(in_process("replay", "--step", "3", *run.where, "--timeout", "1"), 75)
-    assert "step 3: nothing has moved for 1 s: waiting for samples: no sample has come from stream" in line
+    assert "step 3: no progress for 1 s: waiting for samples: no sample has come from stream" in line
 
 
 def test_steps_of_pushed_samples_need_no_producer(tmp_path: Path) -> None:
@@ -347,7 +350,7 @@ def test_the_oldest_step_is_named_where_the_log_has_lost_what_was_pushed(tmp_pat
             broker.kill()
         config = shortened(path / "broker.yaml", other, 2)
         line = the_error(in_process("replay", "--step", "1", "-c", config), 2)
-        found = re.search(r"got step 1 of feed 'train', expected (\d+) or later", line)
+        found = re.search(r"Step 1 of feed 'train' cannot be formed again.* Ask for step (\d+) or later", line)
         assert found, line
         oldest = int(found[1])
         assert 1 < oldest < max(steps)
@@ -355,4 +358,4 @@ def test_the_oldest_step_is_named_where_the_log_has_lost_what_was_pushed(tmp_pat
             assert ask("--step", str(number), "-c", config, "-o", tmp_path / "step.npz")["equal"]
             same(steps[number], tmp_path / "step.npz")
         line = the_error(in_process("replay", "--step", str(oldest - 1), "-c", config), 2)
-        assert f"expected {oldest} or later" in line
+        assert f"Ask for step {oldest} or later" in line

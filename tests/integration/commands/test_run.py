@@ -182,7 +182,7 @@ def test_a_daemon_that_dies_ends_the_command_and_says_so(files: list[str], daemo
         assert it.stderr is not None
         last = it.stderr.read().splitlines()[-1]
         name = {"broker": "broker", "produce": "producer"}[daemon]
-        assert last.startswith(f"streampack: {name} was killed by SIGKILL, perhaps for its memory; ")
+        assert last.startswith(f"streampack: {name} was killed by SIGKILL, perhaps because memory was short; ")
         assert last.endswith("; the command was terminated")
         assert all_gone(processes)
 
@@ -192,7 +192,7 @@ def test_a_producer_that_fails_gives_its_reason(files: list[str], tmp_path: Path
     done = run(files, python(HANG))
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert "producer ended with 2: " in last
+    assert "producer exited with 2: " in last
     assert "got a sample of 999 tokens" in last
 
 
@@ -214,7 +214,7 @@ def test_nothing_is_left_when_run_itself_is_killed(files: list[str], which: str)
 
 
 def test_what_cannot_be_is_said_before_anything_starts(files: list[str], tmp_path: Path) -> None:
-    assert "no_such_program: got no such command" in the_error(run(files, ["no_such_program"]), 2)
+    assert "The command 'no_such_program' was not found." in the_error(run(files, ["no_such_program"]), 2)
     bad = str(write(tmp_path / "bad.yaml", {"streams": {"web": {"wieght": 1}}}))
     assert "'weight' perhaps" in the_error(run(["-c", bad], ["true"]), 2)
 
@@ -225,7 +225,7 @@ def test_a_taken_port_is_said(files: list[str], tmp_path: Path) -> None:
         done = run(["-c", str(write(tmp_path / "taken.yaml", tree))], ["true"])
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert f"broker ended with 2: cannot listen on {broker.producers}: got an address in use" in last
+    assert f"broker exited with 2: cannot listen on {broker.producers}: got an address in use" in last
 
 
 # Several hosts
@@ -253,7 +253,7 @@ def test_two_hosts_have_one_broker(files: list[str], tmp_path: Path) -> None:
             hosts.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=into, text=True, env=env))
         time.sleep(1.5)  # the first one has seen the old file
     # Before anything is read: else all may be over before the second producer has said a word.
-    until(lambda: "broker | " in errors[0].read_text() and "producer of node 1 | " in errors[1].read_text())
+    until(lambda: "broker | " in errors[0].read_text() and "producer of host 1 | " in errors[1].read_text())
     go.touch()
     found = [host.communicate(timeout=PATIENCE_S)[0] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], [each.read_text() for each in errors]
@@ -271,7 +271,7 @@ def test_another_host_ends_with_the_reason_when_node_0_fails(files: list[str], t
             assert second.wait(PATIENCE_S) == 1
             assert second.stderr is not None
             said = second.stderr.read().splitlines()[-1]
-            assert said.startswith("streampack: node 0 has ended: broker was killed by SIGKILL, ")
+            assert said.startswith("streampack: Host 0 has ended: broker was killed by SIGKILL, ")
         assert first.wait(PATIENCE_S) == 1
 
 
@@ -279,11 +279,11 @@ def test_a_host_that_finds_no_broker_of_its_attempt_says_why(tmp_path: Path) -> 
     path = tmp_path / "streampack.json"
     config = str(write(tmp_path / "shared.yaml", BROKER | {"rendezvous": str(path)}))
     options = ["-c", config, "--node-rank", "1", "--timeout", "0.5"]
-    assert "got no broker in 0.5 s (there is no such file)" in the_error(run(options, ["true"]), 75)
+    assert "led to no broker within 0.5 s: the file does not exist" in the_error(run(options, ["true"]), 75)
     with running_broker(BROKER) as broker:
         found = json.loads(broker.rendezvous.read_text())
         write(path, found | {"attempt": "12"})
-        assert "of another attempt, '12', expected '13'" in the_error(
+        assert "of another attempt: got '12', expected '13'" in the_error(
             run(options, ["true"], STREAMPACK_ATTEMPT="13"), 75
         )
         write(path, found | {"epoch": found["epoch"] - 1})
@@ -295,7 +295,9 @@ def test_a_host_that_finds_no_broker_of_its_attempt_says_why(tmp_path: Path) -> 
 
 
 def test_another_host_needs_a_rendezvous(files: list[str]) -> None:
-    assert "rendezvous: got none" in the_error(run([*files, "--node-rank", "1"], ["true"]), 2)
+    assert "has no rendezvous, by which host 1 finds the broker" in the_error(
+        run([*files, "--node-rank", "1"], ["true"]), 2
+    )
 
 
 def test_the_rank_and_the_attempt_come_from_the_environment() -> None:

@@ -110,7 +110,7 @@ def test_keys_are_made_for_their_users_alone_and_say_what_they_may(tmp_path: Pat
     finally:
         os.umask(before)
     assert made.returncode == 0, made.stderr
-    assert "tokenizers.key to who is to be tokenizers" in made.stdout
+    assert "tokenizers.key to the host of tokenizers" in made.stdout
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     files = sorted(path.name for path in folder.iterdir())
     assert files == ["allowed.yaml", "broker.key", "rank-3.key", "tokenizers.key"]
@@ -282,8 +282,8 @@ THERE = {"producers": "tcp://127.0.0.1:7401", "trainers": "tcp://0.0.0.0:7402"}
         (HERE, "localhost:0", False, False, []),
         (HERE, "[::1]:0", False, False, []),
         (THERE, "127.0.0.1:7400", True, False, []),
-        (THERE, "127.0.0.1:7400", False, True, ["the addresses for trainers can send samples, or read them"]),
-        (HERE, "0.0.0.0:7400", True, False, ["whoever reaches 0.0.0.0:7400 can read the run's figures"]),
+        (THERE, "127.0.0.1:7400", False, True, ["the addresses for trainers can send or read samples"]),
+        (HERE, "0.0.0.0:7400", True, False, ["anyone who can connect to 0.0.0.0:7400 can read the run's status"]),
         (HERE, "node0:7400", True, True, []),
         (THERE, "[::]:7400", False, False, ["set listen.keys", "set listen.token_file"]),
     ],

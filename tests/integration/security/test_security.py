@@ -181,9 +181,9 @@ def test_who_pushes_is_told_why_too(broker: BrokerService, keys: Path) -> None:
 def test_who_looks_for_a_broker_believes_the_one_whose_key_it_has(broker: BrokerService, keys: Path) -> None:
     found = {**broker.endpoints, "epoch": broker.core.epoch, "attempt": ""}
     own = load_key(keys / "broker.key")
-    until(lambda: not rendezvous.not_believed(found, "", own))  # it waits for 2 s: a busy machine takes longer
-    assert "its broker does not answer" in rendezvous.not_believed(found | {"epoch": 1}, "", own)
-    until(lambda: "lets nobody in without a key" in rendezvous.not_believed(found, "", None))
+    until(lambda: not rendezvous.rejection(found, "", own))  # it waits for 2 s: a busy machine takes longer
+    assert "its broker does not answer" in rendezvous.rejection(found | {"epoch": 1}, "", own)
+    until(lambda: "lets nobody in without a key" in rendezvous.rejection(found, "", None))
 
 
 def test_a_broker_that_cannot_show_a_key_is_not_believed(keys: Path, data: str) -> None:

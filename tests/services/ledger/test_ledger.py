@@ -235,7 +235,7 @@ def test_a_step_that_is_not_there_is_named(ended: Run) -> None:
         found = verify(ledger)
         assert f"feed {FEED}: step 7 is missing" in found["named"]
         assert found["findings"]["lost"] >= len(np.unique(rows_in(step)["index"])) - 2
-        with pytest.raises(UserError, match="got step 7 of feed 'train', expected a later one"):
+        with pytest.raises(UserError, match="Neither log nor ledger has step 7 of feed 'train'"):
             why_step(ledger, 7)
 
 
@@ -244,7 +244,7 @@ def test_an_end_that_does_not_agree_is_found(ended: Run) -> None:
     for other, said in (
         (replace(end, num_steps=end.num_steps + 2), f"step {end.num_steps} is missing"),
         (replace(end, num_steps=end.num_steps - 1), f"got step {end.num_steps - 1}, expected none"),
-        (replace(end, chain=bytes(16)), "its chain is not the one that it ended with"),
+        (replace(end, chain=bytes(16)), "the chain of its last step is not the one in its end"),
     ):
         with ledger_of([other if record is end else record for record in ended.records]) as ledger:
             assert any(said in line for line in verify(ledger)["named"])
@@ -270,7 +270,7 @@ def test_one_step_recorded_twice_with_other_rows_is_a_contradiction(ended: Run) 
     with ledger_of([*ended.records, step]) as ledger:
         assert verify(ledger)["good"], "the same again is no harm"
         ledger.update(entries([*ended.records, step, without(step, 0)]))
-        assert any("step 3 of lineage 0 was recorded twice" in line for line in verify(ledger)["named"])
+        assert any("step 3 of lineage 0 is recorded twice" in line for line in verify(ledger)["named"])
 
 
 def test_rejected_samples_are_said_to_be_with_their_reason(ended: Run) -> None:
