@@ -22,16 +22,24 @@ returns orders that are the same on every machine. Begin to read with ``model`` 
 From a chunk's bytes to a pack's, function by function. The core asks for four things by an effect (Store, Form,
 SendShard, Deliver), and a process around it does them:
 
-1. Broker process, ``broker.service``: ``_receive`` decodes a message, ``_handle`` gives it to ``Broker.handle``.
+1. Broker process, ``streampack_services.broker.service``: ``_receive`` decodes a message, ``_handle`` gives it to
+   ``Broker.handle``.
 2. ``intake``: ``Leases.receive``, ``_samples``; ``PartitionAccounts.take``; ``Admission.admit`` asks for **Store**.
    ``Arena.store`` of the services copies the tokens.
 3. ``feed`` and ``form``: ``Feed.advance``; ``Planner.fill`` merges (``merge``) and gives the window samples
-   (``Former.admit``); ``Former.request`` asks for **Form**. ``broker.service`` runs the packer in a thread (``_pack``).
-   ``Planner.formed`` takes the choice, ``Former.apply`` and ``cut`` make steps of it.
+   (``Former.admit``); ``Former.request`` asks for **Form**. The service runs the packer in a thread
+   (``_form_step``). ``Planner.formed`` takes the choice, ``Former.apply`` and ``cut`` make steps of it.
 4. ``feed`` and ``serve``: ``Feed._publish``; ``Outbox.hand_out`` waits until the log is safe; ``Readers.add``;
    ``StepServer.serve`` and ``_send_part`` ask for **SendShard**. ``Arena.gather`` copies what one rank gets.
 5. Trainer process: ``client.prefetch`` receives; ``ClientSession.handle``, ``_on_part`` ask for **Deliver**, of a whole
    step; ``packs.build.build_step``. ``Reading.next_pack`` takes it; ``Content.make`` builds the pack when it is read.
+
+To add something:
+
+- A packer: one class, and one entry in ``packers.registry``; ``packers.packer`` has the protocol.
+- A file format: one module in ``streampack.sources.formats``, whose text has the recipe.
+- A metric: one field in ``streampack_services.broker.status``, its value in ``Reporter.take``, and one row in
+  ``streampack_services.http.metrics``.
 
 Ten rules keep delivery exactly once. Modules cite them by number. Each test of ``tests/simulation/test_mutants.py``
 breaks one rule in the code, and shows that the simulation notices.

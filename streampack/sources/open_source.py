@@ -1,4 +1,7 @@
-"""Opens the source that settings describe: imports the module of its format, and gives it to a ShardedSource."""
+"""Opens the source that settings describe: imports the module of its format, and gives it to a ShardedSource.
+
+``streampack.sources.formats`` says how to add a format.
+"""
 
 import importlib
 

@@ -4,6 +4,7 @@ Names follow https://prometheus.io/docs/practices/naming: one prefix, base units
 Counts of tokens, samples, packs and steps have no unit. Ratios are of 1. Each scrape reads the last snapshot, so there
 is no second copy of a counter.
 
+To add a metric, add a field to ``broker.status``, fill it in ``Reporter.take``, and add a row to ``METRICS`` below.
 ``deploy/prometheus/METRICS.md`` lists all metrics; ``python -m streampack_services.http.metrics`` prints it.
 """
 

@@ -1,10 +1,11 @@
 """The merge by weights: which stream gives the next sample, as a function of seed, weights and position.
 
-Streams take turns by stride scheduling (Waldspurger and Weihl, 1995). Each stream has a clock that advances by
-``stride * tokens`` for every sample it gives; or by ``stride``, where weights are shares of samples. The stream with
-the lowest clock is next; ties go by number. Strides are integers, inversely proportional to the weights. So shares hold
-whatever the lengths, and nothing depends on which producer was faster. A stream that has ended drops out, or ends the
-merge at its next turn if it stops the others. A silent stream blocks the others, and ``blocked`` names its partition.
+Streams take turns by stride scheduling (Waldspurger and Weihl, 1995). Each stream has a clock that advances by ``stride
+* tokens`` for every sample it gives; or by ``stride``, where weights are shares of samples. The stream with the lowest
+clock is next; ties go by number. ``merge_kernels.merge_take`` takes these turns. Strides are integers, inversely
+proportional to the weights. So shares hold whatever the lengths, and nothing depends on which producer was faster. A
+stream that has ended drops out, or ends the merge at its next turn if it stops the others. A silent stream blocks the
+others, and ``blocked`` names its partition.
 
 Within a stream its partitions take turns; those that ended are skipped. Entries wait in ``queues``.
 

@@ -5,7 +5,8 @@ the samples admitted behind the window. It returns the packs to take out, and ke
 depends only on the lengths left, in order, on their ages, and on whether more samples may come. So packs are a
 function of the order of samples alone: how many are requested at once, or how far producers are ahead, changes none.
 
-To add a packer, write one file with a class that keeps the ``Packer`` protocol. Then add one entry to ``registry``.
+To add a packer, write one file with a class that keeps the ``Packer`` protocol. Then add one entry to ``registry``. A
+parameter of its own needs a line in ``PACKER_KEYS`` and ``Rules`` (``model.rules``), and one in ``config``.
 ``Capped`` and ``blocks.tumbling.Tumbling`` are base classes for the common cases.
 """
 

@@ -13,6 +13,15 @@ ranks: it begins when every rank is ready. A reader's message passes the files i
 - ``step_source``: the functions of a feed that readers need.
 
 A rank *returns* a step when its trainer is done with it. Every step goes to all ranks or to none (R3), and reads are
-pure (R4). The package relies on ``deal.step_cache`` for the messages of a step. It does not know samples, or how steps
-are formed.
+pure (R4). A step goes to a rank once four things hold:
+
+- The log is safe up to the step's record (``feed.outbox``), so the step is formed.
+- The rank takes part in the attempt, which begins when all ranks are ready (``RankRegistry.all_wait``).
+- The rank has asked for the step (``Get``).
+- Bytes on their way to this rank, and to all ranks, are below their limits (``StepServer._may_send``).
+
+A rank is dead after ``READER_SILENT_S`` or three ping intervals of silence (``Readers.tick``). If another process
+claims the rank, ``CLAIM_S`` is enough (``AttemptCoordinator._decide``).
+
+The package relies on ``deal.step_cache`` for the messages of a step. It does not know samples, or how steps are formed.
 """
