@@ -247,6 +247,7 @@ def plan_step(
         count = partial(num_packs, dp=dp, micro_batch_multiple=multiple, min_micro_batches=min_micro_batches)
 
         def full() -> list[list[int]]:
+            """Return packs filled by the packer, the most expensive ones split until all ranks have enough."""
             formed = pack_lengths(found, budget, packer or "exact_fill", max(len(found), 1), align, **parameters)
             return split_dearest(formed, work, count(len(formed)))
 

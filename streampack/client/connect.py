@@ -233,7 +233,8 @@ class Client(Generic[BatchT]):
         self._reading.begin()
         return self._steps_of(self._reading.round)
 
-    def _steps_of(self, round_: int) -> Iterator[Step[BatchT]]:  # a method: the iterator keeps the client alive
+    def _steps_of(self, round_: int) -> Iterator[Step[BatchT]]:
+        """Yield steps while iteration ``round_`` lasts; as a method, the iterator keeps the client alive."""
         while round_ == self._reading.round and (step := self._reading.next_step()) is not None:
             yield step
 

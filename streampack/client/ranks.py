@@ -135,6 +135,7 @@ def _from_order(sizes: dict[str, Any], order: str, environ: Mapping[str, str]) -
 
 
 def _mesh(size: dict[str, int], rank: dict[str, int]) -> Mesh:
+    """Return the Mesh of sizes and ranks by axis. Raises ValidationError for values out of range."""
     return msgspec.convert({**size, **{f"{axis}_rank": rank[axis] for axis in AXES}}, Mesh)
 
 

@@ -89,7 +89,7 @@ class Reading:
     # Called by ``Client``
 
     def begin(self) -> None:
-        """Begin the first iteration, or another one on a finite feed if this one has handed out a step or has ended."""
+        """Begin to iterate: the first time, or again on a finite feed after a step was handed out or the feed ended."""
         self._prefetching.check_usable()
         if self._last_round != self.round:
             self._last_round = self.round

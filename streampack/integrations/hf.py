@@ -415,6 +415,7 @@ class PackedTrainerMixin:
 
 
 def _is_loader(given: Any) -> bool:
+    """Return True for a loader, False for a dataset or a name."""
     return hasattr(given, "steps")
 
 

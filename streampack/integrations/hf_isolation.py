@@ -51,6 +51,7 @@ def _dependence(model: Any) -> tuple[float, float]:
     held: list[torch.Tensor] = []
 
     def require_gradients(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        """Hook of the embedding: detach the output and keep it in ``held``, so that it gets gradients."""
         held.append(output.detach().requires_grad_())
         return held[-1]
 

@@ -213,6 +213,7 @@ class PackedDataModule(LightningDataModule):
         self._close()
 
     def _val_loader(self) -> Client:
+        """Return the loader of the validation feed; Lightning calls it as ``val_dataloader``."""
         return self._loader(str(self._val_feed))
 
     def _loader(self, feed: str) -> Client:
@@ -222,6 +223,7 @@ class PackedDataModule(LightningDataModule):
         return self._loaders[feed]
 
     def _close(self) -> None:
+        """Close all loaders of this fit."""
         for loader in self._loaders.values():
             loader.close()
         self._loaders, self._batches = {}, None

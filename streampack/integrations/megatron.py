@@ -59,6 +59,7 @@ def datasets_provider(
     """
 
     def provider(train_val_test_num_samples: Any = None, vp_stage: int | None = None) -> Iterators:
+        """Return (train, validation, None) iterators, or three times None on a rank that does not read."""
         args = get_args()
         check_args(args, valid_feed)
         args.dataloader_save = getattr(args, "dataloader_save", None) or args.save

@@ -10,9 +10,10 @@ import os
 passed = 0
 
 
-def _forked() -> None:
+def _count_fork() -> None:
+    """Count a fork; runs in the child after each fork."""
     global passed
     passed += 1
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_count_fork)

@@ -40,7 +40,7 @@ class PackMaker(Protocol):
         """Return packs [first, stop) of up to ``num_tokens`` tokens, or one pack of more, in turn."""
 
     def make(self, first: int, stop: int, show: Show | None) -> Sequence[Any]:
-        """Return packs [first, stop), or what ``show`` makes of them."""
+        """Return packs [first, stop), or the views that ``show`` makes of them."""
 
 
 class Ahead:
@@ -76,7 +76,7 @@ class Ahead:
             self.make_group(*wanted)
 
     def make_group(self, packs: LazyPacks, number: int) -> None:
-        """Make one group of ``packs``; ignore errors, which the trainer's thread will raise."""
+        """Make group ``number`` of ``packs``; ignore errors, which the trainer's thread will raise."""
         with contextlib.suppress(Exception):
             packs.make_group(number)
 

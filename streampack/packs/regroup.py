@@ -94,7 +94,7 @@ class Regrouping:
 
 
 def _number(name: str, given: SupportsIndex) -> int:
-    """Return an integer, numpy integer or tensor as an int. Raises UserError for a number below 1 or another value."""
+    """Return argument ``name``, an integer of any type, as an int. Raises UserError unless it is at least 1."""
     try:
         number = index(given)
     except TypeError:
@@ -108,7 +108,7 @@ def _number(name: str, given: SupportsIndex) -> int:
 
 
 def _shared_out(count: int, parts: int) -> I64:
-    """Split ``count`` packs into ``parts`` runs of equal size, or one more in the first; int64 [parts + 1] bounds.
+    """Split ``count`` packs into ``parts`` runs, the first ones one longer if needed; int64 [parts + 1] bounds.
 
     >>> _shared_out(5, 3).tolist()
     [0, 2, 4, 5]

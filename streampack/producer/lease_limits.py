@@ -177,14 +177,15 @@ class LeaseLimits:
     def batch(self, gathered: Gathered, cursor: Cursor, pass_ended: bool) -> TokenChunk:
         """Return the gathered samples as a batch; ``cursor`` is the position after the last."""
 
-        def whole(name: str) -> NDArray[Any]:
+        def joined(name: str) -> NDArray[Any]:
+            """Return the values called ``name`` of all gathered samples, end to end."""
             parts = [part[name] for part in gathered.parts]
             return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
         lengths = np.array(gathered.lengths, np.uint32)
-        fields = {each.name: whole(each.name) for each in self._lease.fields}
+        fields = {each.name: joined(each.name) for each in self._lease.fields}
         return TokenChunk(
-            whole(TOKENS).astype(self._dtype, copy=False), lengths, cursor, gathered.rejected,
+            joined(TOKENS).astype(self._dtype, copy=False), lengths, cursor, gathered.rejected,
             tuple(gathered.examples), gathered.lost, fields, _loss_tokens(lengths, fields), pass_ended,
             gathered.unmasked,
         )  # fmt: skip

@@ -122,7 +122,7 @@ class Pushing:
         self._wait_for(lambda: self._session.flushed, timeout_s, "its samples to be safe")
 
     def close(self, end: bool, flush: bool) -> None:
-        """Wait until all samples are durable and end the thread; see ``Producer.close``."""
+        """End the thread, with ``flush`` once all samples are durable; see ``Producer.close``."""
         if os.getpid() != self._pid or self._closed:
             return
         try:

@@ -78,7 +78,7 @@ def _lengths(columns: Columns) -> tuple[I64, I64, list[int], I64]:
 
 
 def _positions(columns: Columns, tails: I64, slabs: Slabs) -> list[Any]:
-    """Return the positions of each pack, [1, T], which continue in tail padding; ``tails`` int64 [packs] tokens."""
+    """Return each pack's position ids [1, T]; ``tails``, int64 [packs] tokens of tail padding, continue the count."""
     column = columns.attributes["position_ids"]
     assert isinstance(column, Column)
     values = np.frombuffer(slabs.take(column.values.nbytes), np.int64)
