@@ -70,9 +70,9 @@ def balanced_packs(
     """Return the samples of each pack of a step, with a short critical path.
 
     There are ``fewest`` packs, a multiple of dp, or as many as ``full`` makes if that is not possible. ``full`` makes
-    packs of the same samples by filling them. Packs by rank are taken if their critical path is no longer than that of
-    packs by cost or of full packs. Otherwise the shorter of those two is leveled. So the critical path is never longer
-    than that of full packs, dealt by cost.
+    packs of the same samples by filling them. It is called unless packs by rank have a critical path no longer than
+    that of packs by cost, and are taken. Then packs by rank are taken if their critical path is no longer than that of
+    full packs. Otherwise the shorter of full packs and packs by cost is leveled.
     """
     order = np.argsort(-slots, kind="stable")
     work, slots = work[order], slots[order]
