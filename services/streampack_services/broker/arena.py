@@ -93,6 +93,7 @@ class Arena:
 
     @property
     def live_tokens(self) -> int:
+        """Tokens of the samples held, without fields."""
         return int(self._live.sum())
 
     @property
@@ -275,6 +276,7 @@ class Arena:
         self.moved_tokens += total
 
     def _mark_empty(self, block: int) -> None:
+        """Add a block without live samples to the empty blocks."""
         self._members[block].clear()
         self._empty.append(block)
 

@@ -141,6 +141,7 @@ def new_key(folder: Path, name: str, role: str, limits: Mapping[str, Any]) -> li
 
 
 def _create_key(folder: Path, name: str, tree: dict[str, Any]) -> list[Path]:
+    """Do the work of ``new_key``, with the folder locked; ``tree``: the entry for allowed.yaml, without its key."""
     secret = new_secret()
     broker_file, file = folder / f"{BROKER}.key", folder / f"{name}.key"
     allowed = read_allowed(folder)
@@ -171,6 +172,7 @@ def check_has_keys(folder: Path) -> None:
 
 
 def _revoke(folder: Path, name: str) -> None:
+    """Do the work of ``revoke``, with the folder locked."""
     before = read_allowed(folder)
     if name not in before:
         raise UserError(
@@ -301,6 +303,7 @@ class Allowed:
             )  # fmt: skip
 
     def _is_shut_out(self, key: str) -> bool:
+        """Return True if connections of this public key were cut ``CUTS`` times within ``SHUT_OUT_S``."""
         cuts = self._cut_at.get(key)
         return cuts is not None and len(cuts) == CUTS and cuts[0] > time.monotonic() - SHUT_OUT_S
 
@@ -321,6 +324,7 @@ class Allowed:
         self._thread.join()
 
     def _watch(self) -> None:
+        """Look at allowed.yaml every ``LOOK_S`` until ``close``, in a thread of its own."""
         while not self._over.wait(LOOK_S):
             self.reload_if_changed()
 

@@ -46,6 +46,7 @@ class Peak:
 
     @property
     def total(self) -> int:
+        """Bytes of all parts."""
         return sum(asdict(self).values())
 
 

@@ -184,6 +184,7 @@ class Reporter:
         )
 
     def _feed_status(self, now: float, feed: Feed) -> FeedStatus:
+        """Return the snapshot of one feed; ``now`` is of the monotonic clock."""
         steps, former, formed = feed.readers.steps, feed.planner.former, feed.figures
         counted = steps.dealt.padded_totals if feed.rules.padded else formed.totals
         reasons, stalled_s = waiting_for(feed), self._stalled_s(now, feed)
@@ -234,6 +235,7 @@ class Reporter:
         )
 
     def _stream_rows(self, feed: Feed) -> list[StreamStatus]:
+        """Return a row for each stream of a feed."""
         leases, counted = self._core.leases, feed.planner.admission.counts
         rows = []
         for stream, counts in zip(feed.latest_rules.streams, counted, strict=False):

@@ -195,6 +195,7 @@ class BrokerService:
 
     @property
     def endpoints(self) -> dict[str, str]:
+        """Addresses of the sockets, with ports, by ``producers`` and ``trainers``."""
         return {"producers": self._producers.endpoint, "trainers": self._trainers.endpoint}
 
     def drain(self) -> None:
@@ -375,6 +376,7 @@ class BrokerService:
         self._handle(found[0])
 
     def _handle(self, event: Event) -> None:
+        """Hand an event to the core and perform the effects that it returns."""
         self._perform_all(self.core.handle(event))
 
     def _perform_all(self, effects: list[Effect]) -> None:
@@ -392,6 +394,7 @@ class BrokerService:
             self._handle(event)
 
     def _perform(self, effect: Effect) -> None:
+        """Perform one effect of the core."""
         if isinstance(effect, Store):
             self.arena.store(effect.handles, effect.offsets, effect.lengths, effect.rows, effect.payload)
         elif isinstance(effect, SendShard):
@@ -424,6 +427,7 @@ class BrokerService:
         log.log(logging.getLevelName(report.level.upper()), report.text, extra={"about": report.about})
 
     def _perform_on_log(self, effect: Append | Recall | Cut) -> None:
+        """Perform one effect of the core on the log."""
         if self.keeper is None:
             raise InternalError(f"got effect {type(effect).__name__}, but the broker has no log")
         if isinstance(effect, Append):

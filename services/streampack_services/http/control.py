@@ -112,6 +112,7 @@ def handler(path: str, ask_broker: AskBroker, any_host: bool) -> Callable[[Reque
     body_type = BODIES[path]
 
     async def control(request: Request) -> Response:
+        """Hand the change in a request to the broker, and answer with its feed and first step."""
         rejection = _rejection(request, any_host)
         if rejection:
             return _error(403, rejection)
@@ -167,4 +168,5 @@ def _rules(name: str, settings: StreamSettings) -> StreamRules:
 
 
 def _error(code: int, error: str) -> Response:
+    """Return a response with this HTTP status and the error as JSON."""
     return JSONResponse({"error": error}, code)

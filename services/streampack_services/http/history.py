@@ -48,6 +48,7 @@ class Timelines:
         self._thread = threading.Thread(target=self._run, name="streampack-history", daemon=True)
 
     def start(self) -> None:
+        """Start the thread that adds rows."""
         self._thread.start()
 
     def close(self) -> None:
@@ -86,6 +87,7 @@ class Timelines:
                 self._timelines.setdefault(name, Timeline()).add(row)
 
     def _run(self) -> None:
+        """Add a row for each feed every ``EVERY_S`` until ``close``."""
         while not self._stop.wait(EVERY_S):
             self.add(self._snapshot())
 

@@ -28,6 +28,7 @@ def routes(history: Timelines) -> list[Route]:
     """Return the routes of the page's files and of ``/history``."""
 
     def since(request: Request) -> Response:
+        """Answer ``/history`` with the rows after uptime ``since``, of one ``feed`` or of all."""
         try:
             second = float(request.query_params.get("since", "-1"))
         except ValueError as error:
@@ -58,6 +59,7 @@ def _route(path: str, file: Traversable) -> Route:
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
     def serve(request: Request) -> Response:
+        """Answer with the file, or with 304 if the browser has it."""
         headers = HEADERS | {"etag": etag}
         if request.headers.get("if-none-match") == etag:
             return Response(status_code=304, headers=headers)

@@ -51,9 +51,11 @@ def make_app(
     """
 
     def metrics(_: Request) -> Response:
+        """Answer ``/metrics`` in Prometheus' text format."""
         return Response(exposition(snapshot()), media_type=CONTENT_TYPE)
 
     def livez(_: Request) -> Response:
+        """Answer ``/livez``: 200 while the broker's main loop turns, else 503."""
         now = snapshot()
         age = time.time() - now.taken_at
         if now.ready and age > STUCK_AFTER_S:
@@ -61,12 +63,14 @@ def make_app(
         return PlainTextResponse("alive\n")
 
     def readyz(_: Request) -> Response:
+        """Answer ``/readyz``: 200 while the broker serves, else 503."""
         now = snapshot()
         return PlainTextResponse("ready\n") if now.ready else PlainTextResponse(f"not ready: {now.state}\n", 503)
 
     encoded: tuple[BrokerStatus | None, bytes] = (None, b"")
 
     def status(_: Request) -> Response:
+        """Answer ``/status`` with the last snapshot as JSON."""
         nonlocal encoded
         now = snapshot()
         if now is not encoded[0]:  # encode each snapshot once for all clients
@@ -74,6 +78,7 @@ def make_app(
         return Response(encoded[1], media_type="application/json")
 
     def events(request: Request) -> Response:
+        """Answer ``/events`` with the log events after number ``since`` as JSON."""
         since = request.query_params.get("since", "0")
         if not since.isascii() or not since.isdigit() or len(since) > 18:
             error = f"since: got {since[:40]!r}, expected the number (seq) of the last event that you have"

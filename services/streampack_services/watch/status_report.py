@@ -49,6 +49,7 @@ def show_status(status: BrokerStatus) -> None:
 
 
 def _print(console: Console, *blocks: list[Text]) -> None:
+    """Print lines without control characters."""
     for block in blocks:
         for line in block:
             console.print(printable(line))

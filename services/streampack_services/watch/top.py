@@ -75,6 +75,7 @@ class StatusPoller:
         self._stopping.set()
 
     def _run(self) -> None:
+        """Fetch the status every ``interval_s`` until ``stop``, and record errors in ``trouble`` and ``bug``."""
         while not self._stopping.wait(self._interval_s):
             try:
                 self.fetch()

@@ -58,14 +58,17 @@ def shade(value: float | None, measure: Measure) -> tuple[str, str]:
 
 
 def share_text(value: float | None) -> str:
+    """Return a share as percent, ``-`` if it is not known."""
     return "-" if value is None else f"{value:.1%}"
 
 
 def _value(rank: Rank, measure: Measure) -> float | None:
+    """Return the figure of a rank that the cells of the map show."""
     return rank.waits if measure == "waits" else rank.cost
 
 
 def _table(ranks: tuple[Rank, ...], width: int) -> list[Text]:
+    """Return the lines of a table with a row for each rank."""
     header = ("rank", "host:pid", "step", "ahead", "data wait", "cause", "cost", "next() p99")
     rows: list[list[Cell]] = [
         [

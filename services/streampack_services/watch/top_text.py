@@ -105,6 +105,7 @@ def spark(values: Sequence[float | None]) -> Text:
 
 
 def _text(cell: Cell) -> Text:
+    """Return a cell as ``rich`` text."""
     if isinstance(cell, Text):
         return cell
     return Text(cell) if isinstance(cell, str) else Text(*cell)

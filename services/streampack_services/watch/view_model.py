@@ -229,6 +229,7 @@ def rates_of(points: Sequence[Point], columns: int) -> list[float | None]:
 
 
 def _feed_view(name: str, now: FeedStatus, then: FeedStatus | None, rates: tuple[Point, ...]) -> FeedView:
+    """Return the view of a feed: its status ``now``, with differences to ``then``."""
     changes = [_Waited(row, before) for row, before in _same_ranks(now, then)]
     whole = sum(each.seconds for each in changes)
     starved, by_stream = (_shares((getattr(each, part) for each in changes), whole) for part in ("causes", "streams"))
@@ -284,6 +285,7 @@ def _shares(parts: Iterable[dict[str, float]], whole: float) -> dict[str, float]
 
 
 def _rank_views(rows: Sequence[RankStatus], changes: Sequence[_Waited]) -> tuple[Rank, ...]:
+    """Return the views of ranks, named by the axes of the mesh that are in use."""
     places = [dict(zip(DIMENSIONS, _process(row)[1:], strict=True)) for row in rows]
     named = [name for name in DIMENSIONS if name == "dp" or any(place[name] for place in places)]
     return tuple(
@@ -299,6 +301,7 @@ def _rank_views(rows: Sequence[RankStatus], changes: Sequence[_Waited]) -> tuple
 
 
 def _stream_views(now: BrokerStatus, then: BrokerStatus) -> tuple[StreamView, ...]:
+    """Return the views of streams, with tokens per second since the status ``then``."""
     seconds = now.uptime_s - then.uptime_s
     before = {(row.feed, row.stream): row.tokens for row in then.streams if seconds > 0}
     return tuple(
@@ -321,6 +324,7 @@ def as_tree(view: BrokerView) -> Tree:
 
 
 def _feed_tree(feed: FeedView) -> Tree:
+    """Return the JSON of a feed."""
     now = feed.status
     return {
         "name": feed.name, "state": now.state, "round": now.round, "formed": now.steps.formed,
@@ -336,6 +340,7 @@ def _feed_tree(feed: FeedView) -> Tree:
 
 
 def _stream_tree(stream: StreamView) -> Tree:
+    """Return the JSON of a stream."""
     row = stream.status
     return {
         "name": row.stream, "feed": row.feed, "weight": row.weight, "tokens": row.tokens,
