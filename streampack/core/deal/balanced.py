@@ -70,24 +70,19 @@ def balanced_packs(
     """Return the samples of each pack of a step, with a short critical path.
 
     There are ``fewest`` packs, a multiple of dp, or as many as ``full`` makes if that is not possible. ``full`` makes
-    packs of the same samples by filling them. It is called unless packs by rank have a critical path no longer than
-    that of packs by cost, and are taken. Then packs by rank are taken if their critical path is no longer than that of
+    packs of the same samples by filling them. Packs by rank are taken if their critical path is no longer than that of
     full packs. Otherwise the shorter of full packs and packs by cost is leveled.
     """
     order = np.argsort(-slots, kind="stable")
     work, slots = work[order], slots[order]
-    by_rank = _by_rank(work, slots, bounds, fewest // bounds.dp)
-    by_cost = _by_cost(work, slots, bounds, fewest // bounds.dp)
-    found = by_rank
-    if by_rank is None or by_cost is None or _path(by_rank, work, bounds) > _path(by_cost, work, bounds):
-        filled = _filled(full(), order, work, bounds)
-        if by_rank is None and filled.rows * bounds.dp > fewest:
-            by_rank = _by_rank(work, slots, bounds, filled.rows)
-        found = by_rank
-        if by_rank is None or _path(by_rank, work, bounds) > _path(filled, work, bounds):
-            start = min((packs for packs in (by_cost, filled) if packs), key=lambda packs: _path(packs, work, bounds))
-            found = _leveled(start, work, slots, bounds, MOST)
-    assert found is not None
+    filled = _filled(full(), order, work, bounds)
+    found = _by_rank(work, slots, bounds, fewest // bounds.dp)
+    if found is None and filled.rows * bounds.dp > fewest:
+        found = _by_rank(work, slots, bounds, filled.rows)
+    if found is None or _path(found, work, bounds) > _path(filled, work, bounds):
+        by_cost = _by_cost(work, slots, bounds, fewest // bounds.dp)
+        start = min((packs for packs in (by_cost, filled) if packs), key=lambda packs: _path(packs, work, bounds))
+        found = _leveled(start, work, slots, bounds, MOST)
     by_sample = np.empty_like(order)
     by_sample[order] = found.where
     packs: list[list[int]] = [[] for _ in range(found.rows * bounds.dp)]

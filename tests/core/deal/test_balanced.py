@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streampack.core.deal import balanced_kernels
@@ -89,6 +89,7 @@ def steps(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
 
 
 @given(steps())
+@example(([1] * 13 + [12, 19, 22, 33], {"budget": 48, "dp": 2, "a": 35, "min_micro_batches": 1}))
 def test_the_critical_path_is_never_longer_than_that_of_full_packs(step: tuple[list[int], dict[str, Any]]) -> None:
     lengths, options = step
     plan, full = plan_step(lengths, **options), plan_step(lengths, **options, balance="deal")
