@@ -262,7 +262,7 @@ def plan_step(
     if empty == "error" and (none := sum(not pack for pack in packs)):
         raise SampleError(
             f"got {len(found)} samples, which leaves {none} of {len(packs)} micro-batches of {dp} ranks empty, "
-            "expected one for each at least: ask for fewer micro-batches, or for empty='pad'"
+            "expected one for each at least. Ask for fewer micro-batches, or for empty='pad'"
         )
     rows = arrange(dealt, costs, order)
     tokens = _sums(packs, found)

@@ -274,7 +274,7 @@ class PackedTrainerMixin:
         state = self.state  # type: ignore[attr-defined]
         if state.global_step < state.max_steps and state.is_world_process_zero:
             log.warning(
-                "the feed ended: training stops after %d of max_steps=%d updates; to train on the data again, set "
+                "the feed ended: training stops after %d of max_steps=%d updates. To train on the data again, set "
                 "passes or repeat of its streams in broker.yaml, or num_train_epochs and steps_per_epoch, no max_steps",
                 state.global_step, state.max_steps,
             )  # fmt: skip

@@ -50,7 +50,7 @@ def arguments(args: Any, given: Mapping[str, Any], steps_per_epoch: int | None) 
         got = "no arguments" if args is None else f"max_steps={args.max_steps}"
         raise UserError(
             f"got {got}, expected max_steps of at least 1, or num_train_epochs together with steps_per_epoch= of the "
-            f"trainer: a loader does not know how long its feed is, 'streampack plan' says it"
+            f"trainer. A loader does not know the length of its feed; 'streampack plan' reports it"
         )
     _settings(args)
 
@@ -84,12 +84,12 @@ def trainer(made: Any, found: Sequence[Any]) -> None:
     if made.get_cp_size() > 1 or made.get_sp_size() > 1:
         raise UserError(
             f"got context parallelism cp={made.get_cp_size()} sp={made.get_sp_size()}, expected none: transformers "
-            f"cuts a pack without regard to its samples; take format='thd' and your own attention, or a smaller budget"
+            f"cuts a pack without regard to its samples. Take format='thd' and your own attention, or a smaller budget"
         )
     if not (made.model_accepts_loss_kwargs or made.compute_loss_func):
         raise UserError(
             f"got {type(made.model).__name__}, to which this Trainer passes no num_items_in_batch, expected a model "
-            f"whose forward takes it: or give compute_loss_func, a sum of losses divided by it"
+            f"whose forward takes it. Or give compute_loss_func, a sum of losses divided by it"
         )
     if args.world_size > 1 and not args.average_tokens_across_devices:
         raise UserError(

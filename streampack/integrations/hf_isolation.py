@@ -41,8 +41,8 @@ def check(model: Any) -> None:
         kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
         raise UserError(
             f"got {type(model).__name__} with attn_implementation={kind!r}, in which samples of a pack see each other, "
-            f"expected one that keeps them apart: take flash attention or sdpa where it has them, the kernels of a "
-            f"state space model, or padded rows (rules.padded)"
+            f"expected one that keeps them apart. Use flash attention or sdpa if the model supports them, the kernels "
+            f"of a state space model, or padded rows (rules.padded)"
         )
 
 

@@ -274,8 +274,8 @@ class _Batches:
             if accumulated not in (None, len(step)):
                 raise UserError(
                     f"got step {step.index} of {len(step)} packs on each rank and accumulate_grad_batches="
-                    f"{accumulated}, expected as many: set Trainer(accumulate_grad_batches={len(step)}), or, where "
-                    f"steps differ, automatic_optimization = False in the model, whose batches are whole steps"
+                    f"{accumulated}, expected as many. Set Trainer(accumulate_grad_batches={len(step)}); if steps "
+                    f"differ, set automatic_optimization = False in the model, whose batches are then whole steps"
                 )
             batches = [list(step)] if accumulated is None else list(step)
             count += len(batches)

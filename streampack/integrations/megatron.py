@@ -110,7 +110,7 @@ class TrainIterator:
             pack = next(self._loader)
         except StopIteration:
             raise UserError(
-                f"got the end of the feed after iteration {self._iteration}, expected packs for all of them: set "
+                f"got the end of the feed after iteration {self._iteration}, expected packs for all of them. Set "
                 f"train_iters to that, or passes or repeat of the streams"
             ) from None
         if pack.micro_batch + 1 == pack.num_micro_batches:
@@ -242,5 +242,5 @@ def check_rules(rules: Rules, args: Any, cp: int, batch: str = "global_batch_siz
     if cp > 1 and rules.align.sample % (2 * cp):
         raise UserError(
             f"got samples padded to multiples of {rules.align.sample} with {cp} context-parallel ranks, expected "
-            f"multiples of {2 * cp}, so many parts each is cut into: set planned_mesh.cp before the run starts"
+            f"multiples of {2 * cp}, the parts of each sample. Set planned_mesh.cp before the run starts"
         )

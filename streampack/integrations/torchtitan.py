@@ -167,6 +167,6 @@ def check_rules(rules: Rules, dp: int, seq_len: int, rows: int, snapshot: int | 
     if rows < 1 or packs % rows or (snapshot is not None and snapshot * rows % packs):
         every = f" and checkpoints every {snapshot * rows} packs" if snapshot is not None else ""
         raise UserError(
-            f"got batches of {rows} packs{every} on each rank, expected them to make whole steps of {packs}: set "
+            f"got batches of {rows} packs{every} on each rank, expected them to make whole steps of {packs}. Set "
             f"training.global_batch_size to {rules.packs}, and local_batch_size to a divisor of {packs}"
         )

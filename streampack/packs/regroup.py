@@ -66,12 +66,12 @@ class Regrouping:
         if rules.padded:
             raise UserError(
                 "got a step of padded micro-batches to regroup, expected packs: rows of several lengths have no shape "
-                "together; run the pass by micro-batch, or serve the samples as packs"
+                "together. Run the pass by micro-batch, or serve the samples as packs"
             )
         if first.cp > 1 and first.layout not in ("zigzag", "whole"):
             raise UserError(
                 f"got packs of the layout {first.layout} with cp={first.cp} to regroup, expected zigzag or whole: this "
-                f"rank does not hold its part of another pack; set the feed's cp_layout"
+                f"rank does not hold its part of another pack. Set the feed's cp_layout"
             )
         if budget < rules.align.pack:  # on ranks without a sample, too
             raise UserError(f"got budget={budget}, expected at least the {rules.align.pack} of align.pack")

@@ -41,7 +41,7 @@ def batches(source: Source, lease: Lease) -> Iterator[TokenChunk]:
     if source.vocab_size is not None and source.vocab_size > holds:
         raise ConfigError(
             f"streams.{lease.stream}: got a tokenizer of {source.vocab_size} ids, and tokens: {lease.dtype}, expected "
-            f"{holds} at most: set tokens: int32 in broker.yaml, or tokens_key here if the samples are ids already"
+            f"{holds} at most. Set tokens: int32 in broker.yaml, or tokens_key here if the samples are ids already"
         )
     start = Cursor(*lease.cursor) if lease.cursor is not None else None
     terms = LeaseLimits(lease)
@@ -113,9 +113,9 @@ def chunk_of(batch: TokenChunk, lease: Lease, session: Session, crcs_of: CrcsOf 
         num_bytes += 0 if by_sample else values.nbytes
     if len(batch.lengths) > MAX_CHUNK_SAMPLES or num_bytes > lease.max_chunk_bytes:
         raise SampleError(
-            f"stream {lease.stream!r} partition {lease.partition}: its source gave a batch of {len(batch.lengths)} "
+            f"stream {lease.stream!r} partition {lease.partition}: got a batch of {len(batch.lengths)} "
             f"samples and {num_bytes} bytes, expected at most {MAX_CHUNK_SAMPLES} samples and {lease.max_chunk_bytes} "
-            f"bytes: have the source give smaller batches, or, for the bytes, raise limits.chunk in broker.yaml"
+            f"bytes. Make the source yield smaller batches, or, for the bytes, raise limits.chunk in broker.yaml"
         )
     crcs, payload_crc = crcs_of(columns)
     loss = np.maximum(batch.lengths, 1) - 1 if batch.loss_tokens is None else batch.loss_tokens

@@ -86,14 +86,14 @@ class LeaseLimits:
                 raise DamagedFile(f"{record.where}; or set poison: drop to count it and go on with the rest")
             if lease.poison == "error" and sample == NO_MASK:
                 raise SampleError(
-                    f"{record.where}: got a sample without a loss_mask, but the run declares one: add it, or set "
-                    f"missing_mask: train in producer.yaml to train on the whole of such samples, or poison: drop "
+                    f"{record.where}: got a sample without a loss_mask, but the run declares one. Add the mask, or set "
+                    f"missing_mask: train in producer.yaml to train on all tokens of such samples. Or set poison: drop "
                     f"(rules.poison, or the stream's) to count it and go on"
                 )
             if lease.poison == "error":
                 raise SampleError(
                     f"{record.place}: got a sample that cannot be used ({sample}), expected a 1-D array of ids within "
-                    f"{lease.dtype}, and every declared field: mend it, or set poison: drop "
+                    f"{lease.dtype}, and every declared field. Mend the sample, or set poison: drop "
                     f"(rules.poison, or the stream's) to count it and go on"
                 )
             return self._rejected, sample

@@ -64,14 +64,14 @@ def chunk_of_group(
     if keep == "step" and not lease.batches:
         raise UserError(
             f"stream {lease.stream!r}: got keep='step' with steps that are cut from a stream, expected keep='pack', or "
-            f"none: or set rules.step in broker.yaml to {{samples: N}} or {{end_of_batch: true}}"
+            f"none. Or set rules.step in broker.yaml to {{samples: N}} or {{end_of_batch: true}}"
         )
     common = {GROUP: first_seq} if GROUP in _by_sample(lease) else {}
     chunks = chunks_of([as_mapping(sample) | common for sample in samples], lease, first_seq, policy_version)
     if len(chunks) != 1:
         raise SampleError(
             f"stream {lease.stream!r}: got a group of {len(samples)} samples that fills {len(chunks)} chunks, expected "
-            f"one of at most {lease.max_chunk_bytes} bytes and {CHUNK_SAMPLES} samples: send smaller groups, or raise "
+            f"one of at most {lease.max_chunk_bytes} bytes and {CHUNK_SAMPLES} samples. Send smaller groups, or raise "
             f"limits.chunk in broker.yaml"
         )
     return replace(chunks[0], keep=keep or ("step" if lease.batches else UNSET))

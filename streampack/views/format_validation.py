@@ -31,13 +31,13 @@ def check_mesh(format: str, mesh: Mesh) -> None:
     if format.startswith("hf") and (mesh.cp > 1 or own not in ("", "0", "1")):
         raise UserError(
             f"got format {format!r} with cp={mesh.cp} and PARALLELISM_CONFIG_CP_SIZE={own}, expected no context "
-            f"parallelism: transformers' own knows no packed batches; take format='thd' with a ring or Ulysses "
+            f"parallelism: transformers' own knows no packed batches. Take format='thd' with a ring or Ulysses "
             f"attention, or a smaller budget on one rank"
         )
     if format in _READ_ON_ALL_STAGES and mesh.pp > 2:
         raise UserError(
             f"got format {format!r} with pp={mesh.pp}, expected at most 2: {_READ_ON_ALL_STAGES[format]} reads tokens "
-            f"on every stage, and middle ones are sent none; give stages as tensor ranks, tp={mesh.tp * mesh.pp}"
+            f"on every stage, and middle ones are sent none. Give stages as tensor ranks, tp={mesh.tp * mesh.pp}"
         )
 
 

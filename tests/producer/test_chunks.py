@@ -146,7 +146,7 @@ def test_a_vocabulary_that_the_run_cannot_hold_is_refused_before_its_first_sampl
     if good:
         assert len(list(batches(source, lease((), dtype=dtype)))) == 1
         return
-    with pytest.raises(ConfigError, match=r"streams\.s: got a tokenizer of 65537 ids.*set tokens: int32"):
+    with pytest.raises(ConfigError, match=r"streams\.s: got a tokenizer of 65537 ids.*Set tokens: int32"):
         next(batches(source, lease((), dtype=dtype)))
 
 
@@ -313,7 +313,8 @@ def test_a_sample_without_its_loss_mask_is_rejected_or_counted(kind: str, policy
     if policy == "reject" or (policy is None and kind.startswith("tar")):
         assert batch.lengths.tolist() == ([0, 0, 0] if lost == 3 else [3, 0, 2])
         assert (batch.rejected, batch.unmasked) == ({"loss_mask: missing": lost}, 0)
-        with pytest.raises(SampleError, match="got a sample without a loss_mask, but the run declares one: add it, or"):
+        said = r"got a sample without a loss_mask, but the run declares one\. Add the mask, or"
+        with pytest.raises(SampleError, match=said):
             list(batches(open_source(settings), lease((MASK,), poison="error")))
     else:
         assert batch.lengths.tolist() == [3, 2, 2]

@@ -202,7 +202,7 @@ def step_of_numpy() -> Step:
     ("arguments", "message"),
     [
         ({"format": "sbhd"}, r"got format 'sbhd', expected one of: thd, hf, hf_shifted, megatron, bshd, torchtitan, p"),
-        ({"format": "hf", "mesh": Mesh(cp=2)}, r"got format 'hf' with cp=2 .* take format='thd'"),
+        ({"format": "hf", "mesh": Mesh(cp=2)}, r"got format 'hf' with cp=2 .* Take format='thd'"),
         ({"format": "hf_shifted", "mesh": Mesh(cp=4, cp_rank=1)}, r"got format 'hf_shifted' with cp=4"),
         ({"format": "numpy", "device": "cuda"}, r"got device='cuda' with format numpy, expected none"),
         ({"format": "thd", "device": "toaster"}, r"got device='toaster', which torch cannot use"),

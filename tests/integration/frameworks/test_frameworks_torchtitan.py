@@ -127,7 +127,7 @@ def test_what_would_train_on_other_updates_is_refused_at_once(broker: RunningBro
         loader(broker, local_batch_size=1, seq_len=256)
     with pytest.raises(UserError, match="batches of 3 packs on each rank, expected them to make whole steps of 4"):
         loader(broker, local_batch_size=3)
-    with pytest.raises(UserError, match=r"checkpoints every 6 packs.*set training.global_batch_size to 4"):
+    with pytest.raises(UserError, match=r"checkpoints every 6 packs.*Set training.global_batch_size to 4"):
         loader(broker, local_batch_size=1, snapshot_every_n_steps=6)
 
 

@@ -104,7 +104,7 @@ def why(path: Path, step: int) -> list[list[Any]]:
 def test_a_group_that_cannot_be_kept_together_is_refused_and_says_what_to_do() -> None:
     with folder() as path, running_broker(settings(path)) as broker:
         with streampack.Producer(broker.producers, stream="rollouts") as rollouts:
-            with pytest.raises(UserError, match=r"expected keep='pack', or none: or set rules\.step in broker\.yaml"):
+            with pytest.raises(UserError, match=r"expected keep='pack', or none\. Or set rules\.step in broker\.yaml"):
                 rollouts.send_group([[1], [2]], keep="step")
             rollouts.send_group([[1] * 40, [2] * 24], keep="pack")
             rollouts.flush()
