@@ -84,13 +84,13 @@ def test_pages_load_nothing_from_elsewhere(site: Path, pages: dict[str, Html]) -
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    found = Browser()
+    found = Browser("--host-resolver-rules=MAP * ~NOTFOUND", "--proxy-server=http://127.0.0.1:9")  # no network
     yield found
     found.close()
 
 
 def test_a_browser_shows_pages_and_finds_words_without_a_network(site: Path, browser: Browser) -> None:
-    """The pages are opened from their folder, as from an unpacked archive."""
+    """Open the pages from their folder, as from an unpacked archive; the browser reaches no network."""
     page = browser.page((site / "index.html").as_uri())
     try:
         for name in ("reference/api/trainer.html", "reference/cli.html", "concepts/packing.html"):

@@ -31,16 +31,16 @@ FLAGS = (
 
 
 class Browser:
-    """Started when made; ``close`` ends it."""
+    """Started when made, with more ``flags`` of Chromium if some are given; ``close`` ends it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *flags: str) -> None:
         found = shutil.which(PROGRAM)
         assert found is not None, f"got no {PROGRAM}, expected it on the PATH: make tools"
         self._home = tempfile.TemporaryDirectory(prefix="sp-browser-")
         (from_us, self._to), (self._from, to_us) = os.pipe(), os.pipe()
         command = f'exec "$0" "$@" 3<&{from_us} 4>&{to_us}'
         self._process = subprocess.Popen(
-            ["bash", "-c", command, found, f"--user-data-dir={self._home.name}", *FLAGS],
+            ["bash", "-c", command, found, f"--user-data-dir={self._home.name}", *flags, *FLAGS],
             pass_fds=(from_us, to_us), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         os.close(from_us)
