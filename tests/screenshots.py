@@ -39,7 +39,8 @@ def take(browser: Browser, broker: Watched, folder: Path, name: str, seconds: fl
     for window, (width, height) in WINDOWS.items():
         for theme in ("light", "dark"):
             page = browser.page(broker.url, width, height, dark=theme == "dark")
-            page.until("document.body.dataset.shown > 1")
+            shown = 1 if name == "empty" else 7  # the page knows the ranks' data wait after 5 s
+            page.until(f"document.body.dataset.shown > {shown}")
             path = folder / f"page-{name}-{theme}{window}.png"
             page.screenshot(path)
             image = Image.open(path).convert("RGB")  # of 256 colors it is a third as large
