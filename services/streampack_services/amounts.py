@@ -1,15 +1,15 @@
-"""Counts, bytes and times as people read them: three digits or so."""
+"""Format counts, bytes and times as short text for people, with about three digits."""
 
 from __future__ import annotations
 
 
 def counted(number: int, what: str) -> str:
-    """``1 rank``, ``2 ranks``."""
+    """Return ``1 rank`` or ``2 ranks``."""
     return f"{number} {what}{'s' * (number != 1)}"
 
 
 def count_text(value: float) -> str:
-    """``9600``, ``12.3M``."""
+    """Return a number as ``9600`` or ``12.3M``."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if value >= size:
             return f"{value / (1e3 if unit == 'k' else size):.1f}{unit}"
@@ -17,7 +17,7 @@ def count_text(value: float) -> str:
 
 
 def size_text(value: float) -> str:
-    """``12.3 MiB``."""
+    """Return a size in bytes as ``12.3 MiB``."""
     for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if value >= size:
             return f"{value / size:.1f} {unit}"
@@ -25,7 +25,7 @@ def size_text(value: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """``44s``, ``4m09s``, ``3h20m``, ``2d04h``."""
+    """Return a time in seconds as ``44s``, ``4m09s``, ``3h20m`` or ``2d04h``."""
     if seconds < 60:
         return f"{int(seconds)}s"
     minutes, rest = divmod(int(seconds), 60)
@@ -37,5 +37,8 @@ def duration_text(seconds: float) -> str:
 
 
 def state_text(state: str, stalled_s: float | None) -> str:
-    """``serving``, ``waiting for 1m15s``: the state of a broker or a feed, with the time since its last step."""
+    """Return the state of a broker or feed as ``serving`` or ``waiting for 1m15s``.
+
+    ``stalled_s``: seconds since its last step, None if it is not stalled.
+    """
     return state if stalled_s is None else f"{state} for {duration_text(stalled_s)}"

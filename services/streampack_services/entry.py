@@ -1,4 +1,4 @@
-"""Where the command ``streampack`` begins: nothing is imported yet, so that Ctrl-C is quiet while it is."""
+"""The entry point of the command ``streampack``; it imports the rest inside ``main``, so that Ctrl-C is quiet then."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 
 
 def main() -> int:
-    """Run the command line. Returns the exit code."""
+    """Run the command line and return its exit code."""
     try:
         code: int = importlib.import_module("streampack.__main__").main()
     except KeyboardInterrupt:

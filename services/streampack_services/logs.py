@@ -1,12 +1,12 @@
-"""Logging of the daemons: one line an event, on standard error, for people or, as JSON, for machines.
+"""Logging of the daemons: one line per event on standard error, as text or as JSON.
 
-Daemons log what a person would want to know a day later: who came and went, long waits, what was
-refused. Nothing at INFO is said once a pack, a chunk or a step; figures are what the metrics are for.
-A warning is for somebody to look at; an error says that something is lost, or stops.
+Daemons log the events that a person wants to know a day later: connections, long waits, rejections. At INFO, no line is
+logged per pack, chunk or step; metrics have the figures. A warning is for a person to look at. An error means that data
+is lost or that something stops.
 
-A line's text says it all to a person. What it is about (feed, stream, partition, step, attempt, rank, producer, host,
-as far as they are known) comes as ``extra={"about": {...}}`` and is part of the JSON, beside the ``run``. The last
-events are kept in a ``Ring``, whatever is shown, for those who ask over HTTP.
+The text of a line is complete for a person. Its subject comes as ``extra={"about": {...}}`` and is part of the JSON,
+as is the ``run``. It names feed, stream, partition, step, attempt, rank, producer and host. A ``Ring`` holds the
+last events for requests over HTTP.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Level = Literal["debug", "info", "warning", "error"]
 Event = dict[str, object]
 
 KEPT = 500
-"""Events of a ring."""
+"""Number of events that a ring holds."""
 _LONGEST = 4000
-"""Characters of a text or of a traceback's end in a ring: what peers say is theirs to choose."""
+"""Characters of a text or of the end of a traceback in a ring, because peers choose some of the text."""
 
 
 def set_up(level: Level = "info", *, as_json: bool = False, run: str = "", ring: Ring | None = None) -> None:
-    """Send every logger's lines of ``level`` and above to standard error; those of INFO and above to ``ring``, too."""
+    """Log to standard error from ``level`` up, and to ``ring`` from INFO up; JSON lines name the ``run``."""
     handler = _ToStderr()
     handler.setFormatter(_JsonLine(run) if as_json else _Line())
     handler.setLevel(level.upper())
@@ -40,8 +40,9 @@ def set_up(level: Level = "info", *, as_json: bool = False, run: str = "", ring:
 
 
 def as_event(record: logging.LogRecord, run: str = "") -> Event:
-    """What a line says, as plain values: ``time`` (seconds since 1970), ``level``, ``logger``, ``text``, ``run`` and
-    what it is about; ``figures``, ``traceback``.
+    """Return a log record as plain values: ``time`` (seconds since 1970), ``level``, ``logger``, ``text``, ``run``.
+
+    The keys of its subject, ``figures`` and ``traceback`` are added if there are any.
     """
     event: Event = {
         "time": round(record.created, 3),
@@ -60,7 +61,7 @@ def as_event(record: logging.LogRecord, run: str = "") -> Event:
 
 
 class Ring(logging.Handler):
-    """The last events, numbered from 1 (``seq``); any thread may log and read."""
+    """A handler that holds the last ``keep`` events, numbered from 1 (``seq``); any thread may log and read."""
 
     def __init__(self, run: str = "", keep: int = KEPT) -> None:
         super().__init__(logging.INFO)
@@ -69,10 +70,10 @@ class Ring(logging.Handler):
         self._events: deque[Event] = deque(maxlen=keep)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """As all handlers: called with the lock held."""
+        """Add a record as an event; ``logging`` calls this with the handler's lock."""
         try:
             event = as_event(record, self._run)
-        except Exception:  # as logging's own handlers: a line that cannot be kept ends no daemon
+        except Exception:  # as in logging's own handlers: a faulty line does not end the daemon
             self.handleError(record)
             return
         event["text"] = str(event["text"])[:_LONGEST]
@@ -82,8 +83,9 @@ class Ring(logging.Handler):
         self._events.append({"seq": self._seq} | event)
 
     def since(self, seq: int) -> list[Event]:
-        """The events after number ``seq``, as far as they are kept, oldest first; all of them where so many never
-        were: who asks has seen another process's.
+        """Return the events after number ``seq``, oldest first; all events if ``seq`` is of another process.
+
+        A number above that of the last event is of another process.
         """
         self.acquire()
         try:
@@ -96,18 +98,18 @@ class Ring(logging.Handler):
 
 
 class _ToStderr(logging.Handler):
-    """Looks standard error up each time: a progress line may have replaced it."""
+    """Writes to the current ``sys.stderr``, which a progress line may have replaced."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             sys.stderr.write(self.format(record) + "\n")
             sys.stderr.flush()
-        except Exception:  # as logging's own handlers: a line that cannot be written ends no daemon
+        except Exception:  # as in logging's own handlers: a faulty line does not end the daemon
             self.handleError(record)
 
 
 class _Line(logging.Formatter):
-    """``12:00:01 INFO broker: text``; a traceback follows on lines of its own."""
+    """Formats a record as ``12:00:01 INFO broker: text``; a traceback follows on lines of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
@@ -119,7 +121,7 @@ class _Line(logging.Formatter):
 
 
 class _JsonLine(logging.Formatter):
-    """An event a line."""
+    """Formats a record as one JSON object on one line."""
 
     def __init__(self, run: str) -> None:
         super().__init__()
@@ -130,9 +132,10 @@ class _JsonLine(logging.Formatter):
 
 
 def printable(text: str) -> str:
-    """The same without what would move a terminal's cursor, or worse: peers' words are shown."""
+    """Return ``text`` with ``?`` for every character that could control a terminal, since peers choose some text."""
     return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)
 
 
 def _name(record: logging.LogRecord) -> str:
+    """Return the logger's name without the package's name."""
     return record.name.removeprefix("streampack_services.").removeprefix("streampack.")

@@ -1,7 +1,7 @@
-"""Check: a configuration, explained.
+"""Check: explain a configuration before a run.
 
-- ``check``: every value, where it came from, and what follows from it.
-- ``preview``: the first samples of a source as tokens, and which of them are learned.
+- ``check``: every value of broker.yaml or producer.yaml, where it came from, what it means, and what follows from it.
+- ``preview``: the first samples of each stream as tokens, and which tokens are learned.
 
-The package starts nothing. It relies on ``streampack.config`` and on the broker's own planning.
+Nothing is started. The values that follow come from the same planning that a broker uses (``broker.memory_plan``).
 """

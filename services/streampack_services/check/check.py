@@ -1,7 +1,7 @@
-"""``streampack check``: every value of a configuration, where it came from, and what follows from it.
+"""``streampack check``: list every value of a configuration, where it came from, and what follows from it.
 
-Knows the configuration's structs by their fields alone, the YAML file by the lines of its keys,
-asks the broker's own planning for what follows, and looks at a producer's first rows; starts nothing.
+The settings' structs give names, values and meanings; the YAML file gives the lines of its keys. Derived values come
+from the broker's own planning. A producer's first rows are read, too. Nothing is started.
 """
 
 from __future__ import annotations
@@ -39,12 +39,16 @@ from streampack_services.daemons.producer import open_sources
 from streampack_services.http.http_guard import parse_address
 
 MAX_RANKS = 64
-"""Sizes of a mesh up to this are tried."""
+"""Largest size of dp and cp to try."""
 Tree = dict[str, Any]
 
 
 class Value(Struct, frozen=True):
-    """One value: ``source`` is ``file`` (then ``line`` says where), ``default`` or ``derived``."""
+    """One value of a configuration, and its meaning.
+
+    ``path``: dotted path of its key. ``source``: ``file``, ``default`` or ``derived``. ``line``: its line in the file,
+    from 1; None for other sources.
+    """
 
     path: str
     value: Any
@@ -54,9 +58,10 @@ class Value(Struct, frozen=True):
 
 
 def check(file: Path) -> Tree:
-    """What a configuration file comes to: ``values`` of its keys, and what ``follows`` from them, each a ``Value``.
+    """Check a broker.yaml or producer.yaml; return the ``values`` of its keys and what ``follows``, as ``Value`` trees.
 
-    Reads the first rows of a producer's sources. Raises ConfigError, and SourceError for shards that are not there.
+    Also read the first rows of a producer's sources. Raises ConfigError or UserError for wrong settings, SourceError
+    for missing files or rows.
     """
     config = read_either(file)
     lines = key_lines(file.read_text(encoding="utf-8"))
@@ -83,24 +88,24 @@ def check(file: Path) -> Tree:
 
 
 def _check_keys(folder: str | None) -> None:
-    """Raises UserError where the broker would not start for its keys."""
+    """Check the broker's own key in ``folder``, if there is one. Raises UserError if the broker could not use it."""
     if folder is None:
         return
     path = Path(folder) / f"{BROKER}.key"
     if not path.exists():
-        raise UserError(f"listen.keys: {folder}: got no {path.name}, expected one of 'streampack keys new {folder}'")
+        raise UserError(f"listen.keys: {folder} has no {path.name}. Make one with 'streampack keys new {folder}'.")
     load_key(path)
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """The line of every key of a YAML file, from 1, by its path: ``streams.web.weight``."""
+    """Return the line of every key of a YAML text, from 1, by the key's path: ``streams.web.weight``."""
     found: dict[str, int] = {}
 
     def walk(node: yaml.Node, path: str) -> None:
         if not isinstance(node, yaml.MappingNode):
             return
         for key, value in node.value:
-            if key.value == "<<":  # what it merges in are keys of this node, written elsewhere
+            if key.value == "<<":  # merged keys belong to this node, but are written elsewhere
                 for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
                     walk(each, path)
         for key, value in node.value:
@@ -119,7 +124,11 @@ def key_lines(text: str) -> dict[str, int]:
 
 
 def _values(given: Any, resolved: Any, lines: dict[str, int], path: str = "") -> Iterator[Value]:
-    """Every key of a struct and of those in it; ``resolved`` is ``given`` with what is derived filled in."""
+    """Yield the value of every key of a struct and of the structs in it.
+
+    ``given``: the struct as read from the file. ``resolved``: the same with derived values filled in. ``lines``: line
+    of each key in the file. ``path``: dotted path of the struct.
+    """
     for name in resolved.__struct_fields__:
         here, value = f"{path}.{name}" if path else name, getattr(resolved, name)
         before = getattr(given, name, None)
@@ -136,7 +145,7 @@ def _values(given: Any, resolved: Any, lines: dict[str, int], path: str = "") ->
 
 
 def _origin(path: str) -> str:
-    """Which key gives the value of one that is not given."""
+    """Return the key from which the value of the key ``path`` is derived."""
     parts = path.split(".")
     if parts[-1] == "merge":
         return "merge"
@@ -149,12 +158,13 @@ def _origin(path: str) -> str:
 
 
 def meaning_of(kind: type, name: str) -> str:
-    """Return the description of a field of a settings struct; empty where its annotation has none."""
+    """Return the description of a field of a settings struct; empty if its annotation has none."""
     return _descriptions(kind).get(name, "")
 
 
 @cache
 def _descriptions(kind: type) -> dict[str, str]:
+    """Return the descriptions of a settings struct's fields, by name."""
     return {
         field.name: meta.description
         for field in msgspec.structs.fields(kind)
@@ -177,6 +187,7 @@ def json_schema() -> Tree:
 
 
 def _resolved_broker(config: BrokerConfig, found: Plan) -> BrokerConfig:
+    """Return a broker's settings with all derived values filled in."""
     replace, rules = msgspec.structs.replace, found.rules
     recorded = {stream.name: stream for feed in found.feeds for stream in feed.rules.streams}
     streams = {
@@ -198,6 +209,7 @@ def _resolved_broker(config: BrokerConfig, found: Plan) -> BrokerConfig:
 
 
 def _resolved_producer(config: ProducerConfig) -> ProducerConfig:
+    """Return a producer's settings with the tokenizer of each stream filled in."""
     replace = msgspec.structs.replace
     streams = {
         name: replace(each, tokenizer=each.tokenizer or config.tokenizer) for name, each in config.streams.items()
@@ -205,7 +217,7 @@ def _resolved_producer(config: ProducerConfig) -> ProducerConfig:
     return replace(config, streams=streams)
 
 
-# What follows
+# Derived values
 
 
 def _derived(path: str, value: Any, meaning: str) -> Value:
@@ -213,6 +225,7 @@ def _derived(path: str, value: Any, meaning: str) -> Value:
 
 
 def _follows(config: BrokerConfig, found: Plan) -> Iterator[Value]:
+    """Yield what follows from a broker's settings: figures of each feed, the parts of memory, the process's memory."""
     for feed in found.feeds:
         yield from _follows_feed(f"feeds.{feed.name}", config, feed.rules, feed.layout)
         if feed.rules.batch is not None:
@@ -220,96 +233,99 @@ def _follows(config: BrokerConfig, found: Plan) -> Iterator[Value]:
             yield _derived(f"feeds.{feed.name}.batch_tokens", largest, "the largest batch that fits in memory")
         if len(found.feeds) > 1:
             held = feed.merged_tokens * found.token_bytes
-            yield _derived(f"feeds.{feed.name}.merged_bytes", held, "of memory: its share, which no other feed borrows")
+            yield _derived(f"feeds.{feed.name}.merged_bytes", held, "part of memory for this feed only")
     capacity, size = found.capacity, found.token_bytes
     partitions = sum(stream.partitions for stream in config.streams.values())
     merged, waiting = sum(feed.merged_tokens for feed in found.feeds) * size, partitions * capacity.quota_tokens * size
-    share = "of memory: {}"
-    yield _derived("memory.token_bytes", size, "of a token with all its fields")
+    share = "part of memory: {}"
+    yield _derived("memory.token_bytes", size, "size of one token with all its fields")
     yield _derived("memory.merged_bytes", merged, share.format("the window, and steps until every rank has them"))
-    yield _derived("memory.waiting_bytes", waiting, share.format("samples that wait for their stream's turn"))
+    yield _derived("memory.waiting_bytes", waiting, share.format("samples that wait for their turn in the merge"))
     each = capacity.quota_tokens * size
-    yield _derived("memory.partition_bytes", each, f"of those, for each of the {partitions} partitions")
+    yield _derived("memory.partition_bytes", each, f"part of waiting for each of the {partitions} partitions")
     spare = found.memory_bytes - merged - waiting
-    yield _derived("memory.spare_bytes", spare, share.format("room for cleaning up"))
+    yield _derived("memory.spare_bytes", spare, share.format("room to move samples together"))
     yield from _follows_peak(config, found)
 
 
 def _follows_peak(config: BrokerConfig, found: Plan) -> Iterator[Value]:
+    """Yield the parts of the broker process's memory at its peak, and their sum."""
     parts, most = peak(config, found), peak(config, found, None).total
     for part, meaning in {
-        "libraries": "the interpreter, libraries, compiled kernels",
-        "arena": "what of memory is written to",
-        "arriving": f"chunks not taken in yet, up to {found.arriving} of each producer",
-        "leaving": f"packs not sent yet: {PREFETCH + 1} steps of every rank",
-        "tables": "what is known of each sample held",
+        "libraries": "the interpreter, libraries and compiled kernels",
+        "arena": "the part of memory that is in use",
+        "arriving": f"chunks that are not admitted yet, up to {found.arriving} per producer",
+        "leaving": f"packs that are not sent yet: {PREFETCH + 1} steps per rank",
+        "tables": "metadata of the samples in memory",
     }.items():
         yield _derived(f"process.{part}_bytes", getattr(parts, part), meaning)
-    full = f"of the broker's process, while trainers are slower than producers, at a mean of {MEAN_TOKENS} tokens"
+    full = f"the sum: peak of the process while trainers are slower than producers, at a mean of {MEAN_TOKENS} tokens"
     yield _derived("process.peak_bytes", parts.total, full)
-    yield _derived("process.most_bytes", most, "the same of samples as long as they may be: a container's limit")
+    yield _derived("process.most_bytes", most, "the same for the longest samples: use it as a container's limit")
 
 
 def _follows_feed(path: str, config: BrokerConfig, rules: Rules, layout: str) -> Iterator[Value]:
+    """Yield the figures of one feed: tokens per step, possible meshes, padding, delays, shares of streams."""
     mesh, align = config.planned_mesh, rules.align.sample
-    yield _derived(f"{path}.digest", rules.digest, "names the rules: equal digests and samples, equal steps")
+    yield _derived(f"{path}.digest", rules.digest, "digest of the rules; equal digests and samples give equal steps")
     dps = [dp for dp in range(1, MAX_RANKS + 1) if not mesh_refusal(Mesh(dp=dp), rules, layout)]
     if rules.batch is None:
-        yield _derived(f"{path}.step_tokens", rules.packs * rules.budget, "tokens of a step: packs times budget")
+        yield _derived(f"{path}.step_tokens", rules.packs * rules.budget, "tokens per step: packs times budget")
         micro = rules.packs // mesh.dp
-        yield _derived(f"{path}.micro_batches", micro, f"a rank and step, on the planned dp={mesh.dp}")
-        yield _derived(f"{path}.dp", dps, f"what dp may be, up to {MAX_RANKS}: divisors of the packs of a step")
+        yield _derived(f"{path}.micro_batches", micro, f"per rank and step, on the planned dp={mesh.dp}")
+        yield _derived(f"{path}.dp", dps, f"possible dp up to {MAX_RANKS}: divisors of the packs per step")
     else:
         least = packs_of_mesh(rules, 1, mesh.dp, 1) // mesh.dp
-        yield _derived(f"{path}.micro_batches", least, f"a rank and step, at least, on the planned dp={mesh.dp}")
-        how = "rows are dealt, and rows of padding" if rules.padded else "packs are split, and empty ones"
-        said = f"what dp may be, up to {MAX_RANKS}: {how} added, until all have as many"
+        yield _derived(f"{path}.micro_batches", least, f"least per rank and step, on the planned dp={mesh.dp}")
+        how = "rows of padding are added" if rules.padded else "packs are split and empty ones added"
+        said = f"possible dp up to {MAX_RANKS}; {how} until all ranks have as many"
         yield _derived(f"{path}.dp", dps, said)
     cps = [cp for cp in range(1, MAX_RANKS + 1) if not mesh_refusal(Mesh(cp=cp), rules, layout)]
-    why = f"what cp may be, up to {MAX_RANKS}, with samples aligned to {align}, packs to {rules.align.pack}"
+    why = f"possible cp up to {MAX_RANKS}, with samples aligned to {align} tokens and packs to {rules.align.pack}"
     yield _derived(f"{path}.cp", cps, why)
     pad = (align - 1) / 2
     per_cent = f"{pad / (500 + pad):.1%} at a mean of 500 tokens"
-    yield _derived(f"{path}.padding", pad, f"tokens a sample that alignment is expected to waste: {per_cent}")
+    yield _derived(f"{path}.padding", pad, f"expected padding tokens per sample for alignment: {per_cent}")
     if rules.batch is None:
         packer = rules.new_packer()
         packs = packer.max_wait(rules.window, rules.window) or 2 * rules.window
         steps = -(-packs // rules.packs)
-        waits = f"steps that a sample may wait, about: as many packs as the window of {rules.window} has samples, twice"
+        waits = f"most steps that a sample waits, about: twice as many packs as the window has samples ({rules.window})"
         if isinstance(packer, Joint):
-            waits = (
-                f"steps that a sample may wait, about: {packer.patience} groups of {packer.group} packs, twice, and "
-            )
-            waits += "as many packs as the window has samples, twice"
+            waits = f"most steps that a sample waits, about: twice {packer.patience} groups of {packer.group} packs, "
+            waits += "and twice as many packs as the window has samples"
         yield _derived(f"{path}.patience", steps, waits)
     total = sum(stream.weight for stream in rules.streams)
     for stream in rules.streams:
-        share = f"of the {rules.weight_unit}, while no stream of the feed has ended"
+        share = f"share of the {rules.weight_unit}, until a stream of the feed ends"
         yield _derived(f"{path}.share.{stream.name}", round(stream.weight / total, 6), share)
     partitions = sum(stream.partitions for stream in rules.streams)
-    yield _derived(f"{path}.producers", partitions, "more producer processes than partitions have nothing to do")
+    yield _derived(f"{path}.producers", partitions, "most producer processes that are useful: one per partition")
 
 
 def _follows_producer(config: ProducerConfig) -> Iterator[Value]:
+    """Yield what follows from a producer's settings: files, shards, digest and tokenizer of each stream."""
     for name, source in open_sources(config).items():
         path = f"streams.{name}"
-        yield _derived(f"{path}.files", source.num_files, "found")
+        yield _derived(f"{path}.files", source.num_files, "files found")
         yield _derived(
-            f"{path}.num_shards", source.num_shards, "files, or pieces of them; a partition without gives nothing"
+            f"{path}.num_shards", source.num_shards, "files or parts of files; use at most as many partitions"
         )
-        yield _derived(f"{path}.digest", source.digest, "of names, sizes and tokenizer: the same on every host")
+        yield _derived(f"{path}.digest", source.digest, "digest of names, sizes and tokenizer; equal on every host")
         tokenizer = open_tokenizer(config.streams[name].tokenizer or config.tokenizer)
         path += ".tokenizer"
-        yield _derived(f"{path}.vocab_size", tokenizer.vocab_size, "ids are below it; up to 65536 go as tokens: uint16")
-        yield _derived(f"{path}.end_of_text", tokenizer.eos_token, "ends texts, with append_eos")
-        yield _derived(f"{path}.has_chat_template", tokenizer.has_chat_template, "whether it can write chats")
+        yield _derived(
+            f"{path}.vocab_size", tokenizer.vocab_size, "token ids are below this; up to 65536 fit tokens: uint16"
+        )
+        yield _derived(f"{path}.end_of_text", tokenizer.eos_token, "token after each text, with append_eos")
+        yield _derived(f"{path}.has_chat_template", tokenizer.has_chat_template, "whether it can encode chats")
 
 
-# For people
+# Output
 
 
 def show_check(found: Tree, file: Path) -> None:
-    """Print what ``check`` found in ``file``; what does not fit the terminal is wrapped, never cut."""
+    """Print the result of ``check``; wrap what does not fit the terminal."""
     console = Console(highlight=False, markup=False, emoji=False)
     console.print(_table("setting", found["values"]))
     console.print()
@@ -319,7 +335,10 @@ def show_check(found: Tree, file: Path) -> None:
 
 
 def _table(title: str, values: list[Tree]) -> Table:
-    """Values as a tree by their paths; where they came from, unless all were derived; each meaning once."""
+    """Return a table of values, indented by their paths, with their sources unless all are derived.
+
+    Print each meaning once, because every stream has the same keys.
+    """
     with_source = any(each["source"] != "derived" for each in values)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column(title, no_wrap=True)
@@ -338,13 +357,14 @@ def _table(title: str, values: list[Tree]) -> Table:
         shown = parts[:-1]
         source = [f"line {each['line']}" if each["line"] else each["source"]] if with_source else []
         name = "  " * (len(parts) - 1) + parts[-1].removesuffix("_bytes").replace("_", " " if not with_source else "_")
-        meaning = "" if (name, each["meaning"]) in told else each["meaning"]  # each stream has the same keys
+        meaning = "" if (name, each["meaning"]) in told else each["meaning"]
         told.add((name, each["meaning"]))
         table.add_row(name, _text(each["path"], each["value"]), *source, meaning)
     return table
 
 
 def _text(path: str, value: Any) -> str:
+    """Return a value as text; the path says if it is a size in bytes or a digest."""
     if path.endswith("_bytes"):
         return size_text(value)
     if path.endswith("digest"):

@@ -1,6 +1,6 @@
-"""``streampack check producer.yaml --samples N``: what the first samples are as tokens, and which of them are learned.
+"""``streampack check producer.yaml --samples N``: show the first samples as tokens, and which tokens are learned.
 
-Reads like a producer does, in the order of the files; the broker's policies are not applied.
+Samples are read as a producer reads them, in the order of the files. The broker's policies are not applied.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _MASK = (Field(name=LOSS_MASK, dtype="uint8", align="target", default=1),)
 
 
 def preview(file: Path, samples: int) -> dict[str, list[Tree]]:
-    """The first ``samples`` of each stream of a producer.yaml; see ``_sample``.
+    """Return the first ``samples`` samples of each stream of a producer.yaml, as trees of ``_sample``.
 
-    Raises UserError for another configuration, ConfigError and SourceError like the producer.
+    Raises UserError for a broker.yaml, ConfigError and SourceError as a producer does.
     """
     config = read_either(file)
     if not isinstance(config, ProducerConfig):
-        raise UserError(f"{file}: got a broker's configuration, expected a producer.yaml: only producers read samples")
+        raise UserError(f"{file} is a broker.yaml, but only producers read samples. Pass a producer.yaml.")
     streams = {}
-    for name, stream in config.streams.items():  # which other fields a run has is in broker.yaml
+    for name, stream in config.streams.items():  # only broker.yaml names the run's other fields
         mask = {LOSS_MASK: stream.fields[LOSS_MASK]} if LOSS_MASK in stream.fields else {}
         streams[name] = msgspec.structs.replace(stream, fields=mask)
     config = msgspec.structs.replace(config, streams=streams)
@@ -46,7 +46,10 @@ def preview(file: Path, samples: int) -> dict[str, list[Tree]]:
 
 
 def _sample(record: RawSample, tokenizer: Tokenizer) -> Tree:
-    """``where``, ``reason`` (None when good), ``num_tokens``, ``num_learned``, ``parts``: text and whether learned."""
+    """Return a sample as a tree: place, reason of a rejection (or None), tokens, learned tokens, and parts of its text.
+
+    Each of ``parts`` has its ``text`` and whether it is ``learned``.
+    """
     learned = record.fields.get(LOSS_MASK)
     mask = [1] * len(record.tokens) if learned is None else learned.tolist()
     parts, place = [], 0
@@ -61,7 +64,7 @@ def _sample(record: RawSample, tokenizer: Tokenizer) -> Tree:
 
 
 def show_preview(found: dict[str, list[Tree]]) -> None:
-    """Print it: learned text green, or in ``[[ ]]`` where there are no colors; the rest dim."""
+    """Print the result of ``preview``: learned text green, or in ``[[ ]]`` without colors; the rest dim."""
     console = Console(highlight=False, markup=False, emoji=False)
     marks = ("", "") if console.color_system else ("[[", "]]")
     for name, samples in found.items():

@@ -1,10 +1,12 @@
-"""The ledger: the log's index for people. Which sample went into which step, and where in which pack?
+"""The ledger: the log's index for people. It records which sample went into which step, and into which pack.
 
-- ``state_dir``: the folder of a log and its ledger; brings the ledger up to date.
-- ``ledger``: from records to rows, and from a question to rows.
-- ``step_rows``: a step as the ledger keeps it, in about 10 bytes a sample.
-- ``run_history``: what the rare records say of a run: rules, changes, lineages, ends.
-- ``ledger_tables``: SQLite tables whose rows are believed only while they agree with their checksums.
+Records of the log pass through these files in order:
 
-No recovery depends on the ledger: it can be made again from the log, as far as the log reaches back.
+- ``state_dir``: the folder of a log and its ledger; reads new records from the log and updates the ledger.
+- ``ledger``: turns records into rows, and answers questions from the rows.
+- ``step_rows``: encodes a step in about 10 bytes per sample.
+- ``run_history``: puts the rare records of a run together: rules, changes, lineages, ends.
+- ``ledger_tables``: SQLite tables whose rows carry checksums, so that a damaged row is reported and never used.
+
+Recovery never reads the ledger. It can be rebuilt from the log, except for steps that the log no longer has.
 """

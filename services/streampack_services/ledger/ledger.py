@@ -1,19 +1,19 @@
-"""The ledger: the log's index for people. Which sample went into which step, of which lineage, where in which pack.
+"""The ledger: the log's index for people, from each sample to its step, lineage, pack and offset.
 
-A SQLite file beside the log, made from its records alone; nobody reads it to recover, and ``forget`` and ``update``
-make it again. Still, the log is cut and the ledger is not: of old steps it is all there is. So a row that does not
-agree with its checksum (``ledger_tables``) is named, never believed.
+The ledger is a SQLite file beside the log, made from the log's records alone. Recovery never reads it, and ``forget``
+and ``update`` can make it again. But the log is cut and the ledger is not, so only the ledger has the old steps.
+Therefore a row that does not agree with its checksum (``ledger_tables``) is reported and never used. The tables:
 
-    records    records that are rare, as the log has them (``run_history``)
-    steps      a row a step (``step_rows``)
-    spans      where to look for a sample: (stream, lo, hi, step, lineage), one for every stretch of a step's indices of
-               a stream, cut where ``GAP`` others lie between; a stream's samples mostly come in order, so mostly one
-    rejected   (stream, lo, hi, indices, reasons) of each record that said new ones
-    admitted   samples taken so far of each partition, where the log says so (``merge: arrival``)
-    state      what it is and how far it has come
+    records    the rare records, as the log has them (``run_history``)
+    steps      one row per step (``step_rows``)
+    spans      where to look for a sample: (stream, lo, hi, step, lineage), from lo to hi without gaps above ``GAP``;
+               mostly one per step and stream, because samples come nearly in order
+    rejected   (stream, lo, hi, indices, reasons) of each record that rejects new samples
+    admitted   samples admitted so far of each partition, if the log records them (``merge: arrival``)
+    state      version, run, and the records that were read
 
-A batch of records is one transaction: after a crash it goes on where it was. The last record taken is known by its
-checksum too: a log that is not the one the ledger has read from (a tail was lost with the power) is noticed.
+A batch of records is one transaction, so after a crash the ledger continues where it was. The checksum of the last
+record shows whether the log is still the one that the ledger was made from.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ from streampack_services.ledger.step_rows import StepRows
 from streampack_services.log.log import LogEntry
 
 GAP = 4096
+"""Indices of a stream that are further apart are in different spans."""
 BATCH_BYTES = 16 << 20
-"""Of records, in one transaction."""
+"""Bytes of records to write in one transaction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A piece of a sample in a step: sample ``row`` of it, in pack ``pack``."""
+    """The place of a sample, or of one part of a split sample: row ``row`` of ``step``, in pack number ``pack``."""
 
     step: StepRows
     row: int
@@ -62,8 +63,9 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Steps ``first`` to ``last`` are not recorded here: the log lost them, or another log has them. Trainers resumed
-    after them, from a checkpoint with ``snapshot``, which record ``lsn`` holds.
+    """Steps ``first`` to ``last`` that are not recorded here: the log lost them, or another log has them.
+
+    Trainers resumed after these steps from a checkpoint with ``snapshot``, which record ``lsn`` holds.
     """
 
     first: int
@@ -76,10 +78,9 @@ class Gap:
 
 
 class Ledger:
-    """The ledger in file ``path``, made where it is missing.
+    """The ledger in file ``path``, which is made if it is missing.
 
-    Raises UserError where the file cannot be used, LedgerDamaged for one that is not as it was written, here and in
-    every question.
+    The constructor and all methods raise UserError if the file cannot be used, LedgerDamaged if it is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,7 +89,7 @@ class Ledger:
 
     @property
     def state(self) -> LedgerState:
-        """How far it is."""
+        """The run's name and the range of records that were read."""
         return self._tables.state
 
     def close(self) -> None:
@@ -100,13 +101,13 @@ class Ledger:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # What the log says
+    # Updates from the log
 
     def update(self, entries: Iterable[LogEntry]) -> int:
-        """Take the records that are not here yet, and return how many there were.
+        """Add the records that are not in the ledger yet; return their number.
 
-        ``entries`` may begin anywhere at or before ``state.next_lsn``. Raises LedgerDamaged if they begin later, or if
-        the last record that is here is another one there: they are of another log.
+        ``entries`` may begin at or before record ``state.next_lsn``. Raises LedgerDamaged if they begin later, or if
+        they are of another log than the one that the ledger was made from.
         """
         taken, batch, size = 0, list[LogEntry](), 0
         for entry in entries:
@@ -118,7 +119,7 @@ class Ledger:
         return taken + self._take(batch)
 
     def forget(self, lsn: int) -> None:
-        """Drop all that record ``lsn`` and those after it have said, for ``update`` to take them again."""
+        """Delete all rows from record ``lsn`` and later records, so that ``update`` can add these records again."""
         with self._tables.transaction():
             self._tables.delete_since(lsn)
             if not self.state.rows["records"][0]:
@@ -128,7 +129,7 @@ class Ledger:
         self._load()
 
     def keep(self, old: Ledger, begin: int) -> None:
-        """Take over from an ``old`` one, as far as it is good, what records below ``begin`` said; into an empty one."""
+        """Copy the intact rows of an ``old`` ledger from records below ``begin``; this ledger must be empty."""
         with self._tables.transaction():
             for table in TABLES:
                 for _, row in old._tables.checked(table, "lsn < ?", (begin,)):
@@ -140,8 +141,9 @@ class Ledger:
         self._load()
 
     def _take(self, batch: list[LogEntry]) -> int:
+        """Add the new records of a batch in one transaction; return their number."""
         with self._tables.transaction():
-            self._load()  # another process may have been here
+            self._load()  # another process may have updated the ledger
             batch = self._new(batch)
             for entry in batch:
                 record, _ = record_frames.decode_record(entry.kind, entry.body)
@@ -154,20 +156,21 @@ class Ledger:
         return len(batch)
 
     def _new(self, batch: list[LogEntry]) -> list[LogEntry]:
-        """Those of ``batch`` that are not here; they must follow what is."""
+        """Return those records of ``batch`` that are not in the ledger. Raises LedgerDamaged as ``update`` does."""
         state = self.state
         for entry in batch:
             if entry.lsn == state.next_lsn - 1 and state.last_crc and crc32c(entry.body) != state.last_crc:
-                raise self._tables.damaged(f"got a log with another record {entry.lsn}, expected the one that was read")
+                raise self._tables.damaged(f"record {entry.lsn} of the log is not the one that was read before")
         new = [entry for entry in batch if entry.lsn >= state.next_lsn]
         if new and not state.rows["records"][0]:
             state.first_lsn = state.next_lsn = new[0].lsn
         if new and new[0].lsn > state.next_lsn:
             gap = f"records {state.next_lsn} to {new[0].lsn - 1}"
-            raise self._tables.damaged(f"got a log that begins with record {new[0].lsn}, expected {gap} too")
+            raise self._tables.damaged(f"the log begins with record {new[0].lsn}, but {gap} are not in the ledger")
         return new
 
     def _add(self, lsn: int, kind: int, body: Any, record: Record) -> None:
+        """Add the rows of one record; store a rare record only if it says anything new."""
         match record:
             case StepFormed():
                 if not self._add_step(step_rows.rows_of(record, lsn)):
@@ -186,7 +189,7 @@ class Ledger:
         self.history.obsolete.clear()
 
     def _is_brought(self, history: RunHistory, lsn: int, record: Record) -> bool:
-        """Is this a snapshot of a step whose predecessor was not recorded before it, brought by a checkpoint?"""
+        """Return whether a record is a snapshot from a trainer's checkpoint: the step before it is not recorded."""
         if not isinstance(record, SnapshotTaken) or not record.snapshot.step:
             return False
         feed, before = history.feeds.get(record.feed), record.snapshot.step - 1
@@ -194,7 +197,10 @@ class Ledger:
         return self._tables.first("lsn", "steps", "feed = ? AND step = ? AND lineage = ? AND lsn < ?", key) is None
 
     def _add_step(self, step: StepRows) -> bool:
-        """Enter a step; whether it contradicts one that is here. The same again changes nothing."""
+        """Add a step and its spans; return whether another step with the same number is already there.
+
+        Adding the same step again changes nothing.
+        """
         key = (step.feed, step.step, step.lineage)
         found = self._tables.first("body", "steps", "feed = ? AND step = ? AND lineage = ?", key)
         body = step_rows.encode(step)
@@ -203,8 +209,8 @@ class Ledger:
         self._tables.insert("steps", (*key, step.lsn, body))
         feed, numbers = self.history.feeds.get(step.feed), step.rows["stream"]
         if feed is None:
-            got = f"got a step of feed {step.feed!r} in record {step.lsn}"
-            raise self._tables.damaged(f"{got}, expected its rules before it")
+            got = f"record {step.lsn} is a step of feed {step.feed!r}"
+            raise self._tables.damaged(f"{got}, but no earlier record has the feed's rules")
         for number in np.unique(numbers).tolist():
             name = feed.stream_name(number, step.step, step.lsn)
             for lo, hi in _stretches(step.rows["index"][numbers == number]):
@@ -212,7 +218,7 @@ class Ledger:
         return False
 
     def _add_rejected(self, lsn: int, stream: str, indices: I64, reasons: dict[str, int]) -> None:
-        """Enter those that were not said before."""
+        """Add the rejected samples that are not in the ledger yet; ``indices``: int64 [n]."""
         if not len(indices):
             return
         indices = np.unique(indices)
@@ -225,12 +231,12 @@ class Ledger:
             self._tables.insert("rejected", (lsn, stream, lo, hi, indices.astype("<i8").tobytes(), said))
 
     def _add_chunk(self, lsn: int, chunk: ChunkAdmitted) -> None:
-        """How far a partition was taken in, and what of it is in no step."""
+        """Add how far a partition was admitted, and the samples of the chunk that were rejected or dropped."""
         lengths = np.frombuffer(chunk.lengths_u32, "<u4").astype(np.int64)
         feed = self.history.feed_of(chunk.stream)
         if feed is None:
-            got = f"got a chunk of stream {chunk.stream!r} in record {lsn}"
-            raise self._tables.damaged(f"{got}, expected its rules before it")
+            got = f"record {lsn} is a chunk of stream {chunk.stream!r}"
+            raise self._tables.damaged(f"{got}, but no earlier record has the stream's rules")
         stream = feed.streams[chunk.stream]
         seqs = chunk.base_seq + np.arange(len(lengths), dtype=np.int64)
         indices = seqs * stream.partitions + chunk.partition
@@ -250,26 +256,26 @@ class Ledger:
     # Questions
 
     def step(self, feed: str, step: int, lineage: int) -> StepRows | None:
-        """A step as it was recorded."""
+        """Return a step of a lineage as it is recorded; None if it is not."""
         return next(self._steps("feed = ? AND step = ? AND lineage = ?", (feed, step, lineage)), None)
 
     def steps(self, feed: str) -> Iterator[StepRows]:
-        """Every step of a feed, by number, of all lineages; damaged ones are passed over (``check`` names them)."""
+        """Yield every step of a feed in all lineages, by number, without damaged ones (``check`` names them)."""
         for _, row in self._tables.checked("steps", "feed = ? ORDER BY step, lineage", (feed,)):
             if row is not None:
                 yield _decoded(row)
 
     def lineages_of(self, feed: str, step: int) -> list[int]:
-        """The lineages that have this step."""
+        """Return the lineages that have a record of this step."""
         return [found.lineage for found in self._steps("feed = ? AND step = ?", (feed, step))]
 
     def last_step(self, feed: str, lineage: int) -> int | None:
-        """The highest step of a lineage."""
+        """Return the highest recorded step of a lineage; None if there is none."""
         found: int | None = self._tables.first("max(step)", "steps", "feed = ? AND lineage = ?", (feed, lineage))
         return found
 
     def last_before(self, feed: str, step: int) -> int:
-        """The highest recorded step below ``step`` in the history that counts; -1 if there is none."""
+        """Return the highest recorded step below ``step`` in the history that counts; -1 if there is none."""
         stop = step
         for branch in reversed(self.history.feeds[feed].branches):
             where = "feed = ? AND lineage = ? AND step >= ? AND step < ?"
@@ -280,7 +286,7 @@ class Ledger:
         return -1
 
     def gaps(self, feed: str) -> list[Gap]:
-        """Steps that are not recorded here, though trainers had them: they resumed after them from a checkpoint."""
+        """Return the ranges of steps that are not recorded here, after which trainers resumed from a checkpoint."""
         of, found = self.history.feeds[feed], list[Gap]()
         for lsn, snapshot in of.brought:
             replaced = any(each.lsn > lsn and each.step < snapshot.step for each in of.branches)
@@ -290,13 +296,13 @@ class Ledger:
         return found
 
     def find(self, stream: str, index: int) -> list[Placement]:
-        """Where a sample is: all its pieces in all lineages, in the order in which they were recorded."""
+        """Return all places of a sample and its parts, in all lineages, in the order of their records."""
         feed, places = self.history.feed_of(stream), list[Placement]()
         spans = self._tables.rows("spans", "stream = ? AND lo <= ? AND hi >= ?", (stream, index, index))
         for *_, number, lineage, _ in sorted(spans, key=lambda row: int(row[5])):
             step = None if feed is None else self.step(feed.name, number, lineage)
             if feed is None or step is None:
-                raise self._tables.damaged(f"steps: got no row of step {number} of lineage {lineage}, expected one")
+                raise self._tables.damaged(f"steps: the row of step {number} of lineage {lineage} is missing")
             hits = np.flatnonzero(step.rows["index"] == index).tolist()
             numbers = [int(step.rows["stream"][row]) for row in hits]
             places += [
@@ -306,12 +312,15 @@ class Ledger:
         return places
 
     def rejections(self, stream: str) -> Iterator[tuple[int, I64, dict[str, int]]]:
-        """(lsn, indices int64 [n], reasons) of each record that rejected samples of a stream; none is in two."""
+        """Yield (lsn, indices int64 [n], reasons) of each record that rejected samples of a stream.
+
+        ``reasons`` counts samples by reason. No sample is in two records.
+        """
         for lsn, _, _, _, indices, reasons in self._tables.rows("rejected", "stream = ?", (stream,)):
             yield lsn, np.frombuffer(indices, "<i8"), json.loads(reasons)
 
     def rejection(self, stream: str, index: int) -> tuple[int, dict[str, int]] | None:
-        """(lsn, reasons) of the record that rejected a sample, if one did; of several reasons one is this sample's."""
+        """Return (lsn, reasons) of the record that rejected a sample, or None; one of the reasons is this sample's."""
         query = "stream = ? AND lo <= ? AND hi >= ?"
         for lsn, _, _, _, indices, reasons in self._tables.rows("rejected", query, (stream, index, index)):
             if index in np.frombuffer(indices, "<i8"):
@@ -319,27 +328,27 @@ class Ledger:
         return None
 
     def admitted(self, stream: str) -> dict[int, int]:
-        """Samples taken in of each partition, as far as the log says so."""
+        """Return the number of admitted samples of each partition, if the log records them."""
         return {row[1]: row[2] for row in self._tables.rows("admitted", "stream = ?", (stream,))}
 
     def furthest(self, stream: str) -> int:
-        """The highest index of a stream's samples in steps, of all lineages; -1 if there is none."""
+        """Return the highest index of a stream's samples in steps of any lineage; -1 if there is none."""
         found = self._tables.first("max(hi)", "spans", "stream = ?", (stream,))
         return -1 if found is None else int(found)
 
     def check(self, tables: Iterable[str] = TABLES) -> list[str]:
-        """What of these tables is damaged, a line each; reads every row."""
+        """Read every row of the tables; return a line of text for each damaged one."""
         return self._tables.check(tables)
 
     def fingerprints(self) -> dict[tuple[Any, ...], int | None]:
-        """Checksums of all rows of steps, records and rejected samples by what they are; None for a damaged row."""
+        """Return the checksums of all rows of steps, records and rejected samples, by key; None for a damaged row."""
         return self._tables.fingerprints()
 
     def _steps(self, where: str, key: tuple[Any, ...]) -> Iterator[StepRows]:
         return map(_decoded, self._tables.rows("steps", where, key))
 
     def _load(self) -> None:
-        """As it is in the file."""
+        """Read state and history from the file."""
         self._tables.load_state()
         self.history = self._read_history()
 
@@ -358,7 +367,7 @@ def _decoded(row: list[Any]) -> StepRows:
 
 
 def _stretches(indices: Any) -> Iterator[tuple[int, int]]:
-    """First and last of indices that lie near each other."""
+    """Yield (first, last) of each group of indices without gaps above GAP."""
     least, most = int(indices.min()), int(indices.max())
     if most - least <= GAP:
         yield least, most

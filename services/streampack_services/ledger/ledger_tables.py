@@ -1,8 +1,9 @@
-"""The ledger's tables: rows of SQLite that are believed only while they agree with their checksums.
+"""The ledger's SQLite tables, with a checksum for every row, so that a damaged row is never used.
 
-Every row has a crc32c, since a flipped bit in SQLite mostly reads back as another value (290 of 400 in a trial), and
-for each table the number and the sum of its rows' checksums are kept, so that a row that a damaged page hides is
-missed. No table has an index beside it, which would be damaged on its own. What the rows mean is the ``ledger``'s.
+Every row has a crc32c, because a flipped bit in a SQLite file mostly reads back as another value (290 of 400 in a
+trial). The number of rows of each table and the sum of their checksums are stored, too. So a row that was lost with a
+damaged page is noticed. No table has a separate index, which could be damaged on its own. ``ledger`` knows what
+the rows mean.
 """
 
 from __future__ import annotations
@@ -33,25 +34,31 @@ _UNUSABLE = (
 )  # fmt: skip
 _SCHEMA = """
 CREATE TABLE records (lsn INTEGER PRIMARY KEY, kind INTEGER, body BLOB, crc INTEGER);
+
 CREATE TABLE steps (
     feed TEXT, step INTEGER, lineage INTEGER, lsn INTEGER, body BLOB, crc INTEGER, PRIMARY KEY (feed, step, lineage)
 ) WITHOUT ROWID;
+
 CREATE TABLE spans (
     stream TEXT, lo INTEGER, hi INTEGER, step INTEGER, lineage INTEGER, lsn INTEGER, crc INTEGER,
     PRIMARY KEY (stream, lo, hi, step, lineage)
 ) WITHOUT ROWID;
+
 CREATE TABLE rejected (lsn INTEGER, stream TEXT, lo INTEGER, hi INTEGER, indices BLOB, reasons TEXT, crc INTEGER);
+
 CREATE TABLE admitted (
     stream TEXT, partition INTEGER, upto INTEGER, lsn INTEGER, crc INTEGER, PRIMARY KEY (stream, partition)
 ) WITHOUT ROWID;
+
 CREATE TABLE state (id INTEGER PRIMARY KEY, body BLOB, crc INTEGER);
 """
 
 
 @dataclass(slots=True)
 class LedgerState:
-    """How far a ledger is: it has what there was of records ``first_lsn`` to ``next_lsn - 1``, the last of which has
-    checksum ``last_crc``. ``rows`` by table: how many, and the sum of their checksums.
+    """The records that a ledger was made from: ``first_lsn`` to ``next_lsn - 1``; the last has checksum ``last_crc``.
+
+    ``rows``: for each table the number of rows and the sum of their checksums. ``run``: name of the run.
     """
 
     rows: dict[str, list[int]]
@@ -63,9 +70,9 @@ class LedgerState:
 
 
 class Tables:
-    """The tables in file ``path``, made where it is missing, and ``state``, as it was read or is about to be saved.
+    """The tables in file ``path``, which is made if it is missing, and their ``state``.
 
-    Raises UserError where the file cannot be used, LedgerDamaged for what is not as it was written.
+    The constructor and all methods raise UserError if the file cannot be used, LedgerDamaged if it is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,6 +85,7 @@ class Tables:
         self.load_state()
 
     def _make(self) -> None:
+        """Create the tables and save an empty state."""
         for statement in _SCHEMA.split(";"):
             self._db.execute(statement)
         self.state = LedgerState({table: [0, 0] for table in TABLES})
@@ -88,7 +96,7 @@ class Tables:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All that is written in it, or nothing; ``state`` is to be loaded again where it was nothing."""
+        """Write everything within in one transaction; after an error, nothing is written and ``state`` is outdated."""
         with self._sqlite():
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -100,11 +108,11 @@ class Tables:
                 raise
 
     def load_state(self) -> None:
-        """As it is in the file: another process may have been there."""
+        """Read ``state`` from the file, which another process may have changed."""
         with self._sqlite():
             row = self._db.execute("SELECT body, crc FROM state").fetchone()
         if row is None or not isinstance(row[0], bytes) or crc32c(row[0]) != row[1]:
-            raise self.damaged("state: got a row that is not what was written")
+            raise self.damaged("state: the row does not agree with its checksum")
         self.state = msgspec.json.decode(row[0], type=LedgerState)
         if self.state.version != VERSION:
             raise self.damaged(f"got version {self.state.version}, expected {VERSION}")
@@ -114,32 +122,34 @@ class Tables:
         self._db.execute("INSERT OR REPLACE INTO state VALUES (0, ?, ?)", (body, crc32c(body)))
 
     def insert(self, table: str, values: tuple[Any, ...]) -> None:
+        """Insert a row with its checksum, and count it in ``state``."""
         crc = _crc(table, values)
         self._db.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * (len(values) + 1))})", (*values, crc))
         self.state.rows[table][0] += 1
         self.state.rows[table][1] += crc
 
     def delete(self, table: str, where: str, key: tuple[Any, ...]) -> None:
+        """Delete the rows that ``where`` with the parameters ``key`` chooses, and update ``state``."""
         count, crcs = self._sum(table, where, key)
         self._db.execute(f"DELETE FROM {table} WHERE {where}", key)
         self.state.rows[table][0] -= count
         self.state.rows[table][1] -= crcs
 
     def delete_since(self, lsn: int) -> None:
-        """What records from ``lsn`` on said, in all tables; what is left is counted again."""
+        """Delete the rows from record ``lsn`` and later ones in all tables, and count the other rows again."""
         for table in TABLES:
             self._db.execute(f"DELETE FROM {table} WHERE lsn >= ?", (lsn,))
             self.state.rows[table] = list(self._sum(table))
 
     def rows(self, table: str, where: str, key: tuple[Any, ...] = ()) -> Iterator[list[Any]]:
-        """The columns of each row that ``where`` chooses. Raises LedgerDamaged at one that is not as it was written."""
+        """Yield the columns of each row that ``where`` chooses. Raises LedgerDamaged at a damaged row."""
         for said, row in self.checked(table, where, key):
             if row is None:
                 raise self.damaged(f"{table}: {said}")
             yield row
 
     def checked(self, table: str, where: str, key: tuple[Any, ...] = ()) -> Iterator[tuple[str, list[Any] | None]]:
-        """(what it is, its columns) of each row; None for columns that do not agree with their checksum."""
+        """Yield (error text, columns) of each row that ``where`` chooses; the columns of a damaged row are None."""
         names = ", ".join(TABLES[table])
         with self._sqlite():
             for *values, crc in self._db.execute(f"SELECT {names}, crc FROM {table} WHERE {where}", key):
@@ -147,30 +157,30 @@ class Tables:
                     f"{name} {value!r}" for name, value in zip(TABLES[table], values, strict=True)
                     if not isinstance(value, bytes)
                 )  # fmt: skip
-                yield f"got a row that is not what was written: {said}", values if crc == _crc(table, values) else None
+                yield f"a row does not agree with its checksum: {said}", values if crc == _crc(table, values) else None
 
     def first(self, what: str, table: str, where: str, key: tuple[Any, ...]) -> Any:
-        """Column or aggregate ``what`` of the first row, None if there is none; no checksum is looked at."""
+        """Return the column or aggregate ``what`` of the first row, None if there is none; check no checksum."""
         with self._sqlite():
             found = self._db.execute(f"SELECT {what} FROM {table} WHERE {where}", key).fetchone()
         return None if found is None else found[0]
 
     def check(self, tables: Iterable[str] = TABLES) -> list[str]:
-        """What of these tables is damaged, a line each; reads every row."""
+        """Read every row of the tables; return a line of text for each damaged one."""
         wrong = []
         for table in tables:
             try:
                 damaged = [f"{table}: {said}" for said, row in self.checked(table, "1") if row is None]
                 count, crcs = self.state.rows[table]
                 if not damaged and (found := self._sum(table)) != (count, crcs):
-                    damaged = [f"{table}: got {found[0]} rows that are not the {count} written"]
+                    damaged = [f"{table}: got {found[0]} rows that are not the {count} rows written"]
                 wrong += damaged
             except LedgerDamaged as error:
                 wrong.append(f"{table}: {error}")
         return wrong
 
     def fingerprints(self) -> dict[tuple[Any, ...], int | None]:
-        """Checksums of all rows of steps, records and rejected samples by what they are; None for a damaged row."""
+        """Return the checksums of all rows of steps, records and rejected samples, by key; None for a damaged row."""
         found: dict[tuple[Any, ...], int | None] = {}
         for table, width in (("records", 1), ("steps", 3), ("rejected", 4)):
             names = ", ".join(TABLES[table])
@@ -179,6 +189,7 @@ class Tables:
         return found
 
     def _sum(self, table: str, where: str = "1", key: tuple[Any, ...] = ()) -> tuple[int, int]:
+        """Return the number of rows that ``where`` chooses, and the sum of their checksums."""
         with self._sqlite():
             query = f"SELECT count(*), coalesce(sum(crc), 0) FROM {table} WHERE {where}"
             count, crcs = self._db.execute(query, key).fetchone()
@@ -186,21 +197,23 @@ class Tables:
 
     @contextmanager
     def _sqlite(self) -> Iterator[None]:
+        """Turn errors of SQLite into UserError, if the file cannot be used, or LedgerDamaged."""
         try:
             yield
         except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF in _UNUSABLE:
                 raise UserError(
-                    f"ledger {self._path}: cannot be used: {error}: choose a folder that can be written"
+                    f"The ledger {self._path} cannot be used: {error}. Choose a folder that can be written."
                 ) from None
-            raise self.damaged(f"got a file that SQLite cannot read: {error}") from None
+            raise self.damaged(f"SQLite cannot read the file: {error}") from None
 
     def damaged(self, what: str) -> LedgerDamaged:
-        return LedgerDamaged(f"ledger {self._path}: {what}: make it again with 'streampack ledger rebuild'")
+        """Return the error for damage ``what`` of this ledger, to be raised by the caller."""
+        return LedgerDamaged(f"The ledger {self._path} is damaged: {what}. Run 'streampack ledger rebuild'.")
 
 
 def _crc(table: str, values: Iterable[Any]) -> int:
-    """Of a row: of its table, its numbers and texts, and its bytes."""
+    """Return the crc32c of a row: of its table's name and its values."""
     crc = crc32c(table.encode())
     for value in values:
         kind = "b" if isinstance(value, bytes) else type(value).__name__

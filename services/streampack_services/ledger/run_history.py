@@ -1,11 +1,10 @@
-"""What a log's rare records say of a run, put together: rules, changes, lineages, ends. Pure; knows no steps' rows.
+"""The history of a run, put together from a log's rare records: rules, changes, lineages, ends.
 
-Which history counts: a lineage that begins at step j makes all that was recorded of steps from j on one that does not
-count any more. So of each step one lineage is *effective*: the last that had begun at or before it, of those that no
-later one has taken the place of.
+A lineage that begins at step j replaces all recorded steps from j on, which then no longer count. So for each step one
+lineage is *effective*: the last one that began at or before the step and was not replaced.
 
-A record may be said again: by the ``Base`` that every segment of a log begins with, after a restart, or where data is
-read again. ``add`` says whether one is new, so that whoever keeps them keeps each fact once.
+A fact may be recorded again: after a restart, when data is read again, or by the ``Base`` at the start of a segment.
+``add`` returns whether a record is new, so that its caller stores each fact once.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from streampack.core.model.snapshot import Snapshot
 
 T = TypeVar("T")
 NEVER = 2**63 - 1
-"""Beyond every record's number."""
+"""A number above that of every record and step."""
 LATEST = NEVER - 1
-"""As if of the last record."""
+"""Stands for the number of the last record or step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Lineage ``number`` goes on from step ``step``, and ``why``."""
+    """Lineage ``number``, which record ``lsn`` begins at step ``step``; ``why``: the reason."""
 
     number: int
     step: int
@@ -54,8 +53,10 @@ class Lineage:
 
 @dataclass(slots=True)
 class RulesFrom:
-    """``rules`` hold from ``step`` on, as record ``lsn`` says. ``note`` is what was asked; None for the rules that the
-    run began with. ``position``: -1 for a change that was asked for and is not in force yet.
+    """The ``rules`` that hold from ``step`` on, by record ``lsn``.
+
+    ``note``: the user's reason for a change; None for the rules that the run began with. ``position``: -1 for a change
+    that was requested and is not in force yet.
     """
 
     lsn: int
@@ -67,7 +68,11 @@ class RulesFrom:
 
 @dataclass(slots=True)
 class FeedHistory:
-    """A feed's facts, in the order of the log."""
+    """The recorded facts of one feed, in the order of the log.
+
+    ``skips``: (first, last) of skipped steps. ``commits``: numbers of the next step after each committed checkpoint.
+    ``ends``, ``tails``: records of the feed's ends and of dropped tails. ``first_snapshot``: (lsn, snapshot).
+    """
 
     name: str
     rules: list[RulesFrom] = field(default_factory=list)
@@ -78,15 +83,15 @@ class FeedHistory:
     tails: list[TailDropped] = field(default_factory=list)
     first_snapshot: tuple[int, Snapshot] | None = None
     snapshots: dict[int, tuple[int, Snapshot]] = field(default_factory=dict)
-    """By lineage, the one of the highest step."""
+    """(lsn, snapshot) of the snapshot with the highest step, by lineage."""
     brought: list[tuple[int, Snapshot]] = field(default_factory=list)
-    """(record, snapshot) of each snapshot whose preceding step was not recorded: a trainer's checkpoint brought it."""
+    """(lsn, snapshot) of each snapshot from a trainer's checkpoint, whose preceding step is not recorded."""
     contradictions: list[StepFormed] = field(default_factory=list)
-    """Steps that were recorded before, in the same lineage, with another digest."""
+    """Steps that were recorded again in the same lineage with another digest."""
 
     @property
     def branches(self) -> list[Lineage]:
-        """The lineages that count, in the order of the steps that they begin at."""
+        """Lineages that count, in the order of their first steps."""
         found: list[Lineage] = []
         for lineage in self.lineages:
             found = [each for each in found if each.step < lineage.step]
@@ -94,25 +99,25 @@ class FeedHistory:
         return found
 
     def effective(self, step: int) -> int:
-        """The lineage that counts at ``step``."""
+        """Return the number of the lineage that counts at ``step``."""
         return next((each.number for each in reversed(self.branches) if each.step <= step), 0)
 
     def rules_at(self, step: int, lsn: int = LATEST) -> Rules:
-        """The rules of ``step`` as record ``lsn`` has it, or as it would be now."""
+        """Return the rules of ``step`` as of record ``lsn``, by default as of the last record."""
         held = [each for each in self.rules if each.step <= step and each.lsn <= lsn]
         return max(held, key=lambda each: (each.step, each.lsn)).rules
 
     @property
     def streams(self) -> dict[str, StreamRules]:
-        """Every stream that it has or had, by name, as its rules were last."""
+        """Latest rules of every stream that the feed has or had, by name."""
         return {stream.name: stream for each in self.rules for stream in each.rules.streams}
 
     def rules_of(self, snapshot: Snapshot) -> Rules:
-        """The rules that the merge went by where a snapshot was taken."""
+        """Return the rules that the merge used when a snapshot was taken."""
         return snapshot.changes[snapshot.applied - 1].rules if snapshot.applied else self.rules[0].rules
 
     def merged(self, snapshot: Snapshot) -> dict[str, list[int]]:
-        """Samples merged of each stream's partitions where a snapshot was taken, by stream."""
+        """Return for each stream the number of merged samples of each partition when a snapshot was taken."""
         left = list(snapshot.merge.merged_samples)
         found = {}
         for stream in self.rules_of(snapshot).streams:
@@ -120,46 +125,46 @@ class FeedHistory:
         return found
 
     def stream_name(self, number: int, step: int, lsn: int) -> str:
-        """The name of the stream of this number then."""
+        """Return the name of the stream with this number at ``step``, as of record ``lsn``; ``#5`` if unknown."""
         streams = self.rules_at(step, lsn).streams
         return streams[number].name if number < len(streams) else f"#{number}"
 
     @property
     def end(self) -> FeedEnded | None:
-        """The end of the history that counts, if it has one."""
+        """The feed's end in the history that counts; None if it has not ended."""
         return next((end for end in self.ends if self.effective(end.num_steps) == end.lineage), None)
 
     def dropped(self, upto: int = NEVER) -> NDArray[np.void]:
-        """What ``tail: drop`` left over before steps up to ``upto``, in the history that counts: ``samples.ROW``."""
+        """Return the samples that ``tail: drop`` dropped before steps up to ``upto`` and that count, dtype ROW [n]."""
         tails = [tail for tail in self.tails if tail.step <= upto and self.effective(tail.step) == tail.lineage]
         return np.frombuffer(b"".join(tail.rows for tail in tails), ROW)
 
     def snapshot(self, next_step: int) -> Snapshot | None:
-        """The highest snapshot of the history that counts that is not after ``next_step``."""
+        """Return the snapshot with the highest step up to ``next_step`` in the history that counts, or None."""
         held = [snapshot for number, (_, snapshot) in self.snapshots.items()
                 if snapshot.step <= next_step and self.effective(max(snapshot.step - 1, 0)) == number]  # fmt: skip
         return max(held, key=lambda snapshot: snapshot.step, default=None)
 
 
 class RunHistory:
-    """All that is known of a run beside its steps, its rejected samples and how far it has admitted."""
+    """The history of a run: all recorded facts except steps, rejected samples and admitted samples."""
 
     def __init__(self) -> None:
         self.run_name = ""
         self.feeds: dict[str, FeedHistory] = {}
         self.totals: dict[tuple[str, int], list[int]] = {}
-        """Samples of a (stream, partition), as said at its end; more than one number is a contradiction."""
+        """Number of samples of each ended (stream, partition); more than one number is a contradiction."""
         self.sources: dict[str, list[str]] = {}
         """Digests of each stream's source, in the order in which they were accepted."""
         self.obsolete: list[int] = []
-        """Records that need be kept no more, for whoever keeps them to take."""
+        """Numbers of records that are no longer needed; the caller of ``add`` deletes and clears them."""
 
     def feed_of(self, stream: str) -> FeedHistory | None:
-        """The feed that a stream belongs to."""
+        """Return the feed that a stream belongs to, or None."""
         return next((feed for feed in self.feeds.values() if stream in feed.streams), None)
 
     def add(self, lsn: int, record: Record, brought: bool = False) -> bool:
-        """Take what a record says; whether it says anything new.
+        """Add the facts of a record; return whether any of them is new.
 
         ``brought``: the record is a snapshot of a step whose predecessor was not recorded before it.
         """
@@ -167,9 +172,9 @@ class RunHistory:
             case Base():
                 return self._base(lsn, record)
             case SourceAccepted(stream=stream, source_digest=digest):
-                return _once(self.sources.setdefault(stream, []), digest)
+                return _add_once(self.sources.setdefault(stream, []), digest)
             case PartitionEnded(stream=stream, partition=partition, total=total):
-                return _once(self.totals.setdefault((stream, partition), []), total)
+                return _add_once(self.totals.setdefault((stream, partition), []), total)
             case SnapshotTaken(feed=feed):
                 return self._snapshot(lsn, self._feed(feed), record, brought)
             case RulesChanged(feed=feed, change=change):
@@ -177,34 +182,37 @@ class RunHistory:
             case LineageBegan(feed=feed):
                 return self._lineage(self._feed(feed), Lineage(record.lineage, record.step, lsn, record.why))
             case StepsSkipped(feed=feed, first=first, last=last):
-                return _once(self._feed(feed).skips, (first, last))
+                return _add_once(self._feed(feed).skips, (first, last))
             case CheckpointCommitted(feed=feed, step=step):
-                return _once(self._feed(feed).commits, step)
+                return _add_once(self._feed(feed).commits, step)
             case FeedEnded(feed=feed):
-                return _once(self._feed(feed).ends, record)
+                return _add_once(self._feed(feed).ends, record)
             case TailDropped(feed=feed):
-                return _once(self._feed(feed).tails, record)
+                return _add_once(self._feed(feed).tails, record)
             case StepFormed(feed=feed):
-                return _once(self._feed(feed).contradictions, record)
+                return _add_once(self._feed(feed).contradictions, record)
         return False
 
     def _feed(self, name: str) -> FeedHistory:
+        """Return the history of a feed; make it if it is new."""
         return self.feeds.setdefault(name, FeedHistory(name))
 
     def _base(self, lsn: int, record: Base) -> bool:
+        """Add the facts that a ``Base`` record repeats; return whether any of them is new."""
         self.run_name = record.run_name
         new = False
         for name, facts in record.feeds.items():
             new |= self._facts(lsn, self._feed(name), facts)
         for stream, known in record.streams.items():
             if known.source_digest:
-                new |= _once(self.sources.setdefault(stream, []), known.source_digest)
+                new |= _add_once(self.sources.setdefault(stream, []), known.source_digest)
             for partition, total in enumerate(known.totals):
                 if total is not None:
-                    new |= _once(self.totals.setdefault((stream, partition), []), total)
+                    new |= _add_once(self.totals.setdefault((stream, partition), []), total)
         return new
 
     def _facts(self, lsn: int, feed: FeedHistory, facts: FeedFacts) -> bool:
+        """Add the facts of one feed in a ``Base`` record; return whether any of them is new."""
         new = self._lineage(feed, Lineage(facts.lineage, facts.lineage_step, lsn))
         if not any(each.note is None and each.rules == facts.rules for each in feed.rules):
             feed.rules.append(RulesFrom(lsn, facts.lineage_step if feed.rules else 0, facts.rules))
@@ -212,13 +220,13 @@ class RunHistory:
         for change in facts.changes:
             new |= self._change(lsn, feed, change)
         for first, last in facts.skips:
-            new |= _once(feed.skips, (first, last))
+            new |= _add_once(feed.skips, (first, last))
         for step in facts.commits:
-            new |= _once(feed.commits, step)
+            new |= _add_once(feed.commits, step)
         return new
 
     def _change(self, lsn: int, feed: FeedHistory, change: RulesChange) -> bool:
-        """One that was asked for is recorded again once it is in force, and where."""
+        """Add a change of rules, or the place where an earlier one takes effect; return whether this is new."""
         same = [each for each in feed.rules if (each.rules, each.note) == (change.rules, change.note)]
         if not same:
             feed.rules.append(RulesFrom(lsn, change.step, change.rules, change.note, change.position))
@@ -229,12 +237,14 @@ class RunHistory:
         return new
 
     def _lineage(self, feed: FeedHistory, lineage: Lineage) -> bool:
+        """Add a lineage; return whether it is new."""
         if any((each.number, each.step) == (lineage.number, lineage.step) for each in feed.lineages):
             return False
         feed.lineages.append(lineage)
         return True
 
     def _snapshot(self, lsn: int, feed: FeedHistory, record: SnapshotTaken, brought: bool) -> bool:
+        """Add a snapshot if its step is the highest of its lineage; return whether the record must be stored."""
         if brought:
             feed.brought.append((lsn, record.snapshot))
         before = feed.snapshots.get(record.lineage)
@@ -248,8 +258,8 @@ class RunHistory:
         return True
 
 
-def _once(known: list[T], fact: T) -> bool:
-    """Add what is not known yet; whether it was new."""
+def _add_once(known: list[T], fact: T) -> bool:
+    """Add a fact that is not in ``known`` yet; return whether it was new."""
     new = fact not in known
     if new:
         known.append(fact)

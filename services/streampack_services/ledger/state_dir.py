@@ -1,6 +1,6 @@
-"""A ``state_dir``: the folder of a broker's log, and beside it the ledger, brought up to date or made again.
+"""Open a ``state_dir``, the folder of a broker's log and its ledger; update or rebuild the ledger from the log.
 
-Anybody may look, while its broker runs or afterwards: the log is only read, and the ledger takes what it has not got.
+This works while the broker runs and afterwards: the log is only read, and its new records are added to the ledger.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ Tree = dict[str, Any]
 
 
 def state_folder(state_dir: Path | None, config: Path | None) -> Path:
-    """The folder that the user means: given, or that of a broker.yaml. Raises UserError."""
+    """Return the state_dir that the user names, directly or by a broker.yaml. Raises UserError if it has no log."""
     if (state_dir is None) == (config is None):
-        got = "nothing" if config is None else "--state-dir and --config"
-        raise UserError(f"got {got} to say where the log is, expected --state-dir or --config")
+        got = "neither --state-dir nor --config" if config is None else "both --state-dir and --config"
+        raise UserError(f"Got {got}. Pass exactly one of them to name the log.")
     if config is not None:
         named = read_broker(config).state_dir
         if named is None:
-            raise UserError(f"{config}: got no state_dir, expected one: without it a broker keeps no log")
+            raise UserError(f"{config} has no state_dir, so its broker keeps no log. Set state_dir for the next run.")
         state_dir = Path(named)
     assert state_dir is not None
     if not state_dir.is_dir() or not segment_files(state_dir):
-        raise UserError(f"{state_dir}: got no log, expected the state_dir of a broker that has begun: name that one")
+        raise UserError(f"{state_dir} has no log. Pass the state_dir of a broker that has started.")
     return state_dir
 
 
 @contextmanager
 def open_ledger(state_dir: Path) -> Iterator[Ledger]:
-    """The ledger of a ``state_dir``, brought up to date. Raises UserError, LedgerDamaged, LogDamaged."""
+    """Open the ledger of a ``state_dir`` and update it from the log. Raises UserError, LedgerDamaged, LogDamaged."""
     with Ledger(state_dir / LEDGER) as ledger:
         ledger.update(_unread(state_dir, ledger))
         yield ledger
 
 
 def _unread(state_dir: Path, ledger: Ledger) -> Iterator[LogEntry]:
-    """The log's records from the last that a ledger has on.
+    """Yield the log's records from the last one that a ledger has.
 
-    A log that was cut begins anywhere: what its records mean is said by a ``Base`` further on, which is then read
-    first, too, as if it stood before them.
+    A log that was cut may begin with any record, and only a later ``Base`` has the rules to read it by. For an empty
+    ledger, this ``Base`` is yielded first.
     """
     entries = read_entries(state_dir, max(ledger.state.next_lsn - 1, 0))
     first = next(entries, None)
@@ -66,9 +66,9 @@ def _unread(state_dir: Path, ledger: Ledger) -> Iterator[LogEntry]:
 
 
 def rebuild(state_dir: Path) -> Tree:
-    """Make the ledger again from the log, and compare it with what was there.
+    """Rebuild the ledger from the log; return a comparison with the old ledger, as a tree for JSON.
 
-    Of what lies before the log's first record the ledger is all there is: these rows are kept, as far as they are good.
+    Intact rows of the old ledger from before the log's first record are kept, because nothing else has them.
     """
     path, fresh = state_dir / LEDGER, state_dir / (LEDGER + ".new")
     fresh.unlink(missing_ok=True)
@@ -94,7 +94,10 @@ def rebuild(state_dir: Path) -> Tree:
 
 
 def _salvage(path: Path, into: Ledger, begin: int) -> tuple[dict[tuple[Any, ...], int | None], list[str]]:
-    """Copy what the log does not say any more; checksums of all rows that were there, and what was damaged."""
+    """Copy the rows from before record ``begin`` of the ledger at ``path`` into a new one.
+
+    Return the checksums of all rows of the old ledger, by key, and a line of text for each damaged one.
+    """
     if not path.exists():
         return {}, []
     try:
@@ -108,6 +111,7 @@ def _salvage(path: Path, into: Ledger, begin: int) -> tuple[dict[tuple[Any, ...]
 
 
 def _row_name(row: tuple[Any, ...]) -> str:
+    """Return the key of a row as text: ``step 3 of train, lineage 0``."""
     match row:
         case "steps", feed, step, lineage:
             return f"step {step} of {feed}, lineage {lineage}"

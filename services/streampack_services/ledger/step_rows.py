@@ -1,13 +1,14 @@
-"""A step as the ledger keeps it: all that ``StepFormed`` says of it, in about 10 bytes a sample instead of 28.
+"""Encode a step for the ledger: all facts of its ``StepFormed`` record, in about 10 bytes per sample instead of 28.
 
-Columns one after another, each as differences to its least value in as few bytes as the greatest of them needs: no
-bytes at all where they are equal, which parts and (as what they are short of lengths) loss tokens mostly are. Indices
-are taken within their stream, whose samples in a step lie close together. Checksums stay as they are.
+The columns follow one another. A column stores differences to its least value, in as few bytes as the greatest
+difference needs: no bytes if all values are equal. Two columns are mostly equal: the parts, and the lengths minus the
+loss tokens. Indices are stored relative to the least index of their stream in the step. Checksums are stored unchanged.
 
     50 bytes of head: digest, chain, u64 loss tokens, u32 samples, u32 packs, u16 streams
-    columns: counts [packs]; numbers and least indices [streams]; then [samples] which stream, index, part, length,
-    length less loss tokens; each of them u8 bytes a value, i64 least, values
-    u32 checksums [samples]; u8 what each says of the next [samples], where there are groups
+    columns: counts [packs]; numbers and least indices [streams]
+    columns [samples]: stream, index, part, length, length minus loss tokens
+    each column: u8 bytes per value, i64 least, values
+    u32 checksums [samples]; u8 keeps [samples], only if there are groups
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ _WIDTHS = ((1 << 8, 1), (1 << 16, 2), (1 << 32, 4))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRows:
-    """A step: ``rows`` ``samples.ROW`` [n], pack after pack, ``bounds`` int64 [packs + 1] of them."""
+    """A recorded step: the ``rows`` of its samples, dtype ``samples.ROW`` [n], pack after pack.
+
+    ``bounds``: indices of the packs' first rows, int64 [packs + 1]. ``lsn``: number of the step's record.
+    """
 
     feed: str
     lineage: int
@@ -43,15 +47,15 @@ class StepRows:
     bounds: I64
     rows: NDArray[np.void]
     keeps: NDArray[np.uint8]
-    """What each sample says of the next (``samples.KEEPS``), uint8 [n]."""
+    """For each sample 0, or the code of ``samples.KEEPS`` with which it must stay with the next one, uint8 [n]."""
 
     @property
     def num_tokens(self) -> int:
-        """Real ones."""
+        """Tokens without padding."""
         return int(self.rows["length"].sum())
 
     def offsets(self, align: int) -> I64:
-        """Where in its pack each sample begins, int64 [n], tokens: every sample is padded to ``align``."""
+        """Return the index of each sample's first token in its pack, int64 [n], with samples padded to ``align``."""
         slots = -(-self.rows["length"].astype(np.int64) // align) * align
         ends = np.concatenate([[0], np.cumsum(slots)])
         found: I64 = ends[:-1] - np.repeat(ends[self.bounds[:-1]], np.diff(self.bounds))
@@ -59,24 +63,24 @@ class StepRows:
 
     @property
     def packs(self) -> I64:
-        """The number of the pack that each sample is in, int64 [n]."""
+        """Number of the pack of each sample, int64 [n]."""
         return np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
 
     def computed(self) -> tuple[bytes, int, int]:
-        """Digest, loss tokens and samples that follow from the rows alone (``steps.step_digest``)."""
+        """Compute digest, loss tokens and number of samples from the rows alone (``steps.step_digest``)."""
         loss, count = int(self.rows["loss_tokens"].sum()), len(self.rows)
         return step_digest(self.step, loss, count, pack_digests(self.rows, self.bounds)), loss, count
 
     def chained(self, before: bytes) -> bytes:
-        """The chain digest that follows from that of the steps ``before``."""
+        """Return the chain digest of this step after the chain digest ``before`` of the previous step."""
         return chain_digest(before, self.digest)
 
 
 def rows_of(record: StepFormed, lsn: int) -> StepRows:
-    """A step as its record says it. Raises ValueError where counts and rows do not agree."""
+    """Return the rows of a ``StepFormed`` record with number ``lsn``. Raises ValueError if counts and rows differ."""
     rows, bounds = np.frombuffer(record.rows, ROW), _bounds(np.frombuffer(record.counts_u32, "<u4"))
     if int(bounds[-1]) != len(rows):
-        raise ValueError(f"got {len(rows)} rows, expected {int(bounds[-1])}, as the counts of the packs say")
+        raise ValueError(f"got {len(rows)} rows, expected {int(bounds[-1])}, the sum of the packs' counts")
     return StepRows(
         record.feed, record.lineage, record.step, lsn, record.digest, record.chain, record.num_loss_tokens,
         record.num_samples, bounds, rows, _keeps(record.keeps or b"", len(rows)),
@@ -84,7 +88,7 @@ def rows_of(record: StepFormed, lsn: int) -> StepRows:
 
 
 def encode(step: StepRows) -> bytes:
-    """``step`` but for its name and number."""
+    """Encode a step without its feed, lineage, number and lsn."""
     rows, counts = step.rows, np.diff(step.bounds)
     streams, which = np.unique(rows["stream"], return_inverse=True)
     index, length = rows["index"].astype(np.int64), rows["length"].astype(np.int64)
@@ -100,7 +104,7 @@ def encode(step: StepRows) -> bytes:
 
 
 def decode(feed: str, lineage: int, step: int, lsn: int, body: bytes) -> StepRows:
-    """What ``encode`` made of a step."""
+    """Decode the ``body`` that ``encode`` made of a step; the other arguments are what the body does not have."""
     digest, chain, num_loss_tokens, num_samples, packs, num_streams = _HEAD.unpack_from(body)
     at, columns = _HEAD.size, []
     for count in (packs, num_streams, num_streams):
@@ -122,19 +126,24 @@ def decode(feed: str, lineage: int, step: int, lsn: int, body: bytes) -> StepRow
 
 
 def _keeps(said: bytes, count: int) -> NDArray[np.uint8]:
-    """Of ``count`` samples; nothing is said where there are no groups. Raises ValueError for another number."""
+    """Return the ``keeps`` of ``count`` samples, uint8; no bytes mean that there are no groups.
+
+    Raises ValueError for another number of bytes.
+    """
     if len(said) not in (0, count):
-        raise ValueError(f"got {len(said)} bytes of what samples say of the next, expected {count}, or none")
+        raise ValueError(f"got {len(said)} bytes of keeps, expected {count} or none")
     return np.frombuffer(said, np.uint8) if said else np.zeros(count, np.uint8)
 
 
 def _bounds(counts: NDArray[Any]) -> I64:
+    """Return 0 and the running sums of ``counts``, int64 [n + 1]."""
     bounds = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=bounds[1:])
     return bounds
 
 
 def _packed(values: NDArray[Any]) -> bytes:
+    """Encode a column: bytes per value, least value, and the differences to it."""
     if not len(values):
         return _COLUMN.pack(0, 0)
     least, greatest = int(values.min()), int(values.max())
@@ -145,7 +154,7 @@ def _packed(values: NDArray[Any]) -> bytes:
 
 
 def _unpacked(body: bytes, at: int, count: int) -> tuple[I64, int]:
-    """A column of ``count`` values, and where the next one begins."""
+    """Decode a column of ``count`` values at byte ``at``; return the values and the byte where the next one begins."""
     width, least = _COLUMN.unpack_from(body, at)
     at += _COLUMN.size
     if not width:

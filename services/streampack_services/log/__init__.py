@@ -1,8 +1,11 @@
-"""The log: numbered records of bytes, appended, safe a little later, and read again after a crash.
+"""The log: a durable sequence of numbered records, which a broker appends and reads again after a crash.
 
-- ``log``: appends, reads and cuts. It never waits for the disk.
-- ``log_writer``: the thread that writes and syncs groups of records, and waits where the disk is full.
-- ``segments``: the files: what their bytes mean, and what is left of them after a crash.
+- ``log``: appends records, reads them and cuts old ones. The calling thread never waits for the disk.
+- ``log_writer``: a thread that writes and syncs records in groups, reports up to which record all are safe, and waits
+  if the disk is full.
+- ``segments``: the format of the files, and their recovery after a crash.
 
-The package knows bytes. It does not know what a record says.
+A record is a number (lsn), a kind and bytes; the folder does not know what the bytes mean. A record is *safe* once it
+survives a power cut (durability ``os``) or the end of the process (``process``). The broker tells others of a record
+only when it is safe.
 """

@@ -1,8 +1,8 @@
-"""The broker's durable record: numbered records of bytes, appended, safe a little later, read again after a crash.
+"""The broker's log: append numbered records, read them again, and cut old ones.
 
-It knows bytes, never what they mean; ``segments`` says how they lie in files. One thread (the broker's) appends, reads
-and cuts, and never waits for the disk: what it appends stays in memory, where it can be read, until the thread of
-``log_writer`` has written it. What is *safe* is told by ``safe_upto``: only of that may others hear.
+One thread (the broker's) appends, reads and cuts, and never waits for the disk. Appended records stay in memory, where
+they can be read, until the thread of ``log_writer`` has written them. Records below ``safe_upto`` are safe, and only of
+these may the broker tell others. ``segments`` defines the files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from streampack_services.log.segments import (
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """A record as it is read back; ``body`` may share memory with its neighbors: copy what is kept."""
+    """A record that was read; ``body`` may share memory with other records, so copy it to store it."""
 
     lsn: int
     kind: int
@@ -44,7 +44,7 @@ class LogEntry:
 
 
 class Log:
-    """One run's log in ``folder``; made by ``open``."""
+    """One run's log in ``folder``, open for writing; ``open`` makes it."""
 
     def __init__(self, folder: Path, lock: int, segments: list[Segment], writer: Writer, segment_bytes: int) -> None:
         self._folder = folder
@@ -56,7 +56,7 @@ class Log:
         self._appended_bytes = 0
         self._closed = False
         self.next_lsn = segments[-1].next_lsn if segments else 0
-        """The number that the next record gets."""
+        """Number of the next record."""
 
     @classmethod
     def open(
@@ -67,14 +67,14 @@ class Log:
         segment_bytes: int = 64 << 20,
         on_safe: Callable[[], None],
     ) -> Log:
-        """The log in ``folder``, which is made where it is missing; what it holds is safe from the start.
+        """Open and recover the log in ``folder``, which is made if it is missing; all its records are then safe.
 
-        ``on_safe`` is called from another thread whenever ``safe_upto`` has moved, and must not raise. Raises UserError
-        where the folder cannot be used or another process has it, LogDamaged (``segments.recover``).
+        ``on_safe`` is called from another thread whenever ``safe_upto`` has grown, and must not raise. Raises UserError
+        if the folder cannot be used or another process writes there, LogDamaged as ``segments.recover`` does.
         """
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = _take(folder / "lock")
+            lock = _lock(folder / "lock")
             try:
                 segments = recover(folder)
                 writer = Writer(folder, segments, durability == "os", segment_bytes, on_safe)
@@ -83,23 +83,23 @@ class Log:
                 raise
         except OSError as error:
             raise UserError(
-                f"log {folder}: cannot be opened: {error.strerror or error}: choose a folder that can be written"
+                f"The log in {folder} cannot be opened: {error.strerror or error}. Choose a folder that can be written."
             ) from None
         return cls(folder, lock, segments, writer, segment_bytes)
 
     @property
     def first_lsn(self) -> int:
-        """Of the oldest record kept."""
+        """Number of the oldest record in the log."""
         return self._segments[0].first_lsn if self._segments else self.next_lsn
 
     @property
     def safe_upto(self) -> int:
-        """Every record below survives: a power cut (``os``: synced), or the end of this process (``process``)."""
+        """Number up to which all records survive a power cut (``os``) or the end of this process (``process``)."""
         return self._writer.safe_upto
 
     @property
     def stalled(self) -> str:
-        """Why records wait: the disk is full; it is tried again every second. Empty while all is well."""
+        """The reason why records wait in memory, such as a full disk, and how many; empty if none wait."""
         why = self._writer.full
         waiting = len(self._writer.unwritten)
         num_bytes = self._appended_bytes - self._writer.written_bytes
@@ -107,26 +107,29 @@ class Log:
 
     @property
     def num_bytes(self) -> int:
-        """That the files take on the disk, preallocated ones too."""
+        """Bytes of the files on the disk, with preallocated ones."""
         return self._writer.num_bytes
 
     @property
     def free_bytes(self) -> int:
-        """Of the disk that it is on, some seconds ago."""
+        """Free bytes on the log's disk, as of some seconds ago."""
         return self._writer.free_bytes
 
     @property
     def syncs(self) -> int:
+        """Number of syncs so far."""
         return self._writer.syncs
 
     @property
     def sync_seconds(self) -> float:
+        """Total time of all syncs, in seconds."""
         return self._writer.sync_seconds
 
     def append(self, kind: int, parts: Sequence[Any]) -> int:
-        """Take a record of ``kind`` (u8), its body in ``parts``: contiguous buffers that nobody changes any more.
+        """Append a record in memory and return its number; ``flush`` hands it to the writing thread.
 
-        Returns its number. Never waits and never fails for the disk's sake; ``flush`` hands it over.
+        ``kind``: 0 to 255. ``parts``: contiguous buffers that form the body and must not change any more. Never waits
+        for the disk and never fails because of it.
         """
         views, size = _views(parts)
         last = self._segments[-1] if self._segments else None
@@ -135,21 +138,21 @@ class Log:
         return self._put(last, kind, views, size)
 
     def flush(self) -> None:
-        """Hand over what was appended; once a turn of the broker's loop."""
+        """Hand all appended records to the writing thread; the broker's loop calls this once per turn."""
         if self._appended:
             self._writer.hand_over(self._appended)
             self._appended = []
 
     def entries(self, start: int = 0, stop: int | None = None) -> Iterator[LogEntry]:
-        """Records from ``start``, or the oldest that is kept, to below ``stop``, or what is next now.
+        """Yield the records from ``start`` (or the oldest one) up to ``stop`` (or the newest one), without ``stop``.
 
-        Raises LogDamaged where a record is not what it was when the log was opened.
+        Raises LogDamaged if a record was damaged after the log was opened.
         """
         lsn, stop = max(start, self.first_lsn), self.next_lsn if stop is None else min(stop, self.next_lsn)
         while lsn < stop:
             written = self._writer.written_upto
             if lsn >= written:
-                if (pending := self._writer.unwritten.get(lsn)) is not None:  # else it has been written meanwhile
+                if (pending := self._writer.unwritten.get(lsn)) is not None:  # else the writer has just written it
                     yield LogEntry(lsn, pending.head[-1], memoryview(b"".join(pending.views)))
                     lsn += 1
                 continue
@@ -162,17 +165,17 @@ class Log:
                     lsn += 1
             if lsn < upto:
                 what = f"bytes that are not record {lsn}"
-                raise damaged(segment.path, segment.offset(lsn), what, "it, as it was written or read before")
+                raise damaged(segment.path, segment.offset(lsn), what, "the record that was written there")
 
     def read(self, lsn: int) -> LogEntry:
-        """Record ``lsn``. Raises LogDamaged as ``entries`` does, InternalError for one that is not there."""
+        """Return record ``lsn``. Raises LogDamaged as ``entries`` does, InternalError if there is no such record."""
         self._segment(lsn)
         return next(self.entries(lsn, lsn + 1))
 
     def cut(self, below_lsn: int) -> int:
-        """Forget whole segments whose records are all below; returns how many.
+        """Delete whole segments whose records are all below ``below_lsn``; return their number.
 
-        Their files go as soon as the next segment's first record is safe, oldest first.
+        A file is removed once the first record of the next segment is safe, oldest first.
         """
         count = 0
         while count + 1 < len(self._segments) and self._segments[count].next_lsn <= below_lsn:
@@ -183,7 +186,7 @@ class Log:
         return count
 
     def close(self) -> None:
-        """Write and sync what waits, as far as there is space, and let others open the log."""
+        """Write and sync all waiting records, as far as there is space, and unlock the log."""
         if not self._closed:
             self._closed = True
             self.flush()
@@ -191,14 +194,16 @@ class Log:
             os.close(self._lock)
 
     def _add_segment(self, num_bytes: int) -> Segment:
+        """Add a segment, at least large enough for a record of ``num_bytes``; the writer makes its file."""
         capacity = max(self._segment_bytes, START + num_bytes)
         segment = Segment(segment_path(self._folder, self.next_lsn), self.next_lsn, capacity)
         self._segments.append(segment)
         return segment
 
     def _put(self, segment: Segment, kind: int, views: list[memoryview], size: int) -> int:
+        """Put a record of ``size`` bytes at the end of ``segment``; return its number."""
         lsn = self.next_lsn
-        head = bytearray(RECORD.pack(size - RECORD.size, 0, lsn, kind))  # its crc is the other thread's work
+        head = bytearray(RECORD.pack(size - RECORD.size, 0, lsn, kind))  # the writing thread adds the crc
         self._writer.unwritten[lsn] = pending = Pending(segment, lsn, head, views, size)
         self._appended.append(pending)
         self._appended_bytes += size
@@ -208,22 +213,23 @@ class Log:
         return lsn
 
     def _segment(self, lsn: int) -> Segment:
+        """Return the segment of record ``lsn``. Raises InternalError if the log has no such record."""
         if not self.first_lsn <= lsn < self.next_lsn:
             raise InternalError(f"got record {lsn} to read, expected one of {self.first_lsn} to {self.next_lsn - 1}")
         return self._segments[bisect_right(self._segments, lsn, key=lambda segment: segment.first_lsn) - 1]
 
 
 def read_entries(folder: Path, start: int = 0) -> Iterator[LogEntry]:
-    """Records from ``start``, or the oldest that is kept, of a log that another process may be writing: no lock.
+    """Yield the records from ``start`` (or the oldest one) of a log, without a lock; another process may write it.
 
-    Ends where nothing more is written yet. Raises LogDamaged as ``Log.open`` does; a folder without a log has no
-    records.
+    Stop at the last record that is written. Yield nothing if the folder has no log. Raises LogDamaged as ``Log.open``
+    does.
     """
     files = segment_files(folder) if folder.is_dir() else []
     skip = max(bisect_right(files, start, key=lambda file: file[0]) - 1, 0)
     nexts = [first_lsn for first_lsn, _ in files[skip + 1 :]]
     for (first_lsn, path), next_first_lsn in zip_longest(files[skip:], nexts):
-        with contextlib.suppress(FileNotFoundError), _opened(path) as fd:  # cut meanwhile: the log begins later now
+        with contextlib.suppress(FileNotFoundError), _opened(path) as fd:  # the file may be cut meanwhile
             segment = read_segment(path, first_lsn, next_first_lsn)
             lsn = min(max(start, first_lsn), segment.next_lsn)
             for _, kind, body in walk(fd, segment.offset(lsn), segment.end, lsn):
@@ -232,7 +238,7 @@ def read_entries(folder: Path, start: int = 0) -> Iterator[LogEntry]:
 
 
 def _views(parts: Sequence[Any]) -> tuple[list[memoryview], int]:
-    """The parts as bytes, without the empty ones, and how many bytes a record of them has."""
+    """Return the parts as views of bytes, without empty ones, and the bytes of a record with this body."""
     views = [view.cast("B") for part in parts if (view := memoryview(part)).nbytes]
     size = sum(view.nbytes for view in views)
     if size > MAX_BODY:
@@ -242,6 +248,7 @@ def _views(parts: Sequence[Any]) -> tuple[list[memoryview], int]:
 
 @contextlib.contextmanager
 def _reading(segment: Segment) -> Iterator[int]:
+    """Open a segment's file and yield its descriptor. Raises LogDamaged if the file is gone."""
     with contextlib.ExitStack() as stack:
         try:
             fd = stack.enter_context(_opened(segment.path))
@@ -260,8 +267,11 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _take(path: Path) -> int:
-    """The folder's lock, held while the descriptor is open; it says who has it."""
+def _lock(path: Path) -> int:
+    """Lock the log's folder by the file ``path``; return a descriptor, which holds the lock while it is open.
+
+    The file names the process that has the lock. Raises UserError if another process has it.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -269,8 +279,8 @@ def _take(path: Path) -> int:
         holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
         os.close(fd)
         raise UserError(
-            f"log {path.parent}: got a log that {holder} (host:pid) writes, expected a free one: stop that broker, or "
-            f"give this run a folder of its own"
+            f"The log in {path.parent} is in use by {holder} (host:pid). Stop that broker, or set another state_dir "
+            f"for this run."
         ) from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{socket.gethostname()}:{os.getpid()}\n".encode(), 0)

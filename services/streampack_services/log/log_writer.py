@@ -1,13 +1,15 @@
-"""The log's other thread: it writes what was handed over, syncs groups of it, and says up to where all is safe.
+"""The log's writing thread: it writes and syncs records in groups, and reports up to which record all are safe.
 
-A group is what has gathered when it is due: with ``sync`` at most one every 20 ms, or sooner once 1 MB waits; the first
-after an idle time goes at once. Without it each hand-over is written as it comes, and only whole segments are synced.
+A group holds the records that wait when it is due. With ``sync``, a group is due every 20 ms, or sooner once 1 MiB
+waits; the first group after an idle time is due at once. Without ``sync``, records are written as they come, and only
+whole segments are synced.
 
-A full disk (or quota) is waited out: what could not be written stays in memory, in order, and is tried again every
-second; a write names its place, so to repeat it is harmless. The next segment is preallocated ahead of its need, so
-that a full disk is a warning before it is a stall. Any other error, and any error of a sync, ends the process: after
-one the kernel may have dropped the pages and call the next sync a success (PostgreSQL's fsyncgate, 2018). Whoever is
-started next reads what is really there.
+If the disk (or quota) is full, records stay in memory in their order, and writing is tried again every second. A write
+names its place in the file, so repeating it does no harm. The next segment is preallocated early, so that a full disk
+causes a warning before records must wait.
+
+Any other error, and any error of a sync, ends the process. After a failed sync the kernel may have dropped the pages
+and report success for the next one (PostgreSQL's fsyncgate, 2018). The next process reads what is really on the disk.
 """
 
 from __future__ import annotations
@@ -25,27 +27,31 @@ from pathlib import Path
 from streampack_services.log.segments import PAGE, START, Segment, encode_head, seal_record, write_at, write_head
 
 GROUP_SECONDS = 0.02
+"""Least seconds between two groups with ``sync``."""
 GROUP_BYTES = 1 << 20
+"""Bytes of waiting records that make a group due at once."""
 RETRY_SECONDS = 1.0
+"""Seconds until writing is tried again on a full disk."""
 LOOK_SECONDS = 5.0
-"""Between two looks at how much space is left."""
+"""Seconds between two looks at the free space."""
 MAX_BUFFERS = 1000
-"""Of one system call: the kernel takes 1024."""
+"""Buffers in one system call; the kernel accepts 1024."""
 EX_IOERR = 74
+"""Exit code of the process after an error of the disk."""
 fdatasync = os.fdatasync
 fsync = os.fsync
-"""Of the folder: fdatasync may leave a name out."""
+"""For the folder, because fdatasync may leave out a file's name."""
 end_process = os._exit
 log = logging.getLogger("streampack.log")
 
 
 class SyncFailed(OSError):
-    """Nobody knows what is on the disk. It has no errno: a sync is not repeated for lack of space either."""
+    """A sync has failed, so the content of the disk is unknown. It has no errno, so that it is never tried again."""
 
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A record in memory, on its way to ``segment``; ``size`` bytes with its head."""
+    """A record in memory that is to be written to ``segment``; ``size``: its bytes with the head."""
 
     segment: Segment
     lsn: int
@@ -55,7 +61,7 @@ class Pending:
 
 
 class Writer:
-    """Writes behind ``segments``, the last of which it goes on with. Raises OSError where that cannot be done."""
+    """The writing thread of a log; it continues the last of ``segments``. Raises OSError if it cannot write."""
 
     def __init__(
         self, folder: Path, segments: list[Segment], sync: bool, segment_bytes: int, on_safe: Callable[[], None]
@@ -74,22 +80,22 @@ class Writer:
         self._due = self._retry = self._look_at = 0.0
         self._short = False
         self.unwritten: dict[int, Pending] = {}
-        """By lsn, for readers; the appending thread adds."""
+        """Records that are not written yet, by lsn, for readers; the appending thread adds them."""
         self.written_upto = self.safe_upto = segments[-1].next_lsn if segments else 0
         self.written_bytes = 0
         self.full = ""
-        """What the system calls the lack of space that stops writing."""
+        """The system's error text while a lack of space stops writing; else empty."""
         self.num_bytes = sum(segment.capacity for segment in segments)
         self.free_bytes = 0
         self.syncs, self.sync_seconds = 0, 0.0
         if self._segment is not None:
-            self._go_on(self._segment)
+            self._continue(self._segment)
         self._look()
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
     def hand_over(self, records: list[Pending]) -> None:
-        """Records to write, in order behind all before."""
+        """Queue records to be written after all earlier ones."""
         with self._ready:
             self._queue += records
             self._queued_bytes += sum(record.size for record in records)
@@ -97,13 +103,13 @@ class Writer:
                 self._ready.notify()
 
     def unlink(self, segments: list[Segment]) -> None:
-        """Remove files, in order, each once a record behind it is safe: that may be all that is known of it."""
+        """Remove the files of ``segments`` in order, each once a record after it is safe."""
         with self._ready:
             self._doomed += segments
             self._ready.notify()
 
     def close(self) -> None:
-        """Write and sync what waits, as far as there is space now."""
+        """Write and sync all waiting records, as far as there is space now, and end the thread."""
         with self._ready:
             self._closing = True
             self._ready.notify()
@@ -115,28 +121,29 @@ class Writer:
                 pass
             self._finish()
         except BaseException as error:
-            log.critical("log %s: %s: the process ends", self._folder, error, exc_info=not isinstance(error, OSError))
+            text = "cannot write the log in %s: %s; the process ends"
+            log.critical(text, self._folder, error, exc_info=not isinstance(error, OSError))
             end_process(EX_IOERR)
 
     def _turn(self) -> bool:
-        """One group; True when it was the last."""
+        """Wait for a group, write it and make it safe; return True after the last group."""
         closing = self._wait()
         self._look()
-        while self._can_unlink():  # first: it may be the space that is lacking
+        while self._can_unlink():  # first, because it frees space
             self._unlink()
         full = self._try(self._write)
         full = self._try(self._make_safe) or full
         if full and not self.full:
-            log.warning("log %s: %s: records wait in memory", self._folder, full)
+            log.warning("cannot write the log in %s: %s; records wait in memory", self._folder, full)
         elif self.full and not full:
-            log.info("log %s: there is space again, all that waited is written", self._folder)
+            log.info("the log in %s has space again; all waiting records are written", self._folder)
         self.full = full
         if not closing:
             self._reserve()
         return closing
 
     def _wait(self) -> bool:
-        """Until a group is due, a segment is to be removed or preallocated, or the log closes: True."""
+        """Wait until a group is due, a segment needs removing or preallocating, or the log closes: True."""
         with self._ready:
             while not self._closing and (left := self._idle_s()) > 0:
                 self._sleeping = not self._queue
@@ -149,7 +156,7 @@ class Writer:
             return self._closing
 
     def _idle_s(self) -> float:
-        """Seconds for which there is nothing to do, if nothing comes."""
+        """Return the seconds until there is work, unless new records come; 0 or less if there is some now."""
         now = time.monotonic()
         if self._can_unlink():
             return 0
@@ -160,14 +167,14 @@ class Writer:
         return self._look_at - now if self._reserved else min(self._retry, self._look_at) - now
 
     def _look(self) -> None:
-        """How much space there is, now and then: others use the disk, too."""
+        """Update ``free_bytes`` every LOOK_SECONDS."""
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_SECONDS
             space = os.statvfs(self._folder)
             self.free_bytes = space.f_bavail * space.f_frsize
 
     def _try(self, act: Callable[[], object]) -> str:
-        """Why there was no space for it, or nothing. Any other error is raised."""
+        """Call ``act``; return the error's text if there was no space for it, else ``""``. Raise any other error."""
         try:
             act()
         except OSError as error:
@@ -178,7 +185,7 @@ class Writer:
         return ""
 
     def _write(self) -> None:
-        """The group; what there was no space for is still in it then."""
+        """Write the group; after an error, the records that are not written are still in it."""
         while self._group:
             segment = self._group[0].segment
             if segment is not self._segment:
@@ -193,6 +200,7 @@ class Writer:
             self._write_batch(batch)
 
     def _write_batch(self, batch: list[Pending]) -> None:
+        """Write records to the end of the current segment, and remove them from the group and from memory."""
         buffers: list[bytes | bytearray | memoryview] = []
         for record in batch:
             seal_record(record.head, record.views)
@@ -203,12 +211,15 @@ class Writer:
         size = sum(record.size for record in batch)
         self._end += size
         self.written_bytes += size
-        self.written_upto = batch[-1].lsn + 1  # before they leave memory: a reader looks in one place or the other
+        self.written_upto = (
+            batch[-1].lsn + 1
+        )  # set before they leave memory, so that a reader finds them in one place or the other
         for record in batch:
             self._group.popleft()
             del self.unwritten[record.lsn]
 
     def _make_safe(self) -> None:
+        """Sync the written records if needed, move ``safe_upto``, and call ``on_safe``."""
         if self._sync and self._segment is not None and self._end > self._segment.synced:
             self._sync_written()
         if self.written_upto > self.safe_upto:
@@ -216,7 +227,7 @@ class Writer:
             self._on_safe()
 
     def _begin(self, segment: Segment) -> None:
-        """Go on in a new file. It gets its name once all before it is synced: where it is, nothing before it lacks."""
+        """Continue in a new file. It gets its name once all earlier records are synced, so none can be missing."""
         fd = self._allocate(segment.capacity)
         before, before_fd, before_end = self._segment, self._fd, self._end
         self._sync_written()
@@ -233,19 +244,20 @@ class Writer:
             finally:
                 os.close(before_fd)
 
-    def _go_on(self, segment: Segment) -> None:
-        """Make what was recovered safe: a process that was killed may have left it unsynced, and its name."""
+    def _continue(self, segment: Segment) -> None:
+        """Continue in a recovered file; sync the file and its name first, since a killed process may not have."""
         self._fd, self._end = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC), segment.end
         self._timed(fsync, self._folder_fd)
         self._sync_written()
 
     def _sync_written(self) -> None:
-        """Sync what is written of the segment and note that in its head, which the next sync takes to the disk."""
+        """Sync the written bytes of the segment, and write in its head that they are synced (synced with the next)."""
         if self._segment is not None:
             self._timed(fdatasync, self._fd)
             write_head(self._fd, self._segment, self._end)
 
     def _timed(self, sync: Callable[[int], None], fd: int) -> None:
+        """Call ``sync`` and count its time. Raises SyncFailed."""
         begin = time.monotonic()
         try:
             sync(fd)
@@ -256,27 +268,28 @@ class Writer:
 
     @property
     def _reserved(self) -> bool:
+        """True if the next segment is preallocated."""
         return self._spare_bytes >= self._segment_bytes
 
     def _reserve(self) -> None:
-        """Preallocate the next segment, if it is not there."""
+        """Preallocate the next segment if it is not yet; log a warning if there is no space for it."""
         if self._reserved or time.monotonic() < self._retry:
             return
         lacks = self._try(lambda: self._allocate(self._segment_bytes))
         if lacks and not self._short:
-            text = "log %s: %s for the next segment of %.1f MB: records will wait once this one is full"
+            text = "no space for the next segment of the log in %s: %s (%.1f MB); records wait once this one is full"
             log.warning(text, self._folder, lacks, self._segment_bytes / 1e6)
         self._short = bool(lacks)
 
     def _allocate(self, capacity: int) -> int:
-        """The file that will be the next segment, of so many zeros."""
+        """Make or grow the file of the next segment to ``capacity`` zero bytes; return its descriptor."""
         if self._spare < 0:
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
             self._spare = os.open(self._folder / "next.tmp", flags, 0o600)
         more = capacity - self._spare_bytes
         if more > 0:
             space = os.statvfs(self._folder)
-            if space.f_bavail * space.f_frsize < more:  # else others would see the disk full for a moment, each time
+            if space.f_bavail * space.f_frsize < more:  # an attempt would fill the disk for a moment
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             try:
                 os.posix_fallocate(self._spare, 0, capacity)
@@ -288,18 +301,21 @@ class Writer:
         return self._spare
 
     def _can_unlink(self) -> bool:
+        """Return whether a segment is to be removed and a record after it is safe."""
         return bool(self._doomed) and self._doomed[0].next_lsn < self.safe_upto
 
     def _unlink(self) -> None:
-        """One file; the folder is synced before the next goes, or a power cut might leave a gap."""
+        """Remove one file, and sync the folder, so that a power cut leaves no gap between the other files."""
         segment = self._doomed.popleft()
         segment.path.unlink(missing_ok=True)
         self._timed(fsync, self._folder_fd)
         self.num_bytes -= segment.capacity
 
     def _finish(self) -> None:
+        """Sync and close all files, and remove the preallocated one."""
         if self._group:
-            log.error("log %s: closed with %d records for which there was no space", self._folder, len(self._group))
+            text = "closed the log in %s without %d records, for which there was no space; they are lost"
+            log.error(text, self._folder, len(self._group))
         if self._fd >= 0:
             self._try(self._sync_written)
             self._timed(fdatasync, self._fd)

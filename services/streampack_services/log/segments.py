@@ -1,29 +1,30 @@
-"""The log's files: what their bytes mean, and what is left of them after a crash.
+"""The log's files: their format, and their recovery after a crash.
 
-A log is a folder of segments, each named by the number (lsn) of its first record, ``%020d.log``; they follow each
-other without a gap. A segment is preallocated with zeros. It begins with its head, twice, each alone in a page of
-4096 bytes; records follow from byte 8192 on, one after another, up to the first zeros. All numbers little-endian:
+A log is a folder of segments, each named by the number (lsn) of its first record, ``%020d.log``, without gaps between
+them. A segment is preallocated with zeros. It begins with two heads, each in a page of 4096 bytes. Records follow from
+byte 8192 on, one after another, up to the first zeros. All numbers are little-endian:
 
     head    8 bytes "spacklog"  u32 version (1)  u32 sealed  u64 lsn of the first record  u64 synced
             u32 crc32c of the head before it
     record  u32 bytes of body  u32 crc32c  u64 lsn  u8 kind  body
-            the crc32c is that of the record without its crc: of a length that was damaged, too
+            the crc32c covers the record without its crc, so also its length
 
-``synced`` is a promise: all bytes of this file below it had been fsynced before this head was written. Each sync is
-followed by writing the older one of the two heads anew; so one of them is whole whenever power goes, and a flipped bit
-in one takes nothing away: the other promises less, but the records that both speak of are there. ``sealed`` is 1 once
-the next segment has its name. A file gets its name when it is preallocated, its heads are synced, and all records of
-the segments before it are: so in all segments but the last everything was synced.
+``synced`` says that all bytes of the file below this number had been synced before the head was written. After each
+sync the older one of the two heads is overwritten. So one head is whole even if power fails during the write. If a head
+is damaged, the other one has a smaller ``synced``, but no record is lost. ``sealed`` is 1 once the next segment has its
+name. A file gets its name when its heads and all records of earlier segments are synced. So all segments but the last
+are synced completely.
 
-What ``recover`` finds bad and does about it:
+``recover`` handles two kinds of damage:
 
-- in the last segment, at or after ``synced``: the tail of a write that power or a kill cut off. Sectors reach the disk
-  in any order, so whole records may lie behind the bad one: nobody was told that they are safe. All bytes from the
-  first bad one on are overwritten with zeros, or they might come back as records when the log has grown up to them;
-- anything else: a record that was synced, both heads, a segment that is missing. LogDamaged, naming file and offset.
+- Bad bytes in the last segment at or after ``synced`` are the rest of a write that a power cut or kill interrupted.
+  Sectors reach the disk in any order, so whole records may follow, but no one was told that they are safe. All bytes
+  from the first bad one on are overwritten with zeros, since they could be taken for records later.
+- All other damage raises LogDamaged with file and offset: a bad record that was synced, two bad heads, or a missing
+  segment.
 
-Zeros where a record could be are the end (the crc32c of zeros is not zero). Files are read in pieces, never mapped: a
-file that is cut short under a map kills the reader (SIGBUS).
+Zeros in place of a record are the end of the log (the crc32c of zeros is not zero). Files are read in pieces and not
+mapped, because a reader of a map is killed (SIGBUS) if the file is truncated.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ MAGIC = b"spacklog"
 VERSION = 1
 PAGE = 4096
 START = 2 * PAGE
-"""Where records begin."""
+"""Byte at which records begin."""
 MAX_BODY = 1 << 30
+"""Bytes of the longest body of a record."""
 _HEAD = struct.Struct("<8sIIQQ")
 _CRC = struct.Struct("<I")
 RECORD = struct.Struct("<IIQB")
@@ -56,7 +58,11 @@ log = logging.getLogger("streampack.log")
 
 @dataclass(slots=True)
 class Segment:
-    """A file of the log; ``offsets`` are the bytes at which its records begin, ``end`` where the next one will."""
+    """A file of the log.
+
+    ``capacity``: bytes of the file. ``offsets``: bytes at which its records begin. ``end``: byte where the next record
+    will begin. ``synced``: all bytes below it are synced.
+    """
 
     path: Path
     first_lsn: int
@@ -66,14 +72,15 @@ class Segment:
     synced: int = START
     sealed: bool = False
     head: int = 0
-    """Which of the two heads counts: 0 or 1."""
+    """Index of the head that was written last: 0 or 1."""
 
     @property
     def next_lsn(self) -> int:
+        """Number of the record after the last one in this segment."""
         return self.first_lsn + len(self.offsets)
 
     def offset(self, lsn: int) -> int:
-        """The byte at which record ``lsn`` begins, or will, if it is the next."""
+        """Return the byte at which record ``lsn`` begins; for the next record, the end of the last one."""
         return self.offsets[lsn - self.first_lsn] if lsn < self.next_lsn else self.end
 
 
@@ -82,20 +89,20 @@ def segment_path(folder: Path, first_lsn: int) -> Path:
 
 
 def encode_head(first_lsn: int, synced: int, sealed: bool) -> bytes:
-    """One head, without the rest of its page."""
+    """Return the bytes of a head, without the rest of its page."""
     head = _HEAD.pack(MAGIC, VERSION, sealed, first_lsn, synced)
     return head + _CRC.pack(crc32c(head))
 
 
 def write_head(fd: int, segment: Segment, synced: int, *, sealed: bool = False) -> None:
-    """Replace the older head; ``synced`` bytes must have been synced before."""
+    """Overwrite the older head; the first ``synced`` bytes of the file must be synced already."""
     segment.head = 1 - segment.head
     write_at(fd, [encode_head(segment.first_lsn, synced, sealed)], segment.head * PAGE)
     segment.synced, segment.sealed = synced, sealed
 
 
 def write_at(fd: int, buffers: Sequence[bytes | bytearray | memoryview], at: int) -> None:
-    """Write all of ``buffers`` from byte ``at`` on; they may be written again after an error. Raises OSError."""
+    """Write all ``buffers`` from byte ``at`` on. Raises OSError; the call may then be repeated."""
     done = os.pwritev(fd, buffers, at)
     for buffer in buffers:
         while done < len(buffer):
@@ -105,7 +112,7 @@ def write_at(fd: int, buffers: Sequence[bytes | bytearray | memoryview], at: int
 
 
 def seal_record(head: bytearray, views: list[memoryview]) -> None:
-    """Put the crc32c into a record's first 17 bytes; ``views`` are its body."""
+    """Put the crc32c into the ``head`` of a record, its first 17 bytes; ``views`` are its body."""
     crc = crc32c(memoryview(head)[8:], crc32c(memoryview(head)[:4]))
     for view in views:
         crc = crc32c(view, crc)
@@ -113,9 +120,9 @@ def seal_record(head: bytearray, views: list[memoryview]) -> None:
 
 
 def walk(fd: int, at: int, end: int, lsn: int) -> Iterator[tuple[int, int, memoryview]]:
-    """(offset, kind, body) of the records in bytes ``at`` to ``end``, from number ``lsn`` on; up to one that is bad.
+    """Yield (offset, kind, body) of the records in bytes ``at`` to ``end``, from number ``lsn`` on; stop at a bad one.
 
-    A body shares memory with up to 1 MiB around it: whoever keeps it copies it.
+    A body shares memory with up to 1 MiB around it, so copy it to store it.
     """
     piece, base = b"", at
     while at + RECORD.size <= end:
@@ -125,7 +132,7 @@ def walk(fd: int, at: int, end: int, lsn: int) -> Iterator[tuple[int, int, memor
                 return
         length, crc, number, kind = RECORD.unpack_from(piece, at - base)
         size = RECORD.size + length
-        if number != lsn or at + size > end:  # of a damaged length nothing is read
+        if number != lsn or at + size > end:  # do not read a damaged length
             return
         if at + size > base + len(piece):
             piece, base = os.pread(fd, min(max(_PIECE, size), end - at), at), at
@@ -139,16 +146,17 @@ def walk(fd: int, at: int, end: int, lsn: int) -> Iterator[tuple[int, int, memor
 
 
 def damaged(path: Path, at: int, got: str, expected: str) -> LogDamaged:
+    """Return the error for damage at byte ``at`` of a segment, to be raised by the caller."""
     return LogDamaged(
-        f"{path}: byte {at}: got {got}, expected {expected}: restore the log's folder from a copy, or start with an "
-        f"empty one, from a checkpoint"
+        f"{path}: byte {at}: got {got}, expected {expected}. Restore the log's folder from a copy, or start with an "
+        f"empty folder from a checkpoint."
     )
 
 
 def recover(folder: Path) -> list[Segment]:
-    """All segments of ``folder``, each record checked, and the unsynced tail overwritten where it is bad.
+    """Read and check all segments of ``folder``; overwrite a bad unsynced tail of the last one with zeros.
 
-    Raises LogDamaged for whatever else is not as it was written; then nothing has been changed.
+    Raises LogDamaged for any other damage, and then changes nothing.
     """
     segments: list[Segment] = []
     for first_lsn, path in segment_files(folder):
@@ -166,13 +174,15 @@ def recover(folder: Path) -> list[Segment]:
 
 
 def segment_files(folder: Path) -> list[tuple[int, Path]]:
-    """(first lsn, file) of each segment, in their order."""
+    """Return (first lsn, file) of each segment in ``folder``, in order."""
     return sorted((int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)))
 
 
 def read_segment(path: Path, first_lsn: int, next_first_lsn: int | None) -> Segment:
-    """One segment while another process may write it: what follows its last good record, if it is the last, is not
-    there yet. Raises FileNotFoundError, LogDamaged as ``recover`` does; changes nothing.
+    """Read and check one segment, which another process may be writing; change nothing.
+
+    ``next_first_lsn``: number of the next segment's first record; None for the last segment, whose bytes after the last
+    good record count as not written yet. Raises FileNotFoundError, LogDamaged as ``recover`` does.
     """
     segment = _read(path, first_lsn)
     if segment.end < segment.synced:
@@ -183,16 +193,15 @@ def read_segment(path: Path, first_lsn: int, next_first_lsn: int | None) -> Segm
 
 
 def copy_records(folder: Path, into: Path, upto: int) -> None:
-    """Make in folder ``into`` a log of the records of ``folder`` below ``upto``, which another process may be writing.
+    """Copy a log's records below number ``upto`` to folder ``into``; another process may be writing the log.
 
-    Whole segments are links, so that nothing is written to them and no time is lost; of the one in which the records
-    end, those wanted are copied. Raises FileNotFoundError where a segment is cut meanwhile, LogDamaged.
+    Whole segments are linked and not copied. Raises FileNotFoundError if a segment is cut meanwhile, LogDamaged.
     """
     files = [(first_lsn, path) for first_lsn, path in segment_files(folder) if first_lsn < upto]
     for _, path in files[:-1]:
         try:
             os.link(path, into / path.name)
-        except OSError:  # on another file system, or of another user
+        except OSError:  # the folder is on another file system, or the file belongs to another user
             path.stat()
             (into / path.name).symlink_to(path.absolute())
     first_lsn, path = files[-1]
@@ -207,10 +216,11 @@ def copy_records(folder: Path, into: Path, upto: int) -> None:
 
 
 def _read(path: Path, first_lsn: int) -> Segment:
+    """Read a segment up to its last good record. Raises LogDamaged if no head is good."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         segment = Segment(path, first_lsn, os.fstat(fd).st_size)
-        if segment.capacity < START:  # it may be the newer head that is gone, and what it promised
+        if segment.capacity < START:  # the newer head may be gone
             raise damaged(path, segment.capacity, "the end of the file", f"two heads, of {START} bytes")
         heads = [(*found, at) for at in (0, 1) if (found := _decode_head(os.pread(fd, PAGE, at * PAGE), first_lsn))]
         if not heads:
@@ -225,38 +235,41 @@ def _read(path: Path, first_lsn: int) -> Segment:
 
 
 def _decode_head(page: bytes, first_lsn: int) -> tuple[int, bool] | None:
-    """(synced, sealed) of a good head."""
+    """Return (synced, sealed) of a head; None if it is damaged or of another segment."""
     head = page[: _HEAD.size + _CRC.size]
     _, _, sealed, _, synced = _HEAD.unpack_from(head)
     return (synced, bool(sealed)) if head == encode_head(first_lsn, synced, bool(sealed)) else None
 
 
 def _no_head(path: Path, head: bytes, first_lsn: int) -> LogDamaged:
+    """Return the error for a segment without a good head: another version, a wrong name, or damage."""
     magic, version, _, lsn, _ = _HEAD.unpack(head)
     if magic == MAGIC and version != VERSION:
-        return damaged(path, 8, f"format version {version}", f"{VERSION}, that this streampack writes")
+        return damaged(path, 8, f"format version {version}", f"version {VERSION}, which this streampack writes")
     if magic == MAGIC and lsn != first_lsn:
         return damaged(path, 16, f"a segment that begins with record {lsn}", f"{first_lsn}, as its name says")
     return damaged(path, 0, "neither of two heads whole", "a segment of a log")
 
 
 def _gap(segment: Segment, first_lsn: int | None) -> LogDamaged:
-    """What is missing between ``segment`` and the next file, or where one should be."""
+    """Return the error for records that are missing between ``segment`` and the next file, or for a missing file."""
     if segment.end < segment.synced:
         return _lost(segment)
     path = segment_path(segment.path.parent, segment.next_lsn)
-    if first_lsn is not None and not segment.sealed:  # both may be: its tail, or a file behind it
+    if first_lsn is not None and not segment.sealed:  # the records may be missing here, or a whole file
         return damaged(segment.path, segment.end, f"no record {segment.next_lsn}", f"it here or in {path.name}")
     return damaged(path, 0, "no such file", "the segment that follows")
 
 
 def _lost(segment: Segment) -> LogDamaged:
+    """Return the error for a record that was synced and is bad."""
     what = f"bytes that are not record {segment.next_lsn}"
-    return damaged(segment.path, segment.end, what, f"it: all bytes below {segment.synced} were synced")
+    expected = f"the record, because all bytes below {segment.synced} were synced"
+    return damaged(segment.path, segment.end, what, expected)
 
 
 def _cut_tail(segment: Segment) -> None:
-    """Overwrite with zeros what is not zero behind the last good record; the caller syncs."""
+    """Overwrite all bytes after the last good record with zeros; the caller must sync the file."""
     fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
     try:
         zeros, cut = bytes(_PIECE), 0
@@ -268,5 +281,5 @@ def _cut_tail(segment: Segment) -> None:
     finally:
         os.close(fd)
     if cut:
-        text = "%s: byte %d: cut %d bytes that were being written, and not yet synced, when the last writer ended"
+        text = "%s: cut the log at byte %d: %d bytes after it were not synced when the last writer ended"
         log.warning(text, segment.path, segment.end, cut)

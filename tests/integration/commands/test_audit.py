@@ -210,8 +210,8 @@ def test_a_damaged_ledger_is_refused_and_made_again_from_the_log(run: Run, state
     at = good.index(step.digest)
     path.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
     line = the_error(streampack("why", "--step", "4", "--state-dir", state_dir), 1)
-    assert "steps: got a row that is not what was written: feed 'train', step 4" in line
-    assert "make it again with 'streampack ledger rebuild'" in line
+    assert "steps: a row does not agree with its checksum: feed 'train', step 4" in line
+    assert "Run 'streampack ledger rebuild'." in line
     assert ask("ledger", "verify", "--state-dir", state_dir)["findings"]["damaged"] == 1
     rebuilt = ask("ledger", "rebuild", "--state-dir", state_dir)
     assert (rebuilt["exit"], rebuilt["repaired"], rebuilt["gone"]) == (0, ["step 4 of train, lineage 0"], [])
@@ -254,10 +254,10 @@ def test_what_is_not_there_is_said_to_be_missing(run: Run, state_dir: Path, tmp_
         (("why", *where), "Got neither --step nor --sample."),
         (("why", "--step", "1", "--sample", "web:1", *where), "Got both --step and --sample."),
         (("why", "--step", "1", "--dp", "1", *where), "Pass --dp-size, too."),
-        (("why", "--step", "1"), "got nothing to say where the log is"),
-        (("why", "--step", "1", "-c", config), "got no state_dir"),
+        (("why", "--step", "1"), "Got neither --state-dir nor --config."),
+        (("why", "--step", "1", "-c", config), "has no state_dir, so its broker keeps no log"),
         (("why", "--step", "9999", *where), "the feed has ended"),
-        (("ledger", "verify", "--state-dir", tmp_path), "got no log, expected the state_dir of a broker"),
+        (("ledger", "verify", "--state-dir", tmp_path), "has no log. Pass the state_dir of a broker"),
     ):
         assert said in the_error(in_process(*arguments), 2)
 

@@ -181,7 +181,7 @@ def test_the_table_fits_and_nothing_is_cut(columns: int, broker: Path, monkeypat
     assert lines[-1] == "good: broker.yaml can be used by streampack broker"
     said = [" ".join(line.split()) for line in lines]
     assert "budget 4096 line 5 tokens of a pack" in said
-    assert "step tokens 65536 tokens of a step: packs times budget" in said
+    assert "step tokens 65536 tokens per step: packs times budget" in said
 
 
 def test_a_meaning_is_told_for_the_first_stream_alone(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_an_address_that_no_producer_can_connect_to_is_not_good(tmp_path: Path, 
 
 def test_keys_that_are_not_there_are_not_good(tmp_path: Path) -> None:
     path = write(tmp_path / "broker.yaml", {"streams": {"web": {}}, "listen": {"keys": str(tmp_path / "keys")}})
-    assert "got no broker.key, expected one of 'streampack keys new" in the_error(in_process("check", path), 2)
+    assert "has no broker.key. Make one with 'streampack keys new" in the_error(in_process("check", path), 2)
     shards = str(write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}]))
     tree = {"key_file": str(tmp_path / "no.key"), "streams": {"web": {"source": "jsonl", "shards": shards}}}
     assert "no.key" in the_error(in_process("check", write(tmp_path / "p.yaml", tree)), 2)

@@ -187,7 +187,7 @@ def test_what_cannot_be_replayed_is_one_line(run: Run, tmp_path: Path) -> None:
         (("--step", "3", *run.where[:2]), "No producer.yaml has stream code, web"),
         (("--step", "3", "-c", elsewhere, *run.where[2:]), "seed"),
         (("--step", "3", *run.where, "-o", tmp_path / "no" / "step.npz"), "whose folder does not exist"),
-        (("--step", "3", *run.where, "--state-dir", tmp_path), "got no log"),
+        (("--step", "3", *run.where, "--state-dir", tmp_path), "has no log. Pass the state_dir"),
     ):
         assert said in the_error(in_process("replay", *arguments), 2)
 

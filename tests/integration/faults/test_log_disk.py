@@ -115,8 +115,8 @@ def test_a_full_disk_is_waited_out_and_no_record_is_lost_or_moved(tmp_path: Path
         """,
         tmp_path,
     )
-    assert said.count("No space left on device: records wait in memory") == 1
-    assert said.count("there is space again, all that waited is written") == 1
+    assert said.count("No space left on device; records wait in memory") == 1
+    assert said.count("has space again; all waiting records are written") == 1
 
 
 def test_a_disk_that_fills_up_is_said_before_records_wait(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_disk_that_fills_up_is_said_before_records_wait(tmp_path: Path) -> Non
         """,
         tmp_path,
     )
-    assert "No space left on device for the next segment of 0.3 MB: records will wait once this one is full" in said
+    assert "No space left on device (0.3 MB); records wait once this one is full" in said
     assert "records wait in memory" not in said
 
 
@@ -160,7 +160,7 @@ def test_a_log_closes_on_a_full_disk_with_all_that_was_safe(tmp_path: Path) -> N
         """,
         tmp_path,
     )
-    assert re.search(r"closed with \d\d records for which there was no space", said)
+    assert re.search(r"without \d\d records, for which there was no space", said)
 
 
 @pytest.mark.parametrize("code", ["EIO", "ENOSPC"])
@@ -184,7 +184,9 @@ def test_a_failed_sync_ends_the_process_and_is_never_tried_again(tmp_path: Path,
         tmp_path,
     )
     assert (done.returncode, done.stdout) == (74, "synced 1\n"), done.stderr
-    assert re.search(r"CRITICAL log: log \S+: cannot be synced: .+: the process ends\n$", done.stderr)
+    assert re.search(
+        r"CRITICAL log: cannot write the log in \S+: cannot be synced: .+; the process ends\n$", done.stderr
+    )
     with contextlib.closing(opened(tmp_path / "log", "os")) as log:
         assert bytes(log.read(0).body) == b"safe"
 
@@ -205,7 +207,7 @@ def test_a_failed_write_ends_the_process(tmp_path: Path, durability: str) -> Non
         tmp_path,
     )
     assert done.returncode == 74, done.stderr
-    assert "Input/output error: the process ends" in done.stderr
+    assert "Input/output error; the process ends" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -445,8 +445,11 @@ def test_a_row_that_is_gone_or_changed_is_named(ended: Run, tmp_path: Path) -> N
     path = tmp_path / "ledger.sqlite"
     ledger_of(ended.records, path).close()
     for statement, said in (
-        ("UPDATE steps SET step = 500 WHERE step = 4", "steps: got a row that is not what was written"),
-        ("UPDATE spans SET hi = hi + 1 WHERE lo = (SELECT min(lo) FROM spans)", "spans: got a row"),
+        ("UPDATE steps SET step = 500 WHERE step = 4", "steps: a row does not agree with its checksum"),
+        (
+            "UPDATE spans SET hi = hi + 1 WHERE lo = (SELECT min(lo) FROM spans)",
+            "spans: a row does not agree with its checksum",
+        ),
         ("DELETE FROM spans WHERE lo = (SELECT min(lo) FROM spans)", "spans: got"),
         ("DELETE FROM rejected WHERE lsn = (SELECT min(lsn) FROM rejected)", "rejected: got"),
     ):
@@ -461,9 +464,9 @@ def test_a_row_that_is_gone_or_changed_is_named(ended: Run, tmp_path: Path) -> N
 
 def test_another_log_than_the_one_that_was_read_is_noticed(ended: Run) -> None:
     with ledger_of(ended.records[:30]) as ledger:
-        with pytest.raises(LedgerDamaged, match="got a log with another record 29"):
+        with pytest.raises(LedgerDamaged, match="record 29 of the log is not the one that was read"):
             ledger.update(entries([*ended.records[:29], ended.records[35], *ended.records[30:]], 29))
-        with pytest.raises(LedgerDamaged, match="begins with record 33, expected records 30 to 32 too"):
+        with pytest.raises(LedgerDamaged, match="begins with record 33, but records 30 to 32 are not in the ledger"):
             ledger.update(entries(ended.records, 33))
         ledger.forget(10)
         ledger.update(entries(ended.records, 10))
