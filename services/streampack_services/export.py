@@ -1,9 +1,9 @@
-"""``streampack export``: what ``deploy/`` has for a place to run in, written to a folder with names filled in.
+"""``streampack export``: copy the files of ``deploy/`` for one place to run, with the user's names filled in.
 
-The files are usable as they lie, with defaults that stand for what is to be filled in: filling in is to replace these
-words. A user's broker.yaml takes the place of the example's but for the keys that say where things are (``_WHERE``),
-which are the place's own. Knows the files by their names alone, but for two that are made from others: what
-Prometheus' operator wants is the alerts in an envelope, and what kustomize mounts must lie below its folder.
+The files work unchanged, with default names such as ``my-run``; these words are replaced by the user's. A user's
+broker.yaml replaces the example's, except for the keys with addresses and folders (``_WHERE``), which stay the place's.
+Most files are copied by name. Two kinds are made from others: alerts as a PrometheusRule for Prometheus' operator,
+and copies of the dashboards for kustomize. kustomize mounts only files below its folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from streampack_services.broker.memory_plan import plan
 IMAGE, RUN, EXAMPLE_STREAM = "streampack:latest", "my-run", "web"
 FILES = Path(__file__).parent / "deploy"
 COMPILING_BYTES = 200 << 20
-"""More than its peak a broker takes while it compiles its kernels: 350 MiB in all, measured, before anything else."""
+"""Memory that a broker needs beyond its peak while it compiles its kernels (350 MiB in all, as measured)."""
 _WHERE = {"broker.yaml": ("listen", "rendezvous", "state_dir"), "producer.yaml": ("broker",)}
 _WORDS = {
     "image": (r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "letters, digits and . _ - / : @"),
@@ -42,14 +42,18 @@ _WORDS = {
     "namespace": (r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", "small letters, digits and -"),
     "prefix": (r"(/[A-Za-z0-9._-]+)+/?", "a whole path of letters, digits and . _ - as /opt/streampack"),
 }
-"""What may be filled in: it comes to stand in YAML, in units and in scripts, and is quoted in none of them."""
+"""By option, the pattern that its value must match, and its description for an error.
+
+Values are put into YAML, systemd units and scripts without quotes, so only safe characters are allowed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Somewhere to run: which folders and files of ``deploy/`` it needs, and what to do with them then.
+    """A place to run streampack in.
 
-    What lies in ``top`` comes to the top of the folder. ``options``: those that mean something there.
+    ``parts``: folders and files of ``deploy/`` to write. ``then``: what the user must do with them. ``top``: folder of
+    ``deploy/`` whose files go to the top of the target folder. ``options``: the options that this place has.
     """
 
     parts: tuple[str, ...]
@@ -94,7 +98,11 @@ PLACES: dict[str, Place] = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is filled in; None for what deploy/ has. ``prefix``: the virtual environment that streampack is in."""
+    """The user's values to fill in; None keeps the default of deploy/.
+
+    ``prefix``: the virtual environment of streampack on the hosts. ``config``, ``produce``: the user's broker.yaml and
+    producer.yaml.
+    """
 
     image: str | None = None
     run: str | None = None
@@ -105,7 +113,7 @@ class Options:
 
 
 class Exported(NamedTuple):
-    """The files written, what to do next, and what of them will not work there: a line each."""
+    """The written ``files``, what to do ``next``, and ``warnings`` about settings that will not work."""
 
     files: list[Path]
     next: str
@@ -113,8 +121,10 @@ class Exported(NamedTuple):
 
 
 def export(name: str, folder: Path, options: Options, *, force: bool = False) -> Exported:
-    """Write the files of a place. Raises UserError, having written none; ConfigError for a configuration that cannot
-    be.
+    """Write the files of the place ``name`` to ``folder``; ``force``: overwrite files that exist.
+
+    Raises UserError for wrong options or files that exist, ConfigError for a wrong configuration; both before anything
+    is written. Raises UserError if a file cannot be written.
     """
     place = PLACES.get(name)
     if place is None:
@@ -127,22 +137,23 @@ def export(name: str, folder: Path, options: Options, *, force: bool = False) ->
     files = {folder / path: text for path, text in _files(place, options, words)}
     there = [str(path) for path in files if path.exists()]
     if there and not force:
-        raise UserError(f"{there[0]}: got a file that is there already, expected none: another folder, or --force")
+        raise UserError(f"{there[0]} exists already. Choose another folder, or overwrite it with --force.")
     for path, text in files.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         except OSError as error:
-            raise UserError(f"{path}: cannot be written: {error.strerror}: choose another folder") from None
+            raise UserError(f"{path} cannot be written: {error.strerror}. Choose another folder.") from None
     said = {"dir": folder, "context": image.context, "run": options.run or RUN, "image": options.image or IMAGE}
     return Exported(list(files), place.then.format(**said), list(_warnings(place, options)))
 
 
 def _check(name: str, place: Place, options: Options) -> None:
+    """Raise UserError for an option that the place does not have, a wrong value, or a relative path of a producer."""
     for key, value in asdict(options).items():
         if value is not None and key not in place.options:
             known = ", ".join(f"--{each}" for each in place.options) or "no option"
-            raise UserError(f"--{key}: means nothing to {name}, expected {known}")
+            raise UserError(f"{name} does not have the option --{key}. Its options: {known}.")
         pattern, expected = _WORDS.get(key, ("", ""))
         if isinstance(value, str) and not re.fullmatch(pattern, value):
             raise UserError(f"--{key}: got {value!r}, expected {expected}")
@@ -150,24 +161,24 @@ def _check(name: str, place: Place, options: Options) -> None:
         for key, path in _paths(read_producer(options.produce)):
             if not path.startswith("/") and "://" not in path:
                 raise UserError(
-                    f"{options.produce}: {key}: got the relative path {path}, expected an absolute one: producers run "
-                    "in another folder there"
+                    f"{options.produce}: {key} is the relative path {path}, but producers run in another folder there. "
+                    "Use an absolute path."
                 )
 
 
 def _warnings(place: Place, options: Options) -> Iterator[str]:
-    """Streams that the broker does not know."""
+    """Yield a warning if the producer has streams that the broker does not know."""
     streams = set(read_broker(options.config).streams) if options.config is not None else {EXAMPLE_STREAM}
     producer = read_producer(options.produce) if options.produce is not None else None
     sent = {EXAMPLE_STREAM} if producer is None else set(producer.streams)
     if "produce" in place.options and not sent <= streams:
-        whose = "that of an example" if producer is None else str(options.produce)
+        whose = "the producer.yaml of the example" if producer is None else str(options.produce)
         names = ", ".join(sorted(streams))
-        yield f"producer.yaml is {whose}: its streams are {', '.join(sorted(sent))}, and broker.yaml's are {names}"
+        yield f"{whose} has the streams {', '.join(sorted(sent))}, but broker.yaml has {names}"
 
 
 def _paths(config: ProducerConfig) -> Iterator[tuple[str, str]]:
-    """What producers read, by the key that names it."""
+    """Yield (key, path) of every file that a producer.yaml names."""
     tokenizers = {"tokenizer": config.tokenizer}
     for name, stream in config.streams.items():
         if stream.tokenizer is not None:
@@ -180,6 +191,7 @@ def _paths(config: ProducerConfig) -> Iterator[tuple[str, str]]:
 
 
 def _files(place: Place, options: Options, words: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
+    """Yield (path in the target folder, text) of every file of a place, with names filled in."""
     for part in place.parts:
         found = FILES / part
         for path in sorted(found.rglob("*")) if found.is_dir() else [found]:
@@ -194,13 +206,17 @@ def _files(place: Place, options: Options, words: Mapping[str, str]) -> Iterator
 
 
 def _rule(alerts: str) -> str:
+    """Return the alerts, YAML, as a PrometheusRule for Prometheus' operator."""
     head = {"apiVersion": "monitoring.coreos.com/v1", "kind": "PrometheusRule"}
     name = {"metadata": {"name": "streampack", "labels": {"app.kubernetes.io/name": "streampack"}}}
     return yaml.safe_dump(head | name, sort_keys=False) + "spec:\n" + textwrap.indent(alerts, "  ")
 
 
 def _configured(path: Path, options: Options, words: Mapping[str, str]) -> str:
-    """The text of a file, filled in; of a configuration the user's own, of which no word is replaced, at this place."""
+    """Return the text of a file with names filled in; in place of a configuration, the user's own if there is one.
+
+    A user's configuration keeps the addresses and folders of this place, and none of its words are replaced.
+    """
     text = _filled(path.read_text(), words)
     read, given = {
         "broker.yaml": (read_broker, options.config), "producer.yaml": (read_producer, options.produce),
@@ -210,15 +226,17 @@ def _configured(path: Path, options: Options, words: Mapping[str, str]) -> str:
     read(given)
     own = {key: value for key, value in parse_tree(text, path).items() if key in _WHERE[path.name]}
     tree = {key: value for key, value in read_tree(given).items() if key == "listen" or key not in _WHERE[path.name]}
-    tree |= own | ({"listen": tree.get("listen", {}) | own["listen"]} if "listen" in own else {})  # its token, its keys
+    tree |= own | (
+        {"listen": tree.get("listen", {}) | own["listen"]} if "listen" in own else {}
+    )  # keep the user's token_file and keys
     if path.name == "broker.yaml" and options.run is not None:
         tree["run"] = options.run
-    said = f"# {given.name}, but for what says where things are here: {', '.join(own)}.\n"
+    said = f"# {given.name}, except for the addresses and folders of this place: {', '.join(own)}.\n"
     return said + yaml.safe_dump(tree, sort_keys=False, width=110)
 
 
 def _words(options: Options) -> dict[str, str]:
-    """What is to be filled in, by the words that stand for it in deploy/."""
+    """Return the texts to fill in, by the words of deploy/ that they replace."""
     found = {IMAGE: options.image, RUN: options.run, "/opt/streampack": options.prefix and options.prefix.rstrip("/")}
     if options.namespace is not None:
         found["namespace: default"] = f"namespace: {options.namespace}"
@@ -229,18 +247,22 @@ def _words(options: Options) -> dict[str, str]:
 
 
 def _filled(text: str, words: Mapping[str, str]) -> str:
-    """``text`` with each of the words replaced, once: what was filled in is not looked at again."""
+    """Return ``text`` with all ``words`` replaced in one pass, so that no inserted text is replaced again."""
     return re.sub("|".join(map(re.escape, words)), lambda word: words[word[0]], text) if words else text
 
 
 class _Image(NamedTuple):
+    """The folder in which to build the container image, and the texts to fill in for it, by the words they replace."""
+
     context: Path
     words: dict[str, str]
 
 
 def _image_of(folder: Path) -> _Image:
-    """How an image is built of what is installed here, with the Dockerfile that is to lie in ``folder``: of the
-    checkout or the wheel that it was installed from (PEP 610), else of this version from the package index.
+    """Return how to build an image of the streampack that is installed here, with a Dockerfile in ``folder``.
+
+    The image gets the checkout or wheel that streampack was installed from (PEP 610), else the package of this version
+    from the package index.
     """
     installed = next(iter(metadata.distributions(name="streampack")), None)
     url = json.loads((installed and installed.read_text("direct_url.json")) or "{}").get("url", "")
@@ -256,6 +278,6 @@ def _image_of(folder: Path) -> _Image:
 
 
 def limit_gib(config: BrokerConfig) -> int:
-    """What a broker's container must be allowed, in GiB: its peak at the longest samples, and what compiling takes."""
+    """Return the memory limit of a broker's container, in GiB: its peak with the longest samples, and for compiling."""
     most = peak(config, plan(config), mean_tokens=None).total + COMPILING_BYTES
     return -(-most // (1 << 30))

@@ -79,7 +79,7 @@ def test_what_will_not_work_there_is_said(mine: Path, tmp_path: Path) -> None:
         return list(json.loads(said)["warnings"])
 
     assert warned("k8s") == []
-    of_example = "producer.yaml is that of an example: its streams are web, and broker.yaml's are code"
+    of_example = "the producer.yaml of the example has the streams web, but broker.yaml has code"
     assert warned("k8s", "-c", mine) == [of_example]
     assert warned("slurm", "-p", near) == [f"producer.yaml is {near}: its streams are code, and broker.yaml's are web"]
     for what in ("k8s", "slurm"):
@@ -89,7 +89,7 @@ def test_what_will_not_work_there_is_said(mine: Path, tmp_path: Path) -> None:
         ):
             relative = write(tmp_path / "relative.yaml", tree)
             line = the_error(in_process("export", what, tmp_path / "none", "-c", mine, "-p", relative), 2)
-            assert f"{relative}: {key}: got the relative path {path}, expected an absolute one" in line
+            assert f"{relative}: {key} is the relative path {path}, but producers run in another folder there" in line
             assert not (tmp_path / "none").exists()
     assert warned("k8s", "-c", mine, "-p", near) == []
     assert warned("systemd", "-c", mine, "-p", far) == []
@@ -119,7 +119,7 @@ def test_nothing_is_written_over_unless_it_is_asked_for(tmp_path: Path) -> None:
     exported("slurm", tmp_path)
     (tmp_path / "steps.sbatch").write_text("mine")
     (tmp_path / "run.sbatch").unlink()
-    assert "got a file that is there already" in the_error(in_process("export", "slurm", tmp_path), 2)
+    assert "exists already. Choose another folder" in the_error(in_process("export", "slurm", tmp_path), 2)
     assert not (tmp_path / "run.sbatch").exists()
     exported("slurm", tmp_path, "--force")
     assert (tmp_path / "steps.sbatch").read_text() == (FILES / "slurm/steps.sbatch").read_text()
@@ -138,7 +138,7 @@ def test_what_is_written_is_listed(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("helm",), "expected one of docker, compose, k8s"),
-        (("alerts", "--image", "x"), "--image: means nothing to alerts"),
+        (("alerts", "--image", "x"), "alerts does not have the option --image."),
         (("k8s", "--run", "a b"), "--run: got 'a b'"),
         (("systemd", "--run", "a/../b"), "--run: got 'a/../b'"),
         (("k8s", "--namespace", "Training"), "--namespace: got 'Training'"),
