@@ -1,11 +1,13 @@
-"""Batch checks: does a batch hold what it promises? Behind ``streampack.verify``.
+"""Batch checks: verify that a batch satisfies every invariant of its format, for ``streampack.verify``.
 
-- ``view_check``: reads a batch of any view back into the canonical pack's names.
+In the order in which data passes them:
+
+- ``step_check``: checks a step, the shards of a pack, or the same step of all ranks.
+- ``view_check``: converts a batch of any view to the names of the canonical pack.
 - ``pack_check``: checks one pack or shard: boundaries, slices, tokens, labels and fields.
-- ``view_keys``: checks what only the keys of a framework promise.
-- ``step_check``: checks what packs, shards and ranks make up together.
-- ``expectations``: the text of a check that fails.
+- ``view_keys``: checks the keys that a framework's view adds.
+- ``expectations``: raises InvariantError with the text of a failed check.
 
-Everything is computed a second time, token by token, by another way than ``packs`` builds it. It costs about ten times
-what building costs, and is meant for the first steps of a run, for tests, and for a user's own changes to a batch.
+Everything is computed again, token by token, in another way than ``packs`` builds it. A check takes about ten times as
+long as building the batch. Use it for the first steps of a run, in tests, and after a user's own changes to a batch.
 """

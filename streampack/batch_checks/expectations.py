@@ -1,4 +1,4 @@
-"""What a check of a batch says when it fails: the invariant, where, what was got and what was expected."""
+"""Raises errors of failed checks: the invariant, the place, the value found and the value expected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from streampack.errors import InvariantError
 
 
 def equal(name: str, what: str, got: Any, expected: Any) -> None:
-    """Raises InvariantError where ``got``, a value or an array, is another than ``expected``."""
+    """Raise InvariantError unless ``got`` equals ``expected``; both are values or arrays.
+
+    ``name``: the invariant. ``what``: the place, such as a step and pack.
+    """
     same = np.array_equal(got, expected) if isinstance(expected, np.ndarray) else got == expected
     if not same:
         shown = [value.tolist() if isinstance(value, np.ndarray) else value for value in (got, expected)]
@@ -18,6 +21,6 @@ def equal(name: str, what: str, got: Any, expected: Any) -> None:
 
 
 def expect(holds: bool, name: str, message: str) -> None:
-    """Raises InvariantError with ``message`` unless it ``holds``."""
+    """Raise InvariantError with ``message`` unless ``holds`` is True. ``name``: the invariant."""
     if not holds:
         raise InvariantError(f"{name}: {message}")

@@ -1,7 +1,7 @@
-"""One pack, or one shard of it, against what it promises: boundaries, slices, tokens, labels and declared fields.
+"""Checks one pack, or one shard of a pack: boundaries, slices, tokens, labels and declared fields.
 
-Computed by another way than ``packs`` builds it (see ``step_check``), from any view: a batch is first read back
-into the canonical pack's names.
+The batch may have any view; it is first converted to the names of the canonical pack. The expected values are computed
+in another way than ``packs`` builds them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from streampack.errors import InvariantError
 
 
 class PackCheck:
-    """One pack, or shard of one. ``places`` int64 [T']: where in the whole pack each of its tokens lies."""
+    """Checks of one pack, or of one shard of it.
+
+    - ``pack``: the batch in the names of the canonical pack.
+    - ``what``: its step and pack, for messages.
+    - ``padded``, ``real``: boundaries of the segments with and without padding, int64 [segments + 1].
+    - ``total``: tokens of the whole pack.
+    - ``places``: place of each token of the shard in the whole pack, int64 [T'].
+    """
 
     def __init__(self, batch: Any, mesh: Mesh | None, rules: Rules | None) -> None:
         self.pack = canonical(batch)
@@ -33,18 +40,19 @@ class PackCheck:
         self.total = int(self.padded[-1]) if self.padded.ndim == 1 and self.padded.size else 0
 
     def run(self) -> None:
-        """Raises InvariantError."""
-        self._boundaries()
-        self._samples()
-        self._slices()
-        self._tokens()
-        self._fields()
+        """Run all checks of the pack. Raises InvariantError for the first that fails."""
+        self._check_boundaries()
+        self._check_sample_ids()
+        self._check_slices()
+        self._check_tokens()
+        self._check_fields()
 
-    def _boundaries(self) -> None:
+    def _check_boundaries(self) -> None:
+        """Check that the boundaries rise, and that segments fit their samples, the alignment and the rules."""
         padded, real = self.padded, self.real
         expect(padded.ndim == 1 and len(padded) >= 2, "cu_seqlens_padded", f"{self.what}: got no segment")
         equal("cu_seqlens_padded", f"{self.what}, its start", int(padded[0]), 0)
-        self._segments("cu_seqlens_padded", padded[1:] > padded[:-1], padded[1:], "above the one before")
+        self._expect_segments("cu_seqlens_padded", padded[1:] > padded[:-1], padded[1:], "above the one before")
         equal("cu_seqlens", f"{self.what}, its size", real.shape, padded.shape)
         equal("cu_seqlens", f"{self.what}, its start", int(real[0]), 0)
         self.lengths, self.slots = np.diff(real), np.diff(padded)
@@ -55,19 +63,24 @@ class PackCheck:
         if tail:
             equal("cu_seqlens", f"{self.what}, the tail's length", int(self.lengths[-1]), 0)
             least[-1] = 0
-        self._segments("cu_seqlens", self.lengths >= least, self.lengths, "a token or more")
-        self._segments("cu_seqlens", self.lengths <= self.slots, self.lengths, "at most the segment's size")
+        self._expect_segments("cu_seqlens", self.lengths >= least, self.lengths, "a token or more")
+        self._expect_segments("cu_seqlens", self.lengths <= self.slots, self.lengths, "at most the segment's size")
         equal("max_seqlen", self.what, int(self.pack["max_seqlen"]), int(self.slots.max()))
         if self.rules is not None:
-            self._width(self.rules, int(self.slots[: len(self.slots) - tail].sum()))
+            self._check_length(self.rules, int(self.slots[: len(self.slots) - tail].sum()))
             each = self.rules.align.sample
-            self._segments("alignment", self.slots[: len(self.slots) - tail] % each == 0, self.slots, f"{each} k")
+            self._expect_segments(
+                "alignment", self.slots[: len(self.slots) - tail] % each == 0, self.slots, f"{each} k"
+            )
 
-    def _width(self, rules: Rules, slots: int) -> None:
-        """T is one of the rules' shape, and no longer than it needs to be but for a pipeline's sake; rows are alike."""
+    def _check_length(self, rules: Rules, slots: int) -> None:
+        """Check that the pack's number of tokens is the one that the rules' ``shape`` gives for ``slots`` tokens.
+
+        A pipeline may make packs longer. Rows of a padded micro-batch must have equal lengths.
+        """
         if rules.padded:
             row, each = int(self.pack["max_seqlen"]), rules.align.pack
-            self._segments("row", self.slots == row, self.slots, f"{row}, as the widest")
+            self._expect_segments("row", self.slots == row, self.slots, f"{row}, as the widest")
             expect(row % each == 0, "row", f"{self.what}: got rows of {row} tokens, expected a multiple of {each}")
             expect(self.total <= rules.budget, "budget", f"{self.what}: got {self.total} tokens, over {rules.budget}")
             return
@@ -80,14 +93,16 @@ class PackCheck:
         fits = own <= self.total <= rules.budget and self.total == int(rules.own_widths(np.array([self.total]))[0])
         expect(fits, "shape", f"{self.what}: got {self.total} tokens, expected {own} or a longer one of the shape")
 
-    def _samples(self) -> None:
+    def _check_sample_ids(self) -> None:
+        """Check that there is one id per sample, and that no sample occurs twice."""
         ids = self.pack["sample_ids"]
         equal("sample_ids", f"{self.what}, their shape", ids.shape, (int(self.pack["num_samples"]), 3))
         found, counts = np.unique(ids, axis=0, return_counts=True)
         twice = tuple(found[counts.argmax()].tolist()) if len(found) else ()
         expect(bool((counts <= 1).all()), "sample_ids", f"{self.what}: got sample {twice} more than once")
 
-    def _slices(self) -> None:
+    def _check_slices(self) -> None:
+        """Check that the slices are those of the rank's shard; set ``places`` from them."""
         slices = np.asarray(self.pack["slices"], np.int64)
         equal("slices", f"{self.what}, their shape", slices.shape, (len(slices), 2))
         inside = (slices[:, 0] >= 0) & (slices[:, 0] <= slices[:, 1]) & (slices[:, 1] <= self.total)
@@ -110,19 +125,20 @@ class PackCheck:
         self.offset = self.places - self.padded[self.segment]
         self.padding = self.offset >= self.lengths[self.segment]
 
-    def _tokens(self) -> None:
+    def _check_tokens(self) -> None:
+        """Check shapes, the padding mask, positions, ids at padding, and labels."""
         pack, size = self.pack, len(self.places)
         expect(("input_ids" in pack) == ("labels" in pack), "keys", f"{self.what}: got one of input_ids and labels")
         for name in ("input_ids", "labels", "padding_mask", LOSS_MASK):
             if name in pack:
                 equal(name, f"{self.what}, its shape", pack[name].shape, (size,))
-        derived = self.rules is not None and not self._sent(POSITION_IDS)
+        derived = self.rules is not None and not self._is_declared(POSITION_IDS)
         positions = pack["position_ids"].shape
         equal("position_ids", f"{self.what}, its shape", positions if derived else positions[-1:], (size,))
         self.agree("padding_mask", pack["padding_mask"], self.padding)
         if self.rules is not None and self.rules.padded and "attention_mask" in pack:  # elsewhere a field's name
             self.agree("attention_mask", pack["attention_mask"], ~self.padding)
-        if not self._sent(POSITION_IDS) and pack["position_ids"].ndim == 1:
+        if not self._is_declared(POSITION_IDS) and pack["position_ids"].ndim == 1:
             self.agree("position_ids", pack["position_ids"], self.offset, self._misplaced(pack["position_ids"]))
         if "input_ids" not in pack:
             return
@@ -131,22 +147,24 @@ class PackCheck:
         LabelCheck(self, self.places, ids, pack["labels"], self.loss_mask).run()
 
     def _misplaced(self, positions: I64) -> NDArray[np.bool_]:
-        """Where positions do not count from 0 in their segment. In a forward pack's tail they begin again and again,
-        so many tokens apart.
+        """Return a mask of the positions that do not count from 0 in their segment, bool [T'].
+
+        In the tail of a forward pack, positions may restart from 0 at a fixed distance.
         """
         tail, behind = self.segment >= int(self.pack["num_samples"]), self.offset - positions
         again = int(behind[tail & (behind > 0)].min(initial=self.total))
         wrong: NDArray[np.bool_] = positions != np.where(tail, self.offset % again, self.offset)
         return wrong
 
-    def _sent(self, name: str) -> bool:
+    def _is_declared(self, name: str) -> bool:
+        """Return whether the run declares the field ``name``, so that samples carry its values."""
         return self.rules is not None and any(field.name == name for field in self.rules.fields)
 
-    def _fields(self) -> None:
-        """Those that the run declares are there, in their shapes, with their padding."""
+    def _check_fields(self) -> None:
+        """Check that the declared fields are present, with their shapes and padding values."""
         for field in self.rules.fields if self.rules is not None else ():
             if field.name == LABELS or (field.name != POSITION_IDS and "input_ids" not in self.pack):
-                continue  # a middle stage of a pipeline has no others
+                continue  # a middle stage of a pipeline has only positions
             expect(field.name in self.pack, field.name, f"{self.what}: got none, expected the declared field")
             places = np.arange(self.total) if field.cp == "replicate" else self.places
             count = len(self.pack["sample_ids"]) if field.axis == "sample" else len(places)
@@ -154,47 +172,58 @@ class PackCheck:
             values = values.T if field.name == POSITION_IDS else values
             equal(field.name, f"{self.what}, its shape", values.shape, (count, *field.shape))
             if field.axis == "token":
-                self._padded(field, values.reshape(count, -1), places)
+                self._check_padding(field, values.reshape(count, -1), places)
 
-    def _padded(self, field: Field, rows: NDArray[Any], places: I64) -> None:
-        """Behind the real tokens is what the field declares, and at the last one too where it speaks of the next."""
+    def _check_padding(self, field: Field, rows: NDArray[Any], places: I64) -> None:
+        """Check that a field has its padding value after each sample's real tokens.
+
+        A field aligned to targets also has it at the last real token. ``rows`` [n, values per token] are the values at
+        ``places`` int64 [n].
+        """
         held = field.fill(field.pad)
         pad = np.asarray(from_bfloat16(held) if field.dtype == "bfloat16" else held)[()]
         segment = np.searchsorted(self.padded, places, side="right") - 1
         behind = places - self.padded[segment] >= self.lengths[segment] - (field.align == "target")
-        same = (rows == pad) | ((rows != rows) & (pad != pad))  # NaN is NaN
+        same = (rows == pad) | ((rows != rows) & (pad != pad))  # NaN equals NaN here
         first = rows[np.arange(len(rows)), same.argmin(axis=1)]
         self.agree(field.name, first, np.full(len(rows), pad), behind & ~same.all(axis=1), places)
 
     @property
     def loss_mask(self) -> Any:
-        """[T'] of the run's loss mask, or None."""
+        """The loss mask [T'] of the pack; None if the run has none."""
         return self.pack.get(LOSS_MASK)
 
     @property
     def labels_sent(self) -> bool:
-        return self._sent(LABELS)
+        """True if samples carry their own labels, so that labels need not be the next tokens."""
+        return self._is_declared(LABELS)
 
     def agree(
         self, name: str, got: Any, expected: Any, wrong: NDArray[np.bool_] | None = None, at: I64 | None = None
     ) -> None:
-        """Equal token by token, or InvariantError with the first that is not; ``at`` its place in the pack."""
+        """Raise InvariantError for the first token where ``got`` differs from ``expected``, both [n].
+
+        ``name``: the invariant. ``wrong``: bool [n] to use instead of the comparison. ``at``: each token's place in the
+        pack, int64 [n]; default ``places``.
+        """
         got, expected = np.asarray(got), np.asarray(expected)
         bad = np.flatnonzero(got != expected if wrong is None else wrong)
         if len(bad):
             i = int(bad[0])
             place = int((self.places if at is None else at)[i])
             raise InvariantError(
-                f"{name}: {self.what}, {self._sample(place)}, position {place}: "
+                f"{name}: {self.what}, {self._sample_at(place)}, position {place}: "
                 f"got {got[i].item()}, expected {expected[i].item()}"
             )
 
-    def _sample(self, place: int) -> str:
+    def _sample_at(self, place: int) -> str:
+        """Return the sample at a place of the pack, in words for messages."""
         segment = int(np.searchsorted(self.padded, place, side="right")) - 1
         known = segment < len(self.pack["sample_ids"])
         return f"sample {tuple(self.pack['sample_ids'][segment].tolist())}" if known else "tail padding"
 
-    def _segments(self, name: str, holds: NDArray[np.bool_], got: I64, expected: str) -> None:
+    def _expect_segments(self, name: str, holds: NDArray[np.bool_], got: I64, expected: str) -> None:
+        """Raise InvariantError for the first segment where ``holds`` is False; ``got``: its value, by segment."""
         if not holds.all():
             i = int(np.argmin(holds))
             ids = self.pack["sample_ids"]
@@ -205,15 +234,16 @@ class PackCheck:
 
 
 class LabelCheck:
-    """Labels of some places of a pack: of a shard, or of all its shards together.
+    """Check of the labels of a shard, or of all shards of a pack together.
 
-    ``ids``, ``labels`` and ``mask`` int64 [N] are those at ``places`` int64 [N].
+    The arrays ``ids``, ``labels`` and ``mask`` (int64 [n]) belong to the tokens at ``places`` of the pack (int64 [n]).
     """
 
     def __init__(self, check: PackCheck, places: I64, ids: I64, labels: I64, mask: Any) -> None:
         self._check, self._places, self._ids, self._labels, self._mask = check, places, ids, labels, mask
 
     def run(self) -> None:
+        """Check that each label is the next token, or ignored where there is none. Raises InvariantError."""
         check, places, labels = self._check, self._places, self._labels
         segment = np.searchsorted(check.padded, places, side="right") - 1
         none = places - check.padded[segment] >= check.lengths[segment] - 1  # a last token, or padding
@@ -221,7 +251,7 @@ class LabelCheck:
             none |= self._mask == 0
         check.agree("labels", labels, np.where(none, IGNORE_INDEX, labels), at=places)
         if not check.labels_sent:
-            elsewhere = np.iinfo(np.int64).min  # held by another rank
+            elsewhere = np.iinfo(np.int64).min  # the id is on another rank
             after = np.full(check.total + 1, elsewhere)
             after[places] = self._ids
             after = after[places + 1]
@@ -229,4 +259,4 @@ class LabelCheck:
             check.agree("labels", labels, expected, at=places)
         counted, said = int((labels != IGNORE_INDEX).sum()), int(check.pack["num_loss_tokens"])
         fits = counted == said if len(places) == check.total else counted <= said
-        expect(fits, "num_loss_tokens", f"{check.what}: got {said}, expected {counted}, the labels that count")
+        expect(fits, "num_loss_tokens", f"{check.what}: got {said}, expected {counted}, the labels that are learned")

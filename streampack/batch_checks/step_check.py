@@ -1,9 +1,6 @@
-"""Does a batch hold what it promises? Every invariant of the canonical pack, asserted of any view.
+"""Checks steps, the shards of a pack, and the same step of all ranks; ``pack_check`` checks each pack of them.
 
-Everything is computed here again, from boundaries, slices and tokens alone, by another way than the
-one that built it: token by token, which segment it lies in and how far. Meant for the first steps of
-a run, for tests and for a user's own changes to a batch; it costs some ten times what building costs.
-``pack_check`` has one pack's own invariants; here is what packs, shards and ranks make up together.
+Expected values are computed from boundaries, slices and tokens alone, in another way than the batch was built.
 """
 
 from __future__ import annotations
@@ -30,8 +27,8 @@ def verify(batch: Any, mesh: Mesh | None = None, rules: Rules | None = None) -> 
     as building the batch.
 
     Args:
-        batch: One of: a pack in any format; a ``Step``; a list of the shards of one pack from all context-parallel
-            ranks; a list of the same step from all ranks.
+        batch: A pack in any format, a ``Step``, or a list. A list has the shards of one pack from all cp
+            ranks, or the same step from all ranks.
         mesh: The rank's place, for checks of its part of a pack. Default: the pack's slices give the size of cp.
         rules: The run's rules, ``loader.rules``, for checks of budget, alignment, and labels or positions that came
             with the samples. Default: the rules that a ``View`` holds; without rules, each label must be the next
@@ -65,7 +62,7 @@ def _check_pack(batch: Any, mesh: Mesh | None, rules: Rules | None) -> PackCheck
 
 
 def check_step(step: Step, mesh: Mesh | None = None, rules: Rules | None = None) -> None:
-    """Every pack of a step, and that they make one up. Raises InvariantError."""
+    """Check every pack of a step, and that the step's totals agree with its packs. Raises InvariantError."""
     what = f"step {step.index}"
     expect(
         len(step.digest) == len(step.chain) == 32 and not set(step.digest + step.chain) - set("0123456789abcdef"),
@@ -84,7 +81,10 @@ def check_step(step: Step, mesh: Mesh | None = None, rules: Rules | None = None)
 
 
 def follows(last: Step | None, step: Step) -> None:
-    """``step``'s chain is the digest of the last one's and its own. Raises InvariantError."""
+    """Check that the chain of ``step`` is the hash of the previous step's chain and its own digest.
+
+    Step 0 needs no ``last``; other steps are checked only if ``last`` is the step before. Raises InvariantError.
+    """
     before = bytes(16) if step.index == 0 else None
     if last is not None and step.index == last.index + 1:
         before = bytes.fromhex(last.chain)
@@ -94,7 +94,10 @@ def follows(last: Step | None, step: Step) -> None:
 
 
 def _check_totals(what: str, step: Step, checked: Sequence[PackCheck], whole: bool) -> None:
-    """Sums over packs, which are all of the step's where ``whole``; no sample twice."""
+    """Check that no sample occurs twice, and that the step's totals are the sums over ``checked`` packs.
+
+    ``whole``: the packs are all packs of the step; else they are a part, with sums of at most the totals.
+    """
     ids = np.concatenate([each.pack["sample_ids"] for each in checked]) if checked else np.zeros((0, 3), np.int64)
     found, counts = np.unique(ids, axis=0, return_counts=True)
     expect(
@@ -109,7 +112,7 @@ def _check_totals(what: str, step: Step, checked: Sequence[PackCheck], whole: bo
 
 
 def _check_ranks(steps: Sequence[Step], rules: Rules | None) -> None:
-    """The same step of all ranks: alike where it must be, every pack whole, every sum right."""
+    """Check the same step of all ranks: ranks agree, shards make up whole packs, and totals are right."""
     first = steps[0]
     what = f"step {first.index}"
     for name in ("index", "digest", "chain", "num_samples", "num_loss_tokens"):
@@ -130,20 +133,23 @@ def _check_ranks(steps: Sequence[Step], rules: Rules | None) -> None:
 
 
 def _shapes_of(step: Step) -> list[tuple[int, int]]:
-    """Of each padded micro-batch its tokens, and those of a row."""
+    """Return (tokens, tokens of a row) of each padded micro-batch of a step."""
     return [(int(batch.cu_seqlens_padded[-1]), int(batch.max_seqlen)) for batch in step]
 
 
 def _check_shards(shards: Sequence[Any], rules: Rules | None) -> None:
-    """The shards of all context-parallel ranks make the pack up, exactly; some ranks may hold the same."""
+    """Check that the shards of all context-parallel ranks cover a pack exactly once.
+
+    Ranks that hold the same slices must have the same tokens.
+    """
     expect(len(shards) > 0, "shards", "got no shards, expected those of all context-parallel ranks of a pack")
     checked: dict[bytes, PackCheck] = {}
     for shard in shards:
         each = _check_pack(shard, None, rules)
-        twin = checked.setdefault(each.pack["slices"].tobytes(), each)
+        same = checked.setdefault(each.pack["slices"].tobytes(), each)
         for name in ("input_ids", "labels", "position_ids"):
-            if name in each.pack and name in twin.pack:
-                equal(name, f"{each.what} of two ranks that hold the same", each.pack[name], twin.pack[name])
+            if name in each.pack and name in same.pack:
+                equal(name, f"{each.what} of two ranks that hold the same", each.pack[name], same.pack[name])
     first, *others = checked.values()
     for other in others:
         for name in ("step", "pack", "cu_seqlens", "cu_seqlens_padded", "sample_ids", "num_loss_tokens"):
@@ -161,7 +167,7 @@ def _check_shards(shards: Sequence[Any], rules: Rules | None) -> None:
 
 
 def _joined(shards: Sequence[PackCheck], arrays: Sequence[Any], total: int) -> I64:
-    """Each shard's array, [T'], at its places in the whole pack."""
+    """Return one array of the whole pack, int64 [total], from each shard's array [T']."""
     whole = np.zeros(total, np.int64)
     for each, array in zip(shards, arrays, strict=True):
         whole[each.places] = array

@@ -1,7 +1,6 @@
-"""A batch of any view, read back into the canonical pack's names.
+"""Converts a batch of any view to the names and shapes of the canonical pack, so that one check serves all views.
 
-A pack is then checked in one way, whatever it looks like (``pack_check``). What was changed in a view is changed in
-what is read back of it.
+Only the view's own values are used, so the check sees any change that was made to the view.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from streampack.errors import InvariantError
 from streampack.packs.pack import Pack
 
 Checked = Mapping[str, Any]
-"""A batch as the canonical pack in numpy, whatever view it came from."""
+"""A batch in the names of the canonical pack, as numpy arrays."""
 
 
 def canonical(batch: Any) -> Checked:
-    """A batch's own values, by the canonical pack's names and in numpy. Raises InvariantError for what is no pack."""
+    """Return a batch's values as numpy arrays by the canonical pack's names. Raises InvariantError."""
     if isinstance(batch, Pack):
         return batch
     beside, keys = ({name: numpy_of(value) for name, value in of.items()} for of in (getattr(batch, "rest", {}), batch))
@@ -39,7 +38,7 @@ def canonical(batch: Any) -> Checked:
             _unrow(found, "input_ids", "labels", "position_ids", "cu_seqlens_padded")
             equal("max_seqlen", "a pack, its shape", keys["max_seqlen"].shape, (1,))
             found["max_seqlen"] = keys["max_seqlen"].item()
-            for name in ("cu_seqlens", LOSS_MASK):  # keys that hide the pack's own
+            for name in ("cu_seqlens", LOSS_MASK):  # keys whose values differ from the pack's
                 found.pop(name, None)
                 found |= {name: beside[name]} if name in beside else {}
         case "bshd":
@@ -58,7 +57,7 @@ def canonical(batch: Any) -> Checked:
 
 
 def format_of(keys: Mapping[str, Any]) -> str:
-    """Which framework's keys these are; none for the pack's own."""
+    """Return the name of the framework whose keys a batch has; empty for the canonical pack's keys."""
     if "cu_seq_lens_q" in keys:
         return "hf"
     if getattr(keys.get("cu_seqlens_padded"), "ndim", 0) == 2:
@@ -69,8 +68,9 @@ def format_of(keys: Mapping[str, Any]) -> str:
 
 
 def _unrow(found: dict[str, Any], *names: str) -> None:
-    """Rows of one pack, [..., 1, T], as the pack's arrays, in place; what a stage of a pipeline was not sent is left
-    out.
+    """Replace arrays [..., 1, T] by arrays [..., T], in place, and remove those that are None.
+
+    A stage of a pipeline may lack some arrays. Raises InvariantError for another shape.
     """
     for name in names:
         if found.get(name) is None:
@@ -82,7 +82,10 @@ def _unrow(found: dict[str, Any], *names: str) -> None:
 
 
 def _restart_in_tail(found: dict[str, Any], rules: Rules | None) -> None:
-    """Positions that go on in the tail as they are in the pack, in place."""
+    """Make the positions of the tail count from 0, as in the canonical pack, in place.
+
+    In the format ``bshd`` they continue those of the last sample.
+    """
     begin, end = found["cu_seqlens_padded"][found["num_samples"] :][[0, -1]].tolist()
     supplied = rules is not None and any(field.name == POSITION_IDS for field in rules.fields)
     places = found["position_ids"].copy()
@@ -92,7 +95,10 @@ def _restart_in_tail(found: dict[str, Any], rules: Rules | None) -> None:
 
 
 def _flatten(found: dict[str, Any], rules: Rules) -> None:
-    """Arrays by row as those of one pack, in place; and labels that a model shifts as they were."""
+    """Flatten the rows of a padded micro-batch to the arrays of one pack, in place.
+
+    Labels that the model itself shifts are replaced by shifted labels. Raises InvariantError.
+    """
     if "shift_labels" in found:
         ends = np.full((len(found["labels"]), 1), IGNORE_INDEX)
         shifted = np.concatenate([found["labels"][:, 1:], ends], axis=1)
@@ -106,7 +112,7 @@ def _flatten(found: dict[str, Any], rules: Rules) -> None:
 
 
 def numpy_of(value: Any) -> Any:
-    """A tensor as an array, whatever device it is on; bfloat16 as float32."""
+    """Convert a tensor on any device to a numpy array, bfloat16 to float32; return other values as they are."""
     if not hasattr(value, "detach"):
         return value
     tensor = value.detach().cpu()

@@ -1,4 +1,4 @@
-"""Checks of the keys that a framework adds to a pack."""
+"""Checks the keys that a framework's view adds to a pack."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streampack.packs.pack import Pack
 
 
 def check_keys(batch: Any, check: PackCheck) -> None:
-    """Check the keys that a framework adds. Raises InvariantError."""
+    """Check the keys that the view of a batch adds to the pack, if any. Raises InvariantError."""
     if isinstance(batch, Pack):
         return
     keys = {name: numpy_of(value) for name, value in batch.items()}
@@ -29,6 +29,7 @@ def check_keys(batch: Any, check: PackCheck) -> None:
 
 
 def _check_hf(keys: Mapping[str, Any], check: PackCheck) -> None:
+    """Check the keys of the format ``hf``: boundaries of keys, segment numbers, unshifted and shifted labels."""
     equal("cu_seq_lens_k", check.what, keys["cu_seq_lens_k"], keys["cu_seq_lens_q"])
     equal("max_length_k", check.what, keys["max_length_k"], keys["max_length_q"])
     _agree(keys, "seq_idx", check, check.segment)
@@ -39,12 +40,13 @@ def _check_hf(keys: Mapping[str, Any], check: PackCheck) -> None:
 
 
 def _agree(keys: Mapping[str, Any], name: str, check: PackCheck, expected: Any) -> None:
-    """A key [1, T] has the ``expected`` values [T]."""
+    """Check that the array [1, T] under a key has the ``expected`` values [T]."""
     equal(name, f"{check.what}, its shape", keys[name].shape, (1, len(expected)))
     check.agree(name, keys[name][0], expected)
 
 
 def _check_bshd(keys: Mapping[str, Any], check: PackCheck) -> None:
+    """Check the keys of the format ``bshd``: lengths of samples with and without padding, tail in the last one."""
     count = max(int(check.pack["num_samples"]), 1)
     slots = check.slots[:count].copy()
     slots[-1] += check.slots[count:].sum()
