@@ -1,9 +1,9 @@
-"""Multiples that samples and packs are padded to: what the planned mesh and precision need, and what a user asks for.
+"""Computes the multiples that samples and packs are padded to, from the planned mesh, the precision and the settings.
 
-A sample is cut into 2 * cp chunks by ``zigzag``, and its sequence-parallel ranks, tp of them, share a shard. The
-documents of NeMo-RL and ROLL pad each sample to both; the kernels' split needs the first alone, so ``tight`` leaves
-the second to the pack. Layouts that cut the pack as one ask nothing of its samples. Matrix products in FP8 work on
-tokens by 128 (scaled in blocks), 32 (MXFP8) or 16, on each rank: NeMo-RL multiplies the pack's multiple by that.
+The layout ``zigzag`` cuts each sample into 2 * cp chunks, and tp sequence-parallel ranks share a shard. NeMo-RL and
+ROLL pad each sample for both. The attention kernels need only the chunks, so ``tight`` leaves tp to the pack's padding.
+Layouts that cut the pack as a whole need no alignment of samples. Matrix products in FP8 work on groups of 128 tokens
+(scaled in blocks), 32 (MXFP8) or 16, on each rank. As in NeMo-RL, the pack's multiple is multiplied by that number.
 """
 
 from __future__ import annotations
@@ -17,31 +17,39 @@ from streampack.core.model.rules import Align
 
 Precision = Literal["fp8_blockwise", "mxfp8", "fp8"]
 PRECISION_TOKENS: dict[Precision | None, int] = {None: 1, "fp8_blockwise": 128, "mxfp8": 32, "fp8": 16}
-"""Tokens of a rank that a product takes at once."""
+"""Precision to the multiple of tokens per rank that its matrix products need."""
 _Multiple = Annotated[int, Meta(ge=1)]
 
 
 class AlignSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``sample`` and ``pack``: multiples in tokens; what is not given follows from the mesh. ``sample: tight``: as few
-    as the kernels' split needs. ``lcm``: the samples' is a multiple of this, too (16 is ROLL's).
+    """Multiples, in tokens, that samples and packs are padded to. Keys that are not set follow from the mesh.
+
+    With ``sample: tight``, samples get only the padding that attention kernels need. ROLL uses ``lcm: 16``.
     """
 
     sample: Annotated[
         _Multiple | Literal["tight"] | None,
         Meta(
-            description="each sample is padded to a multiple of this; tight: of 2 * cp alone, the pack takes care of tp"
+            description="Multiple of tokens that each sample is padded to. `tight` pads only for context parallelism, "
+            "and the pack for tensor parallelism. Default: from `planned_mesh`"
         ),
     ] = None
     pack: Annotated[
-        _Multiple | None, Meta(description="packs are padded to a multiple of this, which must divide the budget")
+        _Multiple | None,
+        Meta(
+            description="Multiple of tokens that each pack is padded to; it must divide the budget. Default: from "
+            "`planned_mesh` and `precision`"
+        ),
     ] = None
-    lcm: Annotated[_Multiple, Meta(description="the samples' multiple is a multiple of this, too")] = 1
+    lcm: Annotated[_Multiple, Meta(description="Number that the multiple of samples must also be divisible by")] = 1
 
 
 def derived_align(
     cp: int, tp: int, layout: str, precision: Precision | None = None, given: AlignSettings | None = None
 ) -> Align:
-    """The alignment for a mesh of ``cp`` and ``tp`` ranks whose packs are cut by ``layout``.
+    """Return the alignment for a mesh of ``cp`` and ``tp`` ranks whose packs are cut by ``layout``.
+
+    ``given``: settings that replace derived multiples.
 
     >>> derived_align(2, 4, "zigzag")
     Align(sample=16, pack=16)

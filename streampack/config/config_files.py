@@ -1,6 +1,6 @@
-"""Which of the two files one is, and reading it: only the streams of a producer.yaml name a source.
+"""Reads broker.yaml and producer.yaml, and tells them apart: only the streams of a producer.yaml name a source.
 
-Whoever gives the one for the other is told so, rather than of each key that the one has and the other has not.
+A file of the wrong kind is one clear error, not an error for each unknown key.
 """
 
 from __future__ import annotations
@@ -17,39 +17,40 @@ from streampack.errors import ConfigError
 
 
 def read_broker(path: str | Path) -> BrokerConfig:
-    """broker.yaml. Raises ConfigError."""
+    """Read and check a broker.yaml. Raises ConfigError."""
     tree = read_tree(path)
     if _names_sources(tree):
-        raise ConfigError(f"{path}: got a producer's configuration, expected a broker.yaml: its streams have no source")
+        raise ConfigError(f"{path}: got a producer.yaml (its streams name a source), expected a broker.yaml")
     return _checked(convert(tree, BrokerConfig, str(path)), path)
 
 
 def read_producer(path: str | Path) -> ProducerConfig:
-    """producer.yaml. Raises ConfigError."""
+    """Read a producer.yaml. Raises ConfigError."""
     tree = read_tree(path)
-    if isinstance(tree, dict) and not _names_sources(tree) and set(tree) & _BROKERS_ALONE:
-        raise ConfigError(f"{path}: got a broker's configuration, expected a producer.yaml: its streams name a source")
+    if isinstance(tree, dict) and not _names_sources(tree) and set(tree) & _BROKER_KEYS:
+        raise ConfigError(f"{path}: got a broker.yaml (its streams name no source), expected a producer.yaml")
     return convert(tree, ProducerConfig, str(path))
 
 
 def read_either(path: str | Path) -> BrokerConfig | ProducerConfig:
-    """broker.yaml or producer.yaml, whichever it is. Raises ConfigError."""
+    """Read a file that is a broker.yaml or a producer.yaml. Raises ConfigError."""
     return read_producer(path) if _names_sources(read_tree(path)) else read_broker(path)
 
 
-_BROKERS_ALONE = {field.encode_name for field in msgspec.structs.fields(BrokerConfig)} - {
+_BROKER_KEYS = {field.encode_name for field in msgspec.structs.fields(BrokerConfig)} - {
     field.encode_name for field in msgspec.structs.fields(ProducerConfig)
 }
 
 
 def _names_sources(tree: Any) -> bool:
-    """Whether this is a producer's configuration: only its streams name a source."""
+    """Return whether a YAML tree is a producer.yaml: some of its streams name a source."""
     streams = tree.get("streams") if isinstance(tree, dict) else None
     named = list(streams.values()) if isinstance(streams, dict) else []
     return any(isinstance(stream, dict) and "source" in stream for stream in named)
 
 
 def _checked(config: BrokerConfig, path: str | Path) -> BrokerConfig:
+    """Return ``config`` if its values agree. Raises ConfigError that names the file."""
     try:
         return checked(config)
     except ConfigError as error:

@@ -1,6 +1,6 @@
-"""What one key of broker.yaml alone cannot show: values that contradict each other, or a bound that needs arithmetic.
+"""Checks of broker.yaml that need more than one key: values that contradict each other, or bounds that are computed.
 
-Everything that can be said before a broker starts is said here, but for what depends on the memory of its arena.
+All errors that are known before a broker starts are raised here, except those that depend on the size of its arena.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from streampack.errors import ConfigError, UserError
 from streampack.transport.endpoints import check_endpoint
 
 _MAX_CHUNK_BYTES = 256 << 20
-"""A quarter of the payload that a message may have (``wire.frames.MAX_PAYLOAD_BYTES``)."""
+"""A quarter of the largest payload of a message (``wire.frames.MAX_PAYLOAD_BYTES``)."""
 _MIN_LOG_BYTES = 256 << 20
-"""Four files: one is written, one is ready, and only whole ones can go."""
+"""Four files of the log: one is written, one is prepared, and only complete ones can be removed."""
 
 
 def checked(config: BrokerConfig) -> BrokerConfig:
-    """``config`` itself. Raises ConfigError for what one key alone cannot show."""
+    """Return ``config`` unchanged if its values agree. Raises ConfigError for the first that do not."""
     _check_feeds(config)
     for side in ("producers", "trainers"):
         endpoint = getattr(config.listen, side)
         try:
             check_endpoint(endpoint)
         except UserError as error:
-            meant = "" if "://" in endpoint else f": write tcp://{endpoint}, if that is meant"
+            meant = "" if "://" in endpoint else f". Did you mean tcp://{endpoint}?"
             raise ConfigError(f"listen.{side}: {error}{meant}") from None
     for name, stream in config.streams.items():
         if stream.repeat and stream.passes != 1:
             raise ConfigError(
                 f"streams.{name}: got repeat: true and passes: {stream.passes}, expected one of them: "
-                f"repeat goes over the data for ever"
+                f"`repeat` reads the data without end"
             )
         if stream.repeat and stream.on_exhaust == "stop":
             raise ConfigError(
@@ -45,8 +45,8 @@ def checked(config: BrokerConfig) -> BrokerConfig:
     parse_size(config.memory, "memory")
     if parse_size(config.retain.bytes, "retain.bytes") < _MIN_LOG_BYTES:
         raise ConfigError(
-            f"retain.bytes: got {config.retain.bytes}, expected at least {_MIN_LOG_BYTES >> 20}MiB: the log is in "
-            f"files of 64 MiB, of which one is always ready"
+            f"retain.bytes: got {config.retain.bytes}, expected at least {_MIN_LOG_BYTES >> 20}MiB: the log has files "
+            f"of 64 MiB, and needs four of them"
         )
     if parse_size(config.limits.chunk, "limits.chunk") > _MAX_CHUNK_BYTES:
         raise ConfigError(f"limits.chunk: got {config.limits.chunk}, expected at most {_MAX_CHUNK_BYTES >> 20}MiB")
@@ -54,13 +54,13 @@ def checked(config: BrokerConfig) -> BrokerConfig:
 
 
 def _check_feeds(config: BrokerConfig) -> None:
-    """Each stream belongs to exactly one feed. Raises ConfigError."""
+    """Raise ConfigError unless each stream belongs to exactly one feed."""
     feed_of: dict[str, str] = {}
     for name, feed in config.feeds.items():
         if not feed.streams and len(config.feeds) > 1:
             raise ConfigError(
-                f"feeds.{name}.streams: got none, expected some of {', '.join(config.streams)}: with several feeds "
-                f"each names its own"
+                f"feeds.{name}.streams: got none, expected some of {', '.join(config.streams)}: with several feeds, "
+                f"each must name its streams"
             )
         for stream in feed.streams:
             if stream not in config.streams:
@@ -68,18 +68,19 @@ def _check_feeds(config: BrokerConfig) -> None:
             other = feed_of.setdefault(stream, name)
             if other != name:
                 raise ConfigError(
-                    f"feeds.{name}.streams: got {stream!r}, which feed {other!r} has, expected a stream in one "
-                    f"feed: give it to one, or read the same data as a stream of another name"
+                    f"feeds.{name}.streams: got {stream!r}, which feed {other!r} has too, expected it in one feed. "
+                    f"Remove it from one, or read the same data as a stream of another name"
                 )
     missing = [stream for stream in config.streams if feed_of and stream not in feed_of]
     if missing:
         raise ConfigError(
-            f"streams.{missing[0]}: got no feed that reads it, expected one: add it to the streams of "
+            f"streams.{missing[0]}: got a stream that no feed reads, expected one feed: add it to the streams of "
             f"{' or '.join(f'feeds.{name}' for name in config.feeds)}"
         )
 
 
 def _check_rules(config: BrokerConfig, rules: Rules, layout: str) -> None:
+    """Raise ConfigError if a feed's rules contradict the streams, the planned mesh or the ``layout`` of shards."""
     for stream in rules.streams:
         if not stream.pushed or (rules.merge == "arrival" and config.state_dir is not None):
             continue
@@ -89,13 +90,13 @@ def _check_rules(config: BrokerConfig, rules: Rules, layout: str) -> None:
             else "state_dir: got none, expected a folder for the log"
         )
         raise ConfigError(
-            f"{wrong}: stream {stream.name!r} is pushed: its samples are taken as they come, and kept in the log, "
-            f"since nobody can send them again"
+            f"{wrong}: stream {stream.name!r} is pushed. Its samples are taken in order of arrival and kept in the "
+            f"log, because they cannot be sent again"
         )
     if rules.max_policy_lag is not None and not any(stream.pushed for stream in config.streams.values()):
         raise ConfigError(
-            f"rules.max_policy_lag: got {rules.max_policy_lag} with streams that are read, expected a pushed one: only "
-            f"a program that pushes says of which policy its samples are"
+            f"rules.max_policy_lag: got {rules.max_policy_lag} without a pushed stream, expected one: only pushed "
+            f"samples have a policy version. Remove the key, or set `pushed: true` on a stream"
         )
     heaviest = max(stream.weight for stream in rules.streams)
     for stream in rules.streams:
@@ -116,12 +117,12 @@ def _check_rules(config: BrokerConfig, rules: Rules, layout: str) -> None:
 
 
 def _check_batch(config: BrokerConfig, rules: Rules) -> None:
-    """Batches that marks close need programs that say so, and the planned mesh must do."""
+    """Raise ConfigError for ``end_of_batch`` with streams that are not pushed, or a mesh that does not fit batches."""
     read = [stream.name for stream in rules.streams if not stream.pushed]
     if read and rules.batch is not None and rules.batch.samples is None:
         raise ConfigError(
-            f"rules.step: got end_of_batch with stream {read[0]!r}, which is read, expected pushed streams: only a "
-            f"program that pushes says where a batch ends; for files say step: {{samples: N}}"
+            f"rules.step: got end_of_batch with stream {read[0]!r}, which is not pushed, expected pushed streams. Only "
+            f"a program that pushes samples can end a batch; for files, set step: {{samples: N}}"
         )
     if wrong := batch_refusal(Mesh(dp=config.planned_mesh.dp), rules):
         raise ConfigError(f"planned_mesh: {wrong}")

@@ -1,8 +1,8 @@
-"""Settings that users write in broker.yaml and producer.yaml: one typed, frozen tree each.
+"""Settings that users write in broker.yaml and producer.yaml: one typed, frozen struct for each file.
 
-Here are the keys, with their types and defaults (only ``streams`` has none), and what they come to:
-``BrokerConfig.plan``, a feed's rules. What a type alone can refuse, ``typed_yaml`` does; values that contradict each
-other are for ``config_validation``; which of the two a file is, for ``config_files``.
+The structs hold the keys with their types, defaults and descriptions; only ``streams`` has no default. From them
+``BrokerConfig.plan`` makes the rules of a feed. Values of a wrong type are errors in ``typed_yaml``, and values that
+contradict each other in ``config_validation``.
 """
 
 from __future__ import annotations
@@ -41,45 +41,72 @@ from streampack.sources.settings import SourceSettings
 from streampack.tokenizers.base import TokenizerSettings
 
 MEMORY = "1GiB"
-"""Default memory of a broker."""
+"""Default size of a broker's arena."""
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
-"""A name that fits in a message."""
+"""A name short enough for a message."""
 
 
 class _Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings refuse what they do not know."""
+    """Base of all settings: unknown keys are errors."""
 
 
 class Listen(_Settings, frozen=True, kw_only=True):
-    """Where the broker listens: ``tcp://host:port`` (``*`` for a free port) or ``ipc:///path``; http: ``host:port``.
+    """Addresses at which the broker listens, and who may connect.
 
-    ``control``: who may change a run over HTTP, this machine (``loopback``) or whoever comes that far (``any``).
-    ``keys``: a folder of 'streampack keys new': producers and trainers show theirs, and all they say is encrypted.
-    ``token_file``: holds what whoever asks over HTTP must bring; else STREAMPACK_HTTP_TOKEN, if it is there.
+    Addresses of ``producers`` and ``trainers`` are ``tcp://host:port`` (``*`` for a free port) or ``ipc:///path``. The
+    address ``http`` is ``host:port``. Without ``token_file``, the variable STREAMPACK_HTTP_TOKEN may hold the token.
     """
 
-    producers: Annotated[str, Meta(description="address at which producers connect")] = "tcp://127.0.0.1:7401"
-    trainers: Annotated[str, Meta(description="address at which trainers connect")] = "tcp://127.0.0.1:7402"
-    http: Annotated[str, Meta(description="address of metrics, status, health and changes to the run")] = (
-        "127.0.0.1:7400"
-    )
+    producers: Annotated[
+        str,
+        Meta(
+            description="Address for producers: `tcp://host:port` or `ipc:///path`. Use `tcp://0.0.0.0:7401` if "
+            "producers run on other machines"
+        ),
+    ] = "tcp://127.0.0.1:7401"
+    trainers: Annotated[
+        str,
+        Meta(
+            description="Address for trainers: `tcp://host:port` or `ipc:///path`. Use `tcp://0.0.0.0:7402` if "
+            "trainers run on other machines"
+        ),
+    ] = "tcp://127.0.0.1:7402"
+    http: Annotated[
+        str, Meta(description="Address (`host:port`) of the HTTP server: metrics, status, health, changes to the run")
+    ] = "127.0.0.1:7400"
     control: Annotated[
         Literal["loopback", "any"],
-        Meta(description="who may change the run over HTTP: programs on this machine (loopback), or any"),
+        Meta(
+            description="Clients that may change the run over HTTP: those on this machine (`loopback`), or every "
+            "client that can connect (`any`)"
+        ),
     ] = "loopback"
     keys: Annotated[
         str | None,
         Meta(
-            description="folder of keys; with it producers and trainers must show theirs, and all traffic is encrypted"
+            description="Folder of keys that `streampack keys new` made. With it, producers and trainers need a key, "
+            "and their traffic is encrypted. Without it, anyone who can connect may take part"
         ),
     ] = None
-    token_file: Annotated[str | None, Meta(description="file with the token that every HTTP client must send")] = None
+    token_file: Annotated[
+        str | None,
+        Meta(
+            description="File with a token that every HTTP client must send. Default: the variable "
+            "`STREAMPACK_HTTP_TOKEN`, else no token"
+        ),
+    ] = None
 
 
 class WindowSettings(_Settings, frozen=True, kw_only=True):
     """Size of the window that the packer chooses from."""
 
-    samples: Annotated[Positive, Meta(description="samples that the packer chooses from")] = 1024
+    samples: Annotated[
+        Positive,
+        Meta(
+            description="Samples that wait in the window, from which the packer chooses. A larger window packs fuller "
+            "and mixes the order more"
+        ),
+    ] = 1024
 
 
 STEP_KINDS = ("packs", "samples", "end_of_batch")
@@ -94,93 +121,181 @@ class StepSettings(_Settings, frozen=True, kw_only=True):
     """
 
     packs: Annotated[
-        Positive | None, Meta(description="packs of an optimizer step, over all ranks; 64 where a step is no batch")
+        Positive | None,
+        Meta(
+            description="Packs of one optimizer step, over all data-parallel ranks. Default: 64, if neither `samples` "
+            "nor `end_of_batch` is set"
+        ),
     ] = None
     samples: Annotated[
         Annotated[int, Meta(ge=1, le=2**24)] | None,
-        Meta(description="samples of an optimizer step, packed by themselves into as many packs as they need"),
+        Meta(
+            description="Samples of one optimizer step, in place of `packs`. They are packed by themselves, into as "
+            "many packs as they need"
+        ),
     ] = None
     end_of_batch: Annotated[
-        bool, Meta(description="a step is the samples that come before the pushing programs say end_of_batch")
+        bool,
+        Meta(
+            description="Let the programs that push samples end each step: a step is all samples before "
+            "`end_of_batch`. It takes the place of `packs`"
+        ),
     ] = False
-    min_samples: Annotated[Positive, Meta(description="a smaller batch goes on until the next end_of_batch")] = 1
+    min_samples: Annotated[
+        Positive,
+        Meta(
+            description="With `end_of_batch`, the fewest samples of a step. The samples of a smaller batch wait for "
+            "the next `end_of_batch`"
+        ),
+    ] = 1
     micro_batch_multiple: Annotated[
         Annotated[int, Meta(ge=1, le=2**16)] | None,
-        Meta(description="each rank's number of micro-batches is a multiple of this; default: the pipeline's stages"),
+        Meta(
+            description="For batches: give each rank a multiple of this many micro-batches. Default: the number of "
+            "pipeline stages"
+        ),
     ] = None
-    min_micro_batches: Annotated[int, Meta(ge=1, le=2**16, description="least micro-batches of each rank")] = 1
+    min_micro_batches: Annotated[
+        int, Meta(ge=1, le=2**16, description="For batches: the fewest micro-batches of each rank in a step")
+    ] = 1
     empty: Annotated[
         Literal["pad", "error"],
         Meta(
-            description="ranks without a sample after packs were split: they get empty packs (pad), or all stop (error)"
+            description="For batches with too few samples for all ranks: give the other ranks empty packs (`pad`), or "
+            "stop all ranks (`error`)"
         ),
     ] = "pad"
 
     @property
     def batch(self) -> Batch | None:
-        """Batch settings of the rules; None if steps are counted in packs. Raises ValueError for two units."""
+        """Settings of a batch for the rules; None if steps are counted in packs. Raises ValueError for two units."""
         given = [key for key in STEP_KINDS if getattr(self, key)]
         if len(given) > 1:
-            raise ValueError(f"step: got {' and '.join(given)}, expected one of {', '.join(STEP_KINDS)}")
+            raise ValueError(
+                f"step: got {' and '.join(given)}, expected one of {', '.join(STEP_KINDS)}: remove the others"
+            )
         of_batches = {key: getattr(self, key) for key in Batch.__struct_fields__ if key != "samples"}
         if given in ([], ["packs"]):
             for key, value in of_batches.items():
                 if value != getattr(StepSettings(), key):
-                    raise ValueError(f"step: got {key} without a batch, expected samples or end_of_batch beside it")
+                    raise ValueError(
+                        f"step: got {key}, which is for batches: set step.samples or step.end_of_batch, or remove it"
+                    )
             return None
         return Batch(samples=self.samples, **of_batches)
 
 
 class PlannedMesh(_Settings, frozen=True, kw_only=True):
-    """The mesh the run is planned for; ``alignment`` derives from it what is not given."""
+    """The mesh that the run is planned for. Keys of ``align`` that are not set follow from it."""
 
-    dp: Annotated[Positive, Meta(description="planned data-parallel ranks; must divide the packs of a step")] = 1
-    cp: Annotated[Positive, Meta(description="planned context-parallel ranks; alignment follows from it")] = 1
-    tp: Annotated[Positive, Meta(description="planned tensor-parallel ranks; alignment follows from it")] = 1
+    dp: Annotated[
+        Positive,
+        Meta(
+            description="Number of data-parallel ranks planned. It must divide the packs of a step; trainers may "
+            "later connect with another number that does"
+        ),
+    ] = 1
+    cp: Annotated[
+        Positive,
+        Meta(description="Number of context-parallel ranks planned. The default alignment of samples follows from it"),
+    ] = 1
+    tp: Annotated[
+        Positive,
+        Meta(description="Number of tensor-parallel ranks planned. The default alignment of packs follows from it"),
+    ] = 1
 
 
 class RulesSettings(_Settings, frozen=True, kw_only=True):
-    """The planning constants; ``core.rules`` explains each."""
+    """Settings of planning: packing, steps and balance. ``core.model.rules`` explains what follows from each."""
 
-    packer: Annotated[PackerName, Meta(description="algorithm that chooses the samples of a pack")] = "exact_fill"
-    budget: Annotated[Positive, Meta(description="tokens of a pack")] = 8192
+    packer: Annotated[
+        PackerName,
+        Meta(description="Algorithm that chooses the samples of a pack. The default needs the least padding"),
+    ] = "exact_fill"
+    budget: Annotated[
+        Positive,
+        Meta(
+            description="Tokens of a pack, padding included: the sequence length of the model's input. Lower it if a "
+            "GPU runs out of memory"
+        ),
+    ] = 8192
     window: WindowSettings = WindowSettings()
-    max_samples_per_pack: Annotated[Positive | None, Meta(description="most samples of a pack")] = None
+    max_samples_per_pack: Annotated[
+        Positive | None, Meta(description="Most samples of a pack. Default: only the budget limits a pack")
+    ] = None
     leftovers: Annotated[
         Leftovers | None,
-        Meta(description="packer modified first fit: how it packs the samples that no large sample took along"),
+        Meta(
+            description="For the packer `modified_first_fit_decreasing`: how to pack the samples that remain after "
+            "its size classes: longest first (`decreasing`), or into the emptiest pack (`emptiest`). Default: "
+            "`decreasing`"
+        ),
     ] = None
-    micro_batch_size: Annotated[Positive | None, Meta(description="packer none: samples of a pack")] = None
+    micro_batch_size: Annotated[
+        Positive | None, Meta(description="For the packer `none`: number of consecutive samples in a pack")
+    ] = None
     padded: Annotated[
-        bool, Meta(description="no packing: micro-batches of padded rows, as many as fit the budget (dynamic batching)")
+        bool,
+        Meta(
+            description="Build micro-batches of padded rows, one sample per row, as many as fit the budget (dynamic "
+            "batching). For models that cannot take packed samples"
+        ),
     ] = False
     align: AlignSettings | None = None
     shape: Annotated[
         Shape,
-        Meta(description="length of a delivered pack: the budget (fixed), its samples' (exact), or one of some sizes"),
+        Meta(
+            description="Length of a pack as trainers get it: always the budget (`fixed`), the pack's own tokens "
+            "(`exact`), or the next of a few sizes. `fixed` suits compiled models; the others save computation"
+        ),
     ] = "fixed"
     step: StepSettings = StepSettings()
-    warmup: Annotated[Warmup | None, Meta(description="a smaller budget for the first steps")] = None
+    warmup: Annotated[
+        Warmup | None, Meta(description="Start with a smaller budget that grows over the first steps. Default: none")
+    ] = None
     balance: Balance = Balance()
-    overlong: Annotated[Overlong, Meta(description="what happens to samples over the budget")] = "error"
-    poison: Annotated[Poison, Meta(description="what happens to samples that cannot be used")] = "error"
+    overlong: Annotated[
+        Overlong,
+        Meta(
+            description="Treatment of samples longer than the budget. `error` stops with an error, `drop` leaves them "
+            "out and counts them, `truncate` cuts off their end, and `split` divides them into several samples"
+        ),
+    ] = "error"
+    poison: Annotated[
+        Poison,
+        Meta(
+            description="Treatment of samples that cannot be used, such as invalid JSON. `error` stops with an error, "
+            "`drop` leaves them out and counts them"
+        ),
+    ] = "error"
     tail: Annotated[
         Literal["pad", "drop"],
-        Meta(description="packs that do not fill the last step: empty ones are added (pad), or they are dropped"),
+        Meta(
+            description="If the last samples do not fill a step: fill it up with empty packs (`pad`), or leave out "
+            "these samples (`drop`)"
+        ),
     ] = "pad"
-    weight_unit: Annotated[WeightUnit, Meta(description="unit of the streams' weights")] = "tokens"
+    weight_unit: Annotated[
+        WeightUnit, Meta(description="Unit in which streams get their shares: `tokens` or `samples`")
+    ] = "tokens"
     between_passes: Annotated[
         BetweenPasses,
-        Meta(description="passes over the data run into one another, or each ends with a step of its own"),
+        Meta(
+            description="Transition between two passes over all data. With `continue` a step may hold samples of "
+            "both; with `drain` each pass ends with its own step"
+        ),
     ] = "continue"
     max_policy_lag: Annotated[
         Annotated[int, Meta(ge=0, lt=2**62)] | None,
-        Meta(description="pushed samples of a policy so many versions behind the newest are dropped on arrival"),
+        Meta(
+            description="For pushed samples: drop those whose policy is more than this many versions behind the "
+            "newest. Default: keep all"
+        ),
     ] = None
 
     @property
     def packing(self) -> dict[str, Any]:
-        """Packing keys of the rules: ``packer`` and its options, ``shape`` and ``padded``.
+        """Packing keys for the rules: ``packer`` and its options, ``shape`` and ``padded``.
 
         With ``padded``, keys left at their defaults become ``packer: none``, ``micro_batch_size: 1``, ``shape: exact``.
         """
@@ -190,77 +305,126 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
 
 
 class StreamSettings(_Settings, frozen=True, kw_only=True):
-    """A stream: its share, how often its data is gone over, over how many partitions, and its policies."""
+    """Settings of a stream: its share of the feed, its passes and partitions, and its treatment of bad samples."""
 
-    weight: Annotated[float, Meta(gt=0, le=1e9, description="share, relative to the other streams")] = 1.0
-    passes: Annotated[Positive, Meta(description="number of passes over its data")] = 1
-    repeat: Annotated[bool, Meta(description="passes without end")] = False
+    weight: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1e9,
+            description="Share of the stream in the feed, relative to the weights of the other streams. "
+            "`rules.weight_unit` is its unit",
+        ),
+    ] = 1.0
+    passes: Annotated[Positive, Meta(description="Number of passes over the stream's data")] = 1
+    repeat: Annotated[
+        bool, Meta(description="Read the stream's data again and again, without end, instead of `passes` times")
+    ] = False
     partitions: Annotated[
-        int, Meta(ge=1, le=4096, description="fixed parts of its files, each read by one producer at a time")
+        int,
+        Meta(
+            ge=1,
+            le=4096,
+            description="Fixed parts of the stream's files, each read by one producer process at a time. Set at least "
+            "the number of producer processes; it cannot change during a run",
+        ),
     ] = 4
     on_exhaust: Annotated[
-        OnExhaust, Meta(description="at its end the other streams share its weight, or the feed ends")
+        OnExhaust,
+        Meta(
+            description="At the end of the stream's last pass: the other streams share its weight (`renormalise`), or "
+            "the feed ends (`stop`)"
+        ),
     ] = "renormalise"
-    overlong: Annotated[Overlong | None, Meta(description="what happens to its samples over the budget")] = None
-    poison: Annotated[Poison | None, Meta(description="what happens to its samples that cannot be used")] = None
-    pushed: Annotated[bool, Meta(description="streampack.Producer sends its samples once, and the log keeps them")] = (
-        False
-    )
+    overlong: Annotated[
+        Overlong | None,
+        Meta(description="Treatment of this stream's samples longer than the budget. Default: `rules.overlong`"),
+    ] = None
+    poison: Annotated[
+        Poison | None,
+        Meta(description="Treatment of this stream's samples that cannot be used. Default: `rules.poison`"),
+    ] = None
+    pushed: Annotated[
+        bool,
+        Meta(
+            description="A program sends the samples with `streampack.Producer`, for example in reinforcement "
+            "learning. They cannot be read again, so the log keeps them"
+        ),
+    ] = False
 
 
 class FeedSettings(_Settings, frozen=True, kw_only=True):
-    """A feed that trainers connect to: its streams (default: all) and its changes to the run's ``rules``.
+    """Settings of a feed that trainers connect to: its streams (default: all), and its own values of ``rules``."""
 
-    ``on_rewind``: when trainers go back, pushed samples that came since are in the same steps again (``replay``), or
-    dropped, and other steps follow (``discard``).
-    """
-
-    streams: Annotated[tuple[str, ...], Meta(description="streams that it mixes; default: all")] = ()
-    merge: Annotated[MergeOrder | None, Meta(description="order of its streams' samples; default: the run's merge")] = (
-        None
-    )
+    streams: Annotated[
+        tuple[str, ...], Meta(description="Streams that the feed mixes; each stream is in one feed. Default: all")
+    ] = ()
+    merge: Annotated[
+        MergeOrder | None, Meta(description="Order of the feed's samples: see `merge` of the run, which is the default")
+    ] = None
     on_rewind: Annotated[
         Literal["replay", "discard"],
         Meta(
-            description="when trainers go back, pushed samples since then come again (replay) or are dropped (discard)"
+            description="When trainers resume from an older checkpoint: give the pushed samples since then in the "
+            "same steps again (`replay`), or drop them (`discard`)"
         ),
     ] = "replay"
     cp_layout: Annotated[
         Literal["zigzag", "zigzag_pack", "contiguous", "whole"],
-        Meta(description="part of a pack that each context-parallel rank gets"),
+        Meta(
+            description="Division of a pack over context-parallel ranks. `zigzag` divides each sample, `zigzag_pack` "
+            "the pack, `contiguous` gives consecutive parts, and `whole` gives every rank the whole pack"
+        ),
     ] = "zigzag"
-    rules: Annotated[dict[str, Any], Meta(description="keys of rules that replace the run's, one by one")] = {}
+    rules: Annotated[
+        dict[str, Any], Meta(description="Keys of `rules` for this feed alone. Other keys keep the run's values")
+    ] = {}
 
 
 class FieldSettings(_Settings, frozen=True, kw_only=True):
-    """A field that samples have beside their token ids; ``core.model.fields`` explains each key.
+    """A field: values that samples have beside their token ids. ``core.model.fields`` explains each key.
 
-    ``loss_mask``, ``labels``, ``position_ids``, ``group`` and ``policy_version`` have a meaning, and defaults of their
-    own: ``{}`` declares them.
+    The names ``loss_mask``, ``labels``, ``position_ids``, ``group`` and ``policy_version`` have a meaning and their own
+    defaults: ``{}`` declares such a field.
     """
 
-    dtype: Annotated[DType | None, Meta(description="type of its values")] = None
+    dtype: Annotated[
+        DType | None, Meta(description="Type of the field's values. Required, except for fields with a known name")
+    ] = None
     axis: Annotated[
         Literal["token", "sample", "item", "patch"] | None,
-        Meta(description="what has one value: a token, a sample, an item or a patch"),
+        Meta(
+            description="The field has one value for each `token`, `sample`, `item` or `patch`. Default: `token`, "
+            "except for fields with a known name"
+        ),
     ] = None
-    shape: Annotated[tuple[Positive, ...], Meta(description="shape of one value; default: a number")] = ()
+    shape: Annotated[
+        tuple[Positive, ...], Meta(description="Shape of one value, such as `[4]`. Default: a single number")
+    ] = ()
     align: Annotated[
         Literal["token", "target"] | None,
-        Meta(description="target: belongs to predicting its token, and is shifted with the labels"),
+        Meta(
+            description="Value t belongs to token t (`token`), or to the prediction of token t, so that it is shifted "
+            "with the labels (`target`). Default: `token`, except for `loss_mask` and `labels`"
+        ),
     ] = None
-    pad: Annotated[int | float | None, Meta(description="its value at padding")] = None
+    pad: Annotated[
+        int | float | None, Meta(description="Value of the field at padding. Default: 0, for `labels` -100")
+    ] = None
     default: Annotated[
         int | float | None,
-        Meta(description="its value in samples that come without it; default: such a sample is rejected"),
+        Meta(description="Value for samples that lack the field. Default: such a sample is rejected"),
     ] = None
     cp: Annotated[
         Literal["slice", "replicate"],
-        Meta(description="a context-parallel rank gets its slice (slice), or all (replicate)"),
+        Meta(
+            description="Each context-parallel rank gets the values of its own tokens (`slice`), or of the whole pack "
+            "(`replicate`)"
+        ),
     ] = "slice"
 
     def declared(self, name: str) -> Field:
-        """Return the field ``name`` with its defaults. Raises ConfigError."""
+        """Return the declared field ``name`` with all defaults filled in. Raises ConfigError."""
         known = _KNOWN_FIELDS.get(name, {})
         given = {key: value for key, value in msgspec.structs.asdict(self).items() if value is not None}
         if "dtype" not in given | known:
@@ -281,100 +445,160 @@ _KNOWN_FIELDS: dict[str, dict[str, Any]] = {
 
 
 class Retain(_Settings, frozen=True, kw_only=True):
-    """Limits of the log: committed checkpoints that trainers can go back to, and bytes.
+    """Limits of the log: number of committed checkpoints that it keeps, and bytes.
 
-    A full log takes no more pushed samples until a checkpoint is committed, and says so.
+    A full log takes no more pushed samples until a checkpoint is committed; the broker logs a warning.
     """
 
-    checkpoints: Annotated[Positive, Meta(description="committed checkpoints that trainers can go back to")] = 3
+    checkpoints: Annotated[
+        Positive,
+        Meta(description="Number of committed checkpoints from which trainers can resume; older ones leave the log"),
+    ] = 3
     bytes: Annotated[
         str | int,
         Meta(
-            description="size at which the log takes nothing more in order of arrival until a checkpoint is committed"
+            description="Size of the log at which it takes no more samples in order of arrival. It goes on when "
+            "trainers commit a checkpoint"
         ),
     ] = "200GiB"
 
 
 class Limits(_Settings, frozen=True, kw_only=True):
-    """Bounds on what is believed of others: a producer's samples and messages, and how many ``peers`` there are at a
-    time: producers, and readers of a feed.
-    """
+    """Limits on samples, messages and the number of peers; the broker rejects what exceeds them."""
 
     sample_tokens: Annotated[
-        Positive, Meta(description="tokens of the longest sample; a producer treats a longer one as over-long")
+        Positive,
+        Meta(
+            description="Most tokens of a sample that a producer sends. The setting `overlong` decides about a longer "
+            "one"
+        ),
     ] = 262_144
     chunk: Annotated[
         str | int,
-        Meta(description="most bytes of samples in a message, and a quarter of a partition's share of memory at most"),
+        Meta(
+            description="Most bytes of samples in one message from a producer, such as `2MiB`. It is also limited to "
+            "a quarter of a partition's share of `memory`"
+        ),
     ] = "2MiB"
-    peers: Annotated[int, Meta(ge=1, le=2**18, description="most producers at a time, and most readers of a feed")] = (
-        16_384
-    )
+    peers: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=2**18,
+            description="Most producers connected at a time, and most trainer ranks of a feed. Each costs some memory",
+        ),
+    ] = 16_384
 
 
 class BrokerConfig(_Settings, frozen=True, kw_only=True):
-    """broker.yaml. ``tokens`` is the dtype of token ids: uint16 halves every byte where the vocabulary allows.
-
-    ``state_dir``: where the log is; without one a broker that is started again reads everything again.
-    ``durability``: a record counts once it survives a power cut (``os``: an fsync every 20 ms; the default where
-    samples are pushed), or the end of the broker's process (``process``). ``precision``: of the model's products, where
-    that is FP8; alignment follows from it.
-    """
+    """The settings in broker.yaml."""
 
     run: Annotated[
-        str, Meta(min_length=1, max_length=200, description="the run's name; the broker rejects peers of another run")
+        str,
+        Meta(
+            min_length=1,
+            max_length=200,
+            description="Name of the run. The broker rejects producers and trainers of a run with another name",
+        ),
     ] = "streampack"
     listen: Listen = Listen()
     rendezvous: Annotated[
-        str | None, Meta(description="file in which clients and producers find the broker's addresses")
+        str | None,
+        Meta(
+            description="File on a shared file system into which the broker writes its addresses. Producers and "
+            "trainers then connect to `file://` and this path. For jobs whose hosts are not known in advance"
+        ),
     ] = None
-    memory: Annotated[str | int, Meta(description="size of the arena, which holds all samples")] = MEMORY
+    memory: Annotated[
+        str | int,
+        Meta(
+            description="Size of the arena, which holds all samples that are not delivered yet. Write for example "
+            "`16GiB`; the broker reserves it at its start"
+        ),
+    ] = MEMORY
     seed: Annotated[
-        int, Meta(ge=0, lt=2**62, description="seed of the order of shards and samples, and of where streams begin")
+        int,
+        Meta(
+            ge=0,
+            lt=2**62,
+            description="Seed of the order of shards and samples, of the merge, and of packers that shuffle. The same "
+            "seed gives the same steps",
+        ),
     ] = 0
     merge: Annotated[
         MergeOrder,
-        Meta(description="streams take turns by weight (schedule), or samples are taken in order of arrival"),
+        Meta(
+            description="Order of samples from several streams. `schedule` follows the weights and is the same in "
+            "every run; `arrival` is the order in which samples come, which pushed streams need"
+        ),
     ] = "schedule"
-    state_dir: Annotated[str | None, Meta(description="folder of the log, from which a killed broker continues")] = None
+    state_dir: Annotated[
+        str | None,
+        Meta(
+            description="Folder of the log, on a local disk. With it, a restarted broker continues where it stopped. "
+            "Default: no log, and a restarted broker reads the data again"
+        ),
+    ] = None
     durability: Annotated[
         Literal["os", "process"] | None,
-        Meta(description="a record of the log counts once it survives a power cut (os) or a kill (process)"),
+        Meta(
+            description="A record of the log is safe once it survives a power failure (`os`: fsync every 20 ms), or "
+            "the end of the broker's process (`process`). Default: `os` with pushed streams, else `process`"
+        ),
     ] = None
     retain: Retain = Retain()
-    tokens: Annotated[TokenType, Meta(description="type of token ids; uint16 halves their bytes")] = "int32"
+    tokens: Annotated[
+        TokenType,
+        Meta(description="Type of token ids. `uint16` halves memory and traffic, for vocabularies of up to 65,536 ids"),
+    ] = "int32"
     rules: RulesSettings = RulesSettings()
     planned_mesh: PlannedMesh = PlannedMesh()
     precision: Annotated[
-        Precision | None, Meta(description="FP8 format of the model; packs are padded to 128, 32 or 16 tokens a rank")
+        Precision | None,
+        Meta(
+            description="FP8 format of the model's matrix products, if any. Packs are padded to the multiple that it "
+            "needs on each rank: 128 (`fp8_blockwise`), 32 (`mxfp8`) or 16 (`fp8`) tokens"
+        ),
     ] = None
     streams: Annotated[dict[Name, StreamSettings], Meta(min_length=1)]
     fields: Annotated[
-        dict[Name, FieldSettings], Meta(description="values that samples have beside their token ids")
+        dict[Name, FieldSettings],
+        Meta(description="Fields by name: values that samples have beside their token ids, such as a loss mask"),
     ] = msgspec.field(default_factory=dict)
     feeds: Annotated[dict[Name, FeedSettings], Meta(min_length=1)] = msgspec.field(
         default_factory=lambda: {"train": FeedSettings()}
     )
     limits: Limits = Limits()
     steps_ahead: Annotated[
-        int, Meta(ge=1, le=64, description="most steps formed before the slowest rank has returned the first of them")
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Most steps that are formed ahead of the slowest rank. A higher number hides longer delays of "
+            "producers and costs memory",
+        ),
     ] = 8
     drain_timeout_s: Annotated[
-        float, Meta(gt=0, description="seconds after SIGTERM in which trainers can take the steps that are formed")
+        float,
+        Meta(
+            gt=0,
+            description="Seconds after SIGTERM during which trainers can still fetch steps that are already formed. "
+            "Keep it below the scheduler's grace period, often 30 s",
+        ),
     ] = 25.0
 
     @property
     def safely(self) -> Literal["os", "process"]:
-        """``durability``, or its default: ``os`` if any stream is pushed, else ``process``."""
+        """The durability that applies: the key's value, or by default ``os`` with a pushed stream, else ``process``."""
         return self.durability or ("os" if any(stream.pushed for stream in self.streams.values()) else "process")
 
     @property
     def run_id(self) -> int:
-        """Number that identifies the run in messages."""
+        """Number that identifies the run in messages, a hash of its name."""
         return int.from_bytes(hashlib.blake2b(self.run.encode(), digest_size=7).digest(), "little") or 1
 
     def plan(self, feed: str | None = None) -> Rules:
-        """The rules of ``feed``, by default the first. Raises ConfigError where settings contradict each other."""
+        """Return the rules of ``feed``, by default the first feed. Raises ConfigError if settings contradict."""
         feed = next(iter(self.feeds)) if feed is None else feed
         settings = self.rules_of(feed)
         mesh, layout = self.planned_mesh, self.feeds[feed].cp_layout
@@ -429,26 +653,35 @@ def _are_trees(one: Any, other: Any) -> bool:
 
 
 class ProducerStream(SourceSettings, frozen=True, kw_only=True):
-    """A stream to read, and its tokenizer where it differs from the file's."""
+    """A source of one stream, and its tokenizer if it differs from that of the whole file."""
 
     tokenizer: TokenizerSettings | None = None
 
 
 class ProducerConfig(_Settings, frozen=True, kw_only=True):
-    """producer.yaml. ``broker`` is the producers' endpoint, or ``file://`` and the rendezvous file; ``key_file``: the
-    key that it is shown, else that of STREAMPACK_KEY_FILE.
-    """
+    """The settings in producer.yaml."""
 
     broker: Annotated[
-        str, Meta(description="the producers' address of the broker, or file:// and its rendezvous file")
+        str,
+        Meta(
+            description="The broker's address for producers (`listen.producers` in broker.yaml), or `file://` and the "
+            "path of its rendezvous file"
+        ),
     ] = "tcp://127.0.0.1:7401"
     key_file: Annotated[
-        str | None, Meta(description="key that the producer shows to the broker, where the broker asks for one")
+        str | None,
+        Meta(
+            description="File with the producer's key, if the broker has `listen.keys`. Default: the file that the "
+            "variable `STREAMPACK_KEY_FILE` names"
+        ),
     ] = None
     processes: Annotated[
         int,
         Meta(
-            ge=1, le=1024, description="number of processes that read and tokenize; changes the speed, never the steps"
+            ge=1,
+            le=1024,
+            description="Number of processes that read and tokenize. Raise it if trainers wait for data; the steps "
+            "stay the same",
         ),
     ] = 1
     tokenizer: TokenizerSettings = TokenizerSettings()

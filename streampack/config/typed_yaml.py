@@ -1,8 +1,8 @@
-"""A YAML file as a typed tree: read, converted, and what is wrong in it said in our words.
+"""Reads a YAML file and converts it to a typed struct, with errors of the form "path: got X, expected Y".
 
-A key that is written twice, of which YAML would drop the first, is refused as a file that is no YAML is. msgspec checks
-the tree against a struct; its message is put as "path: got X, expected Y", with the keys that there are for one that is
-unknown. This module knows no key of any file.
+YAML would silently drop the first value of a key that is written twice, so such a key is an error. Then msgspec checks
+the tree against a struct, and its messages are rewritten. The error for an unknown key lists the known ones. This
+module does not know the keys of any file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UNKNOWN_VALUE = object()
 
 
 def read_tree(path: str | Path) -> Any:
-    """What a YAML file says, unchecked. Raises ConfigError for one that cannot be read."""
+    """Return the unchecked contents of a YAML file. Raises ConfigError if it cannot be read or is not YAML."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -44,37 +44,40 @@ def read_tree(path: str | Path) -> Any:
 
 
 def parse_tree(text: str, path: str | Path) -> Any:
-    """What the text of a YAML file says, unchecked. Raises ConfigError."""
+    """Return the unchecked contents of YAML text; ``path`` is for messages. Raises ConfigError."""
     try:
         tree = msgspec.yaml.decode(text)
-        twice = _written_twice(yaml.compose(text, Loader=yaml.SafeLoader))
+        twice = _duplicate_key_error(yaml.compose(text, Loader=yaml.SafeLoader))
     except (msgspec.DecodeError, ValueError, yaml.YAMLError) as error:
         first = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
-        raise ConfigError(f"{path}: is not YAML: {first}") from None
+        raise ConfigError(f"{path}: got text that is not YAML: {first}") from None
     except RecursionError:
-        raise ConfigError(f"{path}: is nested too deep, expected a few levels of keys") from None
+        raise ConfigError(f"{path}: got keys nested too deeply, expected a few levels") from None
     if twice:
         raise ConfigError(f"{path}: {twice}")
     return {} if tree is None else tree
 
 
-def _written_twice(node: yaml.Node | None, path: str = "") -> str:
-    """What to say of a key that a mapping has twice, of which YAML drops the first; empty if there is none."""
+def _duplicate_key_error(node: yaml.Node | None, path: str = "") -> str:
+    """Return the error text for the first key that a mapping has twice; empty if there is none."""
     if not isinstance(node, yaml.MappingNode):
         return ""
     lines: dict[str, int] = {}
     for key, value in node.value:
         name, line = str(key.value), key.start_mark.line + 1
         if name in lines:
-            return f"{path}{name}: got it twice, in lines {lines[name]} and {line}, expected it once: put them together"
+            return f"{path}{name}: got it twice, in lines {lines[name]} and {line}, expected it once: merge them"
         lines[name] = line
-        if twice := _written_twice(value, f"{path}{name}."):
+        if twice := _duplicate_key_error(value, f"{path}{name}."):
             return twice
     return ""
 
 
 def convert(tree: Any, kind: type[T], where: str = "configuration") -> T:
-    """A typed tree of plain dictionaries and lists. Raises ConfigError with the path of what is wrong."""
+    """Convert plain dictionaries and lists to the struct ``kind``. Raises ConfigError with the path of the wrong key.
+
+    ``where``: start of the error's text, such as the name of the file.
+    """
     try:
         return msgspec.convert(tree, kind)
     except (msgspec.ValidationError, ValueError) as error:
@@ -82,7 +85,14 @@ def convert(tree: Any, kind: type[T], where: str = "configuration") -> T:
 
 
 def explained(error: Exception, kind: Any, tree: Any, within: str = "") -> str:
-    """Msgspec's words in ours: the path first, below ``within``, what was got, what was expected."""
+    """Rewrite an error of msgspec as "path: got X, expected Y".
+
+    Args:
+        error: The error of converting ``tree`` to the struct ``kind``.
+        kind: The struct.
+        tree: The plain dictionaries and lists.
+        within: Path to put before the error's own.
+    """
     text = str(error)
     at = _AT.search(text)
     path, what = (at[1], text[: at.start()]) if at else ("", text)
@@ -92,16 +102,16 @@ def explained(error: Exception, kind: Any, tree: Any, within: str = "") -> str:
         meant = f"'{near[0]}' perhaps, or another" if near else "one"
         what = f"got the unknown key '{unknown[1]}', expected {meant} of: {', '.join(known)}"
     elif missing := _MISSING.fullmatch(what):
-        what = f"got no key '{missing[1]}', expected one: add it"
+        what = f"got no key '{missing[1]}', which is required: add it"
     elif enum := _ENUM.fullmatch(what):
         what = f"got {enum[1]}, expected one of: {', '.join(map(str, get_args(_type_at(kind, path))))}"
     elif wrong := _KIND.fullmatch(what):
         of_key = " in `$" in text
-        value = _UNKNOWN_VALUE if of_key else _value_at(tree, _named(path, kind, tree))
+        value = _UNKNOWN_VALUE if of_key else _value_at(tree, _with_entry_name(path, kind, tree))
         what = ("a key: " if of_key else "") + _wrong_kind(wrong, value, _EXAMPLES.get(path, ""))
     else:
         what = what[:1].lower() + what[1:]
-    place = ".".join(filter(None, (within, path and _named(path, kind, tree))))
+    place = ".".join(filter(None, (within, path and _with_entry_name(path, kind, tree))))
     return f"{place}: {what}" if place else what
 
 
@@ -110,11 +120,14 @@ _EXAMPLES = {
     "listen.trainers": "tcp://0.0.0.0:7402",
     "listen.http": "127.0.0.1:7400",
 }
-"""Texts that people write as a number, by path."""
+"""Example values for keys whose text is easily written as a number, by path."""
 
 
 def _wrong_kind(said: re.Match[str], value: Any, example: str) -> str:
-    """``got '8k', expected a whole number``; ``said`` is msgspec's: type, bound and, if another, type given."""
+    """Return the text for a value of a wrong type, such as ``got '8k', expected a whole number``.
+
+    ``said``: match of msgspec's message, with the type expected, its bound, and the type of the value if it differs.
+    """
     expected = " or ".join(_WORDS.get(word, word) for word in said[1].split(" | "))
     if value is _UNKNOWN_VALUE or (said[3] and isinstance(value, dict | list)):
         got = f"got {_WORDS.get(said[3], said[3])}, " if said[3] else ""
@@ -127,14 +140,14 @@ def _wrong_kind(said: re.Match[str], value: Any, example: str) -> str:
 
 
 def _value_at(tree: Any, path: str) -> Any:
-    """What ``path`` names, if that can be told: a name may hold dots."""
+    """Return the value at ``path``, or ``_UNKNOWN_VALUE`` if it is not found, since a name may contain dots."""
     for step in filter(None, path.split(".")):
         tree = tree.get(step, _UNKNOWN_VALUE) if isinstance(tree, dict) else _UNKNOWN_VALUE
     return tree
 
 
-def _named(path: str, kind: Any, tree: Any) -> str:
-    """``streams[...].weight`` as ``streams.web.weight``: msgspec does not say in which of them it is."""
+def _with_entry_name(path: str, kind: Any, tree: Any) -> str:
+    """Replace ``[...]`` in a path of msgspec by the name of the wrong entry, as in ``streams.web.weight``."""
     field, dots, rest = path.partition("[...]")
     if not dots or "." in field:
         return path
@@ -148,8 +161,9 @@ def _named(path: str, kind: Any, tree: Any) -> str:
 
 
 def _type_at(kind: Any, path: str, mapping: bool = False) -> Any:
-    """The type of what ``path`` names, such as ``streams[...].weight``; for an optional one the type itself. Of several
-    the first, or with ``mapping`` the one that has keys.
+    """Return the type of the value at ``path``, such as ``streams[...].weight``, without None.
+
+    For a union, the result is the first type, or with ``mapping`` the struct.
     """
     steps = [step for step in path.replace("[...]", ".[]").split(".") if step]
     for left, step in zip(reversed(range(len(steps))), steps, strict=True):
@@ -169,7 +183,7 @@ def _fields(kind: Any) -> tuple[msgspec.structs.FieldInfo, ...]:
 
 
 def parse_size(value: str | int, path: str) -> int:
-    """Bytes of ``16GiB``, ``500MB`` or a number. Raises ConfigError naming ``path``.
+    """Convert a size such as ``16GiB``, ``500MB`` or a number to bytes. Raises ConfigError naming ``path``.
 
     >>> parse_size("1.5KiB", "memory")
     1536

@@ -65,84 +65,84 @@ class SourceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["webdataset", "jsonl", "parquet", "huggingface", "text", "megatron", "python"],
         Meta(
             description="Format of the data. It decides which other keys are allowed. `python` reads an iterable that "
-            "`path` names instead of files."
+            "`path` names instead of files"
         ),
     ]
     shards: Annotated[
         str | list[str] | None,
         Meta(
             description="Files to read: a path, a URL, a brace pattern (`web-{000..511}.tar`) or a glob, or a list of "
-            "these. Give either `shards` or `path`."
+            "these. Give either `shards` or `path`"
         ),
     ] = None
     path: Annotated[
         str | None,
         Meta(
             description="One file, folder, prefix or import path (`package.module:thing`), taken literally, without "
-            "patterns. Give either `shards` or `path`."
+            "patterns. Give either `shards` or `path`"
         ),
     ] = None
     text_key: Annotated[
         str | None,
         Meta(
             description="Key that holds a sample's text; in tar files, an extension (`txt`) or `json/key`. Default: "
-            "the usual keys are tried, such as `text`, `input_ids` and `messages`."
+            "the usual keys are tried, such as `text`, `input_ids` and `messages`"
         ),
     ] = None
     tokens_key: Annotated[
         str | None,
         Meta(
-            description="Key that holds a sample's token ids, if the data is tokenized already; in tar files, `npy` or "
-            "`json/key`. Default: as for `text_key`."
+            description="Key that holds a sample's token ids, if the data is tokenized already; in tar files, `npy` "
+            "or `json/key`. Default: as for `text_key`"
         ),
     ] = None
     messages_key: Annotated[
         str | None,
         Meta(
             description="Key that holds a chat's list of messages, which the tokenizer's chat template writes. "
-            "Default: as for `text_key`."
+            "Default: as for `text_key`"
         ),
     ] = None
     prompt_key: Annotated[
         str | None,
         Meta(
             description="Key that holds the prompt of a prompt and completion pair. Default: `prompt`, if "
-            "`completion_key` is set; else as for `text_key`."
+            "`completion_key` is set; else as for `text_key`"
         ),
     ] = None
     completion_key: Annotated[
         str | None,
-        Meta(description="Key that holds the completion of a pair. Default: `completion`, else `response`."),
+        Meta(description="Key that holds the completion of a pair. Default: `completion`, else `response`"),
     ] = None
     fields: Annotated[
         dict[str, str],
         Meta(
             description="Keys of the fields that broker.yaml declares, as `field: key`, for fields whose key has "
-            "another name in this data."
+            "another name in this data"
         ),
     ] = {}
     missing_mask: Annotated[
         Literal["train", "reject"] | None,
         Meta(
             description="Samples that lack the `loss_mask` that the run declares: train on all their tokens (`train`) "
-            "or reject them (`reject`). Default: `reject` for tar files, where a member may be lost; else `train`."
+            "or reject them (`reject`). Default: `reject` for tar files, where a member may be lost; else `train`"
         ),
     ] = None
     unit: Annotated[
         Literal["line", "paragraph", "file"] | None,
         Meta(
-            description="Part of a plain text file that is a sample; empty lines separate paragraphs. Default: `line`."
+            description="Part of a plain text file that is a sample; empty lines separate paragraphs. Default: `line`"
         ),
     ] = None
     modes: Annotated[
         list[int] | None,
-        Meta(description="Modes of the sequences to read from multimodal Megatron data; `[0]` reads text."),
+        Meta(description="Modes of the sequences to read from multimodal Megatron data; `[0]` reads text"),
     ] = None
     shuffle: Annotated[
         bool,
         Meta(
-            description="Read shards and samples in a new random order in each pass. To read them in the files' order, "
-            "set `false`; several files also need `partitions: 1` in broker.yaml."
+            description="Read shards and samples in a new random order in each pass. To read them in the files' "
+            "order, set `false`; several files also need `partitions: 1` in broker.yaml"
         ),
     ] = True
 

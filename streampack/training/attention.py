@@ -1,13 +1,14 @@
-"""Attention that keeps packed samples apart: one call for the kernels there are, and the same on the CPU.
+"""Attention that keeps packed samples apart: one call for whichever kernel is installed, and the same on the CPU.
 
-Kernels of variable length take packed queries and boundaries. With alignment padding those of real tokens would
-misindex, so all get the padded ones: padding stands behind its sample, where causal attention never looks, and a tail
-attends to itself alone. flash-attn's is taken where it is installed, else PyTorch's ``torch.nn.attention.varlen`` (2.10
-and later); both run on CUDA, in half precision. All else is ``scaled_dot_product_attention`` of one sample after
-another: what the others are tested against, slow, in any dtype and on any device.
+Variable-length kernels take packed queries and boundaries. They get the padded boundaries (``cu_seqlens_padded``),
+because those of real tokens give wrong offsets if samples have alignment padding. Padding follows its sample, where
+causal attention does not look, and the pack's tail attends only to itself. The kernel of flash-attn is used if
+installed, else PyTorch's ``torch.nn.attention.varlen`` (2.10 and later). Both run on CUDA in half precision. In all
+other cases ``scaled_dot_product_attention`` runs on one sample after another. That is slow, but works in any dtype on
+any device, and tests compare the kernels with it.
 
-What the ranks of context parallelism share is not computed here: that takes a ring or an exchange of heads, which is
-the framework's.
+Packs that context-parallel ranks share are not supported: they need a ring or an exchange of heads, which frameworks
+provide.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def varlen_attention(
     held = canonical(pack)
     if held.cp > 1 and held.layout != "whole":
         raise UserError(
-            f"got a pack of which this rank holds 1/{held.cp} ({held.layout}), expected the whole of it: take a ring "
-            f"attention or one that exchanges heads (Ulysses), or a smaller budget with cp=1"
+            f"got a pack of which this rank holds 1/{held.cp} ({held.layout}), expected the whole pack. Use ring "
+            f"attention or an exchange of heads (Ulysses), or a smaller budget with cp=1"
         )
     _check(q, k, v, len(held.padding_mask), window)
     chosen = backend or first_that_takes(q)
@@ -70,7 +71,7 @@ def varlen_attention(
         return one_by_one(q, k, v, held.cu_seqlens_padded, held.max_seqlen, scale, window)
     attend, kernel = (by_flash, _flash_attn()) if chosen == "flash_attn" else (by_torch, _torch())
     if kernel is None:
-        raise UserError(f"got backend={chosen!r}, which is not installed here, expected another, or None")
+        raise UserError(f"got backend={chosen!r}, which is not installed here. Install it, or pass backend=None")
     bounds = torch.as_tensor(pack.cu_seqlens_padded).reshape(-1).to(q.device)  # [1, n] in Megatron's form
     return attend(kernel, q, k, v, bounds, held.max_seqlen, scale, window)
 
@@ -79,8 +80,10 @@ def by_flash(
     kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, widest: int,
     scale: float | None, window: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """By ``flash_attn_varlen_func``, by keywords alone: the order of its arguments differs by version."""
-    options: dict[str, Any] = {} if window is None else {"window_size": (window - 1, 0)}  # to the left, itself not
+    """Compute attention with ``flash_attn_varlen_func``. All arguments are keywords: their order differs by version."""
+    options: dict[str, Any] = (
+        {} if window is None else {"window_size": (window - 1, 0)}
+    )  # tokens to the left, without the token itself
     found: torch.Tensor = kernel(
         q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=widest, max_seqlen_k=widest,
         softmax_scale=scale, causal=True, **options,
@@ -92,8 +95,10 @@ def by_torch(
     kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, widest: int,
     scale: float | None, window: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """By ``varlen_attn``, as its signature says: causal is ``is_causal`` in 2.10 and ``window_size=(-1, 0)`` from 2.11
-    on, which has ``scale``, too; ``enable_gqa`` is there from 2.12 on.
+    """Compute attention with PyTorch's ``varlen_attn``, with the options that its signature has.
+
+    PyTorch 2.10 has ``is_causal``. From 2.11 on there are ``window_size`` and ``scale``, and from 2.12 on
+    ``enable_gqa``.
     """
     knows, options = signature(kernel).parameters, dict[str, Any]()
     if "window_size" in knows:
@@ -117,8 +122,9 @@ def by_torch(
 def one_by_one(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Any, widest: int, scale: float | None, window: int | None
 ) -> torch.Tensor:
-    """The oracle: ``scaled_dot_product_attention`` of each slot by itself. ``bounds`` int32 [segments + 1], of an array
-    or a tensor.
+    """Compute attention with ``scaled_dot_product_attention``, one segment of the pack after another.
+
+    ``bounds`` int32 [segments + 1]: padded boundaries, an array or a tensor. ``widest``: tokens of the longest segment.
     """
     before = torch.arange(widest, device=q.device)
     seen = None if window is None else (before <= before[:, None]) & (before > before[:, None] - window)
@@ -135,17 +141,23 @@ def one_by_one(
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_tokens: int, window: int | None) -> None:
+    """Raise UserError for tensors that do not fit a pack of ``num_tokens`` tokens, or a window below 1."""
     shapes = " ".join(str(list(each.shape)) for each in (q, k, v))
     if any(each.dim() != 3 or len(each) != num_tokens for each in (q, k, v)):
-        raise UserError(f"got q, k, v of shapes {shapes}, expected [{num_tokens}, heads, size of a head] of each")
+        raise UserError(f"got q, k, v of shapes {shapes}, expected [{num_tokens}, heads, head size] each")
     if k.shape[1] != v.shape[1] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise UserError(f"got q, k, v of shapes {shapes}, expected as many heads of k as of v, a divisor of q's")
+        raise UserError(
+            f"got q, k, v of shapes {shapes}, expected k and v with the same number of heads, which divides q's"
+        )
     if window is not None and window < 1:
-        raise UserError(f"got window={window}, expected at least 1: the token itself")
+        raise UserError(f"got window={window}, expected at least 1, which is the token itself")
 
 
 def first_that_takes(q: torch.Tensor) -> Backend:
-    """Kernels of variable length want CUDA, half precision, and heads of up to 256, a multiple of 8."""
+    """Return the first backend that is installed and accepts ``q``; ``sdpa`` if there is none.
+
+    The variable-length kernels need CUDA, half precision, and a head size of at most 256 that is a multiple of 8.
+    """
     half = q.dtype in (torch.float16, torch.bfloat16)
     if not q.is_cuda or not half or q.shape[-1] % 8 or q.shape[-1] > 256:
         return "sdpa"
@@ -156,7 +168,7 @@ def first_that_takes(q: torch.Tensor) -> Backend:
 
 @cache
 def _flash_attn() -> Kernel | None:
-    """Where its distribution is installed: others bring a module of its name."""
+    """Return the kernel of flash-attn, or None. The distribution is checked, since others have a module of its name."""
     try:
         version("flash-attn")
     except PackageNotFoundError:
@@ -167,6 +179,7 @@ def _flash_attn() -> Kernel | None:
 
 @cache
 def _torch() -> Kernel | None:
+    """Return PyTorch's variable-length kernel; None before 2.10."""
     if find_spec("torch.nn.attention.varlen") is None:
         return None
     found: Kernel = import_module("torch.nn.attention.varlen").varlen_attn

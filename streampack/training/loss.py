@@ -1,13 +1,12 @@
-"""A loss that is written for one sample, on packs: what a model gave for a pack, cut back into its samples.
+"""Applies a loss written for one sample to packs: divides a model's output for a pack into its samples.
 
-A rank's tokens of a sample are one stretch of its outputs in every layout, and its real ones are the first of them:
-padding comes last in a sample, and both pieces of a zigzag, or of a pack that is cut as one, keep their order. So
-cutting is two boundaries a sample, which follow from the pack's ``slices``; for ``zigzag`` over W ranks the stretch
-begins at ``cu_seqlens_padded[i] / W``.
+In every layout, the tokens of a sample that a rank holds are contiguous in the rank's outputs, real tokens before
+padding. So a sample is found by two boundaries, which follow from the pack's ``slices``. For ``zigzag`` over W ranks a
+sample begins at ``cu_seqlens_padded[i] / W``.
 
-What is learned from a step must not depend on which samples shared a pack: every sample's loss is a sum, the sums of
-all packs of all ranks add up, and one denominator of the whole step divides them. ``packed_loss`` gives a pack's part
-of that. It knows nothing of what a loss is, and asks no other rank anything.
+The gradient of a step must not depend on which samples shared a pack. So each sample's loss is a sum, and the
+sums of all packs on all ranks add up. One denominator of the whole step divides the total. ``packed_loss`` computes one
+pack's part. It works with any loss, and does not communicate with other ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +46,9 @@ def per_sample(outputs: torch.Tensor, pack: Pack | View) -> list[torch.Tensor]:
     held = canonical(pack)
     rows = _by_token(outputs, pack, len(held.padding_mask))
     sizes = np.diff(_bounds(held).ravel(), prepend=0, append=len(rows))
-    return list(torch.split_with_sizes(rows, sizes.tolist()))[1::2]  # n slices would have gradients n times as large
+    return list(torch.split_with_sizes(rows, sizes.tolist()))[
+        1::2
+    ]  # n separate slices would each allocate a gradient of full size
 
 
 def packed_loss(
@@ -90,8 +91,8 @@ def packed_loss(
     held = canonical(pack)
     if held.cp > 1 and held.layout != "whole" and not token_sum:
         raise UserError(
-            f"got a pack of which this rank holds its part of each sample (cp={held.cp}, {held.layout}), expected a "
-            f"loss that is a sum over tokens: say token_sum=True if it is, else compute it where samples are whole"
+            f"got a pack of which this rank holds a part of each sample (cp={held.cp}, {held.layout}), expected a "
+            f"loss that is a sum over tokens. Pass token_sum=True if it is; else use cp_layout: whole"
         )
     if averaged_over < 1:
         raise UserError(f"got averaged_over={averaged_over}, expected a number of ranks: dp * cp, or 1 for a sum")
@@ -101,7 +102,7 @@ def packed_loss(
     for parts in zip(*(per_sample(value, pack) for value in (outputs, *values)), strict=True):
         if len(parts[0]):
             total = total + _one_number(loss_fn(*parts))
-    return total * (averaged_over / (denominator or 1))  # no label counts in the step: 0, not 0 / 0
+    return total * (averaged_over / (denominator or 1))  # a step without learned tokens has loss 0, not 0 / 0
 
 
 def reduce_metrics(metrics: Iterable[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
@@ -129,30 +130,32 @@ def reduce_metrics(metrics: Iterable[Mapping[str, Any]]) -> dict[str, torch.Tens
 
 
 def _reduced(name: str, values: torch.Tensor) -> torch.Tensor:
+    """Reduce stacked values of one metric by minimum, maximum or sum, as its name says."""
     if name.endswith("_min"):
         return values.amin(0)
     return values.amax(0) if name.endswith("_max") else values.sum(0)
 
 
 def _one_number(loss: torch.Tensor) -> torch.Tensor:
+    """Return ``loss`` as a scalar tensor. Raises UserError if it has more than one element."""
     if loss.numel() != 1:
-        raise UserError(f"got a loss of shape {list(loss.shape)} of one sample, expected one number: its sum")
+        raise UserError(f"got a loss of shape {list(loss.shape)} for one sample, expected one number: return the sum")
     return loss.reshape(())
 
 
 def _by_token(outputs: torch.Tensor, pack: Pack | View, held: int) -> torch.Tensor:
-    """``outputs`` as [T', ...]."""
+    """Return ``outputs`` as [T', ...], where ``held`` is T'. Raises UserError for another length."""
     shape, shown = outputs.shape, getattr(getattr(pack, "labels", None), "shape", ())
-    rowed = len(shown) == 2 and shape[:2] == shown  # of one token, the other test cannot tell
+    rowed = len(shown) == 2 and shape[:2] == shown  # with one token, the other test is ambiguous
     if rowed or (shape[:1] != (held,) and len(shape) > 1 and prod(shape[:2]) == held):
         return outputs.flatten(0, 1)
     if shape[:1] != (held,):
-        raise UserError(f"got outputs of shape {list(shape)}, expected [{held}, ...] or [1, {held}, ...]: one a token")
+        raise UserError(f"got outputs of shape {list(shape)}, expected [{held}, ...] or [1, {held}, ...]")
     return outputs
 
 
 def _bounds(pack: Pack) -> I64:
-    """Where each sample's real tokens begin and end among those that this rank holds; int64 [samples, 2], rising."""
+    """Return where each sample's real tokens begin and end among the rank's tokens, rising, int64 [samples, 2]."""
     cu, real = pack.cu_seqlens_padded.astype(np.int64), np.diff(pack.cu_seqlens).astype(np.int64)
     start, stop = pack.slices.T
     segment = np.searchsorted(cu, start, side="right") - 1
@@ -161,5 +164,5 @@ def _bounds(pack: Pack) -> I64:
     places = np.cumsum(stop - start) - (stop - start)
     begin = np.full(pack.num_segments, len(pack.padding_mask))
     np.minimum.at(begin, segment, places)
-    begin = np.minimum.accumulate(begin[::-1])[::-1]  # of one that another rank holds: where it would be
+    begin = np.minimum.accumulate(begin[::-1])[::-1]  # samples on other ranks are empty, at the place of the next
     return np.stack([begin, begin + kept], axis=1)[: pack.num_samples]

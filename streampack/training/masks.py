@@ -1,11 +1,11 @@
-"""Which tokens of a pack see which: for attention that takes a mask and no boundaries (sdpa, eager, flex).
+"""Attention masks of a pack, for attention that takes a mask instead of boundaries (sdpa, eager, flex).
 
-A token sees those of its own sample up to itself. Alignment padding belongs to the sample that it follows, the tail is
-one of its own: so real tokens see no padding, and every row of a mask has a token to see, itself, which keeps the
-softmax of padding finite. Where context parallelism cuts a pack, the rank's tokens are the rows and the whole pack's
-the columns, in the pack's order: keys gathered from all ranks go there by ``canonical.positions()`` of each.
+A token sees the tokens of its own sample up to itself. Alignment padding counts as part of the sample before it, and
+the pack's tail as a sample of its own. So real tokens see no padding, and each token sees at least itself, which keeps
+the softmax of padding finite. With context parallelism, rows are the rank's tokens, and columns are the tokens of the
+whole pack in order. Keys gathered from all ranks are put in that order by ``canonical.positions()`` of each rank.
 
-A mask takes T * T bytes; attention by boundaries (``varlen_attention``, the format ``hf``) needs none.
+A mask takes T * T bytes. Attention by boundaries (``varlen_attention``, the format ``hf``) needs no mask.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def document_ids(batch: Pack | View, *, whole: bool = False) -> torch.Tensor:
         >>> document_ids(batch).tolist()  # doctest: +SKIP
         [0, 0, 0, 0, 1, 1, 1, 1]
     """
-    places, ids = _places(batch), _numbers(batch)
+    places, ids = _places(batch), _segment_numbers(batch)
     return ids if whole else ids[places]
 
 
@@ -61,7 +61,7 @@ def block_causal_mask(batch: Pack | View, dtype: torch.dtype | None = None) -> t
     Example:
         >>> out = scaled_dot_product_attention(q, k, v, attn_mask=block_causal_mask(batch))  # doctest: +SKIP
     """
-    places, ids = _places(batch), _numbers(batch)
+    places, ids = _places(batch), _segment_numbers(batch)
     keys = torch.arange(len(ids), device=ids.device)
     mask = ((ids[places, None] == ids) & (places[:, None] >= keys))[None, None]
     if dtype is None:
@@ -84,24 +84,26 @@ def block_causal_mask_mod(batch: Pack | View) -> Callable[..., torch.Tensor]:
     Example:
         >>> mask = create_block_mask(block_causal_mask_mod(batch), None, None, T, T)  # doctest: +SKIP
     """
-    places, ids = _places(batch), _numbers(batch)
+    places, ids = _places(batch), _segment_numbers(batch)
 
     def sees(_b: torch.Tensor, _h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """Return whether query ``q`` sees key ``kv``: same sample, and not after it."""
         return (ids[places[q]] == ids[kv]) & (places[q] >= kv)
 
     return sees
 
 
 def _places(batch: Pack | View) -> torch.Tensor:
-    """Where in the pack each token of this rank lies, int64 [T'], on the batch's device."""
+    """Return the place in the pack of each of the rank's tokens, int64 [T'], on the batch's device."""
     return torch.from_numpy(canonical(batch).positions()).to(_device(batch))
 
 
-def _numbers(batch: Pack | View) -> torch.Tensor:
-    """Of each token of the pack its segment's number, int32 [T], on the batch's device."""
+def _segment_numbers(batch: Pack | View) -> torch.Tensor:
+    """Return the segment number of each token of the pack, int32 [T], on the batch's device."""
     slots = np.diff(canonical(batch).cu_seqlens_padded)
     return torch.from_numpy(np.repeat(np.arange(len(slots), dtype=np.int32), slots)).to(_device(batch))
 
 
 def _device(batch: Pack | View) -> Any:
+    """Return the device of the batch's tensors, ``cpu`` for numpy arrays."""
     return getattr(batch.padding_mask, "device", "cpu")

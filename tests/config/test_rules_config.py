@@ -180,7 +180,7 @@ TWO = "streams: {a: {}, b: {}}\n"
     ("text", "said"),
     [
         # keys
-        ("", "got no key 'streams', expected one: add it"),
+        ("", "got no key 'streams', which is required: add it"),
         (WEB + "bogus: 1", "got the unknown key 'bogus', expected one of: run, listen,"),
         (WEB + "rules: {windw: {}}", "rules: got the unknown key 'windw', expected 'window' perhaps, or another of:"),
         (WEB + "rules: {align: {smaple: 4}}", "rules.align: got the unknown key 'smaple', expected 'sample' perhaps"),
@@ -195,7 +195,7 @@ TWO = "streams: {a: {}, b: {}}\n"
         (WEB + "listen: {http: 7400}", "listen.http: got 7400, expected text such as 127.0.0.1:7400"),
         (
             WEB + 'listen: {producers: "0.0.0.0:7401"}',
-            "listen.producers: got endpoint '0.0.0.0:7401', expected tcp://host:port or ipc:///path/of/a/socket: write tcp://",
+            "listen.producers: got endpoint '0.0.0.0:7401', expected tcp://host:port or ipc:///path/of/a/socket. Did",
         ),
         (WEB + "listen: {trainers: 7402}", "listen.trainers: got 7402, expected text such as tcp://0.0.0.0:7402"),
         (WEB + "run: 5", "run: got 5, expected text: put it in quotes"),
@@ -293,8 +293,11 @@ TWO = "streams: {a: {}, b: {}}\n"
         # feeds
         (WEB + "feeds: {a: {}, b: {}}", "feeds.a.streams: got none, expected some of web: with several feeds"),
         (WEB + "feeds: {train: {streams: [web, code]}}", "feeds.train.streams: got 'code', expected one of: web"),
-        (TWO + "feeds: {x: {streams: [a, b]}, y: {streams: [b]}}", "feeds.y.streams: got 'b', which feed 'x' has,"),
-        (TWO + "feeds: {x: {streams: [a]}}", "streams.b: got no feed that reads it, expected one: add it to the"),
+        (TWO + "feeds: {x: {streams: [a, b]}, y: {streams: [b]}}", "feeds.y.streams: got 'b', which feed 'x' has too,"),
+        (
+            TWO + "feeds: {x: {streams: [a]}}",
+            "streams.b: got a stream that no feed reads",
+        ),
         (WEB + "feeds: {}", "feeds: got {}, expected a mapping of length >= 1"),
         (WEB + "feeds: {x: {rules: {step: {pack: 2}}}}", "feeds.x.rules.step: got the unknown key 'pack', expected 'p"),
         (WEB + "feeds: {x: {rules: {sept: {}}}}", "feeds.x.rules: got the unknown key 'sept', expected 'step' perhaps"),
@@ -318,8 +321,8 @@ TWO = "streams: {a: {}, b: {}}\n"
         (WEB + "limits: {chunk: 1 Mb}", "limits.chunk: got '1 Mb', expected a size such as 16GiB or 500MB"),
         (WEB + "limits: {chunk: 257MiB}", "limits.chunk: got 257MiB, expected at most 256MiB"),
         # YAML
-        ("streams: {", "is not YAML:"),
-        ("streams:\n\t- a", "is not YAML:"),
+        ("streams: {", "got text that is not YAML:"),
+        ("streams:\n\t- a", "got text that is not YAML:"),
     ],
 )
 def test_a_mistake_names_its_key_and_what_was_expected(tmp_path: Path, text: str, said: str) -> None:

@@ -162,11 +162,11 @@ def test_the_installed_torch_takes_what_its_kernel_is_told() -> None:
 def test_what_cannot_be_attended_is_refused_in_a_line() -> None:
     batch = views_of(TWO)[0][0]
     q, k = draw(12, 4, 0), draw(12, 3, 0)
-    with pytest.raises(UserError, match=r"expected as many heads of k as of v, a divisor of q's"):
+    with pytest.raises(UserError, match=r"expected k and v with the same number of heads, which divides q's"):
         streampack.varlen_attention(q, k, k, batch)
-    with pytest.raises(UserError, match=r"expected \[12, heads, size of a head\] of each"):
+    with pytest.raises(UserError, match=r"expected \[12, heads, head size\] each"):
         streampack.varlen_attention(q[None], k, k, batch)
-    with pytest.raises(UserError, match="got window=0, expected at least 1: the token itself"):
+    with pytest.raises(UserError, match="got window=0, expected at least 1, which is the token itself"):
         streampack.varlen_attention(q, q, q, batch, window=0)
     with pytest.raises(UserError, match="got backend='flash_attn', which is not installed here"):
         streampack.varlen_attention(q, q, q, batch, backend="flash_attn")
@@ -174,5 +174,5 @@ def test_what_cannot_be_attended_is_refused_in_a_line() -> None:
         streampack.varlen_attention(q, q, q, batch, backend="flash")  # type: ignore[arg-type]
     shard = views_of(SHARED)[0][0]
     part = draw(len(shard.input_ids), 2, 0)
-    with pytest.raises(UserError, match=r"this rank holds 1/2 \(zigzag\), expected the whole of it: take a ring"):
+    with pytest.raises(UserError, match=r"this rank holds 1/2 \(zigzag\), expected the whole pack\. Use ring"):
         streampack.varlen_attention(part, part, part, shard)

@@ -158,7 +158,9 @@ def test_sums_over_tokens_add_up_over_the_ranks_that_share_a_sample(case: Case) 
 def test_a_loss_that_needs_whole_samples_is_refused_where_ranks_share_them() -> None:
     batch = views_of(TWO)[0][0]
     outputs = torch.zeros(len(batch.input_ids))
-    with pytest.raises(UserError, match=r"\(cp=2, zigzag\), expected a loss that is a sum over tokens: say token_sum"):
+    with pytest.raises(
+        UserError, match=r"\(cp=2, zigzag\), expected a loss that is a sum over tokens\. Pass token_sum"
+    ):
         streampack.packed_loss(torch.sum, outputs, batch, denominator=1)
 
 
@@ -184,7 +186,7 @@ def test_what_cannot_be_cut_or_summed_is_refused_in_a_line() -> None:
     batch = views_of(Case([[[5, 6, 7], [8]]], 1, 6, 1))[0][0]
     with pytest.raises(UserError, match=r"got outputs of shape \[5, 2\], expected \[6, \.\.\.\] or \[1, 6, \.\.\.\]"):
         streampack.per_sample(torch.zeros(5, 2), batch)
-    with pytest.raises(UserError, match=r"got a loss of shape \[3\] of one sample, expected one number"):
+    with pytest.raises(UserError, match=r"got a loss of shape \[3\] for one sample, expected one number"):
         streampack.packed_loss(lambda one: one, torch.zeros(6), batch, denominator=1)
     with pytest.raises(UserError, match="got averaged_over=0, expected a number of ranks"):
         streampack.packed_loss(torch.sum, torch.zeros(6), batch, denominator=1, averaged_over=0)

@@ -173,6 +173,13 @@ def _descriptions(kind: type) -> dict[str, str]:
     }
 
 
+def _first_sentence(meaning: str) -> str:
+    """Return the first sentence of a meaning, with the key that it is derived from."""
+    first, stop, rest = meaning.partition(". ")
+    origin = rest.rpartition(" (from ")[2] if rest.endswith(")") and " (from " in rest else ""
+    return f"{first} (from {origin}" if stop and origin else first
+
+
 def json_schema() -> Tree:
     """Return the JSON schema of broker.yaml and producer.yaml, for editors."""
     kinds, definitions = msgspec.json.schema_components((BrokerConfig, ProducerConfig), ref_template="#/$defs/{name}")
@@ -345,7 +352,7 @@ def _table(title: str, values: list[Tree]) -> Table:
     table.add_column("value", overflow="fold", max_width=24)
     if with_source:
         table.add_column("from", no_wrap=True)
-    table.add_column("meaning", ratio=1)
+    table.add_column("meaning", ratio=1, overflow="fold")
     shown: list[str] = []
     told: set[tuple[str, str]] = set()
     for each in values:
@@ -359,7 +366,7 @@ def _table(title: str, values: list[Tree]) -> Table:
         name = "  " * (len(parts) - 1) + parts[-1].removesuffix("_bytes").replace("_", " " if not with_source else "_")
         meaning = "" if (name, each["meaning"]) in told else each["meaning"]
         told.add((name, each["meaning"]))
-        table.add_row(name, _text(each["path"], each["value"]), *source, meaning)
+        table.add_row(name, _text(each["path"], each["value"]), *source, _first_sentence(meaning))
     return table
 
 

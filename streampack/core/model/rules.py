@@ -68,29 +68,37 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     kind: Annotated[
         Literal["none", "deal", "joint"],
         Meta(
-            description="packs go to ranks by cost (deal) or in order (none); joint forms them in groups of equal cost"
+            description="Packs go to ranks by cost (`deal`) or in order (`none`), or are formed in groups of equal "
+            "cost (`joint`)"
         ),
     ] = "deal"
     order: Annotated[
         MicroBatchOrder | None,
-        Meta(description="order of each rank's micro-batches: most expensive first, in the middle, or as packed"),
+        Meta(
+            description="Order of each rank's micro-batches: most expensive first (`largest_first`), in the middle "
+            "(`small_at_edges`, for pipelines), or as packed (`packer`)"
+        ),
     ] = None
     hidden_size: Annotated[
         Annotated[int, Meta(ge=1, lt=2**24)] | None,
-        Meta(description="hidden size of the model: sets a = 6 * hidden_size and b = 1"),
+        Meta(description="Hidden size of the model, for the cost of a sample: it sets a = 6 * hidden_size and b = 1"),
     ] = None
-    a: Annotated[int, Meta(ge=0, lt=2**32, description="a sample of s tokens costs a * s + b * s * s")] = 24576
-    b: Annotated[int, Meta(ge=0, lt=2**12, description="see a")] = 1
+    a: Annotated[
+        int, Meta(ge=0, lt=2**32, description="Factor a of a sample's cost, a * s + b * s * s for s tokens")
+    ] = 24576
+    b: Annotated[
+        int, Meta(ge=0, lt=2**12, description="Factor b of a sample's cost, a * s + b * s * s for s tokens")
+    ] = 1
     group: Annotated[
         Annotated[int, Meta(ge=1, le=2**16)] | None,
-        Meta(description="kind joint: number of packs formed together; divides the packs of a step"),
+        Meta(description="For kind `joint`: number of packs formed together. It must divide the packs of a step"),
     ] = None
     patience: Annotated[
         int,
         Meta(
             ge=1,
             le=2**20,
-            description="kind joint: number of groups, about, that a sample too long for its group waits",
+            description="For kind `joint`: about how many groups a sample waits that is too long for its group",
         ),
     ] = PATIENCE
 
@@ -149,8 +157,10 @@ class Batch(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
 class Warmup(Struct, frozen=True, forbid_unknown_fields=True):
     """Warmup of the budget: ``init`` tokens at step 0, growing evenly to the whole budget at step ``steps``."""
 
-    init: Annotated[Positive, Meta(description="tokens of a pack of step 0; a longer sample is alone in its pack")]
-    steps: Annotated[int, Meta(ge=1, lt=2**40, description="steps until the budget is whole; it grows evenly")]
+    init: Annotated[Positive, Meta(description="Tokens of a pack at step 0. A longer sample is alone in its pack")]
+    steps: Annotated[
+        int, Meta(ge=1, lt=2**40, description="Number of steps until the budget has its full size; it grows evenly")
+    ]
 
 
 class StreamRules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -29,10 +29,10 @@ class Sizes(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     The budget C is always a bucket.
     """
 
-    multiple: Annotated[_Tokens | None, Meta(description="packs are padded to a multiple of this")] = None
+    multiple: Annotated[_Tokens | None, Meta(description="Multiple of tokens that packs are padded to")] = None
     buckets: Annotated[
         Annotated[tuple[_Tokens, ...], Meta(min_length=1, max_length=MAX_BUCKETS)] | None,
-        Meta(description="packs are padded to the first of these sizes that holds them, or to the budget"),
+        Meta(description="Sizes in tokens: a pack is padded to the least that holds it, or to the budget"),
     ] = None
 
     def __post_init__(self) -> None:
