@@ -49,8 +49,9 @@ def samples_of(count: int) -> Samples:
 
 
 def measure(seconds: float, samples: int = NUM_SAMPLES) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Each loader that is installed, for ``seconds`` at most: tokens a second and CPU ms a million tokens, its workers'
-    included; and for those that are not a line each that says what would bring them.
+    """Measure each installed loader for at most ``seconds``; return figures by loader, and a line for each missing one.
+
+    Figures are tokens a second, and CPU milliseconds a million tokens, workers included.
     """
     found, missing = {}, []
     for library, (loaders, install) in LIBRARIES.items():

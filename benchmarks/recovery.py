@@ -167,8 +167,9 @@ def service() -> Iterator[Service]:
 
 
 def same_state_dir(times: int) -> list[dict[str, float]]:
-    """Kill and start again; the trainer waits. A few hundred samples more between two, so that the last snapshot is
-    at another distance each time.
+    """Kill the broker and start it again, while the trainer waits; return the seconds of each recovery.
+
+    A few hundred samples pass between two kills, so that the last snapshot is at another distance each time.
     """
     found = []
     with service() as running:

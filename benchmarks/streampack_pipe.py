@@ -43,8 +43,9 @@ SCRAPE_S = 1.0
 
 @dataclass(frozen=True)
 class Service:
-    """What broker.yaml says, and what the trainer does: 256 packs of 8192 are 2M tokens a step, the usual batch of
-    an 8B model on hundreds of ranks; it works ``work_s`` on each pack.
+    """Settings of the broker, and the seconds ``work_s`` that the trainer works on each pack.
+
+    256 packs of 8,192 tokens are 2M tokens a step, a usual batch of an 8B model on hundreds of ranks.
     """
 
     packs: int = 256

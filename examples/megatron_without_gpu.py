@@ -30,7 +30,7 @@ class AttentionBySample(torch.nn.Module):
 
 
 class OnProcessor(TorchFunctionMode):
-    """What would be made on a GPU is made on the CPU."""
+    """Create on the CPU every tensor that the code asks for on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -1,7 +1,8 @@
-"""torchtitan 0.3 on a processor, for a look: imported before it, this replaces what it has for CUDA alone.
+"""Run torchtitan 0.3 on a CPU: import this module before torchtitan.
 
-Which device there is and how its memory is measured; attention over samples of differing length; kernels for experts,
-written in Triton, which no model without experts calls; and a function of torch.distributed that torch 2.13 lacks.
+It replaces what torchtitan has for CUDA alone: the device, its memory statistics, attention over samples of different
+lengths, and the experts' Triton kernels. Models without experts never call these kernels. The module also adds a
+function of torch.distributed that torch 2.13 lacks.
 """
 
 import itertools
