@@ -34,11 +34,10 @@ def test_a_plain_sentence_passes(text: str) -> None:
 
 
 def test_docstrings_comments_and_messages_of_python_are_read_and_code_is_not() -> None:
-    source = (
-        '"""Whose module.\n\n    >>> whose = 1\n"""\n# Of what it is.\nraise ValueError(f"Those that {1} are many")\n'
-    )
+    module = '"""Whose module.\n\n    >>> whose = 1\n"""\n# Of what it is.\n'
+    source = module + 'raise ValueError(f"Those that {1} are too many")\n'
     pieces = [text for _, text in prose.python(source)]
-    assert pieces == ["Whose module.", "Those that X are many", "Of what it is."]
+    assert pieces == ["Whose module.", "Those that X are too many", "Of what it is."]
 
 
 def test_code_blocks_of_markdown_are_not_read() -> None:
