@@ -1,4 +1,4 @@
-"""What balance costs and what it brings: ``joint`` packs of heavy-tailed lengths, and DEAL on a large mesh.
+"""Measure load balance and its cost: ``joint`` packs of heavy-tailed lengths, and DEAL on a large mesh.
 
 - *squares*, *cost*: the sum of squared lengths of a pack (attention's work), or 24576 * s + s * s for each sample s:
   the dearest pack of a group (what ranks run at one moment, M = 1) over the mean, mean over groups. *dealt* is that of

@@ -1,4 +1,4 @@
-"""The bare pipe: how many tokens/s this machine moves when nothing is promised.
+"""Measure the bare pipe: the tokens/s that this machine moves without any guarantees.
 
 Two producers send 1 MiB frames of tokens to a packer, which copies each frame into an arena, gathers scattered
 samples out of it into packs and sends those on to a consumer. The bytes take the road they take through streampack

@@ -1,4 +1,4 @@
-"""How long after `streampack broker` starts a trainer has its first pack: the command, two producers and a client.
+"""Measure the time from the start of `streampack broker` to a trainer's first pack, with two producers.
 
 ``waiting``: producers and trainer are there first and wait for the broker, as they do when one is started again or
 when nodes are slower than each other to come up. ``together``: all four are started at one moment, and import what they

@@ -1,4 +1,4 @@
-"""The quick benchmarks, and whether their ratios hold: ours over another's of the same run, never seconds.
+"""Run the quick benchmarks, and check that ratios of two measurements of one run stay above their bounds.
 
 ``bounds.yaml`` names the least that each may be, far enough below what was measured that a busy machine does not break
 it. What fell is named and the exit code is 1; so is a benchmark that fails, and a figure that is not in its report.

@@ -1,4 +1,4 @@
-"""How fast the ledger takes a run's steps, and how many bytes a sample it needs: against plain rows in SQLite.
+"""Measure the ledger's speed and its bytes per sample, against plain rows in SQLite.
 
 Both read the same records (``StepFormed``, as a log gives them) and are then asked for samples. Plain: one row a sample
 by ``executemany``, its identity the primary key, without any checksum of its own. CPU seconds of one thread.

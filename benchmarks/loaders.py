@@ -1,4 +1,4 @@
-"""What users have today, on the same samples: loaders of other projects that pack, each written as its users would.
+"""Measure the packing loaders of other projects on the same samples, each written as its users would.
 
 All give packs of 8192 tokens as torch tensors, int64 ``input_ids``, ``labels`` (shifted, -100 where none is) and
 ``position_ids``, out of the same 40,000 samples held in memory (int32 arrays, lognormal, mean 500), or out of tar

@@ -1,4 +1,4 @@
-"""The log next to plain files: the same bytes by write and fdatasync, by hand, in the same run.
+"""Measure the log against plain files: the same bytes by write and fdatasync, in the same run.
 
 The log appends records of one size as fast as it can, with at most 64 MB on their way, as the broker's credits bound
 them. Plain is a preallocated file, one buffer a write of 1 MiB and an fdatasync after each (``os``), or none

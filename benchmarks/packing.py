@@ -1,4 +1,4 @@
-"""How full packs are, how long samples wait, and how alike packs cost: every packer on the same streams, in one run.
+"""Measure every packer on the same streams: fill of packs, wait of samples, and balance of the packs' costs.
 
 Ours and those of other projects that streampack reproduces, from its registry; TRL's and Grain's own if they are
 installed beside it (``pip install trl grain``; see ``peers.py``). Six kinds of lengths that stay the same and five that

@@ -1,4 +1,4 @@
-"""What the live page costs the broker: CPU of its process per look (what the page asks each second), by ranks attached.
+"""Measure the broker's CPU time per request of the live page, by the number of ranks attached.
 
 A broker process and real client sessions in this one, all waiting for samples that never come: whatever the broker
 takes beside what it takes without looks is theirs. Looks come twice a second, so that each finds another snapshot.

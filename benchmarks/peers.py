@@ -1,4 +1,4 @@
-"""The packers of other projects that a package installs, each called as its users call it, tokens and all.
+"""Packers of other projects that packages install, each called on tokens as its users call it.
 
 ``pip install trl grain`` brings them; without, ``PEERS`` has fewer. Each function packs a whole stream of lengths with
 about ``window`` samples in sight, and returns the packs as lists of positions in the order they are emitted, and the

@@ -1,4 +1,4 @@
-"""The processes of one benchmark run: how they start, report, are measured, and end.
+"""Starts, measures and ends the processes of one benchmark run, and receives their reports.
 
 Functions run in fresh interpreters and report on a pipe of their own; commands are what a user types. Leaving the
 block kills all of them, by pid; should the benchmark itself be killed, they end by themselves.

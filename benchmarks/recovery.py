@@ -1,4 +1,4 @@
-"""What a killed broker costs its trainers, and what the log costs the broker that is never killed.
+"""Measure the delay that a killed broker causes its trainers, and the log's cost for a broker that is not killed.
 
 Recovery, of real processes (`streampack broker`, `streampack produce`, a client in this one), window 1024, 100,000
 samples behind it: kill -9, 0.1 s later a new process; how long to the first step that it serves. Once with the same

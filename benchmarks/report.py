@@ -1,4 +1,4 @@
-"""What every benchmark takes and says beside its own: ``--quick``, ``--json``, and a head for its figures.
+"""Options and output that all benchmarks share: ``--quick``, ``--json``, and the head of a report.
 
 A figure without its command, machine and date says nothing a month later; no host name is among them.
 """

@@ -1,4 +1,4 @@
-"""Where one broker ends: the pure broker with no payload, for 8 to 4,096 data-parallel ranks.
+"""Measure the limits of one broker: the pure broker without payload, for 8 to 4,096 data-parallel ranks.
 
 The real ``core.Broker``, a ``ClientSession`` for every rank and ``ProducerSession``s, in one process and in virtual
 time: no sockets, no arena, and chunks whose tokens nobody reads. What is timed is the broker's own work, CPU time,

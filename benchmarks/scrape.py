@@ -1,4 +1,4 @@
-"""CPU time that watching costs a broker of many ranks: a scrape, ``/status``, and the rows of its ranks.
+"""Measure the CPU time that monitoring costs a broker with many ranks: a scrape, ``/status``, and the rows of ranks.
 
 The ranks are made up, with a value in every field, beside a broker that serves no rank. The HTTP thread makes
 ``/metrics`` and ``/status`` on request. The broker's thread makes the rows, at most every 2 ms times the ranks.

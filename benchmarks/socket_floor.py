@@ -1,4 +1,4 @@
-"""What this machine's sockets and memory do at all: the measure of the bare pipe.
+"""Measure the speed of this machine's sockets and memory, as an upper bound for the bare pipe.
 
 The bare pipe is what streampack is compared with, so a bare pipe made slow would flatter streampack. Here are the
 same bytes over the same kind of socket, without ZeroMQ, in two threads that hold no GIL while they copy: a message is

@@ -1,4 +1,4 @@
-"""Samples per CPU second of each source, one thread, against the plain loop of its format's own library.
+"""Measure samples per CPU second of each source, in one thread, against a plain loop of the format's own library.
 
 Both give every sample as int32. The loop reads a file from its start to its end, an array a sample; streampack reads it
 in its shuffled order, index included, with every id checked, into the batches that a producer sends. So the ratio is

@@ -1,4 +1,4 @@
-"""Where the CPU time goes: milliseconds per million tokens, by stage, of everything between a source and a trainer.
+"""Measure CPU milliseconds per million tokens of each stage between a source and a trainer.
 
 The real producer sessions, broker service, arena and client sessions in one thread of one process, one message after
 another, with no sockets: so what is measured does not depend on what else the machine does at that moment, as tokens

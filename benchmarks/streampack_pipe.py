@@ -1,4 +1,4 @@
-"""streampack as users run it, with the bare pipe's shape: two producers, a broker, one client.
+"""Measure streampack as users run it, in the setup of the bare pipe: two producers, a broker, one client.
 
 The broker is the command itself, its log on a disk, its metrics read once a second; checksums, credits, merge,
 exact_fill, steps, and packs built as a trainer gets them. Samples come out of the producers' memory, as the bare

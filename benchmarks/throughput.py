@@ -1,4 +1,4 @@
-"""Tokens per second end to end, on this machine: streampack, the bare pipe, and the loaders that users have today.
+"""Measure tokens per second end to end on this machine: streampack, the bare pipe, and other projects' loaders.
 
 ``pipes``: streampack against the bare pipe (bare_pipe.py), which moves the same bytes by the same sockets and promises
 nothing; streampack's figure means something only next to it. Rounds alternate which goes first, so that a machine that

@@ -1,4 +1,4 @@
-"""What passes through a pipe, and what is said of it: the same for streampack and for the bare pipe."""
+"""Traffic and report that the pipes of streampack and the bare pipe share."""
 
 from __future__ import annotations
 

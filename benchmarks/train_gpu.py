@@ -1,4 +1,4 @@
-"""What packing brings a model that trains: a Llama of 1B parameters on one GPU, its samples padded, and packed.
+"""Measure the training speed of a Llama with 1B parameters on one GPU, with samples padded and packed.
 
 - *padded*: samples in their order, as many rows as fit the budget, each as long as the longest of them;
 - *greedy*: packs in their order (``packer: concatenative``), what does not fit opens the next one;

@@ -1,4 +1,4 @@
-"""DPO on packs, pairs and trainer in one.
+"""DPO on packs: one program pushes the preference pairs and trains on them.
 
 Run it with ``streampack run -c broker.yaml -- python dpo.py`` and this broker.yaml::
 
@@ -20,7 +20,7 @@ reference = copy.deepcopy(model).requires_grad_(False)
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 
 
-def answer(prompt, length):  # to train on: random tokens, and what the reference model gives them
+def answer(prompt, length):  # an example answer: random tokens and reference log-probs
     tokens = torch.cat([prompt, torch.randint(16, (length,))])
     mask = torch.arange(len(tokens)) >= len(prompt)
     labels = torch.where(mask, tokens, -100)[1:]
@@ -40,9 +40,11 @@ with streampack.connect() as loader:
         for batch in step:
             logprobs = -cross_entropy(model(batch.input_ids), batch.labels, reduction="none")  # 0 where none is learned
             cut = [each.sum(0, keepdim=True) for each in streampack.per_sample(logprobs, batch)]
-            margins = torch.cat([logprobs[:0], *cut]) - batch.reference  # [samples], of an empty pack none
+            margins = torch.cat([logprobs[:0], *cut]) - batch.reference  # [samples]; empty for an empty pack
             chosen, rejected = margins.view(-1, 2).unbind(dim=1)
-            loss = -logsigmoid(0.1 * (chosen - rejected)).sum() / (step.num_samples / 2)  # of all pairs of the step
+            loss = -logsigmoid(0.1 * (chosen - rejected)).sum() / (
+                step.num_samples / 2
+            )  # mean over all pairs of the step
             loss.backward()
             total += loss.item()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""GRPO on packs, rollouts and trainer in one.
+"""GRPO on packs: one program pushes the rollouts and trains on them.
 
 Run it with ``streampack run -c broker.yaml -- python grpo.py`` and this broker.yaml::
 
@@ -30,7 +30,7 @@ def group(prompt):  # rollouts of one prompt, with advantages relative to their 
         yield {"input_ids": tokens, "advantages": gain.expand(len(tokens)), "logprobs": old}
 
 
-def loss_fn(logits, labels, old, gains):  # of one rollout: the mean over its tokens
+def loss_fn(logits, labels, old, gains):  # mean over the tokens of one rollout
     ratio, gains = (-cross_entropy(logits, labels, reduction="none") - old)[labels >= 0].exp(), gains[labels >= 0]
     metrics.append({"ratio_min": ratio.min(), "ratio_max": ratio.max()})
     return -torch.minimum(ratio * gains, ratio.clamp(0.8, 1.2) * gains).mean()
@@ -42,7 +42,7 @@ with streampack.Producer(stream="rollouts") as rollouts, streampack.connect() as
         sent = [rollouts.send_group(group(prompt), policy_version=version) for prompt in range(8)]
         rollouts.end_of_batch(version)
         step = next(steps)
-        for _ in range(2):  # in the second update ratios are not 1
+        for _ in range(2):  # only the second update has ratios other than 1
             metrics = []
             for batch in step:
                 values = model(batch.input_ids), batch, batch.labels, batch.logprobs, batch.advantages

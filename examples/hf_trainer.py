@@ -1,6 +1,6 @@
 """transformers' Trainer over packs: ``python hf_trainer.py FOLDER STEPS``, with STREAMPACK_ENDPOINT set; or torchrun.
 
-It writes a checkpoint into FOLDER every 4 steps, goes on from it when started again, and prints a line a step.
+It writes a checkpoint into FOLDER every 4 steps, resumes from it when started again, and prints a line per step.
 """
 
 import json
@@ -36,5 +36,5 @@ args = TrainingArguments(
 place = {"dp": args.world_size, "dp_rank": args.process_index}
 with streampack.connect(mesh=place, format="hf") as loader:
     trainer = PackedTrainer(LlamaForCausalLM(config).double(), args, loader=loader)
-    trainer.remove_callback(PrinterCallback)  # it would print what is logged, too
+    trainer.remove_callback(PrinterCallback)  # it would print the logs a second time
     trainer.train(resume_from_checkpoint=get_last_checkpoint(folder))

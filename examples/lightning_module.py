@@ -1,6 +1,6 @@
 """Lightning over packs: ``python lightning_module.py FOLDER STEPS``, with STREAMPACK_ENDPOINT set; or torchrun.
 
-It writes a checkpoint into FOLDER every 4 steps, goes on from it when started again, and prints a line a step.
+It writes a checkpoint into FOLDER every 4 steps, resumes from it when started again, and prints a line per step.
 """
 
 import json
@@ -15,7 +15,7 @@ from torch import nn
 
 from streampack.integrations.lightning import PackedDataModule
 
-PACKS = 4  # of a step, over all ranks, as in broker.yaml
+PACKS = 4  # packs of a step over all ranks, as in broker.yaml
 
 
 class Model(LightningModule):
@@ -27,14 +27,14 @@ class Model(LightningModule):
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         data: PackedDataModule = self.trainer.datamodule
         loss = nn.functional.cross_entropy(self.net(batch.input_ids), batch.labels, reduction="sum")
-        loss = loss / data.step.num_loss_tokens  # of all its packs, on all ranks
+        loss = loss / data.step.num_loss_tokens  # tokens of all packs on all ranks
         self.total += loss.detach()
         if batch.micro_batch + 1 == batch.num_micro_batches:
             total = self.all_gather(self.total).sum().item()
             if self.trainer.is_global_zero:
                 print(json.dumps({"step": batch.step, "loss": total, "digest": data.step.digest}), flush=True)
             self.total.zero_()
-        return loss * data.averaged_over  # what Lightning and DDP divide by
+        return loss * data.averaged_over  # undo the averaging of Lightning and DDP
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)

@@ -1,4 +1,4 @@
-"""Megatron-Core on a processor, for a look: imported before it, this has it make on the CPU what it makes for CUDA."""
+"""Run Megatron-Core on the CPU, to try it without a GPU: import this module before Megatron-Core."""
 
 import itertools
 import os
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class AttentionBySample(torch.nn.Module):
-    """In place of TransformerEngine's: causal, each sample by itself."""
+    """Causal attention of each sample by itself, in place of TransformerEngine's."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class OnProcessor(TorchFunctionMode):
 
 
 def finalize(models: Any, num_tokens: torch.Tensor, **_: Any) -> None:
-    """Gradients by token, over all ranks, as Megatron's own does it over its buffers on a GPU."""
+    """Sum gradients over all ranks and divide them by the number of tokens, as Megatron does on a GPU."""
     dist.all_reduce(num_tokens)
     for parameter in models[0].parameters():
         dist.all_reduce(parameter.grad)
@@ -50,7 +50,7 @@ def finalize(models: Any, num_tokens: torch.Tensor, **_: Any) -> None:
 
 
 def tiny_model(checkpoint: Path) -> tuple[GPTModel, torch.optim.Optimizer]:
-    """On one rank, or those of torchrun; as the checkpoint has it, if there is one."""
+    """Return a tiny GPT model and its optimizer, with the state of the checkpoint if there is one."""
     alone = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     os.environ |= alone | os.environ
     dist.init_process_group("gloo")

@@ -1,6 +1,6 @@
 """A loop of plain torch over packs: ``python plain_torch.py FOLDER STEPS``, with STREAMPACK_ENDPOINT set.
 
-It writes a checkpoint into FOLDER every 4 steps, goes on from it when started again, and prints a line a step.
+It writes a checkpoint into FOLDER every 4 steps, resumes from it when started again, and prints a line per step.
 """
 
 import json

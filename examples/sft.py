@@ -1,7 +1,7 @@
-"""SFT on packs: ``python sft.py STEPS [token | sample]``, with STREAMPACK_ENDPOINT set; prints a line a step.
+"""SFT on packs: ``python sft.py STEPS [token | sample]``, with STREAMPACK_ENDPOINT set; prints a line per step.
 
-A mean over the step's tokens gives long answers more weight, a mean over its samples all the same. Neither depends on
-which samples shared a pack, on how many ranks, or in how many micro-batches.
+A mean over the step's tokens gives long answers more weight; a mean over its samples gives all the same weight. Neither
+depends on the packing, the number of ranks or the number of micro-batches.
 """
 
 import json
@@ -23,11 +23,11 @@ class Model(nn.Module):
 
     def forward(self, batch):
         x = self.embed(batch.input_ids)
-        q, k, v = self.qkv(x).view(-1, 3, 4, 8).unbind(1)  # [T, heads, size of a head] each
+        q, k, v = self.qkv(x).view(-1, 3, 4, 8).unbind(1)  # [T, heads, head size] each
         return self.head(x + streampack.varlen_attention(q, k, v, batch).flatten(1))
 
 
-def loss_fn(logits, labels):  # of one sample
+def loss_fn(logits, labels):  # the loss of one sample
     summed = cross_entropy(logits, labels, reduction="sum")
     return summed if per == "token" else summed / (labels != -100).sum().clamp(min=1)
 

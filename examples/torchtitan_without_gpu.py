@@ -18,7 +18,7 @@ KERNELS = ("copy_full_counts_to_peers", "copy_rows_to_peers", "expand_topk_grad"
 
 
 class Processor:
-    """As torchtitan asks of ``torch.cuda``."""
+    """The functions of ``torch.cuda`` that torchtitan calls, for the CPU."""
 
     set_device, synchronize = staticmethod(torch.cpu.set_device), staticmethod(torch.cpu.synchronize)
     device_count, current_device = staticmethod(lambda: 1), staticmethod(lambda: 0)
@@ -29,7 +29,7 @@ class Processor:
 
 
 def attention_by_sample(q: Any, k: Any, v: Any, cu_seq_q: Any, *_: Any, **__: Any) -> torch.Tensor:
-    """[T, heads, D]: causal, each sample by itself."""
+    """Return causal attention of each sample by itself, [T, heads, D]."""
     cuts = itertools.pairwise(cu_seq_q.tolist())
     samples = [(q[a:b].transpose(0, 1), k[a:b].transpose(0, 1), v[a:b].transpose(0, 1)) for a, b in cuts]
     return torch.cat([scaled_dot_product_attention(*qkv, is_causal=True).transpose(0, 1) for qkv in samples])

@@ -1,6 +1,6 @@
 """TRL's SFTTrainer over packs: ``python trl_sft.py FOLDER STEPS``, with STREAMPACK_ENDPOINT set; or torchrun.
 
-It writes a checkpoint into FOLDER every 4 steps, goes on from it when started again, and prints a line a step.
+It writes a checkpoint into FOLDER every 4 steps, resumes from it when started again, and prints a line per step.
 """
 
 import json
@@ -39,5 +39,5 @@ tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))  #
 place = {"dp": args.world_size, "dp_rank": args.process_index}
 with streampack.connect(mesh=place, format="hf") as loader:
     trainer = PackedSFTTrainer(LlamaForCausalLM(config), args, loader=loader, processing_class=tokenizer)
-    trainer.remove_callback(PrinterCallback)  # it would print what is logged, too
+    trainer.remove_callback(PrinterCallback)  # it would print the logs a second time
     trainer.train(resume_from_checkpoint=get_last_checkpoint(folder))

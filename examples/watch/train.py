@@ -1,4 +1,4 @@
-"""Two ranks that train on nothing, 20 steps a second, for ``docs/how-to/observe.md``: ``python train.py``."""
+"""Two ranks that take 20 steps per second without a model, for ``docs/how-to/observe.md``: ``python train.py``."""
 
 import threading
 import time
@@ -9,9 +9,9 @@ import streampack
 def train(rank):
     with streampack.connect("tcp://127.0.0.1:7402", mesh={"dp": 2, "dp_rank": rank}, format="numpy") as loader:
         for step in loader.steps():
-            time.sleep(0.05)  # a model
+            time.sleep(0.05)  # in place of a model's step
             if rank == 0 and step.index % 100 == 99:
-                loader.commit(step.index)  # a checkpoint
+                loader.commit(step.index)  # in place of a checkpoint
 
 
 for rank in range(2):

@@ -649,6 +649,7 @@ def _laid_over(tree: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
 
 
 def _are_trees(one: Any, other: Any) -> bool:
+    """Return whether both values are mappings."""
     return isinstance(one, dict) and isinstance(other, dict)
 
 

@@ -179,6 +179,7 @@ def _type_at(kind: Any, path: str, mapping: bool = False) -> Any:
 
 
 def _fields(kind: Any) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """Return the fields of a struct type."""
     return msgspec.structs.fields(kind)
 
 

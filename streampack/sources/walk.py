@@ -144,9 +144,11 @@ class _DamagedShard:
         return 1
 
     def load(self, sample: int) -> Sample | str:
+        """Return the reason ``damaged``."""
         return DAMAGED
 
     def where(self, sample: int) -> str:
+        """Return the text of the error that damaged the shard."""
         return str(self._error)
 
 

@@ -336,6 +336,7 @@ def _around(library: "Library") -> tuple[list[int], list[int]]:
 
 
 def _remove_post_processor(library: "Library") -> None:
+    """Make the tokenizer encode without the ids that it adds before and after a text."""
     library.post_processor = None
 
 

@@ -23,6 +23,7 @@ class TransformersTokenizer(CallableTokenizer):
 
     def __init__(self, given: Any) -> None:
         def encode(text: str) -> object:
+            """Return the ids of a text by the tokenizer of transformers."""
             return given.encode(text)
 
         template = given.chat_template

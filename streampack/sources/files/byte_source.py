@@ -58,6 +58,7 @@ class ShardFile(Protocol):
 
 
 def is_url(path: str) -> bool:
+    """Return whether a path is a URL."""
     return "://" in path
 
 
@@ -104,19 +105,23 @@ class PositionedFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
+        """Return the read position, a byte offset."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set the read position relative to ``whence``, as ``io`` does, and return it."""
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
+        """Read up to ``size`` bytes from the position, all that are left if None or negative."""
         left = max(0, self._file.size - self._at)
         data = self._file.pread(left if size is None or size < 0 else min(size, left), self._at)
         self._at += len(data)
         return data
 
     def readinto(self, buffer: Any) -> int:
+        """Read bytes from the position into ``buffer``; return how many."""
         data = self.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)

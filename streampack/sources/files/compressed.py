@@ -86,6 +86,7 @@ def _read_block(file: ShardFile, stream: IO[bytes]) -> bytes:
 
 
 def _open_gzip(raw: io.BufferedReader) -> IO[bytes]:
+    """Return a stream of the decompressed bytes of a gzip file."""
     return gzip.GzipFile(fileobj=raw, mode="rb")  # type: ignore[return-value]
 
 

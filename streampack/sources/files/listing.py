@@ -68,6 +68,7 @@ def expand(shards: str | Sequence[str]) -> list[str]:
 
 
 def _expand_braces(pattern: str) -> list[str]:
+    """Return the paths that a brace pattern stands for. Raises ConfigError for an invalid pattern."""
     if pattern.startswith("pipe:"):
         raise ConfigError(
             f"shards: got {pattern!r}, expected files: the output of a command cannot be read at an offset. "
@@ -84,6 +85,7 @@ def _expand_braces(pattern: str) -> list[str]:
 
 
 def _expand_glob(path: str) -> list[str]:
+    """Return the files that match a glob, sorted, or the path itself. Raises SourceError without a match."""
     if is_url(path):
         if "*" not in path and "[" not in path:  # "?" begins the query of a URL
             return [path]
@@ -134,6 +136,7 @@ def _path_in_one_tree(path: str) -> str:
 
 
 def _stat(path: str) -> os.stat_result:
+    """Return the status of a regular file. Raises SourceError if it is missing or not a regular file."""
     try:
         status = os.stat(path)
     except OSError as error:

@@ -50,11 +50,13 @@ class LocalFile:
         os.close(self._fd)
 
     def _check_size(self) -> None:
+        """Raise SourceError if the file's size has changed since it was listed."""
         size = os.lseek(self._fd, 0, os.SEEK_END)  # a third of fstat's cost; pread does not use the position
         if size != self.size:
             raise changed_size_error(self.path, size, self.size)
 
     def pread(self, size: int, offset: int) -> bytes:
+        """Return exactly ``size`` bytes from byte ``offset``, by a system call. Raises SourceError."""
         try:
             data = os.pread(self._fd, size, offset)
             self._check_size()
@@ -70,6 +72,7 @@ class LocalFile:
         return data
 
     def gather(self, sizes: NDArray[np.int64], offsets: NDArray[np.int64]) -> bytes:
+        """Return the pieces at ``offsets`` of ``sizes`` bytes, joined, out of a mapping. Raises SourceError."""
         if not self.size:
             return b""
         self._check_size()

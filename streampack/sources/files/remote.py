@@ -54,6 +54,7 @@ def size_urls(urls: Sequence[str]) -> dict[str, int]:
 
 
 def _size(url: str) -> int:
+    """Return the size in bytes of the file at a URL. Raises SourceError."""
     fs, path = _filesystem(url)
     name = without_query(url)
     info = _retry(name, lambda: fs.info(path))
@@ -80,6 +81,7 @@ class RemoteFile:
         self._blocks.clear()
 
     def pread(self, size: int, offset: int) -> bytes:
+        """Return exactly ``size`` bytes from byte ``offset``, from cached blocks if possible. Raises SourceError."""
         if offset + size > self.size:
             raise SourceError(f"{self.path}: ends at byte {self.size}, expected {offset + size}")
         if size == 0:
@@ -94,6 +96,7 @@ class RemoteFile:
         return b"".join(blocks)[begin : begin + size]
 
     def gather(self, sizes: NDArray[np.int64], offsets: NDArray[np.int64]) -> bytes:
+        """Return the pieces at ``offsets`` of ``sizes`` bytes, joined. Raises SourceError."""
         return b"".join(map(self.pread, sizes.tolist(), offsets.tolist()))
 
     def _cached_blocks(self, first: int, last: int) -> list[bytes]:
@@ -115,6 +118,7 @@ class RemoteFile:
         """Request bytes ``begin`` to ``end`` of the file, with retries."""
 
         def fetch() -> bytes:
+            """Request the bytes once. Raises if the store returns another number of bytes."""
             data: bytes = self._fs.cat_file(self._at, start=begin, end=end)
             if len(data) != end - begin:
                 raise EOFError(f"got {len(data)} bytes of {end - begin}: file replaced, or ranged reads not supported")

@@ -74,6 +74,7 @@ def _reader(column: Any, pa: Any) -> Callable[[int], Any]:
             valid = column.is_valid().to_numpy(zero_copy_only=False) if column.null_count else None
 
             def read(row: int) -> Any:
+                """Return the list of a row as an array that shares the column's memory; None for null."""
                 return flat[offsets[row] : offsets[row + 1]] if valid is None or valid[row] else None
 
             return read

@@ -38,6 +38,7 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
     """Open JSON lines files: list them, and return how to open each as a shard."""
 
     def index(fields: Sequence[Field]) -> Callable[[ShardFile], Shard]:
+        """Return a function that indexes an open file as a shard, for the ``fields`` of a run."""
         reader = RowReader(settings, tokenizer, fields)
         decode = open_row(reader.keys)
         return lambda file: JsonlShard(file, reader, decode)
@@ -111,6 +112,7 @@ def open_row(keys: Sequence[str]) -> Callable[[bytes], dict[str, Any] | str]:
     decode = msgspec.json.Decoder(row).decode
 
     def load(line: bytes) -> dict[str, Any] | str:
+        """Decode one line to a dict of the wanted keys, or return a reason."""
         try:
             return decode(line)  # type: ignore[return-value]
         except UnicodeDecodeError:

@@ -30,6 +30,7 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
     need_pyarrow()
 
     def index(fields: Sequence[Field]) -> Callable[[ShardFile], AnyShard]:
+        """Return a function that indexes an open file as a shard, for the ``fields`` of a run."""
         reader = RowReader(settings, tokenizer, fields)
         return lambda file: ParquetShard(file, reader).as_arrays()
 

@@ -27,6 +27,7 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
     unit = settings.unit or "line"
 
     def index(fields: Sequence[Field]) -> Callable[[ShardFile], Shard]:
+        """Return a function that indexes an open file as a shard, for the ``fields`` of a run."""
         reader = FieldReader(settings, fields)
         return lambda file: TextShard(file, unit, tokenizer, reader)
 

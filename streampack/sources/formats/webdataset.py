@@ -51,6 +51,7 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
     _loads(msgspec.structs.replace(settings, fields={}), tokenizer, ())  # raises now for wrong keys
 
     def index(fields: Sequence[Field]) -> Callable[[ShardFile], AnyShard]:
+        """Return a function that indexes an open file as a shard, for the ``fields`` of a run."""
         loads = _loads(settings, tokenizer, fields)
         reader = RowReader(settings, tokenizer, fields)
         return lambda file: TarShard(file, loads, reader).as_arrays()
@@ -221,6 +222,7 @@ def _loads(settings: SourceSettings, tokenizer: Tokenizer, fields: Sequence[Fiel
         decode = open_row(reader.keys)
 
         def load(raw: bytes) -> tuple[Encoded, Row] | str:
+            """Read a .json member to ids and its row, or return a reason."""
             found = decode(raw)
             encoded = found if isinstance(found, str) else reader.encode(found)
             if encoded == MISSING:
