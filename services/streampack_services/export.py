@@ -3,7 +3,7 @@
 The files work unchanged, with default names such as ``my-run``; these words are replaced by the user's. A user's
 broker.yaml replaces the example's, except for the keys with addresses and folders (``_WHERE``), which stay the place's.
 Most files are copied by name. Two kinds are made from others: alerts as a PrometheusRule for Prometheus' operator,
-and copies of the dashboards for kustomize. It mounts only files below its folder.
+and copies of the dashboards. Kustomize needs the copies, because it mounts only files below its folder.
 """
 
 from __future__ import annotations

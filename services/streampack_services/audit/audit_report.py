@@ -152,6 +152,7 @@ def show_verified(found: Tree) -> None:
 
 
 def _streams_table(streams: Tree) -> Table:
+    """Return a table with the counts of each stream; lost and duplicated samples are red."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("stream")
     columns = ("samples", "tokens", "rejected", "dropped", "waiting", "lost", "duplicated")

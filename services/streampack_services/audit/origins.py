@@ -38,6 +38,7 @@ def samples_of(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource]) -
     file, _, row = name.rpartition(":")
 
     def wanted(where: str) -> bool:
+        """Return whether a place such as ``data/train.jsonl:line 101`` is the row that the user named."""
         its_file, _, its_row = where.rpartition(":")
         its, mine = f"/{its_file}", f"/{file.lstrip('/')}"
         return row in (its_row, its_row.rpartition(" ")[2]) and (its.endswith(mine) or mine.endswith(its))

@@ -181,6 +181,7 @@ class Rerun:
         return run
 
     def _fail(self, error: StreampackError) -> None:
+        """Keep the first error of a thread, and let all clients raise it."""
         self.failure = self.failure or error
         for client in self.clients:
             client.fail(self.failure)

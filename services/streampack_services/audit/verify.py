@@ -42,6 +42,7 @@ class Findings:
     lines: list[str] = field(default_factory=list)
 
     def add(self, kind: str, line: str) -> None:
+        """Add one finding of a kind, with its line of text."""
         self.many(kind, [line], 1)
 
     def many(self, kind: str, lines: Iterable[str], count: int) -> None:
@@ -109,19 +110,19 @@ class _Feed:
                 last = self._pass_over(last + 1, step.step)
                 if step.step != last + 1:
                     self._missing(last + 1, step.step)
-            self._look_back(step.step)
+            self._learn_merged(step.step)
             if snapshot is not None and snapshot.step <= step.step:
                 self._check_snapshot(snapshot)
                 snapshot = None
             self._take(step)
             last = step.step
         last = self._pass_over(last + 1, LATEST)
-        self._look_back(last + 1)
+        self._learn_merged(last + 1)
         if snapshot is not None and snapshot.step == last + 1 and self._first is not None:
             self._check_snapshot(snapshot)
         self._check_contradictions()
         self._check_end(last)
-        self._name_places()
+        self._add_sample_findings()
         return self._tree(last, rejected)
 
     # Steps
@@ -148,8 +149,8 @@ class _Feed:
         elif 0 in self._gaps:
             self._passed.append([0, first - 1])
 
-    def _look_back(self, step: int) -> None:
-        """If samples before the first step are unknown, learn them from the first snapshot at or before ``step``."""
+    def _learn_merged(self, step: int) -> None:
+        """Learn which samples were merged before the first recorded step from a snapshot at or before ``step``."""
         held = self._feed.first_snapshot
         if self._known or held is None or held[1].step > step:
             return
@@ -199,6 +200,7 @@ class _Feed:
             self._tokens[name] += int(rows["length"].sum())
 
     def _step_name(self, step: StepRows) -> str:
+        """Return the name of a step for a finding: ``feed train: step 3 of lineage 1``."""
         lineage = f" of lineage {step.lineage}" if len(self._feed.lineages) > 1 else ""
         return f"feed {self._feed.name}: step {step.step}{lineage}"
 
@@ -251,6 +253,7 @@ class _Feed:
             self._findings.many("contradictions", lines, len(heads))
 
     def _rows_of(self, snapshot: Snapshot) -> NDArray[np.void]:
+        """Return the samples in the window of a snapshot and in packs without a step yet, dtype ROW [n]."""
         return np.frombuffer(snapshot.form.window + snapshot.form.pending, ROW)
 
     def _merged(self, snapshot: Snapshot) -> dict[str, list[int]]:
@@ -307,7 +310,7 @@ class _Feed:
 
     # The result
 
-    def _name_places(self) -> None:
+    def _add_sample_findings(self) -> None:
         """Add a finding for each lost and each duplicated sample."""
         for name, lost in self._lost.items():
             lines = (f"{_sample(name, *each)} is lost: it is in no step and not rejected" for each in sorted(lost))

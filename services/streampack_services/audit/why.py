@@ -141,6 +141,7 @@ def _packs(feed: FeedHistory, step: StepRows, rules: Rules, dp_size: int | None,
     costs = rules.balance.costs(slots)
 
     def pack(number: int, positions: I64, row_tokens: int | None = None) -> Tree:
+        """Return one pack as a tree; ``positions``: its rows in the step, ``row_tokens``: tokens of each padded row."""
         held = slots[positions] if row_tokens is None else np.full(len(positions), row_tokens)
         offsets = (np.cumsum(held) - held).tolist()
         return {

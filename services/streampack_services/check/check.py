@@ -102,6 +102,7 @@ def key_lines(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
 
     def walk(node: yaml.Node, path: str) -> None:
+        """Add the lines of all keys below ``node``, whose own path is ``path``."""
         if not isinstance(node, yaml.MappingNode):
             return
         for key, value in node.value:
@@ -228,6 +229,7 @@ def _resolved_producer(config: ProducerConfig) -> ProducerConfig:
 
 
 def _derived(path: str, value: Any, meaning: str) -> Value:
+    """Return a ``Value`` that is derived and so has no line in the file."""
     return Value(path, value, "derived", None, meaning)
 
 

@@ -230,4 +230,5 @@ def _confirm(doubts: list[str], run: str) -> None:
 
 
 def _say(found: dict[str, Any], said: str, as_json: bool) -> None:
+    """Print the broker's answer ``found`` as JSON, or the text ``said`` with the names of run and feed."""
     print(json.dumps(found) if as_json else f"run {found['run']}, feed {found['feed']}: {said}")

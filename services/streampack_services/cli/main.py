@@ -50,6 +50,7 @@ def main() -> int:
 
 
 def _report_bug() -> int:
+    """Print the traceback of the current error and ask the user to report it; return the exit code."""
     traceback.print_exc()
     text = f"streampack: this is a bug in streampack {__version__}. Please report it with the lines above."
     print(text, file=sys.stderr)
@@ -63,6 +64,7 @@ LogJson = Annotated[bool, typer.Option("--log-json", help="Log one JSON object p
 
 
 def _version(wanted: bool) -> None:
+    """Print the version and exit, if ``--version`` was given."""
     if wanted:
         print(f"streampack {__version__}")
         raise typer.Exit

@@ -159,6 +159,7 @@ def produce(config: ProducerConfig, *, timeout_s: float, level: logs.Level = "in
     set_up_log = functools.partial(logs.set_up, theirs, as_json=as_json, run=broker_run)
 
     def start(name: str) -> tuple[BaseProcess, Connection]:
+        """Start a producer process under this name; return the process and the pipe for its messages."""
         near, far = context.Pipe(duplex=False)
         process = context.Process(target=_work, args=(config, endpoint, timeout_s, name, far, set_up_log))
         with _safe_path():
@@ -326,6 +327,7 @@ def _log_progress() -> Callable[[Overall], None]:
     unchanged = 0
 
     def show(overall: Overall) -> None:
+        """Log the progress, unless it is unchanged and this call is to be skipped."""
         nonlocal before, unchanged
         now = (overall.samples, overall.restarts, *sorted(overall.waiting))
         unchanged, before = (unchanged + 1 if now == before else 0), now
@@ -347,6 +349,7 @@ def _work(
     try:
 
         def tell(progress: ProducerProgress) -> None:
+            """Send the progress to the parent; stop if the parent is gone."""
             try:
                 pipe.send(("progress", progress.streams, progress.waiting))
             except OSError:  # the parent is gone

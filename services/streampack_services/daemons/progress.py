@@ -69,10 +69,12 @@ class Overall:
 
     @property
     def samples(self) -> int:
+        """Delivered samples of all streams."""
         return sum(stream.samples for stream in self.streams.values())
 
     @property
     def tokens(self) -> int:
+        """Delivered tokens of all streams."""
         return sum(stream.tokens for stream in self.streams.values())
 
     @property
@@ -190,11 +192,13 @@ def _rejected(reasons: Mapping[str, int]) -> str:
 
 
 def _unmasked(overall: Overall) -> str:
+    """Return how many samples have no loss_mask although the run declares one, as text; empty for none."""
     count = sum(stream.unmasked for stream in overall.streams.values())
     return f"{count} without the declared loss_mask, learned as a whole" if count else ""
 
 
 def _restarts(overall: Overall) -> list[str]:
+    """Return ``["2 restarts"]``, or an empty list for none."""
     return [f"{overall.restarts} restart{'s' * (overall.restarts > 1)}"] if overall.restarts else []
 
 

@@ -57,6 +57,7 @@ class Systemd:
         self.tell(ready=broker.ready or stopping, stopping=stopping, status=in_a_line(broker))
 
     def _send(self, text: str) -> None:
+        """Send ``text`` to systemd's socket; ignore errors."""
         with (
             contextlib.suppress(OSError),
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender,
@@ -70,5 +71,6 @@ def in_a_line(broker: BrokerStatus) -> str:
 
 
 def _feed(name: str, feed: FeedStatus) -> str:
+    """Return a feed's state as text: ``train step 120, 3.2M tokens/s``."""
     why = f", {feed.waiting_for.text}" if feed.waiting_for is not None and not feed.tokens_per_s else ""
     return f"{name} step {feed.steps.formed}, {count_text(feed.tokens_per_s)} tokens/s{why}"

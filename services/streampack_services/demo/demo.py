@@ -270,6 +270,7 @@ def _gather(
 
 
 def _bar(console: Console) -> Progress:
+    """Return a progress bar that counts steps."""
     return Progress(
         TextColumn("{task.description}"), BarColumn(40), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn(),
         console=console, transient=False, disable=console.quiet,

@@ -144,5 +144,6 @@ def _reassemble(pack: Pack, shards: list[Shard]) -> list[tuple[int, int, int, in
 
 
 def _expect(condition: bool, error: str) -> None:
+    """Raise AssertionError with the text ``error`` unless ``condition`` holds."""
     if not condition:
         raise AssertionError(error)

@@ -29,6 +29,7 @@ class _NoTokenizer(UnnamedTokenizer):
     """Bytes for texts; reject chats with an error that names the demo's option."""
 
     def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
+        """Raise UserError: a chat needs a tokenizer that the user names."""
         raise UserError(
             "The files of --source hold chats, which need a tokenizer. "
             "Pass --tokenizer with the folder of your model's tokenizer.json and chat template, or --tokenizer bytes."

@@ -240,6 +240,7 @@ def formed(lengths: I64, rules: Rules, parts: I64 | None = None, at_once: int = 
     former, steps = Former(rules, table), list[PlannedStep]()
 
     def form() -> int:
+        """Form all packs that FORM has enough samples for; return the number of steps so far."""
         while (request := former.request(max(len(lengths), 1))) is not None:
             steps.extend(former.apply(request.choose()))
         return len(steps)

@@ -165,6 +165,7 @@ def read_lengths(path: Path) -> I64:
 
 
 def _read_array(path: Path) -> NDArray[np.integer]:
+    """Read lengths from a .npy file. Raises UserError or SampleError if it is not one array of integers."""
     try:
         values = np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -176,6 +177,7 @@ def _read_array(path: Path) -> NDArray[np.integer]:
 
 
 def _read_text(path: Path) -> I64:
+    """Read lengths from a text of whole numbers. Raises UserError or SampleError for other words."""
     try:
         words = path.read_text(encoding="utf-8-sig").split()
     except UnicodeDecodeError:
@@ -191,6 +193,7 @@ def _read_text(path: Path) -> I64:
 
 
 def _is_length(word: str) -> bool:
+    """Return whether a word is a whole number of at most MAX_LENGTH."""
     try:
         return abs(int(word)) <= MAX_LENGTH
     except ValueError:

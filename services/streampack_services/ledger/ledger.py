@@ -58,6 +58,7 @@ class Placement:
 
     @property
     def part(self) -> int:
+        """Index of the part within its split sample; 0 for a whole sample."""
         return int(self.step.rows["part"][self.row])
 
 
@@ -345,6 +346,7 @@ class Ledger:
         return self._tables.fingerprints()
 
     def _steps(self, where: str, key: tuple[Any, ...]) -> Iterator[StepRows]:
+        """Return the steps whose rows the SQL condition ``where`` with parameters ``key`` chooses."""
         return map(_decoded, self._tables.rows("steps", where, key))
 
     def _load(self) -> None:
@@ -353,6 +355,7 @@ class Ledger:
         self.history = self._read_history()
 
     def _read_history(self) -> RunHistory:
+        """Put the history together from the rare records in the ledger."""
         history = RunHistory()
         for lsn, kind, body in self._tables.rows("records", "1 ORDER BY lsn"):
             record, _ = record_frames.decode_record(kind, body)
@@ -362,6 +365,7 @@ class Ledger:
 
 
 def _decoded(row: list[Any]) -> StepRows:
+    """Return the step of a row of the table ``steps``."""
     feed, step, lineage, lsn, body = row
     return step_rows.decode(feed, lineage, step, lsn, body)
 

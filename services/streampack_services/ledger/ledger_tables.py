@@ -118,6 +118,7 @@ class Tables:
             raise self.damaged(f"got version {self.state.version}, expected {VERSION}")
 
     def save_state(self) -> None:
+        """Write ``state`` to the file, with a checksum."""
         body = msgspec.json.encode(self.state)
         self._db.execute("INSERT OR REPLACE INTO state VALUES (0, ?, ?)", (body, crc32c(body)))
 

@@ -260,6 +260,7 @@ def _reading(segment: Segment) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
+    """Open a file for reading; yield its descriptor and close it in the end."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         yield fd

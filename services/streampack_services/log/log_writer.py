@@ -116,6 +116,7 @@ class Writer:
         self._thread.join()
 
     def _run(self) -> None:
+        """The thread's body: write groups until the log closes; end the process after an error of the disk."""
         try:
             while not self._turn():
                 pass
@@ -257,7 +258,7 @@ class Writer:
             write_head(self._fd, self._segment, self._end)
 
     def _timed(self, sync: Callable[[int], None], fd: int) -> None:
-        """Call ``sync`` and count its time. Raises SyncFailed."""
+        """Sync a file by ``sync(fd)``; count the call and its time. Raises SyncFailed."""
         begin = time.monotonic()
         try:
             sync(fd)

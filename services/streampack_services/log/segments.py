@@ -85,6 +85,7 @@ class Segment:
 
 
 def segment_path(folder: Path, first_lsn: int) -> Path:
+    """Return the path of the segment whose first record has number ``first_lsn``."""
     return folder / f"{first_lsn:020d}.log"
 
 

@@ -116,6 +116,7 @@ def _change(points: float) -> str:
 
 
 def _overlong(found: Tree, overlong: str | None) -> list[str]:
+    """Say how many samples are over the budget and what the policy loses; empty for none."""
     take = found["take"]
     if not take["overlong"]:
         return []
@@ -128,6 +129,7 @@ def _overlong(found: Tree, overlong: str | None) -> list[str]:
 
 
 def _rejected(found: Tree) -> list[str]:
+    """Say how many samples are not valid; empty for none."""
     if not found["rejected"]:
         return []
     return [
@@ -136,6 +138,7 @@ def _rejected(found: Tree) -> list[str]:
 
 
 def _alignment(found: Tree) -> list[str]:
+    """Say what padding for alignment takes, and what tight alignment would save; empty if little."""
     take, said = found["take"], list[str]()
     if take["waste"]["alignment"] > SAID:
         padded = f"The mesh needs samples padded to multiples of {take['align']['sample']} tokens. This padding takes"
@@ -228,6 +231,7 @@ def _meshes(found: Tree) -> list[str]:
 
 
 def _last_step(found: Tree) -> list[str]:
+    """Say what empty packs of the last step take, and how to avoid them; empty if little."""
     share = found["take"]["waste"]["empty_pack"]
     if share <= 0.005 or found["take"]["step_samples"]:
         return []
@@ -237,6 +241,7 @@ def _last_step(found: Tree) -> list[str]:
 
 
 def _steps(found: Tree) -> list[str]:
+    """Say how many steps a pass has, with a 95% interval if it is estimated."""
     take = found["take"]
     warmup = take["rules"].get("warmup")
     among = f"; the budget of the first {warmup['steps']:,} grows from {warmup['init']:,}" if warmup else ""

@@ -168,6 +168,7 @@ def _numbers(text: str | None, name: str) -> tuple[int, ...]:
 
 
 def _must_be_known(option: str, got: str | None, known: tuple[str, ...]) -> None:
+    """Raise UserError if the value ``got`` of an option is not None and not one of ``known``."""
     if got is not None and got not in known:
         raise UserError(f"{option} is {got!r}. Pass one of: {', '.join(known)}.")
 
@@ -197,4 +198,5 @@ def _shape(text: str) -> Shape:
 
 
 def _is_size(word: str) -> bool:
+    """Return whether a word is a whole number from 1 to 2**31 - 1."""
     return word.isascii() and word.isdigit() and 0 < int(word) < 2**31

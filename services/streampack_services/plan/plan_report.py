@@ -163,4 +163,5 @@ def steps_text(row: Tree) -> str:
 
 
 def _range(low: int, high: int) -> str:
+    """Return ``3`` or ``3-4``."""
     return f"{low:,}" if low == high else f"{low:,}-{high:,}"

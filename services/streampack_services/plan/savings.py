@@ -43,7 +43,7 @@ class Rate:
 
 
 def padded_slots(lengths: I64, micro_batch: int, align: int, bounds: I64 | None = None) -> int:
-    """Return the slots of samples that are padded to the longest of their micro-batch.
+    """Return the slots (tokens and padding) of samples that are padded to the longest of their micro-batch.
 
     ``lengths``: tokens per sample, int64 [samples]. ``align``: multiple of tokens that a sample is padded to.
     ``bounds``: ends of batches as indices into ``lengths``, int64 [batches + 1], from 0; no micro-batch crosses one.
@@ -59,7 +59,7 @@ def padded_slots(lengths: I64, micro_batch: int, align: int, bounds: I64 | None 
 
 
 def packed_slots(lengths: I64, rules: Rules, packer: str, bounds: I64 | None = None) -> int:
-    """Return the slots of the packs that ``packer`` forms of ``lengths``, int64 [samples], without empty packs.
+    """Return the slots (tokens and padding) of all packs with samples that ``packer`` forms of ``lengths``.
 
     Each pack is as long as the rules' shape makes it. Samples between two of ``bounds``, int64 [batches + 1], are
     packed by themselves; if steps are batches, in one window.

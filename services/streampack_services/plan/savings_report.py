@@ -72,6 +72,7 @@ def _table(found: Tree, *, narrow: bool = False) -> Table:
 
 
 def _saved_share(row: Tree) -> str:
+    """Return the saved share of a row as text: ``80.02%``, ``none``, or nothing for the run itself."""
     if "saved_share" not in row:
         return ""
     return f"{row['saved_share']:.2%}" if row["saved_slots"] >= 0 else "none"

@@ -75,6 +75,7 @@ class _Pump:
         return self._last or "(none)"
 
     def _copy(self) -> None:
+        """The thread's body: copy every line of the pipe to standard error, and remember the last one."""
         for raw in self._pipe:
             line = raw.decode(errors="replace").rstrip()
             self._last = line or self._last

@@ -149,6 +149,7 @@ class _Run:
                 rendezvous.write_failure(path, found, why or "the command failed there")
 
     def _record_signal(self, number: int, _: FrameType | None) -> None:
+        """Handle a signal: add to ``signals`` what to pass on to the command, SIGINT or SIGTERM."""
         self.signals.append(signal.SIGINT if number == ASKED_BY_CTRL_C else signal.SIGTERM)
 
     # The broker
@@ -208,6 +209,7 @@ class _Run:
                         read_tree(path) | {"broker": found["producers"]})  # fmt: skip
 
     def _start(self, name: str, command: str, tree: dict[str, Any]) -> None:
+        """Start ``streampack COMMAND`` as a child process called ``name``, with ``tree`` as its configuration."""
         env = {**self.env, "STREAMPACK_ATTEMPT": attempt(self.env)}
         self.daemons.append(child.start(name, command, tree, folder=self.folder, log_dir=self.options.log_dir, env=env))
 

@@ -216,6 +216,7 @@ def _source(given: Any, settings: dict[str, Any], tokenizer: Tokenizer) -> Sourc
 
 
 def _open(settings: dict[str, Any], tokenizer: Tokenizer) -> Source:
+    """Open a source of files; raise ConfigError if it has chats and no tokenizer is named."""
     known = _settings(settings)
     source = open_source(known, tokenizer)
     refuse_chats(known, tokenizer)
@@ -223,6 +224,7 @@ def _open(settings: dict[str, Any], tokenizer: Tokenizer) -> Source:
 
 
 def _settings(tree: dict[str, Any]) -> SourceSettings:
+    """Convert and check the settings of a source. Raises ConfigError."""
     settings = convert(tree, SourceSettings, "source")
     check_settings(settings)
     return settings
@@ -277,6 +279,7 @@ def _tokenizer(given: Any) -> Tokenizer:
         raise UserError(f"tokenizer: got a {type(given).__name__}, expected a name, settings or a callable")
 
     def ids_of(text: str) -> object:
+        """Return the token ids of a text; unwrap an encoding that has ``ids``."""
         found = encode(text)
         return getattr(found, "ids", found)
 

@@ -112,5 +112,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _prctl(option: int, value: int) -> None:
+    """Call prctl(2) of Linux. Raises OSError."""
     if _libc.prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")

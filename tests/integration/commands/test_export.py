@@ -81,7 +81,7 @@ def test_what_will_not_work_there_is_said(mine: Path, tmp_path: Path) -> None:
     assert warned("k8s") == []
     of_example = "the producer.yaml of the example has the streams web, but broker.yaml has code"
     assert warned("k8s", "-c", mine) == [of_example]
-    assert warned("slurm", "-p", near) == [f"producer.yaml is {near}: its streams are code, and broker.yaml's are web"]
+    assert warned("slurm", "-p", near) == [f"{near} has the streams code, but broker.yaml has web"]
     for what in ("k8s", "slurm"):
         for tree, key, path in (
             ({"streams": {"code": text}}, "streams.code.shards", "data/*.txt"),

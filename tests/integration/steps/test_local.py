@@ -264,7 +264,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> Non
         ({"source": ["a.tar", "b.jsonl"]}, UserError, "data: got files of the formats jsonl, webdataset"),
         ({"source": [[1]], "budget": 0}, ConfigError, "rules.budget"),
         ({"source": [[1]], "packer": "best"}, ConfigError, "rules.packer: got 'best'"),
-        ({"source": [[1]], "mesh": {"dp": 2}}, UserError, "local is one rank's loader"),
+        ({"source": [[1]], "mesh": {"dp": 2}}, UserError, "local is the loader of a single rank"),
         ({"source": [[1]], "weights": {"web": 1}}, UserError, "weights: got web, expected streams: data"),
         ({"source": {"a": {"source": [[1]], "wieght": 1}}}, ConfigError, "a: source: got the unknown key 'wieght'"),
         ({"source": [[1]], "prefetsch": 3}, TypeError, "prefetsch"),
