@@ -221,14 +221,14 @@ def test_a_batch_that_memory_cannot_hold_is_said_to_its_trainers() -> None:
     ("rules", "streams", "why"),
     [
         ({"step": {"packs": 8, "samples": 4}}, {}, "step: got packs and samples, expected one of packs, samples"),
-        ({"step": {"end_of_batch": True}}, {}, "rules.step: got end_of_batch with stream 'web', which is read"),
-        ({"step": {"micro_batch_multiple": 2}}, {}, "rules: step: got micro_batch_multiple without a batch"),
+        ({"step": {"end_of_batch": True}}, {}, "rules.step: got end_of_batch with stream 'web', which is not pushed"),
+        ({"step": {"micro_batch_multiple": 2}}, {}, "rules: step: got micro_batch_multiple, which is for batches"),
         ({"step": {"samples": 4, "min_samples": 2}}, {}, "got min_samples: 2 with samples: 4"),
         (
             {"step": {"samples": 4, "empty": "error"}}, {"planned_mesh": {"dp": 8}},
             "planned_mesh: got dp=8 and batches of 4 samples with empty: error",
         ),
-        ({"max_policy_lag": 2}, {}, "rules.max_policy_lag: got 2 with streams that are read, expected a pushed one"),
+        ({"max_policy_lag": 2}, {}, "rules.max_policy_lag: got 2 without a pushed stream, expected one"),
         ({"warmup": {"init": 9000, "steps": 4}}, {}, "got warmup.init 9000, expected 1 to 8192"),
     ],
 )  # fmt: skip

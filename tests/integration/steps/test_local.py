@@ -163,7 +163,7 @@ def test_rows_may_be_numbered_or_only_iterated(rows: Any) -> None:
 def test_an_iterator_is_read_once_and_then_says_so() -> None:
     with sp.local(iter([[1, 2]] * 5), budget=4) as loader:
         assert sum(pack.num_samples for pack in loader) == 5
-        with pytest.raises(SourceError, match="an iterator was read up to row 5, and row 0 of pass 0 is wanted"):
+        with pytest.raises(SourceError, match="got an iterator, read up to row 5, but row 0 of pass 0 is needed"):
             next(iter(loader))
     with pytest.raises(UserError, match="data: got an iterator and more than one pass"):
         sp.local(iter([[1]]), repeat=True)
@@ -240,7 +240,7 @@ def failing() -> Iterator[str]:
         (["x" * 100, "y"], SampleError, "row 0: got a sample of 101 tokens, expected at most 64"),
         ([[1.5, 2.5]], SampleError, r"row 0: got a sample that cannot be used \(dtype\)"),
         ([{"body": "x"}], SampleError, r"row 0 \(has the keys body\): got a sample that cannot be used \(missing\)"),
-        (failing(), SourceError, r"the rows cannot be read: OSError\('the disk is gone'\)"),
+        (failing(), SourceError, r"the rows cannot be read: their own code raised OSError\('the disk is gone'\)"),
     ],
 )
 def test_an_error_of_the_producer_is_raised_where_packs_are_taken(rows: Any, kind: Any, said: str) -> None:
