@@ -82,7 +82,9 @@ PLACES: dict[str, Place] = {
         "streampack-broker@{run}", "systemd", ("prefix", *_RUN),
     ),
     "slurm": Place(
-        ("slurm",), "cd {dir} && sbatch run.sbatch torchrun train.py", "slurm", ("prefix", *_RUN),
+        ("slurm",),
+        "copy train.py to {dir}, set the #SBATCH lines for your cluster, then cd {dir} && sbatch run.sbatch torchrun "
+        "train.py", "slurm", ("prefix", *_RUN),
     ),
     "dashboards": Place(
         ("grafana",),

@@ -28,8 +28,8 @@ _AXIS = {dim: axis for axis, dims in _DIMS.items() for dim in dims}
 """Axis by name of a DeviceMesh's dimension. ``sp`` (Ulysses) splits samples as ``cp`` does; sequence parallelism within
 tensor parallelism has no dimension of its own."""
 _WAYS = (
-    'mesh=device_mesh (torch), mesh={"dp": 8, "dp_rank": rank}, or mesh={"tp": 2}, order="tp-cp-dp-pp" '
-    "(the first varies fastest with RANK)"
+    'order="dp" (torchrun, only data parallelism), mesh=device_mesh (torch), mesh={"dp": 8, "dp_rank": rank}, '
+    'or mesh={"tp": 2}, order="tp-cp-dp-pp" (the first varies fastest with RANK)'
 )
 
 
@@ -65,7 +65,7 @@ def mesh_of(mesh: Any = None, order: str | None = None, environ: Mapping[str, st
         raise MeshError(f"mesh: {error}; expected sizes dp, cp, tp, pp and ranks dp_rank, cp_rank, ...") from None
     world = _number(environ, "WORLD_SIZE", 1)
     if world > 1 and not any(key.endswith("_rank") for key in given):
-        raise MeshError(f"got WORLD_SIZE={world} and no ranks, expected to be told this one's place: {_WAYS}")
+        raise MeshError(f"got WORLD_SIZE={world} and no ranks, expected the rank of this process: pass {_WAYS}")
     return found
 
 

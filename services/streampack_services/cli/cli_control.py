@@ -40,7 +40,8 @@ Note = Annotated[
 AtStep = Annotated[
     int | None,
     typer.Option("--at-step", metavar="N", min=0, show_default=False,
-                 help="First step of the change. Default: the first step that is not formed yet."),
+                 help="First step of the change, after all earlier changes. Default: the first step that is not "
+                      "formed yet."),
 ]  # fmt: skip
 MANY_STEPS = 1000
 """Ask the user before a skip of more steps than this: a typing error could skip the rest of the run."""

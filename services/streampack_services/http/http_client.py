@@ -141,8 +141,8 @@ def _fetch(base: str, path: str, timeout_s: float, body: bytes | None = None) ->
         reason = getattr(error, "reason", error)
         what = getattr(reason, "strerror", None) or str(reason)
         raise Unreachable(
-            f"{base}: got no answer ({what.lower()}). Check the address, and that 'streampack broker' runs with that "
-            f"listen.http"
+            f"{base}: got no answer ({what.lower()}). Check the address, and that the broker runs with that "
+            f"listen.http. 'streampack run' takes a free port and prints the address in its log"
         ) from None
 
 

@@ -132,7 +132,7 @@ class Feed:
             if not self._ends_by_marks:
                 who = self._producers.describe(missing)
                 if not (planner.merge.current.has_barriers and self._partitions.stream_of[missing].terms.pushed):
-                    return Missing("stream", f"no sample has come from {who}", stream)
+                    return Missing("stream", f"the next sample has not come from {who}", stream)
                 both = f"no sample and no {end} has come from {who}, and another partition has ended this batch"
                 return Missing("stream", both, stream)
             if (where := self._producers.pushed_from(missing)) is None:
@@ -303,7 +303,7 @@ class Feed:
         if len(held):
             effects.append(Release(held))
         if step or self.figures.totals.steps:
-            effects.append(Report("info", f"feed {self.name!r} goes to step {step}", feed=self.name, step=step))
+            effects.append(Report("info", f"feed {self.name!r} continues with step {step}", feed=self.name, step=step))
         if given is not None and (found is None or given.step > found[0] or knows_more):
             return effects + self._adopt(given, step)
         if found is None or found[2] is not None:

@@ -158,7 +158,7 @@ def test_a_broker_has_more_connections_than_its_shell_lets_it_open() -> None:
 def test_the_broker_says_what_it_waits_for() -> None:
     with running_broker(ENDLESS, "--log-json") as broker:
         until(lambda: (broker.feed()["waiting_for"] or {}).get("reason") == "stream")
-        what = "waiting for samples: no sample has come from stream 'web' partition 0 of 2"
+        what = "waiting for samples: the next sample has not come from stream 'web' partition 0 of 2"
         said = re.compile(rf"no step for (?:[5-9]|\d\d) s: {what}")  # 5, but where the machine is slow
         until(lambda: said.search(broker.said) is not None)
         assert "start one with 'streampack produce'" in broker.said

@@ -242,7 +242,7 @@ def test_a_sample_that_has_changed_is_named(run: Run, tmp_path: Path, number: in
 def test_a_replay_in_which_nothing_moves_gives_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENIZER_SLEEPS", "30")
     line = the_error(in_process("replay", "--step", "3", *run.where, "--timeout", "1"), 75)
-    assert "step 3: no progress for 1 s: waiting for samples: no sample has come from stream" in line
+    assert "step 3: no progress for 1 s: waiting for samples: the next sample has not come from stream" in line
 
 
 def test_steps_of_pushed_samples_need_no_producer(tmp_path: Path) -> None:
