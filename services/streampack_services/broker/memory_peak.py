@@ -22,7 +22,10 @@ from streampack_services.broker.memory_plan import Plan
 MEAN_TOKENS = 500
 """Assumed mean tokens of a sample."""
 PROCESS_BYTES = 180 << 20
-"""Memory of the interpreter, its libraries and kernels: 175 MiB idle on x86-64 with Python 3.11, numba 0.68."""
+"""Memory of the interpreter, its libraries and kernels, idle on x86-64 with Python 3.11 and numba 0.68.
+
+175 MiB were measured, or 213 where the kernel maps all of libllvmlite's file; it takes such pages back when needed.
+"""
 PREFETCH = 2
 """Steps that a client asks for beyond the one in use."""
 PARTLY_FILLED = 4

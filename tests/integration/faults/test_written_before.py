@@ -54,9 +54,12 @@ def connect(broker: RunningBroker, feed: str) -> streampack.Client:
 
 
 def holds(found: Any, expected: Any) -> bool:
-    """Does ``found`` say all that is expected? It may have more keys."""
+    """Return whether ``found`` has all that is expected. It may have more keys, and word its reasons (``why``) anew."""
     if isinstance(expected, dict):
-        return isinstance(found, dict) and all(key in found and holds(found[key], expected[key]) for key in expected)
+        return isinstance(found, dict) and all(
+            key in found and (bool(found[key]) == bool(value) if key == "why" else holds(found[key], value))
+            for key, value in expected.items()
+        )
     if isinstance(expected, list):
         return len(found) == len(expected) and all(map(holds, found, expected))
     return bool(found == expected)
