@@ -237,7 +237,7 @@ def test_why_and_replay_know_what_each_rank_had(source: Source, tmp_path: Path) 
     staged = json.loads(of_pipeline.stdout)
     assert staged["equal"]
     assert len(staged["packs"]) % 2 == 0
-    assert f"{SAMPLES} each a row" in shown
+    assert f"{SAMPLES} one per row" in shown
     assert all(f"{each['rows']} x {each['row_tokens']}" in dealt for each in found)
 
 
