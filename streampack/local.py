@@ -119,10 +119,13 @@ class LocalOptions(ConnectOptions, total=False):
     http: str | None
 
 
+# With format="numpy", the loader yields packs.
 @overload
 def local(source: Any, *, format: Literal["numpy"], **options: Unpack[LocalOptions]) -> LocalLoader[Pack]: ...
+# The overload without ``format`` assumes that torch is installed.
 @overload
 def local(source: Any, *, format: TorchFormat | None = None, **options: Unpack[LocalOptions]) -> LocalLoader[View]: ...
+# For a format that is known only at run time, the type is the union.
 @overload
 def local(source: Any, *, format: str | None, **options: Unpack[LocalOptions]) -> LocalLoader[Pack | View]: ...
 def local(

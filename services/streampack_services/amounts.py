@@ -39,6 +39,6 @@ def duration_text(seconds: float) -> str:
 def state_text(state: str, stalled_s: float | None) -> str:
     """Return the state of a broker or feed as ``serving`` or ``waiting for 1m15s``.
 
-    ``stalled_s``: seconds since its last step, None if it is not stalled.
+    ``stalled_s``: seconds since the last step; None for a broker or feed that is not stalled.
     """
     return state if stalled_s is None else f"{state} for {duration_text(stalled_s)}"

@@ -1,4 +1,4 @@
-"""The entry point of the command ``streampack``; it imports the rest inside ``main``, so that Ctrl-C is quiet then."""
+"""The entry point of the command ``streampack``; ``main`` does the imports, so that Ctrl-C prints no traceback."""
 
 from __future__ import annotations
 

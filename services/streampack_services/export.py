@@ -261,7 +261,7 @@ class _Image(NamedTuple):
 
 
 def _image_of(folder: Path) -> _Image:
-    """Return how to build an image of the streampack that is installed here, with a Dockerfile in ``folder``.
+    """Return the folder and texts to build an image of the installed streampack, with a Dockerfile in ``folder``.
 
     The image gets the checkout or wheel that streampack was installed from (PEP 610), else the package of this version
     from the package index.
@@ -280,6 +280,6 @@ def _image_of(folder: Path) -> _Image:
 
 
 def limit_gib(config: BrokerConfig) -> int:
-    """Return the memory limit of a broker's container, in GiB: its peak with the longest samples, and for compiling."""
+    """Return the memory limit of a broker's container in GiB: its peak with the longest samples, plus compilation."""
     most = peak(config, plan(config), mean_tokens=None).total + COMPILING_BYTES
     return -(-most // (1 << 30))

@@ -28,7 +28,7 @@ class PackCheck:
     - ``what``: its step and pack, for messages.
     - ``padded``, ``real``: boundaries of the segments with and without padding, int64 [segments + 1].
     - ``total``: tokens of the whole pack.
-    - ``places``: place of each token of the shard in the whole pack, int64 [T'].
+    - ``places``: places in the whole pack of the shard's T' tokens, int64 [T'].
     """
 
     def __init__(self, batch: Any, mesh: Mesh | None, rules: Rules | None) -> None:
@@ -147,7 +147,7 @@ class PackCheck:
         LabelCheck(self, self.places, ids, pack["labels"], self.loss_mask).run()
 
     def _misplaced(self, positions: I64) -> NDArray[np.bool_]:
-        """Return a mask of the positions that do not count from 0 in their segment, bool [T'].
+        """Return a mask of the positions that do not count from 0 in their segment, bool [T'] for T' tokens.
 
         In the tail of a forward pack, positions may restart from 0 at a fixed distance.
         """
@@ -177,8 +177,8 @@ class PackCheck:
     def _check_padding(self, field: Field, rows: NDArray[Any], places: I64) -> None:
         """Check that a field has its padding value after each sample's real tokens.
 
-        A field aligned to targets also has it at the last real token. ``rows`` [n, values per token] are the values at
-        ``places`` int64 [n].
+        A field aligned to targets also has the padding value at the last real token. ``rows`` [n, values per token] are
+        the values at ``places`` int64 [n].
         """
         held = field.fill(field.pad)
         pad = np.asarray(from_bfloat16(held) if field.dtype == "bfloat16" else held)[()]

@@ -167,7 +167,7 @@ def _check_shards(shards: Sequence[Any], rules: Rules | None) -> None:
 
 
 def _joined(shards: Sequence[PackCheck], arrays: Sequence[Any], total: int) -> I64:
-    """Return one array of the whole pack, int64 [total], from each shard's array [T']."""
+    """Return one array of the whole pack, int64 [total], from the array [T'] of each shard, which has T' tokens."""
     whole = np.zeros(total, np.int64)
     for each, array in zip(shards, arrays, strict=True):
         whole[each.places] = array

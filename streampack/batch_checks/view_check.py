@@ -68,7 +68,7 @@ def format_of(keys: Mapping[str, Any]) -> str:
 
 
 def _unrow(found: dict[str, Any], *names: str) -> None:
-    """Replace arrays [..., 1, T] by arrays [..., T], in place, and remove those that are None.
+    """Replace arrays [..., 1, T] by arrays [..., T], in place, and remove entries that are None.
 
     A stage of a pipeline may lack some arrays. Raises InvariantError for another shape.
     """
@@ -84,7 +84,7 @@ def _unrow(found: dict[str, Any], *names: str) -> None:
 def _restart_in_tail(found: dict[str, Any], rules: Rules | None) -> None:
     """Make the positions of the tail count from 0, as in the canonical pack, in place.
 
-    In the format ``bshd`` they continue those of the last sample.
+    In the format ``bshd``, the positions of the tail continue the positions of the last sample.
     """
     begin, end = found["cu_seqlens_padded"][found["num_samples"] :][[0, -1]].tolist()
     supplied = rules is not None and any(field.name == POSITION_IDS for field in rules.fields)

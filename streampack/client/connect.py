@@ -49,15 +49,17 @@ class ConnectOptions(TypedDict, total=False):
     join_timeout_s: float
 
 
-# The overload without ``format`` assumes that torch is installed: without torch, a type checker knows no tensors.
+# With format="numpy", the client yields packs.
 @overload
 def connect(
     endpoint: str | None = None, *, format: Literal["numpy"], **options: Unpack[ConnectOptions]
 ) -> Client[Pack]: ...
+# Without ``format``, the overload assumes that torch is installed: without torch, a type checker knows no tensors.
 @overload
 def connect(
     endpoint: str | None = None, *, format: TorchFormat | None = None, **options: Unpack[ConnectOptions]
 ) -> Client[View]: ...
+# For a format that is known only at run time, the type is the union.
 @overload
 def connect(
     endpoint: str | None = None, *, format: str | None, **options: Unpack[ConnectOptions]
@@ -234,7 +236,7 @@ class Client(Generic[BatchT]):
         return self._steps_of(self._reading.round)
 
     def _steps_of(self, round_: int) -> Iterator[Step[BatchT]]:
-        """Yield steps while iteration ``round_`` lasts; as a method, the iterator keeps the client alive."""
+        """Yield steps while iteration ``round_`` lasts; the iterator refers to the client and so keeps it open."""
         while round_ == self._reading.round and (step := self._reading.next_step()) is not None:
             yield step
 
@@ -299,12 +301,12 @@ class Client(Generic[BatchT]):
             - ``skipped_steps``: steps that the run's record says to skip.
             - ``wait_s``: data wait in seconds, the sum of the ``starved_*_s``.
             - ``starved_stream_s``: seconds of wait for samples of a stream.
-            - ``starved_peers_s``: for other ranks to return their steps.
-            - ``starved_join_s``: for ranks that had not joined.
-            - ``starved_memory_s``: for space in the broker's memory.
-            - ``starved_forming_s``: for the packer.
-            - ``starved_log_s``: for the broker's disk.
-            - ``starved_network_s``: for the network, or for a silent broker.
+            - ``starved_peers_s``: seconds of wait for other ranks to return their steps.
+            - ``starved_join_s``: seconds of wait for ranks that had not joined.
+            - ``starved_memory_s``: seconds of wait for space in the broker's memory.
+            - ``starved_forming_s``: seconds of wait for the packer.
+            - ``starved_log_s``: seconds of wait for the broker's disk.
+            - ``starved_network_s``: seconds of wait for the network, or for a silent broker.
             - ``starved_fraction``: data wait as a share of the time since the third step arrived, 0 to 1.
             - ``next_p50_ms``, ``next_p99_ms``, ``next_p999_ms``: percentiles of the wait for a step, in milliseconds.
             - ``trainer_s``: seconds between a step's arrival at the trainer and the request for the next step.

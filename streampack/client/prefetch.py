@@ -269,7 +269,7 @@ class Prefetching:
 
 
 def _error(broken: Broken, endpoint: str) -> StreampackError:
-    """Return the exception for the end of a session, by the code of its end."""
+    """Return the exception for a session that has ended, chosen by its error code."""
     if broken.code in ("mesh", "rank_taken"):
         return MeshError(broken.detail)
     if broken.code == "stopped":

@@ -96,7 +96,7 @@ class ReadingFigures:
             )  # fmt: skip
 
     def counts(self, skipped_steps: int) -> dict[str, float]:
-        """Return the counts and times that do not go by cause, by name; see ``Client.stats`` for the names."""
+        """Return the counts and times that are not split by cause, by name; see ``Client.stats`` for the names."""
         with self._lock:
             now = self._add_elapsed()
             waits, waited = np.array(self._waits), sum(self._causes_s.values())

@@ -144,5 +144,5 @@ def _unequal(path: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value``, with the name in place of each struct of a tuple, to keep an error short."""
+    """Return ``value``; if it is a tuple, replace each struct in it by its name, to keep an error short."""
     return [getattr(each, "name", each) for each in value] if isinstance(value, tuple) else value

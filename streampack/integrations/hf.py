@@ -125,7 +125,7 @@ class Steps:
 class LoaderState(TrainerCallback, ExportableState):
     """Callback that keeps the loader's state in the Trainer's checkpoints, under the name of this class.
 
-    The callback gets the loader when training begins: a Trainer that restores callbacks constructs them anew.
+    The callback gets the loader when training begins: a Trainer that restores callbacks constructs new objects.
     """
 
     steps: Steps | None = None

@@ -1,8 +1,8 @@
 """Test on the model itself that samples of a pack do not attend to each other.
 
-No attribute of a model tells. Many models of transformers attend over the whole row whatever ``position_ids`` are (OPT,
-Bloom, MPT, gpt-oss with eager attention). Others carry a state along the row unless kernels for boundaries are
-installed (Mamba and its hybrids). None of them raises an error; only the loss differs.
+No attribute of a model tells whether its samples are kept apart. Many models of transformers attend over the whole row
+whatever ``position_ids`` are (OPT, Bloom, MPT, gpt-oss with eager attention). Others carry a state along the row unless
+kernels for boundaries are installed (Mamba and its hybrids). None of them raises an error; only the loss differs.
 
 The test runs a pack of two short samples through the model. The gradient of the second sample's logits with respect to
 the first sample's embeddings must be 0, which masked attention gives exactly in any precision.
@@ -47,7 +47,7 @@ def check(model: Any) -> None:
 
 
 def _dependence(model: Any) -> tuple[float, float]:
-    """Return the largest gradient of the second sample's logits by the first sample's embeddings, and by its own."""
+    """Return the largest gradients of the second sample's logits: by the first sample's embeddings, and by its own."""
     held: list[torch.Tensor] = []
 
     def require_gradients(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:

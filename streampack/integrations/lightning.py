@@ -45,8 +45,8 @@ class PackedDataModule(LightningDataModule):
     ranks. A second call of ``fit`` continues, too. An epoch of a finite feed begins at its first step. An epoch of an
     infinite feed, with ``limit_train_batches``, begins at the next step.
 
-    A checkpoint without a state of this class causes a warning, and the feed begins anew. Lightning finds the state by
-    the name of the class.
+    A checkpoint without a state of this class causes a warning, and the feed begins as in a new run. Lightning finds
+    the state by the name of the class.
 
     Args:
         endpoint: Address of the broker, as for ``connect``.
@@ -316,7 +316,7 @@ class _Batches:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Ignore the state; the module restores it."""
+        """Ignore the state, since the data module restores the position of training."""
 
     def commit(self) -> None:
         """Tell the broker that the checkpoint with the last state is durable; Lightning has written it by now."""
@@ -335,7 +335,7 @@ class _Batches:
 
 
 def _check_callbacks(trainer: Any) -> None:
-    """Raise UserError for callbacks that train in trials and restore the model: the feed would not go back with it."""
+    """Raise UserError for callbacks that train in trials and restore the model, since the feed would not go back."""
     for callback in trainer.callbacks:
         if isinstance(callback, LearningRateFinder | BatchSizeFinder):
             raise UserError(

@@ -59,7 +59,7 @@ def datasets_provider(
     """
 
     def provider(train_val_test_num_samples: Any = None, vp_stage: int | None = None) -> Iterators:
-        """Return (train, validation, None) iterators, or three times None on a rank that does not read."""
+        """Return (train, validation, None) iterators, or (None, None, None) on a rank that does not read."""
         args = get_args()
         check_args(args, valid_feed)
         args.dataloader_save = getattr(args, "dataloader_save", None) or args.save
@@ -174,14 +174,14 @@ def _connect(endpoint: str | None, feed: str, args: Any, batch: str) -> Client:
 
 
 def evaluations(loader: Any, num_steps: int) -> Iterator[Any]:
-    """Yield the packs of evaluations without end: each has the first ``num_steps`` steps, or the feed's next ones."""
+    """Yield packs without end: for each evaluation the first ``num_steps`` steps, or an infinite feed's next steps."""
     while True:
         for step in islice(loader.steps(), num_steps):
             yield from step
 
 
 def check_args(args: Any, valid_feed: str | None = None) -> None:
-    """Raise UserError for arguments of Megatron-LM that do not suit any packs, or evaluations without a feed."""
+    """Raise UserError for arguments of Megatron-LM that packs do not support, or for evaluations without a feed."""
     wanted = {
         "dataloader_type": ("external", "this provider's iterators are no datasets"),
         "micro_batch_size": (1, "a micro-batch is a pack: make seq_length and the budget larger"),

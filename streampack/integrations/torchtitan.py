@@ -140,7 +140,7 @@ class StreampackDataLoader(BaseDataLoader):
 
 
 def _copies(dp: int, dp_rank: int) -> tuple[int, int]:
-    """Return how many ranks share this data-parallel rank, and this rank's number among them; may be collective."""
+    """Return how many ranks share this data-parallel rank, and this rank's number among them; may communicate."""
     if not dist.is_initialized() or dist.get_world_size() == dp:
         return 1, 0
     ranks: list[Any] = [None] * dist.get_world_size()

@@ -260,7 +260,7 @@ def _tokens(frames: Mapping[str, Any], rules: Rules, laid: Layouts, mine: Slices
 
 
 def _positions(supplied: Column) -> Column | list[Any]:
-    """Return positions that came with the samples as int64 [T'], or [3, T'] of each pack if a token has three."""
+    """Return supplied positions as an int64 column; for three positions per token, a list of int64 [3, tokens]."""
     if supplied.values.ndim == 1:
         return Column(supplied.values.astype(np.int64, copy=False), supplied.bounds)
     return [np.ascontiguousarray(row.T, np.int64) for row in supplied.rows()]
@@ -272,7 +272,7 @@ def _flags(values: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def _array(data: Any, dtype: str, count: int) -> NDArray[Any]:
-    """Return ``data`` as an array [count], copied only for alignment. Raises ValueError for another size."""
+    """Return ``data`` as an array [count]; copy it if it is not aligned. Raises ValueError for another size."""
     got, expected = memoryview(data).nbytes, count * np.dtype(dtype).itemsize
     if got != expected:
         raise ValueError(f"got {got} bytes, expected {count} numbers of {dtype}, {expected} bytes")

@@ -57,6 +57,7 @@ def rebased(bounds: Sequence[int], first: int, stop: int) -> list[int]:
     return [bound - begin for bound in bounds[first : stop + 1]]
 
 
+# A column gives a column; a list gives a list.
 @overload
 def part(column: Column, first: int, stop: int) -> Column: ...
 @overload

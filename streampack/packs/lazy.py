@@ -37,7 +37,7 @@ class PackMaker(Protocol):
     """A checked message that makes its packs on request."""
 
     def groups(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Return packs [first, stop) of up to ``num_tokens`` tokens, or one pack of more, in turn."""
+        """Return groups of packs as [first, stop), each of up to ``num_tokens`` tokens or of a single longer pack."""
 
     def make(self, first: int, stop: int, show: Show | None) -> Sequence[Any]:
         """Return packs [first, stop), or the views that ``show`` makes of them."""

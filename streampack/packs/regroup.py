@@ -1,9 +1,9 @@
 """Forward packs: one rank's samples of a step under another budget, for passes without gradients.
 
-A pass without gradients (log-probs, rewards) keeps no activations, so it can take larger packs. All ranks need as many
-forward packs, since they run collectives together, and they do not communicate here. With the run's budget or more,
-whole packs are joined; every rank has as many packs, hence as many forward packs. With less, each rank fills packs with
-its samples in order, and the number of forward packs is its own.
+A pass without gradients (log-probs, rewards) keeps no activations, so it can take larger packs. All ranks need the same
+number of forward packs, since they run collectives together, and they do not communicate here. With the run's budget or
+more, whole packs are joined; every rank has as many packs, hence as many forward packs. With less, each rank fills
+packs with its samples in order, and the number of forward packs is its own.
 
 A forward pack is a run of the rank's samples in the order of its micro-batches. With the layouts ``zigzag`` and
 ``whole``, which cut each sample by itself, a rank holds one stretch of each sample. Regrouping then removes tail
@@ -206,8 +206,8 @@ class _Cut:
     def loss_tokens(self, labels: Sequence[I64] | None) -> list[int]:
         """Return the loss tokens of each forward pack.
 
-        A forward pack of whole packs has their sum. One with a part of a pack counts its ``labels``, or has UNKNOWN if
-        this rank does not hold all labels.
+        A forward pack of whole packs has the sum of their loss tokens. For a forward pack with a part of a pack, count
+        the ``labels``, or return UNKNOWN if this rank does not hold all labels.
         """
         whole = np.isin(self.bounds, self.counts)
         sums = _sums([pack.num_loss_tokens for pack in self.packs])[np.searchsorted(self.counts, self.bounds)]

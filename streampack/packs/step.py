@@ -54,9 +54,8 @@ class Step(Generic[BatchT]):
         ``num_loss_tokens`` is -1 if it holds a part of a pack whose labels other ranks hold, too.
 
         Args:
-            budget: Tokens of a forward pack. With the run's budget or more, M micro-batches become
-                ceil(M / (budget // run's budget)) packs, as many on every rank. With less, each rank has its own
-                number of packs.
+            budget: Tokens of a forward pack. With the run's budget or more, M micro-batches become ceil(M / (budget //
+                run's budget)) packs, the same number on every rank. With less, each rank has its own number of packs.
             min_packs: Least number of forward packs; empty ones are added. Ranks that run collectives together pass
                 the largest number that any of them has.
 

@@ -55,7 +55,7 @@ def batches(source: Source, lease: Lease) -> Iterator[TokenChunk]:
 
 
 def batches_of(records: Iterable[RawSample], lease: Lease) -> Iterator[TokenChunk]:
-    """Yield ``records`` gathered into batches within the lease's limits, whatever the time this takes.
+    """Yield ``records`` gathered into batches within the lease's limits, without a limit of time.
 
     Raises SampleError for a sample that the lease's policies reject.
     """

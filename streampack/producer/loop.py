@@ -97,7 +97,8 @@ class ProducerLoop:
     - ``sources``: sources by stream name.
     - ``on_progress``: called twice a second.
     - ``pause_s``: seconds to sleep after each chunk, for demos and tests.
-    - ``name``: the name of an ended process takes over its leases at once; by default a new name.
+    - ``name``: name of this producer. With the name of an ended process, it takes over that process's leases at once.
+      Default: a new name.
     - ``key``: the key to show to the broker.
 
     Raises Unreachable if no broker answers within ``timeout_s`` seconds, Rejected if the broker rejects this producer,

@@ -25,7 +25,7 @@ class Records:
 
     - ``begin``: cursor before the first sample.
     - ``cursor``: cursor after the last sample.
-    - ``where(i)``: file and row of sample i of these, for messages.
+    - ``where(i)``: file and row of sample i, for messages.
     - ``by_sample``: names of the fields that have one value per sample, not per token.
     """
 
@@ -39,7 +39,7 @@ class Records:
         return len(self.samples.lengths)
 
     def __iter__(self) -> Iterator[RawSample]:
-        """Yield each sample as a RawSample whose arrays share memory with these."""
+        """Yield each sample as a RawSample whose arrays share memory with these Records."""
         tokens, lengths, reasons, fields = self.samples
         tokens = tokens.astype(np.int32, copy=False)
         at = 0
@@ -87,7 +87,7 @@ class Records:
 
 @dataclass(slots=True)
 class Room:
-    """Most samples and tokens of the next Records from ``read_many``. The caller may change both between two."""
+    """Most samples and most tokens of the next Records from ``read_many``; the caller may change them in between."""
 
     samples: int
     tokens: int

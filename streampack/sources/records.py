@@ -198,10 +198,10 @@ class Format(NamedTuple):
     """The files of a source, and how a format opens their shards.
 
     - ``files``: the files, listed. ``num_shards``: number of shards that they make up.
-    - ``reader``: from the declared fields to a function that opens a shard by its number.
-    - ``words``: what the source's digest covers beside files and settings.
+    - ``reader``: function that takes the declared fields and returns a function to open a shard by its number.
+    - ``words``: texts that the source's digest covers, beside files and settings.
     - ``pieces``: number of shards in each file, if shards are pieces of files; empty if each shard is a file.
-    - ``peek``: opens the beginning of a shard for a preview; None if ``reader(())`` does.
+    - ``peek``: opens the beginning of a shard for a preview; None if previews use ``reader(())``.
     """
 
     files: list[File]

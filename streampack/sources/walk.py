@@ -95,7 +95,7 @@ def pieces(num_samples: int) -> list[range]:
 def digest_of(
     settings: SourceSettings, tokenizer: Tokenizer, words: tuple[str, ...], files: Sequence[File] = ()
 ) -> str:
-    """Return a source's digest in hex. ``words``: what it covers beside settings, tokenizer and files."""
+    """Return a source's digest in hex. ``words``: further texts that the digest covers."""
     return hashlib.sha256(
         msgspec.json.encode(
             [

@@ -17,7 +17,7 @@ from streampack.tokenizers.token_ids import Encoded, Tokens, as_encoded, digest_
 
 
 class CallableTokenizer:
-    """A tokenizer that calls a function of the user: ``str -> sequence of ints``, or what ``as_encoded`` also accepts.
+    """A tokenizer that calls a user's function from a text to ids, or to another value that ``as_encoded`` accepts.
 
     The function is imported from ``path``. If ``function`` is given, ``path`` is only its name in messages.
 
@@ -95,7 +95,7 @@ class CallableTokenizer:
         return Encoded(both.tokens, mask if both.loss_mask is None else mask & both.loss_mask)
 
     def _call(self, function: Callable[..., object], *what: object) -> Encoded | str:
-        """Return the checked result of the user's function; ``tokenizer`` if it raises, with a warning."""
+        """Return the checked result of the user's function; if it raises, warn and return the reason ``tokenizer``."""
         try:
             return as_encoded(function(*what))
         except Exception as error:  # any exception rejects only this sample

@@ -223,7 +223,7 @@ class FileTokenizer:
         return closed if self._eos is None or closed[-1] == self._eos else [*closed, self._eos]
 
     def _encoded(self, ids: list[int], mask: NDArray[np.uint8]) -> Encoded:
-        """Return ids and mask as Encoded, without the mask if everything is learned."""
+        """Return ids and mask as Encoded; leave out the mask if every token is learned."""
         return Encoded(np.array(ids, np.int32), None if self._settings.train_on == "all" else mask)
 
     def _token_id(self, key: str, token: str | None) -> int:

@@ -144,7 +144,7 @@ def _one_number(loss: torch.Tensor) -> torch.Tensor:
 
 
 def _by_token(outputs: torch.Tensor, pack: Pack | View, held: int) -> torch.Tensor:
-    """Return ``outputs`` as [T', ...], where ``held`` is T'. Raises UserError for another length."""
+    """Return ``outputs`` as [``held``, ...], one row per token. Raises UserError for another length."""
     shape, shown = outputs.shape, getattr(getattr(pack, "labels", None), "shape", ())
     rowed = len(shown) == 2 and shape[:2] == shown  # with one token, the other test is ambiguous
     if rowed or (shape[:1] != (held,) and len(shape) > 1 and prod(shape[:2]) == held):

@@ -94,7 +94,7 @@ def block_causal_mask_mod(batch: Pack | View) -> Callable[..., torch.Tensor]:
 
 
 def _places(batch: Pack | View) -> torch.Tensor:
-    """Return the place in the pack of each of the rank's tokens, int64 [T'], on the batch's device."""
+    """Return the place in the pack of each of the rank's T' tokens, int64 [T'], on the batch's device."""
     return torch.from_numpy(canonical(batch).positions()).to(_device(batch))
 
 

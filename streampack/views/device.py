@@ -34,8 +34,8 @@ class SideStream:
 
     The device holds ``prefetch`` steps and the step in use, about 33 bytes per token.
 
-    Runs on any device that torch has streams for. Tested on the CPU, whose streams do nothing; the copy's overlap
-    on a GPU was not run.
+    Runs on any device that torch has streams for. Tested on the CPU, whose streams do nothing; the overlap of the copy
+    was not tested on a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -39,12 +39,12 @@ def tensor(values: NDArray[Any], half: bool = False) -> torch.Tensor:
 
 
 def cut(whole: torch.Tensor, bounds: Sequence[int], rows: int = 0) -> list[torch.Tensor]:
-    """Split a tensor at ``bounds`` into one tensor for each pack, [T', ...]; [1, T', ...] with ``rows=1``."""
+    """Split a tensor at ``bounds`` into one tensor for each pack, [tokens, ...]; [1, tokens, ...] with ``rows=1``."""
     sizes = [end - begin for begin, end in pairwise(bounds)]
     whole = whole[None] if rows else whole
     return list(torch.unsafe_split_with_sizes(whole, sizes, rows))
 
 
 def beside(of_packs: ValuesByName, *names: str) -> ValuesByName:
-    """Return the packs' values without ``names``, which are keys in another form and would move to a device twice."""
+    """Return the packs' values without ``names``, which are also keys and would be copied to a device twice."""
     return {name: values for name, values in of_packs.items() if name not in names}

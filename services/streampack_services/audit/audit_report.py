@@ -72,7 +72,7 @@ def _packs_table(packs: list[Tree]) -> Table:
 
 
 def _length_text(pack: Tree) -> str:
-    """Return a pack's length in tokens, ``8,192``, or rows by tokens if it is padded, ``4 x 2,048``."""
+    """Return a pack's length in tokens as text: ``8,192``, or ``4 x 2,048`` for 4 padded rows."""
     return f"{pack['rows']} x {pack['row_tokens']:,}" if "rows" in pack else f"{pack['length']:,}"
 
 

@@ -57,7 +57,7 @@ class Books:
         self._is[heads] = IN_STEP
 
     def mark(self, index: I64, where: int) -> I64:
-        """Set the state ``where`` of samples that are ``NOWHERE``; return the indices of the other ones, int64."""
+        """Set samples in the state ``NOWHERE`` to the state ``where``; return the indices of all others, int64."""
         self._reach(index)
         elsewhere = self._is[index] != NOWHERE
         self._is[index[~elsewhere]] = where
@@ -65,7 +65,7 @@ class Books:
         return found
 
     def in_steps(self, index: I64) -> I64:
-        """Return those of ``index`` that are in a step."""
+        """Return the sample indices from ``index`` that are in a step."""
         self._reach(index)
         found: I64 = index[self._is[index] == IN_STEP]
         return found
@@ -118,7 +118,7 @@ class Books:
 
     @staticmethod
     def _parts_before(index: I64, part: I64) -> I64:
-        """Return for each part the previous part of the same sample, int64 [n]; 0 for the first one listed."""
+        """Return for each part the previous part of the same sample, int64 [n]; 0 for a sample's first part."""
         before = np.concatenate([[0], part[:-1]])
         before[np.flatnonzero(np.diff(index, prepend=-1))] = 0
         return before

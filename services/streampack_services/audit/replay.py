@@ -162,9 +162,10 @@ def _save(path: Path, wanted: Wanted, ranks: list[Step]) -> None:
 
 @contextlib.contextmanager
 def _temporary_folder() -> Iterator[str]:
-    """Make a temporary folder and remove it in the end, also after SIGTERM, which exits as Ctrl-C does."""
+    """Make a temporary folder, and remove it at the end of the block, even after SIGTERM."""
 
     def end(number: int, _: FrameType | None) -> None:
+        """Handle SIGTERM: exit, so that the folder is removed."""
         sys.exit(128 + number)
 
     main = threading.current_thread() is threading.main_thread()

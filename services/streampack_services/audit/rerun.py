@@ -48,7 +48,7 @@ _STEPS_TO_SEARCH = 64
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The step to form again, as it is recorded; ``effective``: it is in the history that counts."""
+    """The recorded step to form again. ``effective``: True if no later lineage has replaced the step."""
 
     run: str
     feed: FeedHistory
@@ -65,7 +65,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class Rerun:
-    """Form one step again by a broker, producers and clients in threads, which an ``ExitStack`` ends."""
+    """The broker, producers and clients that form one step again, as threads of this process."""
 
     config: BrokerConfig
     producers: list[ProducerConfig]
@@ -83,7 +83,8 @@ class Rerun:
     def steps(self, stack: contextlib.ExitStack, work: Path) -> list[Step]:
         """Run the broker until every rank has the step; return the step of each rank, ordered by (dp, cp).
 
-        Raises UserError if the log cannot form the step again, SourceError if a sample has changed, DataStall.
+        Raises UserError if the log cannot form the step again, SourceError if a sample has changed, DataStall after
+        ``timeout_s`` seconds without progress.
         """
         step, name = self.wanted.step, self.wanted.feed.name
         _copy(self.folder, work / "state", self.wanted)
@@ -116,7 +117,7 @@ class Rerun:
         return steps
 
     def _oldest(self, work: Path) -> int:
-        """Return the first step that the whole log can form again; ``work``: a folder for a copy of the log."""
+        """Return the first step that the log can form again; ``work``: a folder for a copy of the log."""
         work.mkdir()
         (work / "state").mkdir(mode=0o700)
         copy_records(self.folder, work / "state", sys.maxsize)
@@ -124,7 +125,7 @@ class Rerun:
             return service.core.feeds[self.wanted.feed.name].history.oldest_step
 
     def _broker(self, work: Path) -> BrokerService:
-        """Return a broker on the copy of the log in ``work``, with sockets there and without a rendezvous file."""
+        """Return a broker on the copy of the log in ``work``, with its sockets in ``work`` and no rendezvous file."""
         listen = replace(self.config.listen, keys=None, **endpoints_in(str(work)))
         return BrokerService(
             replace(
@@ -150,7 +151,7 @@ class Rerun:
         return sources
 
     def _connect(self, stack: contextlib.ExitStack, endpoint: str, chain: bytes, lineage: int) -> None:
-        """Connect a client for each rank and let it begin at the step."""
+        """Connect a client for each rank; each client begins at the step to form again."""
         name = self.wanted.feed.name
         for dp_rank, cp_rank in product(range(self.mesh["dp"]), range(self.mesh["cp"])):
             client = connect(
@@ -166,9 +167,10 @@ class Rerun:
                 raise self.failure
 
     def _reporting(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Return ``body`` with its errors passed on to the clients, whose iterators then raise them."""
+        """Return a function that calls ``body`` and makes the clients raise the errors of ``body``."""
 
         def run() -> None:
+            """Call ``body``, and make the clients raise its error."""
             try:
                 body()
             except StreampackError as error:
@@ -181,13 +183,13 @@ class Rerun:
         return run
 
     def _fail(self, error: StreampackError) -> None:
-        """Keep the first error of a thread, and let all clients raise it."""
+        """Keep the first error that a thread raises, and make all clients raise that error."""
         self.failure = self.failure or error
         for client in self.clients:
             client.fail(self.failure)
 
     def _watch(self, service: BrokerService, over: threading.Event) -> None:
-        """Show the progress of ``service`` until ``over`` is set; raise DataStall after ``timeout_s`` without any."""
+        """Show the progress of ``service`` until ``over`` is set; raise DataStall if it stops for ``timeout_s``."""
         moved, before = time.monotonic(), (0, 0)
         with _progress() as show:
             while not over.wait(LOOK_S):
@@ -232,7 +234,8 @@ def _stop(service: BrokerService) -> None:
 def _copy(folder: Path, into: Path, wanted: Wanted) -> None:
     """Copy the log up to the step's own record, or the whole log if only the ledger still has that record.
 
-    Raises UserError if the record of a step that no longer counts is gone, DataStall if the broker keeps cutting.
+    Raises UserError if the record of a replaced step is gone, DataStall if the broker deletes records of
+    the log during every attempt.
     """
     for _ in range(COPY_AGAIN):
         is_gone = wanted.rows.lsn < segment_files(folder)[0][0]

@@ -46,7 +46,7 @@ class Findings:
         self.many(kind, [line], 1)
 
     def many(self, kind: str, lines: Iterable[str], count: int) -> None:
-        """Add ``count`` findings of a kind; take only as many of ``lines`` as are shown."""
+        """Add ``count`` findings of a kind; keep only the first few ``lines``, which are printed."""
         known = self.counts.get(kind, 0)
         if count:
             self.counts[kind] = known + count
@@ -139,7 +139,7 @@ class _Feed:
             self._findings.add("digests", f"{name}: its rows have {got}")
 
     def _begin(self, first: int) -> None:
-        """Start at step ``first``; if it is not 0, the samples before it are unknown until there is a snapshot."""
+        """Start the check at step ``first``. If it is not 0, earlier samples are unknown until the first snapshot."""
         self._first = first
         if first == 0:
             return
@@ -163,10 +163,10 @@ class _Feed:
             self._books[name].begin(upto, *waiting.get(name, _NONE))
 
     def _pass_over(self, first: int, stop: int) -> int:
-        """Skip a range of steps that starts at ``first`` and is not recorded here, if it ends before ``stop``.
+        """Skip the range of unrecorded steps that starts at ``first``, if there is one and it ends before ``stop``.
 
-        Return its last step, or ``first - 1`` if there is no such range. The snapshot with which trainers resumed says
-        which samples were merged until then, and which of them were in no step yet.
+        Return the last skipped step, or ``first - 1`` for no range. The snapshot with which trainers resumed lists the
+        samples that were merged before, and those of them that were in no step yet.
         """
         gap = self._gaps.get(first)
         if gap is None or gap.last >= stop:
@@ -185,7 +185,7 @@ class _Feed:
         self._chain = None
 
     def _take(self, step: StepRows) -> None:
-        """Check the chain of a step that counts, and mark its samples as being in a step."""
+        """Check the chain of a step that no later lineage has replaced, and mark its samples as being in a step."""
         if self._chain is not None and step.chained(self._chain) != step.chain:
             self._findings.add("digests", f"{self._step_name(step)}: its chain does not follow from the steps before")
         self._chain = step.chain
@@ -257,11 +257,11 @@ class _Feed:
         return np.frombuffer(snapshot.form.window + snapshot.form.pending, ROW)
 
     def _merged(self, snapshot: Snapshot) -> dict[str, list[int]]:
-        """Return the number of samples that were merged from each partition, by stream."""
+        """Return, by stream, the number of samples that were merged from each partition when ``snapshot`` was taken."""
         return {name: upto for name, upto in self._feed.merged(snapshot).items() if name in self._books}
 
     def _by_stream(self, rows: NDArray[np.void], step: int, lsn: int) -> dict[str, tuple[I64, I64]]:
-        """Return the (index, part) arrays of rows, by stream; ``step`` and ``lsn`` say which stream a number means."""
+        """Return the (index, part) arrays of rows, by stream; ``step`` and ``lsn`` decide the stream of each number."""
         return {
             self._feed.stream_name(number, step, lsn): (each["index"].astype(np.int64), each["part"].astype(np.int64))
             for number, each in _split(rows)

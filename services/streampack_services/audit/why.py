@@ -77,7 +77,7 @@ def feed_of(ledger: Ledger, name: str | None) -> FeedHistory:
 
 
 def recorded(ledger: Ledger, feed: FeedHistory, step: int) -> StepRows:
-    """Return the rows of a step in the history that counts. Raises UserError if it is not recorded, LedgerDamaged."""
+    """Return the rows of a step in the history that counts. Raises UserError for an unrecorded step."""
     found = ledger.step(feed.name, step, feed.effective(step))
     if found is not None:
         return found
@@ -103,7 +103,7 @@ def _gap_of(ledger: Ledger, feed: FeedHistory, step: int) -> Gap | None:
 
 
 def _gap_with(ledger: Ledger, feed: FeedHistory, sample: Tree) -> Gap | None:
-    """Return the range of unrecorded steps in which ``sample``, which no recorded step has, was merged; or None."""
+    """Return the range of unrecorded steps in which ``sample`` was merged; None if there is no such range."""
     stream, index = sample["stream"], sample["index"]
     for gap in ledger.gaps(feed.name):
         upto = feed.merged(gap.snapshot).get(stream, [])
@@ -130,10 +130,11 @@ def is_skipped(feed: FeedHistory, step: int) -> bool:
 
 
 def _packs(feed: FeedHistory, step: StepRows, rules: Rules, dp_size: int | None, pp_size: int) -> list[Tree]:
-    """Return a step's packs as FORM made them; with ``dp_size``, as DEAL gives them to ranks.
+    """Return a step's packs as FORM made them; with ``dp_size``, as DEAL gives the packs to ranks.
 
     A dealt pack has its ``micro_batch``, ``dp_rank`` and ``length`` in tokens. ``of`` is the number of the formed pack
-    that it is or was split off. A padded micro-batch has ``rows`` of ``row_tokens`` each instead.
+    from which the samples come. In place of ``length``, a padded micro-batch has its number of ``rows`` and the
+    ``row_tokens`` of each row.
     """
     rows, align = step.rows, rules.align.sample
     lengths = rows["length"].astype(np.int64)
@@ -187,7 +188,7 @@ def _packs(feed: FeedHistory, step: StepRows, rules: Rules, dp_size: int | None,
 
 
 def _sample(feed: FeedHistory, step: StepRows, row: int, offset: int) -> Tree:
-    """Return row number ``row`` of a step as a tree; ``offset``: the sample's first token in its pack."""
+    """Return row number ``row`` of a step as a tree; ``offset``: index of the sample's first token in its pack."""
     values = step.rows[row]
     return {
         "stream": feed.stream_name(int(values["stream"]), step.step, step.lsn),
@@ -217,7 +218,7 @@ def differences(before: Rules, after: Rules) -> list[str]:
 
 
 def _flat(path: str, tree: Any) -> Tree:
-    """Return the leaves of a tree by their dotted paths; list entries with a ``name`` are keyed by it."""
+    """Return the leaves of a tree by their dotted paths; a list entry with a ``name`` is listed under that name."""
     if isinstance(tree, dict):
         named = tree.items()
     elif isinstance(tree, list | tuple) and all(isinstance(each, dict) and "name" in each for each in tree):
@@ -234,7 +235,7 @@ def why_sample(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource] = 
     """Return the places of sample ``STREAM:INDEX``, and the file and row that ``sources`` read it from.
 
     ``is`` says its state: step, rejected, dropped, unrecorded, waiting or none; ``why`` explains it. Raises UserError
-    for a wrong name or an unknown stream, LedgerDamaged.
+    for a wrong name or an unknown stream, LedgerDamaged for damaged rows.
     """
     stream, _, number = name.rpartition(":")
     if not stream or not number.isascii() or not number.isdigit():
@@ -259,9 +260,9 @@ def why_sample(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource] = 
 
 
 def why_row(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource]) -> Tree:
-    """Return ``why_sample`` for ``STREAM:INDEX``; for ``FILE:ROW``, that of each sample of the row, as ``samples``.
+    """Return the result of ``why_sample`` for ``STREAM:INDEX``; for ``FILE:ROW``, a list of results as ``samples``.
 
-    A row has one sample per pass. Raises UserError for a row that no source has.
+    A row has one sample per pass, and each has a result. Raises UserError for a row that no source has.
     """
     if not sources or ledger.history.feed_of(name.rpartition(":")[0]) is not None:
         return why_sample(ledger, name, sources)
@@ -270,7 +271,7 @@ def why_row(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource]) -> T
 
 
 def _place(feed: FeedHistory, place: Placement) -> Tree:
-    """Return the step, pack and offset of one place of a sample as a tree; ``counts``: in the history that counts."""
+    """Return one place of a sample as a tree; ``counts`` is False if a later lineage has replaced the step."""
     step, row = place.step, place.row
     rules = feed.rules_at(step.step, step.lsn)
     offset = int(step.offsets(rules.align.sample)[row])
@@ -287,7 +288,7 @@ def _place(feed: FeedHistory, place: Placement) -> Tree:
 
 
 def _verdict(ledger: Ledger, feed: FeedHistory, found: Tree) -> Tree:
-    """Return a sample's state, ``is``, and its explanation in words, ``why``."""
+    """Return a sample's state as ``is``, and an explanation of the state as ``why``."""
     stream, index, seq = found["stream"], found["index"], found["seq"]
     if any(place["counts"] for place in found["places"]):
         return {"is": "step", "why": ""}

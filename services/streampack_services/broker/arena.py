@@ -34,7 +34,7 @@ SLACK = 1.25
 
 
 def arena_tokens(memory_bytes: int, token_bytes: int, block_tokens: int) -> int:
-    """Return the live tokens that ``memory_bytes`` always hold, if no sample is longer than an eighth of a block."""
+    """Return how many live tokens always fit in ``memory_bytes``, if samples take at most an eighth of a block."""
     blocks = memory_bytes // token_bytes // block_tokens
     return int(max(blocks - 3, 0) * block_tokens / SLACK)
 
@@ -166,7 +166,7 @@ class Arena:
     def gather(
         self, packs: Contents, names: list[str], cp: int, rank: int, layout: str, allocate: Allocate | None = None
     ) -> tuple[NDArray[Any], ...]:
-        """Return the shards of packs for context-parallel rank ``rank`` of ``cp``: one array for each of ``names``.
+        """Return the shards of packs that context-parallel rank ``rank`` of ``cp`` holds: one array for each name.
 
         Args:
             packs: The packs' samples and widths.
@@ -210,7 +210,7 @@ class Arena:
         return slices[:, :found], total
 
     def _layout_error(self, packs: Contents, cp: int, rank: int, layout: str) -> str:
-        """Return a sentence for the error: the reason that packs cannot be cut into shards."""
+        """Return the reason why packs cannot be cut into shards, as a sentence for an error."""
         self._reserve(int(packs.handles.max(initial=0)))
         try:
             cut(layouts(self._length[packs.handles], packs.counts, packs.aligns, packs.widths), cp, rank, layout)

@@ -37,7 +37,7 @@ def find_slices(
     offset: I64,
     size: I64,
 ) -> tuple[int, int]:
-    """Find the slices that context-parallel rank ``rank`` of ``cp`` holds of packs, in the order of its shard.
+    """Find the slices of packs that context-parallel rank ``rank`` of ``cp`` holds, in the order of the rank's shard.
 
     A segment is one sample with its padding, or the padding at the end of a pack; a slice is a range of a segment.
 
@@ -45,7 +45,7 @@ def find_slices(
         handles: Handles of the packs' samples, pack by pack, int64 [samples].
         counts: Samples of each pack, int64 [packs].
         widths: Tokens of each pack with padding (T), int64 [packs].
-        aligns: Tokens to a multiple of which each sample of a pack is padded, int64 [packs].
+        aligns: For each pack, the multiple of tokens to which its samples are padded, int64 [packs].
         places: Address of each sample's first token in the arena, by handle, int64.
         lengths: Tokens of each sample, by handle, int64; 0 for a handle that is not held.
         cp: Context-parallel ranks.
@@ -126,7 +126,7 @@ def copy_slices(
         offset: First token of each slice in its segment, int64 [slices].
         size: Tokens of each slice, int64 [slices].
         width: Numbers for each token.
-        shift: Tokens by which to read further on; 1 gives each position the value of the next token.
+        shift: Number of tokens to read ahead: with 1, each position gets the value of the next token.
         pad: Number for positions without a real token.
         out: Output, [sum of sizes * width].
         edges: Output, int32 [slices], or empty: the token that follows each slice in its segment, or -100.

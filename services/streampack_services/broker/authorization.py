@@ -12,8 +12,9 @@
     trainers: {key: c07a..., role: trainer, feeds: [train]}
     rank-3: {key: 9ad2..., role: trainer, feeds: [train], ranks: {dp: 3}}
 
-The broker looks at allowed.yaml twice a second. It reads a changed file once two looks find it the same, so that it
-does not read half of a file. A file that is missing, empty or invalid is logged, and the last valid keys stay allowed.
+The broker looks at allowed.yaml twice a second. It reads a changed file once two checks in a row find the same file, so
+that it does not read half of a file. A file that is missing, empty or invalid is logged, and the last valid keys stay
+allowed.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def new_key(folder: Path, name: str, role: str, limits: Mapping[str, Any]) -> li
 
 
 def _create_key(folder: Path, name: str, tree: dict[str, Any]) -> list[Path]:
-    """Do the work of ``new_key``, with the folder locked; ``tree``: the entry for allowed.yaml, without its key."""
+    """Do the work of ``new_key`` while the folder is locked; ``tree``: the entry for allowed.yaml without its key."""
     secret = new_secret()
     broker_file, file = folder / f"{BROKER}.key", folder / f"{name}.key"
     allowed = read_allowed(folder)
@@ -159,7 +160,7 @@ def _create_key(folder: Path, name: str, tree: dict[str, Any]) -> list[Path]:
 
 
 def revoke(folder: Path, name: str) -> None:
-    """Remove the key of ``name`` from allowed.yaml; its key file stays. Raise UserError if there is none."""
+    """Remove the key of ``name`` from allowed.yaml; its key file stays. Raise UserError for an unknown name."""
     check_has_keys(folder)
     with _locked(folder):
         _revoke(folder, name)
@@ -172,7 +173,7 @@ def check_has_keys(folder: Path) -> None:
 
 
 def _revoke(folder: Path, name: str) -> None:
-    """Do the work of ``revoke``, with the folder locked."""
+    """Do the work of ``revoke`` while the caller holds the lock of the folder."""
     before = read_allowed(folder)
     if name not in before:
         raise UserError(
@@ -213,7 +214,7 @@ def _allowed_line(name: str, tree: Mapping[str, Any]) -> str:
 
 
 def _write_allowed(folder: Path, lines: Sequence[str]) -> None:
-    """Replace allowed.yaml in one step."""
+    """Replace allowed.yaml atomically, so that no reader sees a partly written file."""
     part = folder / f".{ALLOWED}.{os.getpid()}"
     part.unlink(missing_ok=True)
     write_secret(part, "".join(f"{line}\n" for line in lines))
@@ -238,7 +239,8 @@ def keys_table(rows: Sequence[Mapping[str, Any]]) -> Any:
 class Allowed:
     """The keys that may connect to a running broker; a thread of its own watches allowed.yaml.
 
-    ``admits``, ``rights``, ``note_cut`` and ``take_changed_keys`` are for the thread that serves the sockets.
+    ``admits``, ``rights``, ``note_cut`` and ``take_changed_keys`` may be called only in the thread that serves the
+    sockets.
 
     Args:
         folder: The folder of keys.
@@ -324,12 +326,12 @@ class Allowed:
         self._thread.join()
 
     def _watch(self) -> None:
-        """Look at allowed.yaml every ``LOOK_S`` until ``close``, in a thread of its own."""
+        """Check allowed.yaml for changes every ``LOOK_S`` until ``close``, in a thread of its own."""
         while not self._over.wait(LOOK_S):
             self.reload_if_changed()
 
     def reload_if_changed(self) -> None:
-        """Read allowed.yaml if it has changed since it was last read, but not since the last look."""
+        """Read allowed.yaml if the file has changed since the last reading, but not since the last check."""
         seen, last = self._file_stamp(), self._moving
         self._moving = seen
         if seen == self._seen or seen != last:

@@ -59,7 +59,7 @@ class Keeper:
         """Give the core every record of the log.
 
         Raises:
-            ConfigError: The log is of another run, or of other rules.
+            ConfigError: The log belongs to another run or to other rules.
             LogDamaged: A record cannot be read.
         """
         for lsn, record, _ in self._records():
@@ -82,12 +82,12 @@ class Keeper:
         return Recalled(effect.feed, lsn, record, payload, effect.generation)
 
     def take_events(self, safe_upto: int, stalled: str, full: str) -> Iterator[Safe | WasCut]:
-        """Write appended records to the file, and yield what has changed for the core.
+        """Write appended records to the file, and yield the changes of the log as events for the core.
 
         Args:
-            safe_upto: The record number below which the core knows all records to be safe.
-            stalled: The reason known to the core that the log cannot be written; empty if it can.
-            full: The reason known to the core that the log takes no more records; empty if it does.
+            safe_upto: The core knows that all records below this number are safe.
+            stalled: The reason why the log cannot be written, as the core knows it; empty if it knows of none.
+            full: The reason why the log accepts no more records, as the core knows it; empty if it knows of none.
         """
         self._log.flush()
         if self._trimmed:
@@ -132,7 +132,7 @@ class Keeper:
         self._log.close()
 
     def _full(self) -> str:
-        """Return the reason that the log takes no more records; empty while it does."""
+        """Return the reason why the log accepts no more records; empty if the log accepts records."""
         if self._log.num_bytes <= self._retain:
             return ""
         return (

@@ -15,7 +15,7 @@ _TOTAL = re.compile(r"^MemTotal:\s+(\d+) kB$", re.MULTILINE)
 
 
 class Memory(NamedTuple):
-    """An amount of memory, and ``of``: its owner, as the subject of a sentence ('this machine')."""
+    """An amount of memory; ``of`` names its owner for error messages, such as 'this machine'."""
 
     num_bytes: int
     of: str

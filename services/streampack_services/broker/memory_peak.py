@@ -86,7 +86,7 @@ def peak(config: BrokerConfig, plan: Plan, mean_tokens: int | None = MEAN_TOKENS
 def _merged_tokens(config: BrokerConfig, feed: FeedPlan, mean_tokens: int | None) -> int:
     """Return the tokens that a feed holds from the merge until every rank has them.
 
-    They are the window (at least two steps), two steps behind it, and the steps formed ahead.
+    These are the tokens of the window (at least two steps), of the two steps before it, and of the steps formed ahead.
     """
     if mean_tokens is None or feed.rules.batch is not None:
         return feed.merged_tokens

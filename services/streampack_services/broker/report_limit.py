@@ -21,7 +21,7 @@ class ReportLimit:
         self._at = 0.0
 
     def allows(self, now: float) -> bool:
-        """Return True if a line may be logged at ``now``, in seconds of a monotonic clock; count it otherwise."""
+        """Return True if a line may be logged at ``now``, in seconds of a monotonic clock; otherwise count the line."""
         self._left = min(self._left + (now - self._at) * PER_SECOND, float(BURST))
         self._at = now
         if self._left < 1.0:

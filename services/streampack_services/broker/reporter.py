@@ -106,7 +106,7 @@ class Counters:
 
 @dataclass(slots=True)
 class _Watch:
-    """The last progress of a feed, and the log lines since. Times are of the monotonic clock, in seconds."""
+    """Times of a feed's last progress and last log line, in seconds of the monotonic clock."""
 
     steps: int = -1
     """Steps formed and returned, at the last progress."""
@@ -137,7 +137,7 @@ class Reporter:
         self._rules = {name: _feed_rules(feed.rules) for name, feed in core.feeds.items()}
 
     def tick(self, now: float) -> BrokerStatus | None:
-        """Return a new snapshot when it is time for one; ``now`` is of the monotonic clock."""
+        """Return a new snapshot if one is due, else None; ``now``: seconds of the monotonic clock."""
         if now - self._taken < EVERY_S:
             return None
         self._taken = now
@@ -145,7 +145,7 @@ class Reporter:
         return self.take(now)
 
     def take(self, now: float) -> BrokerStatus:
-        """Return a snapshot; ``now`` is of the monotonic clock."""
+        """Return a snapshot of the broker; ``now``: seconds of the monotonic clock."""
         core, counters = self._core, self._counters
         feeds = {name: self._feed_status(now, feed) for name, feed in core.feeds.items()}
         stalled_s = max((feed.stalled_s for feed in feeds.values() if feed.stalled_s is not None), default=None)
@@ -184,7 +184,7 @@ class Reporter:
         )
 
     def _feed_status(self, now: float, feed: Feed) -> FeedStatus:
-        """Return the snapshot of one feed; ``now`` is of the monotonic clock."""
+        """Return the snapshot of one feed; ``now``: seconds of the monotonic clock."""
         steps, former, formed = feed.readers.steps, feed.planner.former, feed.figures
         counted = steps.dealt.padded_totals if feed.rules.padded else formed.totals
         reasons, stalled_s = waiting_for(feed), self._stalled_s(now, feed)
@@ -270,7 +270,7 @@ class Reporter:
         return still_s if reasons.reason not in ("peers", "memory") and feed.readers.steps.any_starved else None
 
     def _state(self, stalled_s: float | None) -> State:
-        """Return the broker's state; ``stalled_s``: see ``BrokerStatus``."""
+        """Return the broker's state; ``stalled_s``: the longest stall of a feed in seconds, None if no feed stalls."""
         core = self._core
         if core.draining:
             return "draining"
@@ -301,7 +301,7 @@ class Reporter:
             self._log_wait(now, feed, self._watches[name], all_still)
 
     def _log_wait(self, now: float, feed: Feed, watch: _Watch, all_still_s: float) -> None:
-        """Log the wait of one feed if it is time; ``all_still_s``: seconds since any feed made progress."""
+        """Log the wait of one feed if a log line is due; ``all_still_s``: seconds since any feed made progress."""
         reasons = waiting_for(feed)
         if now - watch.since < LOG_AFTER_S:
             return
@@ -322,7 +322,7 @@ class Reporter:
 
 
 def waiting_for(feed: Feed) -> Missing | None:
-    """Return what keeps the feed's next step from being formed or read; None at the end and while it drains."""
+    """Return the reason why the feed's next step is not formed or read; None at the end and while the feed drains."""
     readers = feed.readers
     if readers.steps.draining:
         return None
@@ -335,7 +335,7 @@ def waiting_for(feed: Feed) -> Missing | None:
 
 
 class _Rows(Generic[Row]):
-    """Rows of one feed, taken again once they are older than ``ROW_S`` for each row."""
+    """A cache of one feed's rows, which expires after ``ROW_S`` seconds for each row in the cache."""
 
     def __init__(self, take: Callable[[Feed], list[Row]]) -> None:
         self._take = take
@@ -343,7 +343,7 @@ class _Rows(Generic[Row]):
         self._rows: list[Row] = []
 
     def at(self, now: float, feed: Feed) -> list[Row]:
-        """Return the rows, taken again if they are too old at ``now`` (monotonic clock, seconds)."""
+        """Return the cached rows, or new rows if the cache has expired at ``now`` (monotonic clock, seconds)."""
         if now - self._taken >= len(self._rows) * ROW_S:
             self._taken, self._rows = now, self._take(feed)
         return self._rows

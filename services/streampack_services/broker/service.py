@@ -96,7 +96,8 @@ class BrokerService:
             end.
 
     Raises:
-        ConfigError: The memory is too small for the rules or more than the machine gives, or the log differs.
+        ConfigError: The memory is too small for the rules or more than the machine has, or the log belongs to another
+            run.
         UserError: An address, the keys or the log cannot be used.
     """
 
@@ -263,7 +264,7 @@ class BrokerService:
             self.close()
 
     def close(self) -> None:
-        """Give up sockets and threads; idempotent."""
+        """Close the sockets and end the threads; idempotent."""
         self.counters.ready = False
         if self._forming.is_alive():
             self._to_form.put(None)
@@ -331,7 +332,7 @@ class BrokerService:
         self.on_snapshot(snapshot)
 
     def _on_cut(self, cut: CutConnection) -> None:
-        """Count and log a connection that the router has cut, and count it against its key."""
+        """Count and log a connection that the router has cut, and count the cut against the key of the peer."""
         self.counters.cut += 1
         of = ""
         if self._allowed is not None and cut.peer:
@@ -356,7 +357,7 @@ class BrokerService:
         self._handle(kind(peer, envelope, self._allowed.rights(peer) if self._allowed is not None else None))
 
     def _refuse_version(self, peer: bytes, version: int, kind: type[FromProducer] | type[FromTrainer]) -> None:
-        """Reject a peer of another protocol version, in a message with its version's header so that it can read it."""
+        """Reject a peer of another protocol version, in a message whose header has the peer's version."""
         if not self._version_answers.allows(time.monotonic()):
             return
         detail = (

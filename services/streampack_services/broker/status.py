@@ -91,7 +91,7 @@ class PackTotals(Struct, frozen=True, kw_only=True):
 
 
 class PackFigures(Struct, frozen=True, kw_only=True):
-    """How full the packs are; ratios are of 1. ``core.stats.fill`` defines the figures."""
+    """How full the packs are; ratios are fractions, not percent. ``core.stats.fill`` defines the figures."""
 
     packs: int
     """Packs."""

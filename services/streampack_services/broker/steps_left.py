@@ -126,7 +126,7 @@ def _in_samples(rules: Rules) -> bool:
 
 
 def _spread(feed: Feed) -> float:
-    """Return the standard deviation of the lengths of samples in steps, in tokens, about."""
+    """Return the approximate standard deviation of the lengths of samples in steps, in tokens."""
     rows = np.array(feed.figures.lengths.rows(), np.float64).reshape(-1, 2)
     count, tokens = rows.sum(axis=0)
     if not count:

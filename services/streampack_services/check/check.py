@@ -373,7 +373,7 @@ def _table(title: str, values: list[Tree]) -> Table:
 
 
 def _text(path: str, value: Any) -> str:
-    """Return a value as text; the path says if it is a size in bytes or a digest."""
+    """Return a value as text; the path tells whether the value is a size in bytes or a digest."""
     if path.endswith("_bytes"):
         return size_text(value)
     if path.endswith("digest"):

@@ -94,7 +94,7 @@ def _allow_connections() -> None:
 
 @contextlib.contextmanager
 def _closing(service: BrokerService) -> Iterator[None]:
-    """Close the service in the end, also if ``run`` is never reached."""
+    """Close the service at the end of the block, even if the block fails before ``run``."""
     try:
         yield
     finally:
@@ -103,7 +103,7 @@ def _closing(service: BrokerService) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _drained_by_signals(service: BrokerService) -> Iterator[None]:
-    """Drain the service on SIGTERM and SIGINT; a second signal ends its loop at once, a third one the process."""
+    """Drain the service on SIGTERM or SIGINT; a second signal ends its loop at once, and a third ends the process."""
     signals = (signal.SIGTERM, signal.SIGINT)
     caught = 0
 
@@ -125,7 +125,7 @@ def _drained_by_signals(service: BrokerService) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rendezvous(service: BrokerService, http: str) -> Iterator[None]:
-    """Write the rendezvous file, and remove it in the end unless another broker has replaced it."""
+    """Write the rendezvous file; at the end of the block, remove the file unless another broker has replaced it."""
     if service.config.rendezvous is None:
         yield
         return

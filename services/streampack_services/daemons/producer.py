@@ -63,9 +63,9 @@ class ProcessFailed(StreampackError):
 
 @dataclass(slots=True)
 class _Worker:
-    """One producer process and, if it is killed, its successors, which continue at the same place by the same ``name``.
+    """One producer process. If it is killed, a new process with the same ``name`` continues at the same place.
 
-    ``read``: progress of the current process by stream. ``waiting``: the reason for which it waits, or ``""``.
+    ``read``: progress of the current process by stream. ``waiting``: the reason why the process waits, or ``""``.
     """
 
     name: str
@@ -103,7 +103,7 @@ def import_from_here() -> None:
 
 @contextlib.contextmanager
 def _safe_path() -> Iterator[None]:
-    """Let processes that are started within not import from the current folder before the standard library."""
+    """Set PYTHONSAFEPATH for processes started in the block: they do not import from the current folder first."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -126,7 +126,7 @@ def open_sources(config: ProducerConfig) -> dict[str, OpenedSource]:
 
 @contextlib.contextmanager
 def _named(stream: str) -> Iterator[None]:
-    """Put ``streams.NAME:`` in front of the text of any streampack error within."""
+    """Put ``streams.NAME:`` in front of the text of a streampack error raised in the block."""
     try:
         yield
     except StreampackError as error:
@@ -241,7 +241,7 @@ class _Supervisor:
         self.overall.update(now, parts, [worker.waiting for worker in self.workers], len(self.restarted_at))
 
     def _hear(self, worker: _Worker, asked: Callable[[], bool]) -> None:
-        """Read one message of a process; restart the process if it was killed. Raises ProcessFailed."""
+        """Receive one message from a process; restart the process if it was killed. Raises ProcessFailed."""
         try:
             kind, *rest = worker.pipe.recv()
         except (EOFError, OSError):
@@ -294,7 +294,7 @@ def _stop(workers: list[_Worker]) -> None:
 
 @contextlib.contextmanager
 def _asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether SIGTERM has come; SIGINT still raises KeyboardInterrupt."""
+    """Yield a function that returns True after SIGTERM has arrived; SIGINT still raises KeyboardInterrupt."""
     asked = False
 
     def on_signal(_: int, __: FrameType | None) -> None:
@@ -322,7 +322,7 @@ def _show(on_terminal: bool) -> Iterator[Callable[[Overall], None]]:
 
 
 def _log_progress() -> Callable[[Overall], None]:
-    """Return a function that logs the progress; while nothing changes, only at the 1st, 2nd, 4th, 8th ... call."""
+    """Return a function that logs the progress; unchanged progress only at the 1st, 2nd, 4th, 8th ... call."""
     before: tuple[object, ...] = ()
     unchanged = 0
 

@@ -1,9 +1,9 @@
 """Add up the progress of a producer's processes, and show it as a table, as a log line, or as plain values.
 
-Samples and tokens are those that the broker has taken, so a sample that is read again counts once. The last half second
-of a killed process may be missing. A stream's share is its delivered samples over those of all passes; shards that are
-not opened yet count with the mean of the others. A stream that repeats, or whose samples cannot be counted, has no
-share.
+Only samples and tokens that the broker has accepted count, so a sample that is read again counts once. The last half
+second of a killed process may be missing. A stream's share is its delivered samples over those of all passes; shards
+that are not opened yet count with the mean of the others. A stream that repeats, or whose samples cannot be counted,
+has no share.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Overall:
     def update(
         self, now: float, parts: Iterable[Mapping[str, StreamProgress]], waiting: Sequence[str], restarts: int
     ) -> None:
-        """Take over the progress at the time ``now``, in seconds.
+        """Set the progress as of the time ``now``, in seconds.
 
-        ``parts``: for each process so far its progress by stream. ``waiting``: for each running process the reason for
-        which it waits, or ``""``. ``restarts``: number of restarts so far.
+        ``parts``: for each process so far its progress by stream. ``waiting``: for each running process the reason why
+        the process waits, or ``""``. ``restarts``: number of restarts so far.
         """
         self.streams = add_up(self.num_shards, parts)
         self.waiting, self.restarts = waiting, restarts
@@ -203,7 +203,7 @@ def _restarts(overall: Overall) -> list[str]:
 
 
 def _waits(overall: Overall) -> list[str]:
-    """Return for each reason how many processes wait for it: ``2 of 4 wait for credit``."""
+    """Return the number of waiting processes for each reason as text: ``2 of 4 wait for credit``."""
     reasons, processes = Counter(reason for reason in overall.waiting if reason), len(overall.waiting)
     return [
         (f"{count} of {processes} wait" if processes > 1 else "waits") + f" for {reason}"

@@ -35,7 +35,7 @@ def write(path: Path, run: str, endpoints: Mapping[str, str], http: str, epoch: 
 
 
 def remove(path: Path, epoch: int) -> None:
-    """Remove the file if it is still that of the broker with this epoch."""
+    """Remove the file if the broker with this epoch wrote it."""
     found = read(path)
     if found is not None and found["epoch"] == epoch:
         with contextlib.suppress(OSError):
@@ -54,7 +54,7 @@ def write_failure(path: Path, found: dict[str, Any], why: str) -> None:
 
 
 def _replace(path: Path, tree: dict[str, Any]) -> None:
-    """Replace the file by a new one with this content, at once. Raises OSError."""
+    """Replace the file atomically by a new one with the content ``tree``. Raises OSError."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_text(json.dumps(tree))

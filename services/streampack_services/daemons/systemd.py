@@ -1,7 +1,7 @@
 """Tell systemd (``Type=notify``) that a daemon is ready, its status, that it stops, and that it is not stuck.
 
 A message is a datagram of ``KEY=value`` lines to the socket that NOTIFY_SOCKET names, as in sd_notify(3). Without this
-variable nothing is sent. Call ``tell`` from a daemon's main loop a few times a second,never from another thread. With
+variable nothing is sent. Call ``tell`` from a daemon's main loop a few times a second, never from another thread. With
 a watchdog (WATCHDOG_USEC), systemd ends a daemon whose main loop no longer calls it.
 """
 
@@ -35,7 +35,7 @@ class Systemd:
         self._said: set[str] = set()
 
     def tell(self, *, ready: bool = False, stopping: bool = False, status: str = "") -> None:
-        """Send the state if it has changed, and the watchdog's message when it is due; ignore errors."""
+        """Send the state if the state has changed, and the watchdog's message when one is due; ignore errors."""
         if not self._address:
             return
         now = time.monotonic()

@@ -49,7 +49,8 @@ def run_rank(
 ) -> None:
     """Read and check all steps as one rank, in a process of its own; send a RankReport through ``report``.
 
-    ``peers``: on rank 0 of a context-parallel group the pipes to all other ranks of it; on these the pipe to rank 0.
+    ``peers``: on rank 0 of a context-parallel group, the pipes to all other ranks of the group; on the other ranks, the
+    pipe to rank 0.
     """
     found = RankReport()
     try:

@@ -26,7 +26,7 @@ Expected = dict[tuple[int, int, int], tuple[int, int]]
 
 
 class _NoTokenizer(UnnamedTokenizer):
-    """Bytes for texts; reject chats with an error that names the demo's option."""
+    """A tokenizer that turns texts into bytes, and rejects chats with an error that names the demo's option."""
 
     def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
         """Raise UserError: a chat needs a tokenizer that the user names."""
@@ -63,7 +63,7 @@ def judged(
     """Return the demo's result: counts of lost, repeated and damaged samples, and figures of the packing.
 
     ``ok`` is True if every expected sample arrived exactly once and all ranks read the same steps.
-    The ranks read for ``seconds``.
+    ``seconds``: time during which the ranks read.
     """
     errors = [report.error for report in reports if report.error]
     arrived = Counter((stream, index, part) for report in reports for stream, index, part, _ in report.samples)

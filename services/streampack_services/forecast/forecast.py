@@ -211,7 +211,8 @@ def forecast(
 def _waste(on_mesh: Dealt, rules: Rules, num_empty: float, pp: int, *, ended: bool) -> dict[str, float]:
     """Return the padding by cause, as shares of the capacity that is delivered.
 
-    If the lengths are a sample of a pass, ``num_empty`` packs count as empty, in place of those that DEAL has.
+    If the lengths are a sample of a pass, ``num_empty`` packs count as empty, in place of DEAL's own number of empty
+    packs.
     """
     if ended or rules.batch is not None:
         return waste_shares(on_mesh.waste, 0.0, on_mesh.delivered)

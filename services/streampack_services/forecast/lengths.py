@@ -92,8 +92,8 @@ def samples_said(count: int) -> str:
 def of_lengths(what: str, lengths: I64, most: int | None, total: float | None = None) -> Workload:
     """Return a workload with one stream of these ``lengths``, int64 [n], named ``what``.
 
-    Only some stretches of more than ``most`` lengths are packed. ``total``: samples in a pass, if these are only some
-    of them. Raises UserError if ``total`` is less than the lengths.
+    If there are more than ``most`` lengths, only some stretches of them are packed. ``total``: samples in a pass, if
+    ``lengths`` are only some of them. Raises UserError if ``total`` is less than the lengths.
     """
     if total is not None and total < len(lengths):
         raise UserError(
@@ -121,7 +121,7 @@ def stretches(lengths: I64, most: int) -> I64:
 
 
 def stretches_of(values: I64, most: int) -> list[I64]:
-    """Return about ``most`` of ``values`` as evenly spaced runs of consecutive ones; one run if there are no more."""
+    """Return about ``most`` of ``values`` as evenly spaced runs of consecutive values; one run for at most ``most``."""
     if len(values) <= most:
         return [values]
     size = max(most // STRETCHES, 1)

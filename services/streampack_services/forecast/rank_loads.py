@@ -32,7 +32,7 @@ class PlanMesh(PlannedMesh, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FormSamples:
-    """Samples with their costs by some rules.
+    """Samples with their costs under a set of rules.
 
     ``columns``, int64 [4, n]: for each sample its tokens, its tokens with alignment (slots), the cost of the slots, and
     the cost of the tokens alone.
@@ -174,7 +174,8 @@ def _max_over_mean(found: list[I64]) -> float:
 def waste_shares(waste: I64, empty: float, delivered: float) -> dict[str, float]:
     """Return padding as shares of all delivered tokens, by cause.
 
-    ``waste``: padding tokens by cause, int64 [CAUSES], of ``delivered`` tokens. ``empty``: more tokens, in empty packs.
+    ``waste``: padding tokens by cause, int64 [CAUSES], of ``delivered`` tokens. ``empty``: tokens of further empty
+    packs.
     """
     wasted = waste.astype(np.float64)
     wasted[CAUSES.index("empty_pack")] += empty

@@ -41,7 +41,7 @@ class Served:
     """Samples and packs that a run's feed has served.
 
     ``what``: name of the run, for people; ``note``: how the lengths are ordered.
-    ``lengths``: tokens per sample, int64 [n], a split sample's parts each by itself; all or some of the ``samples``.
+    ``lengths``: tokens per sample, or per part of a split sample, int64 [n]; all or some of the ``samples``.
     ``packs``: number of packs, with ``empty_packs``. ``tokens``: real tokens in them.
     ``pack_slots``: total length in tokens of the packs with samples, before DEAL (padded micro-batches: after it).
     ``bounds``: indices into ``lengths`` that no pack crosses, int64 [b + 1], from 0 to n.
@@ -78,9 +78,10 @@ class Served:
 
 
 def from_ledger(state_dir: Path, feed: str | None) -> Served:
-    """Read the steps that count from a state_dir's log; of more than ``MOST`` samples only some stretches of steps.
+    """Read the steps that count from a state_dir's log; only some stretches of steps, if above ``MOST`` samples.
 
-    ``feed``: name of the feed, None for the first one. Raises UserError if the feed has no steps, LedgerDamaged.
+    ``feed``: name of the feed, None for the first one. Raises UserError if the feed has no steps, LedgerDamaged if the
+    ledger is damaged.
     """
     with open_ledger(state_folder(state_dir, None)) as ledger:
         of = why.feed_of(ledger, feed)
@@ -151,7 +152,8 @@ def arrival_order(stream: Any, index: Any, part: Any, pack: I64) -> I64:
     """Estimate the order in which samples arrived; return their positions in that order, int64 [n].
 
     ``stream``, ``index``, ``part``: id of each sample. ``pack``: number of the pack that holds it. Each stream keeps
-    its own order. Streams are mixed by the furthest pack that holds a sample of the stream up to this one.
+    its own order. Across streams, samples are sorted by the highest pack number that the stream has reached with the
+    sample.
     """
     by_stream = np.lexsort((part, index, stream))
     streams, furthest = stream[by_stream], np.empty(len(pack), np.int64)

@@ -79,7 +79,7 @@ def _stream(
 
 
 def _partitions(source: Source, partitions: int, most: int, seed: int) -> int:
-    """Return the partitions to read a source in: the run's if all of it will be read, else more, up to ``SPREAD``."""
+    """Return the number of partitions to read a source in: the run's for a whole source, else up to ``SPREAD``."""
     spread = min(source.num_shards, max(partitions, SPREAD))
     if spread <= partitions:
         return partitions

@@ -57,7 +57,7 @@ def _named(endpoint: str | None, config: BrokerConfig | None, timeout_s: float) 
 
 
 def _of_config(config: BrokerConfig) -> str:
-    """Return the address at which this machine reaches HTTP of a broker of this configuration.
+    """Return the address at which this machine reaches the HTTP server of a broker with this configuration.
 
     Raises:
         UserError: The port is 0, so only the running broker knows it.
@@ -88,7 +88,7 @@ class Found(NamedTuple):
 
 
 def find_broker(endpoint: str | None, config: Path | None, timeout_s: float) -> Found:
-    """Return the broker whose run a command is to change.
+    """Find the broker whose run a command changes, and return its address and status.
 
     Args:
         endpoint: HTTP address, or None.
@@ -186,7 +186,7 @@ def fetch_events(endpoint: str | None, since: int, timeout_s: float) -> list[Tre
 
 
 def fetch_history(endpoint: str | None, since_s: float, timeout_s: float) -> dict[str, list[tuple[float, float]]]:
-    """Return by feed (uptime in seconds, tokens formed so far), about one pair a second after uptime ``since_s``.
+    """Return (uptime in seconds, tokens formed so far) pairs after ``since_s`` of each feed, about one per second.
 
     Empty if this version cannot read the broker's history. Raise Unreachable.
     """
@@ -202,7 +202,7 @@ def fetch_history(endpoint: str | None, since_s: float, timeout_s: float) -> dic
 
 
 def fetch_health(endpoint: str | None, path: str, timeout_s: float) -> tuple[bool, str]:
-    """Ask a probe, ``/livez`` or ``/readyz``; return (True if it is good, a description). Any error is not good."""
+    """Ask a probe, ``/livez`` or ``/readyz``; return (success, a description). Any error is a failure."""
     try:
         code, text = _fetch(_base(endpoint, timeout_s), path, timeout_s)
     except StreampackError as error:

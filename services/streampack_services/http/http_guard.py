@@ -168,6 +168,7 @@ def _with_headers(send: Send) -> Send:
     """Return ``send`` with the security headers added to every response."""
 
     async def sent(message: MutableMapping[str, Any]) -> None:
+        """Send a message of the response, with the security headers in its first message."""
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message.get("headers", []), *_HEADERS]}
         await send(message)

@@ -36,6 +36,7 @@ def of_feeds(value: Callable[[FeedStatus], float | None]) -> Callable[[BrokerSta
     """Return a function that yields a row for each feed; a feed whose ``value`` is None has none."""
 
     def rows(status: BrokerStatus) -> Rows:
+        """Yield a row for each feed that has a value."""
         for name, feed in status.feeds.items():
             if (found := value(feed)) is not None:
                 yield (name,), float(found)
@@ -57,6 +58,7 @@ def of_readers(value: Callable[[RankStatus], float | None]) -> Callable[[BrokerS
     """Return a function that yields a row for each rank; a rank whose ``value`` is None has none."""
 
     def rows(status: BrokerStatus) -> Rows:
+        """Yield a row for each rank that has a value."""
         for name, feed in status.feeds.items():
             for row in feed.readers:
                 if (found := value(row)) is not None:
@@ -91,7 +93,7 @@ def removed_ratio(feed: FeedStatus) -> float | None:
 
 
 def trainer_seconds(row: RankStatus) -> float | None:
-    """Return the time that the rank's trainer had a step; None until its client has sent it."""
+    """Return the seconds that the rank's trainer has worked on steps; None until its client has reported figures."""
     return row.trainer_s if row.has_reported else None
 
 
@@ -115,7 +117,7 @@ def untrained(status: BrokerStatus) -> Rows:
 
 
 def dynamic_batching(status: BrokerStatus) -> Rows:
-    """Return the tokens of padded micro-batches, a row for each feed with dynamic batching and kind of tokens."""
+    """Return the tokens of padded micro-batches, a row for each kind of tokens of each feed with dynamic batching."""
     kinds = [field for field in DynamicBatching.__struct_fields__ if field.endswith("_tokens")]
     for name, feed in status.feeds.items():
         if feed.dynamic_batching is not None:
@@ -124,7 +126,7 @@ def dynamic_batching(status: BrokerStatus) -> Rows:
 
 
 def rank_tokens(status: BrokerStatus) -> Rows:
-    """Return the tokens of a rank's step, a row for each feed, before and after balancing, and figure."""
+    """Return the tokens of a rank's step, before and after balancing, a row for each feed and figure."""
     for name, feed in status.feeds.items():
         for when, spread in (("before", feed.rank_tokens.before), ("after", feed.rank_tokens.after)):
             for figure, tokens in msgspec.structs.asdict(spread).items():
@@ -132,7 +134,7 @@ def rank_tokens(status: BrokerStatus) -> Rows:
 
 
 def steps_left(status: BrokerStatus) -> Rows:
-    """Return the estimate of steps left and its bounds, a row for each feed that has one and bound."""
+    """Return the estimate of steps left and its bounds, a row for each of them and each feed with an estimate."""
     for name, feed in status.feeds.items():
         if feed.steps_left is not None:
             for bound, steps in msgspec.structs.asdict(feed.steps_left).items():

@@ -1,8 +1,8 @@
 """The broker's metrics for Prometheus, read from its snapshot.
 
 Names follow https://prometheus.io/docs/practices/naming: one prefix, base units, ``_total`` for counters, few labels.
-Counts of tokens, samples, packs and steps have no unit. Ratios are of 1. Each scrape reads the last snapshot, so there
-is no second copy of a counter.
+Counts of tokens, samples, packs and steps have no unit. Ratios are fractions, not percent. Each scrape reads the last
+snapshot, so there is no second copy of a counter.
 
 To add a metric, add a field to ``broker.status``, fill it in ``Reporter.take``, and add a row to ``METRICS`` below.
 ``deploy/prometheus/METRICS.md`` lists all metrics; ``python -m streampack_services.http.metrics`` prints it.
@@ -233,7 +233,7 @@ METRICS: tuple[Metric, ...] = (
 def exposition(status: BrokerStatus) -> bytes:
     """Return every series of a broker and of its process in Prometheus' text format, ``CONTENT_TYPE``.
 
-    The broker's series do not go through the Prometheus client: it takes 0.1 s for the 8000 series of 512 ranks.
+    The broker's series do not go through the Prometheus client, which takes 0.1 s for the 8000 series of 512 ranks.
     """
     lines = []
     for metric in METRICS:

@@ -59,7 +59,7 @@ def _route(path: str, file: Traversable) -> Route:
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
     def serve(request: Request) -> Response:
-        """Answer with the file, or with 304 if the browser has it."""
+        """Answer with the file, or with 304 if the browser has the same version of the file."""
         headers = HEADERS | {"etag": etag}
         if request.headers.get("if-none-match") == etag:
             return Response(status_code=304, headers=headers)

@@ -1,8 +1,8 @@
 """The HTTP server of a broker: the live page, metrics, probes and status, and changes of a running broker.
 
-It runs in a thread of its own and reads the broker's last snapshot; only ``control`` passes requests to the broker.
-The probe ``/livez`` is good while the broker's loop turns. The probe ``/readyz`` is good while the broker serves: not
-while it starts or drains. The server binds its port when it is made, so a port in use is an error at once.
+The server runs in a thread of its own and reads the broker's last snapshot; only ``control`` passes requests to the
+broker. The probe ``/livez`` is good while the broker's loop turns. The probe ``/readyz`` is good while the broker
+serves: not while it starts or drains. The server binds its port when it is made, so a port in use is an error at once.
 The module ``http_guard`` decides which requests are allowed.
 """
 

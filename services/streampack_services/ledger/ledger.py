@@ -171,7 +171,7 @@ class Ledger:
         return new
 
     def _add(self, lsn: int, kind: int, body: Any, record: Record) -> None:
-        """Add the rows of one record; store a rare record only if it says anything new."""
+        """Add the rows of one record; store a rare record only if it adds a fact."""
         match record:
             case StepFormed():
                 if not self._add_step(step_rows.rows_of(record, lsn)):
@@ -190,7 +190,7 @@ class Ledger:
         self.history.obsolete.clear()
 
     def _is_brought(self, history: RunHistory, lsn: int, record: Record) -> bool:
-        """Return whether a record is a snapshot from a trainer's checkpoint: the step before it is not recorded."""
+        """Return whether a record is a snapshot from a trainer's checkpoint, whose previous step is not recorded."""
         if not isinstance(record, SnapshotTaken) or not record.snapshot.step:
             return False
         feed, before = history.feeds.get(record.feed), record.snapshot.step - 1

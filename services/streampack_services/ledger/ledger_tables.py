@@ -96,7 +96,7 @@ class Tables:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Write everything within in one transaction; after an error, nothing is written and ``state`` is outdated."""
+        """Run the block as one transaction; after an error, nothing is written and ``state`` is outdated."""
         with self._sqlite():
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -161,7 +161,7 @@ class Tables:
                 yield f"a row does not agree with its checksum: {said}", values if crc == _crc(table, values) else None
 
     def first(self, what: str, table: str, where: str, key: tuple[Any, ...]) -> Any:
-        """Return the column or aggregate ``what`` of the first row, None if there is none; check no checksum."""
+        """Return the column or aggregate ``what`` of the first row, None without a row; ignore its checksum."""
         with self._sqlite():
             found = self._db.execute(f"SELECT {what} FROM {table} WHERE {where}", key).fetchone()
         return None if found is None else found[0]

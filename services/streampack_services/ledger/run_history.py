@@ -53,7 +53,7 @@ class Lineage:
 
 @dataclass(slots=True)
 class RulesFrom:
-    """The ``rules`` that hold from ``step`` on, by record ``lsn``.
+    """The ``rules`` that record ``lsn`` sets from ``step`` on.
 
     ``note``: the user's reason for a change; None for the rules that the run began with. ``position``: -1 for a change
     that was requested and is not in force yet.
@@ -103,7 +103,7 @@ class FeedHistory:
         return next((each.number for each in reversed(self.branches) if each.step <= step), 0)
 
     def rules_at(self, step: int, lsn: int = LATEST) -> Rules:
-        """Return the rules of ``step`` as of record ``lsn``, by default as of the last record."""
+        """Return the rules of ``step`` that record ``lsn`` and earlier records give; by default, all records."""
         held = [each for each in self.rules if each.step <= step and each.lsn <= lsn]
         return max(held, key=lambda each: (each.step, each.lsn)).rules
 

@@ -48,7 +48,7 @@ def open_ledger(state_dir: Path) -> Iterator[Ledger]:
 
 
 def _unread(state_dir: Path, ledger: Ledger) -> Iterator[LogEntry]:
-    """Yield the log's records from the last one that a ledger has.
+    """Yield the log's records, beginning with the last record that the ledger has.
 
     A log that was cut may begin with any record, and only a later ``Base`` has the rules to read it by. For an empty
     ledger, this ``Base`` is yielded first.
@@ -94,7 +94,7 @@ def rebuild(state_dir: Path) -> Tree:
 
 
 def _salvage(path: Path, into: Ledger, begin: int) -> tuple[dict[tuple[Any, ...], int | None], list[str]]:
-    """Copy the rows from before record ``begin`` of the ledger at ``path`` into a new one.
+    """Copy the rows of records below ``begin`` from the ledger at ``path`` into the new ledger ``into``.
 
     Return the checksums of all rows of the old ledger, by key, and a line of text for each damaged one.
     """

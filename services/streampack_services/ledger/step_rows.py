@@ -104,7 +104,7 @@ def encode(step: StepRows) -> bytes:
 
 
 def decode(feed: str, lineage: int, step: int, lsn: int, body: bytes) -> StepRows:
-    """Decode the ``body`` that ``encode`` made of a step; the other arguments are what the body does not have."""
+    """Decode the ``body`` that ``encode`` made of a step; the other arguments are the facts that the body lacks."""
     digest, chain, num_loss_tokens, num_samples, packs, num_streams = _HEAD.unpack_from(body)
     at, columns = _HEAD.size, []
     for count in (packs, num_streams, num_streams):
@@ -126,7 +126,7 @@ def decode(feed: str, lineage: int, step: int, lsn: int, body: bytes) -> StepRow
 
 
 def _keeps(said: bytes, count: int) -> NDArray[np.uint8]:
-    """Return the ``keeps`` of ``count`` samples, uint8; no bytes mean that there are no groups.
+    """Decode the ``keeps`` of ``count`` samples, uint8; empty bytes mean that no samples form groups.
 
     Raises ValueError for another number of bytes.
     """

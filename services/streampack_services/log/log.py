@@ -1,8 +1,8 @@
 """The broker's log: append numbered records, read them again, and cut old ones.
 
 One thread (the broker's) appends, reads and cuts, and never waits for the disk. Appended records stay in memory, where
-they can be read, until the thread of ``log_writer`` has written them. Records below ``safe_upto`` are safe, and only of
-these may the broker tell others. ``segments`` defines the files.
+they can be read, until the thread of ``log_writer`` has written them. Records below ``safe_upto`` are safe; the broker
+may tell others only about safe records. ``segments`` defines the files.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ log = logging.getLogger("streampack.log")
 
 
 class SyncFailed(OSError):
-    """A sync has failed, so the content of the disk is unknown. It has no errno, so that it is never tried again."""
+    """A sync has failed, so the content of the disk is unknown. Without an errno, the sync is never tried again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -144,7 +144,7 @@ class Writer:
         return closing
 
     def _wait(self) -> bool:
-        """Wait until a group is due, a segment needs removing or preallocating, or the log closes: True."""
+        """Wait until a group is due or a segment needs work; return True at once if the log closes."""
         with self._ready:
             while not self._closing and (left := self._idle_s()) > 0:
                 self._sleeping = not self._queue
@@ -157,7 +157,7 @@ class Writer:
             return self._closing
 
     def _idle_s(self) -> float:
-        """Return the seconds until there is work, unless new records come; 0 or less if there is some now."""
+        """Return the seconds until the next work, if no new records come; 0 or less if there is work now."""
         now = time.monotonic()
         if self._can_unlink():
             return 0
@@ -228,7 +228,7 @@ class Writer:
             self._on_safe()
 
     def _begin(self, segment: Segment) -> None:
-        """Continue in a new file. It gets its name once all earlier records are synced, so none can be missing."""
+        """Continue in a new file, which gets its name once all earlier records are synced: none can be missing."""
         fd = self._allocate(segment.capacity)
         before, before_fd, before_end = self._segment, self._fd, self._end
         self._sync_written()
@@ -246,13 +246,13 @@ class Writer:
                 os.close(before_fd)
 
     def _continue(self, segment: Segment) -> None:
-        """Continue in a recovered file; sync the file and its name first, since a killed process may not have."""
+        """Continue in a recovered file; first sync its data and name, which a killed process may not have synced."""
         self._fd, self._end = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC), segment.end
         self._timed(fsync, self._folder_fd)
         self._sync_written()
 
     def _sync_written(self) -> None:
-        """Sync the written bytes of the segment, and write in its head that they are synced (synced with the next)."""
+        """Sync the written bytes of the segment, then note their end in its head; the next sync covers the head."""
         if self._segment is not None:
             self._timed(fdatasync, self._fd)
             write_head(self._fd, self._segment, self._end)

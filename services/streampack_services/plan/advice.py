@@ -64,7 +64,7 @@ def _axis(found: Tree, axis: str, key: str) -> list[Tree]:
 
 
 def _packer(found: Tree) -> list[str]:
-    """Compare the advised packer with the next best ones, and name better ones that are not advised."""
+    """Compare the advised packer with the next best ones, and name better packers that are not advised."""
     take, others = found["take"], _axis(found, "packer", "packer")
     base = next((row for row in found["settings"] if row["axis"] == "packer" and row["packer"] == take["packer"]), take)
     compared = ", ".join(f"{row['packer']} {row['useful']:.2%}" for row in others[:COMPARED])
@@ -104,19 +104,19 @@ def _budget(found: Tree) -> list[str]:
 
 
 def _than(row: Tree, base: Tree) -> str:
-    """Say how much better ``row`` is than ``base``; ignore differences within the error of the forecasts."""
+    """Return in words how much better ``row`` is than ``base``, without differences within the error of forecasts."""
     doubt = 2 * math.hypot(row["useful_error"], base["useful_error"])
     points = row["useful"] - base["useful"]
     return _change(points) if abs(points) > doubt else "is about as good"
 
 
 def _change(points: float) -> str:
-    """Say a gain or loss of the ranks' useful time, as a share of 1: ``gains 0.46%``."""
+    """Return a gain or loss of the ranks' useful time, a fraction, as text: ``gains 0.46%``."""
     return "is as good" if abs(points) < SAID else f"{'gains' if points > 0 else 'loses'} {abs(points):.2%}"
 
 
 def _overlong(found: Tree, overlong: str | None) -> list[str]:
-    """Say how many samples are over the budget and what the policy loses; empty for none."""
+    """Describe the samples over the budget, and the tokens that the policy loses; empty for no such samples."""
     take = found["take"]
     if not take["overlong"]:
         return []
@@ -129,7 +129,7 @@ def _overlong(found: Tree, overlong: str | None) -> list[str]:
 
 
 def _rejected(found: Tree) -> list[str]:
-    """Say how many samples are not valid; empty for none."""
+    """Return a sentence with the number of invalid samples; empty for none."""
     if not found["rejected"]:
         return []
     return [
@@ -138,7 +138,7 @@ def _rejected(found: Tree) -> list[str]:
 
 
 def _alignment(found: Tree) -> list[str]:
-    """Say what padding for alignment takes, and what tight alignment would save; empty if little."""
+    """Describe the padding for alignment, if it is large, and the saving of tight alignment, if it applies."""
     take, said = found["take"], list[str]()
     if take["waste"]["alignment"] > SAID:
         padded = f"The mesh needs samples padded to multiples of {take['align']['sample']} tokens. This padding takes"
@@ -157,7 +157,7 @@ def _alignment(found: Tree) -> list[str]:
 
 
 def _shape(found: Tree) -> list[str]:
-    """Say how much other shapes of packs gain or lose; empty if none makes a difference."""
+    """Describe the gain or loss by other shapes of packs; empty if no shape makes a difference."""
     rows = [row for row in found["settings"] if row["axis"] == "shape" and not row["refused"]]
     base = next((row for row in rows if row["shape"] == found["take"]["shape"]), None)
     if base is None:
@@ -182,7 +182,7 @@ def shape_text(shape: Any) -> str:
 
 
 def _batches(found: Tree) -> list[str]:
-    """Say how many packs and micro-batches a batch has; empty if steps are counted in packs."""
+    """Describe the packs and micro-batches of a batch; empty if steps are counted in packs."""
     take = found["take"]
     if not take["step_samples"]:
         return []
@@ -203,7 +203,7 @@ def _counted(low: int, high: int, one: str, many: str) -> str:
 
 
 def _balance(found: Tree) -> list[str]:
-    """Say the load imbalance over the data-parallel ranks, and how to lower it."""
+    """Describe the load imbalance over the data-parallel ranks, and how to lower it."""
     take = found["take"]
     dp = take["mesh"]["dp"]
     if dp == 1:
@@ -231,7 +231,7 @@ def _meshes(found: Tree) -> list[str]:
 
 
 def _last_step(found: Tree) -> list[str]:
-    """Say what empty packs of the last step take, and how to avoid them; empty if little."""
+    """Describe the empty packs of the last step, and how to avoid them; empty if they are few."""
     share = found["take"]["waste"]["empty_pack"]
     if share <= 0.005 or found["take"]["step_samples"]:
         return []
@@ -241,7 +241,7 @@ def _last_step(found: Tree) -> list[str]:
 
 
 def _steps(found: Tree) -> list[str]:
-    """Say how many steps a pass has, with a 95% interval if it is estimated."""
+    """Return a sentence with the steps of a pass, and their 95% interval if they are estimated."""
     take = found["take"]
     warmup = take["rules"].get("warmup")
     among = f"; the budget of the first {warmup['steps']:,} grows from {warmup['init']:,}" if warmup else ""

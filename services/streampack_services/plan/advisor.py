@@ -100,7 +100,7 @@ def _held_tokens(rules: Rules, workload: Workload) -> int:
 
 
 def _keys(options: PlanOptions, take: Setting, rules: Rules) -> Tree:
-    """Return the ``rules`` of a setting as broker.yaml has them, without defaults, derived keys and sample policies."""
+    """Return a setting's ``rules`` as written in broker.yaml, without defaults, derived keys and sample policies."""
     tree: Tree = {"packer": rules.packer, "budget": rules.budget}
     tree |= {} if options.batched else {"window": {"samples": rules.window}}
     tree |= {key: value for key in PACKER_KEYS if (value := getattr(rules, key)) is not None}
@@ -213,8 +213,8 @@ def _best(rows: SettingForecasts, axis: str) -> Any:
 def _with_budget(options: PlanOptions, forecaster: _Forecaster) -> PlanOptions:
     """Return the options with the smallest good budget as the base, for plans without a requested budget.
 
-    A good budget cuts off at most ``CUT`` of the tokens, or the least of all budgets. No other such budget spends
-    ``WORTH`` more of the ranks' time on real tokens.
+    A good budget loses at most the share ``CUT`` of all tokens, or the smallest share of any budget. Among the budgets
+    that meet this limit, its share of useful time is within ``WORTH`` of the highest.
     """
     align = options.align_of(options.meshes[0])
     options = replace(options, budgets=tuple(dict.fromkeys(fitting(each, align) for each in options.budgets)))

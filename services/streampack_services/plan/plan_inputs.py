@@ -127,7 +127,7 @@ def _of_producer(given: PlanInputs, producer: ProducerConfig, base: PlanBase) ->
 
 
 def _of_file(given: PlanInputs, what: str) -> Workload:
-    """Read a file of lengths. Raises UserError if the path is none."""
+    """Read a file of lengths. Raises UserError for any other path."""
     if is_lengths(Path(what)):
         return of_lengths(Path(what).name, read_lengths(Path(what)), given.samples or TO_PACK, given.total)
     if Path(what).is_dir():
@@ -149,7 +149,7 @@ def _of_run(run: Served, most: int) -> Workload:
 
 
 def _with_total(workload: Workload, given: PlanInputs) -> Workload:
-    """Return ``workload`` with the samples per pass of ``--total``. Raises UserError if they cannot be right."""
+    """Return ``workload`` with the samples per pass of ``--total``. Raises UserError for an impossible number."""
     if given.total is None:
         return workload
     if len(workload.streams) > 1:

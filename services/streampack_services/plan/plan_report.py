@@ -63,7 +63,7 @@ def lengths_text(lengths: Tree) -> str:
 
 
 def _read_text(stream: Tree, *, alone: bool) -> str:
-    """Say how much of a pass was read from a stream; without the stream's name if it is ``alone``."""
+    """Describe how much of a pass was read from a stream; ``alone``: without the stream's name."""
     name = "" if alone else f"{stream['stream']}: "
     if stream["share"] is None:
         were = "was" if stream["samples"] == 1 else "were"

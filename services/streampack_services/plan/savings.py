@@ -128,7 +128,7 @@ def rate_of(run: Served, gpus: int | None, tokens_per_s: float | None) -> Rate |
 
 
 def _of(slots: int, tokens: int, rate: Rate | None, own: int | None = None) -> Tree:
-    """Return slots, utilization and GPU hours of a way of batching; with the run's ``own`` slots also the savings."""
+    """Return slots, utilization and GPU hours of a way of batching; with the run's ``own`` slots, also the savings."""
     tree: Tree = {"slots": slots, "utilization": tokens / max(slots, 1)}
     if own is not None:
         tree |= {"saved_slots": slots - own, "saved_share": (slots - own) / max(slots, 1)}

@@ -149,7 +149,7 @@ class _Run:
                 rendezvous.write_failure(path, found, why or "the command failed there")
 
     def _record_signal(self, number: int, _: FrameType | None) -> None:
-        """Handle a signal: add to ``signals`` what to pass on to the command, SIGINT or SIGTERM."""
+        """Handle a signal: add SIGINT or SIGTERM to ``signals``, the signals to pass on to the command."""
         self.signals.append(signal.SIGINT if number == ASKED_BY_CTRL_C else signal.SIGTERM)
 
     # The broker

@@ -76,7 +76,7 @@ class Local:
         return next(self._client)
 
     def steps(self) -> Iterator[Step]:
-        """Return the rank's steps, each one when the next is requested. See ``Client.steps``."""
+        """Iterate the steps; see ``Client.steps``."""
         steps = self._client.steps()
         while (step := next(steps, None)) is not None:  # from here, so that the loader lives as long as its steps
             yield step
@@ -97,19 +97,19 @@ class Local:
         return self._client.format
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
-        """See ``Client.state_dict``."""
+        """Return the loader's position, to save with the model; see ``Client.state_dict``."""
         return self._client.state_dict(step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ``Client.load_state_dict``."""
+        """Continue from a saved state; see ``Client.load_state_dict``."""
         self._client.load_state_dict(state)
 
     def commit(self, step: int) -> None:
-        """See ``Client.commit``."""
+        """Report that the checkpoint after ``step`` is durable; see ``Client.commit``."""
         self._client.commit(step)
 
     def stats(self) -> dict[str, float]:
-        """See ``Client.stats``."""
+        """Return counts and times by name; see ``Client.stats``."""
         return self._client.stats()
 
     def close(self) -> None:
@@ -263,7 +263,7 @@ def _format(path: str) -> str:
 
 
 def _tokenizer(given: Any) -> Tokenizer:
-    """Return the tokenizer that ``given`` names: None, a name or path, settings, a transformers one, a callable."""
+    """Return the tokenizer for ``given``: None, a name, path, settings, callable, or tokenizer of transformers."""
     if given is None:
         return open_tokenizer(TokenizerSettings())
     if isinstance(given, str | os.PathLike):
@@ -301,12 +301,14 @@ def _start(
     found: list[Client] = []
 
     def serve() -> None:
+        """Run the broker; make the clients raise its error."""
         try:
             service.run()
         except Exception as error:
             _fail_clients(found, error)
 
     def stop_broker() -> None:
+        """Drain the broker twice, which stops it at once."""
         service.drain()
         service.drain()
 
@@ -323,6 +325,7 @@ def _start(
     loop = ProducerLoop(service.endpoints["producers"], sources)
 
     def produce() -> None:
+        """Run the producer; make the clients raise its error."""
         try:
             loop.run()
         except Exception as error:
@@ -344,6 +347,7 @@ def start_thread(stack: contextlib.ExitStack, body: Callable[[], None], stop: Ca
     thread.start()
 
     def end() -> None:
+        """Stop the thread, and wait up to ``STOP_S`` seconds for its end."""
         stop()
         thread.join(STOP_S)
 

@@ -1,8 +1,8 @@
 """Guard a process that starts others, so that no process below it outlives it, not even after a kill -9.
 
 ``guarded`` forks. The first process, the guard, only passes signals on and waits. The second process, the worker, does
-the work. Each adopts the orphans of its descendants (Linux's subreaper). The worker gets a signal when the guard dies
-(PDEATHSIG). The last of the two ends all processes below it.
+the work. Each of the two processes adopts the orphans of its descendants (Linux's subreaper). The worker gets a signal
+when the guard dies (PDEATHSIG). The last of the two ends all processes below it.
 
 This needs Linux and /proc. Call ``guarded`` before any thread is started.
 """

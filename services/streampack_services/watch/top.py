@@ -207,7 +207,7 @@ def _cbreak(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on(number: signal.Signals, handler: Callable[..., object]) -> Iterator[None]:
-    """Handle a signal until the end of the block."""
+    """Call ``handler`` on the signal ``number`` until the end of the block."""
     before = signal.signal(number, handler)
     try:
         yield

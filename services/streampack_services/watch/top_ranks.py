@@ -24,7 +24,7 @@ _WORST = 8
 
 
 def rank_lines(feed: FeedView, measure: Measure, width: int, room: int | None) -> list[Text]:
-    """Return a title and the ranks.
+    """Return a title and the ranks, as a table or a map.
 
     Args:
         feed: The feed.
@@ -106,7 +106,7 @@ def _map(ranks: tuple[Rank, ...], measure: Measure, width: int, room: int | None
 
 
 def _legend(measure: Measure, each: int, width: int) -> Text:
-    """Return a line that explains the shades; ``each``: ranks of a cell."""
+    """Return a line that explains the shades; ``each``: number of ranks that a cell shows."""
     bounds = _BOUNDS[measure]
     named = [f"{bound:.0%}" if measure == "waits" else f"{bound:g}" for bound in bounds]
     line = Text("", style="dim")
@@ -119,7 +119,7 @@ def _legend(measure: Measure, each: int, width: int) -> Text:
 
 
 def _worst(feed: FeedView, measure: Measure, width: int) -> list[Text]:
-    """Return a line for each rank with the largest values, worst first."""
+    """Return a line for each of the ranks with the largest values of ``measure``, worst first."""
     if measure == "cost":
         costly = sorted(((rank.cost, rank) for rank in feed.ranks if rank.cost is not None), key=lambda each: -each[0])
         rows: list[list[Cell]] = [

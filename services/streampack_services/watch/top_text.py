@@ -49,7 +49,7 @@ def title(name: str, note: str, width: int) -> Text:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, left: Sequence[int] = (0,)) -> list[Text]:
-    """Return the lines of a table: a header and rows with as many cells.
+    """Return the lines of a table: a header, and rows with one cell per column.
 
     If the table is wider than ``width``, the last columns are left out, then the first column is cut. Columns without
     any text are left out.
@@ -81,7 +81,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, lef
 
 
 def bar(share: float, width: int, style: str = "cyan") -> Text:
-    """Return a bar such as ``██████────`` that is full by ``share``, from 0 to 1."""
+    """Return a bar such as ``██████────``; its filled part is the ``share``, from 0 to 1."""
     full = round(min(max(share, 0.0), 1.0) * width)
     return Text.assemble((_FULL * full, style), (_EMPTY * (width - full), "dim"))
 

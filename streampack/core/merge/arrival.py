@@ -107,9 +107,9 @@ class Arrival(Queues):
 
     @property
     def marks(self) -> list[int]:
-        """Number of barriers pushed to each partition, those before a loaded state included.
+        """Number of barriers pushed to each partition, including barriers before a loaded state.
 
-        To replay recorded barriers, push those whose number is not below this.
+        To replay recorded barriers, push the barriers whose number is at least this number.
         """
         return list(self._marks)
 

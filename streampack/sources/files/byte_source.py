@@ -114,14 +114,14 @@ class PositionedFile(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        """Read up to ``size`` bytes from the position, all that are left if None or negative."""
+        """Read up to ``size`` bytes from the position, or all further bytes if ``size`` is None or negative."""
         left = max(0, self._file.size - self._at)
         data = self._file.pread(left if size is None or size < 0 else min(size, left), self._at)
         self._at += len(data)
         return data
 
     def readinto(self, buffer: Any) -> int:
-        """Read bytes from the position into ``buffer``; return how many."""
+        """Read bytes from the position into ``buffer``; return their number."""
         data = self.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)

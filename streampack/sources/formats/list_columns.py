@@ -22,7 +22,7 @@ from streampack.sources.records import RawSamples, Sample
 
 
 class ColumnPlan(NamedTuple):
-    """Columns to read many rows at once: ``ids`` names the ids' column, ``fields`` pairs fields with their columns.
+    """The columns to read: ``ids`` names the ids' column, ``fields`` pairs fields with their columns.
 
     ``by_sample``: names of the fields that have one value per sample.
     """
@@ -33,7 +33,7 @@ class ColumnPlan(NamedTuple):
 
 
 def plan_of(schema: Any, reader: RowReader) -> ColumnPlan | None:
-    """Return the columns of a pyarrow schema to read many rows at once; None if its rows are not ids and numbers."""
+    """Return the columns to read from a file with this pyarrow schema; None if rows are not ids and numbers."""
     pa = need_pyarrow()
     ids = reader.only_ids(schema.names)
     if ids is None or not is_plain_list(schema.field(ids).type, pa):
