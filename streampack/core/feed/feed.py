@@ -407,7 +407,8 @@ class Feed:
         # steps that are formed again, or that a trainer has had from another broker, keep their rules
         unformed = max(self.next_step, self.history.num_steps, self.readers.attempts.known_upto)
         effects, step = self.planner.live.ask(rules, unformed, at_step, note)
-        return effects + self.advance(), step
+        said = Report("info", f"feed {self.name!r} changes from step {step} on: {note}", feed=self.name, step=step)
+        return [said, *effects, *self.advance()], step
 
     def skip(self, first: int, last: int) -> list[Effect]:
         """Skip steps ``first`` to ``last``; raise ValueError for steps that a rank may have had."""
@@ -419,7 +420,8 @@ class Feed:
                 f"Or stop the trainers, skip, and start them from a checkpoint before step {first}."
             )
         self.steps.skip(first, last)
-        return self._recorder.record_skip(first, last)
+        said = Report("info", f"feed {self.name!r} skips steps {first} to {last}", feed=self.name, step=first)
+        return [said, *self._recorder.record_skip(first, last)]
 
     def state_of(self, step: int) -> State | list[Effect]:
         """Return the state of a checkpoint at ``step``, or the effects that fetch it; none if the step is unknown."""

@@ -96,8 +96,10 @@ def test_shares_change_at_the_step_that_the_answer_names(files: Path, golden: li
         steps = loader.steps()
         found = [next(steps) for _ in range(5)]
         when = () if at is None else ("--at-step", str(at))
-        begins = answered(broker, "set", "weights", "web=0.2", "code=0.8", *when)
+        begins = answered(broker, "set", "weights", "web=0.2", "code=0.8", "--note", "more code", *when)
         assert begins == at if at is not None else 5 <= begins <= 5 + 2 * SETTINGS["steps_ahead"]
+        said = f"feed 'train' changes from step {begins} on: weights web=0.2 code=0.8 (more code)"
+        assert said in broker.said
         found += [next(steps) for _ in range(READ - 5)]
     assert [step.digest for step in found[:begins]] == golden[:begins]
     differs = next(k for k, step in enumerate(found) if step.digest != golden[k])
@@ -128,6 +130,7 @@ def test_steps_skipped_before_anybody_reads_are_passed_over(files: Path, golden:
     with running(files) as (broker, _):
         assert answered(broker, "skip", "--steps", "2-4") == 2
         assert answered(broker, "skip", "--steps", "0") == 0
+        assert "feed 'train' skips steps 2 to 4" in broker.said
         with connect(broker) as loader:
             steps = loader.steps()
             found = [next(steps) for _ in range(8)]
