@@ -19,8 +19,8 @@ The folders stand in the order in which samples pass them:
 The state machine of a broker is in ``broker``, which owns the feeds. Kernels are compiled in ``jit``, and ``shuffle``
 returns orders that are the same on every machine. Begin to read with ``model`` and ``broker``.
 
-From a chunk's bytes to a pack's, function by function. The core asks for four things by an effect (Store, Form,
-SendShard, Deliver), and a process around it does them:
+The following list shows the path of a chunk's bytes to a pack, function by function. The core returns four effects on
+the way (Store, Form, SendShard, Deliver), and the process around the core performs them:
 
 1. Broker process, ``streampack_services.broker.service``: ``_receive`` decodes a message, ``_handle`` gives it to
    ``Broker.handle``.
@@ -37,7 +37,7 @@ SendShard, Deliver), and a process around it does them:
 To add something:
 
 - A packer: one class, and one entry in ``packers.registry``; ``packers.packer`` has the protocol.
-- A file format: one module in ``streampack.sources.formats``, whose text has the recipe.
+- A file format: one module in ``streampack.sources.formats``, whose docstring lists the steps.
 - A metric: one field in ``streampack_services.broker.status``, its value in ``Reporter.take``, and one row in
   ``streampack_services.http.metrics``.
 
@@ -52,7 +52,7 @@ breaks one rule in the code, and shows that the simulation notices.
 - R5. Fencing: broker epoch over attempt (trainers) over session (producers). A message of a lower number is dropped, a
   higher number is adopted. Every hello, gap and rewind begins a new session.
 - R6. Credits are absolute: a producer sends only below ``grant_seq`` and ``grant_bytes`` of its session.
-- R7. The log is cut only below the least of the snapshot of the oldest checkpoint kept and the slowest rank.
+- R7. A record is deleted from the log only if neither the oldest kept checkpoint nor the slowest rank needs it.
 - R8. The end of a feed is recorded once, and nothing follows it.
 - R9. Control messages are idempotent, carry state and are repeated. Every client pings from its main loop, always.
 - R10. A snapshot holds the window, delayed outliers and pending packs, as references with checksums.

@@ -149,7 +149,7 @@ class Broker:
     # Rights
 
     def _forbidden(self, event: FromProducer | FromTrainer, rights: Rights) -> str:
-        """Return why the key of a message may not send it, as an error text; empty if it may."""
+        """Return an error text if the key of a message does not allow that message; empty if the key does."""
         message = event.envelope.message
         why = forbidden(rights, message, "trainer" if isinstance(event, FromTrainer) else "producer")
         known = None
@@ -169,14 +169,14 @@ class Broker:
         return [report, *self._remove_peer(event.peer, isinstance(event, FromTrainer), reject)]
 
     def _withdraw(self, key: bytes) -> list[Effect]:
-        """Remove the peers of a key, which have to say hello or attach again with the rights that are left."""
+        """Remove the peers that use a key; they must say hello or attach again, and get the key's remaining rights."""
         producers = [producer.peer for producer in self.leases.producers]
         trainers = [peer for feed in self.feeds.values() for peer in feed.readers.peers]
         effects = [e for peer in producers if key_of(peer) == key for e in self._remove_peer(peer, False, Who())]
         return effects + [e for peer in trainers if key_of(peer) == key for e in self._remove_peer(peer, True, Who())]
 
     def _remove_peer(self, peer: bytes, is_trainer: bool, word: Message) -> list[Effect]:
-        """Take the leases or the rank of a peer away, and send it the message ``word``."""
+        """Remove a peer's leases or its rank, and send the message ``word`` to the peer."""
         if not is_trainer:
             effects = self.leases.leave(peer, ProducerDeparture.KEY_CHANGED)
             return effects + self.leases.credits.send(peer, word)
@@ -187,14 +187,14 @@ class Broker:
     # The log
 
     def recover(self, lsn: int, record: Record) -> None:
-        """Take over a record of the log, in order, before ``begin``.
+        """Apply the next record of the log; call this for each record, in order, before ``begin``.
 
         Args:
             lsn: Log sequence number of the record.
             record: The record.
 
         Raises:
-            ValueError: The record is of another run, or of other rules; the text names the difference.
+            ValueError: The record belongs to another run or to other rules; the error text names the difference.
         """
         if not self._recovering:
             self._recovering, self._cut = True, lsn
@@ -211,7 +211,7 @@ class Broker:
             self.feeds[record.feed].recover(lsn, record)  # type: ignore[attr-defined]
 
     def _recover_base(self, base: Base) -> None:
-        """Take over the facts that replace deleted records, and check that they are of this run."""
+        """Apply the facts that replace deleted records, and check that these facts belong to this run."""
         if base.run != self.run:
             raise ValueError(f"run: got {self.run_name!r}, expected {base.run_name!r}, whose log it is")
         if list(base.feeds) != list(self.feeds):
@@ -230,7 +230,7 @@ class Broker:
         self._early.clear()
 
     def begin(self) -> list[Effect]:
-        """Begin where the log ends, or at the first step without a log; return the first effects."""
+        """Start where the log ends, or at the first step if there is no log; return the first effects."""
         self.leases.credits.epoch = self.epoch
         for feed in self.feeds.values():
             feed.readers.link.epoch = self.epoch
@@ -242,7 +242,7 @@ class Broker:
         return effects
 
     def base(self) -> Base:
-        """Return the record of all facts that must survive when the records before are deleted."""
+        """Return the record of all facts that must survive when the earlier records are deleted."""
         return Base(
             run=self.run, run_name=self.run_name, epoch=self.epoch,
             feeds={name: feed.history.facts() for name, feed in self.feeds.items()},
@@ -251,7 +251,7 @@ class Broker:
         )  # fmt: skip
 
     def _cut_log(self) -> list[Effect]:
-        """Cut the log below the records that a kept checkpoint or a rank needs (R7), after writing a new ``Base``."""
+        """Write a new ``Base``, then delete the older records that no kept checkpoint and no rank needs (R7)."""
         wanted = min(feed.wanted_lsn for feed in self.feeds.values())
         wanted = self._base_lsn if wanted == NOWHERE else wanted
         if wanted <= self._cut or not self.journal.keeps:
@@ -281,7 +281,7 @@ class Broker:
         return bool(used) and all(feed.finished for feed in used)
 
     def _raise_epoch(self, envelope: Envelope) -> None:
-        """Raise the epoch of a broker that has just started above the one that a peer of its run still has."""
+        """Raise this broker's epoch above the epoch in a peer's message, if the broker has just started."""
         if envelope.run != self.run or envelope.epoch <= self.epoch:
             return
         formed = any(feed.next_step for feed in self.feeds.values())
@@ -306,14 +306,14 @@ class Broker:
         return self._advance(feed, effects) + self._answer_changes()
 
     def _answer_changes(self) -> list[Effect]:
-        """Answer the changes whose records are safe; a killed broker would forget the others (R2)."""
+        """Answer each change whose record is safe in the log; a killed broker would forget the other changes (R2)."""
         effects: list[Effect] = []
         while self._answers and self._answers[0][0] < self.journal.safe_upto:
             effects.append(self._answers.popleft()[1])
         return effects
 
     def _apply_change(self, feed: Feed, event: Change) -> tuple[list[Effect], int]:
-        """Apply a change, and return the effects and its first step; raise ValueError if it cannot be applied."""
+        """Apply a change; return its effects and its first step. Raise ValueError if the change is not possible."""
         ask = event.ask
         if isinstance(ask, Skip):
             return feed.skip(ask.first, ask.last), ask.first
@@ -352,9 +352,9 @@ class Broker:
         return self._advance(reads, effects)
 
     def _advance(self, feed: Feed, effects: list[Effect]) -> list[Effect]:
-        """Return the effects of an event on a feed, with those that follow: new steps, and the end of the producers.
+        """Return ``effects`` of an event on a feed, and add the new steps and the message that dismisses producers.
 
-        With several feeds the producers stay, because a feed without readers may get some later.
+        A broker with several feeds never dismisses producers, because a feed without readers may get readers later.
         """
         effects = feed.settle(effects)
         effects += feed.settle(feed.advance())

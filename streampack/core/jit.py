@@ -2,7 +2,7 @@
 
 When a function is decorated, numba looks for a cache folder. It raises an error if it can write neither to the folder
 of the source nor to the user's cache. That happens in a container with a read-only installation and no home. Then each
-process compiles the kernels anew.
+process compiles the kernels again.
 
 Without numba, ``njit`` returns the function unchanged, and a kernel runs as plain Python, so that a trainer's machine
 does not need numba. A kernel that is too slow in Python also has a numpy form, which ``COMPILES`` chooses. Importing

@@ -457,7 +457,7 @@ class BrokerService:
             self._events.append(NotSent(peer, msgspec.structs.replace(envelope, payload=())))
 
     def _form_steps(self) -> None:
-        """Run FORM for each request, in a thread of its own. A queue costs less than the futures of a thread pool."""
+        """Run the packer for each queued request, until the queue gives None; called in a separate thread."""
         while (form := self._to_form.get()) is not None:
             try:
                 self._formed.append(_form_step(form))

@@ -135,7 +135,7 @@ class FeedHistory:
         return next((end for end in self.ends if self.effective(end.num_steps) == end.lineage), None)
 
     def dropped(self, upto: int = NEVER) -> NDArray[np.void]:
-        """Return the samples that ``tail: drop`` dropped before steps up to ``upto`` and that count, dtype ROW [n]."""
+        """Return the valid samples that ``tail: drop`` left out before steps up to ``upto``, dtype ROW [n]."""
         tails = [tail for tail in self.tails if tail.step <= upto and self.effective(tail.step) == tail.lineage]
         return np.frombuffer(b"".join(tail.rows for tail in tails), ROW)
 

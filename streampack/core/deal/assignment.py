@@ -1,9 +1,10 @@
 """The packs of a step on one mesh, and the rank of each pack: a function of (step, mesh, rules).
 
-In stream mode these are the packs that FORM made. In batch mode FORM makes as many packs as come out, and every rank
-must get the same number (``num_packs``). So packs are split in two, then empty packs are added. A split pack keeps its
-number and the dearer part of its samples; the other part gets a number behind all of FORM's. Samples keep their order,
-so a part fits the budget that the whole pack fitted. A group that is kept in one pack is in one part.
+In stream mode these are the packs that FORM made. In batch mode the number of FORM's packs depends on the samples, but
+every rank must get the same number of packs (``num_packs``). So packs are split in two, then empty packs are added. A
+split pack keeps its number and the dearer part of its samples; the other part gets a number behind all of FORM's.
+Samples keep their order, so a part fits the budget that the whole pack fitted. A split never divides a group that is
+kept in one pack.
 
 With ``padded`` rules, FORM's packs are single samples, and DEAL makes micro-batches of rows from them: see
 ``dynamic_batches``. The m-th micro-batch of rank r has number m * dp + r.
@@ -48,8 +49,8 @@ def split(bounds: I64, costs: I64, keeps: NDArray[np.uint8], count: int) -> tupl
         count: Packs wanted.
 
     Returns:
-        The packs, as positions int64 [m] in ``costs``; and for each the number of FORM's pack that its samples are
-        from. An empty pack has its own number.
+        The packs, as positions int64 [m] in ``costs``; and for each pack, the number of the FORM pack from which its
+        samples come. An empty pack has its own number.
     """
     begins = np.flatnonzero(np.append(0, keeps[:-1]) != PACK)  # of the items
     first = np.searchsorted(begins, bounds)  # items of each pack
@@ -77,7 +78,7 @@ def split(bounds: I64, costs: I64, keeps: NDArray[np.uint8], count: int) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class PaddedStep:
-    """A step as padded micro-batches of all ranks; number m * dp + r is the m-th of rank r.
+    """A step as padded micro-batches of all ranks; number m * dp + r is the m-th micro-batch of rank r.
 
     Attributes:
         packs: For each micro-batch, positions of its samples, int64 [samples].

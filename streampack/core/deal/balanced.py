@@ -4,15 +4,16 @@ Ranks wait for each other at each micro-batch, so a step takes as long as its *c
 dearest pack of each micro-batch, summed over the micro-batches. If packs are filled first and dealt afterwards, samples
 cannot move to make them alike. Here packs are formed by cost:
 
-- *By rank*: samples go to ranks by largest differencing, once with equal sizes and once with any. Then each rank's
-  samples go to its packs by largest differencing again (``karmarkar_karp``). If that breaks the budget, they go dearest
-  first, each to the rank's cheapest pack with room ("longest processing time": Graham, SIAM J. Appl. Math. 17, 1969).
-  The dearest packs of all ranks share a micro-batch, so do the second dearest, and so on. Both results are leveled, and
-  the one with the shorter critical path is taken. Any sizes are allowed only if the dearest rank gets no more work.
+- *By rank*: samples go to ranks by largest differencing, once with equal numbers of samples and once with any numbers.
+  Then each rank's samples go to its packs by largest differencing again (``karmarkar_karp``). If that breaks the
+  budget, they go dearest first, each to the rank's cheapest pack with room ("longest processing time": Graham, SIAM J.
+  Appl. Math. 17, 1969). The dearest packs of all ranks share a micro-batch, so do the second dearest, and so on. Both
+  results are leveled, and the one with the shorter critical path is taken. Any sizes are allowed only if the dearest
+  rank gets no more work.
 - *By cost*: samples go dearest first, each to the cheapest pack of all with room, and packs of similar cost share a
   micro-batch. This has room where a rank has too many tokens, and long samples need not be spread over all ranks.
 - Then packs are *leveled* by exchanges of samples. A sample of the dearest pack of a micro-batch goes to any other
-  pack, and a cheaper one, or none, comes back. The exchange that shortens the critical path most is made. Among
+  pack, and a cheaper sample, or none, comes back. The exchange that shortens the critical path most is made. Among
   equal ones, the one that leaves both packs furthest below the dearest of their micro-batches is made. Leveling ends
   when no exchange helps, or after ``LOOKS`` pairs of samples for each sample. In packs by rank no rank's work grows
   beyond that of the dearest rank, so ranks stay as alike as differencing made them.
@@ -69,9 +70,9 @@ def balanced_packs(
 ) -> list[list[int]]:
     """Return the samples of each pack of a step, with a short critical path.
 
-    There are ``fewest`` packs, a multiple of dp, or as many as ``full`` makes if that is not possible. ``full`` makes
-    packs of the same samples by filling them. Packs by rank are taken if their critical path is no longer than that of
-    full packs. Otherwise the shorter of full packs and packs by cost is leveled.
+    The step gets ``fewest`` packs, a multiple of dp. If the samples do not fit, it gets as many packs as ``full``
+    makes. ``full`` makes packs of the same samples by filling them. Packs by rank are taken if their critical path is
+    no longer than that of full packs. Otherwise the shorter of full packs and packs by cost is leveled.
     """
     order = np.argsort(-slots, kind="stable")
     work, slots = work[order], slots[order]
@@ -95,7 +96,7 @@ def balanced_packs(
 
 
 def _by_rank(work: I64, slots: I64, bounds: Bounds, rows: int) -> BalancedPacks | None:
-    """Return leveled packs, samples dealt to ranks first; None if the samples of a rank do not fit its packs."""
+    """Deal samples to ranks, then to packs; return the leveled packs, or None if a rank's samples do not fit."""
     dp = bounds.dp
     rank_of = dp - 1 - _differenced(work, dp, dp)
     most = int(_sums(rank_of, work, dp).max())
@@ -115,7 +116,7 @@ def _by_rank(work: I64, slots: I64, bounds: Bounds, rows: int) -> BalancedPacks 
 def _within_ranks(rank_of: I64, work: I64, slots: I64, bounds: Bounds, rows: int, most: int) -> BalancedPacks | None:
     """Return leveled packs of samples dealt to the ranks ``rank_of``, int64 [n]; None if they do not fit.
 
-    ``most`` is the largest work of a rank, which leveling keeps to.
+    Leveling gives no rank more work than ``most``.
     """
     dp, budget, cap = bounds
     if len(work) * rows > MAX_PLACED or _sums(rank_of, slots, dp).max() > rows * budget:
@@ -163,7 +164,7 @@ def _leveled(packs: BalancedPacks, work: I64, slots: I64, bounds: Bounds, most: 
 def _in_rows(packs: BalancedPacks, work: I64, bounds: Bounds, most: int) -> BalancedPacks:
     """Renumber packs so that the packs of a micro-batch cost alike, the most costly first.
 
-    Packs stay on their rank, unless ``most`` is ``MOST``, which is no bound.
+    Packs stay on their rank, unless ``most`` is ``MOST``: then a rank's work is not bounded.
     """
     where, rows = packs
     cost = _sums(where, work, rows * bounds.dp)

@@ -1,7 +1,7 @@
 """The hot loops of ``balanced``: compiled by numba where it is installed.
 
-Each is plain Python over numpy arrays, and runs without numba as it is. Only ``difference`` is replaced then, by
-``karmarkar_karp``, which takes less time without a compiler.
+Each loop is plain Python over numpy arrays, and also runs without numba. Without numba, ``karmarkar_karp`` replaces
+``difference``, because it takes less time without a compiler.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def level(work: I64, slots: I64, where: I64, dp: int, rows: int, budget: int, ca
     """Exchange samples between packs, in place in ``where``, while that makes the critical path shorter.
 
     The arrays, int64 [n + packs], have the samples first, and then a free place in each pack, with work and slots 0.
-    The pack of each is in ``where``. No rank's work grows beyond ``most``. ``limit``: pairs of samples to look at,
-    about. See ``balanced``.
+    The pack of each sample or place is in ``where``. No rank's work grows beyond ``most``. The search ends after about
+    ``limit`` pairs of samples. See ``balanced``.
     """
     packs = rows * dp
     num_samples = len(work) - packs

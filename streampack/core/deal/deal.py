@@ -2,16 +2,16 @@
 
 Ranks run in lock step, so the packs of one micro-batch index, which run at the same moment, should cost the same. The
 ranks' totals come second. Packs are sorted by cost, ties by number, and each ``dp`` consecutive packs share an index.
-No other assignment has a smaller sum of the dearest packs of all indices. The totals decide which rank has which:
+No other assignment has a smaller sum of the dearest packs of all indices. The totals decide which rank gets which pack:
 
 - ``deal``: within an index the dearest pack goes to the rank with the least load so far;
 - ``karmarkar_karp``: by largest differencing with equal sizes, whole indices at a time. This leaves totals more alike
   (see ``karmarkar_karp``; ROLL and verl balance a batch so).
 
 In batch mode the packs of a step may not be a multiple of dp. Then ``split_dearest`` splits the dearest pack in two,
-again and again. It adds empty packs only when no pack can be split, since an empty pack costs a whole forward pass. A
-pack's parts fit its budget. ``arrange`` sets the order of the micro-batches, the same on all ranks. DEAL permutes,
-splits and pads with empty packs; it never moves a sample to another step.
+again and again. It adds empty packs only when no pack can be split, because a rank runs a whole forward pass for an
+empty pack. A pack's parts fit its budget. ``arrange`` sets the order of the micro-batches, the same on all ranks. DEAL
+permutes, splits and pads with empty packs; it never moves a sample to another step.
 
 512 ranks x 8 micro-batches take 0.2 ms with ``deal`` and 0.3 ms with ``karmarkar_karp`` (``benchmarks/balance.py``).
 """
@@ -39,8 +39,8 @@ def deal(costs: I64, dp: int, balance: str) -> I64:
     Args:
         costs: int64 [packs], the cost of each pack.
         dp: Number of data-parallel ranks.
-        balance: ``none`` (packs in order), ``deal`` or ``karmarkar_karp``. ``joint``, whose packs FORM made alike, is
-            dealt as ``deal``.
+        balance: ``none`` (packs in order), ``deal`` or ``karmarkar_karp``. ``joint`` deals as ``deal`` does, because
+            FORM has already made its packs cost the same.
 
     Raises:
         ValueError: dp does not divide the number of packs.
@@ -81,7 +81,7 @@ def num_packs(packs: int, dp: int, micro_batch_multiple: int = 1, min_micro_batc
 
 
 def split_dearest(packs: Sequence[Sequence[int]], costs: I64, count: int) -> list[list[int]]:
-    """Split packs until there are ``count``: the dearest in two, again and again; at last, add empty packs.
+    """Split the dearest pack in two until there are ``count`` packs; add empty packs if none can be split.
 
     ``packs`` hold positions in ``costs`` int64 [n], the cost of each sample. Largest differencing halves a pack, and
     samples keep their order. The dearer half keeps the pack's place, the other goes to the end. Ties go to the pack

@@ -1,6 +1,6 @@
 """The hot loops of DEAL: the columns of a step's messages, and the load of ranks. Compiled where numba is installed.
 
-Each is plain Python over numpy arrays, so tests compare a kernel with its ``py_func``.
+Each kernel is plain Python over numpy arrays, so tests compare the kernel with its ``py_func``.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ def loads(costs: I64, tokens: I64, dealt: I64, sums: I64, found: I64) -> tuple[f
     """Compute the load of ranks; the m-th pack of rank r is ``dealt[m, r]``, ``costs`` and ``tokens`` int64 [packs].
 
     The kernel adds to ``sums`` int64 [3, ranks], zeros before: each rank's cost, its tokens, and its tokens with packs
-    in the order of their numbers. It fills in ``found`` int64 [3, 3] with the least, the greatest and the sum of each.
+    in the order of their numbers. It fills in ``found`` int64 [3, 3] with the least, the greatest and the sum of each
+    row of ``sums``.
 
-    Returns the dearest pack's cost over the mean, summed over the micro-batches that cost anything, and their number.
+    Returns a sum over the micro-batches with a cost above 0, and their number. The sum adds the dearest pack's cost
+    divided by the mean cost.
     """
     ratios, rows, ranks = 0.0, 0, dealt.shape[1]
     for m in range(len(dealt)):

@@ -66,7 +66,8 @@ class DealtFigures:
     def add_padded(self, step: PaddedFigures, held: I64, tokens: I64, slots: I64) -> None:
         """Count the padded micro-batches of a step when it is first dealt.
 
-        ``held``, ``tokens`` and ``slots``, int64 [packs], are the samples, real and aligned tokens of each.
+        ``held``, ``tokens`` and ``slots``, int64 [packs], are the samples, real tokens and aligned tokens of each
+        micro-batch.
         """
         empty = int((held == 0).sum())
         self.empty_packs += empty
@@ -101,9 +102,9 @@ class DealtFigures:
         self._after = [old + new for old, new in zip(self._after, after, strict=True)]
 
     def costs_by_rank(self) -> list[list[float]]:
-        """Return the costs of the last dealt step's micro-batches over their mean, as [ranks][micro-batches].
+        """Return the micro-batch costs of the last dealt step, divided by their mean, as [ranks][micro-batches].
 
-        At most ``MOST_SHOWN`` micro-batches; empty before a step was dealt.
+        The lists hold at most ``MOST_SHOWN`` micro-batches, and are empty before a step was dealt.
         """
         if self._latest is None:
             return []
@@ -112,13 +113,13 @@ class DealtFigures:
         return of_each
 
     def rank_tokens(self) -> dict[str, dict[str, float]]:
-        """Return the real tokens of a rank's step, ``before`` and ``after`` balancing, averaged over steps.
+        """Return the real tokens per rank and step, ``before`` and ``after`` balancing, averaged over steps.
 
-        Each has the ``min``, ``max``, ``mean`` and ``spread`` (max - min) over ranks.
+        Each entry has the ``min``, ``max``, ``mean`` and ``spread`` (max - min) over ranks.
         """
         return {"before": self._means(self._before), "after": self._means(self._after)}
 
     def _means(self, sums: list[int]) -> dict[str, float]:
-        """Return min, max, mean and spread over ranks, averaged over steps, of ``sums`` (least, greatest, total)."""
+        """Return min, max, mean and spread over ranks, averaged over steps; ``sums`` are (least, greatest, total)."""
         low, high, mean = (each / max(self.steps, 1) for each in sums)
         return dict(zip(_OF_RANKS, (low, high, mean / self._ranks, high - low), strict=True))

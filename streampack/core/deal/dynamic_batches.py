@@ -1,17 +1,18 @@
 """Dynamic batching: padded micro-batches with as many samples as fit a budget, for models that do not take packs.
 
 The samples of one global batch are sorted by length (ties: the earlier first). Ranks take them in turn,
-``sorted[i::dp]``, so that all ranks have similar lengths at every place. A micro-batch is a run of places, the same on
-all ranks. Each sample is padded to the longest of *all* ranks, rounded up, so every rank has the same shapes. A
-micro-batch is closed before (count * padded length) would pass the budget. NeMo-RL and ROLL do the same. ROLL's worked
-example has a micro-batch of 2 x 6 tokens for a budget of 10, and is corrected below.
+``sorted[i::dp]``, so that all ranks have similar lengths at every place. A micro-batch consists of consecutive places,
+the same places on all ranks. Each sample is padded to the longest sample of the micro-batch on *all* ranks, rounded up,
+so every rank has the same shapes. A micro-batch is closed before (count * padded length) would pass the budget. NeMo-RL
+and ROLL do the same. ROLL's worked example has a micro-batch of 2 x 6 tokens for a budget of 10, and is corrected
+below.
 
 If more micro-batches are required (a multiple or a minimum), the one with most tokens is split in two, again and again,
-shorter samples first. Then empty ones are added. Where dp does not divide the samples, some ranks have no
-sample at one place: -1, a row of padding.
+shorter samples first. Then empty micro-batches are added. If dp does not divide the number of samples, some ranks have
+no sample at one place. That place holds -1, and becomes a row of padding.
 
-Use it instead of packing, never on top of it. Every micro-batch has its own shape, and ``torch.compile`` would compile
-for each.
+Use dynamic batching instead of packing, never together with packing. Every micro-batch has its own shape, and
+``torch.compile`` would compile for each shape.
 
 >>> found = padded_batches([7, 6, 8, 5, 1, 3, 8, 6], budget=10, dp=2, length_round=2)
 >>> found.lengths.tolist(), found.figures.actual_tokens
@@ -39,7 +40,7 @@ class PaddedFigures:
 
     Attributes:
         valid_tokens: Real tokens.
-        original_tokens: Tokens of one batch that is as wide as the longest sample, or as the given width.
+        original_tokens: Tokens of the batch if it were padded to the longest sample, or to the given width.
         actual_tokens: Tokens of the padded micro-batches.
     """
 
@@ -49,7 +50,7 @@ class PaddedFigures:
 
     @property
     def removed_padding_tokens(self) -> int:
-        """Padding tokens that one batch would have and the micro-batches do not."""
+        """Padding tokens that one padded batch would have, but the micro-batches do not have."""
         return self.original_tokens - self.actual_tokens
 
     @property
@@ -101,13 +102,14 @@ def padded_batches(
         length_round: Padded lengths are multiples of this; it must suit cp and tp.
         micro_batch_multiple: The number of micro-batches is a multiple of this.
         min_micro_batches: The fewest micro-batches.
-        width: Width of the batch before, for the figures; the longest sample's by default.
-        pp: Pipeline stages. With more than one, micro-batches should have one shape, so this is rejected unless the
-            trainer takes ``variable_lengths``. Then the number of micro-batches is a multiple of ``pp``.
+        width: Tokens per row of the batch without micro-batches, for ``figures``; by default the length of the longest
+            sample.
+        pp: Pipeline stages. With more than one, micro-batches should have one shape, so ``pp`` above 1 is rejected
+            unless the trainer takes ``variable_lengths``. Then the number of micro-batches is a multiple of ``pp``.
         variable_lengths: The pipeline takes micro-batches of different lengths.
 
     Raises:
-        SampleError: A sample has less than 1 token, or more than the budget or the width. It is named.
+        SampleError: A sample has less than 1 token, or more than the budget or the width. The error names the sample.
         ConfigError: A number is out of range.
     """
     for name, value in (
@@ -145,7 +147,7 @@ def padded_batches(
 
 
 def _bounds(longest: list[int], budget: int) -> list[int]:
-    """Return the bounds of the micro-batches: runs of places that fit the budget, padded to their last, the longest.
+    """Return the bounds of the micro-batches: consecutive places that fit the budget when padded to the longest.
 
     ``longest`` are the padded lengths of the places over all ranks, rising.
     """

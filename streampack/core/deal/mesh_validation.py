@@ -8,7 +8,7 @@ from streampack.core.model.rules import Rules
 
 
 def mesh_refusal(mesh: Mesh, rules: Rules, layout: str) -> str:
-    """Return the reason that these rules cannot serve ``mesh``, with both sides' values; empty if they can."""
+    """Return an error text if these rules cannot serve ``mesh``, with the values that clash; empty if they can."""
     if rules.batch is not None:
         if wrong := batch_refusal(mesh, rules):
             return wrong
@@ -43,7 +43,7 @@ def mesh_refusal(mesh: Mesh, rules: Rules, layout: str) -> str:
 
 
 def batch_refusal(mesh: Mesh, rules: Rules) -> str:
-    """Return the reason that batches are too small for ``mesh`` with ``empty: error``; empty if they are not."""
+    """Return an error text if batches are too small for ``mesh`` and the rules have ``empty: error``; else empty."""
     batch = rules.batch
     least = packs_of_mesh(rules, 1, mesh.dp, mesh.pp)
     if batch is None or batch.empty == "pad" or least <= (samples := batch.samples or batch.min_samples):

@@ -1,8 +1,8 @@
 """The steps kept for readers: each is dealt over a mesh, and described in messages with one rank's packs.
 
 A step is dealt once for a mesh (``assignment``), and then read any number of times with the same result. The contents
-of its messages are laid out when it is dealt, all packs of a rank together. So a rank's messages are slices, and a
-request of one of thousands of ranks costs no more than its answer. The module knows packs and handles, never tokens.
+of the messages are laid out when the step is dealt, all packs of a rank together. So a rank's messages are slices, and
+the cost of a request does not grow with the number of ranks. The module knows packs and handles, never tokens.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ NOTHING = Contents(*[np.zeros(0, np.int64)] * 4)
 class Portions(NamedTuple):
     """The packs of a step on a mesh, after splitting.
 
-    Pack i holds samples ``handles[bounds[i]:bounds[i + 1]]``, int64 [n] and [packs + 1]. The others, int64 [packs], are
-    sums over a pack's samples; ``slots`` are aligned tokens.
+    Pack i holds samples ``handles[bounds[i]:bounds[i + 1]]``, int64 [n] and [packs + 1]. The other arrays, int64
+    [packs], are sums over a pack's samples; ``slots`` are aligned tokens.
     """
 
     handles: I64
@@ -48,7 +48,7 @@ class Portions(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Dealt:
-    """A step dealt on a mesh of ``sizes`` (dp, pp): packs rank by rank, ``each`` packs for a rank.
+    """A step dealt on a mesh of ``sizes`` (dp, pp): packs rank by rank; every rank has ``each`` packs.
 
     Pack i holds samples ``bounds[i]`` to ``bounds[i + 1]`` of ``contents`` and of the columns, which are those of
     ``StepPart``.
@@ -71,7 +71,7 @@ class _Dealt:
 
 @dataclass(slots=True)
 class _Kept:
-    """A kept step, and the step as dealt on the latest mesh that asked for it."""
+    """A kept step, and the result of dealing it on the mesh that requested it last."""
 
     step: PlannedStep
     skipped: bool = False
@@ -89,13 +89,13 @@ class KeptSteps:
         self.figures = DealtFigures()
 
     def add(self, step: PlannedStep, skipped: bool = False) -> None:
-        """Keep a step; of a ``skipped`` step readers get the digests and no packs."""
+        """Keep a step; if the step is ``skipped``, readers get its digests and no packs."""
         self._steps[step.number] = _Kept(step, skipped)
         if skipped:
             self.figures.skip(step.packs)
 
     def skip(self, first: int, last: int) -> None:
-        """Mark the steps ``first`` to ``last`` as skipped; readers get no packs of them from now on."""
+        """Mark the steps ``first`` to ``last`` as skipped; from now on readers get no packs of these steps."""
         for number, kept in self._steps.items():
             if first <= number <= last and not kept.skipped:
                 kept.skipped = True
@@ -106,7 +106,7 @@ class KeptSteps:
         return self._steps.pop(number).step.packs.handles
 
     def num_bytes(self, packs: Contents, mesh: Mesh) -> int:
-        """Return the payload bytes of a message with these packs, about; fields of axis ``sample`` do not count."""
+        """Return the approximate payload bytes of a message with these packs, without fields of axis ``sample``."""
         shares = 1 if self._layout == "whole" else mesh.cp
         return int(packs.widths.sum()) // shares * self._rules.token_bytes
 
@@ -160,7 +160,7 @@ class KeptSteps:
     def unfit(self, number: int, mesh: Mesh) -> str:
         """Return the reason that a step cannot be served on ``mesh``; empty if it can.
 
-        With ``empty: error`` no rank may be without a sample.
+        If the rules have ``empty: error``, every rank must get a sample.
         """
         kept, batch = self._steps[number], self._rules.batch
         if batch is None or batch.empty == "pad" or kept.skipped:
@@ -183,7 +183,7 @@ class KeptSteps:
         return kept.dealt
 
     def _deal_packs(self, kept: _Kept, mesh: Mesh) -> _Dealt:
-        """Return a step's packs as dealt on ``mesh``, split first if there are too few; update the statistics."""
+        """Deal a step's packs on ``mesh``, after splitting packs if there are too few; update the statistics."""
         formed, rules, is_first = kept.step.packs, self._rules, kept.dealt is None
         packs: PlannedPacks | Portions = formed
         count = packs_of_mesh(rules, len(formed), mesh.dp, mesh.pp)

@@ -7,7 +7,7 @@ Admitted samples pass the files in this order:
 - ``merged_memory``: the limit of the memory for merged samples.
 - ``outbox``: holds formed steps until their records are safe (R2) and their payload has come; then readers get them.
 
-When trainers change the rules, keep checkpoints or go back, these come in:
+These files are used when trainers change the rules, keep checkpoints or go back:
 
 - ``live_rules``: the rules, as they change while the feed runs.
 - ``checkpoints``: the checkpoints that trainers keep, and the records that the log must keep for them.

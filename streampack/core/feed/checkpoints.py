@@ -1,8 +1,8 @@
 """The checkpoints that trainers keep beside their model: their contents, and the records that the log keeps for them.
 
-A checkpoint is *committed* when the trainers have reported it as durable, and the log has that. The log keeps the
-records for the last few checkpoints. It also keeps those for the step to which trainers went back, where they had a
-checkpoint, until they commit a later one.
+A checkpoint is *committed* when the trainers have reported it as durable, and the log has a record of their report. The
+log keeps the records for the last few checkpoints. If trainers went back to a checkpoint, the log also keeps the
+records for its step until they commit a later one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Checkpoints:
         self._went_back_to = NOWHERE
 
     def state_of(self, step: int, generation: int) -> State | list[Effect]:
-        """Return the state of a checkpoint at ``step``, or the effects that fetch it; none if the step is unknown."""
+        """Return the state of a checkpoint at ``step``, or the effects that fetch it; an empty list if unknown."""
         history = self._history
         found = history.nearest(step)
         chain = history.chain_after(step - 1) if step else FIRST_CHAIN
@@ -61,7 +61,7 @@ class Checkpoints:
         return State(feed=self._feed, lineage=history.lineage, step=step, chain=chain, snapshot=taken)
 
     def commit(self, step: int) -> list[Effect]:
-        """Record that the checkpoint at ``step`` is durable, unless that one or a later one is recorded."""
+        """Record that the checkpoint at ``step`` is durable, unless this or a later checkpoint is already recorded."""
         if step <= max([self.committed_upto, *(said for _, said in self._unsafe)]):
             return []
         self._note(step)
@@ -70,18 +70,18 @@ class Checkpoints:
         return effects
 
     def safe(self, upto: int) -> int:
-        """Take note that the log is safe below ``upto``; return the last step whose commit is safe."""
+        """Record that all log records before ``upto`` are safe; return the last step whose commit record is safe."""
         while self._unsafe and self._unsafe[0][0] < upto:
             self.committed_upto = max(self.committed_upto, self._unsafe.popleft()[1])
         return self.committed_upto
 
     def go_back(self, step: int) -> None:
-        """Forget later commits: trainers begin again at ``step``, and commit anew from there on."""
+        """Forget the commits after ``step``: the trainers start again there, and commit later checkpoints again."""
         self._unsafe.clear()
         self.committed_upto, self._went_back_to = min(self.committed_upto, step - 1), step
 
     def recover(self, step: int) -> None:
-        """Take over a commit of ``step`` from the log, at the start."""
+        """Apply a commit of ``step`` from the log when the broker starts."""
         self._note(step)
         self.committed_upto = step
 

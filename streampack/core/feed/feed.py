@@ -1,12 +1,12 @@
 """A feed: streams with their own rules, from the merge to the readers. Trainers connect to a feed.
 
 A feed merges its streams' samples, and gets steps formed from them (``planner``). It records each step (``recorder``),
-and serves it to its ``readers`` (``outbox``). It does not touch another feed. Its streams belong to it alone, and are
-numbered among themselves, so that a run with more feeds has the same steps in this one.
+and serves it to its ``readers`` (``outbox``). It does not touch another feed. No other feed uses its streams, and each
+feed numbers its own streams. So a feed's steps do not depend on the other feeds of a run.
 
 To go to a step, the feed restores a snapshot at or before it, and reads the samples of that window again. It forms the
-steps in between again, without serving them. So a broker goes on after a crash, and trainers go back to a checkpoint. A
-new iteration of a finite feed goes to step 0, which needs no snapshot.
+steps in between again, without serving them. In this way a broker resumes after a crash, and trainers go back to a
+checkpoint. A new iteration of a finite feed goes to step 0, which needs no snapshot.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FORMING = Missing("forming", "the step is being packed")
 class Feed:
     """One feed of a broker; ``table``, ``leases`` and ``journal`` are shared with the other feeds.
 
-    At most ``steps_ahead`` steps are formed that a rank has not returned.
+    At most ``steps_ahead`` formed steps wait until every rank has returned them.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Feed:
 
     @property
     def finished(self) -> bool:
-        """True if every rank has returned every step, and no reader is attached any more."""
+        """True if every rank has returned every step, and no reader is attached."""
         steps = self.steps
         returned = steps.end is not None and steps.released_upto >= steps.end.num_steps
         return returned and not self.readers.num_readers
@@ -105,7 +105,7 @@ class Feed:
 
     @property
     def latest_rules(self) -> Rules:
-        """The rules with every change that was asked for."""
+        """The rules after every requested change."""
         return self.planner.live.latest
 
     def waiting_for(self) -> Missing:
@@ -144,12 +144,12 @@ class Feed:
 
     @property
     def _ends_by_marks(self) -> bool:
-        """True if a step waits until pushing programs end their batch."""
+        """True if each batch ends where the pushing programs end it, instead of after a fixed number of samples."""
         batch = self.plan.rules.batch
         return batch is not None and batch.samples is None
 
     def _lost_text(self, p: int) -> str:
-        """Return an error text if the log lacks pushed samples of steps that trainers have had, or empty."""
+        """Return an error text if the log lacks pushed samples of steps that trainers have already read; else empty."""
         stream, begins = self._partitions.stream_of[p], self.steps.released_upto
         if not stream.terms.pushed or self._partitions.intakes[p].behind or self.planner.former.next_step >= begins:
             return ""
@@ -179,7 +179,7 @@ class Feed:
         return effects + self._outbox.hand_out() + self.steps.tell_starving(forming=False)
 
     def formed(self, event: Formed) -> list[Effect]:
-        """Take a packer's choice, and serve its steps; drop a choice from before the feed went back or forward."""
+        """Make and serve the steps of a packer's choice; ignore it if the feed went back or forward since."""
         if event.generation != self.planner.generation:
             return []
         return self._publish(self.planner.formed(event))
@@ -195,7 +195,7 @@ class Feed:
 
     @property
     def _is_ahead(self) -> bool:
-        """True if ``steps_ahead`` steps are formed that a rank has not returned."""
+        """True if ``steps_ahead`` steps are formed that some rank has not returned."""
         return self.next_step >= self.steps.released_upto + self._steps_ahead
 
     def _publish(self, steps: list[PlannedStep]) -> list[Effect]:
@@ -247,7 +247,7 @@ class Feed:
     # Going to a step
 
     def unfit(self, step: int, given: Snapshot | None) -> tuple[str, str] | None:
-        """Return why the feed cannot go to ``step`` with a snapshot: (code of the error, its text); None if it can."""
+        """Return why the feed cannot go to ``step`` with a snapshot, as (error code, error text); None if it can."""
         if self.failed:
             return self._failed_code, self.failed
         oldest = self.history.oldest_step
@@ -260,17 +260,17 @@ class Feed:
         return ("snapshot", f"the checkpoint's snapshot: {wrong}") if wrong else None
 
     def knows(self, given: Snapshot) -> bool:
-        """Return whether the log has all changes and skips of a checkpoint's snapshot."""
+        """Return whether the log has all rule changes and skipped steps of a checkpoint's snapshot."""
         return self.history.knows(given)
 
     def rewind(self, step: int, given: Snapshot | None, back: bool) -> list[Effect]:
-        """Go to ``step``, which trainers ask for and which is not the next one.
+        """Go to ``step``, which trainers request and which is not the next step.
 
         Args:
             step: The step.
             given: Snapshot of the trainers' checkpoint.
-            back: The trainers had returned the step before. If the rules ask for it, pushed samples that came since are
-                dropped, and other steps follow in a new lineage.
+            back: True if the trainers had returned ``step`` before. Then the rules may demand that pushed samples that
+                came since are dropped, and that a new lineage begins with other steps.
         """
         effects: list[Effect] = []
         self._checkpoints.go_back(step)
@@ -288,7 +288,7 @@ class Feed:
         Args:
             step: The step.
             given: Snapshot of the trainers' checkpoint.
-            anew: Restore a snapshot even if the feed could go on from its state.
+            anew: True to restore a snapshot even if the feed could continue from its current state.
         """
         found, here = self.history.nearest(step), self.next_step
         nearest = max(found[0] if found is not None else 0, given.step if given is not None else 0)
@@ -312,7 +312,7 @@ class Feed:
         return [*effects, Recall(self.name, found[1], self.planner.generation)]
 
     def recalled(self, event: Recalled) -> list[Effect]:
-        """Take a snapshot that was read from the log, to restore it or to answer readers that asked for a state."""
+        """Handle a snapshot that was read from the log: restore it, or answer the readers that asked for a state."""
         if not isinstance(event.record, SnapshotTaken):
             return []
         taken = event.record.snapshot
@@ -356,12 +356,12 @@ class Feed:
     # The log
 
     def safe(self, upto: int) -> list[Effect]:
-        """Take note that the log is safe below ``upto``: confirm commits, and serve steps."""
+        """Record that all log records before ``upto`` are safe: confirm commits, and serve steps."""
         committed = self.readers.committed(self._checkpoints.safe(upto))
         return committed + self.readers.tell_states() + self._outbox.hand_out()
 
     def recover(self, lsn: int, record: Record) -> None:
-        """Take over a record of an earlier broker, at the start."""
+        """Apply a record of an earlier broker while this broker starts."""
         self._recorder.recover(lsn, record)
         if isinstance(record, RulesChanged):
             self.planner.live.know(record.change.rules)
@@ -369,7 +369,7 @@ class Feed:
             self._checkpoints.recover(record.step)
 
     def recover_facts(self, facts: FeedFacts, released: int) -> None:
-        """Take over the facts that replace deleted records; raise ValueError if their rules differ."""
+        """Apply the facts that replace deleted records; raise ValueError if their rules are not this feed's."""
         differs = first_difference(self.rules, facts.rules)
         if differs:
             raise ValueError(f"feeds.{self.name}: {differs} as the log has it")
@@ -377,7 +377,7 @@ class Feed:
         self.planner.live.know(self.latest_rules)
 
     def begin(self) -> list[Effect]:
-        """Begin after the records were read: go to the first step that a rank has not returned."""
+        """Start after all records were applied: go to the first step that some rank has not returned."""
         step = self.steps.formed_upto
         self.steps.lineage = self.history.lineage
         effects = self._leases.records.discard(self.name)  # lost samples that the last broker has not recorded
@@ -395,11 +395,11 @@ class Feed:
 
         Args:
             rules: The new rules.
-            at_step: The step that was asked for; None for the first that no rank has had.
+            at_step: The requested step; None for the first step that no rank has had.
             note: Text to record.
 
         Returns:
-            The effects, and the step from which the rules hold.
+            The effects, and the first step with the new rules.
 
         Raises:
             ValueError: The feed has ended, or memory is short.
@@ -424,7 +424,7 @@ class Feed:
         return [said, *self._recorder.record_skip(first, last)]
 
     def state_of(self, step: int) -> State | list[Effect]:
-        """Return the state of a checkpoint at ``step``, or the effects that fetch it; none if the step is unknown."""
+        """Return the state of a checkpoint at ``step``, or the effects that fetch it; an empty list if unknown."""
         return self._checkpoints.state_of(step, self.planner.generation)
 
     def commit(self, step: int) -> list[Effect]:

@@ -1,11 +1,11 @@
 """The rules of a feed, as they change while it runs.
 
-A change holds from a step on that no rank has had when the change is asked for. It is recorded at once, and again when
-that step is about to be formed. Then its position is known, in merged samples, and the merge follows the change
-whenever it comes to that position again. A position is never inside a group, because a removed stream would leave a
-part of the group. It is never before the last snapshot, which was taken without the change. A new stream is known as
-soon as it is asked for, since its producers may come. Its partitions take their quota from the memory of merged
-samples.
+A change takes effect at a step that no rank has had when the change is requested. The change is recorded at once, and
+again when that step is about to be formed. Then the change has a position, counted in merged samples. Whenever the
+merge comes to that position again, it applies the change. A position is never inside a group, because a removed stream
+would leave a part of the group. A position is never before the last snapshot, which was taken without the change. A new
+stream is added as soon as the change is requested, so that its producers can connect. Its partitions take their quota
+from the memory of merged samples.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LiveRules:
 
     @property
     def latest(self) -> Rules:
-        """The rules with every change that was asked for."""
+        """The rules after every requested change."""
         changes = self._history.changes
         return changes[-1].rules if changes else self._rules
 
@@ -51,12 +51,12 @@ class LiveRules:
 
     @property
     def waiting(self) -> bool:
-        """True if there are changes that the merge does not follow yet."""
+        """True if the merge has not applied some change yet."""
         return self.applied < len(self._history.changes)
 
     @property
     def num_partitions(self) -> int:
-        """Number of partitions of all streams, with every change that was asked for."""
+        """Number of partitions of all streams, after every requested change."""
         return _partitions(self.latest)
 
     @property
@@ -66,18 +66,18 @@ class LiveRules:
 
     @property
     def next_position(self) -> int:
-        """The position that the merge must not pass before the rules change; ``NOWHERE`` if they do not."""
+        """The position at which the merge must stop to apply the next change; ``NOWHERE`` if there is no change."""
         changes = self._history.changes
         position = changes[self.applied].position if self.applied < len(changes) else -1
         return position if position >= 0 else NOWHERE
 
     def waits_for_group(self, next_step: int, in_group: bool) -> bool:
-        """Return whether a change is due at ``next_step`` that must wait until a group is merged whole."""
+        """Return whether a change for ``next_step`` has to wait until all samples of a group are merged."""
         changes = self._history.changes[self.applied : self.applied + 1]
         return in_group and any(self._is_due(change, next_step) for change in changes)
 
     def _is_due(self, change: RulesChange, next_step: int) -> bool:
-        """Return True if ``change`` has no position yet and may hold from ``next_step`` on.
+        """Return True if ``change`` has no position yet and may take effect at ``next_step``.
 
         A step that is recorded was formed before the change had a position. It must be formed again in the same way,
         so the change holds from a later step on.
@@ -85,12 +85,12 @@ class LiveRules:
         return change.position < 0 and max(change.step, self._history.num_steps) <= next_step
 
     def ask(self, rules: Rules, unformed: int, at_step: int | None, note: str) -> tuple[list[Effect], int]:
-        """Change to ``rules`` from ``at_step`` on, or from a later step that no rank has.
+        """Request a change to ``rules`` from ``at_step`` on, or from the first later step that no rank has.
 
         Args:
             rules: The new rules.
             unformed: The first step that no rank has.
-            at_step: The step that was asked for, if one was.
+            at_step: The requested step; None for the earliest possible one.
             note: A text for the record.
 
         Returns:
@@ -116,7 +116,7 @@ class LiveRules:
         return effects, step
 
     def know(self, rules: Rules) -> None:
-        """Add the new streams of ``rules``, before the merge has them; they take memory from merged samples."""
+        """Add the new streams of ``rules`` before the merge has them; their quotas reduce the limit of ``memory``."""
         partitions = self._leases.partitions
         before = len(partitions.of_feed(self._feed))
         self._admission.extend(terms_of(rules))
@@ -127,11 +127,11 @@ class LiveRules:
             partitions.intakes[p].closed = True
 
     def apply(self, next_step: int, in_group: bool = False) -> list[Effect]:
-        """Apply the changes that are due to the merge, and record the position of each the first time.
+        """Apply the due changes to the merge; record the position of each change the first time that it is applied.
 
         Args:
             next_step: The step that is about to be formed.
-            in_group: True if the last merged sample has others of its group behind it.
+            in_group: True if more samples of the last merged sample's group are still to be merged.
         """
         effects: list[Effect] = []
         merge, changes = self._merge.current, self._history.changes

@@ -1,8 +1,8 @@
 """The limit of a feed's memory for merged samples: in the window, in packs, and in steps that a rank has not returned.
 
-The quota of each partition bounds the samples that wait for the merge; this limit bounds the merged ones. Neither
-borrows from the other or from another feed. So the merge can always get the sample that it waits for, and a full arena
-is no deadlock.
+The quota of each partition bounds the samples that wait for the merge; this limit bounds the merged samples. Neither
+limit borrows from the other or from another feed. So the merge can always get the sample that it waits for, and a full
+arena causes no deadlock.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class MergedMemory:
         return self.limit_tokens - self.held_tokens - self._max_sample_tokens
 
     def hold(self, handles: I64) -> None:
-        """Count samples that are merged, or dropped before the merge, by handles, int64 [n]."""
+        """Count samples that were merged, or dropped before the merge; ``handles`` int64 [n]."""
         self.held_tokens += int(self._table.length[handles].sum())
 
     def release(self, handles: I64) -> None:
-        """Stop counting released samples, by handles, int64 [n]."""
+        """Stop counting released samples; ``handles`` int64 [n]."""
         self.held_tokens -= int(self._table.length[handles].sum())

@@ -1,8 +1,8 @@
 """The outbox: formed steps that readers do not have yet.
 
 A step goes to the readers once its record, and all records that decided it, are safe (R2). The payload of its samples
-must be there, too: after a restart, samples are read again. Steps that are only formed again on the way to the next one
-that is served go to no reader; only their digests are used.
+must be there, too: after a restart, samples are read again. A feed that restarts forms some steps again on the way to
+the next served step. These steps go to no reader; only their digests are used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Outbox:
         self._waiting.append((self._journal.next_lsn - 1, what))
 
     def hand_out(self) -> list[Effect]:
-        """Give the readers the steps whose records are safe and whose payload has come; release those they have had."""
+        """Give readers the steps whose records are safe and whose payload has come; release returned steps."""
         effects: list[Effect] = []
         absent, readers = self._leases.accounts.absent, self._readers
         while self._waiting and self._waiting[0][0] < self._journal.safe_upto:
@@ -53,7 +53,7 @@ class Outbox:
         return effects
 
     def waiting_for(self) -> Missing | None:
-        """Return the cause of the wait of the first step; None if no step waits."""
+        """Return the reason that the first step in the outbox waits; None if no step waits."""
         if not self._waiting:
             return None
         lsn, step = self._waiting[0]
@@ -69,7 +69,7 @@ class Outbox:
         return Missing("stream", again)
 
     def clear(self) -> list[I64]:
-        """Forget all steps, and return the handles of the samples of each, int64 [n]."""
+        """Forget all steps; return the sample handles of each step, int64 [n]."""
         held = [step.packs.handles for _, step in self._waiting if isinstance(step, PlannedStep)]
         self._waiting.clear()
         return held

@@ -95,7 +95,7 @@ class Planner:
 
     @property
     def overfull(self) -> str:
-        """Error text if the next batch alone fills the memory, so that it can never be whole; else empty."""
+        """Error text if the memory is too small to hold the whole next batch; else empty."""
         former, memory = self.former, self._memory
         if self._rules.batch is None or memory.room > 0 or memory.held_tokens > former.queued_tokens or former.closed:
             return ""
@@ -106,7 +106,7 @@ class Planner:
         )
 
     def request(self) -> list[Effect]:
-        """Request the packs of the next step; return nothing if it needs more samples, or none are left."""
+        """Return the effect that requests the next step's packs; no effect if samples are missing, or none are left."""
         waits = self._waits_for_group and self._memory.room > 0  # without room, only a step makes room for the rest
         request = None if waits else self.former.request()
         if request is None:
@@ -120,7 +120,7 @@ class Planner:
         return self._count(self.former.apply(event.choice))
 
     def cut(self) -> list[PlannedStep]:
-        """Return the last steps of the feed, or of a pass over it, once all of its samples were merged."""
+        """Return the last steps of the feed or of a pass, once all of its samples are merged."""
         return self._count(self.former.cut())
 
     def end_pass(self) -> I64:
@@ -144,7 +144,7 @@ class Planner:
         return steps
 
     def _stop(self) -> list[Effect]:
-        """End the feed that a stream has stopped: drop the waiting samples of the other streams and request no more."""
+        """End the feed because a stream has stopped it; drop the waiting samples of the other streams."""
         handles = self._drop_waiting()
         return [*([Release(handles)] if len(handles) else []), *self._leases.close(self._feed)]
 
@@ -161,7 +161,7 @@ class Planner:
     # Snapshots
 
     def snapshot(self) -> Snapshot | None:
-        """Return a snapshot of the state between two steps; None if the last snapshot is near enough."""
+        """Return a snapshot of the state between two steps; None if the last snapshot is recent enough."""
         history = self._history
         if self._since_snapshot < max(SNAPSHOT_WINDOWS * self._rules.window, history.in_last_snapshot):
             return None

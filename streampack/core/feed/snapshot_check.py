@@ -1,7 +1,7 @@
 """Checks of a snapshot that a trainer sends with its checkpoint: can the feed go on from it?
 
 No field of the snapshot is trusted, and the checks come before any change. ``problem`` finds values that the merge,
-FORM or the intake cannot use. The feed's history and partitions show if a snapshot without such a fault is of this run.
+FORM or the intake cannot use. Then the feed's history and partitions show whether the snapshot belongs to this run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SnapshotCheck:
         self._sound: Snapshot | None = None  # the last one without a fault in itself: all ranks send the same
 
     def fault(self, given: Snapshot) -> str:
-        """Return why the feed cannot go on from a snapshot, as an error text; empty if it can."""
+        """Return an error text if the feed cannot continue from a snapshot; empty if it can."""
         if given != self._sound:
             room = self._live.num_partitions + self._live.spare_partitions
             if wrong := problem(given, self._rules, self._memory.limit_tokens, room):
@@ -70,7 +70,7 @@ class SnapshotCheck:
 
     @property
     def _or_lost(self) -> str:
-        """Addition to the text of an error, if the feed has pushed samples."""
+        """Words added to an error text if the feed has pushed samples; else empty."""
         pushed = any(stream.pushed for stream in self._rules.streams)
         return ", or the log that holds the pushed samples was lost or replaced (state_dir)" if pushed else ""
 
@@ -94,7 +94,7 @@ class SnapshotCheck:
         return ""
 
     def _other_streams(self, given: Snapshot) -> str:
-        """Return an error text if another feed has its streams, or the log lacks its pushed samples; empty if not."""
+        """Return an error text if another feed has a snapshot's streams, or its pushed samples are lost."""
         for name in {stream.name for change in given.changes for stream in change.rules.streams}:
             of = self._partitions.streams.get(name)
             if of is not None and of.feed != self._feed:
@@ -110,7 +110,7 @@ class SnapshotCheck:
 
 
 def problem(taken: Snapshot, rules: Rules, max_tokens: int, max_partitions: int) -> str:
-    """Return why a feed cannot go on from a snapshot, whatever its run, as an error text; empty if it can.
+    """Return an error text if a snapshot has values that no feed with these rules can use; else empty.
 
     Args:
         taken: The snapshot.

@@ -1,6 +1,6 @@
-"""The hot loops of FORM, each one pass over all samples held: compiled by numba where it is installed.
+"""The hot loops of FORM, compiled by numba if it is installed; each loop passes once over all samples in the former.
 
-Each is plain Python over numpy arrays, so tests compare a kernel with its ``py_func``.
+Each kernel is plain Python over numpy arrays, so tests compare the kernel with its ``py_func``.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def take_out(
     int64 [packs + 1] with the beginning of each pack in ``taken``, and ``waited`` int64 [indices] with the steps that
     each item waited.
 
-    Returns the items that stay, their samples, and the items that the packer has seen. The first is -1, with nothing
-    moved, if the choice has an index of no item or one twice.
+    Returns three numbers: the items that stay, their samples, and the items that the packer has seen. If the choice has
+    an index twice or an index without an item, the first number is -1 and nothing is moved.
     """
     begins = np.empty(len(sizes) + 1, np.int64)
     begins[0] = 0

@@ -1,6 +1,6 @@
 """Statistics of the steps that a feed formed. They decide nothing.
 
-Steps are gathered, and counted on request or when there are enough: counting one step takes as long as counting dozens.
+Steps are collected, and counted on request or when there are dozens: counting dozens takes as long as counting one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAMPLES_BOUNDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0
 
 
 class ValueCounts:
-    """A histogram of values. ``counts`` int64 [bounds + 1] are the values up to each bound, and above the last.
+    """A histogram: ``counts`` int64 [bounds + 1] is the number of values up to each bound, and above the last.
 
     ``sum`` is the sum of all values.
 
@@ -70,7 +70,8 @@ class FormedFigures:
     def drop(self, lengths: I32, tail: Tail) -> None:
         """Count samples that ``tail: drop`` dropped; ``lengths`` int32 [samples] are their tokens.
 
-        A feed that goes back forms the same steps again and drops the same samples again; they count once.
+        A feed that goes back forms the same steps again and drops the same samples again; each dropped sample counts
+        once.
         """
         if tail in self._tails:
             return
@@ -86,13 +87,13 @@ class FormedFigures:
 
     @property
     def waste(self) -> I64:
-        """Padding tokens of the packs by cause, int64 [padding.CAUSES]; 0 if the padding depends on the mesh."""
+        """Padding tokens of the packs by cause, int64 [padding.CAUSES]; all 0 if the padding depends on the mesh."""
         self._count()
         return self._waste
 
     @property
     def fill(self) -> ValueCounts:
-        """Histogram of the packs' real tokens over the budget."""
+        """Histogram of the packs' fill: real tokens divided by the budget."""
         self._count()
         return self._fill
 

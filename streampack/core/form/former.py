@@ -1,20 +1,20 @@
 """The former, which makes steps of admitted samples: it decides which samples are in a step, and in which packs.
 
-Steps are a function of the admitted order and the recorded rules, never of the mesh, the clock or which producer was
-faster. The former holds the samples in merge order: the window and the samples behind it. Choosing packs is the costly
-part, so it may run on another thread. ``request`` gives the arrays that a packer needs and ``apply`` takes its choice.
-Samples may be admitted in between, since they only join the end.
+Steps are a function of the admitted order and the recorded rules. They never depend on the mesh, the clock or the speed
+of a producer. The former holds the samples in merge order: the window and the samples behind it. Choosing packs is the
+costly part, so it may run on another thread. ``request`` gives the arrays that a packer needs and ``apply`` takes its
+choice. Samples may be admitted in between, since they only join the end.
 
-In batch mode (``Rules.batch``) a step is one batch, packed as a closed set. Samples behind it have no influence on it,
-and there are as many packs as come out. A batch is the first samples held: a fixed number, or all up to the place where
-the merge says that a batch ends.
+In batch mode (``Rules.batch``) a step is one batch, packed as a closed set. Samples behind the batch have no influence
+on its packs, and the number of packs depends on its samples. A batch consists of the first samples in the former. Their
+number is fixed, or the merge tells where the batch ends.
 
-A group that is kept in one pack is one item of the packers (``items``). Their window counts it as one sample, and none
-of it is packed before all of it is held. A batch of a fixed number of samples ends with the group that reaches the
-number.
+A group that is kept in one pack is one item of the packers (``items``). The window counts a group as one sample, and a
+group is packed only once all of its samples have come. A batch of a fixed number of samples ends with the group that
+reaches the number.
 
-During warmup of the budget, a sample that is longer than its step's budget is alone in its pack. So no sample waits for
-a larger budget, and no pack is larger than the whole budget.
+During warmup of the budget, a sample that is longer than its step's budget gets a pack of its own. So no sample waits
+for a larger budget, and no pack is larger than the final budget.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from streampack.errors import InternalError
 class Request:
     """The arguments of one call of a packer: see ``Packer.choose``.
 
-    ``lengths`` and ``budget`` are in units of the sample alignment. ``sizes``: samples in each item; None: one each.
+    ``lengths`` and ``budget`` are in units of the sample alignment. ``sizes`` is the number of samples in each item;
+    None means one sample per item.
     """
 
     packer: Packer
@@ -54,7 +55,7 @@ class Request:
     sizes: I64 | None = None
 
     def choose(self) -> Choice:
-        """Run the packer and return its choice. It is pure, and a compiled kernel does not hold the GIL."""
+        """Run the packer, a pure function, and return its choice. Compiled kernels do not hold the GIL."""
         return self.packer.choose(
             self.lengths, self.ages, self.budget, self.count, self.closed, window=self.window, sizes=self.sizes
         )
@@ -67,7 +68,7 @@ UNSEEN = -1
 class Former:
     """The samples admitted to a feed that are not in a step yet, and the packs that are not in a step yet.
 
-    Samples held outside packs are grouped to items; an item is one sample unless groups are kept in one pack.
+    Samples outside packs are grouped into items; an item is one sample, or a group that is kept in one pack.
     """
 
     def __init__(self, rules: Rules, table: SampleTable) -> None:
@@ -98,12 +99,12 @@ class Former:
 
     @property
     def lacks_samples(self) -> bool:
-        """True if the packer needed more samples than are held, and none has come since."""
+        """True if the packer needed more samples than the former has, and no sample has come since."""
         return self._asked_held == self.num_samples
 
     @property
     def wants_samples(self) -> bool:
-        """True if more samples should be admitted, to have enough for the next step and the one behind it.
+        """True if more samples should be admitted, so that there are enough for the next two steps.
 
         With too few samples behind the window, a step would take two choices of the packer.
         """
@@ -119,13 +120,13 @@ class Former:
 
     @property
     def too_few(self) -> bool:
-        """True if a batch that ends here, at a mark, would have fewer samples than ``min_samples``."""
+        """True if a batch that ended after the last admitted sample would have fewer samples than ``min_samples``."""
         batch = self._rules.batch
         return batch is not None and batch.samples is None and self.queued_samples < batch.min_samples
 
     @property
     def in_group(self) -> bool:
-        """True if the last sample held belongs to a group that has more samples to come."""
+        """True if the last admitted sample belongs to a group of which more samples are to come."""
         last = self._arrived[-1][0] if self._arrived else self._handles
         return bool(self._table.keep[last[-1:]].any())
 
@@ -168,9 +169,9 @@ class Former:
         return Request(self._packer, lengths, self._ages[:size], budget, count, closed, window, sizes)
 
     def apply(self, choice: Choice) -> list[PlannedStep]:
-        """Move the samples that the packer chose for the last ``request`` into packs; return the steps now whole.
+        """Move the samples that the packer chose for the last ``request`` into packs; return the completed steps.
 
-        Raises InternalError for a choice of items that are not held.
+        Raises InternalError if the former does not have a chosen item.
         """
         num_held = len(self._handles)
         taken, waited = np.empty(num_held, np.int64), np.empty(len(choice.indices), np.int64)
@@ -196,7 +197,7 @@ class Former:
         return self.cut()
 
     def cut(self) -> list[PlannedStep]:
-        """Return the whole steps that the pending packs make; once closed, treat the tail by ``Rules.tail``."""
+        """Return the complete steps that the pending packs make; once closed, handle the tail by ``Rules.tail``."""
         if self._rules.batch is not None:
             self._drop_tail()
             return []
@@ -232,7 +233,7 @@ class Former:
         return num_outliers(self._lengths[self._ages >= 0], self._rules.budget // self._rules.align.sample)
 
     def state(self) -> FormState:
-        """Return the state that, with the samples to come, decides all later steps. Not between request and apply."""
+        """Return the state that, with the samples to come, decides all later steps; not between request and apply."""
         self._gather()
         pending = self._pending
         window = np.concatenate([self._handles, *(handles for handles, _ in self._arrived)])
@@ -246,7 +247,7 @@ class Former:
         )  # fmt: skip
 
     def load(self, state: FormState) -> None:
-        """Resume from a state, in a former of the same rules that has no samples; add its samples to the table."""
+        """Restore a state in an empty former of the same rules; add the state's samples to the table."""
         self.next_step, self.chain, self.closed = state.next_step, state.chain, state.closed
         rows = np.concatenate([np.frombuffer(each, ROW) for each in (state.window, state.pending)])
         handles, pending = np.split(self._table.enter(rows, state.keeps), [len(state.ages)])
@@ -257,7 +258,7 @@ class Former:
         self._pending = self._make_packs(pending, np.concatenate([[0], np.cumsum(state.counts)]).astype(np.int64))
 
     def _batch_size(self) -> int:
-        """Return the number of handles in the next batch, pieces of samples included; 0 while it is not whole."""
+        """Return the number of handles in the next batch, including pieces of samples; 0 for an incomplete batch."""
         batch, held = self._rules.batch, len(self._handles)
         if batch is None or batch.samples is None:
             return held if self.closed else 0
@@ -270,7 +271,7 @@ class Former:
         return held if self.closed and self._rules.tail == "pad" else 0
 
     def _drop_tail(self) -> None:
-        """Once closed, drop the samples held that fill no batch, by ``tail: drop``."""
+        """Once closed, drop the remaining samples that do not fill a batch, if the rules have ``tail: drop``."""
         self._gather()
         if self.closed and self.num_samples and not self._batch_size():
             self.dropped = np.concatenate([self.dropped, self._handles])
@@ -279,11 +280,11 @@ class Former:
             self.num_samples = self.queued_tokens = self.queued_samples = 0
 
     def _num_whole(self, handles: I64) -> int:
-        """Return the number of samples, the pieces of a split one counted once; 0 unless in batch mode."""
+        """Return the number of samples, counting a split sample once; 0 unless in batch mode."""
         return 0 if self._rules.batch is None else int(np.count_nonzero(self._table.part[handles] == 0))
 
     def _gather(self) -> None:
-        """Group the admitted samples to items; samples of a group that is not whole yet stay in ``_arrived``."""
+        """Group the admitted samples into items; samples of an incomplete group stay in ``_arrived``."""
         if not self._arrived:
             return
         rules, align = self._rules, self._rules.align.sample
@@ -321,7 +322,7 @@ class Former:
         return PlannedPacks(handles, bounds, sums, digests_of(memoryview(identities.tobytes()), bounds))
 
     def _make_step(self, packs: PlannedPacks) -> PlannedStep:
-        """Return the next step, of these packs; advance the step number and the chain digest."""
+        """Return the next step, made of these packs; advance the step number and the chain digest."""
         loss, samples = int(packs.loss_tokens.sum()), len(packs.handles)
         digest = step_digest(self.next_step, loss, samples, packs.digests)
         self.chain = chain_digest(self.chain, digest)

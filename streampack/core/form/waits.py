@@ -19,7 +19,8 @@ AT_ONCE = 1 << 14
 class Waits:
     """Counts of the steps that a former's samples waited.
 
-    ``window`` is the window's size in samples, ``packs`` the packs of a step; None in batch mode, which has no window.
+    ``window`` is the window's size in samples, ``packs`` the number of packs in a step. ``packs`` is None in batch
+    mode, which has no window.
     """
 
     def __init__(self, packer: Packer, window: int, packs: int | None) -> None:
@@ -30,7 +31,7 @@ class Waits:
         self._counts: I64 = np.zeros(BUCKETS, np.int64)  # samples that left, by the bucket of the steps they waited
 
     def chosen(self, waited: I64, seen: int) -> None:
-        """Record a choice of the packer: ``waited`` int64 [n] are the waits of the samples that leave, in steps.
+        """Record a choice of the packer; ``waited`` int64 [n] is the number of steps that each chosen sample waited.
 
         ``seen`` is the number of items in the packer's window.
         """
@@ -41,14 +42,14 @@ class Waits:
             self._count()
 
     def _count(self) -> None:
-        """Count the gathered waits; counting many at once takes as long as counting those of one step."""
+        """Count the collected waits; counting the waits of many steps takes as long as counting those of one step."""
         waited = np.concatenate([*self._waited, np.zeros(0, np.int64)])
         self._counts += np.bincount(bucket_of(waited), minlength=BUCKETS)
         self._longest = max(self._longest, int(waited.max(initial=0)))
         self._waited, self._num_waited = [], 0
 
     def longest(self, step: int, since: I64) -> int:
-        """Return the most steps that a sample has waited so far, held ones included.
+        """Return the longest wait of a sample so far, in steps, including the samples that still wait.
 
         ``step`` is the next step; ``since`` int64 [n], the step at which each item held entered the window, or -1.
         """
@@ -58,7 +59,7 @@ class Waits:
 
     @property
     def p99(self) -> int:
-        """The 99th percentile of waits, in steps: exact up to 64, to one part in 32 above."""
+        """The 99th percentile of waits, in steps; exact up to 64, and within 1/32 above."""
         self._count()
         upto = np.cumsum(self._counts)
         return least_of(int(np.searchsorted(upto, 0.99 * upto[-1]))) if upto[-1] else 0

@@ -12,12 +12,12 @@ A producer's message passes the files in this order:
 - ``admission``, ``admission_kernels``: enter the samples of a good chunk into the sample table and the merge.
 - ``overlong``: the policy for samples that are longer than the budget of a pack.
 
-Under these are the state and the rules that they share:
+These files hold the state and the rules that the files above share:
 
 - ``partitions``: the numbers of all partitions, and the stream and the intake of each.
 - ``intake``: the position in one partition: samples in order, once each, and never more than credit allows.
 - ``lease_terms``: the terms of a stream: the rules that its samples have to meet.
 
-Every partition has one holder at most, and every sample is admitted once. ``merge`` gets the samples, ``journal`` the
-records. The package does not know packs, steps or trainers.
+Every partition has at most one holder, and every sample is admitted once. The samples go to ``merge``, and the records
+to ``journal``. The package does not know packs, steps or trainers.
 """

@@ -82,7 +82,7 @@ class Admission:
         self.counts = [StreamCounts() for _ in streams]
 
     def extend(self, streams: list[StreamTerms]) -> None:
-        """Take on the streams that rules have added; ``streams`` has all, known ones first."""
+        """Add the streams that new rules contain; ``streams`` lists all streams, the existing ones first."""
         more = streams[len(self._streams) :]
         self._streams = [*self._streams, *more]
         self.counts += [StreamCounts() for _ in more]
@@ -98,7 +98,7 @@ class Admission:
     def admit(
         self, stream: int, p: int, intake: Intake, chunk: ReceivedChunk, stale: bool = False
     ) -> tuple[list[Effect], I64]:
-        """Enter the samples of a chunk that were not taken before; drop all samples of a ``stale`` chunk.
+        """Admit the samples of a chunk that were not admitted before; drop all samples of a ``stale`` chunk.
 
         Args:
             stream: Number of the stream in its feed.
@@ -170,7 +170,7 @@ class Admission:
                 yield seq, handle
 
     def _changed(self, stream: int, intake: Intake, chunk: ReceivedChunk) -> str:
-        """Return an error text if an awaited sample differs from the first time that it came; empty if none does."""
+        """Return an error text if a sample that is read again differs from the sample admitted first; else empty."""
         terms, table, message = self._streams[stream], self._table, chunk.message
         lengths, crcs, stop = chunk.lengths, chunk.crcs, min(intake.known_seq, chunk.stop_seq)
         for seq, handle in self._awaited(intake, max(intake.expected_seq, message.base_seq), stop):
@@ -201,7 +201,7 @@ class Admission:
     def _loss_tokens(self, payload: tuple[Any, ...], starts: I64, lengths: I64) -> I64:
         """Return the loss tokens of n pieces of a chunk, int64 [n].
 
-        All tokens of a piece but the first count, unless the loss mask or the labels exclude some.
+        Every token of a piece except the first counts, unless the loss mask or the labels exclude it.
 
         Args:
             payload: The chunk's frames.

@@ -1,4 +1,4 @@
-"""Compiled loops of ``chunk_check`` and ``admission``, each once over the samples of a chunk."""
+"""Compiled loops of ``chunk_check`` and ``admission``; each loop passes once over the samples of a chunk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def measure(lengths: U32, loss_tokens: U32) -> tuple[int, int, int, int]:
 
     Returns:
         Tokens of all samples, tokens of the longest, number of empty samples, and number of samples with too many loss
-        tokens: as many as tokens, or more.
+        tokens: at least as many as its tokens.
     """
     tokens = longest = num_empty = wrong_loss = 0
     for i in range(len(lengths)):
@@ -58,7 +58,7 @@ def enter(
     entries: I64,
     stored: I64,
 ) -> tuple[int, int]:
-    """Write the pieces of a chunk's samples from the ``skip``-th on into the table, a row of ``handles`` each.
+    """Write the pieces of a chunk's samples, from the ``skip``-th sample on, into the table rows ``handles``.
 
     Args:
         source: int64 [m], position in the chunk, from ``skip`` on, of the sample of each piece.
@@ -86,8 +86,8 @@ def enter(
             position of its sample.
 
     Returns:
-        Number of pieces that are shorter than their sample, and tokens of all pieces. A cut piece gets all of its
-        sample's ``loss_tokens``.
+        Number of pieces that are shorter than their sample, and tokens of all pieces. The ``loss_tokens`` of a cut
+        piece are those of its whole sample.
     """
     sample, begin, kept, cut, tokens = 0, 0, 0, 0, 0
     for i in range(len(source)):

@@ -1,6 +1,7 @@
 """Checks of a chunk that a producer has sent: against itself, the feed's fields, and the stream's terms.
 
-Later, ``intake`` checks the chunk against credit, and ``admission`` against the same samples of an earlier time.
+Later, ``intake`` checks the chunk against the producer's credit. If samples are read again, ``admission`` compares them
+with the samples that came first.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class ReceivedChunk:
         num_tokens: Tokens of all samples.
         longest: Tokens of the longest sample.
         num_empty: Number of samples without tokens.
-        wrong_loss: Number of samples with as many loss tokens as tokens, or more.
+        wrong_loss: Number of samples with at least as many loss tokens as tokens.
     """
 
     envelope: Envelope
@@ -120,7 +121,7 @@ def unwanted(chunk: ReceivedChunk, terms: StreamTerms) -> Unfit | None:
 
 
 def _unfit_group(chunk: ReceivedChunk, terms: StreamTerms) -> str:
-    """Return an error text if a chunk cannot be kept together as it asks for; empty if it can, or is dropped."""
+    """Return an error text if the samples of a chunk cannot stay together as ``keep`` demands; else empty."""
     message, lengths = chunk.message, chunk.lengths
     first, last = (index_of(seq, message.partition, terms.partitions) for seq in (message.base_seq, chunk.stop_seq - 1))
     group = f"samples {terms.name}:{first} to {last}"

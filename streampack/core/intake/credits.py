@@ -1,9 +1,9 @@
 """Leases and credit: tell the holder of each partition where to begin, how much to send, and which samples are safe.
 
 A lease begins a *session*, at the next missing sample. When that position jumps, a new session begins, so that chunks
-on their way belong to an old one. Credit is absolute within a session;
-``Intake.grant_seq`` and ``Intake.grant_bytes`` compute it. It is sent when it has grown by a
-quarter, and repeated, so that a lost message does no harm. ``rebalance`` decides which producer holds a partition.
+on their way belong to an old session. Credit is absolute within a session; ``Intake.grant_seq`` and
+``Intake.grant_bytes`` compute it. Credit is sent when it has grown by a quarter, and repeated, so that a lost message
+does no harm. ``rebalance`` decides which producer holds a partition.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Credits:
         """Partitions that are leased once all samples pushed to them are safe."""
 
     def open(self) -> None:
-        """Add partitions that were opened, without credit."""
+        """Add the partitions that were opened, without credit at first."""
         self._granted += [(0, 0)] * (len(self._partitions) - len(self._granted))
 
     def begin(self, p: int) -> None:
@@ -55,7 +55,7 @@ class Credits:
         return self.lease(p)
 
     def lease(self, p: int) -> list[Effect]:
-        """Send the lease of the session that has begun to the holder, if there is one."""
+        """Send the lease of partition ``p``'s current session to its holder, if there is a holder."""
         holder = self._producers.holder_of(p)
         if holder is None or self.drained:
             return []
@@ -95,7 +95,7 @@ class Credits:
         return self.send(holder.peer, flow, intake.session)
 
     def _needs_no_more(self, p: int) -> bool:
-        """Return whether the holder has to send nothing more; the end of a pushed partition must be safe in the log."""
+        """Return whether the holder is done sending; for a pushed partition, its end must be safe in the log."""
         intake = self._partitions.intakes[p]
         if not self._partitions.stream_of[p].terms.pushed:
             return intake.ended

@@ -7,7 +7,7 @@ send samples below ``grant_seq`` and bytes below ``grant_bytes``. So a lost or r
 9000, section 4.1, has the same rule).
 
 After a restart, or when trainers go back, a partition is read again from a *floor*. Samples below ``known_seq`` have
-been merged before. If the window still holds one, its payload is ``awaited``; the others are passed over.
+been merged before. If the window still holds such a sample, its payload is ``awaited``; the other samples are ignored.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class Intake:
         token_bytes: Bytes of a token, with the fields that have a value for each token.
         expected_seq: Number of the next sample to take.
         cursor: Place of that sample in the source.
-        total: Number of samples, once the end is taken.
-        known_total: Number of samples, as this broker or an earlier one has learned it.
+        total: Number of samples in the partition, once its end is reached.
+        known_total: Number of samples in the partition, if this broker or an earlier broker has reached its end.
         closed: True if the feed takes no more samples of the partition, except for those in ``awaited``.
         session: Number of the session.
         session_bytes: Bytes taken in this session.
         kept_tokens: Tokens that were admitted.
-        merged_tokens: Tokens that were merged; the difference to ``kept_tokens`` waits for the merge.
+        merged_tokens: Tokens that were merged; the other tokens of ``kept_tokens`` wait for the merge.
         merged_seq: Samples below this number are merged.
         known_seq: Samples below this number were merged before the partition was read again.
         rejected_seq: Rejected samples below this number are recorded.
-        awaited: Handles of the samples whose payload is to come again, one for each piece, by sequence number.
+        awaited: Handles of the samples whose payload is read again: by sequence number, one handle for each piece.
         recorded_seq: Number of the next sample that is not in the log.
         num_marks: Number of the batches that have ended.
         durable_seq: Samples below this number are safe in the log.
@@ -57,7 +57,7 @@ class Intake:
         unsafe: Records that are appended and not safe yet: (log sequence number, and the ``durable_seq`` and
             ``durable_marks`` that hold once the record is safe).
         places: The partition's chunks in the log; the chunks before ``place`` have been taken.
-        recalling: True while the chunk at ``place`` is read from the log.
+        recalling: True while the chunk at ``place`` is being read from the log.
     """
 
     quota_bytes: int
@@ -99,7 +99,7 @@ class Intake:
         self.place = 0
 
     def floor(self, seq: int) -> Floor:
-        """Return the place to read again from to get sample ``seq``; forget the places before it."""
+        """Return the place from which to read the partition again to get sample ``seq``; forget earlier places."""
         at = bisect_right(self._floors, seq, key=lambda floor: floor[0]) - 1
         if at < 0:
             return 0, None
@@ -121,8 +121,8 @@ class Intake:
     def max_unmerged(self) -> int:
         """The number of samples that may wait for the merge.
 
-        Two batches may wait, because a program may push to several partitions in turn. Less credit would stop it before
-        the other partitions have the batch. The rows of the samples stay below ``quota_bytes``, too.
+        Two batches may wait, because a program may push to several partitions in turn. Less credit would block the
+        program before the other partitions have the batch. The rows of the samples stay below ``quota_bytes``, too.
         """
         return max(MAX_UNMERGED, min(2 * self.largest_batch, self.quota_bytes // ROW_BYTES))
 
@@ -133,7 +133,7 @@ class Intake:
 
     @property
     def grant_bytes(self) -> int:
-        """The bytes that the producer may send in this session, in all."""
+        """The total bytes that the producer may send in this session."""
         waiting = (self.kept_tokens - self.merged_tokens) * self.token_bytes
         return self.session_bytes + self.quota_bytes - waiting
 
@@ -142,7 +142,7 @@ class Intake:
         return stop_seq <= self.grant_seq and self.session_bytes + num_bytes <= self.grant_bytes
 
     def accept(self, stop_seq: int, num_bytes: int, kept_tokens: int, cursor: Cursor | None) -> None:
-        """Move past a chunk that begins at ``expected_seq``, and count its bytes and admitted tokens."""
+        """Advance ``expected_seq`` to the end of an accepted chunk, and count the chunk's bytes and admitted tokens."""
         self.expected_seq = stop_seq
         self.cursor = cursor
         self._floors.append((stop_seq, cursor))
@@ -151,11 +151,11 @@ class Intake:
 
     @property
     def behind(self) -> bool:
-        """True if the log has chunks of the partition that have not been taken again yet."""
+        """True if the log has chunks of the partition that this broker still has to read again."""
         return self.place < len(self.places)
 
     def note_safe(self, upto: int) -> bool:
-        """Record that the log is safe below ``upto``; return whether samples or marks became durable by it."""
+        """Record that log records before ``upto`` are safe; return whether more samples or marks are durable now."""
         before = (self.durable_seq, self.durable_marks)
         while self.unsafe and self.unsafe[0][0] < upto:
             _, self.durable_seq, self.durable_marks = self.unsafe.popleft()
@@ -163,7 +163,7 @@ class Intake:
 
     @property
     def unwanted(self) -> bool:
-        """True if no sample is wanted any more: the intake is closed, and awaits no payload."""
+        """True if no more samples are wanted: the intake is closed, and awaits no payload."""
         return self.closed and not self.awaited
 
     @property

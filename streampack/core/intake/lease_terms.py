@@ -19,9 +19,9 @@ class StreamTerms:
         poison: Policy for samples that cannot be read.
         barriers: True if steps do not mix passes.
         pushed: True if a program pushes the samples.
-        align: Tokens of which each sample takes a multiple.
+        align: Each sample is padded to a multiple of this number of tokens.
         most: Most samples in a pack; None for no limit.
-        batches: True if steps are batches, instead of cut from a stream.
+        batches: True if each step is one batch; False if steps follow each other in a stream.
         padded: True if samples are padded to rows, instead of packed.
     """
 

@@ -3,7 +3,7 @@
 A producer offers streams and gets leases of partitions (``rebalance``), with credit (``credits``). A chunk is taken if
 it is the next one of its partition (``partition_accounts``). Messages of an older session or an older broker change
 nothing. A producer that breaks the protocol, or reports a failure, loses its leases; trainers that wait for its samples
-get the reason. When a feed goes back or forward, its partitions are read from there in new sessions.
+get the reason. When a feed goes back or forward, new sessions read its partitions from the new position.
 
 A partition is named by its number ``p``, which counts the partitions of all feeds.
 """
@@ -100,7 +100,7 @@ class Leases:
         return [e for p in self.partitions.of_feed(feed) for e in self._close(p)]
 
     def join(self, feed: str, known: int) -> list[Effect]:
-        """Lease, from their beginning, the partitions that the merge of ``feed`` has beyond its first ``known``."""
+        """Lease the new partitions of ``feed``, those from number ``known`` on, from their first sample."""
         more = self.accounts.join(feed, known)
         return self._read_from(more) if more else []
 
@@ -110,7 +110,7 @@ class Leases:
         return [e for name in gone for p in self.partitions.of_stream(name) for e in self._close(p)]
 
     def go_to(self, feed: str, floors: list[Floor], held: I64) -> list[Effect]:
-        """Read the partitions of ``feed`` again from ``floors``, in new sessions; see ``PartitionAccounts.go_to``."""
+        """Begin new sessions that read the partitions of ``feed`` from ``floors``; see ``PartitionAccounts.go_to``."""
         self.accounts.go_to(feed, floors, held)
         mine = self.partitions.of_feed(feed)
         for p in mine:
@@ -160,7 +160,7 @@ class Leases:
         return effects
 
     def dismiss(self, done: bool) -> list[Effect]:
-        """Tell producers once that they may stop, if no trainer will need samples again (``done``)."""
+        """Tell producers, once, that they may stop if no trainer will need more samples (``done``)."""
         tell, self._done = done and not self._done, done
         return [e for producer in self.producers for e in self.credits.send(producer.peer, Done())] if tell else []
 

@@ -1,8 +1,8 @@
 """The policy for overlong samples: which pieces of a chunk's samples are kept.
 
-A stream's ``overlong`` policy says what happens to samples longer than the budget of a pack: ``drop``, ``truncate`` or
-``split``. With ``error``, ``chunk_check`` rejects the chunk before it comes here. ``admission`` applies the policy to
-each chunk that it enters.
+A stream's ``overlong`` policy decides about samples longer than the budget of a pack: ``drop``, ``truncate`` or
+``split``. With ``error``, ``chunk_check`` has already rejected the chunk. ``admission`` applies the policy to each
+chunk that it admits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from streampack.core.model.samples import I64, Keep
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The pieces that are kept of a chunk's samples, in order; a sample of which nothing is kept has one of length 0.
+    """The kept pieces of a chunk's samples, in order; a dropped sample has one piece of length 0.
 
     Attributes:
         source: int64 [n], the sample's position in the chunk.
@@ -72,7 +72,7 @@ def apply_overlong(lengths: I64, limit: int, policy: str) -> Pieces:
 def apply_terms(terms: StreamTerms, lengths: I64, keep: Keep | UnsetType = msgspec.UNSET, skip: int = 0) -> Pieces:
     """Apply a stream's policy to the samples of a chunk from the ``skip``-th on.
 
-    A chunk that is kept in one pack (``keep``) cannot be cut. All of it is dropped if a pack cannot hold it.
+    A chunk that is kept in one pack (``keep``) cannot be cut. The whole chunk is dropped if it does not fit a pack.
 
     Args:
         terms: The stream's terms.

@@ -1,8 +1,8 @@
 """Records and admits the chunks of every partition, and reads partitions again.
 
-A good chunk is first recorded, if its arrival decides the order, and then admitted. When a feed goes back or forward,
-a producer reads each of its partitions again from a floor. Pushed samples are read again from the log. The module
-does not know producers.
+A valid chunk is first recorded, if the order of steps depends on its arrival, and then admitted. When a feed goes back
+or forward, a producer reads each of its partitions again from a floor. Pushed samples are read again from the log. The
+module does not know producers.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class PartitionAccounts:
         return effects
 
     def _end_merge(self, p: int) -> None:
-        """Tell the merge that all samples of a partition were taken."""
+        """Tell the merge that a partition has no more samples."""
         stream, intake = self._partitions.stream_of[p], self._partitions.intakes[p]
         intake.total = intake.known_total
         stream.merge.current.end(stream.number_in_feed(p))
@@ -102,7 +102,7 @@ class PartitionAccounts:
     # Reading the log
 
     def pull(self, p: int) -> list[Effect]:
-        """Ask the log for a pushed partition's next chunk (``Recall``), if there is one and room for it."""
+        """Ask the log for a pushed partition's next chunk (``Recall``), if the log has one and there is room for it."""
         intake, stream = self._partitions.intakes[p], self._partitions.stream_of[p]
         merge, number = stream.merge.current, stream.number_in_feed(p)
         while intake.behind and not intake.recalling and not intake.unwanted:
@@ -177,7 +177,7 @@ class PartitionAccounts:
         self._await(feed, held)
 
     def join(self, feed: str, known: int) -> list[int]:
-        """Read from their beginning the partitions that the merge of ``feed`` has beyond its first ``known``.
+        """Read the new partitions of ``feed``, those from number ``known`` on, from their first sample.
 
         Returns:
             The numbers of these partitions.
@@ -214,7 +214,7 @@ class PartitionAccounts:
             self.absent[handle] = (p, seq)
 
     def forget(self, handles: I64) -> None:
-        """Do not wait any more for the payload of released samples, by handles, int64 [n]."""
+        """Stop waiting for the payload of released samples; ``handles`` int64 [n]."""
         for handle in handles.tolist() if self.absent else ():
             p, seq = self.absent.pop(handle, (-1, 0))
             awaited = self._partitions.intakes[p].awaited if p >= 0 else {}

@@ -1,9 +1,9 @@
 """Writes records of partitions to the log, and reads those of earlier brokers.
 
-There are records of the digest of each stream's source, of ends of partitions, and of rejected samples. Others give the
-order in which chunks and ends of batches add_chunk. Each record also updates the partition's ``Intake`` and the feed's
-``History``. At the start, ``recover`` takes the records of earlier brokers, and ``learn`` the facts that replace
-deleted records.
+The records hold the digest of each stream's source, the ends of partitions, and the rejected samples. Other records
+hold the order in which chunks and ends of batches came. Each record also updates the partition's ``Intake`` and the
+feed's ``History``. When a broker starts, ``recover`` applies the records of earlier brokers, and ``learn`` the facts
+that replace deleted records.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DISCARDED = "discarded"
 
 
 class PartitionRecords:
-    """Appends records of partitions to ``journal``, and takes over those of earlier brokers."""
+    """Appends records of partitions to ``journal``, and applies the records of earlier brokers."""
 
     def __init__(self, partitions: Partitions, journal: Journal) -> None:
         self._partitions, self._journal = partitions, journal
@@ -51,13 +51,13 @@ class PartitionRecords:
         return self._journal.append(SourceAccepted(stream=stream, source_digest=digest))
 
     def forget_source(self, stream: str) -> None:
-        """Let the next producer read other data, if there is no log and no sample of the stream was taken."""
+        """Let the next producer offer other data, if there is no log and no sample of the stream was admitted."""
         of = self._partitions.streams[stream]
         if not self._journal.keeps and not of.admission.counts[of.number].samples:
             self.digests.pop(stream, None)
 
     def append_chunk(self, p: int, chunk: ReceivedChunk, stale: bool) -> list[Effect]:
-        """Record a chunk, if arrival decides the order of the merge; a pushed chunk is recorded with its payload."""
+        """Record a chunk if samples are merged in the order of arrival; record a pushed chunk with its payload."""
         intake, stream, message = self._partitions.intakes[p], self._partitions.stream_of[p], chunk.message
         stop, first = chunk.stop_seq, max(message.base_seq, intake.recorded_seq)
         if not stream.in_order or first >= stop or intake.closed:
@@ -93,7 +93,7 @@ class PartitionRecords:
         return effects
 
     def append_end(self, p: int, total: int) -> list[Effect]:
-        """Record that a partition has ended after ``total`` samples, if that is new."""
+        """Record that a partition has ended after ``total`` samples, unless that is recorded already."""
         intake, stream = self._partitions.intakes[p], self._partitions.stream_of[p]
         if intake.known_total is not None:
             return []
@@ -166,7 +166,7 @@ class PartitionRecords:
         }
 
     def learn(self, stream: str, facts: StreamFacts) -> None:
-        """Take over the facts of a stream from an earlier broker."""
+        """Apply the facts of a stream that an earlier broker recorded."""
         if facts.source_digest:
             self.digests[stream] = facts.source_digest
         mine = [self._partitions.intakes[p] for p in self._partitions.of_stream(stream)]
@@ -180,7 +180,7 @@ class PartitionRecords:
     def recover(
         self, lsn: int, record: SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded
     ) -> None:
-        """Take over a record of an earlier broker, at the start."""
+        """Apply a record of an earlier broker while this broker starts."""
         if isinstance(record, SourceAccepted):
             self.digests[record.stream] = record.source_digest
             return
@@ -199,7 +199,7 @@ class PartitionRecords:
         intake.durable_seq, intake.durable_marks = intake.recorded_seq, intake.num_marks
 
     def _recover_rejection(self, record: SamplesRejected) -> None:
-        """Take over a record of rejected samples, so that they are not recorded again."""
+        """Apply a record of rejected samples, so that these samples are not recorded again."""
         stream = self._partitions.streams[record.stream]
         count = stream.terms.partitions
         for index in np.frombuffer(record.indices_u64, "<u8").tolist():

@@ -1,8 +1,8 @@
 """The partitions of every stream: their numbers, and the intake of each.
 
-A partition has a number ``p``, which counts the partitions of all feeds. The merge of a feed has numbers of its own for
-the feed's partitions, from 0 (``Stream.number_in_feed``). A sequence number counts the samples of a partition. The
-module does not know producers or the log.
+A partition has a number ``p``, which counts the partitions of all feeds. The merge of a feed numbers only that feed's
+partitions, from 0 (``Stream.number_in_feed``). A sequence number counts the samples of a partition. The module does not
+know producers or the log.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Stream:
         rules: The feed's rules when the stream was added.
         history: The feed's history, from the log.
         number: Number of the stream in its feed.
-        first: Number of its first partition.
-        first_in_feed: The feed's own number of its first partition.
+        first: Number of the stream's first partition.
+        first_in_feed: The feed's own number of the stream's first partition.
     """
 
     feed: str

@@ -50,7 +50,7 @@ class ConnectedProducer:
         name: Name that the process chose; no other process has it.
         peer: Name of the connection.
         where: Host and process id, as host:pid.
-        offers: The streams that the process offers: the partition to which it pushes, or None, by stream.
+        offers: For each offered stream, the partition to which the process pushes; None if the stream is read.
         heard: Time of its last message, in seconds.
         sizes: Sizes of the streams' sources, counting the files that this process has opened, by stream.
     """
@@ -69,7 +69,7 @@ class ConnectedProducer:
 
 
 class Claim(NamedTuple):
-    """Decision on a claim: rejected (with the reason), or waiting, or granted because the ``silent`` holders lose."""
+    """The decision on a claim: rejected for a reason, waiting, or granted because the ``silent`` holders lose."""
 
     refusal: str = ""
     waits: bool = False
@@ -81,8 +81,8 @@ class Seen(NamedTuple):
 
     Attributes:
         producers: Number of producers that offer the stream.
-        hosts: Their hosts, sorted, the first ``HOSTS_SHOWN``.
-        last_s: Seconds since the last message of one of them; None if there was none.
+        hosts: Hosts of these producers, sorted; only the first ``HOSTS_SHOWN``.
+        last_s: Seconds since the last message of any of these producers; None if there was no message.
     """
 
     producers: int
@@ -116,7 +116,7 @@ class Producers:
         return iter(list(self._named.values()))
 
     def open(self) -> None:
-        """Add partitions that were opened, without a holder."""
+        """Add the partitions that were opened, without a holder at first."""
         self.holder += [None] * (len(self._partitions) - len(self.holder))
 
     def named(self, name: str) -> ConnectedProducer | None:
@@ -163,7 +163,7 @@ class Producers:
         )  # fmt: skip
 
     def describe(self, p: int) -> str:
-        """Return a text that names partition ``p`` and the producer that sends it, or the reason that none does."""
+        """Return a text that names partition ``p`` and its producer, or the reason that no producer sends it."""
         stream, holder = self._partitions.stream_of[p], self.holder_of(p)
         text = f"stream {stream.terms.name!r} partition {p - stream.first} of {stream.terms.partitions}"
         if p in self.failures:
@@ -190,7 +190,7 @@ class Producers:
         return producer
 
     def remove(self, name: str) -> ConnectedProducer:
-        """Remove a producer that has left, and return it; its partitions have no holder then."""
+        """Remove a producer that has left, and return it; its partitions then have no holder."""
         producer = self._named.pop(name)
         self._names.pop(producer.peer, None)
         self._left |= {stream: max(producer.heard, self._left.get(stream, 0.0)) for stream in producer.offers}
@@ -201,9 +201,9 @@ class Producers:
     # Claims
 
     def claim(self, hello: Hello, now: float) -> Claim:
-        """Decide the claim of a producer to partitions that others hold; an empty ``Claim`` if no other holds them.
+        """Decide about a producer's claim to partitions that others hold; return an empty ``Claim`` if none is held.
 
-        A holder that still sends messages keeps its partitions. A holder that was killed is silent.
+        A holder that still sends messages keeps its partitions; a silent holder, such as a killed process, loses them.
         """
         streams = self._partitions.streams
         wanted = {streams[offer.stream].first + (offer.partition or 0): offer for offer in hello.offers}

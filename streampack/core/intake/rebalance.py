@@ -1,8 +1,8 @@
 """Rebalancing: move leases when producers come and go.
 
-The partitions of a stream that is read are shared out evenly among the producers that offer it. So any number of
-processes produces the same stream. A partition of a pushed stream goes to the producer that names it. Every move begins
-a new session at the next missing sample (``credits``).
+The partitions of a stream that is read are divided evenly among the producers that offer it. So any number of processes
+can produce the same stream. A partition of a pushed stream goes to the producer that names it. Every move begins a new
+session at the next missing sample (``credits``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from streampack.core.protocol.producer_messages import Hello
 
 
 class Move(NamedTuple):
-    """Partition ``p`` goes ``to`` the producer of this name, or to none; ``taken`` if its holder still sends it."""
+    """A move of partition ``p`` to the producer named ``to``, or to none; ``taken`` if its old holder still sends."""
 
     p: int
     to: str | None
@@ -76,7 +76,7 @@ class Rebalancer:
         return [left, *last_words, *self._lease(moved)]
 
     def begin(self, mine: list[int]) -> list[Effect]:
-        """Begin new sessions of the partitions ``mine``, share all partitions out anew, and send the leases."""
+        """Begin new sessions of the partitions ``mine``, divide all partitions among producers, and send the leases."""
         for p in mine:
             self._credits.begin(p)
         moved, last_words = self._share_out()
@@ -103,7 +103,7 @@ class Rebalancer:
         return sorted(moved), effects
 
     def _moves(self) -> list[Move]:
-        """Return the moves that share the open partitions of each stream out evenly among its producers."""
+        """Return the moves that divide the open partitions of each stream evenly among its producers."""
         moves: list[Move] = []
         for name, stream in self._partitions.streams.items():
             able, mine = self._producers.offering(name), self._partitions.of_stream(name)

@@ -2,11 +2,11 @@
 
 - ``recorder``: turns a decision of a feed into a record, and adds it to the feed's history.
 - ``log_records``: every kind of record.
-- ``journal``: numbers the records, and knows which are safe.
+- ``journal``: numbers the records, and tracks which records are safe.
 - ``log_effects``: the effects that write, read and cut the log, and the events that answer.
 - ``history``: the recorded steps, snapshots and chunks of one feed; a new broker fills it from the log.
 
-A record has a log sequence number (LSN), which counts all records of the run. It is *safe* once the log has it as
-durably as the settings ask for. Nothing that an unsafe record decides is sent (R1, R2). The package does not know
-bytes, files or disks: ``wire`` encodes records, and the services write them.
+A record has a log sequence number (LSN), which counts all records of the run. A record is *safe* once the log has
+stored it as durably as the settings demand. The broker sends nothing that depends on an unsafe record (R1, R2). The
+package does not know bytes, files or disks: ``wire`` encodes records, and the services write them.
 """

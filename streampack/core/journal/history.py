@@ -1,9 +1,9 @@
 """The history of one feed, as the log has it: digests of steps, places of snapshots, and the order of chunks.
 
-Each record that is appended is added, and a broker that starts adds the log's records in the same way. The history
-keeps for each step the digest of all steps up to it, 16 bytes. For each snapshot it keeps the step and the record. For
-chunks whose order of arrival decides the steps, it keeps their place in the partition and their record. The merge
-repeats that order, and pushed partitions are read again from these records.
+Every appended record is added to the history, and a broker that starts adds the log's records in the same way. The
+history keeps for each step the digest of all steps up to it, 16 bytes. For each snapshot it keeps the step and the
+record. If the order of arrival decides the steps, the history also keeps each chunk's place in its partition and its
+record. The merge repeats that order, and pushed partitions are read again from these records.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ChunkPlace:
 
     Attributes:
         partition: The feed's own number of the partition.
-        base_seq: Number of the chunk's first sample; for a mark, of the sample after it.
+        base_seq: Number of the chunk's first sample; for a mark, number of the sample after the mark.
         count: Samples of the chunk; 0 for a mark.
         lsn: Log sequence number of the record.
         tokens: Tokens of the chunk.
@@ -59,7 +59,7 @@ class ChunkPlace:
 class _Place:
     """A recorded snapshot: its step and LSN, the floors of all partitions, and merged samples up to it (``position``).
 
-    The snapshot holds ``held`` samples; it is None here if it is only in the log.
+    The snapshot holds ``held`` samples. ``snapshot`` is None if the snapshot is only in the log.
     """
 
     step: int
@@ -70,7 +70,7 @@ class _Place:
     snapshot: Snapshot | None
 
     def floor(self, partition: int) -> int:
-        """Return the sequence number from which a partition is read again; 0 for one that joined later."""
+        """Return the sequence number from which a partition is read again; 0 for a partition that was added later."""
         return self.floors[partition] if partition < len(self.floors) else 0
 
 
@@ -86,8 +86,8 @@ class History:
         commits: Steps of the checkpoints that are kept.
         released: Every rank has returned the steps before this one, as far as the log knows.
         end: (number of steps, digest of all), once the end is recorded.
-        tails: Recorded tails that ``tail: drop`` left out, as (step that follows, row of the first sample). Passes
-            shorter than a step leave several tails before one step.
+        tails: Recorded tails that ``tail: drop`` left out, as (next step, row of the first sample). Passes shorter than
+            a step leave several tails before one step.
         order: Chunks and marks in the order in which they came.
         newest_version: Newest version of the policies that made samples in ``order``; -1 if unknown.
         is_cut: True if the first records were deleted from the log.
@@ -130,7 +130,7 @@ class History:
         return bytes(self._chains[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES])
 
     def add_step(self, step: int, chain: bytes, lsn: int) -> None:
-        """Add a step: the digest of it and all before, and its LSN. After a gap, forget the steps before."""
+        """Add a step, with ``chain``, the digest of all steps up to it. After a gap, forget the earlier steps."""
         if not self._lsns or step > self.num_steps:
             self._first = step
             del self._lsns[:], self._chains[:]
@@ -139,11 +139,11 @@ class History:
             self._lsns.append(lsn)
 
     def is_gone(self, step: int) -> bool:
-        """Return whether the record of ``step`` was deleted; a step that is formed again is not recorded again then."""
+        """Return whether the record of ``step`` was deleted; such a step is not recorded when it is formed again."""
         return self.is_cut and step < self._first
 
     def begin_at(self, step: int) -> None:
-        """Begin at ``step``, from a checkpoint, if it is beyond all known steps; forget these."""
+        """Start at ``step`` of a checkpoint if it is beyond all recorded steps; forget the recorded steps."""
         if step > self.num_steps:
             self._first = step
             del self._lsns[:], self._chains[:]
@@ -154,13 +154,13 @@ class History:
         return self._lsns[at] if 0 <= at < len(self._lsns) else -1
 
     def note_change(self, change: RulesChange) -> None:
-        """Add a change of the rules; one with a position replaces the first change that waits for its position."""
+        """Add a change of the rules; a change with a position replaces the first change without one."""
         waiting = (number for number, known in enumerate(self.changes) if known.position < 0 <= change.position)
         at = next(waiting, len(self.changes))
         self.changes[at : at + 1] = [change]
 
     def knows(self, given: Snapshot) -> bool:
-        """Return whether all changes and skips of a checkpoint's snapshot are recorded."""
+        """Return whether all rule changes and skipped steps of a checkpoint's snapshot are recorded."""
         own = self.changes[: len(given.changes)]
         return (
             len(own) == len(given.changes)
@@ -178,7 +178,7 @@ class History:
     # Snapshots
 
     def add_snapshot(self, snapshot: Snapshot, lsn: int, keep: bool = True) -> None:
-        """Add a snapshot with its LSN; it stays in memory if ``keep``."""
+        """Add a snapshot with its LSN; keep the snapshot itself in memory if ``keep`` is True."""
         if not self._lsns:
             self._first = max(self._first, snapshot.step)
         if not self._places or snapshot.step > self._places[-1].step:
@@ -189,7 +189,7 @@ class History:
             self._at_hand += self._places[-1:] if keep else []
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot that was read from the log in memory."""
+        """Keep in memory a snapshot that was read from the log."""
         at = bisect_right(self._places, snapshot.step, key=lambda place: place.step) - 1
         if at >= 0 and self._places[at].step == snapshot.step:
             self._at_hand += [self._places[at]] if self._places[at].snapshot is None else []
@@ -198,7 +198,7 @@ class History:
     def nearest(self, step: int) -> tuple[int, int, Snapshot | None] | None:
         """Return (step, LSN, snapshot) of the last snapshot at or before ``step``; None if there is none.
 
-        In place of a snapshot that is only in the log, the third value is None.
+        The third value is None if the snapshot is only in the log.
         """
         at = bisect_right(self._places, step, key=lambda place: place.step) - 1
         if at < 0:
@@ -208,7 +208,7 @@ class History:
 
     @property
     def last_position(self) -> int:
-        """Number of merged samples at the last snapshot; a change cannot hold from before it on."""
+        """Number of merged samples at the last snapshot; a change cannot take effect at an earlier position."""
         return self._places[-1].position if self._places else 0
 
     def forget_after(self, position: int) -> None:
@@ -226,11 +226,11 @@ class History:
         return self._places[-1].held if self._places else 0
 
     def forget_snapshots(self, released: int, keeps_log: bool) -> None:
-        """Drop old snapshots, which no rank will ask for, from memory; without a log, forget them and their chunks.
+        """Drop snapshots that no rank will need from memory; without a log, forget these snapshots and their chunks.
 
         Args:
             released: Every rank has returned the steps before this one.
-            keeps_log: True if there is a log to read them from.
+            keeps_log: True if there is a log from which dropped snapshots can be read.
         """
         at = bisect_right(self._places, released - KEPT_STEPS, key=lambda place: place.step) - 1
         if at <= 0:
@@ -267,8 +267,8 @@ class History:
     def oldest_step(self) -> int:
         """The first step to which the feed can go.
 
-        That is 0, unless arrival decides the order and the log's first chunks were deleted. Then it is the step of the
-        first snapshot that needs none of them.
+        This is step 0, unless samples are merged in the order of arrival and the log's first chunks were deleted. Then
+        it is the step of the first snapshot that does not need the deleted chunks.
         """
         if not (self.is_cut and self.in_order):
             return 0
@@ -283,9 +283,9 @@ class History:
         return next(whole, self.num_steps)
 
     def revisit(self, step: int) -> None:
-        """Make a broker that starts serve ``step`` first, also if it is skipped, to look at the step again.
+        """Make a starting broker serve ``step`` first, even if it was skipped, so that a person can inspect the step.
 
-        Other ranks and checkpoints count no more.
+        The steps that ranks have returned and the committed checkpoints are ignored.
         """
         self.released = step
         self.skips.clear()
@@ -293,18 +293,18 @@ class History:
 
     @property
     def in_order(self) -> bool:
-        """True if the order in which chunks came decides the steps."""
+        """True if the steps depend on the order in which chunks came."""
         return self.rules.merge == "arrival"
 
     # Policies
 
     def is_stale(self, version: int) -> bool:
-        """Return whether samples of a policy of this version are too old to be admitted now."""
+        """Return whether samples made by policy ``version`` are too old to be admitted now."""
         lag = self.rules.max_policy_lag
         return lag is not None and 0 <= version < self.newest_version - lag
 
     def add_chunk(self, place: ChunkPlace) -> None:
-        """Add a chunk or a mark, next in the order."""
+        """Append a chunk or a mark to the order of arrival."""
         self.order.append(place)
         self.newest_version = max(self.newest_version, place.version)
 
@@ -316,7 +316,7 @@ class History:
         Args:
             lineage: Number of the new lineage.
             step: Its first step.
-            since: LSN from which on chunks are lost; None if none are.
+            since: LSN of the first lost chunk; None if no chunk is lost.
         """
         for place in self.order:
             place.lost = place.lost or (since is not None and place.lsn >= since)
@@ -332,14 +332,14 @@ class History:
         self.tails = {tail for tail in self.tails if tail[0] < step}
 
     def begin_of(self, step: int) -> int:
-        """Return the LSN after the record of the step before ``step``; if unknown, that of the snapshot at ``step``."""
+        """Return the LSN after the record of step ``step - 1``; if unknown, the LSN of the snapshot at ``step``."""
         found = self.nearest(step)
         if self.lsn_of(step - 1) < 0 and found is not None and found[0] == step:
             return found[1]
         return self.lsn_of(step - 1) + 1
 
     def recover(self, facts: FeedFacts, released: int) -> None:
-        """Take over the facts that replace deleted records; every rank has returned the steps before ``released``."""
+        """Apply the facts that replace deleted records; every rank has returned the steps before ``released``."""
         self.lineage, self.lineage_step = facts.lineage, facts.lineage_step
         self.changes = list(facts.changes)
         self.skips, self.commits = list(facts.skips), list(facts.commits)
@@ -348,7 +348,7 @@ class History:
             self.newest_version = max(self.newest_version, facts.newest_version)
 
     def facts(self) -> FeedFacts:
-        """Return the facts that must survive when records of the log are deleted."""
+        """Return the facts of this feed that must survive when records of the log are deleted."""
         return FeedFacts(
             rules=self.rules, lineage=self.lineage, lineage_step=self.lineage_step, changes=self.changes,
             skips=self.skips, commits=self.commits,

@@ -1,7 +1,7 @@
-"""The journal: numbers records when they are appended, and knows which are *safe* in the log.
+"""The journal: numbers records when they are appended, and tracks which records are *safe* in the log.
 
-Nothing is sent that an unsafe record decides (R1, R2). Without a log every record is safe at once, so that the rest of
-the core is the same.
+The broker sends nothing that depends on an unsafe record (R1, R2). Without a log every record is safe at once, so the
+rest of the core needs no special case.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from streampack.core.protocol.events import Effect
 
 
 class Journal:
-    """Numbers records, and knows which are safe.
+    """Numbers records, and tracks which records are safe.
 
     Attributes:
         keeps: True if there is a log.
@@ -40,11 +40,11 @@ class Journal:
         return [Append(record, tuple(payload))]
 
     def pass_over(self) -> list[Effect]:
-        """Number a record that is not built, because there is no log."""
+        """Use up the number of a record that is not built, because there is no log."""
         self.next_lsn += 1
         self.safe_upto = self.next_lsn
         return []
 
     def safe(self, upto: int, stalled: str = "", full: str = "") -> None:
-        """Take note that the log is safe below ``upto``, and of the reasons that it is ``stalled`` or ``full``."""
+        """Record that log records before ``upto`` are safe, and why the log is ``stalled`` or ``full``, if so."""
         self.safe_upto, self.stalled, self.full = max(self.safe_upto, upto), stalled, full

@@ -12,9 +12,10 @@ from streampack.core.protocol.events import Effect, Event
 
 
 class Safe(Event, frozen=True):
-    """Every record below ``upto`` is safe.
+    """Every record of the log before ``upto`` is safe.
 
-    If the others wait, ``stalled`` says why. If no samples that need a record should be taken, ``full`` says why.
+    ``stalled`` is the reason that later records wait, if they do. ``full`` is the reason to take no more samples that
+    need a record; both are empty if there is no such reason.
     """
 
     upto: int

@@ -1,8 +1,8 @@
 """The records of the log: every decision of a broker that does not follow from the data and the rules alone.
 
 The log is the only truth of a run: its records tell which step holds which samples, and a broker can go on from them. A
-record states a fact, and is never changed; later records only add facts. Records name streams and feeds, instead of
-numbering them, so that each can be read without the one before. Arrays are little-endian bytes, as in messages.
+record states a fact, and is never changed; later records only add facts. Records name streams and feeds instead of
+numbering them, so that each record can be read without earlier records. Arrays are little-endian bytes, as in messages.
 ``wire`` encodes records.
 """
 
@@ -41,7 +41,7 @@ class StreamFacts(Struct, frozen=True, kw_only=True):
 
 
 class FeedFacts(Struct, frozen=True, kw_only=True):
-    """Facts of a feed beside its steps.
+    """All facts of a feed except its steps.
 
     Attributes:
         rules: The rules with which the feed began.
@@ -62,9 +62,9 @@ class FeedFacts(Struct, frozen=True, kw_only=True):
 
 
 class Base(Record, frozen=True, kw_only=True):
-    """The facts of the run beside its steps, repeated so that the records before can be deleted.
+    """All facts of the run except its steps, repeated so that earlier records can be deleted.
 
-    ``released`` has a step for each feed: every rank has returned the steps before.
+    ``released`` has a step for each feed: every rank has returned the steps before it.
     """
 
     TYPE: ClassVar[int] = 1
@@ -85,7 +85,7 @@ class SourceAccepted(Record, frozen=True, kw_only=True):
 
 
 class ChunkAdmitted(Record, frozen=True, kw_only=True):
-    """A chunk was admitted, next in the order of the feed's chunks (``merge: arrival``); columns as in ``Samples``.
+    """A chunk was admitted as the next chunk in its feed's order of arrival; the columns are those of ``Samples``.
 
     The payload of a pushed chunk is in the record. If ``stale``, its ``policy_version`` was too old when it came, and
     none of its samples is in a step.
@@ -147,9 +147,9 @@ class StepFormed(Record, frozen=True, kw_only=True):
         chain: Digest of all steps up to this one.
         num_loss_tokens, num_samples: Totals of the step.
         counts_u32: Samples of each pack.
-        rows: The samples, as ``samples.ROW``; a stream has its number in the rules of that time.
+        rows: The samples, as ``samples.ROW``; stream numbers are those of the rules at this step.
         released: Every rank has returned the steps before this one.
-        keeps: uint8, how each sample stays together with the next, as in snapshots.
+        keeps: uint8, how each sample stays together with the next sample, as in snapshots.
     """
 
     TYPE: ClassVar[int] = 7
@@ -167,7 +167,7 @@ class StepFormed(Record, frozen=True, kw_only=True):
 
 
 class SnapshotTaken(Record, frozen=True, kw_only=True):
-    """A snapshot, which decides all steps from ``snapshot.form.next_step`` on."""
+    """A snapshot was taken; it decides all steps from ``snapshot.form.next_step`` on."""
 
     TYPE: ClassVar[int] = 8
     feed: str
@@ -203,9 +203,9 @@ class StepsSkipped(Record, frozen=True, kw_only=True):
 
 
 class LineageBegan(Record, frozen=True, kw_only=True):
-    """A new lineage begins at ``step``, for the reason ``why``: steps recorded before from there on are void.
+    """A new lineage begins at ``step`` for the reason ``why``; earlier records of this and later steps are void.
 
-    Pushed samples of records from ``since`` on are dropped, if it is given.
+    If ``since`` is given, pushed samples of records from this LSN on are dropped.
     """
 
     TYPE: ClassVar[int] = 12
@@ -225,7 +225,7 @@ class CheckpointCommitted(Record, frozen=True, kw_only=True):
 
 
 class TailDropped(Record, frozen=True, kw_only=True):
-    """Samples (``samples.ROW``) that ``tail: drop`` left out, at the end of the feed or of a pass, before ``step``."""
+    """``tail: drop`` left out samples (``samples.ROW``) before ``step``, at the end of the feed or of a pass."""
 
     TYPE: ClassVar[int] = 14
     feed: str

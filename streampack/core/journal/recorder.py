@@ -1,4 +1,4 @@
-"""Records the decisions of a feed: each becomes a record of the log, and part of the feed's history.
+"""Records the decisions of a feed: each decision becomes a record of the log, and part of the feed's history.
 
 A broker that starts reads the records, and gets the same history. When steps are formed again, their records are not
 written again.
@@ -32,7 +32,7 @@ class Recorder:
         self._feed, self._history, self._journal, self._table = feed, history, journal, table
 
     def contradicts(self, step: PlannedStep) -> bool:
-        """Return whether a step differs from the recorded one of its number."""
+        """Return whether a step differs from the recorded step with the same number."""
         return self._history.chain_after(step.number) not in (None, step.chain)
 
     def record_step(self, step: PlannedStep, released: int) -> list[Effect]:
@@ -87,7 +87,7 @@ class Recorder:
         return [*self._journal.append(began), report]
 
     def record_change(self, change: RulesChange) -> list[Effect]:
-        """Record a change of the rules that was asked for, or that now has its position."""
+        """Record a change of the rules when it is requested, and again when it gets its position."""
         self._history.note_change(change)
         return self._journal.append(RulesChanged(feed=self._feed, change=change))
 
@@ -97,7 +97,7 @@ class Recorder:
         return self._journal.append(StepsSkipped(feed=self._feed, first=first, last=last))
 
     def recover(self, lsn: int, record: Record) -> None:
-        """Add a record of an earlier broker to the history, at the start."""
+        """Add a record of an earlier broker to the history while this broker starts."""
         history = self._history
         if isinstance(record, StepFormed):
             history.add_step(record.step, record.chain, lsn)

@@ -6,6 +6,7 @@
 - ``layout_kernels``: boundaries and labels in compiled code, one pass over memory.
 - ``step_frames``: the arrays that the messages of a step carry for a rank.
 
-Broker and client use the same functions. The broker cuts shards with them; the client derives boundaries, positions and
-labels from lengths, since they are not sent. They know lengths, never where tokens are kept.
+Broker and client use the same functions. The broker cuts shards with them. The client derives boundaries, positions and
+labels from lengths, because these arrays are not sent. The functions take lengths, and do not know where tokens are
+stored.
 """

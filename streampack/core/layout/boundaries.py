@@ -2,7 +2,7 @@
 
 A pack stores its samples one after another, each padded to the sample alignment, then one tail segment of padding up to
 the pack's length. Two boundary arrays describe it: ``cu_seqlens`` for real tokens, ``cu_seqlens_padded`` for storage.
-Kernels that take one array get the padded one.
+Kernels that take only one array get ``cu_seqlens_padded``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Contents(NamedTuple):
     """Packs to lay out.
 
     Attributes:
-        handles: int64 [samples], those of all packs, one pack after another.
+        handles: int64 [samples], handles of the samples, one pack after another.
         counts: int64 [packs], samples of each pack.
         widths: int64 [packs], the length T of each pack in tokens.
         aligns: int64 [packs], the multiple to which each pack's samples are padded, in tokens.
@@ -57,7 +57,7 @@ class Layout:
 
     @property
     def num_segments(self) -> int:
-        """Number of samples, and one more with tail padding."""
+        """Number of segments: one per sample, and one more if there is tail padding."""
         return len(self.cu_seqlens) - 1
 
     @property
@@ -85,7 +85,7 @@ def layout(lengths: I64, align: int, total: int) -> Layout:
 
 
 class Boundaries(NamedTuple):
-    """The boundary arrays of several packs, one pack's after another's.
+    """The boundary arrays of several packs, concatenated.
 
     Attributes:
         real: int32 [segments + packs], ``cu_seqlens``.
@@ -100,7 +100,7 @@ class Boundaries(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """The segments of several packs, one pack's after another's, for one pass of numpy over all packs.
+    """The segments of several packs, concatenated, so that numpy handles all packs at once.
 
     Attributes:
         lengths: int64 [samples], real tokens of each sample.
@@ -119,7 +119,7 @@ class Layouts:
     first_segment: I64
 
     def boundaries(self) -> Boundaries:
-        """Return the boundary arrays of all packs, one pack's after another's."""
+        """Return the boundary arrays of all packs, concatenated."""
         counts = np.diff(self.first_segment)
         numbers = np.arange(len(counts))
         ends = np.arange(len(self.stop)) + np.repeat(numbers + 1, counts)
@@ -142,10 +142,11 @@ class Layouts:
 
 
 def layouts(lengths: I64, counts: I64, align: int | I64, totals: I64) -> Layouts:
-    """Return the boundaries of several packs, as ``layout`` does for one; same errors.
+    """Return the boundaries of several packs, as ``layout`` does for one pack; raises the same errors.
 
-    ``lengths`` int64 [samples], ``counts`` int64 [packs] samples and ``totals`` int64 [packs] tokens of each pack.
-    ``align``: one for all packs, or int64 [packs]; in a padded micro-batch it is the length of a row.
+    ``lengths`` int64 [samples] are real tokens; ``counts`` and ``totals`` int64 [packs] are each pack's samples and
+    tokens. ``align`` is one multiple for all packs, or int64 [packs]; in a padded micro-batch it is the length of a
+    row.
     """
     if len(lengths) and int(lengths.min()) <= 0:
         raise ValueError(f"got a sample of {int(lengths.min())} tokens, expected at least 1")

@@ -11,7 +11,7 @@ from streampack.core.model.samples import I32, I64, IGNORE_INDEX
 
 
 def positions_of(starts: I64, stops: I64) -> I64:
-    """Return the positions [start, stop) of all slices, one slice after another, int64 [sum of sizes]."""
+    """Return the integers in [start, stop) of every slice, concatenated, int64 [sum of sizes]."""
     sizes = stops - starts
     some = sizes > 0
     positions = np.empty(int(sizes.sum()), np.int64)
@@ -34,7 +34,7 @@ def derive_positions(offset: I64, size: I64, real: I64, position_ids: I64, paddi
     Slice i has ``size[i]`` tokens and begins ``offset[i]`` tokens into its segment, which holds ``real[i]`` real
     tokens; all int64 [k]. Positions, int64 [N], restart at 0 in each segment; the mask, [N], is True at padding.
 
-    Returns the places of the padding, int64 [pads].
+    Returns the indices of the padding tokens, int64 [pads].
     """
     ends = np.cumsum(size)
     _count_up(offset, size, position_ids)
@@ -50,8 +50,8 @@ def derive_labels(
     """Fill in ``labels`` int64 [N]: ``input_ids`` shifted inside each sample, and -100 where there is no next token.
 
     Slices are given as in ``derive_positions``, and ``padding`` is its result. ``edges`` int32 [k] holds the token
-    that follows each slice in its sample (-100 if none does), since another rank may hold that token. None: slices are
-    whole segments.
+    that follows each slice in its sample (-100 if none does), since another rank may hold that token. None means that
+    slices are whole segments.
     """
     ends = np.cumsum(size)
     kept = np.clip(real - offset, 0, size)

@@ -52,7 +52,7 @@ def lay_out(
     cu_seqlens: I32,
     cu_seqlens_padded: I32,
 ) -> int:
-    """Compute the boundaries of packs, as ``boundaries.layouts`` does; fill in all arguments but the first four.
+    """Compute the boundaries of packs, as ``boundaries.layouts`` does; write them to the arguments after ``widths``.
 
     The arguments have the shapes of ``Layouts``, with room for [samples + packs] segments. ``widest`` int64 [packs] are
     the tokens of each pack's widest segment. ``cu_seqlens`` and ``cu_seqlens_padded`` int32 [samples + 2 * packs] are

@@ -1,7 +1,7 @@
 """Shards: the tokens of a pack that a context-parallel rank holds.
 
 With context parallelism over W ranks, ``zigzag`` cuts each segment [s, e) into 2W equal chunks, c = (e - s) / 2W. Rank
-r holds chunks r and 2W - 1 - r, so that causal attention costs every rank the same. It is the layout of
+r holds chunks r and 2W - 1 - r, so that causal attention costs every rank the same. This is the layout of
 TransformerEngine's ``thd_get_partitioned_indices`` (context_parallel.cu), which Megatron-Core and the RL frameworks
 built on it use. That kernel silently loses tokens unless boundaries end at T and every segment is a multiple of 2W, so
 both are checked here.
@@ -44,8 +44,8 @@ def cut(laid: Layouts, cp: int, rank: int, kind: str) -> Slices:
     """Return the slices of each pack that ``rank`` of ``cp`` ranks holds; each slice lies in one segment.
 
     ``whole`` gives every segment, ``zigzag`` two slices of each. ``zigzag_pack`` and ``contiguous`` cut the pack
-    as one, and cut the result again where segments meet. Raises ValueError, which names the segment or pack, for a size
-    that cannot be cut evenly.
+    as one, and cut the result again where segments meet. Raises ValueError, which names the segment or pack, if a size
+    cannot be cut evenly.
 
     >>> from streampack.core.layout.boundaries import layouts
     >>> laid = layouts(np.array([8, 8]), np.array([2]), 1, 16)
@@ -74,7 +74,7 @@ def cut(laid: Layouts, cp: int, rank: int, kind: str) -> Slices:
 
 
 def _check_even(sizes: I64, parts: int, what: str, advice: str) -> None:
-    """Raise ValueError, which names the first wrong one, unless all ``sizes`` are multiples of ``parts``."""
+    """Raise ValueError, which names the first wrong size, unless all ``sizes`` are multiples of ``parts``."""
     ragged = sizes % parts != 0
     if ragged.any():
         at = int(np.argmax(ragged))
@@ -82,7 +82,7 @@ def _check_even(sizes: I64, parts: int, what: str, advice: str) -> None:
 
 
 def _intersect(laid: Layouts, intervals: list[tuple[I64, I64]]) -> Slices:
-    """Return the parts of each pack in the ``intervals`` [a, b), cut where segments meet; no slice is empty.
+    """Return the slices of each pack inside the ``intervals`` [a, b), cut where segments meet; no slice is empty.
 
     Each interval has bounds a and b for every pack, int64 [packs].
     """

@@ -2,7 +2,8 @@
 
 A rank of a pipeline's middle stage computes on activations. It needs boundaries and positions only, which it derives
 from lengths, so it gets no payload unless the producer supplies positions. All other ranks get tokens and every field.
-Where slices may end inside a sample, they also get ``edges``: the token behind each slice, for the label there.
+If slices may end inside a sample, these ranks also get ``edges``. These are the tokens after each slice, the labels of
+each slice's last token.
 """
 
 from __future__ import annotations

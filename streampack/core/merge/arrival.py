@@ -2,14 +2,15 @@
 
 The *script* is that order: runs of (partition, the sequence number at which the run ends), over all streams. While the
 broker runs, a pushed chunk is the script's next run. A broker that restarts first gets the script from the log
-(``script``, for every ``ChunkAdmitted`` in its order). Then the samples may come again in any order: they are taken in
-the order of the script, and pushing them adds nothing to it. A sample that is next in the script and missing blocks the
-others, and ``blocked`` names its partition.
+(``script``, for every ``ChunkAdmitted`` in its order). Then the samples may come again in any order: the merge takes
+them in the order of the script, and the script does not grow. A sample that is next in the script and missing blocks
+the others, and ``blocked`` names its partition.
 
 Runs are numbered, and the runs of a partition are linked. The next partition is the one whose first run has the lowest
-number, of those that are not at a barrier. So entries behind a partition's barrier wait without blocking others, and
-keep their place in the script for their own pass. The order is the script, sorted stably by pass: a function of script,
-barriers and ends alone. A partition that has ended blocks no other. Weights, units and ``on_exhaust`` are not used.
+number, of those that are not at a barrier. So entries behind a partition's barrier wait for their own pass without
+blocking other partitions, and keep their place in the script. The order is the script, sorted stably by pass: a
+function of script, barriers and ends alone. A partition that has ended blocks no other. Weights, units and
+``on_exhaust`` are not used.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Script:
     """The order in which chunks were admitted: runs of samples of one partition each.
 
     Attributes:
-        base: Number of the first run that is kept.
+        base: Number of the first run in the arrays.
         upto: Number of the next run to come.
         stop: int64 [n], for run ``base + i``: the partition's sequence number at which the run ends.
         after: int64 [n], for run ``base + i``: the number of the partition's next run; -1 if there is none.
@@ -47,9 +48,9 @@ class Script:
         self.last = np.zeros(0, np.int64)
 
     def add(self, partition: int, stop: int) -> None:
-        """Append a run: the partition's samples up to ``stop`` are next.
+        """Append a run: next come the samples of ``partition`` up to sequence number ``stop``.
 
-        If the last run is of the same partition, it is extended.
+        If the last run belongs to the same partition, extend that run.
         """
         listed = self.current[partition] != NONE
         if listed and self.last[partition] == self.upto - 1:
@@ -67,7 +68,7 @@ class Script:
         self.upto = number + 1
 
     def grow(self, partitions: int) -> None:
-        """Add ``partitions`` partitions without runs."""
+        """Add ``partitions`` new partitions, which have no samples in the script yet."""
         if not partitions:
             return
         more = np.full(partitions, NONE, np.int64)
@@ -79,7 +80,7 @@ class Script:
         self.current[:] = NONE
 
     def _make_room(self) -> None:
-        """Drop the runs that all partitions are past, and double the memory if the others fill half of it."""
+        """Drop the runs that are merged, and double the memory if the other runs fill half of it."""
         listed = self.current[self.current != NONE]
         base = int(listed.min()) if len(listed) else self.upto
         left = self.upto - base
@@ -116,7 +117,7 @@ class Arrival(Queues):
     def script(self, partition: int, first_seq: int, count: int) -> None:
         """Add admitted samples to the script, the order of arrival: ``count`` of a partition, from ``first_seq`` on.
 
-        Samples that are in the script already are ignored.
+        The method ignores samples that are in the script already.
 
         Call it before anything is pushed, for all chunks admitted since the loaded state or earlier. The partition may
         be of a stream that ``change`` adds later. Raises ValueError if samples before ``first_seq`` are missing.
@@ -147,8 +148,8 @@ class Arrival(Queues):
     def take(self, max_tokens: int, max_position: int = NOWHERE) -> Taken:
         """Take samples in merge order, until one is missing, or ``max_tokens`` or ``max_position`` is reached.
 
-        The last sample may pass ``max_tokens``. At the end of the script the pass may still wait for some partitions.
-        Then ``blocked`` is the one of these that gave the fewest samples.
+        The last sample may exceed ``max_tokens``. At the end of the script the pass may still wait for some partitions.
+        Then ``blocked`` names the waiting partition that has given the fewest samples.
         """
         queues, script = self._queues, self._script
         bound = int((queues.tail - queues.head).sum())
@@ -186,10 +187,11 @@ class Arrival(Queues):
         )  # fmt: skip
 
     def load(self, state: MergeState) -> None:
-        """Resume from a state, in a merge of the same streams that has taken nothing and was pushed nothing.
+        """Resume from a state; this merge must have the same streams, no entries, and no taken samples.
 
-        Each partition's next entry is the one after its first ``merged_samples``. A barrier that it is at is not pushed
-        again. The script may be given before or afterwards, from its beginning or from here.
+        Each partition's next entry follows its first ``merged_samples`` samples. If the partition is at a barrier, do
+        not push that barrier again. The script may be added before or afterwards, from its beginning or from this
+        state.
         """
         self._ended[:], self._fresh, self._passes = state.ended, state.fresh, state.passes
         self.merged_samples[:], self.merged_tokens[:] = state.merged_samples, state.merged_tokens
@@ -215,13 +217,13 @@ class Arrival(Queues):
         return super().drop()
 
     def _extend(self, count: int) -> None:
-        """Grow the accounts and the script to at least ``count`` partitions."""
+        """Extend the counters and the script to at least ``count`` partitions."""
         more = max(count - len(self._marks), 0)
         for each in (self._passed, self._marks, self._pushed, self._scripted):
             each += [0] * more
         self._script.grow(more)
 
     def _awaited(self) -> int:
-        """Return the partition that gave the fewest samples, of those that may give more in this pass, or -1."""
+        """Return the partition with the fewest merged samples among those that may give more in this pass, or -1."""
         open_ = np.flatnonzero(~self._ended & ~self._at_barrier)
         return int(open_[np.argmin(self.merged_samples[open_])]) if len(open_) else NONE

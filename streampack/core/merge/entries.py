@@ -1,8 +1,8 @@
 """Memory for the entries of all partitions that wait for a merge, in blocks that the partitions share.
 
 Each partition is a queue, a chain of blocks; a block is free again once its last entry is taken. So memory grows with
-the entries that wait over all partitions, not with the longest queue times the number of partitions. An entry is three
-numbers: a sample's handle, its length, and the number of the piece of the sample. ``queues`` says what they mean.
+the total number of waiting entries, not with the longest queue times the number of partitions. An entry is three
+numbers: a sample's handle, its length, and the number of the piece of the sample. ``queues`` describes them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Entries(NamedTuple):
 
     Attributes:
         head: Number of the first waiting entry; entries of a partition are numbered from 0 on.
-        tail: Number of the next entry to come.
+        tail: Number of the next entry to be pushed.
         first: Block of the first waiting entry.
         last: Block of the last waiting entry.
         entry: int32 [blocks, size, 3], ``size`` a power of two. Entry ``n`` of a partition is row ``n % size``.

@@ -1,4 +1,4 @@
-"""The owner of a feed's merge, which replaces the merge when the feed restarts.
+"""A holder of a feed's merge; when the feed restarts, it replaces the merge with a new one.
 
 All users of the merge hold this object. They read ``current`` each time and never keep it, because ``restart`` puts
 another merge in its place.
@@ -22,6 +22,6 @@ class FeedMerge:
         return self._current
 
     def restart(self, rules: Rules) -> AnyMerge:
-        """Replace the merge by an empty one under ``rules``, at the first sample, and return it."""
+        """Replace the merge with a new, empty merge under ``rules``, and return the new merge."""
         self._current = merge_of(rules)
         return self._current

@@ -18,7 +18,7 @@ from streampack.core.model.samples import I64
 
 @njit(nogil=True, cache=True)
 def push_entries(queues: Entries, partition: int, handles: I64, lengths: I64, parts: I64) -> None:
-    """Append entries, int64 [n], to a partition's queue; the caller ensures that there is room for them."""
+    """Append entries (all arrays int64 [n]) to a partition's queue, which must have room for the entries."""
     size = queues.entry.shape[1]
     tail = queues.tail[partition]
     block = queues.last[partition]
@@ -42,14 +42,14 @@ def push_entries(queues: Entries, partition: int, handles: I64, lengths: I64, pa
 
 @njit(nogil=True, cache=True)
 def of_first(queues: Entries, partition: int, column: int) -> Any:
-    """Return a ``column`` (HANDLE, LENGTH or PART) of the first entry of a partition, int64; it must not be empty."""
+    """Return a ``column`` (HANDLE, LENGTH or PART) of the first entry in a partition's non-empty queue."""
     row = queues.head[partition] & (queues.entry.shape[1] - 1)
     return np.int64(queues.entry[queues.first[partition], row, column])
 
 
 @njit(nogil=True, cache=True)
 def drop_first(queues: Entries, partition: int) -> None:
-    """Remove the first entry of a partition, which must not be empty."""
+    """Remove the first entry from the queue of a partition; the queue must not be empty."""
     queues.head[partition] += 1
     if queues.head[partition] & (queues.entry.shape[1] - 1) == 0:
         block = queues.first[partition]
@@ -125,13 +125,14 @@ def merge_take(
     """Take samples in merge order until one is missing or ``max_tokens`` or ``max_samples`` are taken.
 
     The streams that are live and not paused are the heap ``order[: num_ordered[0]]``, by (clock, number), so a sample
-    costs the logarithm of their number. Stream ``s`` owns partitions ``first[s]:first[s + 1]``, whose entries wait in
-    ``queues``. There is room for all entries in ``out_handle`` and ``out_length``. The kernel updates ``order``,
-    ``clock``, ``turn``, ``live``, ``paused``, ``queues`` and the counts by partition in place.
+    takes time O(log streams). Stream ``s`` owns partitions ``first[s]:first[s + 1]``, whose entries wait in ``queues``.
+    ``out_handle`` and ``out_length`` have room for all entries. The kernel updates ``order``, ``clock``, ``turn``,
+    ``live``, ``paused``, ``queues`` and the counts by partition in place.
 
     An entry of length 0 is a tombstone: it takes its turn and gives nothing. An entry of length -1 is a barrier: it
     stays in its queue, and a stream whose open partitions are all at barriers is paused. Clocks advance by tokens, or
-    with ``by_sample`` by samples. ``now`` int64 [1] is the clock of the last stream taken from, before its sample.
+    with ``by_sample`` by samples. ``now`` int64 [1] is the clock that the stream of the last taken sample had before
+    that sample.
 
     Returns (entries taken, partition whose sample is missing, or -1, or -2 if a stream of ``stops`` has ended).
     """

@@ -6,7 +6,7 @@ every partition that has not ended is at its barrier; ``next_pass`` then removes
 
 A recorded change of rules takes effect at a *position*: the number of samples merged before it, over all partitions. A
 run that is replayed reaches the same position. Streams and partitions keep their numbers for good. A removed stream
-stays, empty; an added one is the last.
+keeps its number and stays empty; an added stream comes last.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Taken:
         handles: int64 [n].
         lengths: int64 [n], in tokens.
         blocked: The partition whose sample is missing; None if the merge waits for none.
-        moved: int64 [k], the partitions that entries were taken from, also if all of these were rejected samples.
+        moved: int64 [k], the partitions that entries were taken from, even if all of these entries were rejected
+            samples.
     """
 
     handles: I64
@@ -50,8 +51,8 @@ class Queues:
     """The entries of all partitions that are not merged yet; the base class of both merges.
 
     Args:
-        partitions: Number of partitions of each stream. Partitions are numbered through, stream after stream.
-        block: Entries in a block.
+        partitions: Number of partitions of each stream. Partition numbers continue from one stream to the next.
+        block: Entries in a block of memory.
         removed: Numbers of streams that were removed.
 
     Attributes:
@@ -87,11 +88,11 @@ class Queues:
         self._num_barriers += 1
 
     def end(self, partition: int) -> None:
-        """End a partition: no entry follows; idempotent."""
+        """End a partition: no entry follows. Calling this again has no effect."""
         self._ended[partition], self._stuck = True, False
 
     def waiting(self, partition: int) -> int:
-        """Return the number of entries of a partition not merged yet, barriers included."""
+        """Return the number of entries in a partition's queue, barriers included."""
         return int(self._queues.tail[partition] - self._queues.head[partition])
 
     @property
@@ -101,12 +102,12 @@ class Queues:
 
     @property
     def stopped(self) -> bool:
-        """True if a stream that stops the others has ended, so that nothing more is merged."""
+        """True if a stream with ``on_exhaust: stop`` has ended, so that no more samples are merged."""
         return False
 
     @property
     def closed(self) -> bool:
-        """True if no sample will be merged any more: all streams are merged to their end, or one stopped the others."""
+        """True if no more samples will be merged: all streams have ended, or one stream has stopped the merge."""
         return self.stopped or bool(self._ended.all() and self._done.all())
 
     @property
@@ -116,7 +117,7 @@ class Queues:
 
     @property
     def between_passes(self) -> bool:
-        """True if the pass of every stream is merged whole, so that ``next_pass`` may begin another."""
+        """True if every stream has completed its pass, so that ``next_pass`` may begin another."""
         if not self._num_barriers or self.stopped:
             return False
         at_barrier = self._at_barrier
@@ -124,7 +125,7 @@ class Queues:
 
     @property
     def may_grow(self) -> bool:
-        """True if a stream may be added. Between two passes it may not: a position would not tell its first pass."""
+        """True if a stream may be added. Between two passes none may: its first pass would be ambiguous."""
         return not self._fresh or not self._passes
 
     def next_pass(self) -> None:
@@ -141,7 +142,7 @@ class Queues:
         return self._drop_entries(range(len(self._ended)))
 
     def _restream(self, partitions: Sequence[int], removed: Sequence[int]) -> I64:
-        """Remove the streams with the numbers ``removed``, and add the streams at the end of ``partitions``.
+        """Remove the streams numbered ``removed``, and add the new streams at the end of ``partitions``.
 
         Returns the handles of the entries dropped with the removed streams, int64 [n]. Raises ValueError if a known
         stream's number of partitions differs, or for a new stream between two passes.
@@ -173,13 +174,13 @@ class Queues:
 
     @property
     def _done(self) -> NDArray[np.bool_]:
-        """For each partition, True if it has ended and all its entries are merged; bool [partitions]."""
+        """True for each partition that has ended and whose entries are all merged; bool [partitions]."""
         found: NDArray[np.bool_] = self._ended & (self._queues.head == self._queues.tail)
         return found
 
     @property
     def _at_barrier(self) -> NDArray[np.bool_]:
-        """For each partition, True if its next entry is a barrier; bool [partitions]."""
+        """True for each partition whose next entry is a barrier; bool [partitions]."""
         head, tail, first, _, entry, *_ = self._queues
         found: NDArray[np.bool_] = head < tail
         waiting = np.flatnonzero(found)

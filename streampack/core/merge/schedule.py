@@ -3,20 +3,20 @@
 Streams take turns by stride scheduling (Waldspurger and Weihl, 1995). Each stream has a clock that advances by ``stride
 * tokens`` for every sample it gives; or by ``stride``, where weights are shares of samples. The stream with the lowest
 clock is next; ties go by number. ``merge_kernels.merge_take`` takes these turns. Strides are integers, inversely
-proportional to the weights. So shares hold whatever the lengths, and nothing depends on which producer was faster. A
-stream that has ended drops out, or ends the merge at its next turn if it stops the others. A silent stream blocks the
-others, and ``blocked`` names its partition.
+proportional to the weights. So shares do not depend on the lengths of samples or the speed of producers. A stream that
+has ended loses its turns, or ends the merge at its next turn if it stops the others. A silent stream blocks the others,
+and ``blocked`` names its partition.
 
 Within a stream its partitions take turns; those that ended are skipped. Entries wait in ``queues``.
 
 Where a pass over the data ends before the next begins, a stream whose partitions are at their barriers pauses. Once all
-have paused the merge gives nothing until ``next_pass``. That begins as the first pass did: with the clocks that the
-seed gives.
+have paused the merge gives nothing until ``next_pass``. The next pass begins as the first pass did: with the clocks
+that the seed gives.
 
 When weights change, each stream keeps its lead over the last sample's clock as a number of tokens (or samples). The
 lead is multiplied by the new stride and divided by the old (Waldspurger and Weihl's dynamic tickets). From there on its
-share follows its new weight, as if it had always had that weight. All of this is a function of the position alone,
-never of which ends are already known. So a change that is replayed at its position gives the same order.
+share follows its new weight, as if it had always had that weight. The result depends only on the position, never on
+which streams are already known to end. So a change that is replayed at its position gives the same order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NOTHING = np.zeros(0, np.int64)
 
 
 def strides(weights: list[float]) -> I64:
-    """Return the streams' strides, int64 [streams]: clock per token or sample, lowest for the heaviest stream.
+    """Return each stream's stride, int64 [streams]: the clock ticks per token or sample, fewest for the largest weight.
 
     Raises ValueError if a weight is not positive or the ratio of two exceeds 4096.
     """
@@ -53,7 +53,7 @@ def strides(weights: list[float]) -> I64:
 
 
 def phase(seed: int, stream: int) -> int:
-    """Return the offset at which a stream's clock begins: splitmix64 of seed and stream number, below 1024.
+    """Return the start value of a stream's clock: splitmix64 of seed and stream number, below 1024.
 
     The unit is tokens, or 1024ths of a sample.
     """
@@ -67,11 +67,11 @@ class Merge(Queues):
     """The merge of streams by weights. Its state is small integers, and queues of entries not merged yet.
 
     Args:
-        weights: Weight of each stream; 0: it was removed.
-        partitions: Number of partitions of each stream. Partitions are numbered through, stream after stream.
-        seed: Seed of the clocks' beginnings.
+        weights: Weight of each stream; 0 for a removed stream.
+        partitions: Number of partitions of each stream. Partition numbers continue from one stream to the next.
+        seed: Seed of the clocks' start values.
         block: Entries in a block of memory.
-        unit: Weights are shares of ``tokens`` or of ``samples``.
+        unit: Unit of the weights: shares of ``tokens`` or of ``samples``.
         stops: Numbers of streams that end the merge when they end.
     """
 
@@ -94,7 +94,7 @@ class Merge(Queues):
         self._blocked = -1
 
     def _set_strides(self, weights: Sequence[float], stops: Sequence[int]) -> None:
-        """Set the strides (0 for a removed stream), the streams that stop the others, and a pass's first clocks."""
+        """Set the strides (0 for a removed stream), the streams that stop the others, and a pass's start clocks."""
         left = [weight for weight in weights if weight] or list(weights)
         self._stride = np.zeros(len(weights), np.int64)
         self._stride[np.array(weights) != 0] = strides(left)
@@ -106,7 +106,7 @@ class Merge(Queues):
     def take(self, max_tokens: int, max_position: int = NOWHERE) -> Taken:
         """Take samples in merge order, until one is missing, or ``max_tokens`` or ``max_position`` is reached.
 
-        The last sample may pass ``max_tokens``. Rejected samples count in the position and are not returned.
+        The last sample may exceed ``max_tokens``. Rejected samples count in the position, but are not returned.
         """
         if self._stopped or self._stuck:
             return Taken(_NOTHING, _NOTHING, self._blocked if self._stuck else None, _NOTHING)
@@ -131,15 +131,15 @@ class Merge(Queues):
         """Change the weights from the next sample on; arguments as for a new merge.
 
         A weight of 0 removes a stream: its waiting entries are dropped, and nothing more is pushed to it. New streams
-        come behind the known ones and join at the clock of the last sample. In a run that is replayed, call it at the
-        same position before anything else.
+        come after the existing streams, and start at the clock of the last sample. In a run that is replayed, call it
+        at the same position before anything else.
 
         Returns:
             The handles of the dropped entries' samples, int64 [n].
 
         Raises:
-            ValueError: A weight is not possible, a removed stream comes back, or a stream is new at the beginning of
-                a later pass. Then nothing has changed.
+            ValueError: A weight is not allowed, a removed stream comes back, or a stream is added between two passes.
+                The merge is then unchanged.
         """
         old, known, removed = self._stride, len(self._stride), _removed(weights)
         back = [s for s in range(known) if old[s] == 0 and weights[s]]
@@ -184,9 +184,9 @@ class Merge(Queues):
         )  # fmt: skip
 
     def load(self, state: MergeState) -> None:
-        """Resume from a state, in a merge of the same streams that has taken nothing.
+        """Resume from a state; this merge must have the same streams and no taken samples.
 
-        Each partition's next entry is the one after its first ``merged_samples``.
+        Each partition's next entry follows its first ``merged_samples`` samples.
         """
         columns = (self._clock, self._turn, self._live, self._ended, self.merged_samples, self.merged_tokens)
         *values, at_barrier, self._stopped, self._fresh, self._passes = msgspec.structs.astuple(state)
@@ -199,7 +199,7 @@ class Merge(Queues):
 
     @property
     def stopped(self) -> bool:
-        """True if a stream that stops the others has ended, so that nothing more is merged."""
+        """True if a stream with ``on_exhaust: stop`` has ended, so that no more samples are merged."""
         return self._stopped
 
     def next_pass(self) -> None:
@@ -218,7 +218,7 @@ AnyMerge = Merge | Arrival
 
 
 def merge_of(rules: Rules) -> AnyMerge:
-    """Return an empty merge of the streams of ``rules``; a stream of weight 0 was removed."""
+    """Return an empty merge of the streams of ``rules``; streams with weight 0 count as removed."""
     weights, partitions, stops = _merge_terms(rules)
     if rules.merge == "arrival":
         return Arrival(partitions, removed=_removed(weights))

@@ -13,5 +13,6 @@
 - ``bounded``: types with bounds on the values that a peer may send.
 - ``phases``: the phases of a peer, and which phase may follow which.
 
-The modules ask ``packers`` for the parameters of each packer. They decide nothing, and know no peers and no messages.
+The modules get the parameters of each packer from ``packers``. They make no decisions, and do not know peers or
+messages.
 """

@@ -1,4 +1,4 @@
-"""Types with bounds: the most that a peer may send of each kind of value.
+"""Types whose values are bounded: the limits on each kind of value that a peer may send.
 
 Messages, records and the mesh are made of these types, so a value out of bounds is rejected where it is decoded.
 """

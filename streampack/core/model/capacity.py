@@ -47,10 +47,11 @@ class FeedPlan:
 
 
 def needed_tokens(rules: Rules, max_sample_tokens: int) -> int:
-    """Return the merged tokens that a feed must be able to hold, or a step might never be whole.
+    """Return the least number of merged tokens that a feed must be able to hold to complete every step.
 
-    They hold a window of longest samples (``joint`` holds outliers beside it), the step being formed, one being served,
-    and a sample on its way. The lengths of a batch's samples are not known: each counts one token.
+    The number covers a full window of the longest samples (with ``joint`` also the outliers) and one more sample. It
+    also covers the step being formed and the step being served. In batch mode the lengths are unknown, and each sample
+    counts one token.
     """
     if rules.batch is not None:
         return (rules.batch.samples or rules.batch.min_samples) + 2 * rules.budget + max_sample_tokens
@@ -64,7 +65,7 @@ def needed_tokens(rules: Rules, max_sample_tokens: int) -> int:
 def wanted_tokens(rules: Rules, max_sample_tokens: int) -> int:
     """Return the merged tokens that a feed should hold if there is memory to spare.
 
-    With batches of a fixed number of samples, that is three batches of the longest samples.
+    For batches of a fixed number of samples, this is the size of three batches of the longest samples.
     """
     needed = needed_tokens(rules, max_sample_tokens)
     if rules.batch is None or rules.batch.samples is None:

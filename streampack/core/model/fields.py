@@ -2,9 +2,9 @@
 
 Every sample has ``input_ids``. A run may declare more: one value per token (a loss mask, advantages, router choices) or
 one per sample (a reward). A declaration fixes dtype, trailing shape, the value at padding, and what context parallelism
-does to the values. It also says if a value belongs to its own token or, like a label, to predicting that token.
-Producers send all fields unshifted. The broker shifts fields with ``align: target`` inside each sample, before any
-split. The core knows the fields' sizes, never values.
+does to the values. The declaration also tells if a value belongs to its own token or, like a label, to the prediction
+of that token. Producers send all fields unshifted. The broker shifts fields with ``align: target`` inside each sample,
+before any split. The core knows the fields' sizes, never values.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
         dtype: Type of the values.
         axis: One value per ``token`` or per ``sample``. ``item`` and ``patch`` are reserved.
         shape: Trailing shape of one value.
-        align: ``target`` values belong to predicting their token, and are shifted with the labels.
+        align: ``target`` values belong to the prediction of their token, and are shifted with the labels.
         pad: The value at padding, and where a ``target`` field has no next token.
-        default: The value for samples that come without the field; None rejects these samples.
+        default: The value for samples that come without the field; with None, such samples are rejected.
         cp: Each context-parallel rank gets its ``slice`` of the values, or all of them (``replicate``).
     """
 

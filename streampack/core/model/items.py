@@ -1,9 +1,9 @@
 """Items, the units that a packer packs: a sample, or a group that stays in one pack as if it were one sample.
 
-The samples of a group follow each other in merge order. Each but the last says in its column ``keep`` that the next one
-belongs to the group (``samples.PACK``, ``samples.STEP``). So a group is known to be whole once its last sample is
-there. An item is as long as the slots (aligned tokens) of its samples together, and they stay adjacent in their pack.
-The pieces of a split sample, and samples kept in a step, are items of their own.
+The samples of a group follow each other in merge order. For each sample but the last, the column ``keep`` marks that
+the next sample belongs to the group (``samples.PACK``, ``samples.STEP``). So a group is complete once its last sample
+has come. The length of an item is the sum of the slots (aligned tokens) of its samples, which stay adjacent in their
+pack. Each piece of a split sample, and each sample of a group kept in a step, is an item of its own.
 
 The module knows rows and positions; neither packs nor steps.
 """
@@ -17,7 +17,7 @@ from streampack.core.model.samples import I64, PACK
 
 
 def num_whole(keeps: NDArray[np.uint8]) -> int:
-    """Return how many samples come before a last group that is not whole yet; ``keeps`` uint8 [n] is their column."""
+    """Return the number of samples before a last, incomplete group; ``keeps`` uint8 [n] is the column ``keep``."""
     last = np.flatnonzero(keeps != PACK)
     return int(last[-1]) + 1 if len(last) else 0
 
@@ -25,8 +25,7 @@ def num_whole(keeps: NDArray[np.uint8]) -> int:
 def item_sizes(keeps: NDArray[np.uint8], slots: I64, most_tokens: int, most_samples: int | None) -> I64:
     """Return the number of samples in each item, int64 [items].
 
-    A group that no pack holds is not kept together: its samples are items of their own. Only a forged snapshot has
-    such a group.
+    If a group does not fit any pack, each of its samples becomes an item. Only a forged snapshot has such a group.
 
     Args:
         keeps: uint8 [n], the samples' column ``keep``.

@@ -57,7 +57,7 @@ class Mesh(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def rank(self) -> str:
-        """This rank as text, such as ``dp=3 cp=1``: its number along dp and along each axis of more than one rank."""
+        """This rank as text, such as ``dp=3 cp=1``: its number along dp and each other axis with several ranks."""
         names = zip(("dp", "cp", "tp", "pp"), self.ranks, self.sizes, strict=True)
         return " ".join(f"{name}={rank}" for name, rank, size in names if size > 1 or name == "dp")
 
@@ -67,9 +67,9 @@ class Mesh(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ReadBy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The tensor-parallel and pipeline ranks that read. All ranks must give the same.
+    """The tensor-parallel and pipeline ranks that read steps. All ranks must set the same values.
 
-    Negative ranks count from the last; None: every rank reads.
+    Negative ranks count from the last rank; None means that every rank reads.
     """
 
     tp: Annotated[tuple[int, ...], Meta(min_length=1, max_length=4096)] | None = None

@@ -1,7 +1,7 @@
 """The phases of a peer: one enum and one table of allowed transitions for each kind of peer.
 
-A transition that the table does not have is a bug in streampack. It raises ``InternalError`` with the last phases of
-the peer.
+A transition that is not in the table is a bug in streampack, and raises ``InternalError`` with the last phases of the
+peer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Phases(Generic[P]):
         first: The phase that the peer begins in.
 
     Raises:
-        InternalError: ``go`` was asked for a transition that the table does not have.
+        InternalError: ``go`` was called with a phase that may not follow the current phase.
     """
 
     __slots__ = ("_history", "_table", "_who", "now")

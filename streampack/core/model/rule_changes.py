@@ -1,8 +1,8 @@
 """Changes to a running feed, and the rules that follow from a change.
 
-A change sets weights, adds or removes streams, or skips steps. It takes effect from a step on, is recorded with the
-merge's position there, and is never undone: formed steps stay as they are. A removed stream keeps its number, with
-weight 0, since sample ids contain it. The module knows rules, not how a feed applies them.
+A change sets weights, adds or removes streams, or skips steps. A change takes effect at a step, is recorded with the
+merge's position at that step, and is never undone. Formed steps stay as they are. A removed stream keeps its number,
+with weight 0, since sample ids contain it. The module knows rules, not how a feed applies them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rules: the planning settings that a run records, on which FORM and DEAL depend beside the samples.
+"""The rules: the planning settings that a run records. FORM and DEAL depend only on the rules and the samples.
 
 Two runs with equal rules and equal samples have equal steps, whatever machines, processes and meshes they run on. The
 ``digest`` identifies rules; a trainer may require a certain one.
@@ -55,14 +55,14 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     Attributes:
         kind: ``none`` deals packs in order, ``deal`` by cost. ``joint`` forms packs of equal cost (``packers.joint``).
         order: Order of each rank's micro-batches. ``packer`` is that of forming, the default with kind ``none``. The
-            default with other kinds is ``largest_first``. With ``small_at_edges`` the dearest are in the middle,
-            where a pipeline is full.
+            default with other kinds is ``largest_first``. With ``small_at_edges`` the dearest micro-batches are in the
+            middle, where a pipeline is full.
         hidden_size: Hidden size of the model; it replaces ``a`` and ``b``.
         a: Cost of a token.
         b: Cost of a pair of tokens.
-        group: Number of packs that ``joint`` forms together; best the number of data-parallel ranks. FORM reads
-            this number and never the mesh.
-        patience: Groups, about, that ``joint`` lets a sample wait that is too long for its group.
+        group: Number of packs that ``joint`` forms together; the number of data-parallel ranks works best. FORM uses
+            this number, never the mesh.
+        patience: Number of groups that a sample may wait, approximately, if it is too long for its group of ``joint``.
     """
 
     kind: Annotated[
@@ -120,7 +120,7 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
         return (6 * self.hidden_size, 1) if self.hidden_size else (self.a, self.b)
 
     def costs(self, slots: I64) -> I64:
-        """Return the costs of samples of ``slots`` padded tokens, int64 [n]."""
+        """Return the cost of each sample, int64 [n]; ``slots`` int64 [n] are the samples' padded tokens."""
         a, b = self.factors
         costs: I64 = np.asarray(slots, np.int64) * (a + b * np.asarray(slots, np.int64))
         return costs
@@ -129,15 +129,17 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
 class Batch(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Rules of a feed whose step is one batch of samples, packed by itself.
 
-    A step has as many packs as come out. For a mesh packs are split, so that each rank gets a suitable number.
+    The number of packs in a step depends on its samples. DEAL splits packs so that every rank of a mesh gets the same
+    number.
 
     Attributes:
-        samples: The next samples in merge order that make a batch; the pieces of a split sample count once. None: a
-            batch ends at the marks of ``end_of_batch``.
-        min_samples: With ``end_of_batch``, the fewest samples of a batch; a smaller one waits for the next batch's.
-        micro_batch_multiple: Each rank gets a multiple of this many packs; None: of the pipeline's stages.
+        samples: Number of samples in a batch, in merge order; the pieces of a split sample count once. None means that
+            a batch ends at the marks of ``end_of_batch``.
+        min_samples: With ``end_of_batch``, the fewest samples of a batch; a smaller batch is joined with the next one.
+        micro_batch_multiple: The number of packs per rank is a multiple of this; None stands for the number of pipeline
+            stages.
         min_micro_batches: The fewest packs of a rank.
-        empty: If ranks would be left without a sample, ``pad`` adds empty packs; ``error`` is an error for all.
+        empty: If a rank would get no sample, ``pad`` gives it empty packs, and ``error`` raises an error on all ranks.
     """
 
     samples: Annotated[int, Meta(ge=1, le=2**24)] | None = None
@@ -168,12 +170,12 @@ class StreamRules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
     Attributes:
         name: Name of the stream.
-        weight: Its share of the feed: see ``Rules.weight_unit``. 0: the stream is removed.
+        weight: The stream's share of the feed, in ``Rules.weight_unit``; 0 for a removed stream.
         partitions: Number of its partitions.
-        passes: Number of passes over its data; None: without end.
+        passes: Number of passes over the stream's data; None for no limit.
         overlong: Treatment of samples longer than the budget.
         poison: Treatment of samples that cannot be used.
-        on_exhaust: When the stream ends, the others share its place (``renormalise``), or the feed ends at the
+        on_exhaust: When the stream ends, the other streams take its share (``renormalise``), or the feed ends at the
             stream's next turn (``stop``).
         pushed: Its samples are sent once and cannot be read again, so the log keeps them.
     """
@@ -194,8 +196,8 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     Attributes:
         budget: Capacity of a pack, in tokens.
         packs: Packs in a step; not used with ``batch``.
-        window: Samples that a packer looks at together; with ``batch``, those of one batch.
-        batch: A step is one batch of samples; None: a step is a number of packs.
+        window: Number of samples from which a packer chooses; with ``batch``, the packer chooses from one batch.
+        batch: Rules of a step that is one batch of samples; None if a step is a fixed number of packs.
         warmup: A lower budget in the first steps.
         packer: The packer's name.
         max_samples_per_pack: A parameter of ``packer``, as are ``leftovers`` and ``micro_batch_size``.
@@ -207,11 +209,11 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
         tail: For packs that do not fill the last step: ``pad`` adds empty packs, ``drop`` counts and drops them.
         weight_unit: Weights are shares of ``tokens`` or of ``samples``. A split sample counts once; a rejected or
             dropped one does not count.
-        merge: The next sample follows from weights, seed and position (``schedule``), or from the order in which
-            chunks came, which the log records (``arrival``).
-        between_passes: ``drain`` ends each pass over all streams as if it were the last, before the next begins.
-        max_policy_lag: The most versions that a pushed sample's policy may be behind that of an earlier chunk. Older
-            samples are dropped as they come, and counted.
+        merge: The order of samples: by weights, seed and position (``schedule``), or the order in which chunks came,
+            which the log records (``arrival``).
+        between_passes: ``drain`` completes the steps of each pass over all streams before the next pass begins.
+        max_policy_lag: The most versions by which a pushed sample's policy may be older than that of an earlier chunk.
+            Older samples are counted and dropped.
         seed: Seed of the merge and of packers that shuffle.
         tokens: Type of token ids.
         fields: Fields that samples carry beside token ids.
@@ -281,7 +283,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
             )
 
     def _check_padded(self) -> None:
-        """Raise ValueError for rules of packs with ``padded``, which makes rows of single samples."""
+        """Raise ValueError if ``padded`` is combined with rules that only apply to packs."""
         if self.batch is None:
             raise ValueError(
                 "got padded: true with steps of packs, expected step: {samples: N} or {end_of_batch: true}: padded "
@@ -300,7 +302,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
                 )
 
     def _check_joint(self) -> None:
-        """Raise ValueError for another packer with kind ``joint``, or steps that do not hold whole groups."""
+        """Raise ValueError if kind ``joint`` is combined with another packer, or a step does not hold whole groups."""
         if self.packer != "exact_fill":
             raise ValueError(
                 f"got balance.kind: joint with packer: {self.packer}, expected exact_fill, whose method fills its packs"
@@ -312,7 +314,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
             )
 
     def new_packer(self) -> Packer:
-        """Return the packer of these rules with its parameters. Raises ValueError for a rule that it does not have."""
+        """Return the packer with its parameters. Raises ValueError for a parameter that the packer does not have."""
         joint = self.balance.kind == "joint"
         name = "joint" if joint else self.packer
         has = parameters_of(name)
@@ -336,20 +338,20 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     def own_widths(self, slots: I64) -> I64:
         """Return each pack's own length T in tokens, int64 [packs]: see ``shapes.own_widths``.
 
-        ``slots`` int64 [packs]: tokens of the packs' samples with alignment.
+        ``slots`` int64 [packs] are the aligned tokens of each pack's samples.
         """
         return own_widths(slots, self.shape, self.budget, self.align.pack)
 
     def step_widths(self, slots: I64, pp: int) -> I64:
         """Return the lengths T of a step's packs on a mesh with ``pp`` stages, in tokens, int64 [packs].
 
-        ``slots`` int64 [packs]: tokens of the packs' samples with alignment.
+        ``slots`` int64 [packs] are the aligned tokens of each pack's samples.
         """
         return step_widths(slots, self.shape, self.budget, self.align.pack, pp)
 
     @property
     def width_unit(self) -> int:
-        """The number of tokens that the length T of every pack is a multiple of."""
+        """The length T of every pack is a multiple of this number of tokens."""
         return width_unit(self.shape, self.budget, self.align.pack)
 
     @property
@@ -361,7 +363,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     def finite(self) -> bool:
         """True if the feed has a last step and can be iterated again.
 
-        That is so if every stream ends, or one stops the rest, and none is pushed, since those are read once.
+        This holds if no stream is pushed (pushed samples are read once), and every stream ends or one stops the others.
         """
         if any(stream.pushed for stream in self.streams):
             return False
@@ -387,7 +389,7 @@ class RulesChange(Struct, frozen=True, kw_only=True):
     """New rules for all samples that a feed merges after its first ``position`` samples.
 
     The change takes effect from ``step`` on, except for the samples in the window at that step. The position is -1
-    until the step is reached. ``note`` is the change as text.
+    until the step is reached. ``note`` describes the change.
     """
 
     step: int
@@ -411,7 +413,7 @@ def _with_all_keys(value: object) -> object:
 
 
 def _find_difference(got: object, expected: object, path: str) -> str:
-    """Return a text with the first difference in nested dicts and lists; ``path`` is where they are in the rules."""
+    """Return a text with the first difference in nested dicts and lists; ``path`` is their place in the rules."""
     if isinstance(got, dict) and isinstance(expected, dict) and got.keys() == expected.keys():
         found = (_find_difference(got[key], expected[key], f"{path}.{key}") for key in got)
         return next(filter(None, found), "")

@@ -2,8 +2,9 @@
 
 The core knows a sample's identity, length and checksum, never its tokens. A sample lives in one row of the
 ``SampleTable``. Queues, windows and packs hold its row number, the *handle*, so the arena may move the payload
-unnoticed. The column ``keep`` says that the next sample belongs to the same group; it leaves the table only where there
-are groups. Columns are numpy arrays because a broker at 100M tokens/s admits some 200,000 samples each second.
+unnoticed. The column ``keep`` marks that the next sample belongs to the same group. Records and snapshots contain this
+column only if there are groups. Columns are numpy arrays because a broker at 100M tokens/s admits some 200,000 samples
+each second.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class SampleTable:
         return self.capacity - self._num_free
 
     def take(self, count: int) -> I64:
-        """Reserve ``count`` handles, int64 [count]: those that have been free for longest."""
+        """Reserve the ``count`` handles that have been free for longest; return them, int64 [count]."""
         while self._num_free < count:
             self._grow()
         found = self._first_free(count)
@@ -92,8 +93,8 @@ class SampleTable:
     def free(self, handles: I64) -> None:
         """Free handles; their rows may be overwritten.
 
-        Freed handles are reserved again in the order of their numbers. So samples that come together have adjacent
-        rows, and the samples of a step lie in a few cache lines of each column.
+        Handles that are freed together are reserved again in ascending order. So samples that come together have
+        adjacent rows, and the samples of a step lie in a few cache lines of each column.
         """
         at = (self._head + self._num_free) % self.capacity
         in_order = self._in_order(handles)
@@ -103,7 +104,7 @@ class SampleTable:
         self._num_free += len(handles)
 
     def _in_order(self, handles: I64) -> I64:
-        """Return ``handles``, which are all different, sorted."""
+        """Return ``handles`` sorted; all handles must be different."""
         if len(handles) < MANY_HANDLES or self.capacity > MARKS_PER_HANDLE * len(handles):
             return np.sort(handles)
         self._marks[handles] = True
@@ -131,7 +132,7 @@ class SampleTable:
         return found.tobytes() if found.any() else msgspec.UNSET
 
     def enter(self, rows: NDArray[np.void], keeps: bytes | UnsetType = msgspec.UNSET) -> I64:
-        """Add samples with these ``rows``, ``ROW`` [n], and column ``keep``, as ``keeps`` returns it.
+        """Add samples with these ``rows``, ``ROW`` [n], and the column ``keep`` in the form that ``keeps`` returns.
 
         Returns the new handles, int64 [n].
         """

@@ -1,9 +1,9 @@
-"""The length T of a pack in tokens: its samples' tokens and the padding behind them, at most the budget C.
+"""The length T of a pack in tokens: its samples' tokens and the padding after them, at most the budget C.
 
 ``fixed`` packs all have C tokens. That is one shape for compilers and captured graphs, and for ranks that exchange
-tokens (mixture of experts). ``exact`` packs end behind their samples, at the next multiple of ``align.pack``: padding
-is least, but shapes differ. Between the two are a multiple of n tokens, and a few buckets. A pipeline's
-stages pass activations of one shape, so with pp > 1 every pack of a step is as long as the longest.
+tokens (mixture of experts). ``exact`` packs end at the next multiple of ``align.pack`` after their samples: padding is
+least, but shapes differ. Two shapes lie between these: multiples of n tokens, and a few buckets. A pipeline's stages
+pass activations of one shape, so with pp > 1 every pack of a step is as long as the longest.
 
 T is a function of the step and the mesh alone. FORM does not know it, and no digest depends on it. DEAL computes it
 (``step_widths``) and sends it with the pack, since a rank knows only its own packs.
@@ -24,7 +24,7 @@ _Tokens = Annotated[int, Meta(ge=1)]
 
 
 class Sizes(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Sizes of packs: T is a multiple of ``multiple`` tokens, or the least of ``buckets`` that holds the pack.
+    """Sizes of packs: T is a multiple of ``multiple`` tokens, or the smallest of ``buckets`` that holds the pack.
 
     The budget C is always a bucket.
     """
@@ -66,7 +66,7 @@ def check_shape(shape: Shape, budget: int, align: int) -> None:
 def own_widths(slots: I64, shape: Shape, budget: int, align: int) -> I64:
     """Return each pack's own length T, int64 [packs], regardless of the other packs of its step.
 
-    ``slots`` int64 [packs]: tokens of the packs' samples with alignment. ``align`` is ``align.pack``.
+    ``slots`` int64 [packs] are the aligned tokens of each pack's samples. ``align`` is ``align.pack``.
 
     >>> own_widths(np.array([0, 5, 16]), "exact", 32, 4).tolist()
     [4, 8, 16]
@@ -83,7 +83,7 @@ def own_widths(slots: I64, shape: Shape, budget: int, align: int) -> I64:
 
 
 def step_widths(slots: I64, shape: Shape, budget: int, align: int, pp: int) -> I64:
-    """Return the lengths T of a step's packs, int64 [packs]: their own, or with ``pp`` > 1 that of the longest.
+    """Return the length T of each pack of a step, int64 [packs]; with ``pp`` > 1, all have the longest pack's length.
 
     Arguments are those of ``own_widths``; ``pp`` is the number of pipeline stages.
     """
@@ -92,7 +92,7 @@ def step_widths(slots: I64, shape: Shape, budget: int, align: int, pp: int) -> I
 
 
 def width_unit(shape: Shape, budget: int, align: int) -> int:
-    """Return the number of tokens that every T is a multiple of."""
+    """Return the number of tokens of which every length T is a multiple."""
     if isinstance(shape, Sizes):
         return math.gcd(budget, *(shape.buckets or (shape.multiple or budget,)))
     return budget if shape == "fixed" else align
@@ -107,7 +107,7 @@ def check_widths(widths: I64, shape: Shape, budget: int, align: int) -> None:
 
 
 def shape_text(shape: Shape) -> str:
-    """Return the shape as broker.yaml spells it."""
+    """Return the shape in the form that broker.yaml uses."""
     if not isinstance(shape, Sizes):
         return shape
     return f"{{multiple: {shape.multiple}}}" if shape.buckets is None else f"{{buckets: {list(shape.buckets)}}}"

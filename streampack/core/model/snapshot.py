@@ -1,9 +1,9 @@
 """A snapshot: the state of a feed that decides all later steps, apart from samples that are not merged yet.
 
 A snapshot holds the merge's clocks, the window with its ages and the packs that wait for their step. Samples are
-references with checksums, about 28 bytes each (R10). Resuming re-reads each partition from its *floor*: a
-place at or before the first sample that is in the snapshot or not merged. The floor has the cursor that the source
-resumes from.
+references with checksums, about 28 bytes each (R10). Resuming reads each partition again from its *floor*. The floor is
+at or before the first sample that is in the snapshot or not merged. It includes the cursor from which the source
+resumes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class MergeState(Struct, frozen=True):
         clock: Clock of each stream; empty in order of arrival.
         turn: For each stream, the number within the stream of the partition whose turn is next. In order of arrival:
             for each partition, the number of barriers that it passed.
-        live: For each stream, True until it ends; empty in order of arrival.
-        ended: For each partition, True once it ended and all its samples are merged.
+        live: True for each stream that has not ended; empty in order of arrival.
+        ended: True for each partition that has ended and whose samples are all merged.
         merged_samples: Samples taken from each partition.
         merged_tokens: Tokens taken from each partition.
-        at_barrier: For each partition, True while it waits at a barrier.
+        at_barrier: True for each partition that waits at a barrier.
         stopped: True once a stream that ended has stopped the merge.
         fresh: True while no sample of this pass has been taken.
         passes: Number of passes before this one.
@@ -59,11 +59,11 @@ class FormState(Struct, frozen=True):
         next_step: The number of the next step.
         chain: Digest of all steps before it.
         closed: True if no more samples will come.
-        window: The samples held, in merge order, as bytes.
-        ages: Their ages: see ``packers.packer.Choice``.
+        window: The samples outside packs, in merge order, as bytes.
+        ages: The ages of the window's samples: see ``packers.packer.Choice``.
         pending: The samples of packs that are not in a step yet, as bytes.
-        counts: Samples of each of these packs.
-        keeps: Column ``keep`` of all these samples; UNSET without groups.
+        counts: Number of samples in each pending pack.
+        keeps: Column ``keep`` of the window's and the pending packs' samples; UNSET without groups.
     """
 
     next_step: int
@@ -91,7 +91,7 @@ class Snapshot(Struct, frozen=True):
         floors: Floor of each partition.
         lineage: Number of the lineage.
         changes: Changes to the rules.
-        applied: Number of ``changes`` in force.
+        applied: Number of ``changes`` that have taken effect.
         skips: Steps that every rank skips, as (first, last).
     """
 

@@ -1,9 +1,9 @@
 """The results of FORM: packs and steps, and their digests.
 
 The packs of a step are flat: the handles of all samples in one array, and where each pack begins. A step has hundreds
-of packs, and an object and an array for each would cost more than forming them. ``PlannedPack`` is a single pack, made
-on request. The digest of a pack is a hash of its samples' identities, lengths and checksums. The digest of a step is a
-hash of its packs' digests.
+of packs, and creating an object and an array for each pack would take longer than forming the packs. ``PlannedPack`` is
+a single pack, made on request. The digest of a pack is a hash of its samples' identities, lengths and checksums. The
+digest of a step is a hash of its packs' digests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def pack_digests(rows: NDArray[np.void], bounds: I64) -> list[bytes]:
 
 
 def digests_of(identities: memoryview, bounds: I64) -> list[bytes]:
-    """Return the packs' digests, as ``pack_digests``; ``identities`` are the bytes of ``IDENTITY`` for each sample."""
+    """Return the packs' digests, as ``pack_digests`` does; ``identities`` are the samples as bytes of ``IDENTITY``."""
     blake2b, spans = hashlib.blake2b, pairwise((bounds * IDENTITY.itemsize).tolist())
     return [blake2b(identities[begin:end], digest_size=16).digest() for begin, end in spans]
 
@@ -57,7 +57,7 @@ def chain_digest(chain: bytes, digest: bytes) -> bytes:
 class PlannedPack(Struct, frozen=True, eq=False):
     """One pack: the ``handles`` int64 [n] of its samples, empty for an empty pack, and sums over the samples.
 
-    ``num_tokens`` counts real tokens, ``num_slot_tokens`` tokens with alignment.
+    ``num_tokens`` counts real tokens, ``num_slot_tokens`` aligned tokens.
     """
 
     handles: I64
@@ -72,7 +72,7 @@ class PlannedPacks(Struct, frozen=True, eq=False):
     """An ordered list of packs in flat arrays; ``packs[i]`` is a ``PlannedPack``.
 
     Attributes:
-        handles: int64 [n], those of all samples; pack i holds ``handles[bounds[i]:bounds[i + 1]]``.
+        handles: int64 [n], handles of all samples; pack i holds ``handles[bounds[i]:bounds[i + 1]]``.
         bounds: int64 [packs + 1], from 0 to n.
         sums: int64 [4, packs]: the ``tokens``, ``slots`` (tokens with alignment), ``loss_tokens`` and ``costs``.
         digests: 16 bytes for each pack.
@@ -98,7 +98,7 @@ class PlannedPacks(Struct, frozen=True, eq=False):
 
     @property
     def slots(self) -> I64:
-        """Tokens of each pack with alignment, int64 [packs]."""
+        """Aligned tokens of each pack, int64 [packs]."""
         slots: I64 = self.sums[1]
         return slots
 
@@ -146,7 +146,7 @@ class PlannedPacks(Struct, frozen=True, eq=False):
         )
 
     def cut(self, count: int) -> tuple[PlannedPacks, PlannedPacks]:
-        """Return the first ``count`` packs, and the packs behind them."""
+        """Return the first ``count`` packs, and the remaining packs."""
         if count == len(self):
             return self, PlannedPacks.empty()
         at = self.bounds[count]
