@@ -1,8 +1,8 @@
 """Shuffles that are the same on every machine and version of Python and numpy: sorts by 64-bit keys.
 
 Key ``i`` is output ``i`` of a splitmix64 generator (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number
-Generators", OOPSLA 2014, section 5, with the constants of Vigna's splitmix64.c). Its state is a hash of integers: the
-kind of things that are ordered, and the seed. Equal keys, which are very unlikely with 64 bits, keep their order.
+Generators", OOPSLA 2014, section 5, with the constants of Vigna's splitmix64.c). Its state is a hash of integers: a
+number for the purpose of the shuffle, and the seed. Equal keys, which are very unlikely with 64 bits, keep their order.
 
 The module does not use ``numpy.random``, because NEP 19 does not keep ``Generator.permutation`` the same from version
 to version. Multiplication, shift and exclusive-or modulo 2**64 and a sort are the same everywhere. PYTHONHASHSEED has
@@ -22,7 +22,7 @@ SHARDS, SAMPLES, BLOCKS, PACKED = 1, 2, 3, 4
 
 
 def shuffled(count: int, seed: int) -> list[int]:
-    """Return the numbers 0 to ``count`` - 1 in an order by ``seed``, any int, taken modulo 2**64.
+    """Return the numbers 0 to ``count`` - 1, shuffled by ``seed``: any int, used modulo 2**64.
 
     >>> shuffled(5, seed=0)
     [0, 1, 3, 4, 2]
@@ -45,7 +45,7 @@ def keys(count: int, state: int) -> NDArray[np.uint64]:
 
 
 def state(*words: int) -> int:
-    """Return a 64-bit hash of integers, which depends on their order: each is mixed in before the next."""
+    """Return a 64-bit hash of the integers ``words``; their order matters."""
     state = 0
     for word in words:
         state = mix((state + GAMMA ^ word) & MASK)

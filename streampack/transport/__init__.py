@@ -1,4 +1,4 @@
-"""Sockets, which send frames from one process to another. No other package knows ZeroMQ.
+"""Sockets, which send frames from one process to another. No other package uses ZeroMQ.
 
 - ``endpoints``, ``ipc_files``: addresses, and the files of an ``ipc://`` address.
 - ``rendezvous``: reads a broker's addresses from its rendezvous file.

@@ -65,7 +65,7 @@ def public_of(secret: str) -> str:
 
 
 def show_key(sock: zmq.Socket[bytes], secret: str, server: str) -> None:
-    """Set the secret key of a socket that will connect, and the public key ``server`` that its peer must have."""
+    """Set the secret key of a socket that will connect, and the public key ``server`` that the other end must have."""
     sock.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(server))
     sock.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(public_of(secret)))
     sock.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(secret))
@@ -139,7 +139,7 @@ def prepend_key(frames: list[Any]) -> bool:
 class HandshakeMonitor:
     """Finds the reason that a broker rejects a socket.
 
-    ``sock`` must not be connected yet; ``key`` is the name of its key, empty if it has none.
+    ``sock`` must not be connected yet; ``key`` is the name of the socket's key, empty without a key.
     """
 
     def __init__(self, sock: zmq.Socket[bytes], key: str) -> None:
@@ -178,7 +178,7 @@ class HandshakeMonitor:
         return self._said
 
     def _mismatch(self, theirs: str) -> str:
-        """Return the reason that follows from the broker's mechanism ``theirs``; empty if there is none yet."""
+        """Return the reason of the rejection, judged by the broker's mechanism ``theirs``; empty if not found yet."""
         if theirs == "CURVE" and not self._key:
             return (
                 "got a broker that lets nobody in without a key, expected to bring one: give its file with key_file, "

@@ -1,8 +1,8 @@
 """The files of an ``ipc://`` address: its socket, and the lock beside it.
 
 Binding would silently steal an address from the process that serves it, so that process holds a lock. Users who may
-write the socket's file may connect; that is its owner alone. Users who may write the folder may replace the socket. So
-a new folder belongs to the user alone, and nothing is served in a folder of another user.
+write the socket's file may connect; only its owner may. Users who may write the folder may replace the socket. So a new
+folder belongs to the user alone, and nothing is served in a folder of another user.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def lock(endpoint: str) -> TextIO:
 
 
 def _open_private(path: str, flags: int) -> int:
-    """Open a file for its user alone, and not through a symbolic link."""
+    """Open a file that only its user can access, and reject symbolic links."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 

@@ -31,7 +31,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,99}", re.ASCII)
 
 
 class Key(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A name, its secret key, and the public key of the broker that it is for."""
+    """A named secret key, and the public key of the broker for which it is made."""
 
     name: str
     secret: str
@@ -42,7 +42,7 @@ class Key(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def public(self) -> str:
-        """The public key, 64 hexadecimal digits, by which others know this key."""
+        """The public key of this secret key, 64 hexadecimal digits, by which other processes identify it."""
         return curve.public_of(self.secret)
 
     def text(self) -> str:
@@ -51,7 +51,7 @@ class Key(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def load_key(path: str | Path) -> Key:
-    """Return the key in a key file. Raises UserError, which never shows the contents, for another or an unsafe file."""
+    """Return the key in a key file. Raises UserError, which never shows the contents, for an invalid or unsafe file."""
     text = read_secret(path)
     try:
         key = msgspec.yaml.decode(text, type=Key)
@@ -63,7 +63,7 @@ def load_key(path: str | Path) -> Key:
 
 
 def find_key(path: str | Path | None) -> Key | None:
-    """Return the key in the file ``path``, by default the one that STREAMPACK_KEY_FILE names.
+    """Return the key in the file ``path``, by default in the file that STREAMPACK_KEY_FILE names.
 
     None if neither names a file, or ``path`` is empty. Raises UserError as ``load_key`` does.
     """

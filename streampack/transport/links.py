@@ -1,4 +1,4 @@
-"""The memory that a socket shares with its peers, by ``shared_memory``.
+"""The links of a socket to its peers: memory that both share, by ``shared_memory``.
 
 A peer gets a ``Link`` once it has announced that it knows shared memory. Messages about shared memory are handled here,
 and not passed on. Only the socket's thread uses this module.
@@ -43,7 +43,7 @@ class Links:
         self._known: Known = WeakValueDictionary()
 
     def receive(self, peer: bytes, frames: list[Any]) -> list[Any] | None:
-        """Return the frames of a received message, with those from shared memory in their places.
+        """Return the frames of a received message, including the frames that came through shared memory.
 
         None if the message was only about shared memory, or is lost.
         """
@@ -61,7 +61,7 @@ class Links:
         return whole
 
     def send(self, peer: bytes, frames: Sequence[Any]) -> bool:
-        """Queue a message, its large frames in memory that the peer can read; False if it was dropped instead."""
+        """Queue a message for a peer, with large frames in shared memory; return False if the message was dropped."""
         link = self._by_peer.get(peer)
         if link is None:
             return self._raw_send(peer, frames)
@@ -79,7 +79,7 @@ class Links:
         return link.room(num_bytes) if link is not None else None
 
     def send_news(self) -> None:
-        """Tell the peers which of their slots are free here. The cost grows with the peers, so call it when idle."""
+        """Tell all peers which of their slots this process has freed. Call this when idle: it visits every peer."""
         for peer, link in list(self._by_peer.items()):
             if (news := link.news()) is not None:
                 self._raw_send(peer, [news])
@@ -95,7 +95,7 @@ class Links:
             self.forget(peer)
 
     def _link(self, peer: bytes) -> Link | None:
-        """Return the link of a peer that knows shared memory; add it if needed, or return None at ``MOST_LINKS``."""
+        """Return the link of a peer that knows shared memory, adding it if needed; None if there are ``MOST_LINKS``."""
         if peer not in self._by_peer:
             self._forget_gone()
             if len(self._by_peer) >= MOST_LINKS:

@@ -1,4 +1,4 @@
-"""The reader of the rendezvous file, in which a broker writes its addresses."""
+"""The reader of the rendezvous file, to which a broker writes its addresses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from streampack.errors import Unreachable
 def read_rendezvous(path: Path, side: str, timeout_s: float = 60.0) -> str:
     """Return the broker's address for ``side`` (``producers`` or ``trainers``) from its rendezvous file.
 
-    Wait up to ``timeout_s`` seconds for the file, or for a new one if it is of a run that has ended. Raises Unreachable
-    if there is none by then, or the file is not a rendezvous file.
+    Wait up to ``timeout_s`` seconds for the file, or for a new file if its run has ended. Raises Unreachable after that
+    time, or if the file is not a rendezvous file.
     """
     deadline = time.monotonic() + timeout_s
     while True:

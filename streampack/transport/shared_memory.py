@@ -1,4 +1,4 @@
-"""Frames between two processes of one host by reference: written once into memory that the other has mapped.
+"""Frames sent between two processes of one host by reference: written once, to memory that the receiver has mapped.
 
 The kernel copies a megabyte over a Unix socket twice, in pieces of the socket's buffer. Every piece wakes a thread at
 each end. So on ``ipc://`` a large frame is written to a *slot* of the sender's memory, and the message says
@@ -130,14 +130,14 @@ class Slots:
             self.give_back(slot)
 
     def close(self) -> None:
-        """Close the memory: peers cannot map it any more, but may read on if they have mapped it."""
+        """Close the memory: a peer cannot map it any more, but a peer that has mapped it can still read it."""
         self._close()
 
 
 class Mapping:
     """A peer's memory, mapped to be read.
 
-    Raises OSError or ValueError if it cannot be read, or is not what ``name`` says.
+    Raises OSError or ValueError if the memory cannot be read, or does not match ``name``.
     """
 
     def __init__(self, name: Name) -> None:
@@ -164,7 +164,7 @@ class Mapping:
         """Number of slots released since the last answer."""
 
     def view(self, slot: int, num_bytes: int) -> memoryview:
-        """Return the first bytes of a slot, read-only; the slot is held until nothing refers to them.
+        """Return the first bytes of a slot, read-only; the slot is held as long as the returned bytes are referenced.
 
         Raises ValueError for bytes outside of the slot, or a slot that is held already.
         """
@@ -272,9 +272,10 @@ class Link:
             self.slots.give_back(slot)
 
     def question(self, frames: Sequence[Any], now: float) -> bytes | None:
-        """Return a question to send to the peer before ``frames``, or None if there is nothing to ask now.
+        """Return a question to send to the peer before ``frames``; None if no question is needed now.
 
-        It asks if the peer can read our memory, or, when no slot is free, which slots it holds.
+        The question asks if the peer can read this process's memory or, when no slot is free, which slots the peer
+        holds.
         """
         if self.refused or now - self.asked_at < ASK_S:
             return None
@@ -295,10 +296,10 @@ class Link:
     # Receiving
 
     def incoming(self, head: memoryview, frames: list[Any], known: Known) -> tuple[list[Any] | None, bytes | None]:
-        """Handle a message of this module: ``head``, and the ``frames`` behind it.
+        """Handle a received message about shared memory: its first frame ``head``, and the ``frames`` after it.
 
-        Returns the frames of the message that it carries, or None, and the answer to send, or None. A message that
-        cannot be read is lost. ``known`` are all mappings by token.
+        Returns the frames of the enclosed message, or None, and the answer to send, or None. A message that cannot be
+        read is lost. ``known`` are all mappings by token.
         """
         try:
             return self._incoming(bytes(head[len(MAGIC) : len(MAGIC) + 1]), head[len(MAGIC) + 1 :], frames, known)
@@ -336,7 +337,7 @@ class Link:
         return None, None
 
     def news(self) -> bytes | None:
-        """Return an answer for the peer once a quarter of its slots came free here; None before, to let it sleep."""
+        """Return an answer for the peer once a quarter of its slots are no longer held here; None before."""
         mapping = self.mapping
         if mapping is None or 4 * mapping.num_released < mapping.name.num_slots:
             return None
@@ -370,7 +371,7 @@ def _address(values: NDArray[np.uint8]) -> int:
 
 
 def _whole(mapping: Mapping, body: memoryview, left: list[Any]) -> list[Any]:
-    """Return the frames of a message in order: those ``left``, from the socket, and those in slots, by ``body``.
+    """Return a message's frames in order: frames ``left`` came from the socket, ``body`` lists the frames in slots.
 
     Raises ValueError or struct.error for a body that is not valid.
     """

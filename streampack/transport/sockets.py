@@ -96,8 +96,8 @@ class _Socket:
     def receive(self) -> list[Any] | None:
         """Return the frames of the next message as buffers, or None if there is none now.
 
-        It also returns None after ``AT_ONCE`` messages that are not for the caller. A message with more than
-        ``MOST_FRAMES`` frames is cut to one more than these, so that it does not decode.
+        The method also returns None after ``AT_ONCE`` messages that are not for the caller. A message of too many
+        frames is cut to ``MOST_FRAMES`` + 1 frames, so that it cannot be decoded.
         """
         for _ in range(AT_ONCE):
             try:
@@ -125,7 +125,7 @@ class _Socket:
         return None
 
     def _next_frames(self) -> list[Any]:
-        """Return the frames of the next message, at most ``MOST_FRAMES`` + 1. Raises zmq.Again if none came."""
+        """Return the frames of the next message, at most ``MOST_FRAMES`` + 1. Raises zmq.Again if no message came."""
         frame = self.raw.recv(zmq.NOBLOCK, copy=False)
         frames = [frame]
         while frame.more and len(frames) <= MOST_FRAMES:  # ZeroMQ hands over whole messages: no frame is missing
@@ -144,7 +144,7 @@ class _Socket:
             self._taking.taken += sum(frame_bytes(len(frame), secured) for frame in frames[1:])
 
     def _drop_surplus(self) -> bool:
-        """Drop frames of the message that had too many; return True after the last. Raises zmq.Again if none came."""
+        """Drop the surplus frames of a message; return True after the last frame. Raises zmq.Again if no frame came."""
         for _ in range(AT_ONCE):
             frame = self.raw.recv(zmq.NOBLOCK, copy=False)
             if self._taking is not None:
@@ -171,7 +171,7 @@ class _Socket:
         return True
 
     def _send(self, peer: bytes, frames: Sequence[Any]) -> bool:
-        """Queue a message for a peer, with shared memory if there is a link; count and return False if dropped."""
+        """Queue a message for a peer, through shared memory if linked; if it is dropped, count it and return False."""
         self._check_pid()
         sent = self._raw_send(peer, frames) if self._links is None else self._links.send(peer, frames)
         self.dropped += not sent
@@ -300,10 +300,10 @@ class Dealer(_Socket):
         endpoint: The router's address.
         max_message_bytes: The most bytes of a frame.
         linger_ms: Milliseconds that messages may still be sent after the socket is closed.
-        key: The key that authenticates this process; None for none.
+        key: The key that authenticates this process; None for no key.
 
     Raises:
-        UserError: The address is not one to connect to.
+        UserError: The address cannot be connected to.
     """
 
     def __init__(self, endpoint: str, max_message_bytes: int, linger_ms: int = 0, key: Key | None = None) -> None:
@@ -393,9 +393,9 @@ def _monitored(context: zmq.Context[Any], sock: zmq.Socket[bytes]) -> zmq.Socket
 
 
 def _randomize_ids() -> None:
-    """Make the ids that the next router assigns to its peers unpredictable.
+    """Make the peer ids that the next router assigns unpredictable.
 
-    ZeroMQ counts ids from a ``rand()`` that it never seeds. A peer may choose its own id, and if it is the one that
-    ZeroMQ assigns next, ZeroMQ ends the process.
+    ZeroMQ counts ids from a ``rand()`` that it never seeds. A peer may choose its own id. If ZeroMQ then assigns the
+    same id to another peer, ZeroMQ ends the process.
     """
     ctypes.CDLL(None).srand(ctypes.c_uint(int.from_bytes(os.urandom(4), "little")))

@@ -14,8 +14,8 @@ A connection is cut where its peer sends more than a peer of streampack does:
   frames take 20 to 50 times their bytes of memory.
 - ``MAX_DAMAGED`` of its messages could not be decoded.
 
-New connections are let in by ``admissions``: a few, until all that they sent was taken. Knows file descriptors and
-bytes, nothing of messages. Used by the socket's thread alone.
+New connections are let in by ``admissions``: a few, until all that they sent was taken. The module knows file
+descriptors and bytes, but no messages. Only the socket's thread uses it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class CutConnection:
-    """A connection that was cut: ``peer`` is empty where it had sent no message."""
+    """A connection that was cut; ``peer`` is empty if the peer had sent no message."""
 
     address: str
     peer: bytes
@@ -98,7 +98,7 @@ class Connection:
         Connecting to no address does both (connect(2), ``AF_UNSPEC``); a shutdown would leave ZeroMQ megabytes to read.
 
         Returns:
-            The peer's address; empty where the connection had ended already.
+            The peer's address; empty if the connection had already ended.
         """
         if not self._cookie or _cookie_of(self.fd) != self._cookie:
             return ""
@@ -143,10 +143,10 @@ class Unread:
     """The TCP connections of one bound socket.
 
     Args:
-        limit: Bytes that honest peers have on their way at most, all together.
-        strangers: Bytes that honest peers send at most before their first message is taken, all together.
-        held: Gives the bytes of memory that the process itself has taken so far.
-        slack: Bytes of memory that it may take beside them.
+        limit: The most bytes that honest peers together have on their way.
+        strangers: The most bytes that honest peers together send before their first message is taken.
+        held: Returns the bytes of memory that the process itself uses.
+        slack: Bytes of memory that the process may use in addition.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Unread:
                 self._cut(found, f"{MAX_DAMAGED} of its messages could not be decoded")
 
     def drained(self) -> None:
-        """Reset the state that lasts until the socket is drained: ZeroMQ has no message left to hand over."""
+        """Reset the state that lasts until the socket is drained; call this when ZeroMQ has no message left."""
         self._drained = self._swept_empty = True
         self._ended = False
         self._cut_peers.clear()
@@ -289,7 +289,7 @@ def resident_bytes() -> int:
 
 
 def frame_bytes(size: int, secured: bool) -> int:
-    """Return the bytes that a frame of ``size`` bytes takes on a connection; ``secured``: with keys.
+    """Return the bytes that a frame of ``size`` bytes takes on a connection; ``secured`` is True with keys.
 
     See RFC 37 (ZMTP) and RFC 26 (CurveZMQ).
     """

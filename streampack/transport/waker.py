@@ -1,4 +1,4 @@
-"""A pipe that wakes the thread that waits for messages. Other threads may use nothing else of a socket's thread."""
+"""A pipe that wakes the thread that waits for messages. Other threads may use only this pipe."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """CRC32C by the processor's instructions, compiled by numba for ``sample_checksums.compiled``. Only for x86-64.
 
 The crc32 instruction takes eight bytes and three cycles, and a processor begins one in each cycle. So three samples are
-processed side by side, each of another third of the bytes.
+processed side by side, each from a different third of the bytes.
 
 The checksum of two parts is an exclusive-or. One operand is the checksum of the first part, followed by a zero for
 each byte of the second. The other is the checksum of the second part. Zeros multiply a checksum by a power of x. For up
@@ -53,7 +53,7 @@ def runs_here() -> bool:
 
 
 def crcs_of(columns: Sequence[Column]) -> Crcs:
-    """Return the checksum of each sample, as ``sample_checksums.plain`` does, and that of all columns.
+    """Return the checksum of each sample, as ``sample_checksums.plain`` does, and the checksum of all columns.
 
     Raises:
         ValueError: The bounds are not those of a column.
@@ -71,7 +71,7 @@ def crcs_of(columns: Sequence[Column]) -> Crcs:
 
 
 def joined(crc: int, following: int, num_bytes: int) -> int:
-    """Return the checksum of two parts; ``crc`` is that of the first, ``following`` that of the second.
+    """Return the checksum of two parts; ``crc`` belongs to the first part, ``following`` to the second part.
 
     ``num_bytes`` are the bytes of the second part.
     """
@@ -115,7 +115,7 @@ def _code_of_multiply(_: Any, left: Any, right: Any) -> Any:
 
 
 def _code_of_word(_: Any, address: Any) -> Any:
-    """Return the type and the code of a function that reads the eight bytes at any address."""
+    """Return the type and the code of a function that reads eight bytes at any address."""
 
     def generate_code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         """Emit the LLVM instructions of the function, and return its value."""
@@ -140,7 +140,7 @@ def _rest(data: NDArray[np.uint8], begin: int, end: int, crc: Any) -> Any:
 
 @njit(inline="always")
 def _third(bounds: I64, number: int) -> int:
-    """Return the first sample of the ``number``-th third of the bytes, from 0 on."""
+    """Return the first sample of the ``number``-th third of the bytes, counting from 0."""
     sample, last = 0, len(bounds) - 1
     while sample < last and bounds[sample] < bounds[last] // 3 * number:
         sample += 1

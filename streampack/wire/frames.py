@@ -57,7 +57,7 @@ class OtherVersion(WireError):
 
 
 def checksum(frames: Sequence[Any]) -> int:
-    """Return the CRC32C of frames, one after another."""
+    """Return the CRC32C of the concatenated frames."""
     value = 0
     for frame in frames:
         value = crc32c(frame, value)
@@ -67,8 +67,8 @@ def checksum(frames: Sequence[Any]) -> int:
 def encode(envelope: Envelope, version: int | None = None) -> list[Any]:
     """Return the frames of a message: header, meta, then the payload frames, which are not copied.
 
-    ``version``: the protocol version of the receiver, if it is not ours. Raises WireError for more payload frames than
-    tokens, edges and all fields that may be declared.
+    ``version`` is the protocol version of the receiver, if it differs from this process's version. Raises WireError for
+    more payload frames than tokens, edges and all fields that may be declared.
     """
     payload = envelope.payload
     if len(payload) > MAX_PAYLOAD_FRAMES:

@@ -1,4 +1,4 @@
-"""Records of the log and snapshots, to bytes and back."""
+"""Encoding and decoding of log records and snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CRC32C of every sample of a chunk, and of all of them, in one pass over their bytes.
+"""CRC32C of every sample of a chunk, and of the whole chunk, in one pass over the bytes.
 
 A chunk holds hundreds of samples in a few columns. Each sample's checksum covers its bytes in all columns, and the
 message's checksum covers the columns one after another. ``plain`` calls ``crc32c`` for each sample; Python takes most
@@ -17,7 +17,7 @@ from streampack.wire.checksums import Column, Crcs, CrcsOf
 
 
 def plain(columns: Sequence[Column]) -> Crcs:
-    """Return the checksums of the samples in ``columns``, by ``crc32c``; None in place of that of the whole."""
+    """Return the checksums of the samples in ``columns``, by ``crc32c``; the whole chunk's checksum is None."""
     crcs = [0] * (len(columns[0][1]) - 1)
     for column, bounds in columns:
         data, begin = column.data, 0
@@ -28,7 +28,7 @@ def plain(columns: Sequence[Column]) -> Crcs:
 
 
 def compiled() -> CrcsOf | None:
-    """Return a function that does as ``plain``, five times as fast; None without numba or on another processor.
+    """Return a function like ``plain``, but five times as fast; None without numba or on another processor.
 
     The first call takes 0.3 s and 60 MB.
     """

@@ -1,4 +1,4 @@
-"""Packers: which samples share one token budget.
+"""Packers: the choice of samples that share one token budget.
 
 ``make_packer(name, **parameters)`` makes a packer for a stream; ``pack_lengths`` packs a closed list of lengths.
 
@@ -13,9 +13,9 @@
 - ``joint/``: packs that are full and cost the same.
 - ``packer_kernels``: compiled loops that several packers share.
 
-``core.form`` calls a packer with the lengths left and takes out the packs that the packer returns. Packers know
-lengths, never tokens or samples. They keep nothing between calls, so packs are a function of the order of lengths
-alone. No packer imports numba until it forms a pack, and all work without numba.
+``core.form`` calls a packer with the remaining lengths and removes the packs that the packer returns. Packers know
+lengths, never tokens or samples. They keep no state between calls, so packs depend only on the order of lengths. No
+packer imports numba until it forms a pack, and all work without numba.
 
 To add a packer, write one file that follows the protocol in ``packer``, and add one entry to ``registry``.
 Configuration, validation and ``--help`` follow from the entry.

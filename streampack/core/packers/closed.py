@@ -1,10 +1,10 @@
-"""``pack_lengths``, which packs a closed list of lengths; the number of packs, and the order back to the samples.
+"""``pack_lengths``, which packs a closed list of lengths, and helpers for the number of packs and their order.
 
 Ranks that run in lock step need a number of packs that divides by the number of ranks. So ``with_count`` adds packs by
-splitting those that a packer made. Each new pack takes the last sample of the pack with most samples; of
-equal packs, the later one. NeMo-RL does the same, but splits one pack until a single sample is left in it. No pack
-grows, so none passes its budget, and no pack becomes empty. With fewer samples than packs, ``empty="pad"`` adds empty
-packs at the end. An empty pack is an empty list.
+splitting those that a packer made. Each new pack takes the last sample of the pack with most samples; among equal
+packs, of the later pack. NeMo-RL does the same, but splits one pack until a single sample is left in it. No pack grows,
+so none passes its budget, and no pack becomes empty. With fewer samples than packs, ``empty="pad"`` adds empty packs at
+the end. An empty pack is an empty list.
 
 >>> with_count([[0, 1, 2], [3]], multiple=4)
 [[0], [3], [2], [1]]
@@ -36,7 +36,7 @@ _WINDOW = 1024
 def with_count(
     packs: Iterable[Sequence[int]], min_packs: int = 0, multiple: int = 1, empty: Empty = "error"
 ) -> list[list[int]]:
-    """Split ``packs`` into at least ``min_packs``, rounded up to ``multiple``; new packs come behind the others.
+    """Split ``packs`` until there are ``min_packs`` or more, a multiple of ``multiple``; new packs come last.
 
     With fewer samples than packs, ``empty="error"`` raises SampleError, and ``"pad"`` adds empty packs at the end.
     O(n log n).
@@ -59,9 +59,9 @@ def with_count(
 
 
 def way_back(packs: Iterable[Sequence[int]]) -> I64:
-    """Return the position of each sample in the packs laid end to end: the inverse permutation.
+    """Return the position of each sample in the concatenated packs: the inverse permutation.
 
-    For an array ``results`` in the packs' order, ``results[way_back(packs)]`` is in the samples' order.
+    If an array ``results`` follows the packs' order, ``results[way_back(packs)]`` follows the samples' order.
 
     Args:
         packs: Lists of sample numbers that hold each of 0 to n - 1 once, as ``pack_lengths`` returns them.

@@ -1,9 +1,9 @@
 """The ``Packer`` protocol, and the types and helpers that all packers share.
 
-A packer knows lengths, never tokens. It is called again and again with the samples that are left: the window, and
-the samples admitted behind the window. It returns the packs to take out, and keeps nothing between calls. A pack
-depends only on the lengths left, in order, on their ages, and on whether more samples may come. So packs are a
-function of the order of samples alone: how many are requested at once, or how far producers are ahead, changes none.
+A packer knows lengths, never tokens. Each call gets the remaining samples: the window, and the samples admitted after
+the window. It returns the packs to remove, and keeps no state between calls. A pack depends only on the remaining
+lengths, their order and ages, and on whether more samples may come. So packs are a function of the order of samples.
+They do not depend on the number of packs requested at once, or on the progress of producers.
 
 To add a packer, write one file with a class that keeps the ``Packer`` protocol. Then add one entry to ``registry``. A
 parameter of its own needs a line in ``PACKER_KEYS`` and ``Rules`` (``model.rules``), and one in ``config``.
@@ -30,9 +30,9 @@ class Choice:
     Attributes:
         indices: int64 [m], positions in ``lengths``, one pack after another, in the order inside the pack.
         bounds: int64 [p + 1]; pack i is ``indices[bounds[i]:bounds[i + 1]]``.
-        ages: int64 [len(lengths)], what the packer must remember of each position: its patience, see ``window``.
-            -1 for positions that are not in the window yet. The caller drops the chosen positions and passes the
-            other positions' ages to its next call.
+        ages: int64 [len(lengths)], the packer's state for each position: the sample's patience (see ``window``), or -1
+            for positions that are not in the window yet. The caller drops the chosen positions and passes the other
+            positions' ages to its next call.
     """
 
     indices: I64
@@ -57,9 +57,10 @@ class Packer(Protocol):
         ...
 
     def max_wait(self, window: int, held: int) -> int | None:
-        """Return the most packs that may be formed while one sample waits; None: no bound.
+        """Return the most packs that may be formed while one sample waits; None if there is no bound.
 
-        ``window`` is the window's size in samples; ``held``, the samples in the window when the sample came.
+        ``window`` is the window's size in samples; ``held`` is the number of samples in the window when the sample
+        came.
         """
         ...
 
@@ -73,10 +74,11 @@ class Packer(Protocol):
             ages: int64 [n], the ages that the last call returned; -1 for samples that no call has seen.
             budget: capacity of a pack, in the unit of ``lengths``.
             count: packs wanted. Packers that form several packs at once may return more.
-            closed: True when no more samples will come. Then the window may run dry, and in the end all is packed.
+            closed: True when no more samples will come. Then the window may become empty, and the last samples are
+                packed, too.
             window: the window's size, in samples.
-            sizes: int64 [n], samples in each item where items are groups; None: one each. Only the parameter
-                ``max_samples_per_pack`` uses them, and each is at most that cap.
+            sizes: int64 [n], samples in each item if items are groups; None means one sample per item. Only the
+                parameter ``max_samples_per_pack`` uses them, and each is at most that cap.
         """
         ...
 
@@ -108,7 +110,7 @@ class Capped:
 
 
 def sample_counts(sizes: I64 | None, num_items: int) -> list[int]:
-    """Return the samples in each item as a list: ``sizes``, or ones if None."""
+    """Return the number of samples in each item as a list; all 1 if ``sizes`` is None."""
     return [1] * num_items if sizes is None else sizes.tolist()
 
 

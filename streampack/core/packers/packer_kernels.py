@@ -52,9 +52,9 @@ if COMPILES:
 
     @_compiled
     def _sort_in(by_length, num_sorted, lengths, gone, start, stop):  # type: ignore[no-untyped-def]
-        """Update ``by_length``: drop samples that are gone, merge in positions start..stop. Return its new count.
+        """Update ``by_length``: drop samples that are gone, merge in positions start..stop. Return the new count.
 
-        ``num_sorted`` is the count of positions that ``by_length`` holds before.
+        ``num_sorted`` is the number of positions in ``by_length`` before the call.
         """
         kept = 0
         for i in by_length[:num_sorted]:
@@ -76,7 +76,7 @@ if COMPILES:
 else:
 
     def _sort_in(by_length, num_sorted, lengths, gone, start, stop):  # type: ignore[no-untyped-def]
-        """Update ``by_length``: drop samples that are gone, merge in positions start..stop. Return its new count."""
+        """Update ``by_length``: drop samples that are gone, merge in positions start..stop. Return the new count."""
         held = by_length[:num_sorted]
         held = held[~gone[held]]
         fresh = start + np.flatnonzero(~gone[start:stop])
@@ -160,8 +160,8 @@ if COMPILES:
     def _fill_exactly(rest, num_rest, lengths, room, rows, barren, indices, end):  # type: ignore[no-untyped-def]
         """Append the subset of ``rest`` that leaves the smallest gap in ``room``. Return the new end.
 
-        Samples are tried in order, so the subset is one of the first samples. A length that reaches no new gap reaches
-        none later in the pack either; other samples of that length are not tried. Such lengths are marked in
+        Samples are tried in order, so the subset consists of early samples. A length that reaches no new gap also
+        reaches none later in the pack, so other samples of that length are not tried. Such lengths are marked in
         ``barren`` bool [budget + 1], which is all False before and after.
         """
         words = room // 64 + 1

@@ -50,7 +50,7 @@ else:
 def make_packer(name: str, **parameters: Any) -> Packer:
     """Return the packer called ``name`` with these ``parameters``, and defaults for the others.
 
-    Raises ConfigError for an unknown packer or parameter, and lists the known ones; and for a value of a wrong type.
+    Raises ConfigError for an unknown packer or parameter (the error lists the known names), or for a wrong type.
     """
     known = parameters_of(name)
     for unknown in sorted(parameters.keys() - known):

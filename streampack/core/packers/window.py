@@ -62,7 +62,7 @@ class SlidingWindow:
         self.packs += 1
 
     def ages(self) -> I64:
-        """Return the patience of all positions in packs, int64 [n]; -1 for samples not in the window yet."""
+        """Return the patience of every position, counted in packs, int64 [n]; -1 for samples not in the window yet."""
         ages = np.full(len(self._lengths), -1, np.int64)
         ages[: self.edge] = np.array(self._due, np.int64) - self.packs
         return ages

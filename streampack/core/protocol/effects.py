@@ -1,7 +1,7 @@
 """The events that the broker's state machine handles, and the effects that it asks its shell to perform.
 
-All are small frozen structs; ``events`` has the ones that every state machine shares. Payload is opaque: the core
-passes frames by reference to the effect that stores them.
+All events and effects are small frozen structs; ``events`` defines those that every state machine shares. Payload is
+opaque: the core passes frames by reference to the effect that stores them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from streampack.core.protocol.rights import Rights
 
 
 class FromProducer(Event, frozen=True):
-    """A message of a producer has come; answers go to ``peer``. Its key has ``rights``, None without keys."""
+    """A producer's message has come; answers go to ``peer``. ``rights`` are the key's rights; None without keys."""
 
     peer: bytes
     envelope: Envelope
@@ -27,7 +27,7 @@ class FromProducer(Event, frozen=True):
 
 
 class FromTrainer(Event, frozen=True):
-    """A message of a trainer's client has come; answers go to ``peer``. Its key has ``rights``, None without keys."""
+    """A client's message has come; answers go to ``peer``. ``rights`` are the key's rights; None without keys."""
 
     peer: bytes
     envelope: Envelope
@@ -42,13 +42,13 @@ class NotSent(Event, frozen=True):
 
 
 class Withdrawn(Event, frozen=True):
-    """Rights of a key were withdrawn: peers that came with it must say hello or attach again."""
+    """Rights of a key were withdrawn: peers that use this key must say hello or attach again."""
 
     key: bytes
 
 
 class Formed(Event, frozen=True):
-    """The packer has chosen: the answer to the ``Form`` of a feed with the same ``generation``."""
+    """The packer has chosen packs: the answer to the ``Form`` of this feed with the same ``generation``."""
 
     feed: str
     choice: Choice
@@ -56,7 +56,7 @@ class Formed(Event, frozen=True):
 
 
 class Drain(Event, frozen=True):
-    """The broker is to stop: take no new samples, and serve the steps that are formed."""
+    """A request to stop the broker: it takes no new samples, and serves the steps that are already formed."""
 
 
 class Change(Event, frozen=True):
@@ -91,7 +91,7 @@ class SendTrainer(Effect, frozen=True):
 
 
 class Answer(Effect, frozen=True):
-    """Answer a ``Change``: it is recorded and holds from ``step`` of ``feed`` on, or is refused for ``refusal``."""
+    """Answer a ``Change``: it takes effect at ``step`` of ``feed``, or it is rejected with the text ``refusal``."""
 
     token: int
     feed: str = ""

@@ -27,7 +27,7 @@ class Message(Struct, frozen=True, kw_only=True):
 
 
 class Bye(Message, frozen=True, kw_only=True):
-    """Goodbye: a peer leaves, and gives up its leases or its rank; or the broker stops, for this ``reason``."""
+    """Goodbye, for a ``reason``: a peer leaves and gives up its leases or its rank, or the broker stops."""
 
     TYPE: ClassVar[int] = 5
     reason: Text = ""
@@ -57,7 +57,7 @@ class Envelope(Struct, frozen=True, kw_only=True):
         run: Number of the run; 0 from a peer that has had no message of the broker yet.
         epoch: The broker's epoch, which rises at each start.
         fence: The producer's session for a partition, or the trainers' attempt.
-        payload_crc: CRC32C of the payload's frames one after another, if the sender knows it.
+        payload_crc: CRC32C of the payload's concatenated frames, if the sender knows it.
     """
 
     run: Count

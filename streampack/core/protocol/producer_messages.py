@@ -32,7 +32,7 @@ class Offer(Struct, frozen=True, kw_only=True):
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """A producer introduces itself, with the streams that it offers; repeated until it gets a lease."""
+    """A producer introduces itself and the streams that it offers; repeated until the producer gets a lease."""
 
     TYPE: ClassVar[int] = 1
     producer: Name
@@ -85,7 +85,7 @@ class Eos(Message, frozen=True, kw_only=True):
 
 
 class Sent(Message, frozen=True, kw_only=True):
-    """All samples below ``next_seq`` were sent a while ago; any of them that the broker lacks was lost."""
+    """All samples below ``next_seq`` were sent a while ago; a sample that the broker still lacks was lost."""
 
     TYPE: ClassVar[int] = 6
     stream: Name
@@ -124,7 +124,7 @@ class SourceSize(Struct, frozen=True, kw_only=True):
 
 
 class ProducerPing(Message, frozen=True, kw_only=True):
-    """A producer is alive, or stops with an error (``failure``); ``sizes`` has the source size of each stream."""
+    """A producer is alive, or stops with an error (``failure``); ``sizes`` are the source sizes of its streams."""
 
     TYPE: ClassVar[int] = 4
     producer: Name
@@ -149,7 +149,8 @@ class Lease(Message, frozen=True, kw_only=True):
         poison: Policy for samples that cannot be read.
         max_sample_tokens: The producer applies ``overlong`` to samples with more tokens, before it sends them.
         max_chunk_bytes: Limit of a chunk's payload.
-        batches: True if steps hold groups together; absent if steps are cut from a stream.
+        batches: True if each step is one batch, and can keep groups together; absent if steps follow each other in a
+            stream.
     """
 
     TYPE: ClassVar[int] = 10
@@ -170,15 +171,15 @@ class Lease(Message, frozen=True, kw_only=True):
 
 
 class Flow(Message, frozen=True, kw_only=True):
-    """Credit of a session, and how far the broker has received it.
+    """Credit of a session, and the number of samples that the broker has received.
 
     Attributes:
         expected_seq: The broker has every sample below this number.
         grant_seq: The producer may send samples below this number.
-        grant_bytes: Bytes that the producer may send in the session, in all.
+        grant_bytes: Total bytes that the producer may send in the session.
         durable_seq: Samples below this number are safe in the log (R1); 0 for a stream that can be read again.
         durable_marks: Marks below this number are safe in the log.
-        ended: True if the broker takes no more of the partition.
+        ended: True if the broker takes no more samples of the partition.
     """
 
     TYPE: ClassVar[int] = 11

@@ -23,7 +23,7 @@ Side = Literal["producer", "trainer"]
 class Rights(Struct, frozen=True):
     """Rights of the key ``name``: to send samples (``producer``), to read steps (``trainer``), or both (``any``).
 
-    They hold for the named ``streams`` and ``feeds`` only, or for all if none is named, and for these ``ranks`` only.
+    The rights cover only the named ``streams``, ``feeds`` and ``ranks``; an empty list covers all.
     """
 
     name: str
@@ -38,7 +38,7 @@ NO_RIGHTS = Rights("", "none")
 
 
 def forbidden(rights: Rights, message: Message, side: Side) -> str:
-    """Return why a key may not send ``message`` to the address of ``side``, as an error text; empty if it may."""
+    """Return an error text if a key may not send ``message`` to the address of ``side``; empty if it may."""
     if rights.role == "none":
         return "got a key that is not allowed any more, expected one of the broker's allowed.yaml"
     if rights.role not in (side, "any"):
@@ -58,7 +58,7 @@ def _stream_of(message: Message) -> list[str]:
 
 
 def _not_its_rank(rights: Rights, message: Attach) -> str:
-    """Return why a key may not attach to a feed as a rank, as an error text; empty if it may."""
+    """Return an error text if a key may not attach to a feed as the given rank; empty if it may."""
     if rights.feeds and message.feed not in rights.feeds:
         return f"got feed {message.feed!r} for key {rights.name!r}, expected one of: {', '.join(rights.feeds)}"
     own = dict(zip(("dp", "cp", "tp", "pp"), message.mesh.ranks, strict=True))

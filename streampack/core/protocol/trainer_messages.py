@@ -35,7 +35,7 @@ class Attach(Message, frozen=True, kw_only=True):
         lineage: Lineage of the checkpoint from which the reader begins.
         snapshot_digest: Digest of the checkpoint's snapshot; empty if there is none. A broker that needs the
             snapshot asks one of the readers for it (``AskSnapshot``).
-        going_on: Lineage in which the reader was attached since it began, and goes on; -1 if it was not.
+        going_on: Lineage to which the reader was attached, and in which it continues; -1 if it was not attached before.
         variable_lengths: True if a pipeline's stages accept micro-batches of any shape.
         starvation: The reader's data wait so far, by cause.
     """
@@ -62,8 +62,8 @@ class Get(Message, frozen=True, kw_only=True):
     """Request the steps before ``stop``; the trainer is done with the steps before ``done_upto``.
 
     The reader confirms every part before part ``part`` of step ``start``, so that the broker may send as many bytes
-    more. A higher ``resend`` than before asks the broker to send again from there on: later parts were lost.
-    Otherwise a repeated Get changes nothing.
+    more. A higher ``resend`` than before asks the broker to send again from that part on, because later parts were
+    lost. Otherwise a repeated Get changes nothing.
     """
 
     TYPE: ClassVar[int] = 21
@@ -110,7 +110,7 @@ class Commit(Message, frozen=True, kw_only=True):
 
 
 class Brought(Message, frozen=True, kw_only=True):
-    """The snapshot of ``digest`` that the broker has asked for; megabytes if windows are large."""
+    """A reader sends the snapshot of ``digest`` for which the broker has asked; a large window takes megabytes."""
 
     TYPE: ClassVar[int] = 25
     feed: Name
@@ -207,7 +207,8 @@ class StepPart(Message, frozen=True, kw_only=True):
     def aligns(self, rules: Rules) -> I64:
         """Return the multiple of tokens to which the samples of each pack are padded, int64 [p].
 
-        In padded packs that is the length of their rows. Raise ValueError for rows that the rules do not allow.
+        For padded packs, this multiple is the length of their rows. Raise ValueError for rows that the rules do not
+        allow.
         """
         counts = np.frombuffer(self.counts_u32, "<u4").astype(np.int64)
         if not rules.padded:
@@ -230,8 +231,8 @@ class StepPart(Message, frozen=True, kw_only=True):
 class Wait(Message, frozen=True, kw_only=True):
     """Step ``step`` is not ready; sent at once to a reader without a step, and then every ``ping_s`` seconds.
 
-    For the Get of this ``resend``, every part before part ``part`` of ``step`` was sent. Any of them that the reader
-    lacks is lost.
+    In answer to the Get with number ``resend``, the broker has sent every part before part ``part`` of ``step``. A part
+    that the reader lacks is lost.
 
     Attributes:
         reason: Kind of the cause; "network" if the reader has not confirmed parts that were sent, "join" if ranks have
@@ -257,7 +258,7 @@ class Wait(Message, frozen=True, kw_only=True):
 class End(Message, frozen=True, kw_only=True):
     """The feed ends after ``num_steps`` steps; ``chain`` is the digest of all of them.
 
-    For the Get of this ``resend``, every step was sent.
+    In answer to the Get with number ``resend``, the broker has sent every step.
     """
 
     TYPE: ClassVar[int] = 33
@@ -286,8 +287,8 @@ class AskSnapshot(Message, frozen=True, kw_only=True):
 class State(Message, frozen=True, kw_only=True):
     """The contents of a checkpoint that begins at ``step``: everything that decides the steps from there on.
 
-    The ``snapshot`` is of the nearest step at or before ``step`` that has one; None if that is step 0. It is the same
-    for every rank.
+    The ``snapshot`` is that of the nearest step at or before ``step`` that has a snapshot; None if that is step 0.
+    Every rank gets the same snapshot.
     """
 
     TYPE: ClassVar[int] = 34
@@ -307,7 +308,7 @@ class Committed(Message, frozen=True, kw_only=True):
 
 
 class Fenced(Message, frozen=True, kw_only=True):
-    """This reader has lost its rank to another process for good; ``detail`` says to which."""
+    """This reader has lost its rank to another process for good; ``detail`` names that process."""
 
     TYPE: ClassVar[int] = 36
     feed: Name

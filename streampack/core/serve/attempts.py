@@ -53,7 +53,7 @@ class Departure(Enum):
 
 
 class AttemptCoordinator:
-    """Begins attempts when all ranks are ready, and tells readers that wait the cause."""
+    """Begins attempts when all ranks are ready, and tells waiting readers why they wait."""
 
     def __init__(
         self, link: ReaderLink, rules: Rules, layout: str, registry: RankRegistry, steps: StepServer,
@@ -88,7 +88,7 @@ class AttemptCoordinator:
 
     @property
     def known_upto(self) -> int:
-        """All steps before this one are formed, or some reader has had them from this broker or an earlier one."""
+        """First step that is not formed, and that no reader has had from this broker or an earlier one."""
         return max([self._steps.formed_upto, *(reader.first_step for reader in self._registry if reader.ready)])
 
     @property
@@ -99,7 +99,7 @@ class AttemptCoordinator:
     # Ranks
 
     def take_rank(self, reader: Reader) -> list[Effect]:
-        """Give a reader its free rank, and let it into the attempt if it is ready. Another mesh ends the attempt."""
+        """Give a reader its free rank, and let it join the attempt if it is ready. Another mesh ends the attempt."""
         if self._registry.give_rank(reader):
             self._steps.end_attempt()
         else:
@@ -123,7 +123,7 @@ class AttemptCoordinator:
         return effects + (self._begin() if self._registry.all_wait() else [])  # a claim may have held the attempt back
 
     def _probe(self) -> list[Effect]:
-        """Ask the holders of claimed ranks for a ping, because their next one may be seconds away."""
+        """Ask the holders of claimed ranks for a ping, because their next regular ping may be seconds away."""
         effects: list[Effect] = []
         asked = None
         for claim in self._registry.claims.values():
@@ -139,12 +139,12 @@ class AttemptCoordinator:
 
     @property
     def _claim_s(self) -> tuple[float, float]:
-        """Seconds after which a holder loses its rank: (of silence in all, since the rank was claimed)."""
+        """Limits after which a silent holder loses its rank, as (seconds of silence, seconds since the claim)."""
         more = self.ping_s - 1.0
         return CLAIM_S + more, min(CLAIM_S, more)
 
     def _decide(self, claim: Reader) -> list[Effect]:
-        """Grant a claim if its holders are silent, reject it if one is alive, or leave it open."""
+        """Grant a claim if all holders are silent, reject the claim if a holder is alive, or leave the claim open."""
         others = self._registry.in_the_way(claim)
         if self._of_all[0] is not others:
             heard = max((other.heard for other in others), default=0.0)
@@ -163,7 +163,7 @@ class AttemptCoordinator:
         )
 
     def leave(self, reader: Reader, why: Departure, silent_s: float = 0.0) -> list[Effect]:
-        """Remove a reader and free its rank, for the reason ``why``; it was silent for ``silent_s`` seconds."""
+        """Remove a reader, which was silent for ``silent_s`` seconds, for the reason ``why``; free its rank."""
         self._has_news()
         self._registry.remove(reader)
         self._steps.leave(reader)
@@ -171,14 +171,14 @@ class AttemptCoordinator:
         return [reader.report("info" if why is Departure.GOODBYE else "warning", text, self._feed)]
 
     def tick(self) -> None:
-        """Forget the texts for waiting readers, so that they are composed anew."""
+        """Forget the texts for waiting readers, so that new texts are composed."""
         self._news = 0
         self._forget_texts()
 
     # Attempts
 
     def arrive(self, reader: Reader) -> list[Effect]:
-        """Let a reader that has its rank into the attempt, begin one with it, or tell it what it waits for."""
+        """Let a reader with a rank join the attempt, begin a new attempt, or tell the reader why it waits."""
         self._has_news()
         if not reader.ready:
             return self.answer(reader)
@@ -225,7 +225,7 @@ class AttemptCoordinator:
         return effects + self._source.rewind(step, nearest, back)
 
     def _enter(self, reader: Reader) -> list[Effect]:
-        """Let a reader take part in the attempt, from its first step on."""
+        """Add a reader to the attempt, from the reader's first step on."""
         reader.enter(self.number)
         self._steps.enter(reader)
         return self._link.send(reader, self._attached(reader))
@@ -236,7 +236,7 @@ class AttemptCoordinator:
         return bool(self._steps.returned) and reader.ready and not reader.entered and gone
 
     def _too_late(self, reader: Reader, others: list[Reader]) -> tuple[str, str]:
-        """Return why a reader cannot begin at the deleted step that it asks for: (code of the error, its text)."""
+        """Return why a reader cannot begin at the deleted step that it requests, as (error code, error text)."""
         alive = self._registry.names_of((other.mesh.ranks for other in others), len(others))
         if reader.round < self.round:
             return "round_gone", (
@@ -249,7 +249,7 @@ class AttemptCoordinator:
         )
 
     def has_diverged(self, reader: Reader) -> bool:
-        """Return whether a reader has had other steps than this run's before its first step."""
+        """Return whether a reader's steps before its first step differ from this run's steps."""
         if reader.snapshot is not None and not self._source.knows(reader.snapshot):
             return False  # its changes are not recorded yet, and other steps follow from them
         known = self._steps.chain_of(reader.first_step)
@@ -266,18 +266,18 @@ class AttemptCoordinator:
     # Answers to readers
 
     def answer(self, reader: Reader) -> list[Effect]:
-        """Tell a reader that it takes part in the attempt, or that it has its rank and what it waits for."""
+        """Tell a reader that it is part of the attempt, or that it has its rank and why it still waits."""
         if reader.entered:
             return self._link.send(reader, self._attached(reader))
         known = reader.holds and not reader.fence
         return (self._link.send(reader, self._attached(reader)) if known else []) + self.wait(reader)
 
     def wait(self, reader: Reader) -> list[Effect]:
-        """Tell a reader what it waits for, if it waits."""
+        """If a reader waits, tell it the cause."""
         return self._steps.wait_for_step(reader) if reader.entered else self._wait_to_enter(reader)
 
     def _wait_to_enter(self, reader: Reader) -> list[Effect]:
-        """Tell a reader outside the attempt which ranks, or which snapshot, it waits for."""
+        """Tell a reader outside the attempt the ranks or the snapshot for which it waits."""
         if self._steps.draining:
             return self._link.send(reader, Bye(reason="the broker is stopping"))
         if reader.holds and not reader.ready and reader.pending is None:
@@ -290,7 +290,7 @@ class AttemptCoordinator:
         return self._link.send(reader, wait)
 
     def _has_news(self) -> None:
-        """Forget the texts for waiting readers, up to ``NEWS_A_TICK`` times a tick: readers wait for something else."""
+        """Forget the texts for waiting readers, which may be outdated; at most ``NEWS_A_TICK`` times per tick."""
         self._news += 1
         if self._news <= NEWS_A_TICK:
             self._forget_texts()
@@ -339,7 +339,7 @@ class AttemptCoordinator:
 
 
 def diverged(reader: Reader, rules: Rules) -> str:
-    """Return the error text for a reader that had other steps than this run's before its first step."""
+    """Return the error text for a reader whose steps before its first step differ from this run's steps."""
     pushed = any(stream.pushed for stream in rules.streams)
     lost = ", or the log that holds the pushed samples was lost or replaced (state_dir)" if pushed else ""
     return (

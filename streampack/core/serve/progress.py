@@ -1,7 +1,8 @@
 """The number of steps that each rank of an attempt has returned, and the least of these numbers.
 
-Every rank reports every step, and each report asks for the least. So the class counts the ranks at each number. Ranks
-run in lock step, so there are few numbers. A look at all ranks at each report took 0.25 s a step for 4,096 ranks.
+Every rank reports every step, and each report needs the least number. So the class counts the ranks at each number.
+Ranks run in lock step, so there are few numbers. Scanning all ranks at each report took 0.25 s per step for 4,096
+ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from streampack.core.serve.rank_registry import Ranks
 
 
 class Progress(Mapping[Ranks, int]):
-    """The number of returned steps of each rank, also of ranks that left."""
+    """The number of returned steps of each rank, including ranks that left."""
 
     def __init__(self) -> None:
         self._upto: dict[Ranks, int] = {}

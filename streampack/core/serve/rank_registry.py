@@ -1,4 +1,4 @@
-"""The readers that hold the ranks of the trainers' mesh, and those that claim one.
+"""The readers that hold the ranks of the trainers' mesh, and the readers that claim a rank.
 
 A reader is a process with a name that no other process has. It *holds* its rank as long as it sends messages. Another
 process that asks for the rank *claims* it. If the holder sends a message after the claim, both processes are alive, and
@@ -6,7 +6,7 @@ the second is rejected. A holder that was silent for ``CLAIM_S`` loses the rank 
 broker tells it to end.
 
 The ranks of two meshes are never held at the same time, so a claim for another mesh is a claim for all held ranks. The
-registry knows the first step of each reader, and no others.
+registry knows the first step of each reader, and no other steps.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Reader:
         chain: Digest of the steps before ``first_step``, as the reader knows it; empty if it does not.
         snapshot: Snapshot of the checkpoint at which it begins.
         pending: Its last ``Attach``, while the snapshot for it is missing.
-        going_on: Lineage in which it was attached since it began; -1 if it was not.
-        fence: The attempt that it knows of.
+        going_on: Lineage to which the reader was attached before; -1 if it was not attached.
+        fence: The last attempt that the reader knows.
         sent_upto, sent_part: All steps before ``sent_upto`` are sent, and the parts before ``sent_part`` of that step.
         ever_sent: Highest (step, part) that ``sent_upto`` and ``sent_part`` had in this attempt.
         queued: (step, part, bytes) of parts that are sent and not confirmed, in order.
@@ -108,7 +108,7 @@ class Reader:
         want_stop: The reader wants the steps before this one.
         resend: Number of its last request to send parts again.
         resent_at: Time at which parts were last sent again.
-        have_upto: Every step before has arrived.
+        have_upto: Every step before this step has arrived.
         probed: Time of the last ``Probe``.
         stats: The client's metrics.
         starvation: Its data wait, by cause.
@@ -203,7 +203,7 @@ class RankRegistry:
 
     Attributes:
         held: The readers that hold a rank, by rank.
-        claims: The readers that claim one, by name, oldest first.
+        claims: The readers that claim a rank, by name, oldest first.
     """
 
     def __init__(self) -> None:
@@ -241,7 +241,7 @@ class RankRegistry:
         self._names[reader.name] = self._peers[reader.peer] = self.claims[reader.name] = reader
 
     def held_last(self, name: str, ranks: Ranks) -> Reader | None:
-        """Return the last reader of a rank, if it had this name; None if not."""
+        """Return the last reader of a rank if its name is ``name``; else None."""
         last = self._last.get(ranks)
         return last if last is not None and last.name == name else None
 
@@ -264,7 +264,7 @@ class RankRegistry:
     def in_the_way(self, reader: Reader | Attach) -> list[Reader]:
         """Return the holders of the rank that a reader claims.
 
-        If it is of another mesh, these are the holders of all ranks, as one list for all such claims.
+        If the reader's mesh differs, these are the holders of all ranks; all such claims share one list.
         """
         if self.is_foreign(reader):
             if self._all_held is None:
@@ -274,7 +274,7 @@ class RankRegistry:
         return [] if holder is None else [holder]
 
     def is_foreign(self, reader: Reader | Attach) -> bool:
-        """Return whether a reader's mesh, or its set of ranks that read, differs from that of the held ranks."""
+        """Return whether a reader's mesh, or its set of reading ranks, differs from that of the ranks' holders."""
         return bool(self.held) and self._mesh != (reader.mesh.sizes, reader.readers)
 
     def give_rank(self, reader: Reader) -> bool:
@@ -300,7 +300,7 @@ class RankRegistry:
         return other
 
     def _fence(self, last: Reader, by: Reader) -> None:
-        """Fence the process of ``last``, whose rank ``by`` has taken, unless it is connected."""
+        """Fence the process of ``last``, whose rank the reader ``by`` has taken, unless that process is connected."""
         if last.name in self._names:
             return
         self.fenced.pop(last.name, None)
@@ -312,7 +312,7 @@ class RankRegistry:
             del self.fenced[next(iter(self.fenced))]
 
     def all_wait(self) -> bool:
-        """Return whether every rank is ready for an attempt; not while one is claimed, since its holder may be dead."""
+        """Return whether all ranks are ready for an attempt; False while a rank is claimed: its holder may be dead."""
         there = not self.claims and len(self.held) == self.num_ranks > 0
         return there and all(reader.ready and not reader.entered for reader in self.held.values())
 
@@ -337,7 +337,7 @@ class RankRegistry:
 
 
 def refusal(message: Attach, rules: Rules, layout: str) -> str:
-    """Return why a reader cannot have the rank of its ``Attach``, whatever other readers do; empty if it can."""
+    """Return an error text if the rules do not allow the mesh or rank of an ``Attach``; else empty."""
     mesh = message.mesh
     if prod(mesh.sizes) > MAX_RANKS:
         return f"got a mesh of {prod(mesh.sizes)} ranks, expected at most {MAX_RANKS}"
@@ -359,7 +359,7 @@ def refusal(message: Attach, rules: Rules, layout: str) -> str:
 
 
 def clash(reader: Reader, other: Reader) -> tuple[str, str]:
-    """Return why ``reader`` cannot have its rank while ``other`` has its own: (code of the error, its text)."""
+    """Return why ``reader`` cannot have its rank because of the reader ``other``, as (error code, error text)."""
     if other.readers != reader.readers:
         return "mesh", (
             f"got readers {reader.readers}, expected {other.readers} as declared by {other.where}: "

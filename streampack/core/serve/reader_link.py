@@ -22,7 +22,7 @@ class ReaderLink:
         return Envelope(run=self._run, epoch=self.epoch, fence=fence, message=message)
 
     def send(self, reader: Reader, message: Message) -> list[Effect]:
-        """Send a message to a reader, with the attempt that it knows of as the fence."""
+        """Send a message to a reader, with the last attempt that the reader knows as the fence."""
         return [SendTrainer(reader.peer, self.envelope(message, reader.fence))]
 
     def reject(

@@ -70,17 +70,17 @@ class Readers:
     # Calls of the feed
 
     def begin(self, step: int) -> None:
-        """Begin at ``step``: an earlier broker of this run has served the steps before."""
+        """Start at ``step``, because an earlier broker of this run has served all steps before it."""
         self.steps.released_upto = self.steps.formed_upto = step
 
     def add(self, step: PlannedStep, skipped: bool = False) -> list[Effect]:
-        """Keep a step that was formed, and send it to readers; only its digests if it is ``skipped``."""
+        """Keep a formed step, and send it to readers; for a ``skipped`` step, send only its digests."""
         self.steps.keep(step, skipped)
         effects = self.attempts.check(self.steps.formed_upto, step.chain)
         return effects + self.steps.release() + self.steps.serve_all()
 
     def committed(self, step: int) -> list[Effect]:
-        """Tell readers that their checkpoint at ``step`` or before is recorded as durable."""
+        """Tell readers with a checkpoint at or before ``step`` that the checkpoint is recorded as durable."""
         self._forget_gone()
         told = [(reader, asked) for reader, asked in self._commits.items() if asked <= step]
         for reader, _ in told:
@@ -88,7 +88,7 @@ class Readers:
         return [e for reader, asked in told for e in self.link.send(reader, Committed(feed=self._feed, step=asked))]
 
     def drain(self) -> list[Effect]:
-        """Stop: send readers the steps that are formed, then a ``Bye``."""
+        """Stop serving: send readers the steps that are already formed, then a ``Bye``."""
         self.steps.draining = True
         attempts, steps = self.attempts, self.steps
         return [
@@ -129,7 +129,7 @@ class Readers:
         return self.attempts.reject(peer, "protocol", f"got {type(message).__name__} from a client")
 
     def tell_states(self) -> list[Effect]:
-        """Answer the readers that wait for a checkpoint's state, if it is known now."""
+        """Answer the readers that wait for a checkpoint's state, if the state is known now."""
         self._forget_gone()
         return [effect for reader in list(self._asked) for effect in self._tell_state(reader)]
 
@@ -140,7 +140,7 @@ class Readers:
                 del asked[reader]
 
     def _tell_state(self, reader: Reader) -> list[Effect]:
-        """Send a reader the state that it has asked for, or fetch it first."""
+        """Send a reader the state for which it has asked, or return the effects that fetch the state first."""
         state = self._source.state_of(self._asked[reader])
         if isinstance(state, list):
             return state
@@ -175,7 +175,7 @@ class Readers:
         return [reader.peer for reader in self.registry]
 
     def tick(self, now: float) -> list[Effect]:
-        """Remove silent readers, decide claims, and tell waiting readers what they wait for."""
+        """Remove silent readers, grant or reject claims to ranks, and tell waiting readers why they wait."""
         self.registry.now = now
         self.attempts.tick()
         self._forget_gone()
@@ -193,7 +193,7 @@ class Readers:
         return effects + self.steps.tell_starving()
 
     def _is_behind(self, reader: Reader) -> bool:
-        """Return whether a reader waits for bytes that are on their way; the answer to its ping reports these."""
+        """Return whether a reader waits for parts that are on their way, not for a step to be formed."""
         return bool(reader.queued) and not self.steps.formed_upto <= reader.sent_upto < reader.want_stop
 
     @property
@@ -216,7 +216,7 @@ class Readers:
     # Taking a rank
 
     def _attach(self, peer: bytes, message: Attach) -> list[Effect]:
-        """Take an ``Attach``: add a new reader, which gets or claims its rank, or reject it."""
+        """Handle an ``Attach``: add a new reader, which gets or claims its rank, or reject the reader."""
         if message.reader in self.registry.fenced:
             detail = self.registry.fenced[message.reader]
             return [SendTrainer(peer, self.link.envelope(Fenced(feed=self._feed, detail=detail), 0))]
@@ -257,7 +257,7 @@ class Readers:
         return effects + self.attempts.take_rank(reader)
 
     def _is_full(self, message: Attach) -> bool:
-        """Return whether there are as many readers as may be.
+        """Return whether the limit of readers is reached.
 
         A process that claims a rank replaces its holder. So the limit holds separately for claims and for held ranks.
         """
@@ -271,7 +271,7 @@ class Readers:
         return [] if digest is None else self.link.send(reader, AskSnapshot(feed=self._feed, digest=digest))
 
     def _take_snapshot(self, reader: Reader, message: Brought) -> list[Effect]:
-        """Take a snapshot that was asked for; the readers that waited for it are ready now."""
+        """Handle a requested snapshot; the readers that waited for this snapshot are ready now."""
         reader.heard = self.registry.now
         if not self._snapshots.expects(message.digest):
             return []
@@ -281,7 +281,7 @@ class Readers:
         return [e for each, attach in waiting for e in self._attach_again(each, each.peer, attach)]
 
     def _attach_again(self, reader: Reader, peer: bytes, message: Attach) -> list[Effect]:
-        """Take an ``Attach`` of a known reader, which is repeated, or is ready now, or asks for another round.
+        """Handle an ``Attach`` of a known reader: a repetition, a report of readiness, or a request for another round.
 
         An older ``Attach`` changes nothing.
         """
@@ -314,5 +314,5 @@ class Readers:
         return effects + (self.attempts.arrive(reader) if reader.holds else self.attempts.wait(reader))
 
     def _wait_for_ready(self, reader: Reader) -> list[Effect]:
-        """Answer a reader that requests steps outside an attempt: it waits for one, or must attach again."""
+        """Answer a reader that requests steps outside an attempt: it must wait for an attempt, or attach again."""
         return self.attempts.wait(reader) if reader.ready and not reader.fence else self.link.send(reader, Who())

@@ -48,7 +48,7 @@ class SnapshotRequests:
         return len({*self._here, *pending} - {digest}) >= MOST_BROUGHT
 
     def should_ask(self, reader: Reader, now: float) -> bytes | None:
-        """Return the digest to ask a reader for; None if its snapshot has come or another reader was asked."""
+        """Return the digest of the snapshot to request from a reader; None if it has come or is requested already."""
         if reader.pending is None:
             return None
         digest = reader.pending.snapshot_digest
@@ -62,7 +62,7 @@ class SnapshotRequests:
         return digest
 
     def expects(self, digest: bytes) -> bool:
-        """Return whether a reader was asked for the snapshot of this digest, and it has not come."""
+        """Return whether the snapshot of this digest was requested from a reader and has not come."""
         return digest in self._asked
 
     def take(self, digest: bytes, snapshot: Snapshot) -> Iterable[tuple[Reader, Attach]]:

@@ -108,7 +108,7 @@ class StepServer:
         """Data wait of all ranks, by cause, as they report it."""
 
     def finish(self, num_steps: int, chain: bytes) -> list[Effect]:
-        """End the round after ``num_steps`` steps; ``chain`` is the digest of all."""
+        """End the round after ``num_steps`` steps; ``chain`` is the digest of all these steps."""
         self.end = End(feed=self._link.feed, lineage=self.lineage, num_steps=num_steps, chain=chain)
         return self.serve_all()
 
@@ -122,7 +122,7 @@ class StepServer:
         self._chains.pop(step - KEPT_CHAINS, None)
 
     def forget_chains(self, step: int) -> None:
-        """Delete the digests of steps after ``step``, since other steps follow it."""
+        """Delete the digests of steps after ``step``, since different steps will follow."""
         self._chains = {at: chain for at, chain in self._chains.items() if at <= step}
 
     @property
@@ -180,7 +180,7 @@ class StepServer:
         ]  # fmt: skip
 
     def skip(self, first: int, last: int) -> None:
-        """Skip steps ``first`` to ``last``, also those that are kept: readers get only their digests."""
+        """Skip steps ``first`` to ``last``, including kept steps: readers get only the digests of these steps."""
         self.kept.skip(first, last)
 
     def keep(self, step: PlannedStep, skipped: bool) -> None:
@@ -197,14 +197,14 @@ class StepServer:
         return [Release(handles) for handles in gone]
 
     def note_alive(self, reader: Reader) -> list[Effect]:
-        """Record that a reader is alive, and so has not gone back; delete steps that were kept for that."""
+        """Record that a reader is alive and has not gone back; delete steps that were kept in case it had."""
         if reader.mesh.ranks not in self.unheard:
             return []
         self.unheard.remove(reader.mesh.ranks)
         return self.release()
 
     def get(self, reader: Reader, message: Get) -> list[Effect]:
-        """Answer a reader's request for steps: send parts, or tell it what the next step waits for."""
+        """Answer a reader's request for steps: send parts, or tell the reader why its next step waits."""
         reader.have_upto = max(reader.have_upto, message.start)
         reader.want_stop = max(reader.want_stop, min(message.stop, message.start + MAX_AHEAD))
         reader.unreached = False
@@ -220,7 +220,7 @@ class StepServer:
         return effects + self.wait_for_step(reader)
 
     def _send_again(self, reader: Reader, message: Get) -> None:
-        """Go back to the part that a reader asks for: it has proven that later parts are lost."""
+        """Go back to the part that a reader requests, because its message proves that later parts are lost."""
         reader.resend, reader.resent_at = message.resend, self._registry.now
         self.forget_queue(reader)
         furthest = max(self.formed_upto, self.returned[reader.mesh.ranks])
@@ -228,7 +228,7 @@ class StepServer:
         reader.sent_upto, reader.sent_part = place
 
     def forget_missing(self) -> None:
-        """Forget the cause of the wait for the next step, so that it is computed anew."""
+        """Forget the cause of the wait for the next step, so that the cause is computed again."""
         self._missing = None
 
     def end_attempt(self) -> None:
@@ -243,7 +243,7 @@ class StepServer:
             self.returned[each] = OUT
 
     def enter(self, reader: Reader) -> None:
-        """Let a reader take part in the attempt, from its first step on."""
+        """Add a reader to the attempt, from the reader's first step on."""
         self.returned[reader.mesh.ranks] = reader.first_step
         self.forget_queue(reader)
         reader.sent_upto, reader.sent_part, reader.ever_sent = reader.first_step, 0, (reader.first_step, 0)
@@ -255,7 +255,7 @@ class StepServer:
             self.unheard = self.returned.others(ranks)
 
     def leave_round(self, ranks: Ranks) -> None:
-        """Keep no more steps for a rank, which asks for a later round."""
+        """Stop keeping steps for a rank that asks for a later round."""
         self.returned[ranks] = OUT
 
     def leave(self, reader: Reader) -> None:
@@ -308,16 +308,16 @@ class StepServer:
         return min(MOST_QUEUED, self.leaving_bytes // max(self._registry.num_ranks, 1))
 
     def serve_held_back(self) -> list[Effect]:
-        """Send parts to the readers that waited until others confirmed theirs."""
+        """Send parts to the readers that had to wait until other readers confirmed their parts."""
         effects: list[Effect] = []
         while self._held_back and self.queued_bytes < self.leaving_bytes:
             effects += self.serve(self._held_back.pop(next(iter(self._held_back))))
         return effects
 
     def tell_starving(self, forming: bool = True) -> list[Effect]:
-        """Tell the readers without a step what they wait for, if that has changed.
+        """Tell the readers without a step the cause of their wait, if the cause has changed.
 
-        With ``forming`` false, they get no message while the step is being packed, which takes a moment.
+        If ``forming`` is False, readers get no message while the packer forms the step, which takes a moment.
         """
         if not self._starving:
             return []
@@ -328,7 +328,7 @@ class StepServer:
         return [e for reader in list(self._starving.values()) if reader.entered for e in self.wait_for_step(reader)]
 
     def ping(self, reader: Reader, message: ReaderPing) -> list[Effect]:
-        """Answer a reader's ping, which reports how far it is, with what its next step waits for."""
+        """Handle a reader's ping, which reports its progress; answer with the cause of its wait."""
         reader.have_upto = max(reader.have_upto, message.have_upto)
         reader.unreached = False
         self._confirm(reader, message.have_upto, message.part)
@@ -343,7 +343,7 @@ class StepServer:
             reader.starvation = message.starvation
 
     def _note_done(self, reader: Reader, done_upto: int) -> list[Effect]:
-        """Record that a reader has returned the steps before ``done_upto``, and delete steps that all have returned."""
+        """Record that a reader has returned the steps before ``done_upto``; delete steps that all ranks returned."""
         done_upto = min(done_upto, reader.sent_upto)
         if done_upto <= self.returned[reader.mesh.ranks]:
             return []
@@ -351,7 +351,7 @@ class StepServer:
         return self.release()
 
     def release(self) -> list[Effect]:
-        """Delete the steps that every rank has returned, unless a rank may still ask for one again."""
+        """Delete the steps that every rank has returned, unless a rank may still request such a step again."""
         last = OUT if self.end is None else self.end.num_steps
         if not self.joined or any(self.returned[ranks] < last for ranks in self.unheard):
             return []
@@ -416,7 +416,7 @@ class StepServer:
         return self._link.send(reader, msgspec.structs.replace(self.end, resend=reader.resend))
 
     def wait_for_step(self, reader: Reader) -> list[Effect]:
-        """Tell a reader what its next step waits for, if it has requested one that has not come."""
+        """Tell a reader the cause of its wait, if it has requested a step that it does not have."""
         wants = reader.sent_upto < reader.want_stop
         if not wants and not reader.queued:
             return []

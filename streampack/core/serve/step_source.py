@@ -17,19 +17,20 @@ class StepSource(Protocol):
         """Return the cause of the wait for the next step."""
 
     def unfit(self, step: int, given: Snapshot | None) -> tuple[str, str] | None:
-        """Return why the feed cannot go to ``step`` with a snapshot: (code of the error, its text); None if it can."""
+        """Return why the feed cannot go to ``step`` with a snapshot, as (error code, error text); None if it can."""
 
     def rewind(self, step: int, given: Snapshot | None, back: bool) -> list[Effect]:
-        """Form steps anew from ``step`` on, from the snapshot ``given`` or a nearer one.
+        """Form the steps from ``step`` on again, from the snapshot ``given`` or a nearer snapshot.
 
-        ``back``: the trainers have returned that step before, and do not just go on after a restart of the broker.
+        ``back`` is True if the trainers had returned ``step`` before; False if they continue after a restart of the
+        broker.
         """
 
     def knows(self, given: Snapshot) -> bool:
-        """Return whether the log has all changes and skips of a checkpoint's snapshot."""
+        """Return whether the log has all rule changes and skipped steps of a checkpoint's snapshot."""
 
     def state_of(self, step: int) -> State | list[Effect]:
-        """Return the state of a checkpoint at ``step``, or the effects that fetch it before ``Readers.tell_states``."""
+        """Return the state of a checkpoint at ``step``, or the effects that fetch it for ``Readers.tell_states``."""
 
     def commit(self, step: int) -> list[Effect]:
         """Record that the checkpoint at ``step`` is durable; ``Readers.committed`` follows once the record is safe."""

@@ -13,7 +13,7 @@ UNSENT_S = 0.5
 
 
 def spread(name: str, number: int) -> float:
-    """Return a value from 0 to 1 that is always the same for a name and a number, and differs between them.
+    """Return a value from 0 to 1 that depends only on a name and a number.
 
     >>> spread("rank 0", 1) == spread("rank 0", 1) != spread("rank 1", 1)
     True
@@ -26,8 +26,8 @@ def spread(name: str, number: int) -> float:
 class Backoff:
     """The times at which the peer ``name`` repeats one message until it has an answer.
 
-    The first delay is ``first_s`` seconds; each delay is twice the last, up to ``most_s``. Each is up to a quarter
-    longer or shorter, by the peer's name.
+    The first delay is ``first_s`` seconds; each delay is twice the last, up to ``most_s``. Depending on the peer's
+    name, a delay is up to a quarter longer or shorter.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Backoff:
     _tries: int = 0
 
     def due(self, now: float) -> bool:
-        """Return whether the message is to be sent at time ``now``, in seconds."""
+        """Return whether the message should be sent at time ``now``, in seconds."""
         return now >= self._at
 
     def sent(self, now: float) -> None:

@@ -17,7 +17,7 @@ class Returned(Event, frozen=True):
 class Begin(Event, frozen=True):
     """The trainer begins to iterate at ``next_step`` of a ``round``.
 
-    The digest of all steps before is ``chain``; ``lineage`` and ``snapshot`` are those of the trainer's checkpoint.
+    ``chain`` is the digest of all steps before ``next_step``; ``lineage`` and ``snapshot`` are the checkpoint's.
     Each ``Begin`` of a client has a higher round than the last.
     """
 
@@ -53,14 +53,14 @@ class Detach(Event, frozen=True):
 
 
 class Deliver(Effect, frozen=True):
-    """Give the trainer a whole step: its ``parts`` in order, with payloads, decoded as ``attached`` says."""
+    """Give the trainer a whole step: its ``parts`` in order, with payloads; ``attached`` has the rules for decoding."""
 
     parts: tuple[Envelope, ...]
     attached: Attached
 
 
 class Ended(Effect, frozen=True):
-    """Tell the trainer that the feed has ended after ``num_steps`` steps; ``chain`` is the digest of all."""
+    """Tell the trainer that the feed has ended after ``num_steps`` steps; ``chain`` is their digest."""
 
     num_steps: int
     chain: bytes

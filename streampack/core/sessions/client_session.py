@@ -124,7 +124,7 @@ _UNKNOWN = {
 
 
 class _Assembly(Struct):
-    """The parts of one step that have arrived, by number; every part below ``upto`` has."""
+    """The parts of one step that have arrived, by number; every part below ``upto`` has arrived."""
 
     parts: dict[int, Envelope]
     upto: int = 0
@@ -142,11 +142,11 @@ class ClientSession:
 
     Attributes:
         next_step: The first step to read.
-        chain: Digest of all steps before the next one that is delivered.
+        chain: Digest of all steps before the next delivered step.
         round: Number of the iteration over the feed.
         ready: False if the first step is not known yet, and comes with ``Begin``.
         lineage, snapshot: Lineage and snapshot of the checkpoint at which the session begins.
-        attached: The broker's answer, which says how to read steps; None before it.
+        attached: The broker's answer, with the rules to read steps; None before the answer.
         wait: Cause of the wait for the next step, as the broker reports it.
         reached: True if the broker has answered at least once.
         num_skipped: Steps that the run's record marks as skipped, and that were not delivered.
@@ -258,7 +258,7 @@ class ClientSession:
         return self.phase not in (ClientPhase.CLAIMING, ClientPhase.HOLDING)
 
     def waiting_for(self) -> str:
-        """Return a text that names what the next step waits for."""
+        """Return a text that names the cause of the wait for the next step."""
         if not self.reached:
             return "an answer of the broker"
         if self.patience.silent_s > GONE_PINGS * self._ping_s:
@@ -276,8 +276,8 @@ class ClientSession:
     def cause(self) -> tuple[str, str | None]:
         """Cause of the wait, one of ``data_wait.CAUSES``, and the missing stream or None.
 
-        The cause is the broker's last report; it is ``network`` if part of the step has come since, or the broker is
-        silent.
+        The broker's last report gives the cause; the cause is ``network`` if part of the step has come since, or the
+        broker is silent.
         """
         if self.wait is None or self.patience.silent_s > WAIT_PINGS * self._ping_s:
             return "network", None
@@ -299,7 +299,7 @@ class ClientSession:
         return effects + self._ping_and_request(now)
 
     def _ping_and_request(self, now: float) -> list[Effect]:
-        """Send a ping, and repeat the request for steps, where they are due."""
+        """Send a ping and repeat the request for steps, if either is due."""
         effects: list[Effect] = []
         if self.reached and now >= self._ping_at:
             effects += self._ping()
@@ -308,7 +308,7 @@ class ClientSession:
         return effects
 
     def _ping(self) -> list[Effect]:
-        """Send a ping, which says how far this reader is, and set the time of the next."""
+        """Send a ping, which reports this reader's progress, and set the time of the next ping."""
         self._num_pings += 1
         early = 0.2 * spread(self.reader, self._num_pings) if self._ping_s > PING_S else 0.0  # not all at once
         self._ping_at = self._now + self._ping_s * (1.0 - early)
@@ -320,7 +320,7 @@ class ClientSession:
         return [self._send(ping)]
 
     def _unsent(self, message: Message) -> None:
-        """Retry soon a message that never left this process."""
+        """Schedule an early retry of a message that never left this process."""
         kinds = ((Attach, self._attach_again), (Get, self._get_again), (AskState | Commit, self._ask_again))
         for kind, again in kinds:
             if isinstance(message, kind):
@@ -371,7 +371,7 @@ class ClientSession:
         return self._on_end(message) if isinstance(message, End) else []
 
     def _on_attached(self, attempt: int, message: Attached) -> list[Effect]:
-        """Take the broker's answer to ``Attach``: this reader has its rank in ``attempt``."""
+        """Handle the broker's answer to ``Attach``: this reader has its rank in ``attempt``."""
         if message.reader != self.reader or message.round != self.round:
             return []
         if self._begun and not attempt:  # late: the answer to a claim that was not ready
@@ -410,7 +410,7 @@ class ClientSession:
         return self._have_upto, assembly.upto if assembly is not None else 0
 
     def _on_part(self, envelope: Envelope, message: StepPart) -> list[Effect]:
-        """Take a part of a step, and deliver the steps that are complete with it."""
+        """Handle a part of a step, and deliver the steps that this part completes."""
         if message.step >= self._done_upto + MOST_AHEAD or message.part >= max(message.parts, 1):
             return []  # no broker sends this
         in_turn = self._in_turn(message)
@@ -447,7 +447,7 @@ class ClientSession:
         return effects + self._end_round_if_complete()
 
     def _in_turn(self, message: StepPart) -> bool:
-        """Return whether all parts that were sent before this one have arrived."""
+        """Return whether all parts that were sent before the part in ``message`` have arrived."""
         place = message.step, message.part
         if message.resend != self._resend or place < self._next:
             return True
@@ -489,7 +489,7 @@ class ClientSession:
         return [Ended(self._num_steps, self.chain)]
 
     def _begin_round(self, place: Begin) -> list[Effect]:
-        """Begin the round of a ``Begin`` at its first step, and attach for it."""
+        """Begin the round and step that the trainer sets by ``Begin``, and attach to the broker again."""
         self.round = place.round
         self.phases.go(ClientPhase.ATTACHING)
         self.lineage, self.snapshot = place.lineage, place.snapshot
@@ -520,13 +520,13 @@ class ClientSession:
         return self._send(attach)
 
     def _send_snapshot(self, asked: AskSnapshot) -> list[Effect]:
-        """Send the snapshot of this reader's checkpoint, if the broker asks for that one."""
+        """Send the snapshot of this reader's checkpoint, if the broker asks for this snapshot."""
         if self.snapshot is None or asked.digest != self._digest:
             return []
         return [self._send(Brought(feed=self.feed, digest=self._digest, snapshot=self.snapshot))]
 
     def _reattach(self) -> list[Effect]:
-        """Attach anew, and drop the parts of incomplete steps."""
+        """Attach to the broker again, and drop the parts of incomplete steps."""
         self.attached = self.wait = None
         self.phases.go(_UNKNOWN[self.phase])
         self._assembling.clear()
@@ -534,7 +534,7 @@ class ClientSession:
         return [self._attach()]
 
     def _request_steps(self, repeated: bool = False) -> list[Effect]:
-        """Request the steps up to ``prefetch`` beyond the one in use, and confirm the parts that have arrived."""
+        """Request up to ``prefetch`` steps after the step in use, and confirm the parts that have arrived."""
         if self.attached is None or not self._begun:
             return []
         self._unconfirmed_bytes = 0

@@ -3,7 +3,7 @@
 A wait ends with an error after ``stall_s`` without a message of the broker. It also ends after ``join_s`` in which
 ranks have not joined, and ``answer_s`` after a question without an answer. A trainer waits without limit while the
 broker reports the stream that it waits for. A tick counts as at most a second, so that time in which the process was
-stopped is no wait.
+stopped does not count as a wait.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Patience:
             self._asking_s = None if self._asking_s is None else self._asking_s + passed
 
     def broker_heard(self) -> None:
-        """Record a message of the broker: its silence counts from 0 again."""
+        """Record a message of the broker: the broker's silence counts from 0 again."""
         self.silent_s = 0.0
 
     def trainer_waits(self, waiting: bool) -> None:
@@ -62,12 +62,12 @@ class Patience:
         self._asking_s = 0.0
 
     def broker_waits(self, joining: bool, detail: str = "") -> None:
-        """Record whether the broker waits for ranks to join, named by ``detail``, or for something else."""
+        """Record whether the broker waits for ranks to join (``detail`` names the ranks), or for something else."""
         self._missing = detail
         self._joining_s = (self._joining_s or 0.0) if joining else None
 
     def reason_to_stop(self) -> str:
-        """Return why the trainer should stop waiting, as an error text; empty while it may wait."""
+        """Return an error text if the trainer should stop waiting; empty while it may wait."""
         if self._waiting_s is None:
             return ""
         if min(self._waiting_s, self.silent_s) > self.stall_s:

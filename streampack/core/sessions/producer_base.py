@@ -3,7 +3,7 @@
 One kind reads its samples (``producer_session``), the other gets them from a program (``push_session``). A producer
 repeats its hello until it has a lease, and pings all the time. It follows the newest broker of its run: it drops
 messages of older ones, and says hello to a new one. A ``SendWindow`` limits what it sends in a session of a partition.
-Producers do not know what a chunk's payload holds; that is up to the shell.
+Producers do not look into a chunk's payload; only the shell does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Chunk(Event, frozen=True):
     """Samples that are sent in one message.
 
     Attributes:
-        session: The session of the lease for which the shell read them.
+        session: The session of the lease for which the shell read the samples.
         lengths_u32, crcs_u32, loss_tokens_u32: Tokens, checksum and loss tokens of each sample: little-endian uint32.
         num_bytes: Bytes of the tokens and of the fields that have a value for each token; credit counts these.
         cursor: Place in the source after the last sample.
@@ -48,7 +48,7 @@ class Chunk(Event, frozen=True):
         pass_ended: True if a pass over the source ends with these samples.
         keep: Keep the samples together, in one pack or one step.
         policy_version: Version of the policy that made the samples.
-        payload_crc: CRC32C of the payload's frames one after another, if known.
+        payload_crc: CRC32C of the payload's concatenated frames, if known.
     """
 
     key: PartitionKey
@@ -75,7 +75,7 @@ class Failed(Event, frozen=True):
 
 
 class Leave(Event, frozen=True):
-    """The shell is to stop: say goodbye to the broker."""
+    """The shell stops, and the session says goodbye to the broker."""
 
 
 class Finish(Effect, frozen=True):
@@ -91,7 +91,7 @@ class Finish(Effect, frozen=True):
 
 
 class SendWindow(Struct):
-    """Credit of one session of a partition: absolute limits (R6), and what was sent and received of it."""
+    """Credit of one session of a partition: absolute limits (R6), and the samples and bytes sent and received."""
 
     known_seq: int
     """The broker has received every sample below this number."""
@@ -104,7 +104,7 @@ class SendWindow(Struct):
     sent_bytes: int = 0
 
     def widen(self, flow: Flow) -> None:
-        """Raise the limits to those of a ``Flow`` message; an older message lowers none."""
+        """Raise the limits to those of a ``Flow`` message; an older message never lowers a limit."""
         self.grant_seq = max(self.grant_seq, flow.grant_seq)
         self.grant_bytes = max(self.grant_bytes, flow.grant_bytes)
         self.known_seq = max(self.known_seq, flow.expected_seq)
@@ -164,7 +164,7 @@ class Sender(ABC):
 
     @property
     def silent_s(self) -> float:
-        """Seconds, by ticks, since the last message of the broker."""
+        """Seconds since the last message of the broker, as of the last tick."""
         return self._now - (self._last_heard if self._last_heard is not None else 0.0)
 
     @property
@@ -236,7 +236,7 @@ class Sender(ABC):
         return self._send(Hello(producer=self.producer, host=self.host, pid=self.pid, offers=self._offered))
 
     def _hello_if_due(self) -> list[Effect]:
-        """Send a hello, unless one was sent just now: the broker does not know this producer, or a lease was lost."""
+        """Send a hello, unless this producer sent one just now. Call this if the broker does not know the producer."""
         return [self._hello()] if self._now - self._last_hello >= HELLO_S / 2 else []
 
     def _send(self, message: Message, session: Session = (0, 0), chunk: Chunk | None = None) -> Send:

@@ -1,9 +1,10 @@
 """A producer's side of the protocol, as a pure state machine: ``handle(event) -> effects``.
 
-The broker leases partitions, and a lease says where to begin. The session asks its shell to read from there (``Read``).
-It holds at most one chunk of a partition until credit allows it, and sends the chunk once. It never sends a chunk
-again. If one is lost, the broker begins a new session at the gap, and the shell reads the samples again. A gap shows
-when the next chunk arrives; if none follows, the session tells the broker how far it has sent (``Sent``).
+The broker leases partitions, and a lease gives the sample to begin with. The session asks its shell to read from that
+sample on (``Read``). It holds at most one chunk of a partition until credit allows it, and sends the chunk once. It
+never sends a chunk again. If one is lost, the broker begins a new session at the gap, and the shell reads the samples
+again. A gap shows when the next chunk arrives; if none follows, the session tells the broker how far it has sent
+(``Sent``).
 
 Each lease is in a ``LeasePhase``; ``LEASE_PHASES`` has the phases that may follow.
 """
@@ -51,7 +52,7 @@ class Forget(Effect, frozen=True):
 
 
 class LeasePhase(Enum):
-    """The phases of a lease. ``ended``: nothing is read any more, and only the end is sent."""
+    """The phases of a lease. In phases that are ``ended``, nothing is read any more, and only the end is sent."""
 
     READING = ("its next chunk is being read", False)
     HOLDING = ("its next chunk waits for credit", False)
@@ -76,7 +77,7 @@ LEASE_PHASES = {
 
 @dataclass(slots=True)
 class HeldLease:
-    """A leased partition, and how far it was read and sent.
+    """A leased partition, and the progress of reading and sending its samples.
 
     Attributes:
         lease: The broker's terms.
@@ -119,7 +120,7 @@ class ProducerSession(Sender):
     """The newest session of each partition so far."""
 
     def waiting_for(self) -> str:
-        """Return what the producer waits for, as a text; empty if it sends."""
+        """Return a text that names the cause of the producer's wait; empty if the producer sends."""
         if self._last_heard is None or self.silent_s > BROKER_SILENT_S:
             return "an answer of the broker"
         if not self.held:
@@ -206,7 +207,7 @@ class ProducerSession(Sender):
         return [Forget((flow.stream, flow.partition), session)] if early else []
 
     def _on_revoke(self, key: PartitionKey, number: int) -> list[Effect]:
-        """Give up a lease, if session ``number`` is its session."""
+        """Give up a lease, if ``number`` is the number of its session."""
         held, session = self.held.get(key), (self.epoch, number)
         if held is None or held.session != session:
             return []

@@ -1,9 +1,9 @@
 """The buffer of a pushing producer: samples and ends of batches, in order, until they are safe in the broker's log.
 
-A chunk's samples are numbered when the chunk is put in. One queue holds the chunks that the broker
-has, or was sent in this session. The other holds the chunks that wait. A new session moves the border between them.
-A mark is the end of a batch. Samples behind a mark are sent once the mark is safe, so that no lost message can put them
-into the batch before it. The buffer does not know credit, messages or time.
+A chunk's samples get their numbers when the chunk is added. One queue holds the chunks that the broker has, or that
+were sent in this session. The other holds the chunks that wait. A new session moves the border between them. A mark is
+the end of a batch. Samples behind a mark are sent once the mark is safe, so that no lost message can put them into the
+batch before it. The buffer does not know credit, messages or time.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class PushBuffer:
         return not self._waiting
 
     def number_from(self, seq: int, mark: int) -> None:
-        """Number samples from ``seq`` on and marks from ``mark`` on; all before are safe."""
+        """Number samples from ``seq`` on and marks from ``mark`` on; all earlier samples and marks are safe."""
         self.next_seq = self.durable_seq = self.sent_seq = self.ever_sent_seq = seq
         self.next_mark = mark
 
@@ -110,7 +110,7 @@ class PushBuffer:
         return self._waiting[0]
 
     def next_was_sent(self) -> None:
-        """Move the chunk of ``next_chunk`` to the sent ones."""
+        """Move the chunk that ``next_chunk`` returns to the sent chunks."""
         kept = self._waiting.popleft()
         self._sent.append(kept)
         self.sent_seq = kept.stop_seq

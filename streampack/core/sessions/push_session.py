@@ -79,11 +79,11 @@ class PushSession(Sender):
 
     @property
     def flushed(self) -> bool:
-        """True if all pushed samples are safe, and the end of the partition if the program has ended it."""
+        """True if all pushed samples are safe, and also the end of the partition, if the program has ended it."""
         return self.buffer.empty and self._end_confirmed >= self._end_requested
 
     def waiting_for(self) -> str:
-        """Return a text that names what keeps samples from being safe; empty if nothing does."""
+        """Return a text that names the reason that samples are not safe yet; empty if all are safe."""
         if not self.reached or self.silent_s > BROKER_SILENT_S:
             return "an answer of the broker"
         if self._stopping:
@@ -169,7 +169,7 @@ class PushSession(Sender):
         return []  # nothing may be sent before there is credit
 
     def _on_flow(self, flow: Flow, number: int) -> list[Effect]:
-        """Take the credit of session ``number``, and send what it allows."""
+        """Take the credit of session ``number``, and send the samples that it allows."""
         session = (self.epoch, number)
         if self._session != session or self.lease is None:
             return self._hello_if_due() if self._last_session < session else []
@@ -180,7 +180,7 @@ class PushSession(Sender):
         return self._note_progress(flow) if self.begun else []
 
     def _note_progress(self, flow: Flow) -> list[Effect]:
-        """Note which samples the broker has and which of them are safe."""
+        """Record which samples the broker has and which samples are safe; return the effects that follow."""
         buffer = self.buffer
         if max(flow.expected_seq, flow.durable_seq) > buffer.ever_sent_seq or flow.durable_marks > buffer.next_mark:
             return self._end_session(self._pushed_by_another(), "sequence")
@@ -215,7 +215,7 @@ class PushSession(Sender):
         )
 
     def _misplaced(self, seq: int, cursor: Cursor | None) -> str:
-        """Return why a lease cannot begin at sample ``seq``, after ``cursor``, as an error text; empty if it can."""
+        """Return an error text if a lease cannot begin at sample ``seq``, after ``cursor``; empty if it can."""
         safe = self.buffer.durable_seq
         if not self.begun:
             return ""
@@ -265,7 +265,7 @@ class PushSession(Sender):
         )  # fmt: skip
 
     def _next_mark_or_end(self) -> Mark | Eos | None:
-        """Return the mark or the end that follows the sent samples; None if samples come first or there is none."""
+        """Return the mark or the end that follows the sent samples; None if samples come first, or neither is due."""
         buffer = self.buffer
         if buffer.marks:
             mark = buffer.marks[0]

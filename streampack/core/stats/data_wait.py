@@ -1,8 +1,7 @@
 """Data waits: the time that a rank waits for its next step, by cause. They decide nothing.
 
-A client knows the cause at every moment of a wait: what the broker said last, or that the broker does not answer. It
-adds up the time of each cause and sends the sums with its pings, so a lost ping loses nothing. A cause names what has
-to change:
+A client knows the cause at every moment of a wait: the broker's last report, or that the broker does not answer. It
+adds up the time of each cause and sends the sums with its pings, so a lost ping loses nothing. These are the causes:
 
 - ``stream``: a stream has no samples;
 - ``peers``: ranks have not returned their steps;
@@ -33,10 +32,10 @@ _Name = Annotated[str, Meta(min_length=1, max_length=200)]
 
 
 class Missing(NamedTuple):
-    """The reason that a step is missing: a cause, or another word for a person, and a description.
+    """The reason that a step is missing: a cause or a more precise word, and a description for people.
 
-    ``stream``: the stream whose samples are missing, if that is the cause. ``batch``: the wait is for a program that
-    pushes to end its batch, which is normal in on-policy training.
+    ``stream``: the stream whose samples are missing, if that is the cause. ``batch`` is True if a pushing program has
+    not ended its batch, which is normal in on-policy training.
     """
 
     reason: str
@@ -51,9 +50,9 @@ class Starvation(Struct, frozen=True, kw_only=True):
     Attributes:
         causes_s: Seconds by cause.
         streams_s: Seconds of the cause ``stream`` by stream.
-        waits: Number of waits up to each of ``WAIT_BOUNDS_S``, and above the last.
+        waits: Number of waits up to each bound of ``WAIT_BOUNDS_S``, and above the last bound.
         trainer_s: Seconds in which the trainer had a step and did not ask for the next.
-        step_s: Seconds from one step to the next lately; None before it is known.
+        step_s: Recent seconds from one step to the next; None until known.
     """
 
     causes_s: Annotated[dict[_Name, Seconds], Meta(max_length=32)] = {}
@@ -90,7 +89,7 @@ class NextWaits:
         self.sum = 0.0
 
     def add(self, before: Starvation | None, now: Starvation) -> None:
-        """Add the waits that a rank reports ``now`` and did not report ``before``; None: it did not report before."""
+        """Add the waits that a rank reports ``now`` beyond those that it reported ``before``, if it did."""
         before = before or Starvation()
         self.sum += max(sum(now.causes_s.values()) - sum(before.causes_s.values()), 0.0)
         old = before.waits + [0] * len(now.waits)

@@ -1,4 +1,4 @@
-"""Measures of how full packs are, by which packers and runs are compared.
+"""Measures of how full packs are, used to compare packers and runs.
 
 The definitions are NeMo-RL's (``nemo_rl/data/packing/metrics.py``), so that numbers can be compared. All are functions
 of the packs' token sums and the budget. The caller passes sums of real or of aligned tokens; their difference is the
@@ -18,7 +18,7 @@ from streampack.core.model.steps import PlannedPacks
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Measures of how full packs are. Ratios are fractions of 1. All are 0 when there are no packs."""
+    """Measures of how full packs are. Ratios are fractions of 1. All measures are 0 if there are no packs."""
 
     packs: int = 0
     tokens: int = 0
@@ -65,8 +65,8 @@ def figures(sums: NDArray[np.int64], budget: int) -> Figures:
 def from_moments(packs: int, tokens: int, square_tokens: int, budget: int) -> Figures:
     """Return the measures of ``packs`` packs that hold ``tokens`` in total.
 
-    The squares of the packs' tokens add up to ``square_tokens``. The result is that of ``figures`` up to rounding; it
-    serves runs that keep totals only. Raises ValueError for a budget below 1.
+    The squares of the packs' tokens add up to ``square_tokens``. The result equals that of ``figures`` up to rounding,
+    and needs only totals. Raises ValueError for a budget below 1.
 
     >>> from_moments(2, 12, 80, 8) == figures(np.array([8, 4]), 8)
     True

@@ -1,7 +1,7 @@
-"""A histogram of samples' lengths in bounded memory: exact up to 64 tokens, to one part in 32 above.
+"""A histogram of samples' lengths in bounded memory: exact up to 64 tokens, and within 1/32 above.
 
 Bucket edges are those of a histogram of high dynamic range: every power of two is cut into ``PER_OCTAVE`` equal
-buckets. Tokens are counted beside samples, so that a bucket's mean length is exact whatever lies in it.
+buckets. Each bucket counts both tokens and samples, so that its mean length is exact.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BUCKETS = (2 + OCTAVES) * PER_OCTAVE
 
 
 def bucket_of(lengths: I64) -> I64:
-    """Return the bucket of each of ``lengths``, int64 [n]; lengths above the last bucket are counted in it.
+    """Return the bucket of each of ``lengths``, int64 [n]; lengths above the last bucket count in the last bucket.
 
     >>> bucket_of(np.array([1, 63, 64, 65, 66, 128])).tolist()
     [1, 63, 64, 64, 65, 96]

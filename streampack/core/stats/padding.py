@@ -6,8 +6,8 @@
 - ``pipeline``: from there to the longest pack of the step, where stages exchange one shape;
 - ``empty_pack``: packs without a sample, and padded rows without one.
 
-A step counts once, so the counts only grow. If the padding depends on the mesh (``depends_on_mesh``), the step is
-counted as first dealt; else as FORM made it.
+A step counts once, so the counts only grow. If the padding depends on the mesh (``depends_on_mesh``), a step's padding
+is that of its first deal; else that of FORM's packs.
 """
 
 from __future__ import annotations
@@ -49,5 +49,5 @@ def padding_of_rows(tokens: I64, slots: I64, held: I64, rows: I64, widths: I64) 
 
 
 def padding_of_packs(packs: PlannedPacks, rules: Rules) -> I64:
-    """Return the padding tokens of FORM's packs by cause, int64 [CAUSES]; for rules that do not depend on the mesh."""
+    """Return the padding tokens of FORM's packs by cause, int64 [CAUSES], for rules whose padding needs no mesh."""
     return padding_of(packs.tokens, packs.slots, rules.own_widths(packs.slots), rules)

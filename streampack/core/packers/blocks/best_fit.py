@@ -38,7 +38,7 @@ class BestFitDecreasing(Tumbling):
 def best_fit_decreasing(
     lengths: Sequence[int], budget: int, max_samples_per_pack: int | None = None, sizes: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Return the packs of a closed set by best fit decreasing, in the order they were opened; inside, longest first.
+    """Return the packs of a closed set by best fit decreasing, in the order of opening; each pack lists longest first.
 
     Arguments are those of ``first_fit``.
     """
@@ -67,10 +67,10 @@ def best_fit_decreasing(
 def _take_fullest(
     rooms: _IntSet, with_room: dict[int, deque[int]], spare: list[int], length: int, size: int
 ) -> tuple[int, int] | None:
-    """Find the fullest pack with room for an item, remove it from ``with_room``, and return its (room, number).
+    """Find the fullest pack with room for an item, remove the pack from ``with_room``, and return its (room, number).
 
-    Returns None if no pack has room for ``length`` tokens and ``size`` samples. The packs in ``with_room`` are listed
-    by the tokens that they have room for; ``rooms`` holds the keys. Each pack may still take ``spare`` samples.
+    Returns None if no pack has room for ``length`` tokens and ``size`` samples. ``with_room`` lists the packs by their
+    free tokens; ``rooms`` holds its keys. Each pack may still take ``spare`` samples.
     """
     room = rooms.at_least(length)
     while room is not None:
@@ -87,7 +87,8 @@ def _take_fullest(
 class _IntSet:
     """A set of integers from 0 to ``most``: a trie of bitmaps of 2**10 bits.
 
-    A bit on the lowest level is a member; a bit above it says that a bitmap one level below is not empty.
+    A bit on the lowest level stands for a member. A bit on a higher level is set if a bitmap one level below is not
+    empty.
     """
 
     def __init__(self, most: int) -> None:

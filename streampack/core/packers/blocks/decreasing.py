@@ -32,7 +32,7 @@ class FirstFitDecreasing(Tumbling):
 def first_fit_decreasing(
     lengths: Sequence[int], budget: int, max_samples_per_pack: int | None = None, sizes: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Return the packs of a closed set by first fit decreasing, in the order they were opened; inside, longest first.
+    """Return the packs of a closed set by first fit decreasing, in the order of opening; each pack lists longest first.
 
     Arguments are those of ``first_fit``.
     """

@@ -1,4 +1,4 @@
-"""First fit in any order, and ``first_fit_shuffle``: first fit in a shuffled one.
+"""First fit in any order, and ``first_fit_shuffle``: first fit in a shuffled order.
 
 A tournament tree over the room left finds the first pack with room in O(log packs), so n samples take O(n log n). It is
 the structure of Johnson, "Fast algorithms for bin packing", J. Comput. Syst. Sci. 8 (1974). A pack that holds
@@ -48,7 +48,7 @@ def first_fit(
         lengths: Tokens in each item, each in 1..``budget``.
         budget: Capacity of a pack, in tokens.
         max_samples_per_pack: The most samples in a pack; None for no cap.
-        sizes: Samples in each item, at most ``max_samples_per_pack``; None: one each.
+        sizes: Samples in each item, at most ``max_samples_per_pack``; None means one sample per item.
     """
     leaves = 1 << max(len(lengths) - 1, 0).bit_length()
     room = [budget] * (2 * leaves)  # room[k] is the most room in the packs below node k; pack i is node leaves + i
@@ -73,7 +73,7 @@ def first_fit(
 
 
 def _first_with(room: list[int], least: int, node: int) -> int:
-    """Return the first leaf, from the leaf ``node`` on, with a room of at least ``least``; there must be one."""
+    """Return the first leaf from leaf ``node`` on with a room of at least ``least``; such a leaf must exist."""
     while room[node] < least:
         while node & 1:  # a right child: the search is done with its parent
             node >>= 1

@@ -8,9 +8,9 @@ that their differences cancel. With *equal sizes* each first partition
 holds k consecutive items by cost, one in each part. Then parts have as many items as each other, or one less.
 
 verl and ROLL use it as a packer, on costs a * s + b * s * s. They begin with as many parts as the tokens need. This
-packer then adds parts until every part is within the budget and the cap on samples. Theirs stop at the first count, or
-fail with fewer samples than packs. (In ROLL, 8 samples of 7 tokens and a budget of 8 make a pack of 14 tokens.) Here
-there are never more packs than samples. Packs are balanced, not full: use it for closed sets.
+packer then adds parts until every part is within the budget and the cap on samples. The packers of verl and ROLL stop
+at the first count, or fail with fewer samples than packs. (In ROLL, 8 samples of 7 tokens and a budget of 8 make a pack
+of 14 tokens.) Here there are never more packs than samples. Packs are balanced, not full: use it for closed sets.
 
 O(n (k + log n)) for each count that is tried. Ties go to the item that comes first.
 
@@ -52,7 +52,8 @@ class KarmarkarKarp(Tumbling):
     def pack(self, lengths: Sequence[int], budget: int, sizes: Sequence[int]) -> list[list[int]]:
         """Pack one block: return lists of positions in ``lengths``, which lie in 1..``budget``.
 
-        No pack is empty, the dearest is last, and samples are in order. ``sizes`` are the samples in each item.
+        No pack is empty, and the dearest pack is last. Inside a pack, positions ascend. ``sizes`` are the samples in
+        each item.
         """
         cap = self.max_samples_per_pack or sum(sizes)
         costs = [self.a * length + self.b * length * length for length in lengths]
@@ -98,7 +99,7 @@ def _spread(partition: list[Part], parts: int) -> int:
 
 
 def _merge(one: list[Part], other: list[Part], parts: int) -> list[Part]:
-    """Merge two partitions: the dearest part of one with the cheapest of the other, and so on.
+    """Merge two partitions: the dearest part of ``one`` with the cheapest part of ``other``, and so on.
 
     Lists are dearest first and leave out empty parts; ``parts`` is the number of parts with the empty ones.
     """
@@ -127,7 +128,7 @@ def difference_columns(rows: I64) -> I64:
     """Assign each number of a row to a column so that the columns' sums are nearly equal; return int64 [m, k].
 
     ``rows`` int64 [m, k], each from dearest to cheapest. Every row of the result is a permutation: ``result[m, j]`` is
-    the column of ``rows[m, j]``. It is largest differencing with equal sizes, a row at a time: O(m k log k).
+    the column of ``rows[m, j]``. The method is largest differencing with equal sizes, a row at a time: O(m k log k).
 
     >>> difference_columns(np.array([[9, 7], [4, 1]])).tolist()
     [[1, 0], [0, 1]]

@@ -35,7 +35,7 @@ class GreedyKnapsack(Tumbling):
 def greedy_knapsack(
     lengths: Sequence[int], budget: int, max_samples_per_pack: int | None = None, sizes: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Return the packs of a closed set by worst fit decreasing, in the order they were opened; inside, longest first.
+    """Return the packs of a closed set by worst fit decreasing, in the order of opening; each pack lists longest first.
 
     Arguments are those of ``first_fit``.
     """
@@ -49,8 +49,8 @@ def emptiest_fit(
 ) -> tuple[list[list[int]], list[tuple[int, int]]]:  # fmt: skip
     """Put each item of ``order`` into the emptiest pack if it fits there, else into a new pack.
 
-    Among equally empty packs the one opened first is taken; with ``first_come``, the one that became so first. The
-    other arguments are those of ``first_fit``.
+    Among equally empty packs, the pack opened first is taken; with ``first_come``, the pack that reached this room
+    first. The other arguments are those of ``first_fit``.
 
     Returns:
         The packs, in the order they were opened, and a sort key for each pack: sorted by these keys, packs go from

@@ -1,4 +1,4 @@
-"""``modified_first_fit_decreasing`` (MFFD): large samples get company first, by size.
+"""``modified_first_fit_decreasing`` (MFFD): packs of large samples are filled first, by size classes.
 
 Johnson and Garey, "A 71/60 theorem for bin packing", J. Complexity 1 (1985). Samples are large (over half of the
 budget C), medium (over C/3), small (over C/6) or tiny. Each large one opens a pack. Then
@@ -38,7 +38,7 @@ Leftovers = Literal["decreasing", "emptiest"]
 
 @dataclass(frozen=True, slots=True)
 class ModifiedFirstFitDecreasing(Tumbling):
-    """Packer by modified first fit decreasing; ``leftovers`` selects step 4."""
+    """Packer by modified first fit decreasing; ``leftovers`` selects how samples without a large sample are packed."""
 
     name: str = "modified_first_fit_decreasing"
     leftovers: Leftovers = "decreasing"
@@ -57,9 +57,9 @@ def modified_first_fit_decreasing(
     lengths: Sequence[int], budget: int, leftovers: Leftovers = "decreasing",
     max_samples_per_pack: int | None = None, sizes: Sequence[int] | None = None,
 ) -> list[list[int]]:  # fmt: skip
-    """Return the packs of a closed set by MFFD: those of large samples, longest first, then those of ``leftovers``.
+    """Return the packs of a closed set by MFFD: packs with a large sample, longest first, then packs of leftovers.
 
-    The other arguments are those of ``first_fit``.
+    ``leftovers`` selects how samples without a large sample are packed. The other arguments are those of ``first_fit``.
     """
     samples = sizes or [1] * len(lengths)
     cap = sum(samples) + 1 if max_samples_per_pack is None else max_samples_per_pack
@@ -88,7 +88,7 @@ def modified_first_fit_decreasing(
 
 
 class _Left:
-    """The samples not taken yet, of an order of decreasing length. A place is a position in that order."""
+    """The samples not packed yet, sorted by decreasing length. A place is a position in that order."""
 
     def __init__(self, order: list[int], lengths: Sequence[int], samples: Sequence[int]) -> None:
         self.lengths, self.samples = lengths, samples
@@ -110,7 +110,7 @@ class _Left:
         return [at for at in (last, self._before[last] if last >= 0 else -1) if at >= 0]
 
     def take(self, at: int) -> int:
-        """Take the sample at place ``at`` out, and return its position in ``lengths``."""
+        """Remove the sample at place ``at``, and return its position in ``lengths``."""
         self._before[self._find(at + 1)] = self._before[at]
         self._links[at] = at + 1
         return self._order[at]
@@ -132,7 +132,7 @@ class _Left:
 
 @dataclass(slots=True)
 class _Pack:
-    """The pack of a large sample: its ``items``; ``room`` and ``spare``: tokens and samples that it may still take."""
+    """The pack of a large sample: its ``items``, and the tokens (``room``) and samples (``spare``) that still fit."""
 
     items: list[int]
     room: int
@@ -150,7 +150,7 @@ class _Pack:
         return True
 
     def take_two(self, small: _Left) -> None:
-        """Move the smallest sample of ``small``, and the largest that fits with it, into this pack.
+        """Move two samples of ``small`` into this pack: the smallest, and the largest that fits together with it.
 
         Do nothing if the two smallest samples do not fit.
         """

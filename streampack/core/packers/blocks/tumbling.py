@@ -17,12 +17,12 @@ from streampack.core.packers.packer import I64, Capped, Choice, choice_of, sampl
 
 @dataclass(frozen=True, slots=True)
 class Tumbling(Capped, ABC):
-    """Base of packers that pack one block of samples after another. Ages stay unchanged: a block leaves no sample."""
+    """Base of packers that pack one block of samples after another. Ages stay unchanged: blocks are packed whole."""
 
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
     ) -> Choice:
-        """Choose packs as ``Packer.choose`` says: those of whole blocks, until there are at least ``count``.
+        """Pack whole blocks until there are at least ``count`` packs; arguments are those of ``Packer.choose``.
 
         A partial block is packed only when ``closed``.
         """
@@ -39,5 +39,5 @@ class Tumbling(Capped, ABC):
     def pack(self, lengths: Sequence[int], budget: int, sizes: Sequence[int]) -> list[list[int]]:
         """Pack one block: return packs of positions in ``lengths``, each position once.
 
-        ``lengths`` are those of the block, each in 1..``budget``; ``sizes``, the samples in each item.
+        ``lengths`` are the lengths of the block's items, each in 1..``budget``; ``sizes`` are the samples in each item.
         """

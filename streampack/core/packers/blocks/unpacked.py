@@ -1,8 +1,8 @@
-"""``none``: the original order, in ``samples // micro_batch_size`` packs as even in samples as can be.
+"""``none``: samples in their original order, in ``samples // micro_batch_size`` packs of nearly equal counts.
 
-This is what ROLL does without packing: n samples make max(n // micro_batch_size, 1) packs. If these do not come out
-even, the first packs have one sample more. ROLL has no budget here. Ours holds for every packer, so samples that pass
-the budget or the cap on samples go on in another pack, as in ``concatenative``. O(n).
+This is what ROLL does without packing: n samples make max(n // micro_batch_size, 1) packs. If the division leaves a
+remainder, the first packs have one sample more. ROLL has no budget here. Streampack's budget holds for every packer, so
+samples beyond the budget or the cap on samples go to another pack, as in ``concatenative``. O(n).
 
 >>> Unpacked(micro_batch_size=2).pack([1, 1, 1, 1, 1, 3, 3], 5, [1] * 7)
 [[0, 1, 2], [3, 4], [5], [6]]
@@ -29,7 +29,7 @@ class Unpacked(Tumbling):
             raise ValueError(f"got micro_batch_size={self.micro_batch_size}, expected at least 1")
 
     def pack(self, lengths: Sequence[int], budget: int, sizes: Sequence[int]) -> list[list[int]]:
-        """Pack one block: return runs of positions in ``lengths``; ``sizes`` are the samples in each item."""
+        """Pack one block: return lists of adjacent positions in ``lengths``; ``sizes`` are the samples in each item."""
         num_packs = max(len(lengths) // self.micro_batch_size, 1)
         least, longer = divmod(len(lengths), num_packs)
         starts = {pack * least + min(pack, longer) for pack in range(num_packs)}

@@ -90,7 +90,7 @@ class ExactFill:
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
     ) -> Choice:
-        """Choose up to ``count`` packs, as ``Packer.choose`` says; at the end of a closed stream, all that are left."""
+        """Choose up to ``count`` packs, as in ``Packer.choose``; at a closed stream's end, choose all packs."""
         if budget >= MAX_BUDGET:
             raise ConfigError(
                 f"budget: got {budget}, expected less than {MAX_BUDGET} for exact_fill: take align or sliding_ffd"
@@ -106,6 +106,6 @@ class ExactFill:
 
 
 def _writable(array: I64) -> I64:
-    """Return ``array`` as a contiguous, writable int64 array; a copy only where it is none."""
+    """Return ``array`` as a contiguous, writable int64 array; copy it only if needed."""
     found: I64 = np.ascontiguousarray(array, np.int64)
     return found if found.flags.writeable else found.copy()

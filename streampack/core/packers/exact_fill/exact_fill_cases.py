@@ -1,4 +1,4 @@
-"""The cases in which ``exact_fill`` does not fill a pack by age; the docstring of ``exact_fill`` says when.
+"""The cases in which ``exact_fill`` does not fill a pack by age; the docstring of ``exact_fill`` describes them.
 
 ``ordered`` are the positions held, longest first. ``sizes`` are the samples in each item, ``cap`` the most samples in a
 pack. Functions that form one pack append positions to ``indices`` from ``end`` on and return the pack's new end.
@@ -26,7 +26,7 @@ SWEEPS = 16
 
 @_compiled
 def last_packs(ordered, lengths, sizes, budget, cap, pack_of):  # type: ignore[no-untyped-def]
-    """Plan all packs of the samples held at once: write each sample's pack number to ``pack_of``.
+    """Plan all packs of the window's samples together: write each sample's pack number to ``pack_of``.
 
     Return how many numbers are in use; some of them may belong to no sample.
 
@@ -34,8 +34,8 @@ def last_packs(ordered, lengths, sizes, budget, cap, pack_of):  # type: ignore[n
     together. First fit decreasing forms them. Then two samples of two packs swap, or a sample moves to another pack, as
     long as the fuller of both packs becomes fuller. This is hill climbing on the sum of squares of the packs' tokens.
     See Fleszar and Hindi, "New heuristics for one-dimensional bin-packing", Computers & Operations Research 29,
-    2002. A pack whose last sample moves away is gone. So there are never more packs than first fit decreasing
-    makes, and where that wastes a few packs of some hundred, often two fewer.
+    2002. A pack whose last sample moves away disappears. So there are never more packs than first fit decreasing makes.
+    If first fit decreasing wastes a few packs of some hundred, there are often two packs fewer.
 
     A move is a swap with nothing: each pack begins with one sample of length 0.
     """
@@ -75,7 +75,7 @@ if COMPILES:
 
     @_compiled
     def _best_swap(i, pack, length, size, room, free):  # type: ignore[no-untyped-def]
-        """Return the sample whose swap with sample ``i`` adds most to the fuller of both packs; -1 for none.
+        """Return the sample whose swap with sample ``i`` adds most tokens to the fuller pack; -1 if none does.
 
         ``room`` and ``free`` are the tokens and samples that each pack may still take.
         """
@@ -91,7 +91,7 @@ if COMPILES:
 else:
 
     def _best_swap(i, pack, length, size, room, free):  # type: ignore[no-untyped-def]
-        """Return the sample whose swap with sample ``i`` adds most to the fuller of both packs; -1 for none."""
+        """Return the sample whose swap with sample ``i`` adds most tokens to the fuller pack; -1 if none does."""
         here = pack[i]
         # Samples are longest first: only those from ``first`` to ``last`` fit in both packs.
         first = bisect_left(length, -length[i] - room[here], key=neg)
@@ -130,7 +130,7 @@ def first_fit(ordered, lengths, sizes, budget, cap, pack_of):  # type: ignore[no
 
 @_compiled
 def _first_with(room, least, node):  # type: ignore[no-untyped-def]
-    """Return the first leaf with a room of at least ``least``, from leaf ``node`` or the root on; there must be one."""
+    """Return the first leaf with a room of at least ``least``, from leaf or root ``node`` on; it must exist."""
     while room[node] < least:
         while node & 1:  # a right child: the search is done with its parent
             node >>= 1
@@ -144,7 +144,7 @@ if COMPILES:
 
     @_compiled
     def closest_pair(ordered, num_full, num_long, lengths, budget, indices, end):  # type: ignore[no-untyped-def]
-        """Append the long sample and the short one that leave the least gap together. Return the pack's end.
+        """Append the pair of a long and a short sample that leaves the smallest gap. Return the pack's end.
 
         In ``ordered`` full samples come first, up to ``num_full``; then long ones, up to ``num_long``; then short ones.
         """
@@ -168,7 +168,7 @@ if COMPILES:
 else:
 
     def closest_pair(ordered, num_full, num_long, lengths, budget, indices, end):  # type: ignore[no-untyped-def]
-        """Append the long sample and the short one that leave the least gap together. Return the pack's end."""
+        """Append the pair of a long and a short sample that leaves the smallest gap. Return the pack's end."""
         gaps = budget - lengths[ordered[num_full:num_long]]
         rising = lengths[ordered[num_long:]][::-1]
         fitting = np.searchsorted(rising, gaps, side="right")  # how many short ones fit each
@@ -188,8 +188,8 @@ else:
 def best_with(ordered, after, edge, lengths, budget, seed, gain, indices, end):  # type: ignore[no-untyped-def]
     """Append the seed and the longest sample that fits; return the pack's end.
 
-    Append an old sample and the longest that fits with both instead, if these fill at least ``gain`` tokens more. Old
-    samples are the ``OLD`` oldest that fit.
+    Append three samples instead if these fill at least ``gain`` tokens more. The three are the seed, one of the ``OLD``
+    oldest that fit, and the longest that fits with both.
     """
     room = budget - lengths[seed]
     indices[end] = seed
@@ -226,7 +226,7 @@ def _longest_but(ordered, lengths, room, one, other):  # type: ignore[no-untyped
 
 @_compiled
 def fill_up(ordered, lengths, budget, indices, start, end):  # type: ignore[no-untyped-def]
-    """Append to the pack ``indices[start:end]`` whatever still fits, longest first. Return the pack's end."""
+    """Append all samples that still fit to the pack ``indices[start:end]``, longest first. Return the pack's end."""
     room = budget
     for i in indices[start:end]:
         room -= lengths[i]
@@ -246,7 +246,7 @@ def fill_up(ordered, lengths, budget, indices, start, end):  # type: ignore[no-u
 
 @_compiled
 def capped(view, edge, samples, tokens, budget, cap, seed, end):  # type: ignore[no-untyped-def]
-    """Form the seed's pack again with at most ``cap`` samples, where filling it took more. Return the pack's end.
+    """Form the seed's pack again with at most ``cap`` samples, after it was filled with more. Return the pack's end.
 
     If ``cap`` samples of mean length do not fill the pack, it first takes the oldest samples. Each must leave a room
     per remaining sample of at least the mean length. The rest is filled exactly with few samples. Dynamic programming

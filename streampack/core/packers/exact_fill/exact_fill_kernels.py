@@ -107,7 +107,7 @@ def exact_fill(lengths, sizes, ages, budget, count, closed, size, cap):  # type:
 
 @_compiled
 def _refill(view, ages, budget, size):  # type: ignore[no-untyped-def]
-    """Admit samples until the window holds ``size`` samples and two budgets of tokens, or none is left."""
+    """Admit samples until the window holds ``size`` samples and two budgets of tokens, or no sample is left."""
     lengths, due, now = view.lengths, view.due, view.now
     i, held, tokens = now[EDGE], now[HELD], now[TOKENS]
     while i < len(lengths) and (held < size or tokens < 2 * budget):
@@ -184,7 +184,7 @@ def _next_pack(view, budget, size, cap, seed, start):  # type: ignore[no-untyped
 
 @_compiled
 def _is_crowded(now, budget):  # type: ignore[no-untyped-def]
-    """Return True if the window's long samples alone need packs for more than 4/5 of its tokens; full ones excluded."""
+    """Return True if one pack per long sample has room for over 4/5 of the tokens; full samples do not count."""
     return 5 * (now[LONG] - now[FULL]) * budget > 4 * (now[TOKENS] - now[FULL] * budget)
 
 
@@ -212,7 +212,7 @@ if COMPILES:
 
     @_compiled
     def _least_due(due, after, gone, edge):  # type: ignore[no-untyped-def]
-        """Return the pack from which on the oldest must leave: the least ``due`` minus the number of older samples."""
+        """Return the first pack that must take the oldest sample: the least ``due`` minus the count of older ones."""
         least, rank = np.iinfo(np.int64).max, 0
         i = after[len(due)]
         while i < edge:
@@ -224,7 +224,7 @@ if COMPILES:
 else:
 
     def _least_due(due, after, gone, edge):  # type: ignore[no-untyped-def]
-        """Return the pack from which on the oldest must leave: the least ``due`` minus the number of older samples."""
+        """Return the first pack that must take the oldest sample: the least ``due`` minus the count of older ones."""
         held = due[after[len(due)] : edge][~gone[after[len(due)] : edge]]
         return (held - np.arange(len(held))).min()
 
@@ -264,7 +264,7 @@ def _filled(view, budget, cap, seed, crowded, start):  # type: ignore[no-untyped
 
 @_compiled
 def _form_all(view, budget, cap, bounds, end):  # type: ignore[no-untyped-def]
-    """Form packs of all samples held, the pack with the oldest sample first. Return the end of the last pack."""
+    """Form packs of all samples in the window, the oldest sample's pack first. Return the end of the last pack."""
     now, after, indices = view.now, view.after, view.indices
     _sort(view)
     pack_of, edge = view.pack_of, now[EDGE]

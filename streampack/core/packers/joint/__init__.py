@@ -5,6 +5,6 @@
 - ``joint_kernels``: the choice of packs, compiled where numba is installed.
 
 ``Joint.choose`` calls the kernel ``joint`` once. The kernel refills the window and forms whole groups of packs, until
-there are enough. The modules know lengths, costs and a budget. They do not know ranks: a caller says how many packs go
-together.
+there are enough. The modules know lengths, costs and a budget. They do not know ranks: the caller sets the number of
+packs in a group.
 """

@@ -74,7 +74,7 @@ MAX_BUDGET = 2**24
 class Joint:
     """Packer that forms ``group`` packs of equal cost at a time; inside a pack samples are oldest first.
 
-    Outliers wait for similar ones for about ``patience`` groups. ``max_samples_per_pack``: None for no cap.
+    An outlier waits for similar outliers for about ``patience`` groups. ``max_samples_per_pack`` is None for no cap.
     """
 
     config_key: ClassVar[str] = "balance.kind"
@@ -94,14 +94,14 @@ class Joint:
     def max_wait(self, window: int, held: int) -> int:
         """Return the most packs that may be formed while one sample waits.
 
-        ``held`` is the number of samples held when the sample had come.
+        ``held`` is the number of samples in the window when the sample came, itself included.
         """
         return self.group * joint_bounds.max_wait(self.group, self.patience, held)
 
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
     ) -> Choice:
-        """Choose at least ``count`` packs, as ``Packer.choose`` says, in whole groups of ``group`` packs."""
+        """Choose at least ``count`` packs, as in ``Packer.choose``, in whole groups of ``group`` packs."""
         if budget >= MAX_BUDGET:
             raise ConfigError(
                 f"budget: got {budget}, expected less than {MAX_BUDGET} for joint: take align or exact_fill"

@@ -1,4 +1,4 @@
-"""Bounds of ``joint``: the tokens held, the groups that a sample waits, and the number of outliers."""
+"""Bounds of ``joint``: the tokens in the window, the groups that a sample waits, and the number of outliers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WAITING = 8
 
 
 def held_tokens(budget: int, group: int, window: int) -> int:
-    """Return the most tokens held between two groups, whatever the lengths, in the unit of ``budget``.
+    """Return the most tokens that the window can hold between two groups, for any lengths, in the unit of ``budget``.
 
     Before the last refill there are fewer than ``window`` ordinary samples, each at most 3/5 of the budget; or they
     hold less than two groups' tokens. There are also fewer outliers than the limit. The refill then adds the missing
@@ -26,13 +26,13 @@ def held_tokens(budget: int, group: int, window: int) -> int:
 def max_wait(group: int, patience: int, held: int) -> int:
     """Return the most groups that may be formed while one sample waits.
 
-    ``held`` is the number of samples held when the sample had come, itself included.
+    ``held`` is the number of samples in the window when the sample came, itself included.
     """
     return 2 * patience + 2 * -(-held // group)
 
 
 def num_outliers(lengths: I64, budget: int) -> int:
-    """Return how many of the samples held, of ``lengths`` int64 [n], are outliers."""
+    """Return the number of outliers among the window's samples, of ``lengths`` int64 [n]."""
     falling = np.sort(lengths)[::-1].astype(np.float64)
     tokens, squares = (np.cumsum(each[::-1])[::-1] for each in (falling, falling * falling))
     within = 5.0 * falling * falling * tokens <= 3.0 * budget * squares

@@ -2,7 +2,7 @@
 
 Positions are int64 indices into ``lengths``. ``by_age`` and ``by_length`` list the samples held, oldest and longest
 first, and are updated once a group. In ``by_length`` the outliers come first: ``outliers`` is their number. ``density``
-is the mean work for a token of the ordinary samples. The bitset is that of ``packer_kernels``.
+is the mean work per token of the ordinary samples. The bitset is that of ``packer_kernels``.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def joint(lengths, ages, sizes, budget, count, closed, window, group, patience, 
 
 @_compiled
 def _split(by_length, held, lengths, budget, tokens, squares):  # type: ignore[no-untyped-def]
-    """Split the samples held into outliers and ordinary samples.
+    """Split the window's samples into outliers and ordinary samples.
 
     Return the number of outliers, their tokens, the tokens of the ordinary samples, and the ordinary samples' density.
     The sums over all samples held are ``tokens`` and ``squares``.
@@ -189,9 +189,9 @@ def _first_run(by_length, outliers, lengths, budget, density, group, due, soon, 
 
 @_compiled
 def _longest_run(by_length, outliers, lengths, density, group, start, room):  # type: ignore[no-untyped-def]
-    """Return where the longest run of ``group`` similar outliers that fit ``room`` begins; ``outliers`` if none does.
+    """Return the index of the longest run of ``group`` similar outliers that fit ``room``; ``outliers`` if none fits.
 
-    The search begins at ``start``. ``joint`` says which outliers are similar.
+    The search begins at ``start``. The docstring of ``joint`` defines similar outliers.
     """
     for k in range(start, outliers - group + 1):
         long, short = lengths[by_length[k]], lengths[by_length[k + group - 1]]
@@ -205,7 +205,7 @@ def _longest_run(by_length, outliers, lengths, density, group, start, room):  # 
 def _by_age(chosen, num_forced, by_age, held, lengths, budget, group, is_outlier, forced):  # type: ignore[no-untyped-def]
     """Append the oldest ordinary samples, then the oldest outliers, to ``chosen``, behind the forced samples.
 
-    Stop at the first sample for which the group has no room: 3/OPEN of its tokens stay open. Return the new number of
+    Stop at the first sample that would leave less than 3/OPEN of the group's tokens open. Return the new number of
     chosen samples.
     """
     room = group * budget - group * (budget // OPEN) * 3
@@ -239,7 +239,7 @@ def _shorts(by_length, outliers, held, lengths, ordinary):  # type: ignore[no-un
 
 @_compiled
 def _longest_first(chosen, lengths):  # type: ignore[no-untyped-def]
-    """Sort the positions in place, longest first; of equal lengths the oldest first."""
+    """Sort the positions in place, longest first; among equal lengths, the oldest first."""
     chosen.sort()
     chosen[:] = chosen[np.argsort(-lengths[chosen], kind="mergesort")]
 
@@ -263,7 +263,7 @@ def _place(length, size, keep, mean, room, work, free, count):  # type: ignore[n
 
 @_compiled
 def _last_packs(by_length, held, lengths, sizes, budget, group, cap, pack_of):  # type: ignore[no-untyped-def]
-    """Place all samples held in the fewest packs that placing finds: set ``pack_of``, return the number of packs.
+    """Place all remaining samples in as few packs as ``_place`` can: set ``pack_of``, return the number of packs.
 
     Return 0, with ``pack_of`` cleared, if ``group`` packs are not enough.
     """
@@ -288,7 +288,7 @@ def _last_packs(by_length, held, lengths, sizes, budget, group, cap, pack_of):  
 
 @_compiled
 def _by_pack(chosen, pack_of, num_packs):  # type: ignore[no-untyped-def]
-    """Return the chosen samples that were placed, one pack after another, and where each pack begins."""
+    """Return the placed samples, one pack after another, and the index at which each pack begins."""
     starts = np.zeros(num_packs + 1, np.int64)
     for i in chosen:
         if pack_of[i] >= 0:
@@ -304,7 +304,7 @@ def _by_pack(chosen, pack_of, num_packs):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _left(left, others, by_age, held, lengths, pack_of, is_outlier, ready, longest):  # type: ignore[no-untyped-def]
-    """Write the samples that may fill packs to ``left``: the short ones, then the others, both by age.
+    """Write the samples that may fill packs to ``left``: first the short samples, then the others, both by age.
 
     Return their number. Samples that are placed, and waiting outliers, are left out. ``others`` is scratch space.
     """
@@ -323,7 +323,7 @@ def _left(left, others, by_age, held, lengths, pack_of, is_outlier, ready, longe
 
 @_compiled
 def _drop(positions, count, gone):  # type: ignore[no-untyped-def]
-    """Remove the samples that are gone from ``positions`` in place. Return how many are left."""
+    """Remove the samples marked in ``gone`` from ``positions`` in place. Return the number of remaining positions."""
     kept = 0
     for i in positions[:count]:
         if not gone[i]:

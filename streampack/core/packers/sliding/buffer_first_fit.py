@@ -28,12 +28,12 @@ class BufferFirstFit(Capped):
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
     ) -> Choice:
-        """Choose up to ``count`` packs, as ``Packer.choose`` says; inside a pack samples are oldest first."""
+        """Choose up to ``count`` packs, as in ``Packer.choose``; inside a pack, samples are oldest first."""
         samples = sample_counts(sizes, len(lengths))
         cap = self.max_samples_per_pack or sum(samples)
 
         def next_packs(view: SlidingWindow) -> list[list[int]]:
-            """Return a list of one pack: the oldest sample, and each next one in the window that fits."""
+            """Return a list of one pack: the oldest sample, and each later sample in the window that still fits."""
             pack: list[int] = []
             room, spare = view.budget, cap
             for position, length in view.held.items():

@@ -1,4 +1,4 @@
-"""``concatenative``: next fit in input order, what most training code calls packing.
+"""``concatenative``: next fit in input order, which most training code simply calls packing.
 
 One pack is open; a sample that does not fit closes it and opens the next. Nothing is reordered and nothing waits. The
 price is a gap of half a sample in a pack on average. With long samples packs may be half empty: at worst twice the best
@@ -27,7 +27,7 @@ class Concatenative(Capped):
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
     ) -> Choice:
-        """Choose up to ``count`` packs, as ``Packer.choose`` says, in the order of the samples.
+        """Choose up to ``count`` packs, as in ``Packer.choose``, in the order of the samples.
 
         The open pack is left to the next call unless no sample can join it.
         """

@@ -34,7 +34,7 @@ class SlidingFFD(Capped):
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
     ) -> Choice:
-        """Choose up to ``count`` packs, as ``Packer.choose`` says; inside a pack the seed first, then longest first."""
+        """Choose up to ``count`` packs, as in ``Packer.choose``; each pack lists its seed, then the longest first."""
         view = SlidingWindow(lengths, ages, budget, window)
         samples = sample_counts(sizes, len(lengths))
         cap = self.max_samples_per_pack or sum(samples)
@@ -53,7 +53,7 @@ class SlidingFFD(Capped):
 
 
 def _take_pack(view: SlidingWindow, order: list[tuple[int, int]], samples: list[int], cap: int) -> list[int]:
-    """Return the positions of one pack, the oldest sample and what fits beside it, and remove them from ``order``.
+    """Return the positions of one pack: the oldest sample, then the longest that fit. Remove these from ``order``.
 
     ``order`` holds (-length, -position) of the samples held, sorted; ``samples``, the samples in each item; ``cap``,
     the most samples in a pack.
