@@ -301,7 +301,7 @@ def _sum_of_loss(loss: I64, num_samples: int) -> int:
 
 
 def _by_rank(drawn: PaddedBatches, dp: int) -> tuple[list[list[int]], I64, list[tuple[int, int]]]:
-    """Split padded micro-batches by rank: packs of sample numbers, their indices [micro_batch, rank], and shapes."""
+    """Return padded micro-batches by rank: packs of sample numbers, pack indices [micro_batch, rank], and shapes."""
     spans = list(pairwise(drawn.bounds.tolist()))
     columns = [drawn.places[start:stop, rank] for start, stop in spans for rank in range(dp)]
     shapes = [(stop - start, length) for (start, stop), length in zip(spans, drawn.lengths.tolist(), strict=True)]

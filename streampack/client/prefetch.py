@@ -252,7 +252,7 @@ class Prefetching:
                 self._changed.notify_all()
 
     def _prepare(self, packs: LazyPacks) -> None:
-        """Make packs of a new step ahead: the first group if the trainer is slow, all packs without numba."""
+        """Make packs of a new step ahead of use: the first group for a slow trainer, or all packs without numba."""
         packs.ahead = self._ahead
         if kernels.derive is None:  # numpy takes ten times as long
             packs.make()

@@ -37,12 +37,12 @@ UNKNOWN = -1
 
 
 def as_it_is(pack: Pack, rules: Rules) -> Any:
-    """Return a pack unchanged: its view in the format ``numpy``; ignore the rules."""
+    """Return a pack unchanged, as the view of a pack in the format ``numpy``; ignore the rules."""
     return pack
 
 
 def pack_itself(pack: Pack) -> Pack:
-    """Return a pack unchanged: the canonical pack of a view in the format ``numpy``."""
+    """Return a pack unchanged, as the canonical pack of a view in the format ``numpy``."""
     return pack
 
 
@@ -79,7 +79,7 @@ class Regrouping:
         slots = np.concatenate([np.diff(pack.cu_seqlens_padded)[: pack.num_samples] for pack in packs])
         if budget >= rules.budget:
             number = -(-len(packs) // (budget // rules.budget))
-            of_packs = _shared_out(len(packs), max(number, min_packs))
+            of_packs = _split_evenly(len(packs), max(number, min_packs))
             bounds, room = counts[of_packs], np.maximum(np.diff(of_packs), 1) * rules.budget
         else:
             bounds = _filled(packs, slots, budget // rules.align.pack * rules.align.pack, min_packs)
@@ -107,10 +107,10 @@ def _number(name: str, given: SupportsIndex) -> int:
 # Which samples share a forward pack
 
 
-def _shared_out(count: int, parts: int) -> I64:
+def _split_evenly(count: int, parts: int) -> I64:
     """Split ``count`` packs into ``parts`` runs, the first ones one longer if needed; int64 [parts + 1] bounds.
 
-    >>> _shared_out(5, 3).tolist()
+    >>> _split_evenly(5, 3).tolist()
     [0, 2, 4, 5]
     """
     return _sums([count // parts + (part < count % parts) for part in range(parts)])
@@ -178,7 +178,7 @@ class _Cut:
     parts: int
 
     def by_token(self, arrays: Sequence[NDArray[Any]], pad: Any, parts: int) -> list[NDArray[Any]]:
-        """Regroup arrays by token: those of the packs, [T / parts, ...], become those of the forward packs.
+        """Convert the packs' arrays by token, [T / parts, ...], to the arrays of the forward packs.
 
         The value ``pad`` fills tail padding.
         """
@@ -192,7 +192,7 @@ class _Cut:
         return rows
 
     def by_sample(self, arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """Regroup arrays by sample: those of the packs, [samples, ...], become those of the forward packs."""
+        """Convert the packs' arrays by sample, [samples, ...], to the arrays of the forward packs."""
         joined = np.concatenate(arrays)
         return [joined[begin:end].copy() for begin, end in pairwise(self.bounds.tolist())]
 

@@ -18,7 +18,7 @@ from streampack.core.model.samples import I64, IGNORE_INDEX
 from streampack.errors import UserError
 from streampack.packs.columns import Column, Columns
 from streampack.packs.slabs import Slabs
-from streampack.views.tensors import ValuesByName, beside, cut, tensor
+from streampack.views.tensors import ValuesByName, cut, other_values, tensor
 
 __all__ = ["stack", "strip", "thd_chunks"]
 
@@ -51,7 +51,7 @@ def build_batches(
     keys["seq_lens"] = cut(torch.from_numpy(lengths), bounds, rows=1)
     keys["seq_lens_padded"] = cut(torch.from_numpy(slots), bounds, rows=1)
     keys["qkv_format"] = ["thd"] * columns.count
-    return keys, beside(of_packs, "input_ids", "labels", "position_ids")
+    return keys, other_values(of_packs, "input_ids", "labels", "position_ids")
 
 
 def _lengths(columns: Columns) -> tuple[I64, I64, list[int], I64]:

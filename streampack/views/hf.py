@@ -13,7 +13,7 @@ import torch
 from streampack.core.model.samples import I32, IGNORE_INDEX
 from streampack.packs.columns import Column, Columns
 from streampack.packs.slabs import Slabs
-from streampack.views.tensors import ValuesByName, beside, cut, tensor
+from streampack.views.tensors import ValuesByName, cut, other_values, tensor
 
 
 def build_batches(
@@ -53,7 +53,7 @@ def build_batches(
         "max_length_q": of_packs["max_seqlen"],
         "max_length_k": of_packs["max_seqlen"],
     }
-    return keys, beside(of_packs, "input_ids", "labels", "position_ids")
+    return keys, other_values(of_packs, "input_ids", "labels", "position_ids")
 
 
 def _number(bounds: Column, numbers: I32) -> None:

@@ -19,7 +19,7 @@ from streampack.core.model.samples import IGNORE_INDEX
 from streampack.packs.columns import Column, Columns
 from streampack.packs.pack import Pack
 from streampack.packs.slabs import Slabs
-from streampack.views.tensors import ValuesByName, beside, cut, tensor
+from streampack.views.tensors import ValuesByName, cut, other_values, tensor
 from streampack.views.view import View, canonical
 
 __all__ = ["packed_seq_params"]
@@ -39,7 +39,7 @@ def build_batches(columns: Columns, of_packs: ValuesByName, slabs: Slabs) -> tup
     bounds = columns.attributes["cu_seqlens_padded"]
     assert isinstance(bounds, Column)
     keys: ValuesByName = {}
-    rest = beside(of_packs, "input_ids", "labels", "position_ids", "cu_seqlens_padded")
+    rest = other_values(of_packs, "input_ids", "labels", "position_ids", "cu_seqlens_padded")
     if "input_ids" in of_packs:
         ids, labels = columns.attributes["input_ids"], columns.attributes["labels"]
         assert isinstance(ids, Column)

@@ -45,6 +45,6 @@ def cut(whole: torch.Tensor, bounds: Sequence[int], rows: int = 0) -> list[torch
     return list(torch.unsafe_split_with_sizes(whole, sizes, rows))
 
 
-def beside(of_packs: ValuesByName, *names: str) -> ValuesByName:
+def other_values(of_packs: ValuesByName, *names: str) -> ValuesByName:
     """Return the packs' values without ``names``, which are also keys and would be copied to a device twice."""
     return {name: values for name, values in of_packs.items() if name not in names}

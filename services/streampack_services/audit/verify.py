@@ -43,9 +43,9 @@ class Findings:
 
     def add(self, kind: str, line: str) -> None:
         """Add one finding of a kind, with its line of text."""
-        self.many(kind, [line], 1)
+        self.add_many(kind, [line], 1)
 
-    def many(self, kind: str, lines: Iterable[str], count: int) -> None:
+    def add_many(self, kind: str, lines: Iterable[str], count: int) -> None:
         """Add ``count`` findings of a kind; keep only the first few ``lines``, which are printed."""
         known = self.counts.get(kind, 0)
         if count:
@@ -58,7 +58,7 @@ def verify(ledger: Ledger) -> Tree:
     """Check the whole ledger; return a tree for JSON, with ``good`` True if there are no findings."""
     findings = Findings()
     damage = ledger.check()
-    findings.many("damaged", damage, len(damage))
+    findings.add_many("damaged", damage, len(damage))
     for (stream, partition), totals in ledger.history.totals.items():
         if len(totals) > 1:
             said = " and ".join(map(str, totals))
@@ -107,7 +107,7 @@ class _Feed:
             if self._first is None:
                 self._begin(step.step)
             elif step.step != last + 1:
-                last = self._pass_over(last + 1, step.step)
+                last = self._skip_gap(last + 1, step.step)
                 if step.step != last + 1:
                     self._missing(last + 1, step.step)
             self._learn_merged(step.step)
@@ -116,7 +116,7 @@ class _Feed:
                 snapshot = None
             self._take(step)
             last = step.step
-        last = self._pass_over(last + 1, LATEST)
+        last = self._skip_gap(last + 1, LATEST)
         self._learn_merged(last + 1)
         if snapshot is not None and snapshot.step == last + 1 and self._first is not None:
             self._check_snapshot(snapshot)
@@ -162,7 +162,7 @@ class _Feed:
         for name, upto in self._merged(snapshot).items():
             self._books[name].begin(upto, *waiting.get(name, _NONE))
 
-    def _pass_over(self, first: int, stop: int) -> int:
+    def _skip_gap(self, first: int, stop: int) -> int:
         """Skip the range of unrecorded steps that starts at ``first``, if there is one and it ends before ``stop``.
 
         Return the last skipped step, or ``first - 1`` for no range. The snapshot with which trainers resumed lists the
@@ -181,7 +181,7 @@ class _Feed:
     def _missing(self, begin: int, end: int) -> None:
         """Add a finding for each missing step from ``begin`` up to ``end``, without ``end``."""
         lines = (f"feed {self._feed.name}: step {step} is missing" for step in range(begin, end))
-        self._findings.many("missing", lines, end - begin)
+        self._findings.add_many("missing", lines, end - begin)
         self._chain = None
 
     def _take(self, step: StepRows) -> None:
@@ -220,7 +220,7 @@ class _Feed:
             for _, index, _ in self._ledger.rejections(name):
                 both = books.in_steps(index)
                 lines = (f"{name}:{each} was rejected and {self._where(name, each)}" for each in both.tolist())
-                self._findings.many("contradictions", lines, len(both))
+                self._findings.add_many("contradictions", lines, len(both))
             for partition in range(books.partitions):
                 totals = self._ledger.history.totals.get((name, partition), [])
                 if totals and books.upto(partition) > totals[-1]:
@@ -250,7 +250,7 @@ class _Feed:
             heads = self._books[name].in_steps(index[part == 0])
             lines = (f"{name}:{each} is in the window at step {snapshot.step} and {self._where(name, each)}"
                      for each in heads.tolist())  # fmt: skip
-            self._findings.many("contradictions", lines, len(heads))
+            self._findings.add_many("contradictions", lines, len(heads))
 
     def _rows_of(self, snapshot: Snapshot) -> NDArray[np.void]:
         """Return the samples in the window of a snapshot and in packs without a step yet, dtype ROW [n]."""
@@ -275,7 +275,7 @@ class _Feed:
         for stream, (index, part) in dropped.items():
             both = self._books[stream].mark(index[part == 0], DROPPED)
             lines = (f"{stream}:{each} was dropped and {self._where(stream, each)}" for each in both.tolist())
-            self._findings.many("contradictions", lines, len(both))
+            self._findings.add_many("contradictions", lines, len(both))
         if self._feed.end is None:
             return
         self._check_last(self._feed.end, last)
@@ -314,10 +314,10 @@ class _Feed:
         """Add a finding for each lost and each duplicated sample."""
         for name, lost in self._lost.items():
             lines = (f"{_sample(name, *each)} is lost: it is in no step and not rejected" for each in sorted(lost))
-            self._findings.many("lost", lines, len(lost))
+            self._findings.add_many("lost", lines, len(lost))
             twice = self._books[name].twice()
             lines = (f"{_sample(name, *each)} {self._where(name, *each)}" for each in twice)
-            self._findings.many("duplicated", lines, len(twice))
+            self._findings.add_many("duplicated", lines, len(twice))
 
     def _where(self, name: str, index: int, part: int = 0) -> str:
         """Return the steps that hold a sample as text: ``is in step 3, pack 1 and in step 9, pack 0``."""

@@ -84,8 +84,8 @@ def weights(
         streampack set weights code=0.3 web=0.7 --at-step 5000
     """
     body = {"weights": dict(_share(each) for each in shares), "at_step": at_step}
-    found = _ask("/control/weights", body, feed, note, _Target(endpoint, config, yes, timeout))
-    _say(found, f"{' '.join(shares)} from step {found['step']} on", as_json)
+    found = _post_change("/control/weights", body, feed, note, _Target(endpoint, config, yes, timeout))
+    _print_answer(found, f"{' '.join(shares)} from step {found['step']} on", as_json)
 
 
 @settings.command(cls=Command)
@@ -122,9 +122,9 @@ def streams(
     if not added and not removed:
         raise UserError("Got neither --add nor --remove. Pass at least one of them.")
     body = {"add": added, "remove": removed, "at_step": at_step}
-    found = _ask("/control/streams", body, feed, note, _Target(endpoint, config, yes, timeout))
+    found = _post_change("/control/streams", body, feed, note, _Target(endpoint, config, yes, timeout))
     changes = " ".join([*(f"+{name}" for name in added), *(f"-{name}" for name in removed)])
-    _say(found, f"{changes} from step {found['step']} on", as_json)
+    _print_answer(found, f"{changes} from step {found['step']} on", as_json)
 
 
 def skip(
@@ -149,8 +149,8 @@ def skip(
     first, _, last = steps.partition("-")
     count = int(last) - int(first) + 1 if first.isdecimal() and last.isdecimal() else 1
     doubt = f"{count} steps, {first} to {last}, would be skipped for good" if count > MANY_STEPS else ""
-    found = _ask("/control/skip", {"steps": steps}, feed, note, _Target(endpoint, config, yes, timeout), doubt)
-    _say(found, f"{f'steps {steps} are' if last else f'step {steps} is'} skipped", as_json)
+    found = _post_change("/control/skip", {"steps": steps}, feed, note, _Target(endpoint, config, yes, timeout), doubt)
+    _print_answer(found, f"{f'steps {steps} are' if last else f'step {steps} is'} skipped", as_json)
 
 
 def _share(text: str) -> tuple[str, float]:
@@ -193,7 +193,7 @@ class _Target(NamedTuple):
     timeout_s: float
 
 
-def _ask(
+def _post_change(
     path: str, body: dict[str, Any], feed: str | None, note: str | None, target: _Target, doubt: str = ""
 ) -> dict[str, Any]:
     """Post a change to the broker's control ``path``; return the broker's answer and its ``run``.
@@ -230,6 +230,6 @@ def _confirm(doubts: list[str], run: str) -> None:
         raise UserError("You declined. Nothing was changed.")
 
 
-def _say(found: dict[str, Any], said: str, as_json: bool) -> None:
+def _print_answer(found: dict[str, Any], said: str, as_json: bool) -> None:
     """Print the broker's answer ``found`` as JSON, or the text ``said`` with the names of run and feed."""
     print(json.dumps(found) if as_json else f"run {found['run']}, feed {found['feed']}: {said}")

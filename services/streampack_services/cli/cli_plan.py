@@ -137,7 +137,7 @@ def plan(
         total, feed, timeout,
     )  # fmt: skip
     workload, options = plan_inputs.read(given)
-    with plan_inputs.saying() as say:
+    with plan_inputs.progress_line() as say:
         found = advisor.advise(workload, options, say)
     found["why"] = advice.why(found, options.overlong)
     found["broker_yaml"] = advice.broker_yaml(found, options.overlong)

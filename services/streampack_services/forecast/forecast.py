@@ -223,7 +223,7 @@ def _waste(on_mesh: Dealt, rules: Rules, num_empty: float, pp: int, *, ended: bo
 
 
 def steps_of(order: Order, rules: Rules) -> FormedSteps:
-    """Form the steps of an order; if it is only a sample of a pass, without the warm-up of the budget."""
+    """Form the steps of an order; leave out the warm-up of the budget for samples of only a part of a pass."""
     long_run = rules if order.ended else msgspec.structs.replace(rules, warmup=None)
     return formed(order.lengths, long_run, order.parts)
 

@@ -29,10 +29,10 @@ class StreamLengths:
     """Sample lengths of one stream.
 
     ``partitions``: for each partition the tokens of its samples in order, int64 [n]; 0 for a rejected sample.
-    ``ended``: for each partition, whether these are all of its samples in a pass.
-    ``total``: samples in one pass; None if not known. ``shard_samples``: samples of each counted shard, int64 [k], if
-    ``total`` is estimated from them.
-    ``every``: all lengths of a pass and the samples that have each, int64 [2, k]; None if not known.
+    ``ended``: for each partition, whether these are all of its samples in a pass. ``total``: samples in one pass; None
+    if not known. ``shard_samples``: samples of each counted shard, int64 [k], if ``total`` is estimated from them.
+    ``every``: the distinct lengths of a pass, and the number of samples with each length, int64 [2, k]; None if not
+    known.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Workload:
         return np.concatenate([each[each > 0] for stream in self.streams for each in stream.partitions])
 
 
-def samples_said(count: int) -> str:
+def samples_text(count: int) -> str:
     """Return ``1 sample`` or ``2 samples``."""
     return f"{count:,} sample{'s' * (count != 1)}"
 

@@ -102,7 +102,7 @@ def from_ledger(state_dir: Path, feed: str | None) -> Served:
         wanted = max(MOST * len(numbers) // samples, STRETCHES)
         lengths, bounds = list[I64](), [0]
         for stretch in stretches_of(np.array(numbers), wanted):
-            for steps in _apart([why.recorded(ledger, of, number) for number in stretch.tolist()], rules):
+            for steps in _separate_groups([why.recorded(ledger, of, number) for number in stretch.tolist()], rules):
                 lengths.append(_in_order(steps))
                 if _closes(steps[-1], rules):
                     bounds.append(sum(map(len, lengths)))
@@ -122,7 +122,7 @@ def _sums(step: StepRows, rules: Rules) -> I64:
     return np.array([len(lengths), len(counts), int((counts == 0).sum()), int(lengths.sum()), widths])
 
 
-def _apart(steps: list[StepRows], rules: Rules) -> Iterator[list[StepRows]]:
+def _separate_groups(steps: list[StepRows], rules: Rules) -> Iterator[list[StepRows]]:
     """Yield groups of consecutive steps; no sample could move between two groups."""
     found: list[StepRows] = []
     for step in steps:

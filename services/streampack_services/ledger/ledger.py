@@ -257,7 +257,7 @@ class Ledger:
     # Questions
 
     def step(self, feed: str, step: int, lineage: int) -> StepRows | None:
-        """Return a step of a lineage as it is recorded; None if it is not."""
+        """Return the recorded step of a lineage; None for an unrecorded step."""
         return next(self._steps("feed = ? AND step = ? AND lineage = ?", (feed, step, lineage)), None)
 
     def steps(self, feed: str) -> Iterator[StepRows]:

@@ -226,7 +226,7 @@ class RunHistory:
         return new
 
     def _change(self, lsn: int, feed: FeedHistory, change: RulesChange) -> bool:
-        """Add a change of rules, or the place where an earlier one takes effect; return whether this is new."""
+        """Add a change of rules, or the place where an earlier change takes effect; return whether it is a new fact."""
         same = [each for each in feed.rules if (each.rules, each.note) == (change.rules, change.note)]
         if not same:
             feed.rules.append(RulesFrom(lsn, change.step, change.rules, change.note, change.position))

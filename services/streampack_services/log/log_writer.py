@@ -90,7 +90,7 @@ class Writer:
         self.syncs, self.sync_seconds = 0, 0.0
         if self._segment is not None:
             self._continue(self._segment)
-        self._look()
+        self._update_free_bytes()
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
@@ -129,7 +129,7 @@ class Writer:
     def _turn(self) -> bool:
         """Wait for a group, write it and make it safe; return True after the last group."""
         closing = self._wait()
-        self._look()
+        self._update_free_bytes()
         while self._can_unlink():  # first, because it frees space
             self._unlink()
         full = self._try(self._write)
@@ -167,7 +167,7 @@ class Writer:
             return 0 if self._queued_bytes >= GROUP_BYTES else self._due - now
         return self._look_at - now if self._reserved else min(self._retry, self._look_at) - now
 
-    def _look(self) -> None:
+    def _update_free_bytes(self) -> None:
         """Update ``free_bytes`` every LOOK_SECONDS."""
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_SECONDS
@@ -186,7 +186,7 @@ class Writer:
         return ""
 
     def _write(self) -> None:
-        """Write the group; after an error, the records that are not written are still in it."""
+        """Write the group; after an error, the group still holds the records that are not written."""
         while self._group:
             segment = self._group[0].segment
             if segment is not self._segment:

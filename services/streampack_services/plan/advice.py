@@ -44,15 +44,15 @@ def broker_yaml(found: Tree, overlong: str | None) -> str:
     tree = {"rules": rules, "planned_mesh": mesh, "precision": found["precision"]}
     if take["memory_bytes"] > parse_size(MEMORY, "memory"):
         tree["memory"] = f"{-(-take['memory_bytes'] // 2**30)}GiB"
-    return "\n".join(f"{key}: {_flow(value)}" for key, value in tree.items() if value)
+    return "\n".join(f"{key}: {_flow_yaml(value)}" for key, value in tree.items() if value)
 
 
-def _flow(value: Any) -> str:
+def _flow_yaml(value: Any) -> str:
     """Return a value as one line of YAML in flow style."""
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_flow(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {_flow_yaml(each)}' for key, each in value.items())}}}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_flow, value))}]"
+        return f"[{', '.join(map(_flow_yaml, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -85,7 +85,7 @@ def _window(found: Tree) -> list[str]:
     base = next((row for row in found["settings"] if row["axis"] == "window" and row["window"] == take["window"]), None)
     if base is None or not others:
         return []
-    compared = ", ".join(f"{row['window']} {_than(row, base)}" for row in others)
+    compared = ", ".join(f"{row['window']} {_compared(row, base)}" for row in others)
     return [f"Window of {take['window']} samples: {compared}. A larger window delays samples longer."]
 
 
@@ -99,11 +99,11 @@ def _budget(found: Tree) -> list[str]:
     for row in others:
         cut = row["lost_share"] - base["lost_share"]
         cuts = f" and cuts off {row['lost_share']:.2%} of the tokens" if cut > SAID else ""
-        compared.append(f"{row['budget']} {_than(row, base)}{cuts}")
+        compared.append(f"{row['budget']} {_compared(row, base)}{cuts}")
     return [f"Budget of {take['budget']} tokens: {', '.join(compared)}. The activations of a pack must fit on a GPU."]
 
 
-def _than(row: Tree, base: Tree) -> str:
+def _compared(row: Tree, base: Tree) -> str:
     """Return in words how much better ``row`` is than ``base``, without differences within the error of forecasts."""
     doubt = 2 * math.hypot(row["useful_error"], base["useful_error"])
     points = row["useful"] - base["useful"]

@@ -30,7 +30,7 @@ from streampack_services.forecast.forecast import (
     steps_of,
     with_packer,
 )
-from streampack_services.forecast.lengths import Workload, samples_said
+from streampack_services.forecast.lengths import Workload, samples_text
 from streampack_services.plan.grid import PlanOptions, Setting, base_of, fitting, grid
 
 Tree = dict[str, Any]
@@ -87,7 +87,7 @@ def _steps_notes(options: PlanOptions, workload: Workload) -> list[str]:
     if base.step_packs not in (asked, None):
         notes.append(f"a step has {base.step_packs} packs instead of {asked}, because dp must divide the packs")
     if (held := len(workload.lengths)) < (base.step_samples or 0):
-        notes.append(f"there is no whole batch: the figures are for a batch of {samples_said(held)}")
+        notes.append(f"there is no whole batch: the figures are for a batch of {samples_text(held)}")
     return notes
 
 

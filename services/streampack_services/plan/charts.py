@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from streampack.core.model.samples import I64
 from streampack.errors import UserError
-from streampack_services.forecast.lengths import samples_said
+from streampack_services.forecast.lengths import samples_text
 from streampack_services.plan.advice import shape_text
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def draw_plan(found: Tree, lengths: I64, file: Path) -> None:
     axes.set_title("padding by cause (* recommended)", loc="left", fontsize=10)
     figure.legend(*axes.get_legend_handles_labels(), fontsize=8, loc="outside lower left", ncols=7)
     draw_lengths(grid[0, 1], lengths, {f"budget {take['budget']:,}": take["budget"]})
-    figure.suptitle(f"{found['what']}: {samples_said(found['lengths']['samples'])}", x=0.01, ha="left", fontsize=11)
+    figure.suptitle(f"{found['what']}: {samples_text(found['lengths']['samples'])}", x=0.01, ha="left", fontsize=11)
     save(figure, file)
 
 
@@ -155,5 +155,5 @@ def draw_savings(found: Tree, names: dict[str, str], lengths: I64, file: Path) -
     axes.set_xlabel("slots computed, tokens and padding")
     axes.legend(fontsize=8, loc="lower right")
     draw_lengths(grid[0, 1], lengths, {f"budget {found['budget']:,}": found["budget"]})
-    figure.suptitle(f"{found['what']}: {samples_said(found['samples'])}", x=0.01, ha="left", fontsize=11)
+    figure.suptitle(f"{found['what']}: {samples_text(found['samples'])}", x=0.01, ha="left", fontsize=11)
     save(figure, file)

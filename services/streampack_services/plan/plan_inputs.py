@@ -99,7 +99,7 @@ def _run(what: str | None, feed: str | None, timeout_s: float) -> Served | None:
 
 
 @contextmanager
-def saying() -> Iterator[Callable[[str], None]]:
+def progress_line() -> Iterator[Callable[[str], None]]:
     """Show a progress line on standard error, if it is a terminal; yield a function that sets the line's text."""
     console = Console(stderr=True, highlight=False, markup=False)
     if not sys.stderr.isatty():

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from streampack_services.forecast.lengths import samples_said
+from streampack_services.forecast.lengths import samples_text
 from streampack_services.plan.charts import is_taken, setting_name
 
 Tree = dict[str, Any]
@@ -57,7 +57,7 @@ def width_of(table: Table) -> int:
 def lengths_text(lengths: Tree) -> str:
     """Return ``6,000 samples, 3,966,192 tokens: mean 661, median 394, p99 4,066, longest 9,000``."""
     return (
-        f"{samples_said(lengths['samples'])}, {lengths['tokens']:,} tokens: mean {lengths['mean']:.0f}, median "
+        f"{samples_text(lengths['samples'])}, {lengths['tokens']:,} tokens: mean {lengths['mean']:.0f}, median "
         f"{lengths['p50']:,}, p99 {lengths['p99']:,}, longest {lengths['max']:,}"
     )
 
@@ -67,7 +67,7 @@ def _read_text(stream: Tree, *, alone: bool) -> str:
     name = "" if alone else f"{stream['stream']}: "
     if stream["share"] is None:
         were = "was" if stream["samples"] == 1 else "were"
-        return f"{name}{samples_said(stream['samples'])} {were} read; the size of a pass is not known"
+        return f"{name}{samples_text(stream['samples'])} {were} read; the size of a pass is not known"
     if stream["share"] == 1:
         return f"{name}all of a pass was read"
     counts = f"{stream['samples']:,} of about {stream['pass_samples']:,.0f} samples"

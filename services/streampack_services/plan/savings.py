@@ -25,7 +25,7 @@ from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack.errors import UserError
 from streampack_services.forecast.forecast import with_packer
-from streampack_services.forecast.lengths import samples_said
+from streampack_services.forecast.lengths import samples_text
 from streampack_services.forecast.run_lengths import Served
 
 Tree = dict[str, Any]
@@ -100,11 +100,13 @@ def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
         "micro_batch": size,
         "assumptions": assumptions(run, size, rate),
         "gpus": rate.gpus if rate is not None else None,
-        "run": _of(run.pack_slots, run.tokens, rate),
+        "run": _batching_figures(run.pack_slots, run.tokens, rate),
     }
     slots = {"padding": padded_slots(run.lengths, size, rules.align.sample, run.bounds)}
     slots |= {name: packed_slots(run.lengths, rules, packer, run.bounds) for name, packer in _PACKERS.items()}
-    found["others"] = {name: _of(round(slots[name] * grow), run.tokens, rate, run.pack_slots) for name in OTHERS}
+    found["others"] = {
+        name: _batching_figures(round(slots[name] * grow), run.tokens, rate, run.pack_slots) for name in OTHERS
+    }
     return found
 
 
@@ -127,7 +129,7 @@ def rate_of(run: Served, gpus: int | None, tokens_per_s: float | None) -> Rate |
     return Rate(count, slots / count, said)
 
 
-def _of(slots: int, tokens: int, rate: Rate | None, own: int | None = None) -> Tree:
+def _batching_figures(slots: int, tokens: int, rate: Rate | None, own: int | None = None) -> Tree:
     """Return slots, utilization and GPU hours of a way of batching; with the run's ``own`` slots, also the savings."""
     tree: Tree = {"slots": slots, "utilization": tokens / max(slots, 1)}
     if own is not None:
@@ -144,10 +146,10 @@ def _of(slots: int, tokens: int, rate: Rate | None, own: int | None = None) -> T
 def assumptions(run: Served, micro_batch: int, rate: Rate | None) -> list[str]:
     """Return the assumptions of the comparison, as sentences."""
     part = "all" if run.share == 1 else f"{len(run.lengths):,} (the others in proportion)"
-    sentences = [f"Compared: of {samples_said(run.samples)} {part}, {run.note}."]
+    sentences = [f"Compared: of {samples_text(run.samples)} {part}, {run.note}."]
     if len(run.bounds) > 2:
         sentences.append(f"No way of batching crosses the ends of the {len(run.bounds) - 1:,} batches.")
-    padding = f"Padding: {samples_said(micro_batch)} per micro-batch; a pack holds "
+    padding = f"Padding: {samples_text(micro_batch)} per micro-batch; a pack holds "
     padding += f"{run.samples / run.filled_packs:.1f} on average."
     split = " Packs are counted as formed, before a mesh splits them." if run.rules.batch is not None else ""
     sentences.append(f"{padding} Empty packs of last steps are not counted.{split}")

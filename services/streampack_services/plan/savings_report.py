@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from streampack_services.forecast.lengths import samples_said
+from streampack_services.forecast.lengths import samples_text
 from streampack_services.plan.plan_report import new_console, print_whole, width_of
 
 Tree = dict[str, Any]
@@ -21,7 +21,7 @@ NAMES = {
 def show_savings(found: Tree) -> None:
     """Print the result of ``savings.savings``."""
     console = new_console()
-    about = f"  {samples_said(found['samples'])}, {found['tokens']:,} tokens, budget {found['budget']:,}"
+    about = f"  {samples_text(found['samples'])}, {found['tokens']:,} tokens, budget {found['budget']:,}"
     console.print(Text.assemble((str(found["what"]), "bold"), about), soft_wrap=True)
     console.print()
     table = _table(found)
