@@ -1,17 +1,17 @@
 """The command line ``streampack``: parse arguments, run a command, print its result or its error, return an exit code.
 
 ``main`` defines the command, reads the arguments and maps each error to one line on standard error and an exit code.
-Each other file defines the commands of one theme, which ``main`` adds to its own:
+``main`` also adds the commands of the other files, one theme per file:
 
 - ``main``: ``broker``, ``produce``, ``run``, ``check``, ``demo``.
 - ``cli_watch``: ``status``, ``top``, ``health``: look at a running broker.
 - ``cli_control``: ``set``, ``skip``: change a running broker.
 - ``cli_plan``: ``plan`` before a run, ``report`` after it.
-- ``cli_audit``: ``why``, ``replay``, ``ledger``: ask what happened in a run.
+- ``cli_audit``: ``why``, ``replay``, ``ledger``: show what happened in a run.
 - ``cli_export``: ``export``: write the files for a cluster.
 - ``cli_keys``: ``keys``: make secrets, and allow or revoke keys.
-- ``cli_options``: the options that several commands share, and how results are printed.
+- ``cli_options``: the options that several commands share, and the printing of results.
 
-A function here holds the arguments and the help text of one command. The work is done by another folder, which the
-function imports when it runs, so that ``--help`` is quick. Only this folder and ``demo`` print.
+Each function here has the arguments and the help text of one command. The function imports the folder that does the
+work only when the command runs, so that ``--help`` is quick. Only this folder and ``demo`` print.
 """

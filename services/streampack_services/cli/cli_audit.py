@@ -1,6 +1,6 @@
 """The commands that ask what happened in a run: ``why``, ``replay``, ``ledger verify`` and ``ledger rebuild``.
 
-They read the broker's state_dir, while the broker runs or after it has ended.
+The commands read the broker's state_dir, while the broker runs or after the broker has ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ StateDir = Annotated[
 Config = Annotated[
     Path | None,
     typer.Option("--config", "-c", metavar="FILE", show_default=False,
-                 help="The run's broker.yaml, which names its state_dir."),
+                 help="The run's broker.yaml, which names the state_dir."),
 ]  # fmt: skip
 ledger = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -34,38 +34,42 @@ def why(
     sample: Annotated[
         str | None,
         typer.Option("--sample", metavar="STREAM:INDEX", show_default=False,
-                     help="The sample to find. With -p also FILE:ROW, such as train.jsonl:101."),
+                     help="The sample to find, such as web:81234. With -p you can pass FILE:ROW, too, such as "
+                     "train.jsonl:101."),
     ] = None,
     produce: Produce = None,
     dp: Annotated[
         int | None,
-        typer.Option("--dp", metavar="R", min=0, help="Show only this data-parallel rank's packs.", show_default=False),
+        typer.Option("--dp", metavar="R", min=0, help="Show only the packs of this data-parallel rank.",
+                     show_default=False),
     ] = None,
     dp_size: Annotated[
         int | None,
         typer.Option("--dp-size", metavar="N", min=1, show_default=False,
-                     help="Data-parallel ranks to deal the packs to. Needed with --dp."),
+                     help="Number of data-parallel ranks that share the packs. Required with --dp."),
     ] = None,
     pp_size: Annotated[
         int | None,
         typer.Option("--pp-size", metavar="N", min=1, show_default=False, rich_help_panel=ADVANCED,
-                     help="Pipeline stages. The number and length of packs may depend on them."),
+                     help="Number of pipeline stages, which can change the number and length of packs."),
     ] = None,
     feed: Feed = None,
     state_dir: StateDir = None,
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Show which samples a step holds, or where a sample went.
+    """Show the samples of a step, or the steps that hold a sample.
 
-    Use it to trace a loss spike to its samples, or to prove that a sample was used.
+    Use this command to trace a loss spike to its samples, or to prove that a
+    run used a sample.
 
-    With --step it prints the samples of each pack, the digests and denominators of
-    the step, and the settings that changed at it. With --dp-size it also prints
-    which rank has which packs.
+    With --step, the command prints the samples of each pack, the digests and
+    denominators of the step, and the settings that changed at this step. With
+    --dp-size, the command also prints the packs of each rank.
 
-    With --sample it prints the sample's steps, packs and offsets, or that the
-    sample was rejected or is not read yet. With -p it adds the file and row.
+    With --sample, the command prints the steps, packs and offsets of the sample, or
+    reports that the sample was rejected or is not read yet. With -p, the command
+    also prints the file and row.
 
     \b
     Example:
@@ -79,13 +83,18 @@ def why(
 
     if (step is None) == (sample is None):
         got = "neither --step nor --sample" if step is None else "both --step and --sample"
-        raise UserError(f"Got {got}. Pass exactly one of them.")
+        raise UserError(f"Got {got}. Pass exactly one of these options.")
     if dp is not None and dp_size is None:
-        raise UserError(f"--dp {dp} needs the number of data-parallel ranks. Pass --dp-size, too.")
+        raise UserError(f"Got --dp {dp} without --dp-size. Pass the number of data-parallel ranks as --dp-size.")
     if dp is not None and dp_size is not None and dp >= dp_size:
-        raise UserError(f"--dp is {dp}, but --dp-size {dp_size} has ranks 0 to {dp_size - 1}. Pass one of these.")
+        raise UserError(
+            f"Got --dp {dp} with --dp-size {dp_size}, expected a rank from 0 to {dp_size - 1}. Change --dp or "
+            "--dp-size."
+        )
     if pp_size is not None and dp_size is None:
-        raise UserError(f"--pp-size {pp_size} needs the number of data-parallel ranks. Pass --dp-size, too.")
+        raise UserError(
+            f"Got --pp-size {pp_size} without --dp-size. Pass the number of data-parallel ranks as --dp-size."
+        )
     with open_ledger(state_folder(state_dir, config)) as opened:
         if step is not None:
             found = audit.why_step(opened, step, feed, dp_size, pp_size or 1)
@@ -98,45 +107,47 @@ def why(
 
 
 def replay(
-    step: Annotated[int, typer.Option("--step", metavar="K", min=0, help="Step to form again.", show_default=False)],
+    step: Annotated[int, typer.Option("--step", metavar="K", min=0, help="Step to replay.", show_default=False)],
     config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The run's broker.yaml.")],
     produce: Produce = None,
     feed: Feed = None,
-    dp: Annotated[int, typer.Option("--dp", metavar="N", min=1, help="Data-parallel ranks to deal the step to.")] = 1,
-    cp: Annotated[int, typer.Option("--cp", metavar="N", min=1, help="Context-parallel ranks that share a pack.")] = 1,
+    dp: Annotated[int, typer.Option("--dp", metavar="N", min=1, help="Number of data-parallel ranks.")] = 1,
+    cp: Annotated[int, typer.Option("--cp", metavar="N", min=1, help="Number of context-parallel ranks.")] = 1,
     pp: Annotated[
         int,
         typer.Option("--pp", metavar="N", min=1, rich_help_panel=ADVANCED,
-                     help="Pipeline stages. The first stage's packs are formed."),
+                     help="Number of pipeline stages, which can change the number and length of packs."),
     ] = 1,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", show_default=False,
-                     help="Write each rank's arrays to this .npz file, named RANK.MICRO_BATCH.NAME: "
-                     "dp0.cp0.0.input_ids."),
+                     help="Write the arrays of all ranks to this .npz file. Each array is named "
+                     "RANK.MICRO_BATCH.NAME, such as dp0.cp0.0.input_ids."),
     ] = None,
     lineage: Annotated[
         int | None,
         typer.Option("--lineage", metavar="L", min=0, show_default=False, rich_help_panel=ADVANCED,
-                     help="Lineage of the step. Default: the latest that holds the step."),
+                     help="Number of the lineage to replay the step from. Default: the lineage in effect at this "
+                     "step."),
     ] = None,
     state_dir: Annotated[
         Path | None,
         typer.Option("--state-dir", metavar="FOLDER", show_default=False, rich_help_panel=ADVANCED,
-                     help="The broker's state_dir, in place of broker.yaml's."),
+                     help="The broker's state_dir. Default: state_dir in broker.yaml."),
     ] = None,
     timeout: Annotated[
         float,
         typer.Option("--timeout", metavar="SECONDS", rich_help_panel=ADVANCED,
-                     help="Give up after this time without progress."),
+                     help="Give up after this many seconds without progress."),
     ] = 60.0,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Form a recorded step again, bit for bit.
 
-    Use it to get the exact arrays of a step, for example to debug a loss spike. It
-    reads the log and the sources, as a restarted broker does. It does not disturb a
-    broker that runs. The exit code is 1 if the step differs from its record.
+    Use this command to get the exact arrays of a step, for example to debug a loss
+    spike. The command reads the log and the sources, as a restarted broker does. A
+    running broker is not disturbed. The exit code is 1 if the step differs from its
+    record.
 
     \b
     Example:
@@ -154,7 +165,7 @@ def replay(
 
 @ledger.callback()
 def _ledger() -> None:
-    """Check or rebuild the record of where each sample went.
+    """Check or rebuild the ledger, the record of every sample.
 
     \b
     Example:
@@ -164,12 +175,13 @@ def _ledger() -> None:
 
 @ledger.command("verify", cls=Command)
 def verify_(state_dir: StateDir = None, config: Config = None, as_json: AsJson = False) -> None:
-    """Verify that a run has every sample exactly once.
+    """Check that no sample of a run is lost, repeated or damaged.
 
-    Use it after a run, or while its broker runs. Each sample must be in one step of
-    the history that counts, or rejected, or not read yet. All digests are computed
-    again from the records. The exit code is 1 if a sample is lost, repeated or
-    damaged; the first few are printed.
+    Use this command after a run, or while the broker runs. Each sample must be in
+    exactly one step, be rejected, or be unread. Steps that a later lineage replaced
+    do not count. The command computes all digests again from the records. If a
+    sample is lost, repeated or damaged, the command prints the first such samples,
+    and the exit code is 1.
 
     \b
     Example:
@@ -188,8 +200,9 @@ def verify_(state_dir: StateDir = None, config: Config = None, as_json: AsJson =
 def rebuild(state_dir: StateDir = None, config: Config = None, as_json: AsJson = False) -> None:
     """Rebuild the ledger from the log.
 
-    Use it when the ledger is damaged or missing. The result is compared with the
-    old ledger. Intact entries that are older than the log are kept.
+    Use this command when the ledger is damaged or missing. The command compares the
+    new ledger with the old ledger. It keeps intact entries that are older than the
+    log.
 
     \b
     Example:
@@ -204,7 +217,7 @@ def rebuild(state_dir: StateDir = None, config: Config = None, as_json: AsJson =
 
 
 def _sources(paths: list[Path]) -> dict[str, OpenedSource]:
-    """Open the sources that the given producer.yaml files name, by stream."""
+    """Open the sources in the given producer.yaml files; return the sources by stream name."""
     from streampack.config.config_files import read_producer
     from streampack_services.daemons.producer import import_from_here, open_sources
 

@@ -18,24 +18,25 @@ Endpoint = Annotated[
     str | None,
     typer.Option(
         "--endpoint", "-e", metavar="URL", show_default=False,
-        help="The broker's HTTP address, or file:// and its rendezvous file. Default: the broker of --config, else "
+        help="The broker's HTTP address, or its rendezvous file as file://PATH. Default: the broker of --config, else "
         "STREAMPACK_HTTP, else the rendezvous file in STREAMPACK_ENDPOINT, else http://127.0.0.1:7400.",
     ),
 ]  # fmt: skip
 Config = Annotated[
     Path | None,
     typer.Option("--config", "-c", metavar="FILE", show_default=False,
-                 help="broker.yaml of the run to change. The command finds its broker and changes no other run."),
+                 help="The broker.yaml of the run to change. The command finds the broker of this run and changes no "
+                 "other run."),
 ]  # fmt: skip
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Change the run without asking.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Change the run without a question.")]
 ChangedFeed = Annotated[
     str | None,
-    typer.Option("--feed", metavar="NAME", help="Feed to change. Needed if there are several.", show_default=False,
-                 rich_help_panel=ADVANCED),
+    typer.Option("--feed", metavar="NAME", show_default=False, rich_help_panel=ADVANCED,
+                 help="Feed to change. Required for a run of several feeds."),
 ]  # fmt: skip
 Note = Annotated[
     str | None,
-    typer.Option("--note", metavar="TEXT", help="The reason, recorded with the change.", show_default=False),
+    typer.Option("--note", metavar="TEXT", help="Reason for the change, which the log records.", show_default=False),
 ]
 AtStep = Annotated[
     int | None,
@@ -63,7 +64,7 @@ def _set() -> None:
 @settings.command(cls=Command)
 def weights(
     shares: Annotated[
-        list[str], typer.Argument(metavar="STREAM=WEIGHT...", help="New weights. Other streams keep theirs.")
+        list[str], typer.Argument(metavar="STREAM=WEIGHT...", help="New weights. Other streams keep their weights.")
     ],
     at_step: AtStep = None,
     feed: ChangedFeed = None,
@@ -76,8 +77,8 @@ def weights(
 ) -> None:
     """Change the weights of streams from a step on.
 
-    Use it to change the mixture of a run without a restart. Steps that are already
-    formed do not change. A weight of 0 removes a stream for good.
+    Use this command to change the mixture of a run without a restart. Steps that
+    are already formed do not change. A weight of 0 removes a stream permanently.
 
     \b
     Example:
@@ -93,12 +94,12 @@ def streams(
     add: Annotated[
         list[str] | None,
         typer.Option("--add", metavar="NAME[={...}]", show_default=False,
-                     help="Add a stream with its settings as in broker.yaml. Repeat it for several."),
+                     help="Add a stream, with settings as in broker.yaml. Repeat the option for several streams."),
     ] = None,
     remove: Annotated[
         list[str] | None,
         typer.Option("--remove", metavar="NAME", show_default=False,
-                     help="Remove a stream for good. Repeat it for several."),
+                     help="Remove a stream permanently. Repeat the option for several streams."),
     ] = None,
     at_step: AtStep = None,
     feed: ChangedFeed = None,
@@ -111,8 +112,8 @@ def streams(
 ) -> None:  # fmt: skip
     """Add streams to a feed, or remove streams from it.
 
-    Use it to bring new data into a run without a restart. Start the producers of a
-    new stream after this command has succeeded.
+    Use this command to bring new data into a run without a restart. Start the
+    producers of a new stream after the command has succeeded.
 
     \b
     Example:
@@ -120,7 +121,7 @@ def streams(
     """
     added, removed = dict(_stream(each) for each in add or []), remove or []
     if not added and not removed:
-        raise UserError("Got neither --add nor --remove. Pass at least one of them.")
+        raise UserError("Got neither --add nor --remove. Pass at least one of these options.")
     body = {"add": added, "remove": removed, "at_step": at_step}
     found = _post_change("/control/streams", body, feed, note, _Target(endpoint, config, yes, timeout))
     changes = " ".join([*(f"+{name}" for name in added), *(f"-{name}" for name in removed)])
@@ -128,7 +129,9 @@ def streams(
 
 
 def skip(
-    steps: Annotated[str, typer.Option("--steps", metavar="A-B", help="First and last step to skip, or one step.")],
+    steps: Annotated[
+        str, typer.Option("--steps", metavar="A-B", help="First and last step to skip, or a single step.")
+    ],
     feed: ChangedFeed = None,
     note: Note = None,
     endpoint: Endpoint = None,
@@ -137,10 +140,10 @@ def skip(
     as_json: AsJson = False,
     timeout: Timeout = 15.0,
 ) -> None:
-    """Skip steps, on every rank.
+    """Skip steps on every rank.
 
-    Use it after a loss spike, before the trainers go back to a checkpoint. The
-    steps after the skipped ones do not change.
+    Use this command after a loss spike, before the trainers go back to a
+    checkpoint. The steps after the skipped steps do not change.
 
     \b
     Example:
@@ -148,7 +151,7 @@ def skip(
     """
     first, _, last = steps.partition("-")
     count = int(last) - int(first) + 1 if first.isdecimal() and last.isdecimal() else 1
-    doubt = f"{count} steps, {first} to {last}, would be skipped for good" if count > MANY_STEPS else ""
+    doubt = f"{count} steps ({first} to {last}) would be skipped permanently" if count > MANY_STEPS else ""
     found = _post_change("/control/skip", {"steps": steps}, feed, note, _Target(endpoint, config, yes, timeout), doubt)
     _print_answer(found, f"{f'steps {steps} are' if last else f'step {steps} is'} skipped", as_json)
 
@@ -168,7 +171,7 @@ def _share(text: str) -> tuple[str, float]:
 def _stream(text: str) -> tuple[str, dict[str, Any]]:
     """Return ``("math", {"weight": 0.2})`` for ``math={weight: 0.2}``, and ``("math", {})`` for ``math``.
 
-    Raises UserError for text that is no name with settings, ConfigError for settings that a stream does not have.
+    Raises UserError if the text has no name or invalid settings, and ConfigError if a stream does not have a setting.
     """
     from streampack.config.daemon_settings import StreamSettings
     from streampack.config.typed_yaml import convert
@@ -185,7 +188,7 @@ def _stream(text: str) -> tuple[str, dict[str, Any]]:
 
 
 class _Target(NamedTuple):
-    """The broker to change, as the options name it; ``yes``: change it without asking the user."""
+    """The options that select the broker; ``yes``: change the run without asking the user."""
 
     endpoint: str | None
     config: Path | None
@@ -205,10 +208,14 @@ def _post_change(
     broker = http_client.find_broker(target.endpoint, target.config, target.timeout_s)
     doubts = [doubt] if doubt else []
     if not broker.named:
-        doubts.append(f"run {broker.run!r} at {broker.base} was not named by --endpoint, --config or the environment")
+        doubts.append(
+            f"neither an option nor the environment names a broker, and {broker.base} serves run {broker.run!r}"
+        )
     at_step, formed = body.get("at_step") or 0, _steps_formed(broker.snapshot)
     if at_step > formed + FAR_AHEAD:
-        doubts.append(f"step {at_step} is {at_step - formed} steps ahead, and later changes must wait for it")
+        doubts.append(
+            f"step {at_step} is {at_step - formed} steps ahead, and no later change can begin before this step"
+        )
     if doubts and not target.yes:
         _confirm(doubts, broker.run)
     given = {key: value for key, value in {**body, "feed": feed, "note": note}.items() if value is not None}
@@ -225,7 +232,9 @@ def _confirm(doubts: list[str], run: str) -> None:
     why = "; ".join(doubts)
     why = why[:1].upper() + why[1:]
     if not sys.stdin.isatty():
-        raise UserError(f"{why}. Pass --yes to change run {run!r} without a question, or name another broker.")
+        raise UserError(
+            f"{why}. To change run {run!r} anyway, pass --yes. To change another run, pass --endpoint or --config."
+        )
     if not typer.confirm(f"{why}. Change run {run!r}?", err=True):
         raise UserError("You declined. Nothing was changed.")
 

@@ -13,7 +13,7 @@ from streampack_services.cli.cli_options import AsJson
 
 def export(
     what: Annotated[
-        str, typer.Argument(metavar="WHAT", help="k8s, compose, docker, systemd, slurm, dashboards or alerts.")
+        str, typer.Argument(metavar="WHAT", help="One of k8s, compose, docker, systemd, slurm, dashboards, alerts.")
     ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write to.")],
     image: Annotated[
@@ -21,7 +21,8 @@ def export(
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option("--run", metavar="NAME", help="The run's name. Default: that of --config.", show_default=False),
+        typer.Option("--run", metavar="NAME", show_default=False,
+                     help="Name of the run. Default: the name in --config."),
     ] = None,
     namespace: Annotated[
         str | None, typer.Option("--namespace", metavar="NAME", help="The Kubernetes namespace.", show_default=False)
@@ -29,27 +30,28 @@ def export(
     prefix: Annotated[
         str | None,
         typer.Option("--prefix", metavar="FOLDER", show_default=False,
-                     help="The virtual environment on the hosts, for systemd and slurm. Default: /opt/streampack."),
+                     help="Folder of the virtual environment on the hosts, for systemd and slurm. "
+                     "Default: /opt/streampack."),
     ] = None,
     config: Annotated[
         Path | None,
         typer.Option("--config", "-c", metavar="FILE", show_default=False,
-                     help="Your broker.yaml, in place of the example's. Memory limits follow from it."),
+                     help="Your broker.yaml, which replaces the example. Memory limits are derived from this file."),
     ] = None,
     produce: Annotated[
         Path | None,
         typer.Option("--produce", "-p", metavar="FILE", show_default=False,
-                     help="Your producer.yaml, in place of the example's."),
+                     help="Your producer.yaml, which replaces the example."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Write manifests, units or scripts to run streampack elsewhere.
+    """Write deployment files, dashboards or alert rules for a cluster.
 
-    Use it to deploy a broker and producers to a cluster, or to install dashboards
-    and alert rules. The files work as they are, on example data. With --config and
-    --produce they run your own configuration; only addresses and folders are
-    replaced.
+    Use this command to deploy a broker and producers to a cluster, or to install
+    dashboards and alert rules. Without changes, the files run on example data. With
+    --config and --produce, the files use your own configuration. The command
+    replaces only the addresses and folders of this configuration.
 
     \b
     Example:

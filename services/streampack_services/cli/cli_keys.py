@@ -14,9 +14,9 @@ from streampack.transport.secret_files import write_secret
 from streampack_services.cli.cli_options import AsJson, Command
 
 Folder = Annotated[
-    Path, typer.Argument(metavar="FOLDER", help="Folder of the broker's keys: listen.keys in broker.yaml.")
+    Path, typer.Argument(metavar="FOLDER", help="Folder of the broker's keys, as in listen.keys of broker.yaml.")
 ]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the key, in logs and errors.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the key, which logs and errors show.")]
 keys = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -37,31 +37,35 @@ def _keys() -> None:
 def new(
     folder: Folder,
     name: Name,
-    role: Annotated[str, typer.Option("--role", metavar="ROLE", help="producer (sends) or trainer (reads).")],
+    role: Annotated[
+        str, typer.Option("--role", metavar="ROLE", help="producer (sends samples) or trainer (reads steps).")
+    ],
     stream: Annotated[
         list[str] | None,
         typer.Option("--stream", metavar="NAME", show_default=False,
-                     help="The only stream that this producer may send. Repeat it for several."),
+                     help="Stream that this producer may send. Repeat the option for several streams. Default: all "
+                     "streams."),
     ] = None,
     feed: Annotated[
         list[str] | None,
         typer.Option("--feed", metavar="NAME", show_default=False,
-                     help="The only feed that this trainer may read. Repeat it for several."),
+                     help="Feed that this trainer may read. Repeat the option for several feeds. Default: all feeds."),
     ] = None,
     rank: Annotated[
         list[str] | None,
         typer.Option("--rank", metavar="AXIS=N", show_default=False,
-                     help="The only rank of dp, cp, tp or pp that this trainer may have. Repeat it for several axes."),
+                     help="Rank that this trainer may have on an axis (dp, cp, tp or pp). Repeat the option for "
+                     "several axes. Default: any rank."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Make a key for a producer or trainer, and allow it to connect.
+    """Make a key that lets a producer or trainer connect.
 
-    Use it before you give a broker an address that other hosts can reach. The first
-    key of a folder also makes the broker's own key. A running broker accepts the
-    new key within a second. Copy NAME.key, and no other file of the folder, to the
-    host that uses it. Name it there in STREAMPACK_KEY_FILE, or in key_file of
-    producer.yaml or connect().
+    Use this command before you give a broker an address that other hosts can reach.
+    For a new folder, the command also makes the broker's own key. A running broker
+    accepts the new key within a second. Copy only the file NAME.key to the host of
+    the producer or trainer. On this host, set STREAMPACK_KEY_FILE, or key_file in
+    producer.yaml or connect(), to the path of the file.
 
     \b
     Example:
@@ -77,25 +81,28 @@ def new(
         print(json.dumps({"name": name, "written": list(map(str, written))}))
     else:
         print(f"wrote {', '.join(map(str, written))}")
-        print(f"next: copy {folder / name}.key to the host of {name} and name it in STREAMPACK_KEY_FILE or key_file")
-        print("keep this file secret: anyone who has it can connect")
+        print(
+            f"next: copy {folder / name}.key to the host of {name}, and set STREAMPACK_KEY_FILE or key_file to its path"
+        )
+        print("keep this file secret: anyone who has the file can connect")
         if len(written) > 2:
-            print(f"next: name the folder in broker.yaml: listen: {{keys: {folder}}}")
+            print(f"next: add the folder to broker.yaml: `listen: {{keys: {folder}}}`")
 
 
 def _rank(text: str) -> tuple[str, int]:
     """Return ``("dp", 3)`` for ``dp=3``. Raises UserError."""
     axis, _, number = text.partition("=")
     if not number.isascii() or not number.isdigit():
-        raise UserError(f"--rank is {text!r}. Pass an axis and a number, such as dp=3.")
+        raise UserError(f"--rank is {text!r}. Pass an axis and a rank, such as dp=3.")
     return axis, int(number)
 
 
 @keys.command(name="list", cls=Command)
 def list_(folder: Folder, as_json: AsJson = False) -> None:
-    """List the keys that may connect, and what each may do.
+    """List the keys that may connect, and the rights of each key.
 
-    Use it to see which streams, feeds and ranks each producer and trainer may use.
+    Use this command to see which streams, feeds and ranks each producer and
+    trainer may use.
 
     \b
     Example:
@@ -119,10 +126,10 @@ def list_(folder: Folder, as_json: AsJson = False) -> None:
 
 @keys.command(cls=Command)
 def revoke(folder: Folder, name: Name) -> None:
-    """Revoke a key, so that it can no longer connect.
+    """Revoke a key, so that its owner can no longer connect.
 
-    Use it when a key file was lost or is no longer needed. A running broker
-    disconnects all clients that use the key within a second.
+    Use this command when a key file was lost or is no longer needed. Within a
+    second, a running broker disconnects all clients that use the key.
 
     \b
     Example:
@@ -131,18 +138,19 @@ def revoke(folder: Folder, name: Name) -> None:
     from streampack_services.broker import authorization
 
     authorization.revoke(folder, name)
-    print(f"revoked {name}: the broker accepts no copy of its key file any more")
+    print(f"revoked {name}: the broker no longer accepts this key")
 
 
 @keys.command(cls=Command)
 def token(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write. Only you can read it.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write, which only you can read.")],
 ) -> None:
     """Make a token that protects the broker's HTTP address.
 
-    Use it when other hosts can reach that address. Name the file in
-    listen.token_file of broker.yaml; in STREAMPACK_HTTP_TOKEN_FILE for status, top,
-    health, set and skip; in authorization.credentials_file for Prometheus.
+    Use this command when other hosts can reach the HTTP address. Set
+    listen.token_file in broker.yaml to the path of the file. For the commands
+    status, top, health, set and skip, set STREAMPACK_HTTP_TOKEN_FILE to this path.
+    For Prometheus, set authorization.credentials_file.
 
     \b
     Example:
@@ -150,4 +158,4 @@ def token(
     """
     write_secret(file, secrets.token_urlsafe(32) + "\n")
     print(f"wrote {file}")
-    print("next: name it in listen.token_file of broker.yaml, and in STREAMPACK_HTTP_TOKEN_FILE of each client")
+    print(f"next: set listen.token_file in broker.yaml, and STREAMPACK_HTTP_TOKEN_FILE of each client, to {file}")

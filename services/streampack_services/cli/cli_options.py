@@ -1,4 +1,4 @@
-"""Options that several commands share, the help page that sets advanced options apart, and the printing of results."""
+"""Options that several commands share, the layout of help pages, and the printing of results."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 Timeout = Annotated[
     float,
     typer.Option(
-        "--timeout", metavar="SECONDS", help="How long to wait for the broker's answer.", rich_help_panel=ADVANCED
+        "--timeout", metavar="SECONDS", help="Seconds to wait for the broker's answer.", rich_help_panel=ADVANCED
     ),
 ]
 Feed = Annotated[
     str | None,
     typer.Option(
         "--feed", metavar="NAME", show_default=False, rich_help_panel=ADVANCED,
-        help="Feed to look at. Default: the run's first feed.",
+        help="Name of the feed. Default: the first feed of the run.",
     ),
 ]  # fmt: skip
 Produce = Annotated[
     list[Path] | None,
     typer.Option(
         "--produce", "-p", metavar="FILE", show_default=False,
-        help="producer.yaml of the streams that producers read. Repeat it for several files.",
+        help="A producer.yaml with the run's streams. Repeat the option for several files.",
     ),
 ]  # fmt: skip
 
 
 def print_result(found: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
-    """Print ``found`` as one JSON object, or as text by ``show``."""
+    """Print ``found`` as one JSON object, or call ``show`` to print it as text."""
     if as_json:
         print(json.dumps(found))
     else:

@@ -26,8 +26,8 @@ def _png(file: Path | None) -> Path | None:
 
 Png = Annotated[
     Path | None,
-    typer.Option("--png", metavar="FILE", help="Also draw a chart to this file. Needs matplotlib.", show_default=False,
-                 callback=_png),
+    typer.Option("--png", metavar="FILE", show_default=False, callback=_png,
+                 help="Also write a chart to this .png file. Needs matplotlib."),
 ]  # fmt: skip
 
 
@@ -36,78 +36,84 @@ def plan(
         str | None,
         typer.Argument(
             metavar="LENGTHS|ENDPOINT|STATE_DIR", show_default=False,
-            help="A file of sample lengths (.npy, or text with whole numbers); a broker's http://host:port, or "
-            "file:// and its rendezvous file; or a state_dir.",
+            help="Source of the sample lengths: a file (.npy, or text with whole numbers), a state_dir, or a broker. "
+            "Name a broker by its HTTP address, or by its rendezvous file as file://PATH.",
         ),
     ] = None,
     config: Annotated[
         list[Path] | None,
         typer.Option("--config", "-c", metavar="FILE", show_default=False,
-                     help="producer.yaml: the streams to read. broker.yaml: rules, weights and mesh to start from. "
-                     "Repeat it for both."),
+                     help="A producer.yaml with the streams to read, or a broker.yaml with the rules, weights and "
+                     "mesh to start from. Repeat the option to pass both files."),
     ] = None,
     budget: Annotated[
         str | None,
         typer.Option("--budget", metavar="TOKENS[,...]", show_default=False,
-                     help="Tokens per pack. The first is compared with the others; a single one with half, twice and "
-                     "four times of it. Default: broker.yaml's, or the best around 8192."),
+                     help="Tokens per pack. The first budget is the base of the comparison. A single budget is "
+                     "compared with half, twice and four times as many tokens. Default: the budget in broker.yaml, or "
+                     "the best budget around 8192."),
     ] = None,
     window: Annotated[
         str | None,
         typer.Option("--window", metavar="SAMPLES[,...]", show_default=False,
-                     help="Samples that the packer chooses from. Default: broker.yaml's, 1024, 256 and 4096."),
+                     help="Number of samples that the packer chooses from. A single window is compared with 256, 1024 "
+                     "and 4096 samples. Default: the window in broker.yaml, or 1024."),
     ] = None,
     packer: Annotated[
         str | None,
         typer.Option("--packer", metavar="NAME[,...]", show_default=False,
-                     help="Packers to compare. Default: broker.yaml's, exact_fill, and all others."),
+                     help="Packers to compare. A single packer is compared with all other packers. Default: the packer "
+                     "in broker.yaml, or exact_fill."),
     ] = None,
     mesh: Annotated[
         list[str] | None,
         typer.Option("--mesh", metavar="dp=N,cp=N,tp=N,pp=N", show_default=False,
-                     help="Data, context and tensor parallel ranks, and pipeline stages. Repeat it to compare meshes. "
-                     "Default: broker.yaml's planned_mesh, or one rank."),
+                     help="Number of data-parallel ranks (dp), context-parallel ranks (cp), tensor-parallel ranks (tp) "
+                     "and pipeline stages (pp). Repeat the option to compare meshes. Default: planned_mesh in "
+                     "broker.yaml, or one rank."),
     ] = None,
     shape: Annotated[
         list[str] | None,
         typer.Option("--shape", metavar="SHAPE", show_default=False,
-                     help="Length of packs: fixed, exact, multiple=512 or buckets=2048,4096. Repeat it to compare "
-                     "shapes. Default: broker.yaml's, fixed, and the others."),
+                     help="Shape of packs: fixed, exact, multiple=512 or buckets=2048,4096. Repeat the option to "
+                     "compare shapes. A single shape is compared with all other kinds. Default: the shape in "
+                     "broker.yaml, or fixed."),
     ] = None,
     precision: Annotated[
         str | None,
         typer.Option("--precision", metavar="NAME", show_default=False, rich_help_panel=ADVANCED,
-                     help="FP8 recipe, which needs packs of a multiple of more tokens: "
-                     f"{', '.join(get_args(Precision))}. Default: broker.yaml's, or none."),
+                     help=f"FP8 recipe of the training: {', '.join(get_args(Precision))}. The recipe determines the "
+                     "multiple of tokens that packs are padded to. Default: precision in broker.yaml, or none."),
     ] = None,
     packs: Annotated[
         int | None,
         typer.Option("--packs", metavar="N", min=1, show_default=False,
-                     help="Packs per optimizer step, over all ranks. Default: broker.yaml's, or 64."),
+                     help="Packs per optimizer step, over all ranks. Default: the number in broker.yaml, or 64."),
     ] = None,
     batch: Annotated[
         int | None,
         typer.Option("--batch", metavar="SAMPLES", min=1, max=2**24, show_default=False, rich_help_panel=ADVANCED,
-                     help="Samples per step, in place of --packs: step: {samples: N}. Default: broker.yaml's. For "
-                     "batches that end_of_batch closes: about their number of samples."),
+                     help="Samples per step, if steps are batches of samples. Do not combine this option with "
+                     "--packs. If broker.yaml has end_of_batch, pass the mean number of samples per batch. Default: "
+                     "the number in broker.yaml."),
     ] = None,
     overlong: Annotated[
         str | None,
         typer.Option("--overlong", metavar="POLICY", show_default=False, rich_help_panel=ADVANCED,
-                     help=f"Policy for samples over the budget: {', '.join(get_args(Overlong))}. Default: "
-                     "broker.yaml's; for error, the loss of truncate is shown."),
+                     help=f"Policy for samples longer than the budget: {', '.join(get_args(Overlong))}. Default: the "
+                     "policy in broker.yaml. If that policy is error, plan shows the tokens that truncate would lose."),
     ] = None,
     samples: Annotated[
         int | None,
         typer.Option("--samples", metavar="N", min=1, show_default=False,
-                     help="Samples to read from each stream, or lengths to pack. Default: 20000 to tokenize, 50000 "
-                     "lengths."),
+                     help="Number of samples to read from each stream of producer.yaml, or number of LENGTHS to pack. "
+                     "Default: 20000 samples of each stream, or 50000 lengths."),
     ] = None,
     total: Annotated[
         int | None,
         typer.Option("--total", metavar="N", min=1, show_default=False, rich_help_panel=ADVANCED,
-                     help="Samples in one pass over the data. Needed if LENGTHS are only some of them, or if a source "
-                     "does not know its size."),
+                     help="Number of samples in one pass over the data. Pass this number if LENGTHS has only a part "
+                     "of the samples, or if a source does not report its size."),
     ] = None,
     feed: Feed = None,
     png: Png = None,
@@ -116,13 +122,14 @@ def plan(
 ) -> None:  # fmt: skip
     """Recommend a budget, window, packer and mesh for your data.
 
-    Use it before a run, or to tune one. It forms steps from the lengths of your
-    samples as a broker does, for a grid of settings around yours. It prints
-    utilization, padding by cause, load imbalance and steps per pass. Then it prints
-    the recommended settings, the reasons, and the lines for broker.yaml.
+    Use this command before a run, or to tune a run. Like a broker, the command
+    forms steps from the lengths of your samples, for a grid of settings around your
+    own settings. It prints utilization, padding by cause, load imbalance and steps
+    per pass over the data. Then it prints the recommended settings, the reasons, and
+    the lines for broker.yaml.
 
-    Lengths come from a file, from a run, or from producer.yaml; then some samples
-    of each stream are tokenized.
+    Lengths come from a file, from a run, or from the streams in producer.yaml. For
+    producer.yaml, the command tokenizes some samples of each stream.
 
     \b
     Example:
@@ -154,27 +161,27 @@ def report(
         str | None,
         typer.Argument(
             metavar="STATE_DIR|ENDPOINT", show_default=False,
-            help="A run's state_dir, for all steps in its log; or a broker's http://host:port, or file:// and its "
-            "rendezvous file, for the steps since the broker started. Default: STREAMPACK_HTTP, else "
-            "http://127.0.0.1:7400.",
+            help="A run's state_dir, to report all steps in its log. A broker's HTTP address, or its rendezvous file "
+            "as file://PATH, to report the steps since the broker started. Default: STREAMPACK_HTTP, else the "
+            "rendezvous file in STREAMPACK_ENDPOINT, else http://127.0.0.1:7400.",
         ),
     ] = None,
     gpus: Annotated[
         int | None,
         typer.Option("--gpus", metavar="N", min=1, show_default=False,
-                     help="GPUs that share the work. Default: the ranks attached to the broker."),
+                     help="Number of GPUs. Default: the number of ranks attached to the broker."),
     ] = None,
     tokens_per_second: Annotated[
         float | None,
         typer.Option("--tokens-per-second", metavar="N", min=1e-9, show_default=False,
-                     help="Tokens that one GPU computes per second, padding included. Default: the broker's current "
-                     "rate, divided by the GPUs."),
+                     help="Tokens per second that one GPU computes, including padding. Default: the broker's current "
+                     "rate, divided by the number of GPUs."),
     ] = None,
     micro_batch: Annotated[
         int | None,
         typer.Option("--micro-batch", metavar="SAMPLES", min=1, show_default=False, rich_help_panel=ADVANCED,
-                     help="Samples per micro-batch of the padded batches in the comparison. Default: the mean "
-                     "number of samples per pack."),
+                     help="Samples per micro-batch, for the comparison with padded batches. Default: the mean number "
+                     "of samples per pack."),
     ] = None,
     feed: Feed = None,
     png: Png = None,
@@ -183,8 +190,8 @@ def report(
 ) -> None:  # fmt: skip
     """Show the padding and GPU hours that packing saved in a run.
 
-    Use it after a run, or while its broker runs. It compares the run with three
-    other ways to batch the same samples in the same order:
+    Use this command after a run, or while the broker runs. The command compares the
+    run with three other ways to batch the same samples in the same order:
 
     \b
     - padding to the longest sample of a micro-batch

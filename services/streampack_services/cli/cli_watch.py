@@ -14,7 +14,7 @@ Endpoint = Annotated[
     str | None,
     typer.Argument(
         metavar="ENDPOINT", show_default=False,
-        help="The broker's HTTP address, http://host:port, or file:// and its rendezvous file. "
+        help="The broker's HTTP address, http://host:port, or its rendezvous file as file://PATH. "
         "Default: STREAMPACK_HTTP, else the rendezvous file in STREAMPACK_ENDPOINT, else http://127.0.0.1:7400.",
     ),
 ]  # fmt: skip
@@ -23,8 +23,8 @@ Endpoint = Annotated[
 def status(endpoint: Endpoint = None, as_json: AsJson = False, timeout: Timeout = 5.0) -> None:
     """Show the state of a broker once.
 
-    Use it to see how far a run is, how full memory is and what the broker waits
-    for.
+    Use this command to see the progress of a run, the memory in use, and the reason
+    that the broker waits.
 
     \b
     Example:
@@ -42,18 +42,19 @@ def top(
     interval: Annotated[
         float, typer.Option("--interval", metavar="SECONDS", min=0.1, max=3600, help="Time between two updates.")
     ] = 1.0,
-    once: Annotated[
-        bool, typer.Option("--once", help="Print one update and exit, as if output were no terminal.")
+    once: Annotated[bool, typer.Option("--once", help="Print one update and exit.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per update, each on one line.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line instead.")] = False,
     timeout: Timeout = 5.0,
 ) -> None:
     """Watch throughput, padding, streams and ranks of a broker.
 
-    Use it to find out why a run is slow. It updates until you press q or Ctrl-C. A
-    few ranks are shown as a table, many ranks as a map with one cell per rank. The
-    ranks that wait longest are listed with the cause. Rates cover the last 10
-    seconds; with --once, the time since the broker started.
+    Use this command to find out why a run is slow. The page updates until you press
+    q or Ctrl-C. Without a terminal, the command prints the page once. A few ranks
+    appear as a table, and many ranks appear as a map with one cell per rank. A list
+    names the ranks with the longest data wait and the cause. Rates cover the last
+    10 seconds. With --once, rates cover the time since the broker started.
 
     \b
     Example:
@@ -66,16 +67,15 @@ def top(
 
 def health(
     endpoint: Endpoint = None,
-    live: Annotated[
-        bool, typer.Option("--live/--ready", help="Ask if the broker is alive, or if it is ready to serve.")
-    ] = False,
+    live: Annotated[bool, typer.Option("--live/--ready", help="Check whether the broker is alive or ready.")] = False,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
 ) -> None:
-    """Exit with 0 if a broker is ready, else with 1 and the reason.
+    """Check if a broker is ready: exit with 0 if so, else with 1.
 
-    Use it as the health check of a container or as a probe that runs a command; no
-    curl is needed. A broker that starts or drains is alive but not ready.
+    Use this command as the health check of a container, or as a probe that runs a
+    command; curl is not needed. If the check fails, the command prints the reason.
+    A broker that is starting or draining is alive but not ready.
 
     \b
     Example:

@@ -52,7 +52,7 @@ def main() -> int:
 def _report_bug() -> int:
     """Print the traceback of the current error and ask the user to report it; return the exit code."""
     traceback.print_exc()
-    text = f"streampack: this is a bug in streampack {__version__}. Please report it with the lines above."
+    text = f"streampack: this is a bug in streampack {__version__}. Please report the bug with the lines above."
     print(text, file=sys.stderr)
     return 1
 
@@ -60,7 +60,7 @@ def _report_bug() -> int:
 LogLevel = Annotated[
     logs.Level, typer.Option("--log-level", metavar="LEVEL", help="Lowest level to log: debug, info, warning or error.")
 ]
-LogJson = Annotated[bool, typer.Option("--log-json", help="Log one JSON object per line.")]
+LogJson = Annotated[bool, typer.Option("--log-json", help="Write each log line as a JSON object.")]
 
 
 def _version(wanted: bool) -> None:
@@ -96,10 +96,10 @@ def broker(
     http: Annotated[
         str | None,
         typer.Option("--http", metavar="HOST:PORT", show_default=False,
-                     help="HTTP address, in place of listen.http. Port 0 takes any free port."),
+                     help="HTTP address, which replaces listen.http of broker.yaml. Port 0 picks a free port."),
     ] = None,
     exit_when_finished: Annotated[
-        bool, typer.Option("--exit-when-finished", help="Exit once every step is delivered and all ranks have left.")
+        bool, typer.Option("--exit-when-finished", help="Exit when every step is delivered and all ranks have left.")
     ] = False,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
@@ -108,7 +108,7 @@ def broker(
 
     Start one broker per run, before or after its producers and trainers. On
     SIGTERM or Ctrl-C the broker delivers the steps that are already formed, then
-    exits with 0. On a second signal it exits at once.
+    exits with 0. A second signal stops the broker at once.
 
     \b
     Example:
@@ -128,20 +128,20 @@ def broker(
 
 @app.command(cls=Command)
 def produce(
-    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The streams to send: producer.yaml.")],
+    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The producer.yaml with the streams.")],
     timeout: Annotated[
         float,
         typer.Option("--timeout", metavar="SECONDS", rich_help_panel=ADVANCED,
-                     help="How long to wait for the broker's first answer."),
+                     help="Seconds to wait for the broker's first answer."),
     ] = 60.0,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
 ) -> None:  # fmt: skip
     """Read samples, tokenize them and send them to a broker.
 
-    Start as many producers as you need, on any host. The steps do not depend on
-    how many there are. A producer exits once all of its samples are delivered. If
-    the broker stops answering, the producer waits until it is back.
+    Start as many producers as you need, on any host. The number of producers does
+    not change the steps. A producer exits when all of its samples are delivered. If
+    the broker stops answering, the producer waits until the broker answers again.
 
     \b
     Example:
@@ -162,34 +162,34 @@ def run(
     produce: Annotated[
         list[Path] | None,
         typer.Option("--produce", "-p", metavar="FILE", show_default=False,
-                     help="A producer.yaml to start a producer with. Repeat it for several producers."),
+                     help="Start a producer with this producer.yaml. Repeat the option for several producers."),
     ] = None,
     node_rank: Annotated[
         int | None,
         typer.Option("--node-rank", metavar="N", min=0, show_default=False, rich_help_panel=ADVANCED,
-                     help="This host's number, from 0. Default: SLURM_PROCID, GROUP_RANK or NODE_RANK."),
+                     help="Number of this host, from 0. Default: SLURM_PROCID, GROUP_RANK or NODE_RANK."),
     ] = None,
     log_dir: Annotated[
         Path | None,
         typer.Option("--log-dir", metavar="FOLDER", show_default=False,
-                     help="Write the logs of broker and producers to files in this folder."),
+                     help="Write the logs of the broker and the producers to files in this folder."),
     ] = None,
     timeout: Annotated[
         float,
         typer.Option("--timeout", metavar="SECONDS", rich_help_panel=ADVANCED,
-                     help="How long to wait for the broker, which host 0 starts."),
+                     help="Seconds to wait until the broker on host 0 has started."),
     ] = 600.0,
 ) -> None:  # fmt: skip
     """Run a training command together with its broker and producers.
 
-    Use it to launch a whole run with one command. COMMAND finds the broker in
-    STREAMPACK_ENDPOINT and STREAMPACK_PRODUCERS, and its status in
-    STREAMPACK_HTTP. Ports that broker.yaml does not name are any free ones.
+    Use this command to launch a whole run. COMMAND finds the broker's addresses in
+    the variables STREAMPACK_ENDPOINT, STREAMPACK_PRODUCERS and STREAMPACK_HTTP. If
+    broker.yaml does not set a port, the broker uses a free port.
 
-    All processes end together. The exit code is that of COMMAND, or 1 if the
-    broker or a producer failed. On several hosts, run the same command on each,
-    with a rendezvous file in broker.yaml that all hosts can read. Host 0 starts
-    the broker.
+    All processes end together. The exit code is the exit code of COMMAND, or 1 if
+    the broker or a producer failed. For several hosts, set a rendezvous file in
+    broker.yaml that all hosts can read, and run the same command on each host. Host
+    0 starts the broker.
 
     \b
     Example:
@@ -212,18 +212,18 @@ def check(
         typer.Option("--samples", metavar="N", min=0, help="Also show the first N samples of each stream as tokens."),
     ] = 0,
     schema: Annotated[
-        bool, typer.Option("--schema", help="Print the JSON schema of both files, for editors. Needs no FILE.")
+        bool, typer.Option("--schema", help="Print the JSON schema of both files, for editors. FILE is not needed.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check a configuration and explain every value.
 
-    Run it before you start a broker or producer; it starts nothing. It prints each
-    value, where the value comes from and what it means. Then it prints what
-    follows: tokens per step, possible meshes, the parts of memory, a producer's
-    files. It reads the first rows of a producer's files and rejects keys that
-    no row has. With --samples it shows the first samples and which of their tokens
-    are learned.
+    Run this command before you start a broker or producer; the command starts
+    nothing. It prints the origin and the meaning of each value. Then it prints
+    derived values: tokens per step, possible meshes, the parts of memory, and a
+    producer's files. It reads the first rows of a producer's files and rejects keys
+    that none of these rows has. With --samples, the command also prints the first
+    samples and marks the tokens that count for the loss.
 
     \b
     Example:
@@ -239,7 +239,7 @@ def check(
         print(json.dumps(checking.json_schema(), indent=2))
         return
     if file is None:
-        raise UserError("No FILE. Pass a broker.yaml or producer.yaml, or --schema.")
+        raise UserError("Got no FILE. Pass a broker.yaml or producer.yaml, or --schema.")
     producer.import_from_here()
     found = checking.check(file)
     if samples:
@@ -253,48 +253,49 @@ def check(
 
 @app.command(cls=Command)
 def demo(
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Optimizer steps to make text for.")] = 300,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Approximate number of steps.")] = 300,
     budget: Annotated[int, typer.Option("--budget", metavar="TOKENS", min=8, help="Tokens per pack.")] = 8192,
-    dp: Annotated[int, typer.Option("--dp", metavar="N", min=1, help="Data-parallel ranks.")] = 2,
-    cp: Annotated[int, typer.Option("--cp", metavar="N", min=1, help="Context-parallel ranks per pack.")] = 2,
+    dp: Annotated[int, typer.Option("--dp", metavar="N", min=1, help="Number of data-parallel ranks.")] = 2,
+    cp: Annotated[int, typer.Option("--cp", metavar="N", min=1, help="Number of context-parallel ranks.")] = 2,
     source: Annotated[
         str | None,
         typer.Option("--source", metavar="FILES", show_default=False,
-                     help="Your own .tar shards or .jsonl files. Default: text of the Python standard library."),
+                     help="Your own .tar shards or .jsonl files. Default: text from the Python standard library."),
     ] = None,
     tokenizer: Annotated[
         str | None,
         typer.Option("--tokenizer", metavar="NAME|FILE", show_default=False,
-                     help="bytes, or a tokenizer.json or its folder. Needed for chats. Default: bytes, for texts."),
+                     help="bytes, a tokenizer.json, or the folder of a tokenizer.json. Chats need a tokenizer.json. "
+                     "Default: bytes."),
     ] = None,
     window: Annotated[
         int,
         typer.Option("--window", metavar="SAMPLES", min=1, rich_help_panel=ADVANCED,
-                     help="Samples that the packer chooses from."),
+                     help="Number of samples that the packer chooses from."),
     ] = 1024,
     packer: Annotated[
         str,
-        typer.Option("--packer", metavar="NAME", help=f"{', '.join(PACKER_NAMES)}.", rich_help_panel=ADVANCED),
+        typer.Option("--packer", metavar="NAME", help=f"One of {', '.join(PACKER_NAMES)}.", rich_help_panel=ADVANCED),
     ] = "exact_fill",
     work_ms: Annotated[
         float,
         typer.Option("--work-ms", metavar="MS", min=0, rich_help_panel=ADVANCED,
-                     help="Milliseconds that a rank pretends to compute per pack."),
+                     help="Simulated compute time per pack, in milliseconds."),
     ] = 20.0,
     keys: Annotated[
         bool,
-        typer.Option("--keys", help="Use encrypted TCP connections with keys, as between hosts.",
+        typer.Option("--keys", help="Use encrypted TCP connections with keys, as a run on several hosts does.",
                      rich_help_panel=ADVANCED),
     ] = False,
     as_json: AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print the result only.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only the result.")] = False,
 ) -> None:  # fmt: skip
     """Run the whole service on this machine and check every sample.
 
-    Use it to see streampack work before you configure anything. It starts a
-    broker, two producers and the ranks of a mesh. The ranks verify each pack, and
-    each sample is compared with its source. The exit code is 0 only if every
-    sample arrived exactly once.
+    Use this command to try streampack before you configure anything. The command
+    starts a broker, two producers and the ranks of a mesh. The ranks verify each
+    pack, and the command compares each sample with its source. The exit code is 0
+    only if every sample arrived exactly once.
 
     \b
     Example:

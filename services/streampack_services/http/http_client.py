@@ -23,9 +23,9 @@ from streampack_services.broker.status import BrokerStatus
 from streampack_services.http.http_guard import find_token, parse_address
 
 DEFAULT_ENDPOINT = "http://127.0.0.1:7400"
-_SET_TOKEN = "Set STREAMPACK_HTTP_TOKEN, or STREAMPACK_HTTP_TOKEN_FILE to the path of a file with it"
+_SET_TOKEN = "Set STREAMPACK_HTTP_TOKEN to the token, or STREAMPACK_HTTP_TOKEN_FILE to the path of the token file"
 _NO_TOKEN = f"the broker requires a token, but the environment has none. {_SET_TOKEN}"
-_OTHER_TOKEN = f"the broker requires another token than the environment has. {_SET_TOKEN}"
+_OTHER_TOKEN = f"the broker rejects the token in the environment. {_SET_TOKEN}"
 Tree = dict[str, Any]
 
 

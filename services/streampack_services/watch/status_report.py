@@ -1,4 +1,4 @@
-"""``streampack status``: print the status of a broker in full. Streams and ranks look as in ``streampack top``."""
+"""``streampack status``: print the full status of a broker. Streams and ranks look as in ``streampack top``."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def show_status(status: BrokerStatus) -> None:
     facts = Table.grid(padding=(0, 2))
     facts.add_row("memory", f"{size_text(view.memory_bytes)} of {size_text(status.memory.arena_bytes)}")
     if (log := status.log) is not None:
-        safe = f", {log.unsafe_records} records not safe yet" if log.unsafe_records else ""
+        safe = f", {log.unsafe_records} records not durable yet" if log.unsafe_records else ""
         free = f"; disk {size_text(log.free_bytes)} free"
         facts.add_row("log", f"{size_text(log.bytes)}, {log.records} records{safe}{free}")
         if log.stalled:
-            facts.add_row("", f"the log takes no more records: {log.stalled}")
+            facts.add_row("", f"The log has stopped accepting records. Cause: {log.stalled}")
     facts.add_row(
         "bad messages", ", ".join(f"{what} {count}" for what, count in msgspec.structs.asdict(status.messages).items())
     )
@@ -44,7 +44,7 @@ def show_status(status: BrokerStatus) -> None:
     for feed in view.feeds:
         _show_feed(console, feed)
         streams = view.streams_of(feed)
-        lines = stream_lines(streams, STREAM_COLUMNS, "lag: tokens that producers may still send", console.width)
+        lines = stream_lines(streams, STREAM_COLUMNS, "lag: tokens that producers have not sent yet", console.width)
         _print(console, lines, _rejected(streams), rank_lines(feed, "waits", console.width, None))
 
 
@@ -80,7 +80,7 @@ def _show_feed(console: Console, view: FeedView) -> None:
         f"{when} balancing {count_text(each.min)} to {count_text(each.max)}"
         for when, each in (("before", feed.rank_tokens.before), ("after", feed.rank_tokens.after))
     ]
-    data_wait = ", ".join(f"{cause} {share:.2%}" for cause, share in view.waits_by_cause) or "none"
+    data_wait = ", ".join(f"{cause} {share:.2%}" for cause, share in view.waits_by_cause)
     waits = feed.waits
     bound = "" if waits.bound_steps is None else f", bound {waits.bound_steps}"
     longest = f"p99 {counted(waits.p99_steps, 'step')}, longest {waits.longest_steps}{bound}"
@@ -94,14 +94,16 @@ def _show_feed(console: Console, view: FeedView) -> None:
         ("tokens per rank", ", ".join(ranks)),
         ("padding", f"{', '.join(padding)}, of {count_text(feed.delivered_tokens)} tokens delivered"),
         ("lost tokens", ", ".join(lost)),
-        ("data wait", f"{data_wait}; of all ranks' time since the start"),
+        ("data wait", f"{data_wait} of all ranks' time since the start" if data_wait else "none"),
         ("window", f"{feed.window.samples} samples, {count_text(feed.window.tokens)} tokens"),
         ("window waits", f"{longest}{outliers}"),
         ("held", f"{count_text(feed.held_tokens)} of {count_text(feed.held_limit_tokens)} tokens"),
     ]
     if (padded := feed.dynamic_batching) is not None:
         removed = f"{count_text(padded.removed_padding_tokens)}, {padded.removed_padding_ratio:.2%}"
-        rows.insert(5, ("removed padding", f"{removed} of batches as wide as their longest sample"))
+        rows.insert(
+            5, ("removed padding", f"{removed} of the tokens in batches that are padded to their longest sample")
+        )
     if feed.committed is not None:
         rows.insert(1, ("checkpoint", f"committed at step {feed.committed}"))
     if (left := feed.steps_left) is not None:

@@ -46,7 +46,7 @@ class StatusPoller:
         self.view: BrokerView | None = None
         """The last view."""
         self.trouble = ""
-        """The reason that there is no newer view; empty if there is none."""
+        """The reason that there is no newer view, or an empty string."""
         self.bug: Exception | None = None
         """An unexpected error in the thread."""
         self._thread = threading.Thread(target=self._run, name="streampack-top", daemon=True)
@@ -64,7 +64,7 @@ class StatusPoller:
         self._watch.add(status, events, history)
         self.view = self._watch.view()
         stuck = now - self._turned
-        self.trouble = f"the broker's main loop has not turned for {stuck:.0f} s" if stuck > STUCK_AFTER_S else ""
+        self.trouble = f"the broker's main loop has been stuck for {stuck:.0f} s" if stuck > STUCK_AFTER_S else ""
         return self.view
 
     def start(self) -> None:
@@ -87,14 +87,14 @@ class StatusPoller:
 
 
 def top(endpoint: str | None, *, interval_s: float, timeout_s: float, once: bool, as_json: bool) -> None:
-    """Show a broker's status until the user ends it.
+    """Show a broker's status until the user presses q or Ctrl-C.
 
     Args:
         endpoint: HTTP address of the broker, or None.
         interval_s: Seconds between two requests.
         timeout_s: Seconds to wait for an answer.
         once: Print the page once.
-        as_json: Print JSON, one object a line.
+        as_json: Print one JSON object per line.
 
     Raises:
         StreampackError: The broker does not answer the first request. Later failures are shown on the page.
@@ -126,7 +126,7 @@ def _print(console: Console, poller: StatusPoller) -> None:
 
 
 def _print_json(poller: StatusPoller, interval_s: float, once: bool) -> None:
-    """Print the view as JSON, one object a line; go on every ``interval_s`` unless ``once``."""
+    """Print the view as one line of JSON every ``interval_s``, or only once if ``once`` is true."""
     while True:
         assert poller.view is not None
         sys.stdout.write(json.dumps(as_tree(poller.view)) + "\n")
@@ -138,7 +138,7 @@ def _print_json(poller: StatusPoller, interval_s: float, once: bool) -> None:
 
 
 def _lines(console: Console, view: BrokerView, options: PageOptions, height: int | None) -> Group:
-    """Return the lines of a page, in ASCII if the terminal has only that."""
+    """Return the lines of a page, in ASCII if the terminal supports only ASCII."""
     lines = page(view, options, console.width, height)
     return Group(*(map(plain, lines) if console.options.ascii_only else lines))
 
@@ -172,7 +172,7 @@ class _Screen:
                         return
 
     def _press(self, pressed: bytes) -> bool:
-        """Handle pressed keys; return False if ``top`` is to end."""
+        """Handle pressed keys; return False if a key ends ``top``."""
         for key in pressed.decode("ascii", "replace") or "q":  # the end of the input ends it, too
             if key == "q":
                 return False

@@ -1,4 +1,4 @@
-"""The ranks of a feed in a terminal: a table of few ranks, or a map of many with the worst by name."""
+"""The ranks of a feed in a terminal: a table, or a map with a list of the worst ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHADES = ("·", "░", "▒", "▓", "█")
 _COLOURS = ("green", "green", "yellow", "dark_orange", "red")
 _BOUNDS: dict[Measure, tuple[float, ...]] = {"waits": (0.01, 0.05, 0.15, 0.40), "cost": (0.95, 1.02, 1.05, 1.15)}
 """Values from which on a cell has the next shade."""
-_TITLES = {"waits": "data wait, share of time", "cost": "cost of the last step / mean"}
+_TITLES = {"waits": "data wait, share of time", "cost": "cost of the last step / mean of all ranks"}
 _WORST = 8
 
 
@@ -34,7 +34,7 @@ def rank_lines(feed: FeedView, measure: Measure, width: int, room: int | None) -
     """
     ranks, missing = (
         feed.ranks,
-        "" if feed.status.all_ranks_attached or not feed.ranks else ", others are not attached yet",
+        "" if feed.status.all_ranks_attached or not feed.ranks else "; other ranks are not attached yet",
     )
     name = counted(len(ranks), "rank") + missing
     if not ranks:
@@ -113,7 +113,7 @@ def _legend(measure: Measure, each: int, width: int) -> Text:
     for n, (mark, style) in enumerate(zip(_SHADES, _COLOURS, strict=True)):
         line.append(mark, style="not dim " + style)
         line.append(f" below {named[n]}  " if n == 0 else f" {named[n - 1]}+  ")
-    line.append("" if each == 1 else f"one cell: worst of {each} ranks")
+    line.append("" if each == 1 else f"a cell shows the worst of {each} ranks")
     line.rstrip()
     return fitted(line, width)
 
@@ -131,5 +131,7 @@ def _worst(feed: FeedView, measure: Measure, width: int) -> list[Text]:
             for rank in feed.worst
         ]
         if (least := feed.waited_for) is not None:
-            rows.insert(0, [least.name, (share_text(least.waits), "bold"), "the others wait for it", least.where])
+            rows.insert(
+                0, [least.name, (share_text(least.waits), "bold"), "other ranks wait for this rank", least.where]
+            )
     return table(("", "", "", "")[: len(rows[0])], rows, width, left=(0, 2, 3))[1:] if rows else []

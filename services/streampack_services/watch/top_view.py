@@ -49,7 +49,7 @@ class PageOptions:
     measure: Measure = "waits"
     """The figure that the map of ranks shows."""
     trouble: str = ""
-    """The reason that there is no newer status; empty if there is none."""
+    """The reason that there is no newer status, or an empty string."""
     keys: bool = False
     """Show the keys that the user can press."""
 
@@ -231,7 +231,7 @@ def _storage(view: BrokerView) -> Text:
     line.append(f"  log {size_text(log.bytes)}")
     line.append(f", disk {size_text(free)} free", style="bold red" if free < LOW_BYTES else "")
     if log.stalled:
-        line.append(f", takes no more records: {log.stalled}", style="bold red")
+        line.append(f", has stopped accepting records: {log.stalled}", style="bold red")
     return line
 
 

@@ -1,4 +1,4 @@
-"""The view of a broker that ``streampack top`` and ``streampack status`` show: its status, and rates lately.
+"""The view of a broker that ``streampack top`` and ``streampack status`` show: its status and recent rates.
 
 A status counts from the start of the broker. A figure "lately" is the difference to a status about 10 s earlier, of the
 same broker and of the same process of a rank. Without an earlier status, it counts from the start. Time is the broker's
@@ -60,14 +60,14 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class StreamView:
-    """A stream, and its tokens per second lately (None if not known)."""
+    """The status of a stream, and its tokens per second over about 10 s (None if not known)."""
 
     status: StreamStatus
     tokens_per_s: float | None
 
     @property
     def buffered(self) -> float:
-        """Tokens that wait for the merge / tokens that may wait."""
+        """Tokens that wait for the merge, divided by the granted tokens."""
         return self.status.credits.used_tokens / max(self.status.credits.granted_tokens, 1)
 
     @property
@@ -82,14 +82,14 @@ class StreamView:
 
     @property
     def is_silent(self) -> bool:
-        """True if the stream has not ended and no producer of it was heard lately."""
+        """True if the stream has not ended and none of its producers has sent a message for ``STREAM_SILENT_S``."""
         seen = self.status.last_seen_s
         return not self.ended and (seen is None or seen > STREAM_SILENT_S)
 
 
 @dataclass(frozen=True, slots=True)
 class FeedView:
-    """A feed."""
+    """The status of a feed, with rates and data wait over about 10 s."""
 
     name: str
     status: FeedStatus
@@ -123,7 +123,7 @@ class FeedView:
 
     @property
     def waited_for(self) -> Rank | None:
-        """The rank that waits least, if ``peers`` is the main cause of the others' waits; else None."""
+        """The rank that waits least, if ``peers`` is the main cause of data wait; else None."""
         if max(self.starved, key=self.starved.__getitem__, default="") != "peers" or self.starved["peers"] < 0.01:
             return None
         known = [rank for rank in self.ranks if rank.waits is not None]
@@ -141,12 +141,12 @@ class BrokerView:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the tokens held."""
+        """Bytes of the tokens in memory."""
         return self.status.memory.live_tokens * self.status.memory.token_bytes
 
     @property
     def bad_messages(self) -> int:
-        """Messages and connections that went wrong."""
+        """Number of bad messages and connections."""
         return sum(msgspec.structs.astuple(self.status.messages))
 
     def streams_of(self, feed: FeedView) -> list[StreamView]:
@@ -173,7 +173,7 @@ class Watch:
     def add(
         self, status: BrokerStatus, events: Iterable[Tree] = (), history: Mapping[str, Iterable[Point]] = {}
     ) -> None:
-        """Add a later status; forget everything of another broker process.
+        """Add a later status. Forget all earlier data if the status is from another broker process.
 
         Args:
             status: The status.
@@ -194,14 +194,14 @@ class Watch:
         self._events.extend(event for event in events if event["seq"] > self.last_seq(status.epoch))
 
     def _add_points(self, feed: str, points: Iterable[Point]) -> None:
-        """Add points that are later than the last one; drop points that the chart does not need any more."""
+        """Add points that are later than the last point; drop points that the chart no longer needs."""
         kept = self._rates.setdefault(feed, deque())
         kept.extend(point for point in points if not kept or point[0] > kept[-1][0])
         while kept[-1][0] - kept[0][0] > HISTORY_S + SMOOTH_S:
             kept.popleft()
 
     def view(self) -> BrokerView:
-        """Return the view of the last status; there must be one."""
+        """Return the view of the last status; call ``add`` first."""
         now, then = self._seen[-1], self._seen[0]
         feeds = (
             _feed_view(name, feed, then.feeds.get(name), tuple(self._rates[name])) for name, feed in now.feeds.items()
@@ -237,7 +237,7 @@ def _feed_view(name: str, now: FeedStatus, then: FeedStatus | None, rates: tuple
 
 
 class _Waited:
-    """Data wait and total time of a rank since ``before``, or since its client began; in seconds, by cause."""
+    """Data wait by cause and total time of a rank, in seconds, since ``before`` or since its client began."""
 
     def __init__(self, row: RankStatus, before: RankStatus | None) -> None:
         self.causes = _increase(row.starved_s, before.starved_s if before else {})
@@ -247,7 +247,7 @@ class _Waited:
 
     @property
     def cause(self) -> str:
-        """The cause of most of the wait; ``stream NAME`` for a stream."""
+        """The main cause of the wait; ``stream NAME`` if a stream is the cause."""
         if not self.waited:
             return ""
         cause = max(self.causes, key=self.causes.__getitem__)
@@ -257,7 +257,7 @@ class _Waited:
 
 
 def _same_ranks(now: FeedStatus, then: FeedStatus | None) -> Iterable[tuple[RankStatus, RankStatus | None]]:
-    """Yield each rank's row, with its earlier row if it is of the same process and the rank has reported since."""
+    """Yield each rank's row, with its earlier row if the process is the same and has reported since; else None."""
     before = {_process(row): row for row in (then.readers if then else ())}
     for row in now.readers:
         old = before.get(_process(row))
@@ -271,7 +271,7 @@ def _process(row: RankStatus) -> tuple[str, int, int, int, int]:
 
 
 def _increase(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:
-    """Return the increase of each value, at least 0."""
+    """Return the increase of each value from ``before`` to ``now``, at least 0."""
     return {key: max(value - before.get(key, 0.0), 0.0) for key, value in now.items()}
 
 
@@ -312,7 +312,7 @@ def _stream_views(now: BrokerStatus, then: BrokerStatus) -> tuple[StreamView, ..
 
 
 def as_tree(view: BrokerView) -> Tree:
-    """Return the JSON of ``streampack top --json``."""
+    """Return the tree that ``streampack top --json`` prints."""
     status = view.status
     return {
         "run": status.run, "state": status.state, "stalled_s": status.stalled_s, "version": status.version,
@@ -324,7 +324,7 @@ def as_tree(view: BrokerView) -> Tree:
 
 
 def _feed_tree(feed: FeedView) -> Tree:
-    """Return the JSON of a feed."""
+    """Return a feed as a tree for JSON."""
     now = feed.status
     return {
         "name": feed.name, "state": now.state, "round": now.round, "formed": now.steps.formed,
@@ -340,7 +340,7 @@ def _feed_tree(feed: FeedView) -> Tree:
 
 
 def _stream_tree(stream: StreamView) -> Tree:
-    """Return the JSON of a stream."""
+    """Return a stream as a tree for JSON."""
     row = stream.status
     return {
         "name": row.stream, "feed": row.feed, "weight": row.weight, "tokens": row.tokens,

@@ -13,20 +13,20 @@ export const MEASURES = {
   wait: {
     label: "data wait", of: (row) => row.waiting ?? null, say: (v) => percent(v, 2),
     scale: (all) => [0, Math.max(0.01, ...all)], hot: "high",
-    about: "Share of the last minute that each rank waited for data.",
+    about: "Data wait of each rank, as a share of the last minute.",
   },
   cost: {
     label: "cost", of: (row) => (row.cost.length ? mean(row.cost) : null), parts: (row) => row.cost, say: (v) => v.toFixed(3),
     scale: (all) => [1, Math.max(1.05, ...all)], hot: "high",
-    about: "Cost of each micro-batch of the last step / mean of its ranks, side by side. The other ranks wait for a rank above 1.",
+    about: "Cost of each micro-batch of the last step / mean of all ranks. A cell has one part per micro-batch. The other ranks wait for a rank above 1.",
   },
   step: {
     label: "step time", of: (row) => row.step_s || null, say: duration, scale: (all) => [0, Math.max(1e-3, ...all)],
-    hot: "high", about: "Mean time of each rank's last steps.",
+    hot: "high", about: "Mean time of the last steps of each rank.",
   },
   ahead: {
     label: "ahead", of: (row) => Math.max(0, row.have_upto - row.done_upto), say: (v) => `${short(v)} ${v === 1 ? "step" : "steps"}`,
-    scale: (all) => [0, Math.max(1, ...all)], hot: "low", about: "Steps that a rank has received and not returned. A rank with none waits.",
+    scale: (all) => [0, Math.max(1, ...all)], hot: "low", about: "Steps that a rank has received but not returned. A rank with 0 steps waits for data.",
   },
 };
 
@@ -94,7 +94,7 @@ export class Heat {
   }
 
   #legend(figure, low, high, known, note, number) {
-    setText(this.#about, number ? `${figure.about} ${note}` : "No rank is attached.");
+    setText(this.#about, number ? `${figure.about} ${note}` : "No rank is attached yet.");
     this.#scale.hidden = !known;
     fill(this.#scale, [figure.say(low), "", figure.say(high)], () => make("span"), (each, text) => setText(each, text));
     this.#scale.children[1].className = figure.hot === "low" ? "ramp low" : "ramp";
@@ -174,6 +174,6 @@ function laidOut(readers) {
     lines.push({ name: last > first ? `dp ${first}-${last}` : `dp ${first}`, first: first * inner.length, cells });
   }
   const others = AXES.slice(1).filter((axis) => readers.some((row) => row[`${axis}_rank`]));
-  const note = others.length ? `Side by side in each dp rank: ${others.join(", ")}.` : "";
+  const note = others.length ? `The ${others.join(", ")} ranks of each dp rank are side by side.` : "";
   return { lines, columns: together * Math.max(1, inner.length), note };
 }

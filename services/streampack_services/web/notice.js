@@ -31,15 +31,15 @@ function keepOrRestart(noted, key, second) {
 // [text, kind]
 export function noticeOf(status, feed, waits) {
   const waiting = feed.waiting_for;
-  if (status.log?.stalled) return [`The log takes no more records: ${status.log.stalled}`, "bad"];
-  if (status.state === "starting") return ["The broker is starting: it loads its kernels and reads its log.", "waiting"];
+  if (status.log?.stalled) return [`The log has stopped accepting records. Cause: ${status.log.stalled}`, "bad"];
+  if (status.state === "starting") return ["The broker is starting. It loads its kernels and reads its log.", "waiting"];
   if (!waiting) {
-    if (feed.steps.end === null) return ["The broker is draining: it serves the steps that are formed, then stops.", "waiting"];
-    return [`The feed has ended: all ${count(feed.steps.end)} steps were returned.`, "good"];
+    if (feed.steps.end === null) return ["The broker is draining. It serves the steps that are already formed, then stops.", "waiting"];
+    return [`The feed has ended. All ${count(feed.steps.end)} steps were returned.`, "good"];
   }
   if (waiting.reason === "failed") return [waiting.detail, "bad"];
   const busy = feed.all_ranks_attached && ["peers", "memory"].includes(waiting.reason); // the ranks train: normal
-  if (busy && waits.detailS >= HANGS_S) return [`Data is ready and waits for trainers${lasting(waits.detailS)}: ${waiting.detail}.`, "good"];
+  if (busy && waits.detailS >= HANGS_S) return [`Data is ready. The broker has been waiting for trainers${lasting(waits.detailS)}: ${waiting.detail}.`, "good"];
   if (busy || waits.causeS < LASTS_S) return ["Steps are formed and delivered without long waits.", "good"];
   const time = lasting(feed.stalled_s ?? waits.causeS);
   if (waiting.batch) return [`Waiting${time} for ${waiting.detail}`, "waiting"];
@@ -56,5 +56,5 @@ function lasting(seconds) {
 // The notice while the broker does not answer; `since`: the time of its last answer.
 export function gone(status, since) {
   const last = status ? ` The figures below are from ${clock(status.taken_at)}.` : "";
-  return [`No answer from the broker since ${since}; asking again every second.${last}`, "bad"];
+  return [`The broker has not answered since ${since}. This page retries every second.${last}`, "bad"];
 }

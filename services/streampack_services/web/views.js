@@ -8,11 +8,11 @@ const WAITS = ["stream", "peers", "join", "memory", "forming", "log", "network"]
 const series = (labels) => labels.map((label, index) => ({ label, color: `--c${index + 1}` }));
 
 export const CHARTS = {
-  speed: { kind: "line", series: series(["formed"]), unit: short, yLabel: "tokens / s", empty: "No step formed yet." },
-  padding: { kind: "stack", series: series(PADDING.map(([, label]) => label)), unit: fewPercent, yLabel: "% of delivered tokens", empty: "No step formed yet." },
-  waits: { kind: "stack", series: series(WAITS), unit: fewPercent, yLabel: "% of all ranks' time", empty: "No rank attached yet." },
-  lengths: { kind: "bars", series: series(["samples", "tokens"]), unit: fewPercent, xLabel: "tokens per sample, from the label to twice as many", yLabel: "% of samples, of tokens", empty: "No sample packed yet." },
-  fills: { kind: "bars", series: series(["packs"]), unit: fewPercent, xLabel: "real tokens, up to this % of the budget", yLabel: "% of packs", empty: "No pack formed yet." },
+  speed: { kind: "line", series: series(["formed"]), unit: short, yLabel: "tokens / s", empty: "No step is formed yet." },
+  padding: { kind: "stack", series: series(PADDING.map(([, label]) => label)), unit: fewPercent, yLabel: "% of delivered tokens", empty: "No step is formed yet." },
+  waits: { kind: "stack", series: series(WAITS), unit: fewPercent, yLabel: "% of all ranks' time", empty: "No rank is attached yet." },
+  lengths: { kind: "bars", series: series(["samples", "tokens"]), unit: fewPercent, xLabel: "tokens per sample (lower bound of each bar)", yLabel: "% of samples or tokens", empty: "No sample is packed yet." },
+  fills: { kind: "bars", series: series(["packs"]), unit: fewPercent, xLabel: "real tokens, as % of the budget (upper bound of each bar)", yLabel: "% of packs", empty: "No pack is formed yet." },
 };
 
 export function drawCharts(charts, window, feed) {
@@ -70,7 +70,7 @@ function drawLengths(chart, feed) {
   const { samples, tokens } = feed.totals;
   setText(byId("about-lengths"), samples ? `${count(samples)} samples, mean length ${short(tokens / samples)} tokens; the budget is ${count(feed.rules.budget)}.` : "");
   chart.draw(rows.map((_, index) => octaveName(first + index)),
-    [rows.map(([some]) => some / samples), rows.map(([, all]) => all / tokens)], "Lengths of samples in tokens; each bar covers a doubling");
+    [rows.map(([some]) => some / samples), rows.map(([, all]) => all / tokens)], "Lengths of samples in tokens; the upper bound of each bar is twice its lower bound");
 }
 
 // 2 to the power of `octave`: "512", "1k", "64k", "1M"
@@ -82,7 +82,7 @@ function octaveName(octave) {
 function drawFills(chart, feed) {
   const all = feed.fills.reduce((sum, [, packs]) => sum + packs, 0);
   const used = feed.figures.packs ? feed.figures.utilization : 0;
-  setText(byId("about-fills"), all ? `${count(all)} packs formed, empty packs included; mean fill ${percent(used)}.` : "");
+  setText(byId("about-fills"), all ? `${count(all)} packs formed, including empty packs; mean fill ${percent(used)}.` : "");
   chart.draw(feed.fills.map(([upto]) => percent(upto, 1).replace("%", "")), [feed.fills.map(([, packs]) => (all ? packs / all : null))],
     `Fill of packs, mean ${percent(used)}`);
 }

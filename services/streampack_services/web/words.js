@@ -33,11 +33,11 @@ export function showTiles(status, feed) {
     ["tokens_per_s", "tokens / s", short(feed.tokens_per_s), `${short(feed.totals.tokens)} in total`],
     ["utilization", "utilization", feed.figures.packs ? percent(feed.figures.utilization) : "", `${count(feed.totals.packs)} packs of ${count(feed.rules.budget)} tokens`],
     ["returned", "steps returned", count(returned), steps.join(", ")],
-    ["data_wait", "longest data wait", waits.length ? percent(Math.max(...waits), 2) : "", "of one rank's time since the start"],
+    ["data_wait", "longest data wait", waits.length ? percent(Math.max(...waits), 2) : "", "as a share of that rank's time since the start"],
     ["cost", "load imbalance", feed.figures.step_cost_max_over_mean ? feed.figures.step_cost_max_over_mean.toFixed(4) : "", "max / mean cost; 1 is perfect"],
-    ["ranks", "ranks attached", count(feed.readers.length), feed.num_ranks ? `of ${count(feed.num_ranks)} that read the feed` : "none so far"],
-    ["producers", "producers", count(status.producers), status.vanished_producers ? `${count(status.vanished_producers)} vanished so far` : "none has vanished"],
-    ["committed", "last checkpoint", feed.committed === null ? "" : count(feed.committed), "step at which it begins"],
+    ["ranks", "ranks attached", count(feed.readers.length), feed.num_ranks ? `of ${count(feed.num_ranks)} ranks that read the feed` : "none so far"],
+    ["producers", "producers", count(status.producers), status.vanished_producers ? `${count(status.vanished_producers)} vanished so far` : "no producer has vanished"],
+    ["committed", "last checkpoint", feed.committed === null ? "" : count(feed.committed), "first step after the checkpoint"],
   ]);
 }
 
@@ -82,7 +82,7 @@ function causeOf(cause, row) {
 export function showStreams(streams) {
   const all = streams.reduce((sum, row) => sum + row.tokens, 0);
   const shown = streams.length > MAX_STREAMS ? [...streams].sort((a, b) => isSilent(b) - isSilent(a)).slice(0, MAX_STREAMS) : streams;
-  setText(byId("about-streams"), shown === streams ? "" : `${count(MAX_STREAMS)} of ${count(streams.length)} streams, silent ones first; /status has all.`);
+  setText(byId("about-streams"), shown === streams ? "" : `${count(MAX_STREAMS)} of ${count(streams.length)} streams, silent streams first. /status lists all streams.`);
   fillTable(byId("streams"), shown.map((row) => {
     const rejected = Object.entries(row.rejected);
     const number = rejected.reduce((sum, [, some]) => sum + some, 0);

@@ -253,7 +253,7 @@ def test_what_is_not_there_is_said_to_be_missing(run: Run, state_dir: Path, tmp_
     for arguments, said in (
         (("why", *where), "Got neither --step nor --sample."),
         (("why", "--step", "1", "--sample", "web:1", *where), "Got both --step and --sample."),
-        (("why", "--step", "1", "--dp", "1", *where), "Pass --dp-size, too."),
+        (("why", "--step", "1", "--dp", "1", *where), "Pass the number of data-parallel ranks as --dp-size."),
         (("why", "--step", "1"), "Got neither --state-dir nor --config."),
         (("why", "--step", "1", "-c", config), "has no state_dir, so its broker keeps no log"),
         (("why", "--step", "9999", *where), "the feed has ended"),

@@ -119,7 +119,7 @@ def test_the_schema_has_the_meanings_that_check_shows(schema: Any) -> None:
 
 
 def test_without_a_file_check_says_which_it_needs() -> None:
-    assert "No FILE. Pass a broker.yaml or producer.yaml" in the_error(in_process("check"), 2)
+    assert "Got no FILE. Pass a broker.yaml or producer.yaml" in the_error(in_process("check"), 2)
 
 
 def checked(path: Path) -> dict[str, dict[str, Any]]:

@@ -152,8 +152,8 @@ def test_a_rendezvous_file_that_only_this_host_can_use_is_warned_of(broker: Runn
         (Unreachable("nobody"), 75, "streampack: nobody\n"),
         (StreampackError("no"), 1, "streampack: no\n"),
         (KeyboardInterrupt(), 130, ""),
-        (RuntimeError("oh"), 1, "Please report it"),
-        (InternalError("oh"), 1, "Please report it"),
+        (RuntimeError("oh"), 1, "Please report the bug"),
+        (InternalError("oh"), 1, "Please report the bug"),
     ],
 )
 def test_errors_become_exit_codes(

@@ -221,7 +221,7 @@ def test_a_run_that_was_not_named_is_not_changed_without_a_question(
 ) -> None:
     monkeypatch.setattr(http_client, "DEFAULT_ENDPOINT", url)
     said = the_error(in_process("set", "weights", "code=1"), 2)
-    assert f"Run 'sft' at {url} was not named by --endpoint, --config or the environment. Pass --yes" in said
+    assert f"Neither an option nor the environment names a broker, and {url} serves run 'sft'. To change" in said
     other = write(tmp_path / "b.yaml", {"run": "other", "streams": {"a": {}}})
     monkeypatch.setenv("STREAMPACK_ENDPOINT", "tcp://node0:7402")
     assert "STREAMPACK_ENDPOINT is tcp://node0:7402" in the_error(in_process("set", "weights", "code=1"), 2)
@@ -238,8 +238,11 @@ def test_a_run_that_was_not_named_is_not_changed_without_a_question(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["skip", "--steps", "200-999999999999999999"], "steps, 200 to 999999999999999999, would be skipped for good"),
-        (["set", "weights", "code=1", "--at-step", "999999999999"], "later changes must wait for it"),
+        (
+            ["skip", "--steps", "200-999999999999999999"],
+            "steps (200 to 999999999999999999) would be skipped permanently",
+        ),
+        (["set", "weights", "code=1", "--at-step", "999999999999"], "no later change can begin before this step"),
     ],
 )
 def test_a_change_that_is_likely_a_slip_is_asked_about(desk: Desk, url: str, words: list[str], said: str) -> None:
@@ -263,7 +266,7 @@ def test_a_user_at_a_terminal_is_asked(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "Got neither --add nor --remove. Pass at least one of them."),
+        ([], "Got neither --add nor --remove. Pass at least one of these options."),
         (["--add", "=1"], "Got '=1'. Pass a stream and its settings, such as math='{weight: 0.2}'."),
         (["--add", "math=0.2"], "Got 'math=0.2'. Pass a stream and its settings"),
         (["--add", "math={weight: "], "Pass a stream and its settings"),

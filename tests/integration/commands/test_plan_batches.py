@@ -134,7 +134,7 @@ def test_why_and_replay_deal_as_the_pipeline_had_it(files: Path, served: Served,
             name = f"dp{mine.dp_rank}.cp{mine.cp_rank}.{mine.micro_batch}.input_ids"
             assert np.array_equal(arrays[name], mine.input_ids), name
     line = the_error(in_process("why", *where, "--pp-size", "2"), 2)
-    assert "--pp-size 2 needs the number of data-parallel ranks. Pass --dp-size, too." in line
+    assert "Got --pp-size 2 without --dp-size. Pass the number of data-parallel ranks as --dp-size." in line
 
 
 @pytest.mark.parametrize("step", [{"packs": 3}, {"end_of_batch": True}])

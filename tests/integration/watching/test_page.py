@@ -126,11 +126,11 @@ def test_the_figures_are_those_of_the_status(page: Page, four: Watched) -> None:
     assert f"{feed['steps']['formed']:,} formed" in page.text("[data-figure=returned] .note")
     assert float(tile(page, "utilization").rstrip("%")) == pytest.approx(100 * feed["figures"]["utilization"], abs=5e-4)
     assert f"{feed['totals']['packs']:,} packs" in page.text("[data-figure=utilization] .note")
-    assert page.text("[data-figure=data_wait] .note") == "of one rank's time since the start"
+    assert page.text("[data-figure=data_wait] .note") == "as a share of that rank's time since the start"
     assert page.text("#streams th:nth-child(2)") == "share of tokens"
     assert page.text("#longest-waits caption") == "Ranks with the longest data wait since the start"
     assert tile(page, "ranks") == "4"
-    assert page.text("[data-figure=ranks] .note") == "of 4 that read the feed"
+    assert page.text("[data-figure=ranks] .note") == "of 4 ranks that read the feed"
     assert tile(page, "producers") == str(now["producers"])
     assert float(tile(page, "cost")) == pytest.approx(feed["figures"]["step_cost_max_over_mean"], abs=5e-5)
     waits = [row["stats"]["starved_fraction"] for row in feed["readers"]]
@@ -333,7 +333,10 @@ def test_the_line_above_says_what_lasts_and_not_what_changes_with_every_step(pag
     assert first == ["Waiting for samples: none|waiting"], "how long it has been so is not known"
     assert set(busy) == {calm}
     assert slow == [calm, *(f"Waiting for samples for {s} s: no sample of web|waiting" for s in (5, 10, 15))]
-    assert hanging == [calm, *(f"Data is ready and waits for trainers for {s} s: rank 3.|good" for s in (30, 35))]
+    assert hanging == [
+        calm,
+        *(f"Data is ready. The broker has been waiting for trainers for {s} s: rank 3.|good" for s in (30, 35)),
+    ]
     assert left[-1] == "Waiting for trainers for 45 s: rank 3 left|waiting"
     assert failed == ["no disk|bad"]
 
@@ -362,7 +365,7 @@ def test_a_broker_whose_loop_stands_still_is_said_to_though_it_answers(page: Pag
     shown_again(page)
     page.value("Date.later = Date.now, Date.now = () => Date.later() + 60_000")
     page.until("document.body.classList.contains('gone')")
-    assert "No answer from the broker since" in page.text("#notice")
+    assert "The broker has not answered since" in page.text("#notice")
     four.stuck = False
     page.until("!document.body.classList.contains('gone')")
     page.value("Date.now = Date.later")
@@ -400,11 +403,11 @@ def test_a_broker_that_is_gone_is_said_to_be_and_shown_again_when_it_is_back(bro
     with watched(settings) as broker:
         page = opened(browser, broker)
         address = broker.url.removeprefix("http://")
-        assert "No rank is attached." in page.text("#about-ranks")
-        assert page.text("#speed .empty") == "No step formed yet."
+        assert "No rank is attached yet." in page.text("#about-ranks")
+        assert page.text("#speed .empty") == "No step is formed yet."
         assert page.problems == []
     page.until("document.body.classList.contains('gone')")
-    assert "No answer from the broker since" in page.text("#notice")
+    assert "The broker has not answered since" in page.text("#notice")
     assert page.text("#run") == "first", "the last figures stay"
     assert page.text("#state") == "no answer"
     name = "<script>alert(1)</script>/" + "filtered-by-quality-" * 8
@@ -446,7 +449,7 @@ def test_a_feed_that_has_ended_is_said_to_have(browser: Browser) -> None:
         until(lambda: broker.status()["state"] == "ended" and broker.status()["feeds"]["train"]["waiting_for"] is None)
         page = opened(browser, broker)
         steps = broker.status()["feeds"]["train"]["steps"]["end"]
-        assert page.text("#notice") == f"The feed has ended: all {steps} steps were returned."
+        assert page.text("#notice") == f"The feed has ended. All {steps} steps were returned."
         assert page.text("#state") == "ended"
         assert page.text("#streams tbody tr td:last-child") == "1 of 1"
         page.close()

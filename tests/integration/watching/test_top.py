@@ -381,8 +381,8 @@ def test_a_loop_that_stands_still_and_a_broker_of_another_version_are_said(
         poller = StatusPoller(url, 1.0, PATIENCE_S)
         poller.fetch()
         poller.fetch()
-        assert "the broker's main loop has not turned for 0 s" in poller.trouble
-        assert "has not turned" in page(poller.fetch(), PageOptions(trouble=poller.trouble), 80, 24)[2].plain
+        assert "the broker's main loop has been stuck for 0 s" in poller.trouble
+        assert "has been stuck" in page(poller.fetch(), PageOptions(trouble=poller.trouble), 80, 24)[2].plain
         said.append(later(snapshot, 1))
         poller.fetch()
         assert not poller.trouble
