@@ -42,7 +42,10 @@ def _events_of(found: Tree) -> list[tuple[str, str]]:
         ("lineage", f"{each['lineage']} begins here: {each['why'] or 'no reason given'}") for each in found["began"]
     ]
     rows += [
-        ("history", f"lineage {each['lineage']} had digest {each['digest'][:SHOWN]}, which no longer counts")
+        (
+            "history",
+            f"in lineage {each['lineage']}, which no longer counts, this step had digest {each['digest'][:SHOWN]}",
+        )
         for each in found["other_lineages"]
     ]
     if found["skipped"]:
@@ -138,9 +141,13 @@ def show_verified(found: Tree) -> None:
         facts.add_row("packs", f"{feed['packs']:,}")
         facts.add_row("chain", feed["chain"] or "-")
         if not feed["all_known"]:
-            facts.add_row("before", "in another log: lost samples cannot be found before the next snapshot")
+            facts.add_row(
+                "before", "earlier steps are in another log, so lost samples are found only after the next snapshot"
+            )
         for begin, end in feed["not_recorded"]:
-            facts.add_row("not recorded here", f"steps {begin:,} to {end:,}: trainers resumed after them")
+            facts.add_row(
+                "not recorded here", f"steps {begin:,} to {end:,}, because trainers resumed at step {end + 1:,}"
+            )
         for lineage in feed["lineages"][1:]:
             facts.add_row(f"lineage {lineage['lineage']}", f"from step {lineage['step']:,}: {lineage['why'] or '-'}")
         for begin, end in feed["skipped"]:
@@ -170,8 +177,8 @@ def _show_findings(console: Console, found: Tree) -> None:
     """Print the verdict of a verification, and the first findings of each kind."""
     if found["good"]:
         whole = not any(feed["not_recorded"] for feed in found["feeds"].values())
-        said = "every sample is there exactly once" if whole else "no recorded sample is lost or repeated"
-        console.print(Text.assemble(("good", "bold green"), f": {said}, digests and chains agree"))
+        said = "no sample is lost or repeated" if whole else "no recorded sample is lost or repeated"
+        console.print(Text.assemble(("good", "bold green"), f": {said}, all digests and chains match"))
         return
     counts = ", ".join(f"{kind} {count:,}" for kind, count in found["findings"].items())
     console.print(Text.assemble(("wrong", "bold red"), f": {counts}"))
@@ -185,14 +192,14 @@ def show_rebuilt(found: Tree) -> None:
     """Print the result of ``state_dir.rebuild``."""
     console = _console()
     first, stop = found["records"]
-    console.print(Text.assemble((found["file"], "bold"), f"  rebuilt from {stop - first:,} records of the log"))
+    console.print(Text.assemble((found["file"], "bold"), f"  was rebuilt from {stop - first:,} records of the log"))
     facts = Table.grid(padding=(0, 2))
     facts.add_row("rows", f"{found['rows']:,}: {found['kept']:,} unchanged, {found['new']:,} new")
-    for key, said in (("repaired", "differed from the log"), ("gone", "are no longer in the log")):
+    for key, said in (("repaired", "differed from the log"), ("gone", "had no record in the log")):
         names = found[key]
         if names:
             shown = ", ".join(names[:5]) + (" and more" if len(names) > 5 else "")
-            facts.add_row(key, f"{len(names):,} {said}: {shown}")
+            facts.add_row(key, f"{len(names):,} row{'s' * (len(names) != 1)} {said}: {shown}")
     console.print(facts)
     for line in found["damage"][:5]:
         console.print(f"  was damaged: {line}")
@@ -206,7 +213,7 @@ def show_replayed(found: Tree) -> None:
     verdict = ("yes", "bold green") if found["equal"] else ("no", "bold red")
     facts = Table.grid(padding=(0, 2))
     facts.add_row(
-        "digest equal", Text.assemble(verdict, ": digest and chain are the recorded ones" if found["equal"] else "")
+        "digest equal", Text.assemble(verdict, ": the digest and the chain match the log" if found["equal"] else "")
     )
     facts.add_row("digest", found["digest"])
     facts.add_row("chain", found["chain"])

@@ -57,7 +57,7 @@ def samples_of(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource]) -
         found += [f"{stream}:{index}" for index in indices]
     if not found:
         raise UserError(
-            f"The sources of {', '.join(sources)} have no row {name!r}. Pass FILE:ROW. Lines count from 1, rows of "
-            f"Parquet and Hugging Face files from 0."
+            f"The sources of the streams {', '.join(sources)} have no row {name!r}. Pass FILE:ROW. Lines are numbered "
+            f"from 1, and rows of Parquet and Hugging Face files are numbered from 0."
         )
     return found

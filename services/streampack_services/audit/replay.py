@@ -62,7 +62,7 @@ def replay(options: ReplayOptions) -> Tree:
     producers = [read_producer(path) for path in options.producers]
     folder = state_folder(options.state_dir, None if options.state_dir is not None else options.config)
     if options.out is not None and not options.out.absolute().parent.is_dir():
-        raise UserError(f"--out is {options.out}, whose folder does not exist. Create the folder first.")
+        raise UserError(f"The folder of --out {options.out} does not exist. Create the folder first.")
     with _quiet(), open_ledger(folder) as ledger, contextlib.ExitStack() as stack:
         wanted = _wanted(ledger, options)
         work = Path(stack.enter_context(_temporary_folder()))
@@ -90,8 +90,8 @@ def _wanted(ledger: Ledger, options: ReplayOptions) -> Wanted:
             why.raise_if_damaged(ledger, "steps")
             known = ledger.lineages_of(feed.name, options.step)
             raise UserError(
-                f"Lineage {options.lineage} has no record of step {options.step} of feed {feed.name!r}. Lineages that "
-                f"have one: {', '.join(map(str, known)) or 'none'}."
+                f"Step {options.step} of feed {feed.name!r} is not recorded in lineage {options.lineage}. Lineages "
+                f"with this step: {', '.join(map(str, known)) or 'none'}."
             )
         rows = found
     effective = feed.effective(rows.step) == rows.lineage
@@ -152,7 +152,7 @@ def _save(path: Path, wanted: Wanted, ranks: list[Step]) -> None:
             np.savez_compressed(file, **arrays)
         part.replace(path)
     except OSError as error:
-        raise UserError(f"--out is {path}, which cannot be written: {error.strerror}. Choose another file.") from None
+        raise UserError(f"--out {path} cannot be written: {error.strerror}. Choose another file.") from None
     finally:
         part.unlink(missing_ok=True)
 

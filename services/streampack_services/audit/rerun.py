@@ -94,7 +94,7 @@ class Rerun:
         if history.oldest_step > step:
             raise UserError(
                 f"Step {step} of feed {name!r} cannot be formed again, because the log no longer has the samples "
-                f"before it. Ask for step {self._oldest(work / 'whole')} or later."
+                f"of earlier steps. Pass step {self._oldest(work / 'whole')} or a later step."
             )
         chain = (history.chain_after(step - 1) if step else None) or b""
         history.revisit(step)
@@ -146,7 +146,8 @@ class Rerun:
         missing = sorted(needed - set(sources))
         if missing:
             raise UserError(
-                f"No producer.yaml has stream {', '.join(missing)}, whose source must be read again. Pass one with -p."
+                f"No producer.yaml has stream {', '.join(missing)}, but a replay reads the samples again. Pass the "
+                f"producer.yaml of this stream with -p."
             )
         return sources
 
@@ -219,8 +220,8 @@ class Rerun:
                 if recorded is not None and crc not in (None, int(row["crc"])):
                     stream = feed.stream_name(int(row["stream"]), step, recorded.lsn)
                     return SourceError(
-                        f"{stream}:{row['index']}: got a sample of crc32c {crc:08x}, expected {row['crc']:08x} as in "
-                        f"step {step}. Its file or tokenizer has changed; restore it."
+                        f"{stream}:{row['index']}: got crc32c {crc:08x}, expected {row['crc']:08x}, as recorded in "
+                        f"step {step}. The sample's file or tokenizer has changed. Restore the original."
                     )
         return error
 
@@ -241,15 +242,15 @@ def _copy(folder: Path, into: Path, wanted: Wanted) -> None:
         is_gone = wanted.rows.lsn < segment_files(folder)[0][0]
         if is_gone and not wanted.effective:
             raise UserError(
-                f"Step {wanted.step} of lineage {wanted.rows.lineage} no longer counts, and the log no longer has it. "
-                f"Ask for a step that the log still has."
+                f"Step {wanted.step} of lineage {wanted.rows.lineage} no longer counts, and its record is no longer "
+                f"in the log. Pass a step that the log still has."
             )
         into.mkdir(mode=0o700)
         with contextlib.suppress(FileNotFoundError):  # the run's broker has cut the log meanwhile
             copy_records(folder, into, sys.maxsize if is_gone else wanted.rows.lsn + 1)
             return
         shutil.rmtree(into)
-    raise DataStall(f"{folder}: the broker cuts the log faster than it can be copied. Try again.")
+    raise DataStall(f"The log in {folder} cannot be copied, because the broker keeps removing old records. Try again.")
 
 
 @contextlib.contextmanager

@@ -132,11 +132,12 @@ class _Feed:
         name = self._step_name(step)
         digest, loss, count = step.computed()
         if digest != step.digest:
-            got = f"rows give digest {digest.hex()}, expected {step.digest.hex()}, as was recorded"
-            self._findings.add("digests", f"{name}: its {got}")
+            got = f"got digest {digest.hex()} from the rows, expected the recorded digest {step.digest.hex()}"
+            self._findings.add("digests", f"{name}: {got}")
         if (loss, count) != (step.num_loss_tokens, step.num_samples):
-            got = f"{loss} loss tokens and {count} samples, expected {step.num_loss_tokens} and {step.num_samples}"
-            self._findings.add("digests", f"{name}: its rows have {got}")
+            got = f"got {loss} loss tokens and {count} samples in the rows"
+            expected = f"expected {step.num_loss_tokens} loss tokens and {step.num_samples} samples, as recorded"
+            self._findings.add("digests", f"{name}: {got}, {expected}")
 
     def _begin(self, first: int) -> None:
         """Start the check at step ``first``. If it is not 0, earlier samples are unknown until the first snapshot."""
@@ -187,7 +188,7 @@ class _Feed:
     def _take(self, step: StepRows) -> None:
         """Check the chain of a step that no later lineage has replaced, and mark its samples as being in a step."""
         if self._chain is not None and step.chained(self._chain) != step.chain:
-            self._findings.add("digests", f"{self._step_name(step)}: its chain does not follow from the steps before")
+            self._findings.add("digests", f"{self._step_name(step)}: the chain does not follow from the earlier steps")
         self._chain = step.chain
         self._steps += 1
         self._packs += len(step.bounds) - 1
@@ -224,8 +225,9 @@ class _Feed:
             for partition in range(books.partitions):
                 totals = self._ledger.history.totals.get((name, partition), [])
                 if totals and books.upto(partition) > totals[-1]:
-                    got = f"sample {books.upto(partition) - 1}, expected none: it ended after {totals[-1]} samples"
-                    self._findings.add("contradictions", f"{name}: partition {partition}: got {got}")
+                    got = f"got sample {books.upto(partition) - 1} of partition {partition}"
+                    expected = f"expected none, because the partition ended after {totals[-1]} samples"
+                    self._findings.add("contradictions", f"{name}: {got}, {expected}")
         for step in self._feed.contradictions:
             line = f"step {step.step} of lineage {step.lineage} is recorded twice, with different rows"
             self._findings.add("contradictions", f"feed {self._feed.name}: {line}")
@@ -248,7 +250,7 @@ class _Feed:
             held = zip((index, part), dropped.get(name, _NONE), strict=True)
             self._lost[name] |= set(self._books[name].lost(upto, *map(np.concatenate, held)))
             heads = self._books[name].in_steps(index[part == 0])
-            lines = (f"{name}:{each} is in the window at step {snapshot.step} and {self._where(name, each)}"
+            lines = (f"{name}:{each} is in the window at step {snapshot.step} and also {self._where(name, each)}"
                      for each in heads.tolist())  # fmt: skip
             self._findings.add_many("contradictions", lines, len(heads))
 
@@ -293,10 +295,12 @@ class _Feed:
         if end.num_steps > last + 1:
             self._missing(last + 1, end.num_steps)
         elif end.num_steps <= last:
-            got = f"step {last}, expected none from step {end.num_steps} on, because the feed has ended"
+            got = f"step {last}, expected steps below {end.num_steps}, because the feed has ended"
             self._findings.add("contradictions", f"feed {name}: got {got}")
         elif self._chain is not None and end.chain != self._chain:
-            self._findings.add("digests", f"feed {name}: the chain of its last step is not the one in its end")
+            self._findings.add(
+                "digests", f"feed {name}: the chain of the last step differs from the recorded final chain"
+            )
 
     def _expected(self, stream: str, partition: int) -> int:
         """Return the samples of a partition that must be accounted for at the end of the feed.
@@ -313,7 +317,10 @@ class _Feed:
     def _add_sample_findings(self) -> None:
         """Add a finding for each lost and each duplicated sample."""
         for name, lost in self._lost.items():
-            lines = (f"{_sample(name, *each)} is lost: it is in no step and not rejected" for each in sorted(lost))
+            lines = (
+                f"{_sample(name, *each)} is lost: the sample is in no step and was not rejected"
+                for each in sorted(lost)
+            )
             self._findings.add_many("lost", lines, len(lost))
             twice = self._books[name].twice()
             lines = (f"{_sample(name, *each)} {self._where(name, *each)}" for each in twice)

@@ -84,17 +84,17 @@ def recorded(ledger: Ledger, feed: FeedHistory, step: int) -> StepRows:
     raise_if_damaged(ledger, "steps")
     if (gap := _gap_of(ledger, feed, step)) is not None:
         raise UserError(
-            f"Step {step} of feed {feed.name!r} is {gap}. The log has lost them, or another state_dir has them: "
-            f"trainers resumed at step {gap.last + 1} from a checkpoint. Ask for another step."
+            f"Step {step} of feed {feed.name!r} is {gap}. The records are lost or in another state_dir: "
+            f"trainers resumed at step {gap.last + 1} from a checkpoint. Pass another step."
         )
     end, last = feed.end, ledger.last_step(feed.name, feed.branches[-1].number)
     if end is not None and step >= end.num_steps:
         raise UserError(
-            f"got step {step} of feed {feed.name!r}, expected one below {end.num_steps}, because the feed has ended"
+            f"got step {step} of feed {feed.name!r}, expected a step below {end.num_steps}, because the feed has ended"
         )
     if step > (feed.branches[-1].step - 1 if last is None else last):
         raise UserError(f"Step {step} of feed {feed.name!r} is not formed yet. The last step is {last}.")
-    raise UserError(f"Neither log nor ledger has step {step} of feed {feed.name!r}. Ask for a later step.")
+    raise UserError(f"Step {step} of feed {feed.name!r} is in neither the log nor the ledger. Pass a later step.")
 
 
 def _gap_of(ledger: Ledger, feed: FeedHistory, step: int) -> Gap | None:
@@ -244,8 +244,8 @@ def why_sample(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource] = 
     if feed is None:
         known = [each for of in ledger.history.feeds.values() for each in of.streams]
         raise UserError(
-            f"got stream {stream!r}, expected one of: {', '.join(known)}. For a row of a file, pass its producer.yaml "
-            f"with -p."
+            f"got stream {stream!r}, expected one of: {', '.join(known)}. To look up a row of a file, pass the "
+            f"producer.yaml of its stream with -p."
         )
     partitions = feed.streams[stream].partitions
     places = [_place(feed, place) for place in ledger.find(stream, index)]
@@ -297,22 +297,30 @@ def _verdict(ledger: Ledger, feed: FeedHistory, found: Tree) -> Tree:
     raise_if_damaged(ledger, "spans", "rejected", "records")
     end, total = feed.end, ledger.history.totals.get((stream, found["partition"]), [NEVER])[-1]
     if index in _dropped(feed, stream):
-        return {"is": "dropped", "why": "it was left over at the end of a pass, and tail: drop drops such samples"}
+        return {
+            "is": "dropped",
+            "why": "the sample was left over at the end of a pass, and `tail: drop` drops such samples",
+        }
     if (gap := _gap_with(ledger, feed, found)) is not None:
-        return {"is": "unrecorded", "why": f"{gap}; the sample is in one of them, or rejected"}
+        return {"is": "unrecorded", "why": f"the sample was rejected or is in {gap}"}
     if seq >= total:
         partitions, ended = feed.streams[stream].partitions, f"ended after {total} samples"
         more = f"; its sample n has index {partitions} * n + {found['partition']}" if partitions > 1 else ""
         return {"is": "none", "why": f"partition {found['partition']} of {stream} {ended}{more}"}
     if end is not None:
-        return {"is": "none", "why": f"feed {feed.name} ended after {end.num_steps} steps without it"}
+        return {"is": "none", "why": f"feed {feed.name} ended after {end.num_steps} steps without this sample"}
     furthest = ledger.furthest(stream)
     if index <= furthest or seq < ledger.admitted(stream).get(found["partition"], 0):
-        return {"is": "waiting", "why": f"in no step yet; it waits in the window or for earlier samples of {stream}"}
+        return {
+            "is": "waiting",
+            "why": f"the sample is in no step yet; it is in the window or waits for earlier samples of {stream}",
+        }
     so_far = (
-        f"the last one in a step is {stream}:{furthest}" if furthest >= 0 else f"no sample of {stream} is in a step"
+        f"the last sample in a step is {stream}:{furthest}"
+        if furthest >= 0
+        else f"no sample of {stream} is in a step yet"
     )
-    return {"is": "waiting", "why": f"not read yet; {so_far}"}
+    return {"is": "waiting", "why": f"the sample is not read yet; {so_far}"}
 
 
 def _dropped(feed: FeedHistory, stream: str) -> list[int]:

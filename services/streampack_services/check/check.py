@@ -239,19 +239,21 @@ def _follows(config: BrokerConfig, found: Plan) -> Iterator[Value]:
         yield from _follows_feed(f"feeds.{feed.name}", config, feed.rules, feed.layout)
         if feed.rules.batch is not None:
             largest = feed.merged_tokens - found.capacity.max_sample_tokens
-            yield _derived(f"feeds.{feed.name}.batch_tokens", largest, "the largest batch that fits in memory")
+            yield _derived(f"feeds.{feed.name}.batch_tokens", largest, "largest batch that fits in memory, in tokens")
         if len(found.feeds) > 1:
             held = feed.merged_tokens * found.token_bytes
-            yield _derived(f"feeds.{feed.name}.merged_bytes", held, "part of memory for this feed only")
+            yield _derived(f"feeds.{feed.name}.merged_bytes", held, "part of memory that this feed can use")
     capacity, size = found.capacity, found.token_bytes
     partitions = sum(stream.partitions for stream in config.streams.values())
     merged, waiting = sum(feed.merged_tokens for feed in found.feeds) * size, partitions * capacity.quota_tokens * size
     share = "part of memory: {}"
     yield _derived("memory.token_bytes", size, "size of one token with all its fields")
-    yield _derived("memory.merged_bytes", merged, share.format("the window, and steps until every rank has them"))
+    yield _derived(
+        "memory.merged_bytes", merged, share.format("the window, and steps that some rank has not returned yet")
+    )
     yield _derived("memory.waiting_bytes", waiting, share.format("samples that wait for their turn in the merge"))
     each = capacity.quota_tokens * size
-    yield _derived("memory.partition_bytes", each, f"part of waiting for each of the {partitions} partitions")
+    yield _derived("memory.partition_bytes", each, f"memory for waiting samples of each of the {partitions} partitions")
     spare = found.memory_bytes - merged - waiting
     yield _derived("memory.spare_bytes", spare, share.format("room to move samples together"))
     yield from _follows_peak(config, found)
@@ -264,52 +266,59 @@ def _follows_peak(config: BrokerConfig, found: Plan) -> Iterator[Value]:
         "libraries": "the interpreter, libraries and compiled kernels",
         "arena": "the part of memory that is in use",
         "arriving": f"chunks that are not admitted yet, up to {found.arriving} per producer",
-        "leaving": f"packs that are not sent yet: {PREFETCH + 1} steps per rank",
+        "leaving": f"packs that are not sent yet, up to {PREFETCH + 1} steps per rank",
         "tables": "metadata of the samples in memory",
     }.items():
         yield _derived(f"process.{part}_bytes", getattr(parts, part), meaning)
-    full = f"the sum: peak of the process while trainers are slower than producers, at a mean of {MEAN_TOKENS} tokens"
+    full = f"peak of the process if trainers are slower than producers and a sample has {MEAN_TOKENS} tokens on average"
     yield _derived("process.peak_bytes", parts.total, full)
-    yield _derived("process.most_bytes", most, "the same for the longest samples: use it as a container's limit")
+    yield _derived(
+        "process.most_bytes", most, "peak of the process with the longest samples; set this size as a container's limit"
+    )
 
 
 def _follows_feed(path: str, config: BrokerConfig, rules: Rules, layout: str) -> Iterator[Value]:
     """Yield the figures of one feed: tokens per step, possible meshes, padding, delays, shares of streams."""
     mesh, align = config.planned_mesh, rules.align.sample
-    yield _derived(f"{path}.digest", rules.digest, "digest of the rules; equal digests and samples give equal steps")
+    yield _derived(
+        f"{path}.digest", rules.digest, "digest of the rules; runs with equal digests and samples form equal steps"
+    )
     dps = [dp for dp in range(1, MAX_RANKS + 1) if not mesh_refusal(Mesh(dp=dp), rules, layout)]
     if rules.batch is None:
         yield _derived(f"{path}.step_tokens", rules.packs * rules.budget, "tokens per step: packs times budget")
         micro = rules.packs // mesh.dp
-        yield _derived(f"{path}.micro_batches", micro, f"per rank and step, on the planned dp={mesh.dp}")
-        yield _derived(f"{path}.dp", dps, f"possible dp up to {MAX_RANKS}: divisors of the packs per step")
+        yield _derived(f"{path}.micro_batches", micro, f"micro-batches per rank and step with the planned dp={mesh.dp}")
+        yield _derived(
+            f"{path}.dp", dps, f"possible sizes of dp, up to {MAX_RANKS}: the divisors of the packs per step"
+        )
     else:
         least = packs_of_mesh(rules, 1, mesh.dp, 1) // mesh.dp
-        yield _derived(f"{path}.micro_batches", least, f"least per rank and step, on the planned dp={mesh.dp}")
-        how = "rows of padding are added" if rules.padded else "packs are split and empty ones added"
-        said = f"possible dp up to {MAX_RANKS}; {how} until all ranks have as many"
+        yield _derived(
+            f"{path}.micro_batches", least, f"fewest micro-batches per rank and step with the planned dp={mesh.dp}"
+        )
+        how = "rows of padding are added" if rules.padded else "packs are split and empty packs are added"
+        said = f"possible sizes of dp, up to {MAX_RANKS}; {how} until all ranks have the same number"
         yield _derived(f"{path}.dp", dps, said)
     cps = [cp for cp in range(1, MAX_RANKS + 1) if not mesh_refusal(Mesh(cp=cp), rules, layout)]
-    why = f"possible cp up to {MAX_RANKS}, with samples aligned to {align} tokens and packs to {rules.align.pack}"
+    why = f"possible sizes of cp, up to {MAX_RANKS}; samples align to {align} tokens and packs to {rules.align.pack}"
     yield _derived(f"{path}.cp", cps, why)
     pad = (align - 1) / 2
-    per_cent = f"{pad / (500 + pad):.1%} at a mean of 500 tokens"
-    yield _derived(f"{path}.padding", pad, f"expected padding tokens per sample for alignment: {per_cent}")
+    per_cent = f"{pad / (500 + pad):.1%} if a sample has 500 tokens on average"
+    yield _derived(f"{path}.padding", pad, f"expected padding tokens per sample for alignment ({per_cent})")
     if rules.batch is None:
         packer = rules.new_packer()
         packs = packer.max_wait(rules.window, rules.window) or 2 * rules.window
         steps = -(-packs // rules.packs)
-        waits = f"most steps that a sample waits, about: twice as many packs as the window has samples ({rules.window})"
+        waits = f"a sample waits at most about this many steps; the limit in packs is twice the window ({rules.window})"
         if isinstance(packer, Joint):
-            waits = f"most steps that a sample waits, about: twice {packer.patience} groups of {packer.group} packs, "
-            waits += "and twice as many packs as the window has samples"
+            waits += f" plus the packs of {2 * packer.patience} groups ({packer.group} packs each)"
         yield _derived(f"{path}.patience", steps, waits)
     total = sum(stream.weight for stream in rules.streams)
     for stream in rules.streams:
-        share = f"share of the {rules.weight_unit}, until a stream of the feed ends"
+        share = f"share of the feed's {rules.weight_unit} from this stream, until a stream of the feed ends"
         yield _derived(f"{path}.share.{stream.name}", round(stream.weight / total, 6), share)
     partitions = sum(stream.partitions for stream in rules.streams)
-    yield _derived(f"{path}.producers", partitions, "most producer processes that are useful: one per partition")
+    yield _derived(f"{path}.producers", partitions, "largest useful number of producer processes: one per partition")
 
 
 def _follows_producer(config: ProducerConfig) -> Iterator[Value]:
@@ -318,13 +327,17 @@ def _follows_producer(config: ProducerConfig) -> Iterator[Value]:
         path = f"streams.{name}"
         yield _derived(f"{path}.files", source.num_files, "files found")
         yield _derived(
-            f"{path}.num_shards", source.num_shards, "files or parts of files; use at most as many partitions"
+            f"{path}.num_shards",
+            source.num_shards,
+            "number of files or parts of files; set at most this number of partitions",
         )
-        yield _derived(f"{path}.digest", source.digest, "digest of names, sizes and tokenizer; equal on every host")
+        yield _derived(
+            f"{path}.digest", source.digest, "digest of file names, file sizes and tokenizer; the same on every host"
+        )
         tokenizer = open_tokenizer(config.streams[name].tokenizer or config.tokenizer)
         path += ".tokenizer"
         yield _derived(
-            f"{path}.vocab_size", tokenizer.vocab_size, "token ids are below this; up to 65536 fit tokens: uint16"
+            f"{path}.vocab_size", tokenizer.vocab_size, "number of token ids; `tokens: uint16` holds up to 65536"
         )
         yield _derived(f"{path}.end_of_text", tokenizer.eos_token, "token after each text, with append_eos")
         yield _derived(f"{path}.has_chat_template", tokenizer.has_chat_template, "whether it can encode chats")
@@ -340,7 +353,7 @@ def show_check(found: Tree, file: Path) -> None:
     console.print()
     console.print(_table("what follows", found["follows"]))
     console.print()
-    console.print(f"good: {file.name} can be used by streampack {found['command']}", soft_wrap=True)
+    console.print(f"good: streampack {found['command']} can use {file.name}", soft_wrap=True)
 
 
 def _table(title: str, values: list[Tree]) -> Table:

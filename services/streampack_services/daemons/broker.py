@@ -48,12 +48,15 @@ def serve(config: BrokerConfig, *, exit_when_finished: bool = False, ring: Ring 
         try:
             where = service.endpoints
             log.info(
-                "started run %s: producers at %s, trainers at %s", config.run, where["producers"], where["trainers"]
+                "started run %s; producers connect to %s, trainers connect to %s",
+                config.run,
+                where["producers"],
+                where["trainers"],
             )
             log.info("serving status, metrics and probes at %s", http.url)
             for line in exposed(where, config.listen.http, config.listen.keys is not None, token is not None):
                 log.warning("%s", line)
-            log.info("loading kernels; the first time on a machine they are compiled, which takes a while")
+            log.info("loading kernels; the first start on a machine compiles them, which takes a while")
             service.warm_up()  # before the rendezvous file names the addresses
             with _rendezvous(service, http.url):
                 service.run()
@@ -78,7 +81,9 @@ def exposed(endpoints: Mapping[str, str], http: str, keys: bool, token: bool) ->
         )
     replaceable = [url for url in endpoints.values() if ipc_files.can_be_replaced(url)]
     if replaceable:
-        found.append(f"other users can write to the folder of {replaceable[0]} and replace the socket; chmod 700 it")
+        found.append(
+            f"other users can write to the folder of {replaceable[0]} and replace the socket; chmod 700 the folder"
+        )
     return found
 
 

@@ -265,13 +265,15 @@ class _Supervisor:
     def _restart(self, worker: _Worker) -> None:
         """Restart a process that a signal has ended. Raises ProcessFailed for any other end and too many restarts."""
         pid, code, now = worker.process.pid, worker.process.exitcode, time.monotonic()
-        why = "killed, perhaps because memory was short" if code == -signal.SIGKILL else f"ended with {code}"
         if code is None or code >= 0:
-            raise ProcessFailed(f"A producer process ended with {code} before it was finished. Look at its log.")
+            raise ProcessFailed(
+                f"A producer process exited with code {code} before its work was finished. Find the cause in its log."
+            )
+        why = "killed, perhaps because memory was short" if code == -signal.SIGKILL else f"ended by signal {-code}"
         if sum(now - then < 60 for then in self.restarted_at) >= RESTARTS_A_MINUTE:
             raise ProcessFailed(
                 f"A producer process was {why}, after {RESTARTS_A_MINUTE} restarts within a minute. Find out what "
-                f"ends the processes; if memory is short, set fewer processes."
+                f"ends the processes. If memory is short, set fewer processes."
             )
         self.restarted_at.append(now)
         worker.start_again()
@@ -363,7 +365,7 @@ def _work(
     except StreampackError as error:
         last = ("failed", str(error), error.exit_code)
     except Exception as error:  # a bug of streampack: log its traceback
-        log.exception("a producer process (pid %d) failed; please report this with the traceback", os.getpid())
+        log.exception("a producer process (pid %d) failed; please report this error with the traceback", os.getpid())
         last = ("failed", f"{type(error).__name__}: {error}", 1)
     with contextlib.suppress(OSError):
         pipe.send(last)

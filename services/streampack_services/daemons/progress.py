@@ -194,7 +194,8 @@ def _rejected(reasons: Mapping[str, int]) -> str:
 def _unmasked(overall: Overall) -> str:
     """Return how many samples have no loss_mask although the run declares one, as text; empty for none."""
     count = sum(stream.unmasked for stream in overall.streams.values())
-    return f"{count} without the declared loss_mask, learned as a whole" if count else ""
+    samples = f"{count} sample{'s' * (count != 1)}"
+    return f"{samples} without the declared loss_mask (all their tokens count in the loss)" if count else ""
 
 
 def _restarts(overall: Overall) -> list[str]:

@@ -76,9 +76,9 @@ def read(path: Path) -> dict[str, Any] | None:
 def rejection(found: dict[str, Any], expected_attempt: str, key: Key | None) -> str:
     """Return the reason why a file's content ``found`` is not from this attempt's broker; empty if it is."""
     if "failed" in found:
-        return "the file is of a run that has ended"
+        return "the file belongs to a run that has ended"
     if found.get("attempt", "") != expected_attempt:
-        return f"the file is of another attempt: got {found.get('attempt')!r}, expected {expected_attempt!r}"
+        return f"the file belongs to attempt {found.get('attempt')!r}, expected attempt {expected_attempt!r}"
     try:
         return "" if answers(found["producers"], found["epoch"], key) else "its broker does not answer"
     except Rejected as error:

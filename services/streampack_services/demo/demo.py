@@ -115,7 +115,7 @@ def _run(
         new_key(folder / "keys", "demo", "trainer", {})
         key_file = str(folder / "keys" / "broker.key")
     _start(processes, folder, "broker", broker, "broker", "--exit-when-finished")
-    with console.status("starting the broker (the first time on a machine it compiles its kernels)"):
+    with console.status("starting the broker (the first start on a machine compiles kernels)"):
         endpoint = _wait_for_broker(rendezvous, processes[0], folder)
     http = read_rendezvous(rendezvous, "http")
     console.print(f"the broker serves its metrics at {http}/metrics")
@@ -281,7 +281,7 @@ def _table(found: dict[str, Any], options: DemoOptions) -> Table:
     """Return the demo's figures as a table that fits a terminal of 80 columns."""
     verdict = "every sample arrived exactly once" if found["ok"] else f"FAILED {found['error']}".strip()
     style = "bold green" if found["ok"] else "bold red"
-    caption = f"During the run, Prometheus could read {found['metrics']}"
+    caption = f"The demo served its metrics for Prometheus at {found['metrics']}"
     table = Table(title=f"streampack demo: {verdict}", title_style=style, caption=caption)
     table.add_column("figure", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
@@ -292,7 +292,7 @@ def _table(found: dict[str, Any], options: DemoOptions) -> Table:
     rows = [
         ("samples delivered", f"{found['samples_delivered']:,}", f"of {found['samples_produced']:,} in the source"),
         ("lost, repeated, damaged", bad, "by id and checksum"),
-        ("steps", f"{found['steps']:,}", f"of {options.dp * MICRO_BATCHES} packs, same on all ranks"),
+        ("steps", f"{found['steps']:,}", f"{options.dp * MICRO_BATCHES} packs; same on all ranks"),
         ("packs", f"{found['packs']:,}", f"of {options.budget:,} tokens"),
         ("tokens", f"{found['tokens']:,}", "without padding"),
         ("utilization", percent(found["utilization"]), "tokens / (packs x budget)"),
@@ -302,7 +302,7 @@ def _table(found: dict[str, Any], options: DemoOptions) -> Table:
         ("packing efficiency", percent(found["packing_efficiency"]), "fewest possible packs / packs"),
         ("bin balance", f"{found['bin_balance']:.4f}", "1.0: all packs equally full"),
         ("load imbalance", f"{found['cost_max_over_mean']:.4f}", "max / mean cost; 1.0 is best"),
-        ("tokens/s", f"{found['tokens_per_second']:,.0f}", f"with {options.work_ms:g} ms of work per pack"),
+        ("tokens/s", f"{found['tokens_per_second']:,.0f}", f"each pack takes {options.work_ms:g} ms of work"),
         ("next() p50, p99", f"{found['next_p50_ms']:.3f}, {found['next_p99_ms']:.3f} ms", "after the second step"),
         ("data wait", percent(found["starved_fraction"]), "share of time, worst rank"),
         ("shards verified", f"{found['shards_verified']:,}", "labels, positions, boundaries"),

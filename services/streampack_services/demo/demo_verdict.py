@@ -53,7 +53,7 @@ def expected_samples(settings: dict[str, Any], budget: int, partitions: int, see
                 index = int(index_of(seq, partition, partitions))
                 found[0, index, 0] = crc32c(tokens.astype("<i4").tobytes()), len(tokens)
     if not found:
-        raise UserError(f"{settings['shards']} has no valid sample. Pass files with at least one to --source.")
+        raise UserError(f"{settings['shards']} has no valid sample. Pass files with valid samples to --source.")
     return found
 
 

@@ -75,7 +75,7 @@ class Gap:
     snapshot: Snapshot
 
     def __str__(self) -> str:
-        return f"not recorded here: steps {self.first} to {self.last}"
+        return f"one of steps {self.first} to {self.last}, which are not recorded here"
 
 
 class Ledger:
@@ -161,7 +161,9 @@ class Ledger:
         state = self.state
         for entry in batch:
             if entry.lsn == state.next_lsn - 1 and state.last_crc and crc32c(entry.body) != state.last_crc:
-                raise self._tables.damaged(f"record {entry.lsn} of the log is not the one that was read before")
+                raise self._tables.damaged(
+                    f"record {entry.lsn} of the log differs from the record that the ledger read before"
+                )
         new = [entry for entry in batch if entry.lsn >= state.next_lsn]
         if new and not state.rows["records"][0]:
             state.first_lsn = state.next_lsn = new[0].lsn
@@ -303,7 +305,7 @@ class Ledger:
         for *_, number, lineage, _ in sorted(spans, key=lambda row: int(row[5])):
             step = None if feed is None else self.step(feed.name, number, lineage)
             if feed is None or step is None:
-                raise self._tables.damaged(f"steps: the row of step {number} of lineage {lineage} is missing")
+                raise self._tables.damaged(f"table steps has no row for step {number} of lineage {lineage}")
             hits = np.flatnonzero(step.rows["index"] == index).tolist()
             numbers = [int(step.rows["stream"][row]) for row in hits]
             places += [

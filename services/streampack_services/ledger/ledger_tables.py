@@ -112,7 +112,7 @@ class Tables:
         with self._sqlite():
             row = self._db.execute("SELECT body, crc FROM state").fetchone()
         if row is None or not isinstance(row[0], bytes) or crc32c(row[0]) != row[1]:
-            raise self.damaged("state: the row does not agree with its checksum")
+            raise self.damaged("the row of table state does not match its checksum")
         self.state = msgspec.json.decode(row[0], type=LedgerState)
         if self.state.version != VERSION:
             raise self.damaged(f"got version {self.state.version}, expected {VERSION}")
@@ -158,7 +158,7 @@ class Tables:
                     f"{name} {value!r}" for name, value in zip(TABLES[table], values, strict=True)
                     if not isinstance(value, bytes)
                 )  # fmt: skip
-                yield f"a row does not agree with its checksum: {said}", values if crc == _crc(table, values) else None
+                yield f"the row with {said} does not match its checksum", values if crc == _crc(table, values) else None
 
     def first(self, what: str, table: str, where: str, key: tuple[Any, ...]) -> Any:
         """Return the column or aggregate ``what`` of the first row, None without a row; ignore its checksum."""
@@ -174,7 +174,9 @@ class Tables:
                 damaged = [f"{table}: {said}" for said, row in self.checked(table, "1") if row is None]
                 count, crcs = self.state.rows[table]
                 if not damaged and (found := self._sum(table)) != (count, crcs):
-                    damaged = [f"{table}: got {found[0]} rows that are not the {count} rows written"]
+                    damaged = [
+                        f"{table}: the {found[0]} rows in the file differ from the {count} rows that were written"
+                    ]
                 wrong += damaged
             except LedgerDamaged as error:
                 wrong.append(f"{table}: {error}")
@@ -204,7 +206,7 @@ class Tables:
         except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF in _UNUSABLE:
                 raise UserError(
-                    f"The ledger {self._path} cannot be used: {error}. Choose a folder that can be written."
+                    f"The ledger {self._path} cannot be used: {error}. Choose a folder that you can write to."
                 ) from None
             raise self.damaged(f"SQLite cannot read the file: {error}") from None
 

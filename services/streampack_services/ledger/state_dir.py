@@ -116,5 +116,5 @@ def _row_name(row: tuple[Any, ...]) -> str:
         case "steps", feed, step, lineage:
             return f"step {step} of {feed}, lineage {lineage}"
         case "rejected", lsn, stream, lo, hi:
-            return f"rejected samples {stream}:{lo} to {hi} of record {lsn}"
+            return f"rejected samples {stream}:{lo} to {stream}:{hi} in record {lsn}"
     return f"record {row[1]}"

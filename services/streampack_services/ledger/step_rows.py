@@ -80,7 +80,7 @@ def rows_of(record: StepFormed, lsn: int) -> StepRows:
     """Return the rows of a ``StepFormed`` record with number ``lsn``. Raises ValueError if counts and rows differ."""
     rows, bounds = np.frombuffer(record.rows, ROW), _bounds(np.frombuffer(record.counts_u32, "<u4"))
     if int(bounds[-1]) != len(rows):
-        raise ValueError(f"got {len(rows)} rows, expected {int(bounds[-1])}, the sum of the packs' counts")
+        raise ValueError(f"got {len(rows)} rows, expected {int(bounds[-1])}, the sum of the samples per pack")
     return StepRows(
         record.feed, record.lineage, record.step, lsn, record.digest, record.chain, record.num_loss_tokens,
         record.num_samples, bounds, rows, _keeps(record.keeps or b"", len(rows)),
@@ -131,7 +131,7 @@ def _keeps(said: bytes, count: int) -> NDArray[np.uint8]:
     Raises ValueError for another number of bytes.
     """
     if len(said) not in (0, count):
-        raise ValueError(f"got {len(said)} bytes of keeps, expected {count} or none")
+        raise ValueError(f"got {len(said)} bytes in the field keeps, expected {count} bytes or an empty field")
     return np.frombuffer(said, np.uint8) if said else np.zeros(count, np.uint8)
 
 

@@ -84,7 +84,7 @@ def test_real_commands_explain_a_step_and_a_sample_and_verify_the_run(run: Run, 
     where = ("--state-dir", state_dir)
     shown = streampack("ledger", "verify", *where)
     assert shown.returncode == 0, shown.stderr
-    assert "good: every sample is there exactly once" in shown.stdout
+    assert "good: no sample is lost or repeated" in shown.stdout
     shown = streampack("why", "--step", "4", "--dp", "1", "--dp-size", "4", *where)
     assert shown.returncode == 0, shown.stderr
     step = next(r for r in run.records if isinstance(r, StepFormed) and r.step == 4)
@@ -153,7 +153,7 @@ def test_a_run_whose_broker_was_killed_is_in_the_ledger_as_the_trainer_got_it() 
         assert (found["is"], found["origin"]) == ("none", None)
         assert "its sample n has index 3 * n + 1" in found["why"]
         said = the_error(in_process("why", "--sample", "web.jsonl:601", *where, *produce), 2)
-        assert "The sources of web, code have no row 'web.jsonl:601'" in said
+        assert "The sources of the streams web, code have no row 'web.jsonl:601'" in said
 
 
 def test_a_rank_of_a_mesh_is_shown_its_packs_alone(state_dir: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_lost_sample_is_named_and_the_exit_code_is_1(run: Run, tmp_path: Path)
     assert result.returncode == 1
     name = f"{('web', 'code')[rows[row]['stream']]}:{rows[row]['index']}"
     assert "wrong: lost 1\n" in result.stdout
-    assert f"  {name} is lost: it is in no step and not rejected\n" in result.stdout
+    assert f"  {name} is lost: the sample is in no step and was not rejected\n" in result.stdout
     assert ask("why", "--sample", name, "--state-dir", tmp_path / "state")["is"] == "none"
 
 
@@ -210,7 +210,7 @@ def test_a_damaged_ledger_is_refused_and_made_again_from_the_log(run: Run, state
     at = good.index(step.digest)
     path.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
     line = the_error(streampack("why", "--step", "4", "--state-dir", state_dir), 1)
-    assert "steps: a row does not agree with its checksum: feed 'train', step 4" in line
+    assert "steps: the row with feed 'train', step 4" in line
     assert "Run 'streampack ledger rebuild'." in line
     assert ask("ledger", "verify", "--state-dir", state_dir)["findings"]["damaged"] == 1
     rebuilt = ask("ledger", "rebuild", "--state-dir", state_dir)

@@ -178,7 +178,7 @@ def test_the_table_fits_and_nothing_is_cut(columns: int, broker: Path, monkeypat
     lines = shown.splitlines()
     assert max(map(len, lines)) <= columns
     assert "…" not in shown
-    assert lines[-1] == "good: broker.yaml can be used by streampack broker"
+    assert lines[-1] == "good: streampack broker can use broker.yaml"
     said = [" ".join(line.split()) for line in lines]
     assert any(line.startswith("budget 4096 line 5 Tokens of a pack") for line in said)
     assert "step tokens 65536 tokens per step: packs times budget" in said
@@ -200,7 +200,7 @@ def test_a_producer_s_files_are_looked_for(tmp_path: Path) -> None:
     assert rows["streams.web.tokenizer.vocab_size"]["value"] == 257
     assert rows["streams.web.tokenizer.has_chat_template"]["value"] is False, "none is named"
     assert (rows["processes"]["value"], rows["processes"]["line"]) == (2, 1)
-    assert in_process("check", path).stdout.splitlines()[-1] == "good: p.yaml can be used by streampack produce"
+    assert in_process("check", path).stdout.splitlines()[-1] == "good: streampack produce can use p.yaml"
     path = write(tmp_path / "p.yaml", {"streams": {"web": {"source": "jsonl", "shards": shards + ".gone"}}})
     assert "a.jsonl.gone: cannot be read" in the_error(in_process("check", path), 1)
 

@@ -345,7 +345,9 @@ def test_samples_without_their_declared_mask_are_counted() -> None:
     found = overall()
     parts = {"web": StreamProgress(30, 400, unmasked=7), "code [x]": StreamProgress(5, 1000, unmasked=1)}
     found.update(120.0, [parts, {"web": StreamProgress(10, 90, unmasked=2)}], [], 0)
-    assert summary(found).startswith("45 samples, 1490 tokens, 10 without the declared loss_mask, learned as a whole")
+    assert summary(found).startswith(
+        "45 samples, 1490 tokens, 10 samples without the declared loss_mask (all their tokens count in the loss)"
+    )
     assert figures(found)["streams"]["web"]["unmasked"] == 9
 
 

@@ -180,13 +180,13 @@ def test_what_cannot_be_replayed_is_one_line(run: Run, tmp_path: Path) -> None:
         (("--step", str(last + 1), *run.where), "the feed has ended"),
         (
             ("--step", "3", *run.where, "--lineage", "2"),
-            "has no record of step 3 of feed 'train'. Lineages that have one: 0.",
+            "Step 3 of feed 'train' is not recorded in lineage 2. Lineages with this step: 0.",
         ),
         (("--step", "3", *run.where, "--feed", "valid"), "got feed 'valid', expected one of: train"),
         (("--step", "3", *run.where, "--dp", "3"), "got dp=3"),
         (("--step", "3", *run.where[:2]), "No producer.yaml has stream code, web"),
         (("--step", "3", "-c", elsewhere, *run.where[2:]), "seed"),
-        (("--step", "3", *run.where, "-o", tmp_path / "no" / "step.npz"), "whose folder does not exist"),
+        (("--step", "3", *run.where, "-o", tmp_path / "no" / "step.npz"), "does not exist. Create the folder"),
         (("--step", "3", *run.where, "--state-dir", tmp_path), "has no log. Pass the state_dir"),
     ):
         assert said in the_error(in_process("replay", *arguments), 2)
@@ -350,7 +350,7 @@ def test_the_oldest_step_is_named_where_the_log_has_lost_what_was_pushed(tmp_pat
             broker.kill()
         config = shortened(path / "broker.yaml", other, 2)
         line = the_error(in_process("replay", "--step", "1", "-c", config), 2)
-        found = re.search(r"Step 1 of feed 'train' cannot be formed again.* Ask for step (\d+) or later", line)
+        found = re.search(r"Step 1 of feed 'train' cannot be formed again.* Pass step (\d+) or a later step", line)
         assert found, line
         oldest = int(found[1])
         assert 1 < oldest < max(steps)
@@ -358,4 +358,4 @@ def test_the_oldest_step_is_named_where_the_log_has_lost_what_was_pushed(tmp_pat
             assert ask("--step", str(number), "-c", config, "-o", tmp_path / "step.npz")["equal"]
             same(steps[number], tmp_path / "step.npz")
         line = the_error(in_process("replay", "--step", str(oldest - 1), "-c", config), 2)
-        assert f"Ask for step {oldest} or later" in line
+        assert f"Pass step {oldest} or a later step" in line

@@ -174,7 +174,9 @@ def test_rows_that_are_not_what_was_formed_are_found_and_named(run: Run, data: s
     with ledger_of([mutant if record is step else record for record in run.records]) as ledger:
         found = verify(ledger)
     assert not found["good"]
-    assert any(f"step {step.step}" in line and "rows give digest" in line for line in found["named"])
+    assert any(
+        f"step {step.step}" in line and "from the rows, expected the recorded digest" in line for line in found["named"]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +237,7 @@ def test_a_step_that_is_not_there_is_named(ended: Run) -> None:
         found = verify(ledger)
         assert f"feed {FEED}: step 7 is missing" in found["named"]
         assert found["findings"]["lost"] >= len(np.unique(rows_in(step)["index"])) - 2
-        with pytest.raises(UserError, match="Neither log nor ledger has step 7 of feed 'train'"):
+        with pytest.raises(UserError, match="Step 7 of feed 'train' is in neither the log nor the ledger"):
             why_step(ledger, 7)
 
 
@@ -243,8 +245,11 @@ def test_an_end_that_does_not_agree_is_found(ended: Run) -> None:
     end = next(record for record in ended.records if isinstance(record, FeedEnded))
     for other, said in (
         (replace(end, num_steps=end.num_steps + 2), f"step {end.num_steps} is missing"),
-        (replace(end, num_steps=end.num_steps - 1), f"got step {end.num_steps - 1}, expected none"),
-        (replace(end, chain=bytes(16)), "the chain of its last step is not the one in its end"),
+        (
+            replace(end, num_steps=end.num_steps - 1),
+            f"got step {end.num_steps - 1}, expected steps below {end.num_steps - 1}",
+        ),
+        (replace(end, chain=bytes(16)), "the chain of the last step differs from the recorded final chain"),
     ):
         with ledger_of([other if record is end else record for record in ended.records]) as ledger:
             assert any(said in line for line in verify(ledger)["named"])
@@ -352,7 +357,7 @@ def test_steps_whose_records_a_log_lost_are_not_recorded_here_and_no_sample_is_c
         found = verify(ledger)
         assert found["named"] == []
         assert found["feeds"][FEED]["not_recorded"] == [[first, taken.snapshot.step - 1]]
-        said = f"not recorded here: steps {first} to {taken.snapshot.step - 1}"
+        said = f"one of steps {first} to {taken.snapshot.step - 1}, which are not recorded here"
         for step in (record for record in lost if isinstance(record, StepFormed)):
             with pytest.raises(UserError, match=said):
                 why_step(ledger, step.step)
@@ -381,7 +386,7 @@ def test_a_real_broker_whose_trainers_resume_beyond_its_log_leaves_a_gap_that_is
         assert (found["named"], found["good"]) == ([], True)
         feed = found["feeds"]["train"]
         assert (feed["not_recorded"], feed["ended"]) == ([[10, resumed - 1]], True)
-        with pytest.raises(UserError, match=f"not recorded here: steps 10 to {resumed - 1}"):
+        with pytest.raises(UserError, match=f"one of steps 10 to {resumed - 1}, which are not recorded here"):
             why_step(ledger, 12)
         for record in had:
             expected = "unrecorded" if 10 <= record.step < resumed else "step"
@@ -445,10 +450,10 @@ def test_a_row_that_is_gone_or_changed_is_named(ended: Run, tmp_path: Path) -> N
     path = tmp_path / "ledger.sqlite"
     ledger_of(ended.records, path).close()
     for statement, said in (
-        ("UPDATE steps SET step = 500 WHERE step = 4", "steps: a row does not agree with its checksum"),
+        ("UPDATE steps SET step = 500 WHERE step = 4", "steps: the row with feed"),
         (
             "UPDATE spans SET hi = hi + 1 WHERE lo = (SELECT min(lo) FROM spans)",
-            "spans: a row does not agree with its checksum",
+            "spans: the row with stream",
         ),
         ("DELETE FROM spans WHERE lo = (SELECT min(lo) FROM spans)", "spans: got"),
         ("DELETE FROM rejected WHERE lsn = (SELECT min(lsn) FROM rejected)", "rejected: got"),
