@@ -37,10 +37,10 @@ _WORDS = {
     "image": (r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "letters, digits and . _ - / : @"),
     "run": (
         r"[A-Za-z0-9][A-Za-z0-9._-]*",
-        "letters, digits and . _ -: units and jobs are named after it",
+        "letters, digits and . _ - because units and jobs are named after the run",
     ),
     "namespace": (r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", "small letters, digits and -"),
-    "prefix": (r"(/[A-Za-z0-9._-]+)+/?", "a whole path of letters, digits and . _ - as /opt/streampack"),
+    "prefix": (r"(/[A-Za-z0-9._-]+)+/?", "an absolute path of letters, digits and . _ - such as /opt/streampack"),
 }
 """By option, the pattern that its value must match, and its description for an error.
 
@@ -73,13 +73,14 @@ PLACES: dict[str, Place] = {
     ),
     "k8s": Place(
         ("kubernetes", "RUNBOOK.md"),
-        "kubectl apply -k {dir}/standalone, or sidecar with your Job in its job.yaml",
+        "kubectl apply -k {dir}/standalone; for a sidecar, put your Job into {dir}/sidecar/job.yaml "
+        "and apply {dir}/sidecar",
         "kubernetes", ("image", "namespace", *_RUN),
     ),
     "systemd": Place(
         ("systemd",),
-        "copy *.service to /etc/systemd/system, *.yaml to /etc/streampack/{run}, and systemctl enable --now "
-        "streampack-broker@{run}", "systemd", ("prefix", *_RUN),
+        "copy *.service to /etc/systemd/system and *.yaml to /etc/streampack/{run}, then run "
+        "systemctl enable --now streampack-broker@{run}", "systemd", ("prefix", *_RUN),
     ),
     "slurm": Place(
         ("slurm",),
@@ -88,12 +89,12 @@ PLACES: dict[str, Place] = {
     ),
     "dashboards": Place(
         ("grafana",),
-        "mount provisioning at /etc/grafana/provisioning and dashboards at /var/lib/grafana/dashboards, with "
-        "PROMETHEUS_URL; or import one by hand", "grafana",
+        "mount provisioning at /etc/grafana/provisioning and dashboards at /var/lib/grafana/dashboards and set "
+        "PROMETHEUS_URL; or import a dashboard by hand", "grafana",
     ),
     "alerts": Place(
         ("prometheus", "RUNBOOK.md"),
-        "name {dir}/alerts.yaml in rule_files of prometheus.yml", "prometheus",
+        "add {dir}/alerts.yaml to rule_files in prometheus.yml", "prometheus",
     ),
 }  # fmt: skip
 
@@ -155,7 +156,7 @@ def _check(name: str, place: Place, options: Options) -> None:
     for key, value in asdict(options).items():
         if value is not None and key not in place.options:
             known = ", ".join(f"--{each}" for each in place.options) or "no option"
-            raise UserError(f"{name} does not have the option --{key}. Its options: {known}.")
+            raise UserError(f"The export {name} does not have the option --{key}. Its options are: {known}.")
         pattern, expected = _WORDS.get(key, ("", ""))
         if isinstance(value, str) and not re.fullmatch(pattern, value):
             raise UserError(f"--{key}: got {value!r}, expected {expected}")
@@ -163,7 +164,7 @@ def _check(name: str, place: Place, options: Options) -> None:
         for key, path in _paths(read_producer(options.produce)):
             if not path.startswith("/") and "://" not in path:
                 raise UserError(
-                    f"{options.produce}: {key} is the relative path {path}, but producers run in another folder there. "
+                    f"{options.produce}: {key} is the relative path {path}, but exported producers run elsewhere. "
                     "Use an absolute path."
                 )
 
@@ -176,7 +177,7 @@ def _warnings(place: Place, options: Options) -> Iterator[str]:
     if "produce" in place.options and not sent <= streams:
         whose = "the producer.yaml of the example" if producer is None else str(options.produce)
         names = ", ".join(sorted(streams))
-        yield f"{whose} has the streams {', '.join(sorted(sent))}, but broker.yaml has {names}"
+        yield f"{whose} has the streams {', '.join(sorted(sent))}, but broker.yaml has the streams {names}"
 
 
 def _paths(config: ProducerConfig) -> Iterator[tuple[str, str]]:
@@ -233,7 +234,7 @@ def _configured(path: Path, options: Options, words: Mapping[str, str]) -> str:
     )  # keep the user's token_file and keys
     if path.name == "broker.yaml" and options.run is not None:
         tree["run"] = options.run
-    said = f"# {given.name}, except for the addresses and folders of this place: {', '.join(own)}.\n"
+    said = f"# This is a copy of {given.name} with other values for: {', '.join(own)}.\n"
     return said + yaml.safe_dump(tree, sort_keys=False, width=110)
 
 

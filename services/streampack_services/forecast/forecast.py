@@ -169,8 +169,8 @@ def forecast(
         steps = steps[:full]
     if not steps:
         raise UserError(
-            f"Got {len(order.lengths):,} samples, which do not fill a step, and tail: drop drops the rest. Pass more "
-            "samples, or use tail: pad."
+            f"Got {len(order.lengths):,} samples, which do not fill a step, and `tail: drop` drops incomplete steps. "
+            "Pass more samples, or set `tail: pad`."
         )
     tokens, slots = np.concatenate([step.packs.sums[:2] for step in steps], axis=1)
     num_filled = int((slots > 0).sum())

@@ -97,15 +97,13 @@ def of_lengths(what: str, lengths: I64, most: int | None, total: float | None = 
     """
     if total is not None and total < len(lengths):
         raise UserError(
-            f"--total is {total:,.0f} samples, but the file has {len(lengths):,}. Pass at least {len(lengths)}."
+            f"--total is {total:,.0f} samples, but the file has {len(lengths):,} lengths. Pass at least {len(lengths)}."
         )
     whole = total is None or total == len(lengths)
     if most is None or len(lengths) <= most:
         return Workload(what, (StreamLengths("data", (lengths,), (whole,), total or len(lengths)),))
     some = stretches(lengths, most)
-    note = (
-        f"{len(some):,} of the {len(lengths):,} lengths are packed, in {STRETCHES} stretches (set --samples for more)"
-    )
+    note = f"the forecast uses {len(some):,} of the {len(lengths):,} lengths (set --samples for more)"
     stream = StreamLengths("data", (some,), (False,), total or len(lengths), every=counted(lengths) if whole else None)
     return Workload(what, (stream,), [note])
 
@@ -156,7 +154,7 @@ def read_lengths(path: Path) -> I64:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     if not len(values):
-        raise UserError(f"{path}: got no lengths, expected a whole number for each sample")
+        raise UserError(f"{path}: got no lengths, expected the number of tokens of each sample")
     wrong = np.flatnonzero((values < 1) | (values > MAX_LENGTH))
     if len(wrong):
         at = int(wrong[0])
@@ -181,14 +179,16 @@ def _read_text(path: Path) -> I64:
     try:
         words = path.read_text(encoding="utf-8-sig").split()
     except UnicodeDecodeError:
-        raise UserError(f"{path}: got bytes that are not text, expected a whole number for each sample") from None
+        raise UserError(
+            f"{path}: got bytes that are not text, expected the number of tokens of each sample as text"
+        ) from None
     try:
         return np.array(words, np.str_).astype(np.int64) if words else np.zeros(0, np.int64)
     except (ValueError, OverflowError):
         at, word = next((at, word) for at, word in enumerate(words) if not _is_length(word))
         raise SampleError(
-            f"{path}: sample {at}: got {word[:_SHOWN]!r}, expected a whole number of tokens. If the file holds texts, "
-            f"name it in a producer.yaml and pass -c producer.yaml."
+            f"{path}: got {word[:_SHOWN]!r} for sample {at}, expected a whole number of tokens. If the file holds "
+            f"texts, name the file in a producer.yaml and pass -c producer.yaml."
         ) from None
 
 

@@ -138,8 +138,8 @@ def _deal(step: PlannedStep, samples: FormSamples, dp: int, pp: int) -> _OneStep
     count = packs_of_mesh(rules, len(step.packs), dp, pp)
     if rules.batch is not None and rules.batch.empty == "error" and len(handles) < count:
         raise UserError(
-            f"Got a batch of {len(handles)} samples for dp={dp} with {count // dp} micro-batches each, expected at "
-            f"least {count}. With empty: error, a run stops there; use larger batches or empty: pad."
+            f"Got a batch of {len(handles)} samples with dp={dp} and `empty: error`, expected at least {count} "
+            f"samples, so that each rank gets {count // dp} micro-batches. Use larger batches or `empty: pad`."
         )
     if count == len(step.packs):
         sums = np.concatenate([np.zeros((4, 1), np.int64), np.cumsum(columns, axis=1)], axis=1)

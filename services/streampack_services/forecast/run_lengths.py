@@ -89,7 +89,7 @@ def from_ledger(state_dir: Path, feed: str | None) -> Served:
         if rules.padded:
             raise UserError(
                 f"{state_dir}: feed {of.name!r} is padded, so its batches depend on the mesh, which a log does not "
-                f"have. Pass the address of the running broker."
+                f"record. Pass the address of the running broker."
             )
         numbers, sums = [], np.zeros(5, np.int64)
         for step in ledger.steps(of.name):
@@ -98,7 +98,7 @@ def from_ledger(state_dir: Path, feed: str | None) -> Served:
                 sums += _sums(step, rules)
         samples, packs, empty, tokens, slots = sums.tolist()
         if not samples:
-            raise UserError(f"{state_dir}: feed {of.name!r} has no step yet. Wait until the run has formed some.")
+            raise UserError(f"{state_dir}: feed {of.name!r} has no step yet. Wait until the run has formed a step.")
         wanted = max(MOST * len(numbers) // samples, STRETCHES)
         lengths, bounds = list[I64](), [0]
         for stretch in stretches_of(np.array(numbers), wanted):
@@ -178,7 +178,7 @@ def from_status(status: BrokerStatus, feed: str | None) -> Served:
     found = feeds[name]
     totals, rules = found.totals, Rules(**{key: getattr(found.rules, key) for key in Rules.__struct_fields__})
     if not totals.samples:
-        raise UserError(f"Feed {name!r} of the broker has formed no step yet. Wait until it has formed some.")
+        raise UserError(f"Feed {name!r} of the broker has no step yet. Wait until the broker has formed a step.")
     lengths, filled = spread(found.lengths, rules.seed), totals.packs - totals.empty_packs
     slots = rules.budget * filled
     if found.dynamic_batching is not None:
@@ -189,7 +189,7 @@ def from_status(status: BrokerStatus, feed: str | None) -> Served:
     return Served(
         f"{status.run}, feed {name}, {totals.steps:,} steps", lengths, rules, totals.samples, totals.packs,
         totals.empty_packs, totals.tokens, slots, np.linspace(0, len(lengths), batches + 1).astype(np.int64),
-        totals.steps, found.state == "ended", "shuffled, from a histogram with buckets of 3%", found.tokens_per_s,
+        totals.steps, found.state == "ended", "in random order (3% buckets)", found.tokens_per_s,
         len(found.readers), _mesh_of(found),
     )  # fmt: skip
 

@@ -71,7 +71,7 @@ def _stream(
                 say(num)
     if sum(rejected.values()) == num:
         raise SourceError(
-            f"{name}: all {num} samples were rejected ({dict(rejected)}). Correct the source or its keys."
+            f"{name}: all {num} samples were rejected ({dict(rejected)}). Correct the files or the stream's settings."
         )
     total, counted = _total(source, num, whole=not live)
     ended = tuple(p not in live for p in range(count))

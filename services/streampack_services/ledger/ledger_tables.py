@@ -174,9 +174,7 @@ class Tables:
                 damaged = [f"{table}: {said}" for said, row in self.checked(table, "1") if row is None]
                 count, crcs = self.state.rows[table]
                 if not damaged and (found := self._sum(table)) != (count, crcs):
-                    damaged = [
-                        f"{table}: the {found[0]} rows in the file differ from the {count} rows that were written"
-                    ]
+                    damaged = [f"{table}: got {found[0]} rows that differ from the {count} rows written"]
                 wrong += damaged
             except LedgerDamaged as error:
                 wrong.append(f"{table}: {error}")

@@ -83,7 +83,8 @@ class Log:
                 raise
         except OSError as error:
             raise UserError(
-                f"The log in {folder} cannot be opened: {error.strerror or error}. Choose a folder that can be written."
+                f"The log in {folder} cannot be opened: {error.strerror or error}. Choose a folder that you can write "
+                f"to."
             ) from None
         return cls(folder, lock, segments, writer, segment_bytes)
 
@@ -165,7 +166,7 @@ class Log:
                     lsn += 1
             if lsn < upto:
                 what = f"bytes that are not record {lsn}"
-                raise damaged(segment.path, segment.offset(lsn), what, "the record that was written there")
+                raise damaged(segment.path, segment.offset(lsn), what, f"record {lsn}, which was written there")
 
     def read(self, lsn: int) -> LogEntry:
         """Return record ``lsn``. Raises LogDamaged as ``entries`` does, InternalError if there is no such record."""
@@ -215,7 +216,9 @@ class Log:
     def _segment(self, lsn: int) -> Segment:
         """Return the segment of record ``lsn``. Raises InternalError if the log has no such record."""
         if not self.first_lsn <= lsn < self.next_lsn:
-            raise InternalError(f"got record {lsn} to read, expected one of {self.first_lsn} to {self.next_lsn - 1}")
+            raise InternalError(
+                f"got a request for record {lsn}, expected a record from {self.first_lsn} to {self.next_lsn - 1}"
+            )
         return self._segments[bisect_right(self._segments, lsn, key=lambda segment: segment.first_lsn) - 1]
 
 
@@ -242,7 +245,7 @@ def _views(parts: Sequence[Any]) -> tuple[list[memoryview], int]:
     views = [view.cast("B") for part in parts if (view := memoryview(part)).nbytes]
     size = sum(view.nbytes for view in views)
     if size > MAX_BODY:
-        raise InternalError(f"got a record of {size} bytes, expected at most {MAX_BODY}")
+        raise InternalError(f"got a record of {size} bytes, expected at most {MAX_BODY} bytes")
     return views, RECORD.size + size
 
 
@@ -253,7 +256,7 @@ def _reading(segment: Segment) -> Iterator[int]:
         try:
             fd = stack.enter_context(_opened(segment.path))
         except FileNotFoundError:
-            expected = "the segment that was here when the log was opened"
+            expected = "the segment file that existed when the log was opened"
             raise damaged(segment.path, 0, "no such file", expected) from None
         yield fd
 

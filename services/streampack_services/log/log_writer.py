@@ -135,7 +135,9 @@ class Writer:
         full = self._try(self._write)
         full = self._try(self._make_safe) or full
         if full and not self.full:
-            log.warning("cannot write the log in %s: %s; records wait in memory", self._folder, full)
+            log.warning(
+                "cannot write the log in %s: %s; records wait in memory until there is space", self._folder, full
+            )
         elif self.full and not full:
             log.info("the log in %s has space again; all waiting records are written", self._folder)
         self.full = full
@@ -278,7 +280,7 @@ class Writer:
             return
         lacks = self._try(lambda: self._allocate(self._segment_bytes))
         if lacks and not self._short:
-            text = "no space for the next segment of the log in %s: %s (%.1f MB); records wait once this one is full"
+            text = "no space for the next log segment in %s: %s (%.1f MB); records wait when this segment is full"
             log.warning(text, self._folder, lacks, self._segment_bytes / 1e6)
         self._short = bool(lacks)
 
@@ -315,7 +317,7 @@ class Writer:
     def _finish(self) -> None:
         """Sync and close all files, and remove the preallocated one."""
         if self._group:
-            text = "closed the log in %s without %d records, for which there was no space; they are lost"
+            text = "closed the log in %s; %d records are lost, because there was no space to write them"
             log.error(text, self._folder, len(self._group))
         if self._fd >= 0:
             self._try(self._sync_written)

@@ -248,8 +248,8 @@ def _no_head(path: Path, head: bytes, first_lsn: int) -> LogDamaged:
     if magic == MAGIC and version != VERSION:
         return damaged(path, 8, f"format version {version}", f"version {VERSION}, which this streampack writes")
     if magic == MAGIC and lsn != first_lsn:
-        return damaged(path, 16, f"a segment that begins with record {lsn}", f"{first_lsn}, as its name says")
-    return damaged(path, 0, "neither of two heads whole", "a segment of a log")
+        return damaged(path, 16, f"a segment with first record {lsn}", f"first record {first_lsn}, as in the file name")
+    return damaged(path, 0, "two damaged segment heads", "at least one intact head")
 
 
 def _gap(segment: Segment, first_lsn: int | None) -> LogDamaged:
@@ -258,14 +258,14 @@ def _gap(segment: Segment, first_lsn: int | None) -> LogDamaged:
         return _lost(segment)
     path = segment_path(segment.path.parent, segment.next_lsn)
     if first_lsn is not None and not segment.sealed:  # the records may be missing here, or a whole file
-        return damaged(segment.path, segment.end, f"no record {segment.next_lsn}", f"it here or in {path.name}")
-    return damaged(path, 0, "no such file", "the segment that follows")
+        return damaged(segment.path, segment.end, f"no record {segment.next_lsn}", f"the record here or in {path.name}")
+    return damaged(path, 0, "no such file", "the next segment of the log")
 
 
 def _lost(segment: Segment) -> LogDamaged:
     """Return the error for a record that was synced and is bad."""
     what = f"bytes that are not record {segment.next_lsn}"
-    expected = f"the record, because all bytes below {segment.synced} were synced"
+    expected = f"the whole record, because all bytes below {segment.synced} were synced"
     return damaged(segment.path, segment.end, what, expected)
 
 
@@ -282,5 +282,5 @@ def _cut_tail(segment: Segment) -> None:
     finally:
         os.close(fd)
     if cut:
-        text = "%s: cut the log at byte %d: %d bytes after it were not synced when the last writer ended"
+        text = "%s: truncated the log at byte %d; dropped %d bytes that were not synced when the last writer ended"
         log.warning(text, segment.path, segment.end, cut)

@@ -74,7 +74,8 @@ def _packer(found: Tree) -> list[str]:
     sorting = ", ".join(name for name in better if name not in NEAR_ORDER)
     if sorting and not take["step_samples"]:
         sentences.append(
-            f"Better but not recommended: {sorting}. They sort whole windows by length, so steps differ in their mix."
+            f"Packers with better figures that are not recommended: {sorting}. These packers sort whole windows by "
+            f"length, so the mix of samples differs between steps."
         )
     return sentences
 
@@ -86,7 +87,7 @@ def _window(found: Tree) -> list[str]:
     if base is None or not others:
         return []
     compared = ", ".join(f"{row['window']} {_compared(row, base)}" for row in others)
-    return [f"Window of {take['window']} samples: {compared}. A larger window delays samples longer."]
+    return [f"Compared with a window of {take['window']} samples: {compared}. A larger window delays samples longer."]
 
 
 def _budget(found: Tree) -> list[str]:
@@ -100,7 +101,8 @@ def _budget(found: Tree) -> list[str]:
         cut = row["lost_share"] - base["lost_share"]
         cuts = f" and cuts off {row['lost_share']:.2%} of the tokens" if cut > SAID else ""
         compared.append(f"{row['budget']} {_compared(row, base)}{cuts}")
-    return [f"Budget of {take['budget']} tokens: {', '.join(compared)}. The activations of a pack must fit on a GPU."]
+    against = f"Compared with a budget of {take['budget']} tokens"
+    return [f"{against}: {', '.join(compared)}. The activations of a pack must fit on a GPU."]
 
 
 def _compared(row: Tree, base: Tree) -> str:
@@ -123,18 +125,18 @@ def _overlong(found: Tree, overlong: str | None) -> list[str]:
     over = f"{take['overlong']:,} of {found['lengths']['samples']:,} samples are longer than the budget"
     lost = f"loses {take['lost_share']:.2%} of all tokens"
     if overlong is None:
-        stops = "Without overlong in broker.yaml, a run stops at the first such sample"
-        return [f"{over}. overlong: truncate {lost}, overlong: split loses none. {stops}."]
-    return [f"{over}. overlong: {overlong} {lost}."]
+        stops = "If broker.yaml does not set `overlong`, a run stops at the first of these samples"
+        return [f"{over}. `overlong: truncate` {lost}, `overlong: split` loses none. {stops}."]
+    return [f"{over}. `overlong: {overlong}` {lost}."]
 
 
 def _rejected(found: Tree) -> list[str]:
     """Return a sentence with the number of invalid samples; empty for none."""
     if not found["rejected"]:
         return []
-    return [
-        f"{found['rejected']:,} samples are not valid. poison: drop drops them; without it a run stops at the first."
-    ]
+    drops = "`poison: drop` drops invalid samples"
+    stops = "Without this setting, a run stops at the first invalid sample"
+    return [f"{found['rejected']:,} samples are not valid. {drops}. {stops}."]
 
 
 def _alignment(found: Tree) -> list[str]:
@@ -149,9 +151,9 @@ def _alignment(found: Tree) -> list[str]:
         if tight["mesh"] == take["mesh"] and tight["align"] != given["align"]:
             saved = given["waste"]["alignment"] - tight["waste"]["alignment"]
             said.append(
-                f"align: {{sample: tight}} pads samples only to multiples of {tight['align']['sample']} tokens. It "
-                f"saves {saved:.2%} of the capacity (useful {tight['useful'] - given['useful']:+.2%}). It is not "
-                f"tested on GPUs yet."
+                f"`align: {{sample: tight}}` pads samples only to multiples of {tight['align']['sample']} tokens. This "
+                f"saves {saved:.2%} of the capacity (useful {tight['useful'] - given['useful']:+.2%}). Tight alignment "
+                f"is not tested on GPUs yet."
             )
     return said
 
@@ -165,11 +167,19 @@ def _shape(found: Tree) -> list[str]:
     said = [f"{shape_text(row['shape'])} {_change(row['useful'] - base['useful'])}" for row in rows if row is not base
             if abs(row["useful"] - base["useful"]) >= SAID]  # fmt: skip
     stages = base["mesh"]["pp"]
-    pipeline = f" With {stages} pipeline stages, all packs of a step are as long as its longest." if stages > 1 else ""
-    shapes = f"Packs of shape {shape_text(base['shape'])}"
+    pipeline = (
+        f" With {stages} pipeline stages, all packs of a step are padded to the longest one." if stages > 1 else ""
+    )
+    shapes = f"packs of shape {shape_text(base['shape'])}"
     if not said:
-        return [f"{shapes}: no other shape gains much.{pipeline}"] if stages > 1 or base["step_samples"] else []
-    return [f"{shapes}: {', '.join(said)}. Compilers and CUDA graphs need few different shapes.{pipeline}"]
+        return (
+            [f"Compared with {shapes}, no other shape gains much.{pipeline}"]
+            if stages > 1 or base["step_samples"]
+            else []
+        )
+    return [
+        f"Compared with {shapes}: {', '.join(said)}. Compilers and CUDA graphs need few different shapes.{pipeline}"
+    ]
 
 
 def shape_text(shape: Any) -> str:
@@ -189,11 +199,11 @@ def _batches(found: Tree) -> list[str]:
     low, high, dp = take["micro_batches_low"], take["micro_batches_high"], take["mesh"]["dp"]
     ranks = f" on each of {dp} ranks" if dp > 1 else ""
     micro = _counted(low, high, "micro-batch", "micro-batches")
-    said = f"A batch of {take['step_samples']:,} samples is {take['formed_packs']:.1f} packs, in {micro}{ranks}."
+    said = f"A batch of {take['step_samples']:,} samples forms {take['formed_packs']:.1f} packs, in {micro}{ranks}."
     split, empty = take["split_share"], take["waste"]["empty_pack"]
-    needs = [f"{split:.1%} of the packs are split off others"] if split > SAID else []
-    needs += [f"{empty:.1%} of the capacity is in empty packs"] if empty > SAID else []
-    said += f" To give every rank as many packs, {' and '.join(needs)}." if needs else ""
+    needs = [f"{split:.1%} of the packs are split from other packs"] if split > SAID else []
+    needs += [f"empty packs take {empty:.1%} of the capacity"] if empty > SAID else []
+    said += f" So that every rank has the same number of packs, {' and '.join(needs)}." if needs else ""
     return [said]
 
 
@@ -207,14 +217,16 @@ def _balance(found: Tree) -> list[str]:
     take = found["take"]
     dp = take["mesh"]["dp"]
     if dp == 1:
-        return ["One data-parallel rank waits for no other. Pass your mesh, such as --mesh dp=8,cp=2, to see its cost."]
+        return [
+            "A single data-parallel rank does not wait. To see the cost of your mesh, pass --mesh, such as dp=8,cp=2."
+        ]
     said = f"The load imbalance (max / mean cost) over {dp} data-parallel ranks is {take['cost_max_over_mean']:.3f}"
     if take["cost_max_over_mean"] < UNEVEN:
         return [f"{said}, which is balanced."]
     if take["step_samples"]:
-        return [f"{said}. Larger batches lower it."]
-    joint = "" if take["packer"] == "joint" else ", as does balance: joint, which forms packs of equal cost"
-    return [f"{said}. More packs per step lower it{joint}."]
+        return [f"{said}. Larger batches lower the imbalance."]
+    joint = "" if take["packer"] == "joint" else ", and so does `balance: joint`, which forms packs of equal cost"
+    return [f"{said}. More packs per step lower the imbalance{joint}."]
 
 
 def _meshes(found: Tree) -> list[str]:
@@ -227,7 +239,8 @@ def _meshes(found: Tree) -> list[str]:
     if len(rows) < 2:
         return []
     compared = ", ".join(f"{mesh} {useful:.2%}" for mesh, useful in sorted(rows.items(), key=lambda each: -each[1]))
-    return [f"Share of the ranks' time on real tokens by mesh: {compared}. Kernels and links are not included."]
+    share = f"Share of the time that ranks spend on real tokens, by mesh: {compared}"
+    return [f"{share}. The forecast leaves out kernels and links."]
 
 
 def _last_step(found: Tree) -> list[str]:
@@ -235,21 +248,22 @@ def _last_step(found: Tree) -> list[str]:
     share = found["take"]["waste"]["empty_pack"]
     if share <= 0.005 or found["take"]["step_samples"]:
         return []
-    return [
-        f"Empty packs of the last step take {share:.2%} of the capacity. Avoid them with fewer packs or tail: drop."
-    ]
+    takes = f"Empty packs of the last step take {share:.2%} of the capacity"
+    return [f"{takes}. To avoid empty packs, set fewer packs per step or `tail: drop`."]
 
 
 def _steps(found: Tree) -> list[str]:
     """Return a sentence with the steps of a pass, and their 95% interval if they are estimated."""
     take = found["take"]
     warmup = take["rules"].get("warmup")
-    among = f"; the budget of the first {warmup['steps']:,} grows from {warmup['init']:,}" if warmup else ""
+    among = (
+        f"; in the first {warmup['steps']:,} steps, the budget grows from {warmup['init']:,} tokens" if warmup else ""
+    )
     if take["steps"] is None:
-        return ["The number of steps per pass is not known. Pass the number of samples with --total."]
+        return ["The number of steps per pass is not known. Set the number of samples per pass with --total."]
     if take["steps_low"] == take["steps_high"]:
         of = f"{take['step_samples']:,} samples" if take["step_samples"] else f"{take['step_packs']} packs"
-        return [f"A pass is {take['steps']:,} step{'s' * (take['steps'] != 1)} of {of}{among}."]
+        return [f"A pass has {take['steps']:,} step{'s' * (take['steps'] != 1)} of {of}{among}."]
     return [
-        f"A pass is {take['steps']:,} steps (95% interval: {take['steps_low']:,} to {take['steps_high']:,}){among}."
+        f"A pass has {take['steps']:,} steps (95% interval: {take['steps_low']:,} to {take['steps_high']:,}){among}."
     ]

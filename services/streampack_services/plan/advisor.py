@@ -83,11 +83,17 @@ def _steps_notes(options: PlanOptions, workload: Workload) -> list[str]:
     """Return sentences on how the steps of the forecast differ from the requested ones."""
     asked, base, notes = options.rules.packs, base_of(options), list[str]()
     if options.step.get("end_of_batch"):
-        notes.append(f"the forecast assumes batches of {base.step_samples:,} samples; those of a run end at marks")
+        notes.append(
+            f"the forecast assumes batches of {base.step_samples:,} samples; in a run, marks in the streams end the "
+            f"batches"
+        )
     if base.step_packs not in (asked, None):
-        notes.append(f"a step has {base.step_packs} packs instead of {asked}, because dp must divide the packs")
+        notes.append(
+            f"a step has {base.step_packs} packs instead of {asked}, because the packs of a step must be a multiple of "
+            f"dp"
+        )
     if (held := len(workload.lengths)) < (base.step_samples or 0):
-        notes.append(f"there is no whole batch: the figures are for a batch of {samples_text(held)}")
+        notes.append(f"the lengths do not fill a batch, so the figures are for a batch of {samples_text(held)}")
     return notes
 
 
@@ -177,8 +183,9 @@ def _refuse_overlong(workload: Workload, budget: int) -> None:
             if over.any():
                 at = int(np.argmax(over))
                 raise SampleError(
-                    f"{workload.what}: sample {partition + at * len(stream.partitions)} of {stream.name}: got "
-                    f"{int(lengths[at])} tokens, expected at most the budget of {budget}. Pass a larger --budget, or "
+                    f"{workload.what}: got {int(lengths[at])} tokens in sample "
+                    f"{partition + at * len(stream.partitions)} of "
+                    f"stream {stream.name}, expected at most the budget of {budget} tokens. Pass a larger --budget, or "
                     f"--overlong truncate, split or drop."
                 )
 

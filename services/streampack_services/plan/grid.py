@@ -125,8 +125,8 @@ def grid(options: PlanOptions) -> list[Setting]:
     mesh, base = options.meshes[0], base_of(options)
     if base.budget % base.align.pack:
         raise ConfigError(
-            f"budget: got {base.budget}, expected a multiple of {base.align.pack}, which the mesh and precision "
-            f"need. Use {fitting(base.budget, base.align)}."
+            f"budget: got {base.budget}, expected a multiple of {base.align.pack} because of the mesh and precision. "
+            f"Use {fitting(base.budget, base.align)}."
         )
     budgets = (fitting(budget, base.align) for budget in sorted(options.budgets))
     found = [base, *(_setting("budget", options, budget, base.window, base.packer, mesh) for budget in budgets)]

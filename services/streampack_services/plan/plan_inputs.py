@@ -61,7 +61,8 @@ def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
         return _of_producer(given, producer, base), options
     if what is None:
         raise UserError(
-            "No lengths to plan for. Pass a file of lengths, a broker's address, a state_dir or -c producer.yaml."
+            "There are no lengths to plan for. Pass a file of lengths, a broker's address, a state_dir or -c "
+            "producer.yaml."
         )
     if producer is not None:
         raise UserError(f"Got both {what} and a producer.yaml to read lengths from. Pass only one of them.")
@@ -85,7 +86,8 @@ def run_of(what: str | None, feed: str | None, timeout_s: float) -> Served:
     if Path(str(what)).is_dir():
         raise UserError(f"{what} is a folder without a log. Pass a broker's state_dir or its address.")
     raise UserError(
-        f"{what} is neither a broker's state_dir nor its address. For a file of lengths, run 'streampack plan {what}'."
+        f"{what} is neither a broker's state_dir nor a broker's address. For a file of lengths, run 'streampack plan "
+        f"{what}'."
     )
 
 
@@ -131,9 +133,11 @@ def _of_file(given: PlanInputs, what: str) -> Workload:
     if is_lengths(Path(what)):
         return of_lengths(Path(what).name, read_lengths(Path(what)), given.samples or TO_PACK, given.total)
     if Path(what).is_dir():
-        raise UserError(f"{what} is a folder without a log. Pass a broker's state_dir, its address, or lengths.")
+        raise UserError(
+            f"{what} is a folder without a log. Pass a broker's state_dir, its address, or a file of lengths."
+        )
     raise UserError(
-        f"{what}: expected a file of lengths, a broker's address or a state_dir. To plan for your data, name the "
+        f"{what} is not a file of lengths, a broker's address or a state_dir. To plan for your data, name the data "
         f"files in a producer.yaml and pass -c producer.yaml."
     )
 
@@ -144,7 +148,8 @@ def _of_run(run: Served, most: int) -> Workload:
     whole = run.ended and len(lengths) == run.samples
     every = counted(run.lengths) if len(run.lengths) == run.samples and not whole and run.ended else None
     total = float(run.samples) if run.ended else None
-    note = f"{len(lengths):,} of the {run.samples:,} samples served, {run.note}; overlong samples as the run cut them"
+    used = f"the forecast uses {len(lengths):,} of the {run.samples:,} samples that the run served, {run.note}"
+    note = f"{used}; overlong samples count as the run truncated or split them"
     return Workload(run.what, (StreamLengths("data", (lengths,), (whole,), total, every=every),), [note])
 
 
@@ -153,11 +158,11 @@ def _with_total(workload: Workload, given: PlanInputs) -> Workload:
     if given.total is None:
         return workload
     if len(workload.streams) > 1:
-        raise UserError("Got --total and several streams. --total needs exactly one stream, so leave it out.")
+        raise UserError("Got --total and several streams, but --total needs exactly one stream. Leave --total out.")
     stream = workload.streams[0]
     if stream.whole or given.total < stream.num_samples:
-        raise UserError(f"--total is {given.total:,} samples, but {stream.num_samples:,} were read"
-                        f"{', which are all' if stream.whole else ''}. Leave --total out.")  # fmt: skip
+        raise UserError(f"--total is {given.total:,} samples, but {stream.num_samples:,} samples were read"
+                        f"{', the whole stream' if stream.whole else ''}. Leave --total out.")  # fmt: skip
     known = StreamLengths(stream.name, stream.partitions, stream.ended, float(given.total))
     return replace(workload, streams=(known,))
 
@@ -169,7 +174,8 @@ def _configs(files: list[Path]) -> tuple[BrokerConfig | None, ProducerConfig | N
     for file in files:
         found = read_either(file)
         if (broker if isinstance(found, BrokerConfig) else producer) is not None:
-            raise UserError(f"{file} is a second file of its kind. Pass at most one broker.yaml and one producer.yaml.")
+            kind = "broker.yaml" if isinstance(found, BrokerConfig) else "producer.yaml"
+            raise UserError(f"{file} is a second {kind}. Pass at most one broker.yaml and one producer.yaml.")
         if isinstance(found, BrokerConfig):
             broker = found
         else:

@@ -97,7 +97,7 @@ def options_of(given: PlanInputs, base: PlanBase) -> PlanOptions:
     """Return the grid of settings to forecast. Raises UserError for wrong arguments and for rules without packing."""
     if base.rules.padded:
         raise UserError(
-            "The rules have padded: true, but plan forecasts packs. Pass only the lengths, or plan a single batch "
+            "The rules have `padded: true`, but plan forecasts packs. Pass only the lengths, or plan a single batch "
             "with streampack.plan_step(mode='padded')."
         )
     meshes = tuple(map(_mesh, given.meshes)) or (base.mesh or PlanMesh(),)
@@ -129,18 +129,21 @@ def _with_step(given: PlanInputs, rules: Rules, base: PlanBase) -> tuple[Rules, 
     for batches whose number of samples is not known.
     """
     if given.packs is not None and given.batch is not None:
-        raise UserError("Got both --packs and --batch. A step is a number of packs or of samples: pass only one.")
+        raise UserError(
+            "Got both --packs and --batch. Pass --packs for steps of packs, or --batch for steps of samples."
+        )
     if given.packs is not None:
         return msgspec.structs.replace(rules, packs=given.packs, batch=None), {}
     asked = rules.batch if rules.batch is not None or given.batch is None else Batch(samples=given.batch)
     if asked is None:
         return rules, {}
     if given.window is not None:
-        raise UserError("Got --window, but steps are batches, which are packed whole. Leave --window out.")
+        raise UserError("Got --window, but each step is a whole batch and needs no window. Leave --window out.")
     samples = given.batch or asked.samples or base.batch_samples
     if samples is None:
         raise UserError(
-            "The size of batches is not known with step: {end_of_batch: true}. Pass the samples of a batch: --batch N."
+            "With `step: {end_of_batch: true}`, the size of a batch is not known. Pass its number of samples with "
+            "--batch."
         )
     others = {key: value for key, value in msgspec.to_builtins(asked).items() if key != "samples"}
     ends = rules.batch is not None and rules.batch.samples is None

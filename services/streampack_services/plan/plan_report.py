@@ -75,10 +75,10 @@ def _read_text(stream: Tree, *, alone: bool) -> str:
 
 
 WASTE = {
-    "align": ("alignment", "samples padded to multiples"),
+    "align": ("alignment", "samples are padded to multiples"),
     "tail": ("pack_tail", "space after a pack's last sample"),
-    "shape": ("shape", "packs padded to a multiple or bucket"),
-    "pipe": ("pipeline", "packs padded to the longest of the step"),
+    "shape": ("shape", "packs are padded to a multiple or a bucket"),
+    "pipe": ("pipeline", "packs are padded to the longest pack of the step"),
     "empty": ("empty_pack", "packs without samples"),
 }
 """By column: the cause of padding in a forecast, and its meaning."""
@@ -142,13 +142,13 @@ def _table(found: Tree, rows: list[Tree], columns: dict[str, list[str]], gap: in
 def _legend(found: Tree) -> str:
     """Explain the columns of the table, one line each."""
     shown = _columns([row for row in found["settings"] if row["axis"] != "base" and not row["refused"]])
-    causes = "; ".join(f"{name}, {what}" for name, (_, what) in WASTE.items() if name in shown)
-    useful = "share of the ranks' time spent on real tokens, by the rules' cost of a sample"
+    causes = "; ".join(f"{name} ({what})" for name, (_, what) in WASTE.items() if name in shown)
+    useful = "share of the ranks' time that is spent on real tokens, computed with the rules' sample costs"
     parts = [
         f"useful: {useful}; the rest is padding and waiting",
         "utilization: real tokens / capacity" + (f"; the rest is padding: {causes}" if causes else ""),
         *(["cut: tokens over the budget, as a share of all tokens"] if "cut" in shown else []),
-        "imbalance: max / mean cost of the ranks in a micro-batch; attention: the same for a cost of length squared",
+        "imbalance: max / mean cost of the ranks in a micro-batch; attention: the same for costs of length squared",
         *(["micro: micro-batches per rank and step"] if "micro" in shown else []),
     ]
     return "\n".join([*parts, "*: recommended"])

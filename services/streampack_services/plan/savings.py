@@ -118,7 +118,10 @@ def rate_of(run: Served, gpus: int | None, tokens_per_s: float | None) -> Rate |
     count = gpus or run.ranks or 1
     if tokens_per_s is not None:
         if not math.isfinite(tokens_per_s):
-            raise UserError(f"--tokens-per-second is {tokens_per_s}. Pass the rate of one GPU, such as 9000.")
+            raise UserError(
+                f"--tokens-per-second is {tokens_per_s}, expected a finite number. Pass the rate of one GPU, such as "
+                f"9000."
+            )
         return Rate(count, tokens_per_s, "as given")
     if not run.tokens_per_s or not (gpus or run.ranks):
         return None
@@ -145,14 +148,15 @@ def _batching_figures(slots: int, tokens: int, rate: Rate | None, own: int | Non
 
 def assumptions(run: Served, micro_batch: int, rate: Rate | None) -> list[str]:
     """Return the assumptions of the comparison, as sentences."""
-    part = "all" if run.share == 1 else f"{len(run.lengths):,} (the others in proportion)"
-    sentences = [f"Compared: of {samples_text(run.samples)} {part}, {run.note}."]
+    part = "" if run.share == 1 else f"{len(run.lengths):,} of "
+    scaled = "" if run.share == 1 else " The results are scaled to all samples."
+    sentences = [f"The comparison uses {part}{samples_text(run.samples)}, {run.note}.{scaled}"]
     if len(run.bounds) > 2:
-        sentences.append(f"No way of batching crosses the ends of the {len(run.bounds) - 1:,} batches.")
-    padding = f"Padding: {samples_text(micro_batch)} per micro-batch; a pack holds "
-    padding += f"{run.samples / run.filled_packs:.1f} on average."
-    split = " Packs are counted as formed, before a mesh splits them." if run.rules.batch is not None else ""
-    sentences.append(f"{padding} Empty packs of last steps are not counted.{split}")
+        sentences.append(f"No method puts samples of two of the {len(run.bounds) - 1:,} batches into one pack.")
+    padding = f"The padding method has {samples_text(micro_batch)} per micro-batch; a pack holds "
+    padding += f"{run.samples / run.filled_packs:.1f} samples on average."
+    split = " Packs are counted before they are split for a mesh." if run.rules.batch is not None else ""
+    sentences.append(f"{padding} Empty packs in last steps are not counted.{split}")
     if rate is None:
-        return [*sentences, "GPU hours: not known. Pass --tokens-per-second for one GPU, and --gpus."]
-    return [*sentences, f"GPU hours: {rate.tokens_per_s:,.0f} slots per second and GPU ({rate.said})."]
+        return [*sentences, "GPU hours are not known. Pass --tokens-per-second for one GPU, and --gpus."]
+    return [*sentences, f"GPU hours assume {rate.tokens_per_s:,.0f} slots per second on each GPU ({rate.said})."]

@@ -128,8 +128,8 @@ class _Run:
         self.env = with_secrets(tree.get("listen") or {}, self.env)
         if rank and "rendezvous" not in tree:
             raise ConfigError(
-                f"{self.options.broker} has no rendezvous, by which host {rank} finds the broker. Name a file there "
-                f"that all hosts can read."
+                f"{self.options.broker} has no `rendezvous`, so host {rank} cannot find the broker. Set `rendezvous` "
+                f"to a file that all hosts can read."
             )
         found: dict[str, Any] = {}
         try:
@@ -193,12 +193,12 @@ class _Run:
             now = time.monotonic()
             if now - began > self.options.timeout_s:
                 raise Unreachable(
-                    f"{path} led to no broker within {self.options.timeout_s:g} s: {why}. Check that 'streampack run' "
-                    f"runs on host 0, and that both hosts share the file."
+                    f"Found no broker through the rendezvous file {path} within {self.options.timeout_s:g} s: {why}. "
+                    f"Check that 'streampack run' runs on host 0, and that both hosts can read the file."
                 )
             if now - said > SAY_S:
                 said = now
-                log.info("waiting for the broker of host 0: %s: %s", path, why)
+                log.info("waiting for the broker of host 0 (rendezvous file %s): %s", path, why)
             self._pause()
 
     def _start_producers(self, found: dict[str, Any], rank: int) -> None:

@@ -149,12 +149,16 @@ def open_local(
     """
     for name in ("endpoint", "feed", "mesh", "key_file"):
         if name in client:
-            raise UserError(f"Got {name}, but local is the loader of a single rank. Use 'streampack run' for several.")
+            raise UserError(
+                f"Got {name}, but local() loads data for one rank only. Use 'streampack run' for several ranks."
+            )
     if not (http is None or isinstance(http, str)):
-        raise UserError(f"http: got {http!r}, expected text such as '127.0.0.1:7400', or None")
+        raise UserError(f"http: got {http!r}, expected a string such as '127.0.0.1:7400', or None")
     inspect.signature(connect).bind_partial(**client)  # find misspelled arguments before anything starts
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        log.warning("WORLD_SIZE is set, but each rank's local loader reads all data; use 'streampack run' to share it")
+        log.warning(
+            "WORLD_SIZE is above 1, but each local loader reads all data; use 'streampack run' to divide the data"
+        )
     given = source if isinstance(source, Mapping) else {"data": source}
     if unknown := set(weights) - set(given):
         raise UserError(f"weights: got {', '.join(sorted(unknown))}, expected streams: {', '.join(given)}")
@@ -198,18 +202,23 @@ def _source(given: Any, settings: dict[str, Any], tokenizer: Tokenizer) -> Sourc
     if isinstance(given, str) and ("shards" in settings or "path" in settings):
         return _open(settings | {"source": given}, tokenizer)
     if isinstance(given, list | tuple) and not given:
-        raise UserError(f"got an empty {type(given).__name__}, expected files, or rows: texts, ids, or dicts of them")
+        raise UserError(f"got an empty {type(given).__name__}, expected at least one file or row")
     if _is_files(given):
         files = [os.fspath(each) for each in (given if isinstance(given, list | tuple) else [given])]
         formats = {_format(file) for file in files}
         if len(formats) > 1:
-            raise UserError(f"got files of the formats {', '.join(sorted(formats))}, expected one: make them streams")
+            raise UserError(
+                f"got files of the formats {', '.join(sorted(formats))}, expected one format. Make a stream of each "
+                f"format"
+            )
         found = formats.pop()
         if found == "megatron":  # the two files of one are named by what they share
             files = list(dict.fromkeys(os.path.splitext(file)[0] for file in files))
         return _open(settings | {"source": found, "shards": files}, tokenizer)
     if isinstance(given, bytes) or (not isinstance(given, Iterable) and not hasattr(given, "__getitem__")):
-        raise UserError(f"got a {type(given).__name__}, expected files, or rows: texts, lists of ids, or dicts of them")
+        raise UserError(
+            f"got a {type(given).__name__}, expected files or rows. A row is a text, a list of ids, or a dict of these"
+        )
     rows = InMemory(given, _settings(settings | {"source": "python", "path": "rows in memory"}), tokenizer)
     refuse_chats_in(rows, tokenizer)
     return rows
@@ -257,7 +266,7 @@ def _format(path: str) -> str:
     if found is None:
         raise UserError(
             f"got {path[:200]!r}, expected a file that ends in {', '.join(FORMAT_OF_EXTENSION)}, or the folder of a "
-            f"saved dataset. Name the format in a dict of the stream's settings, or put a text into a list."
+            f"saved dataset. Name the format of other files in the stream's settings. Put a single text into a list."
         )
     return found
 

@@ -79,9 +79,9 @@ def test_what_will_not_work_there_is_said(mine: Path, tmp_path: Path) -> None:
         return list(json.loads(said)["warnings"])
 
     assert warned("k8s") == []
-    of_example = "the producer.yaml of the example has the streams web, but broker.yaml has code"
+    of_example = "the producer.yaml of the example has the streams web, but broker.yaml has the streams code"
     assert warned("k8s", "-c", mine) == [of_example]
-    assert warned("slurm", "-p", near) == [f"{near} has the streams code, but broker.yaml has web"]
+    assert warned("slurm", "-p", near) == [f"{near} has the streams code, but broker.yaml has the streams web"]
     for what in ("k8s", "slurm"):
         for tree, key, path in (
             ({"streams": {"code": text}}, "streams.code.shards", "data/*.txt"),
@@ -89,7 +89,7 @@ def test_what_will_not_work_there_is_said(mine: Path, tmp_path: Path) -> None:
         ):
             relative = write(tmp_path / "relative.yaml", tree)
             line = the_error(in_process("export", what, tmp_path / "none", "-c", mine, "-p", relative), 2)
-            assert f"{relative}: {key} is the relative path {path}, but producers run in another folder there" in line
+            assert f"{relative}: {key} is the relative path {path}, but exported producers run elsewhere" in line
             assert not (tmp_path / "none").exists()
     assert warned("k8s", "-c", mine, "-p", near) == []
     assert warned("systemd", "-c", mine, "-p", far) == []
@@ -138,11 +138,11 @@ def test_what_is_written_is_listed(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("helm",), "expected one of docker, compose, k8s"),
-        (("alerts", "--image", "x"), "alerts does not have the option --image."),
+        (("alerts", "--image", "x"), "The export alerts does not have the option --image."),
         (("k8s", "--run", "a b"), "--run: got 'a b'"),
         (("systemd", "--run", "a/../b"), "--run: got 'a/../b'"),
         (("k8s", "--namespace", "Training"), "--namespace: got 'Training'"),
-        (("slurm", "--prefix", "venv"), "--prefix: got 'venv', expected a whole path"),
+        (("slurm", "--prefix", "venv"), "--prefix: got 'venv', expected an absolute path"),
         (("slurm", "--config", "none.yaml"), "none.yaml"),
     ],
 )

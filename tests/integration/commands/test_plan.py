@@ -217,7 +217,7 @@ def test_a_plan_says_what_to_take_and_why(lengths: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     for text in (
         "3,000 samples", "all of a pass was read", "budget 1,024", "window 4,096", "concatenative", "exact_fill *",
-        "align 8", "align 4", "useful:", "Without overlong in broker.yaml, a run stops", "not tested on GPUs yet",
+        "align 8", "align 4", "useful:", "If broker.yaml does not set `overlong`", "not tested on GPUs yet",
         "step: {packs: 64}, overlong: truncate}", "planned_mesh: {dp: 4, cp: 2, tp: 2}",
     ):  # fmt: skip
         assert text in " ".join(shown.stdout.split()), text
@@ -302,12 +302,14 @@ def test_grids_and_meshes_are_what_was_asked_for(lengths: Path) -> None:
     assert found["take"]["packer"] == "exact_fill"
     assert found["notes"] == []
     said = next(
-        sentence for sentence in found["why"] if sentence.startswith("Share of the ranks' time on real tokens by mesh")
+        sentence
+        for sentence in found["why"]
+        if sentence.startswith("Share of the time that ranks spend on real tokens, by mesh")
     )
     assert "dp=2 " in said
     assert "dp=3 cp=3 " in said
     found = ask("plan", lengths, "--mesh", "dp=3", "--packer", "exact_fill")
-    assert found["notes"] == ["a step has 63 packs instead of 64, because dp must divide the packs"]
+    assert found["notes"] == ["a step has 63 packs instead of 64, because the packs of a step must be a multiple of dp"]
 
 
 def test_a_key_of_one_packer_does_not_keep_the_others_from_being_forecast(lengths: Path, tmp_path: Path) -> None:
@@ -334,10 +336,10 @@ def test_lengths_may_be_a_sample_of_a_pass(lengths: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "got no lengths, expected a whole number for each sample"),
+        ("", "got no lengths, expected the number of tokens of each sample"),
         ("5\n7\n-3\n", "sample 2: got -3 tokens, expected 1 to 2147483647"),
         ("5\n0\n", "sample 1: got 0 tokens"),
-        ("5\n7.5\n", "sample 1: got '7.5', expected a whole number of tokens"),
+        ("5\n7.5\n", "got '7.5' for sample 1, expected a whole number of tokens"),
         ("5\nseven\n", "sample 1: got 'seven', expected"),
         ("5\n99999999999\n", "sample 1: got 99999999999 tokens, expected 1 to 2147483647"),
         ("5\n99999999999999999999999\n", "sample 1: got '99999999999999999999999', expected"),
@@ -374,7 +376,7 @@ def test_numbers_are_lengths_in_any_text(tmp_path: Path) -> None:
 
 def test_overlong_samples_are_an_error_where_they_should_be(lengths: Path) -> None:
     line = the_error(in_process("plan", lengths, "--budget", "64", "--overlong", "error"), 2)
-    assert "tokens, expected at most the budget of 64. Pass a larger --budget, or --overlong truncate" in line
+    assert "tokens, expected at most the budget of 64 tokens. Pass a larger --budget, or --overlong truncate" in line
     over = int((np.load(lengths) > 512).sum())
     assert ask("plan", lengths, "--budget", "512")["take"]["overlong"] == over
     assert ask("plan", lengths, "--budget", "512", "--overlong", "split")["settings"][0]["lost_share"] == 0
@@ -393,8 +395,8 @@ def test_overlong_samples_are_an_error_where_they_should_be(lengths: Path) -> No
         (("--shape", "multiple=1,2"), "--shape is 'multiple=1,2'. Pass fixed"),
         (("--precision", "fp4"), "--precision is 'fp4'. Pass one of: fp8_blockwise, mxfp8, fp8"),
         (("--packs", "4", "--batch", "4"), "Got both --packs and --batch."),
-        (("--window", "4", "--batch", "4"), "Got --window, but steps are batches"),
-        (("--total", "7"), "--total is 7 samples, but the file has 3,000. Pass at least 3000."),
+        (("--window", "4", "--batch", "4"), "Got --window, but each step is a whole batch"),
+        (("--total", "7"), "--total is 7 samples, but the file has 3,000 lengths. Pass at least 3000."),
         (("--budget", "134217728"), "expected less than 134217728 with packer: exact_fill"),
     ],
 )
@@ -403,8 +405,8 @@ def test_what_cannot_be_planned_is_said(lengths: Path, arguments: tuple[str, ...
 
 
 def test_what_is_missing_is_said(files: Path, tmp_path: Path) -> None:
-    assert "No lengths to plan for." in the_error(in_process("plan"), 2)
-    assert "No lengths to plan for." in the_error(in_process("plan", "-c", files / "broker.yaml"), 2)
+    assert "There are no lengths to plan for." in the_error(in_process("plan"), 2)
+    assert "There are no lengths to plan for." in the_error(in_process("plan", "-c", files / "broker.yaml"), 2)
     assert "cannot be read" in the_error(in_process("plan", tmp_path / "no.npy"), 2)
     for data in (tmp_path / "no.jsonl", files / "web-0.jsonl", files / "web-*.jsonl"):
         assert "name the files in a producer.yaml and pass -c producer.yaml" in the_error(in_process("plan", data), 2)
@@ -412,7 +414,10 @@ def test_what_is_missing_is_said(files: Path, tmp_path: Path) -> None:
     assert "is a folder without a log" in the_error(in_process("report", tmp_path), 2)
     for file in (tmp_path / "no.npy", files / "web-0.jsonl"):
         line = the_error(in_process("report", file), 2)
-        assert "is neither a broker's state_dir nor its address. For a file of lengths, run 'streampack plan" in line
+        assert (
+            "is neither a broker's state_dir nor a broker's address. For a file of lengths, run 'streampack plan"
+            in line
+        )
     assert "got no answer" in the_error(in_process("plan", "http://127.0.0.1:1"), 75)
     assert "Pass only one of them" in the_error(in_process("plan", "x.npy", "-c", files / "producer.yaml"), 2)
 

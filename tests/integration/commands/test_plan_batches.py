@@ -177,13 +177,15 @@ def test_how_large_batches_are_that_marks_close_is_to_be_said(files: Path, tmp_p
     broker = {"rules": rules, "merge": "arrival", "state_dir": "x", "streams": {"rollouts": {"pushed": True}}}
     config = write(tmp_path / "broker.yaml", broker)
     line = the_error(in_process("plan", tmp_path / "lengths.npy", "-c", config), 2)
-    assert "The size of batches is not known with step: {end_of_batch: true}." in line
+    assert "With `step: {end_of_batch: true}`, the size of a batch is not known." in line
     assert "Pass the samples of a batch: --batch N." in line
     found = ask("plan", tmp_path / "lengths.npy", "-c", config, "--batch", "90", "--mesh", "dp=2")
     base = found["settings"][0]
     assert (base["steps"], base["step_samples"]) == (10, 90)
     assert base["micro_batches_low"] % 2 == base["micro_batches_high"] % 2 == 0
-    assert found["notes"] == ["the forecast assumes batches of 90 samples; those of a run end at marks"]
+    assert found["notes"] == [
+        "the forecast assumes batches of 90 samples; in a run, marks in the streams end the batches"
+    ]
     assert "step: {end_of_batch: true, micro_batch_multiple: 2}" in found["broker_yaml"]
 
 
@@ -202,13 +204,13 @@ def test_what_a_configuration_says_of_steps_is_kept_in_the_lines_for_broker_yaml
     for key in ("steps", "useful", "waste", "align", "shape", "packer", "window", "budget", "step_packs"):
         assert again[key] == took[key], key
     assert took["align"] == {"sample": 4, "pack": 4}
-    assert any("the budget of the first 5 grows from 512" in sentence for sentence in found["why"])
+    assert any("in the first 5 steps, the budget grows from 512 tokens" in sentence for sentence in found["why"])
 
 
 def test_of_less_than_a_batch_that_is_said(tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.arange(1, 10))
     found = ask("plan", tmp_path / "lengths.npy", "--batch", "10", "--budget", "64")
-    assert found["notes"] == ["there is no whole batch: the figures are for a batch of 9 samples"]
+    assert found["notes"] == ["the lengths do not fill a batch, so the figures are for a batch of 9 samples"]
 
 
 def test_shapes_and_stages_show_what_they_cost(tmp_path: Path) -> None:
@@ -239,7 +241,7 @@ def test_shapes_and_stages_show_what_they_cost(tmp_path: Path) -> None:
     for text in (
         "multiple 128",
         "dp=4 pp=2",
-        "pipe, packs padded to the longest of the step",
+        "pipe (packs are padded to the longest pack of the step)",
         "shape exact: fixed loses",
     ):
         assert text in shown, text
@@ -254,7 +256,7 @@ def test_precision_asks_for_its_multiples(tmp_path: Path) -> None:
     assert rows["mesh"]["align"] == {"sample": 4, "pack": 128}, "tight, too"
     assert rows["base"]["waste"]["pack_tail"] > 0
     assert "precision: mxfp8" in found["broker_yaml"]
-    assert any("align: {sample: tight} pads samples only to multiples of 4" in sentence for sentence in found["why"])
+    assert any("`align: {sample: tight}` pads samples only to multiples of 4" in sentence for sentence in found["why"])
     file = tmp_path / "broker.yaml"
     file.write_text(found["broker_yaml"] + "\nstreams: {web: {}}\n")
     values = {row["path"]: row["value"] for row in ask("check", file)["values"]}

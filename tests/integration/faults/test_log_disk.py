@@ -141,7 +141,7 @@ def test_a_disk_that_fills_up_is_said_before_records_wait(tmp_path: Path) -> Non
         """,
         tmp_path,
     )
-    assert "No space left on device (0.3 MB); records wait once this one is full" in said
+    assert "No space left on device (0.3 MB); records wait when this segment is full" in said
     assert "records wait in memory" not in said
 
 
@@ -160,7 +160,7 @@ def test_a_log_closes_on_a_full_disk_with_all_that_was_safe(tmp_path: Path) -> N
         """,
         tmp_path,
     )
-    assert re.search(r"without \d\d records, for which there was no space", said)
+    assert re.search(r"; \d\d records are lost, because there was no space", said)
 
 
 @pytest.mark.parametrize("code", ["EIO", "ENOSPC"])

@@ -260,19 +260,19 @@ def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> Non
     for wrong, kind, said in (
         ({"source": "no_such_file.jsonl"}, SourceError, "no_such_file.jsonl: cannot be read"),
         ({"source": "a text"}, UserError, "data: got 'a text', expected a file that ends in"),
-        ({"source": 7}, UserError, "data: got a int, expected files, or rows"),
+        ({"source": 7}, UserError, "data: got a int, expected files or rows"),
         ({"source": ["a.tar", "b.jsonl"]}, UserError, "data: got files of the formats jsonl, webdataset"),
         ({"source": [[1]], "budget": 0}, ConfigError, "rules.budget"),
         ({"source": [[1]], "packer": "best"}, ConfigError, "rules.packer: got 'best'"),
-        ({"source": [[1]], "mesh": {"dp": 2}}, UserError, "local is the loader of a single rank"),
+        ({"source": [[1]], "mesh": {"dp": 2}}, UserError, "loads data for one rank only"),
         ({"source": [[1]], "weights": {"web": 1}}, UserError, "weights: got web, expected streams: data"),
         ({"source": {"a": {"source": [[1]], "wieght": 1}}}, ConfigError, "a: source: got the unknown key 'wieght'"),
         ({"source": [[1]], "prefetsch": 3}, TypeError, "prefetsch"),
         ({"source": [[1]], "prefetch": 0}, UserError, "prefetch=0"),
         ({"source": [[1]], "tokenizer": 5}, UserError, "tokenizer: got a int"),
         ({"source": [[1]], "tokenizer": "gpt2"}, ConfigError, r"takes AutoTokenizer.from_pretrained\('gpt2'\)"),
-        ({"source": []}, UserError, "data: got an empty list, expected files, or rows"),
-        ({"source": [[1]], "http": 7400}, UserError, "http: got 7400, expected text such as '127.0.0.1:7400'"),
+        ({"source": []}, UserError, "data: got an empty list, expected at least one file or row"),
+        ({"source": [[1]], "http": 7400}, UserError, "http: got 7400, expected a string such as '127.0.0.1:7400'"),
     ):
         with pytest.raises(kind, match=said):
             sp.local(**wrong)

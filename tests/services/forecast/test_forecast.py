@@ -140,7 +140,7 @@ def test_of_a_long_file_some_stretches_are_packed_and_all_tokens_are_counted() -
     got = forecast(workload, order, rules, 1)
     assert got.packs == pytest.approx(3 * 2000, rel=0.02), "two of two fives, one of a nine, and a seam now and then"
     assert got.steps_low == pytest.approx(got.steps_high, rel=0.05)
-    assert workload.notes == ["1,600 of the 10,000 lengths are packed, in 16 stretches (set --samples for more)"]
+    assert workload.notes == ["the forecast uses 1,600 of the 10,000 lengths (set --samples for more)"]
     assert workload.streams[0].share == 1.0, "every length was read"
 
 
@@ -212,10 +212,12 @@ def test_a_batch_by_hand() -> None:
 def test_batches_with_too_few_samples_for_a_mesh_are_refused_where_they_are_an_error() -> None:
     rules = rules_of(5, 1, batch={"samples": 4, "empty": "error"})
     with pytest.raises(
-        UserError, match="Got a batch of 4 samples for dp=5 with 1 micro-batches each, expected at least 5"
+        UserError, match="Got a batch of 4 samples with dp=5 and `empty: error`, expected at least 5 samples"
     ):
         predicted(GOLDEN, rules, dp=5)
-    with pytest.raises(UserError, match="Got 8 samples, which do not fill a step, and tail: drop drops the rest"):
+    with pytest.raises(
+        UserError, match="Got 8 samples, which do not fill a step, and `tail: drop` drops incomplete steps"
+    ):
         predicted(GOLDEN, rules_of(5, 1, batch={"samples": 9}, tail="drop"))
 
 

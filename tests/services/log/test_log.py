@@ -204,7 +204,7 @@ def test_a_record_of_more_buffers_than_a_system_call_takes_is_written(tmp_path: 
 def test_a_record_that_is_not_there_is_our_bug(tmp_path: Path) -> None:
     with opened(tmp_path) as log:
         write(log, [b"x"])
-        with pytest.raises(InternalError, match="got record 1 to read, expected one of 0 to 0"):
+        with pytest.raises(InternalError, match="got a request for record 1, expected a record from 0 to 0"):
             log.read(1)
 
 
@@ -253,7 +253,7 @@ def test_a_second_broker_is_told_who_has_the_log(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_the_users_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot be opened: Not a directory\. Choose a folder that can be written"):
+    with pytest.raises(UserError, match=r"cannot be opened: Not a directory\. Choose a folder that you can write to"):
         open_log(tmp_path / "file" / "log")
 
 
@@ -267,7 +267,7 @@ def test_cut_removes_whole_segments_below_but_never_the_one_being_written(tmp_pa
         assert (log.cut(0), log.cut(1), log.first_lsn) == (0, 0, 0)
         assert (log.cut(5), log.first_lsn) == (2, 4)
         assert bodies_of(log) == bodies[4:]
-        with pytest.raises(InternalError, match="got record 3 to read, expected one of 4 to 10"):
+        with pytest.raises(InternalError, match="got a request for record 3, expected a record from 4 to 10"):
             log.read(3)
         assert (log.cut(1000), log.first_lsn) == (3, 10)
         wait_for_files(tmp_path, 1)
@@ -421,7 +421,7 @@ def test_a_tail_that_is_cut_is_said(tmp_path: Path, caplog: pytest.LogCaptureFix
     path, begin, _ = damaged.ends[9]
     damaged.put(path, damaged.files[path][:begin] + b"\xff" + damaged.files[path][begin + 1 :])
     open_log(tmp_path).close()
-    assert re.search(rf"{path}: cut the log at byte {begin}: \d+ bytes after it were not synced", caplog.text)
+    assert re.search(rf"{path}: truncated the log at byte {begin}; dropped \d+ bytes that were not synced", caplog.text)
 
 
 @DAMAGED
@@ -431,7 +431,9 @@ def test_a_segment_that_is_missing_is_named(tmp_path: Path, durability: Durabili
     for path in others:
         damaged.put(path, b"")
         path.unlink()
-        with pytest.raises(LogDamaged, match=rf"^{path}: byte 0: got no such file, expected the segment that follows"):
+        with pytest.raises(
+            LogDamaged, match=rf"^{path}: byte 0: got no such file, expected the next segment of the log"
+        ):
             open_log(tmp_path, durability)
     damaged.put(first, b"")
     first.unlink()  # as cut would
@@ -456,10 +458,12 @@ def test_another_version_or_another_place_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LogDamaged, match=rf"^{path}: byte 8: got format version 2, expected version 1"):
         open_log(tmp_path)
     damaged.put(path, head(5, START, 0) * 2 + whole[START:])
-    with pytest.raises(LogDamaged, match=rf"^{path}: byte 16: got a segment that begins with record 5, expected 0"):
+    with pytest.raises(
+        LogDamaged, match=rf"^{path}: byte 16: got a segment with first record 5, expected first record 0"
+    ):
         open_log(tmp_path)
     damaged.put(path, os.urandom(len(whole)))
-    with pytest.raises(LogDamaged, match=rf"^{path}: byte 0: got neither of two heads whole"):
+    with pytest.raises(LogDamaged, match=rf"^{path}: byte 0: got two damaged segment heads"):
         open_log(tmp_path)
     assert {each: each.read_bytes() for each in damaged.files if each != path} == {
         each: data for each, data in damaged.files.items() if each != path

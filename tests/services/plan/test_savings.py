@@ -67,7 +67,7 @@ def test_batches_are_compared_batch_by_batch() -> None:
     found = savings.savings(served_by("eight", LENGTHS, batches), None, None)
     assert found["run"]["slots"] == 5 * 6
     assert (found["batches"], found["others"]["greedy"]["slots"]) == (3, 30)
-    assert "No way of batching crosses the ends of the 3 batches." in found["assumptions"]
+    assert "No method puts samples of two of the 3 batches into one pack." in found["assumptions"]
 
 
 def test_other_ways_of_batching_have_the_shape_of_the_run_s_packs() -> None:
