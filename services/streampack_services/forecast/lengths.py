@@ -158,7 +158,7 @@ def read_lengths(path: Path) -> I64:
     wrong = np.flatnonzero((values < 1) | (values > MAX_LENGTH))
     if len(wrong):
         at = int(wrong[0])
-        raise SampleError(f"{path}: sample {at}: got {int(values[at])} tokens, expected 1 to {MAX_LENGTH}")
+        raise SampleError(f"{path}: got {int(values[at])} tokens for sample {at}, expected 1 to {MAX_LENGTH}")
     return values.astype(np.int64)
 
 

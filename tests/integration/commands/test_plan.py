@@ -337,13 +337,13 @@ def test_lengths_may_be_a_sample_of_a_pass(lengths: Path) -> None:
     ("text", "said"),
     [
         ("", "got no lengths, expected the number of tokens of each sample"),
-        ("5\n7\n-3\n", "sample 2: got -3 tokens, expected 1 to 2147483647"),
-        ("5\n0\n", "sample 1: got 0 tokens"),
+        ("5\n7\n-3\n", "got -3 tokens for sample 2, expected 1 to 2147483647"),
+        ("5\n0\n", "got 0 tokens for sample 1"),
         ("5\n7.5\n", "got '7.5' for sample 1, expected a whole number of tokens"),
-        ("5\nseven\n", "sample 1: got 'seven', expected"),
-        ("5\n99999999999\n", "sample 1: got 99999999999 tokens, expected 1 to 2147483647"),
-        ("5\n99999999999999999999999\n", "sample 1: got '99999999999999999999999', expected"),
-        ("5 \x00 6", "sample 1: got '\\x00', expected"),
+        ("5\nseven\n", "got 'seven' for sample 1, expected"),
+        ("5\n99999999999\n", "got 99999999999 tokens for sample 1, expected 1 to 2147483647"),
+        ("5\n99999999999999999999999\n", "got '99999999999999999999999' for sample 1, expected"),
+        ("5 \x00 6", "got '\\x00' for sample 1, expected"),
     ],
 )
 def test_what_is_no_length_is_named(tmp_path: Path, text: str, said: str) -> None:
@@ -356,7 +356,7 @@ def test_what_is_no_length_is_named(tmp_path: Path, text: str, said: str) -> Non
     [
         (np.ones(3), "got shape (3,) and dtype float64, expected one array of integers of shape [samples]"),
         (np.ones((2, 2), int), "got shape (2, 2) and dtype int64"),
-        (np.array([3, -1]), "sample 1: got -1 tokens"),
+        (np.array([3, -1]), "got -1 tokens for sample 1"),
         (np.zeros(0, int), "got no lengths"),
     ],
 )
@@ -376,7 +376,10 @@ def test_numbers_are_lengths_in_any_text(tmp_path: Path) -> None:
 
 def test_overlong_samples_are_an_error_where_they_should_be(lengths: Path) -> None:
     line = the_error(in_process("plan", lengths, "--budget", "64", "--overlong", "error"), 2)
-    assert "tokens, expected at most the budget of 64 tokens. Pass a larger --budget, or --overlong truncate" in line
+    assert (
+        "of stream data, expected at most the budget of 64 tokens. Pass a larger --budget, or --overlong truncate"
+        in line
+    )
     over = int((np.load(lengths) > 512).sum())
     assert ask("plan", lengths, "--budget", "512")["take"]["overlong"] == over
     assert ask("plan", lengths, "--budget", "512", "--overlong", "split")["settings"][0]["lost_share"] == 0
@@ -409,7 +412,9 @@ def test_what_is_missing_is_said(files: Path, tmp_path: Path) -> None:
     assert "There are no lengths to plan for." in the_error(in_process("plan", "-c", files / "broker.yaml"), 2)
     assert "cannot be read" in the_error(in_process("plan", tmp_path / "no.npy"), 2)
     for data in (tmp_path / "no.jsonl", files / "web-0.jsonl", files / "web-*.jsonl"):
-        assert "name the files in a producer.yaml and pass -c producer.yaml" in the_error(in_process("plan", data), 2)
+        assert "name the data files in a producer.yaml and pass -c producer.yaml" in the_error(
+            in_process("plan", data), 2
+        )
     assert "is a folder without a log" in the_error(in_process("plan", tmp_path), 2)
     assert "is a folder without a log" in the_error(in_process("report", tmp_path), 2)
     for file in (tmp_path / "no.npy", files / "web-0.jsonl"):

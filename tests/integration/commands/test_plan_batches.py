@@ -178,7 +178,7 @@ def test_how_large_batches_are_that_marks_close_is_to_be_said(files: Path, tmp_p
     config = write(tmp_path / "broker.yaml", broker)
     line = the_error(in_process("plan", tmp_path / "lengths.npy", "-c", config), 2)
     assert "With `step: {end_of_batch: true}`, the size of a batch is not known." in line
-    assert "Pass the samples of a batch: --batch N." in line
+    assert "Pass its number of samples with --batch." in line
     found = ask("plan", tmp_path / "lengths.npy", "-c", config, "--batch", "90", "--mesh", "dp=2")
     base = found["settings"][0]
     assert (base["steps"], base["step_samples"]) == (10, 90)

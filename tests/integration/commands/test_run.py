@@ -283,7 +283,7 @@ def test_a_host_that_finds_no_broker_of_its_attempt_says_why(tmp_path: Path) -> 
     with running_broker(BROKER) as broker:
         found = json.loads(broker.rendezvous.read_text())
         write(path, found | {"attempt": "12"})
-        assert "of another attempt: got '12', expected '13'" in the_error(
+        assert "belongs to attempt '12', expected attempt '13'" in the_error(
             run(options, ["true"], STREAMPACK_ATTEMPT="13"), 75
         )
         write(path, found | {"epoch": found["epoch"] - 1})

@@ -469,7 +469,7 @@ def test_a_row_that_is_gone_or_changed_is_named(ended: Run, tmp_path: Path) -> N
 
 def test_another_log_than_the_one_that_was_read_is_noticed(ended: Run) -> None:
     with ledger_of(ended.records[:30]) as ledger:
-        with pytest.raises(LedgerDamaged, match="record 29 of the log is not the one that was read"):
+        with pytest.raises(LedgerDamaged, match="record 29 of the log differs from the record that"):
             ledger.update(entries([*ended.records[:29], ended.records[35], *ended.records[30:]], 29))
         with pytest.raises(LedgerDamaged, match="begins with record 33, but records 30 to 32 are not in the ledger"):
             ledger.update(entries(ended.records, 33))

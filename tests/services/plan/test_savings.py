@@ -85,7 +85,7 @@ def test_what_needs_fewer_slots_than_the_run_is_said_to_save_nothing() -> None:
         "Saved: nothing against padding to the longest, which has 4 slots, 0.0% against greedy concatenation, "
         "0.0% against first-fit decreasing."
     )
-    assert "of 1 sample all" in found["assumptions"][0]
+    assert "uses 1 sample," in found["assumptions"][0]
     assert "1 sample per micro-batch" in found["assumptions"][1]
 
 
