@@ -220,7 +220,7 @@ def local(
         if error.name and error.name.split(".")[0] in ("streampack", "streampack_services"):
             raise
         raise UserError(
-            f"got no module {error.name!r}, expected the extra 'service': pip install 'streampack[service]'"
+            f"got no module {error.name!r}, which the extra 'service' installs. Run pip install 'streampack[service]'"
         ) from None
     run = {
         "seed": seed,

@@ -143,11 +143,13 @@ class StepPlan:
         """
         if not hasattr(results, "shape"):
             raise SampleError(
-                f"got results of type {type(results).__name__}, expected an array of them: numpy.array(results)"
+                f"got results of type {type(results).__name__}, expected an array. Pass numpy.array(results)"
             )
         if results.shape[:1] != (self.num_samples,):
             shape = list(results.shape)
-            raise SampleError(f"got results of shape {shape}, expected [{self.num_samples}, ...], one for each sample")
+            raise SampleError(
+                f"got results of shape {shape}, expected [{self.num_samples}, ...] with one entry for each sample"
+            )
         return results[self.way_back()]
 
 
@@ -230,7 +232,8 @@ def plan_step(
     if mode == "padded":
         if packer is not None or parameters:
             raise ConfigError(
-                f"packer: got {packer!r}, {sorted(parameters)}, expected none: what is padded is not packed"
+                f"packer: got {packer!r} with parameters {sorted(parameters)}, expected neither, because padded "
+                f"samples are not packed"
             )
         drawn = padded_batches(
             found, budget, dp, length_round=align, micro_batch_multiple=multiple, min_micro_batches=min_micro_batches,
@@ -261,8 +264,8 @@ def plan_step(
         shapes = [(1, budget)] * len(dealt)
     if empty == "error" and (none := sum(not pack for pack in packs)):
         raise SampleError(
-            f"got {len(found)} samples, which leaves {none} of {len(packs)} micro-batches of {dp} ranks empty, "
-            "expected one for each at least. Ask for fewer micro-batches, or for empty='pad'"
+            f"got {len(found)} samples, which leave {none} of {len(packs)} micro-batches of {dp} ranks empty, "
+            f"expected at least one sample in each. Ask for fewer micro-batches, or pass empty='pad'"
         )
     rows = arrange(dealt, costs, order)
     tokens = _sums(packs, found)
@@ -294,7 +297,9 @@ def _check_names(mode: str, order: str, balance: str, empty: str) -> None:
 def _sum_of_loss(loss: I64, num_samples: int) -> int:
     """Return the sum of ``loss``, int64 [num_samples]. Raises SampleError for another size or a negative number."""
     if len(loss) != num_samples:
-        raise SampleError(f"got loss tokens of {len(loss)} samples, expected one number for each of {num_samples}")
+        raise SampleError(
+            f"got numbers of loss tokens for {len(loss)} samples, expected one number for each of {num_samples} samples"
+        )
     if len(wrong := np.flatnonzero(loss < 0)):
         raise SampleError(f"sample {wrong[0]}: got {loss[wrong[0]]} loss tokens, expected at least 0")
     return int(loss.sum())

@@ -135,7 +135,7 @@ def test_figures_are_of_real_and_of_aligned_tokens() -> None:
 
 def test_too_few_samples_are_empty_packs_or_an_error() -> None:
     assert plan_step([3], 8, 2).packs == [[[0]], [[]]]
-    with pytest.raises(SampleError, match="got 1 samples, which leaves 1 of 2 micro-batches of 2 ranks empty"):
+    with pytest.raises(SampleError, match="got 1 samples, which leave 1 of 2 micro-batches of 2 ranks empty"):
         plan_step([3], 8, 2, empty="error")
 
 
@@ -150,7 +150,7 @@ def test_too_few_samples_are_empty_packs_or_an_error() -> None:
         ({"empty": "drop"}, "empty: got 'drop'"),
         ({"mode": "padded", "packer": "exact_fill"}, "packer: got 'exact_fill'"),
         ({"mode": "padded", "pp": 2}, "pp: got 2, expected 1"),
-        ({"loss_tokens": [1]}, "got loss tokens of 1 samples"),
+        ({"loss_tokens": [1]}, "got numbers of loss tokens for 1 samples"),
         ({"loss_tokens": [1, -1]}, "sample 1: got -1 loss tokens, expected at least 0"),
         ({"a": -5}, "a: got -5"),
         ({"b": 2.5}, "b: got 2.5"),

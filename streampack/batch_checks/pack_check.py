@@ -81,7 +81,9 @@ class PackCheck:
         if rules.padded:
             row, each = int(self.pack["max_seqlen"]), rules.align.pack
             self._expect_segments("row", self.slots == row, self.slots, f"{row}, as the widest")
-            expect(row % each == 0, "row", f"{self.what}: got rows of {row} tokens, expected a multiple of {each}")
+            expect(
+                row % each == 0, "row", f"{self.what}: got a row of {row} tokens, expected a multiple of {each} tokens"
+            )
             expect(self.total <= rules.budget, "budget", f"{self.what}: got {self.total} tokens, over {rules.budget}")
             return
         if rules.shape == "fixed":
@@ -91,7 +93,11 @@ class PackCheck:
         if self._mesh is not None and self._mesh.pp == 1:
             equal("shape", f"{self.what}, its tokens", self.total, own)
         fits = own <= self.total <= rules.budget and self.total == int(rules.own_widths(np.array([self.total]))[0])
-        expect(fits, "shape", f"{self.what}: got {self.total} tokens, expected {own} or a longer one of the shape")
+        expect(
+            fits,
+            "shape",
+            f"{self.what}: got {self.total} tokens, expected {own} tokens or a greater length that rules.shape allows",
+        )
 
     def _check_sample_ids(self) -> None:
         """Check that there is one id per sample, and that no sample occurs twice."""
@@ -128,7 +134,11 @@ class PackCheck:
     def _check_tokens(self) -> None:
         """Check shapes, the padding mask, positions, ids at padding, and labels."""
         pack, size = self.pack, len(self.places)
-        expect(("input_ids" in pack) == ("labels" in pack), "keys", f"{self.what}: got one of input_ids and labels")
+        expect(
+            ("input_ids" in pack) == ("labels" in pack),
+            "keys",
+            f"{self.what}: got only one of input_ids and labels, expected both or neither",
+        )
         for name in ("input_ids", "labels", "padding_mask", LOSS_MASK):
             if name in pack:
                 equal(name, f"{self.what}, its shape", pack[name].shape, (size,))
@@ -259,4 +269,6 @@ class LabelCheck:
             check.agree("labels", labels, expected, at=places)
         counted, said = int((labels != IGNORE_INDEX).sum()), int(check.pack["num_loss_tokens"])
         fits = counted == said if len(places) == check.total else counted <= said
-        expect(fits, "num_loss_tokens", f"{check.what}: got {said}, expected {counted}, the labels that are learned")
+        expect(
+            fits, "num_loss_tokens", f"{check.what}: got {said}, expected {counted}, the number of labels in the loss"
+        )

@@ -66,13 +66,15 @@ def check_step(step: Step, mesh: Mesh | None = None, rules: Rules | None = None)
     what = f"step {step.index}"
     expect(
         len(step.digest) == len(step.chain) == 32 and not set(step.digest + step.chain) - set("0123456789abcdef"),
-        "digest", f"{what}: got {step.digest!r} and chain {step.chain!r}, expected 32 hex digits each",
+        "digest", f"{what}: got digest {step.digest!r} and chain {step.chain!r}, expected 32 hex digits for each",
     )  # fmt: skip
     equal("step", what, [batch.step for batch in step], [step.index] * len(step))
     equal("micro_batch", what, [batch.micro_batch for batch in step], list(range(len(step))))
     checked = [_check_pack(batch, mesh, rules) for batch in step]
     if mesh is not None and mesh.pp > 1 and not (rules is not None and rules.padded):
-        equal("shape", f"{what}, tokens of its packs in a pipeline", len({each.total for each in checked}), 1)
+        equal(
+            "shape", f"{what}, number of different pack lengths in a pipeline", len({each.total for each in checked}), 1
+        )
     _check_totals(what, step, checked, whole=mesh is not None and mesh.dp == 1)
     for name, expected in (("num_micro_batches", len(step)), ("step_num_loss_tokens", step.num_loss_tokens)):
         equal(name, what, [int(each.pack[name]) for each in checked], [expected] * len(step))
@@ -102,13 +104,15 @@ def _check_totals(what: str, step: Step, checked: Sequence[PackCheck], whole: bo
     found, counts = np.unique(ids, axis=0, return_counts=True)
     expect(
         bool((counts == 1).all()), "sample_ids",
-        f"{what}: got sample {tuple(found[counts.argmax()].tolist()) if len(found) else ()} in it more than once",
+        f"{what}: got sample {tuple(found[counts.argmax()].tolist()) if len(found) else ()} more than once",
     )  # fmt: skip
     sums = {"num_samples": len(ids), "num_loss_tokens": sum(int(each.pack["num_loss_tokens"]) for each in checked)}
     for name, total in sums.items():
         said = getattr(step, name)
         fits = said == total if whole else said >= total
-        expect(fits, name, f"{what}: got {said}, expected {'' if whole else 'at least '}{total}, its packs' sum")
+        expect(
+            fits, name, f"{what}: got {said}, expected {'' if whole else 'at least '}{total}, the sum over its packs"
+        )
 
 
 def _check_ranks(steps: Sequence[Step], rules: Rules | None) -> None:
@@ -142,14 +146,14 @@ def _check_shards(shards: Sequence[Any], rules: Rules | None) -> None:
 
     Ranks that hold the same slices must have the same tokens.
     """
-    expect(len(shards) > 0, "shards", "got no shards, expected those of all context-parallel ranks of a pack")
+    expect(len(shards) > 0, "shards", "got no shards, expected the shards of all context-parallel ranks of a pack")
     checked: dict[bytes, PackCheck] = {}
     for shard in shards:
         each = _check_pack(shard, None, rules)
         same = checked.setdefault(each.pack["slices"].tobytes(), each)
         for name in ("input_ids", "labels", "position_ids"):
             if name in each.pack and name in same.pack:
-                equal(name, f"{each.what} of two ranks that hold the same", each.pack[name], same.pack[name])
+                equal(name, f"{each.what}, two ranks with the same slices", each.pack[name], same.pack[name])
     first, *others = checked.values()
     for other in others:
         for name in ("step", "pack", "cu_seqlens", "cu_seqlens_padded", "sample_ids", "num_loss_tokens"):

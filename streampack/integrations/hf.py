@@ -143,8 +143,9 @@ class LoaderState(TrainerCallback, ExportableState):
             saved, begun = attributes.get("saved"), attributes.get("passes_begun", 1)
             if saved is None:
                 raise StateError(
-                    f"got a checkpoint of {state.global_step} updates without a loader's state, expected one that a "
-                    f"PackedTrainerMixin saved: begin without resume_from_checkpoint, from its weights"
+                    f"got a checkpoint of {state.global_step} updates without the loader's state, expected a "
+                    f"checkpoint that a PackedTrainerMixin saved. To use only the weights of this checkpoint, omit "
+                    f"resume_from_checkpoint"
                 )
         self.steps = train_dataloader
         train_dataloader.begin(saved, begun)
@@ -241,7 +242,9 @@ class PackedTrainerMixin:
     def packed_step(self) -> Step:
         """The loader's step in training, or the last trained step. Raises UserError before the first."""
         if self._steps.step is None:
-            raise UserError("got no step yet, expected training to have begun: ask from a callback, or after train()")
+            raise UserError(
+                "got no step yet, expected training to have begun. Read packed_step in a callback, or after train()"
+            )
         return self._steps.step
 
     def get_train_dataloader(self) -> Steps:
@@ -275,7 +278,8 @@ class PackedTrainerMixin:
         if state.global_step < state.max_steps and state.is_world_process_zero:
             log.warning(
                 "the feed ended: training stops after %d of max_steps=%d updates. To train on the data again, set "
-                "passes or repeat of its streams in broker.yaml, or num_train_epochs and steps_per_epoch, no max_steps",
+                "passes or repeat of its streams in broker.yaml, or replace max_steps with num_train_epochs and "
+                "steps_per_epoch",
                 state.global_step, state.max_steps,
             )  # fmt: skip
 

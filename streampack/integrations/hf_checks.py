@@ -17,16 +17,28 @@ _OF_DATASETS = ("train_dataset", "eval_dataset", "data_collator", "formatting_fu
 _BY_POSITIONS = ("sdpa", "eager", "flex_attention")
 """Attention implementations that find samples by position_ids alone; flash attention gets their boundaries."""
 _EXPECTED: tuple[tuple[str, Any, str], ...] = (
-    ("gradient_accumulation_steps", 1, "an update is a step of the loader, whose micro-batches rules.step says"),
-    ("auto_find_batch_size", False, "packs have the length that rules.budget says: lower it there"),
-    ("train_sampling_strategy", "random", "the broker orders samples: see rules.balance and streams"),
-    ("batch_eval_metrics", False, "the Trainer would not know the last batch: it computes metrics of all at the end"),
-    ("use_cache", False, "with a cache the samples of a pack see each other"),
-    ("packing", False, "the broker packs"),
-    ("padding_free", False, "packs are that already"),
-    ("eval_packing", False, "the broker packs"),
-    ("completion_only_loss", False, "declare the field loss_mask in broker.yaml: prompts and completions have it"),
-    ("assistant_only_loss", False, "declare the field loss_mask in broker.yaml: chats have it"),
+    ("gradient_accumulation_steps", 1, "Set the number of micro-batches of an update with rules.step in broker.yaml"),
+    ("auto_find_batch_size", False, "The budget sets the length of packs. Lower rules.budget in broker.yaml"),
+    (
+        "train_sampling_strategy",
+        "random",
+        "The broker orders samples. Set rules.balance and streams instead",
+    ),
+    (
+        "batch_eval_metrics",
+        False,
+        "The Trainer cannot recognize a loader's last batch, which completes the metrics",
+    ),
+    ("use_cache", False, "With a cache, the samples of a pack attend to each other"),
+    ("packing", False, "The broker packs the samples already"),
+    ("padding_free", False, "The loader's packs are padding-free already"),
+    ("eval_packing", False, "The broker packs the samples already"),
+    (
+        "completion_only_loss",
+        False,
+        "Declare the field loss_mask in broker.yaml instead. Completions set its values",
+    ),
+    ("assistant_only_loss", False, "Declare the field loss_mask in broker.yaml instead. Chats set its values"),
 )
 """Settings of TrainingArguments and SFTConfig: name, required value unless unset, and advice for the error."""
 
@@ -35,9 +47,11 @@ def is_sft(kind: type, args: Any) -> bool:
     """Return True if the class derives from TRL's SFTTrainer. Raises UserError for other trainers of TRL."""
     names = [base.__name__ for base in kind.__mro__ if base.__module__.split(".")[0] == "trl"]
     if names and "SFTTrainer" not in names:
-        raise UserError(f"got TRL's {names[0]}, expected SFTTrainer or transformers' Trainer: its batches are no packs")
+        raise UserError(
+            f"got TRL's {names[0]}, whose batches are not packs, expected SFTTrainer or transformers' Trainer"
+        )
     if names and not hasattr(args, "dataset_kwargs"):
-        raise UserError(f"got {type(args).__name__} for an SFTTrainer, expected trl.SFTConfig: give it that")
+        raise UserError(f"got {type(args).__name__} as the arguments of an SFTTrainer, expected trl.SFTConfig")
     return bool(names)
 
 
@@ -45,7 +59,10 @@ def arguments(args: Any, given: Mapping[str, Any], steps_per_epoch: int | None) 
     """Check the arguments of a Trainer before its construction. Raises UserError."""
     for name in _OF_DATASETS:
         if given.get(name) is not None:
-            raise UserError(f"got {name} beside a loader, expected none: loader= and eval_loader= give the batches")
+            raise UserError(
+                f"got {name} together with a loader, expected no {name}. Pass batches only with loader= and "
+                f"eval_loader="
+            )
     if args is None or not (args.max_steps > 0 or (steps_per_epoch or 0) > 0):
         got = "no arguments" if args is None else f"max_steps={args.max_steps}"
         raise UserError(
@@ -60,19 +77,24 @@ def _settings(args: Any) -> None:
     for name, expected, do in _EXPECTED:
         value = getattr(args, name, expected)
         if value is not None and value != expected:
-            raise UserError(f"got {name}={value!r}, expected {expected!r}: {do}")
+            raise UserError(f"got {name}={value!r}, expected {expected!r}. {do}")
 
 
 def loaders(found: Sequence[Any]) -> None:
     """Check loaders: the first is for training, the others for evaluation. Raises UserError."""
     for loader in found:
         if loader.format not in ("hf", "hf_shifted"):
-            raise UserError(f"got a loader with format={loader.format!r}, expected 'hf': connect(..., format='hf')")
+            raise UserError(f"got a loader with format={loader.format!r}, expected 'hf'. Pass format='hf' to connect()")
     for loader in found[1:]:
         if not loader.rules.finite:
-            raise UserError("got an eval_loader that never ends, expected streams without repeat: an evaluation ends")
+            raise UserError(
+                "got an eval_loader that never ends, expected streams without repeat, so that the evaluation ends"
+            )
     if len({id(loader) for loader in found}) < len(found):
-        raise UserError("got one loader for training and evaluation, expected one of each feed: connect(feed='valid')")
+        raise UserError(
+            "got the same loader for training and evaluation, expected one loader for each feed. Make the second one "
+            "with connect(feed='valid')"
+        )
 
 
 def trainer(made: Any, found: Sequence[Any]) -> None:
@@ -80,20 +102,24 @@ def trainer(made: Any, found: Sequence[Any]) -> None:
     args = made.args
     _settings(args)  # accelerator_config may have changed settings
     if args.n_gpu > 1:
-        raise UserError(f"got {args.n_gpu} GPUs in one process, expected one: start with torchrun, a process for each")
+        raise UserError(
+            f"got {args.n_gpu} GPUs in one process, expected one GPU. Start one process for each GPU with torchrun"
+        )
     if made.get_cp_size() > 1 or made.get_sp_size() > 1:
         raise UserError(
-            f"got context parallelism cp={made.get_cp_size()} sp={made.get_sp_size()}, expected none: transformers "
-            f"cuts a pack without regard to its samples. Take format='thd' and your own attention, or a smaller budget"
+            f"got context parallelism cp={made.get_cp_size()} sp={made.get_sp_size()}, expected none, because "
+            f"transformers splits a pack without regard to its samples. Use format='thd' with your own attention, or "
+            f"a smaller budget"
         )
     if not (made.model_accepts_loss_kwargs or made.compute_loss_func):
         raise UserError(
             f"got {type(made.model).__name__}, to which this Trainer passes no num_items_in_batch, expected a model "
-            f"whose forward takes it. Or give compute_loss_func, a sum of losses divided by it"
+            f"whose forward accepts num_items_in_batch. Or pass a compute_loss_func that divides the sum of losses by "
+            f"num_items_in_batch"
         )
     if args.world_size > 1 and not args.average_tokens_across_devices:
         raise UserError(
-            "got average_tokens_across_devices=False, expected True: a step has one denominator, of all ranks"
+            "got average_tokens_across_devices=False, expected True, because all ranks of a step share one denominator"
         )
     attached(made, found)
 
@@ -114,8 +140,8 @@ def _check_mesh(mesh: Any, args: Any, tp: int) -> None:
     sizes = (args.world_size // tp, 1, tp, 1)
     if mesh.sizes != sizes or (tp == 1 and mesh.dp_rank != args.process_index):
         raise MeshError(
-            f"got a loader of {mesh} in process {args.process_index} of {args.world_size} (tp={tp}), expected "
-            f"dp={sizes[0]} tp={tp}: connect(mesh={{'dp': args.world_size, 'dp_rank': args.process_index}})"
+            f"got a loader with {mesh} in process {args.process_index} of {args.world_size} (tp={tp}), expected "
+            f"dp={sizes[0]} tp={tp}. Call connect(mesh={{'dp': args.world_size, 'dp_rank': args.process_index}})"
         )
 
 
@@ -124,6 +150,7 @@ def _check_positions(rules: Any, config: Any) -> None:
     kind = getattr(config, "_attn_implementation", None)
     if kind in _BY_POSITIONS and any(field.name == "position_ids" for field in rules.fields):
         raise UserError(
-            f"got declared position_ids with attn_implementation={kind!r}, expected flash attention: the others find a "
-            f"pack's samples by positions that begin at 0, which declared ones need not"
+            f"got declared position_ids with attn_implementation={kind!r}, expected flash attention. Other "
+            f"implementations find the samples of a pack by position ids that restart at 0, but declared position ids "
+            f"need not restart"
         )

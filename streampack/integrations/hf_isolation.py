@@ -40,9 +40,9 @@ def check(model: Any) -> None:
     if not first <= _NOISE * second:
         kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
         raise UserError(
-            f"got {type(model).__name__} with attn_implementation={kind!r}, in which samples of a pack see each other, "
-            f"expected one that keeps them apart. Use flash attention or sdpa if the model supports them, the kernels "
-            f"of a state space model, or padded rows (rules.padded)"
+            f"got {type(model).__name__} with attn_implementation={kind!r}, in which samples of a pack affect each "
+            f"other, expected a model that keeps samples apart. Use flash attention or sdpa if the model supports "
+            f"them, the kernels of a state space model, or padded rows (rules.padded)"
         )
 
 

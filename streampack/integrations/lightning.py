@@ -76,7 +76,7 @@ class PackedDataModule(LightningDataModule):
     ) -> None:  # fmt: skip
         super().__init__()
         if client.get("format") == "numpy":
-            raise UserError("got format 'numpy' for Lightning, which moves tensors, expected thd or hf")
+            raise UserError("got format 'numpy', expected thd or hf, because Lightning moves tensors between devices")
         self._endpoint, self._feed, self._val_feed = endpoint, feed, val_feed
         self._mesh, self._order, self._client = mesh, order, client
         self._loaders: dict[str, Client] = {}
@@ -127,7 +127,9 @@ class PackedDataModule(LightningDataModule):
     def _training(self) -> _Batches:
         """Return the batches of the current fit. Raises UserError outside of training."""
         if self._batches is None:
-            raise UserError("got no training that is on, expected trainer.fit(model, datamodule=this)")
+            raise UserError(
+                "got no training in progress, expected a call while trainer.fit(model, datamodule=...) runs"
+            )
         return self._batches
 
     # Called by Lightning
@@ -150,8 +152,8 @@ class PackedDataModule(LightningDataModule):
                 _rewind_to_step(self.trainer, self._state["batches_a_step"])
             elif self.trainer.ckpt_path is not None:
                 rank_zero_warn(
-                    f"got a checkpoint without a state of {type(self).__qualname__}, expected one that was saved with "
-                    f"it: the feed {self._feed} begins where it would without"
+                    f"got a checkpoint without the state of {type(self).__qualname__}, expected a checkpoint that "
+                    f"includes this state. The feed {self._feed} does not resume from the checkpoint"
                 )
             self._resumed = False
             self._batches = _Batches(self._loader(self._feed), self.trainer, self._state or {})
@@ -176,7 +178,7 @@ class PackedDataModule(LightningDataModule):
             return self._batches.state()
         if self._state is None:
             raise UserError(
-                "got a fit that has failed for its data, expected a checkpoint made in it: go on from the last"
+                "got a request for the data's state after the data failed in this fit. Resume from the last checkpoint"
             )
         return self._state
 
@@ -246,8 +248,9 @@ class _Batches:
         accumulated, limit = _accumulated(trainer), trainer.limit_train_batches
         if accumulated and isinstance(limit, int) and limit % accumulated:
             raise UserError(
-                f"got limit_train_batches={limit} and accumulate_grad_batches={accumulated}, expected whole steps: a "
-                f"multiple, such as {limit // accumulated * accumulated or accumulated}"
+                f"got limit_train_batches={limit} with accumulate_grad_batches={accumulated}, expected whole steps. "
+                f"Set limit_train_batches to a multiple of {accumulated}, such as "
+                f"{limit // accumulated * accumulated or accumulated}"
             )
         if state:
             loader.load_state_dict(state["loader"])
@@ -273,9 +276,10 @@ class _Batches:
             accumulated = _accumulated(self._trainer)
             if accumulated not in (None, len(step)):
                 raise UserError(
-                    f"got step {step.index} of {len(step)} packs on each rank and accumulate_grad_batches="
-                    f"{accumulated}, expected as many. Set Trainer(accumulate_grad_batches={len(step)}); if steps "
-                    f"differ, set automatic_optimization = False in the model, whose batches are then whole steps"
+                    f"got {len(step)} packs on each rank in step {step.index}, expected "
+                    f"accumulate_grad_batches={accumulated} packs. Set Trainer(accumulate_grad_batches={len(step)}). "
+                    f"If the number of packs varies, set automatic_optimization = False in the model: each batch is "
+                    f"then a whole step"
                 )
             batches = [list(step)] if accumulated is None else list(step)
             count += len(batches)
@@ -290,7 +294,7 @@ class _Batches:
         """Return the first step that is not over. Raises UserError without a batch in use."""
         self._drop_finished()
         if not self._steps:
-            raise UserError("got no batch in use, expected to be asked within training_step")
+            raise UserError("got no batch in use, expected a call within training_step")
         return self._steps[0][1]
 
     def whole(self, batch: Any) -> Any:
@@ -339,8 +343,8 @@ def _check_callbacks(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, LearningRateFinder | BatchSizeFinder):
             raise UserError(
-                f"got a {type(callback).__name__}, whose trial would use steps up, expected none: run it before, on a "
-                f"loader of its own, such as streampack.local's"
+                f"got the callback {type(callback).__name__}, whose trial would use up steps of the feed, expected no "
+                f"such callback. Run the trial before, on a separate loader, such as one from streampack.local"
             )
 
 

@@ -110,8 +110,8 @@ class TrainIterator:
             pack = next(self._loader)
         except StopIteration:
             raise UserError(
-                f"got the end of the feed after iteration {self._iteration}, expected packs for all of them. Set "
-                f"train_iters to that, or passes or repeat of the streams"
+                f"got the end of the feed after iteration {self._iteration}, expected packs for all iterations. Set "
+                f"train_iters to {self._iteration}, or set passes or repeat of the streams"
             ) from None
         if pack.micro_batch + 1 == pack.num_micro_batches:
             self._iteration, self._step = self._iteration + 1, pack.step
@@ -148,8 +148,8 @@ def saved_state(folders: Iterable[Any], iteration: int) -> dict[str, Any]:
     found = [file for folder in given for file in sorted(folder.glob(name))]
     if not found:
         raise StateError(
-            f"got no {name} in {' or '.join(map(str, given)) or 'any folder'}, expected the loader's state of the "
-            f"checkpoint: copy it there, or begin the data anew with finetune"
+            f"got no file {name} in {' or '.join(map(str, given)) or 'any folder'}, expected the loader's state of "
+            f"the checkpoint. Copy the file there, or set finetune to restart the data"
         )
     state: dict[str, Any] = torch.load(found[0], weights_only=True)["dataloader_state_dict"]
     return state
@@ -183,41 +183,47 @@ def evaluations(loader: Any, num_steps: int) -> Iterator[Any]:
 def check_args(args: Any, valid_feed: str | None = None) -> None:
     """Raise UserError for arguments of Megatron-LM that packs do not support, or for evaluations without a feed."""
     wanted = {
-        "dataloader_type": ("external", "this provider's iterators are no datasets"),
-        "micro_batch_size": (1, "a micro-batch is a pack: make seq_length and the budget larger"),
-        "eval_micro_batch_size": (1, "a micro-batch is a pack"),
-        "calculate_per_token_loss": (True, "packs differ in how many labels count, and a mean of means is biased"),
-        "virtual_pipeline_model_parallel_size": (None, "each of a rank's stages would read packs of its own"),
-        "hybrid_context_parallel": (False, "it makes packs itself"),
-        "create_attention_mask_in_dataloader": (False, "packs have boundaries, and no mask to send"),
-        "rampup_batch_size": (None, "a step has the same number of packs from the first on"),
-        "step_batch_size_schedule": (None, "a step has the same number of packs from the first on"),
-        "full_validation": (False, "how many packs a feed has is not known before its end"),
+        "dataloader_type": ("external", "This provider returns iterators, not datasets"),
+        "micro_batch_size": (
+            1,
+            "A micro-batch is one pack. For larger micro-batches, raise seq_length and rules.budget",
+        ),
+        "eval_micro_batch_size": (1, "A micro-batch is one pack"),
+        "calculate_per_token_loss": (
+            True,
+            "Packs have different numbers of labels, so the mean of their mean losses would be biased",
+        ),
+        "virtual_pipeline_model_parallel_size": (None, "Each virtual stage of a rank would read different packs"),
+        "hybrid_context_parallel": (False, "Hybrid context parallelism forms packs itself"),
+        "create_attention_mask_in_dataloader": (False, "Packs have sample boundaries instead of an attention mask"),
+        "rampup_batch_size": (None, "Every step has the same number of packs, from the first step on"),
+        "step_batch_size_schedule": (None, "Every step has the same number of packs, from the first step on"),
+        "full_validation": (False, "The number of packs of a feed is unknown before the feed ends"),
     }
     for name, (expected, why) in wanted.items():
         got = getattr(args, name, expected)
         if got != expected:
-            raise UserError(f"got {name}={got!r}, expected {expected!r}: {why}")
+            raise UserError(f"got {name}={got!r}, expected {expected!r}. {why}")
     if not (getattr(args, "dataloader_inter_document_masking", False) or getattr(args, "sft", False)):
         raise UserError(
-            "got neither dataloader_inter_document_masking nor sft, expected one of them: without, get_batch drops the "
-            "boundaries of samples, which see each other then"
+            "got neither dataloader_inter_document_masking nor sft, expected one of them. Without them, get_batch "
+            "drops the boundaries of samples, and samples of a pack attend to each other"
         )
     cp = getattr(args, "context_parallel_size", 1)
     if cp > 1 and not getattr(args, "sft", False):
         raise UserError(
-            f"got context_parallel_size={cp} without sft, expected both: without, get_batch gives ranks parts of the "
-            f"row, where attention takes them for parts of each sample"
+            f"got context_parallel_size={cp} without sft, expected sft. Without sft, get_batch gives each rank a part "
+            f"of the row, but attention expects a part of each sample"
         )
     if getattr(args, "mtp_num_layers", None) and getattr(args, "pipeline_model_parallel_layout", None):
         raise UserError(
-            "got mtp_num_layers and pipeline_model_parallel_layout, expected one of them: a stage in the middle that "
-            "predicts tokens reads none"
+            "got mtp_num_layers and pipeline_model_parallel_layout, expected at most one of them. With both, a middle "
+            "pipeline stage may predict tokens, but middle stages read no tokens"
         )
     if valid_feed is None and getattr(args, "eval_iters", None):
         raise UserError(
-            f"got eval_iters={args.eval_iters} and no valid_feed, expected what to evaluate on: set eval_iters to 0, "
-            f"or valid_feed of datasets_provider"
+            f"got eval_iters={args.eval_iters} without valid_feed, expected a feed to evaluate on. Set eval_iters to "
+            f"0, or pass valid_feed to datasets_provider"
         )
 
 
@@ -227,20 +233,25 @@ def check_rules(rules: Rules, args: Any, cp: int, batch: str = "global_batch_siz
     ``cp``: number of context-parallel ranks. ``batch``: name of the argument with the number of packs of an iteration.
     """
     if rules.batch is not None or rules.warmup is not None:
-        got = "a budget that grows" if rules.batch is None else "steps that are batches, whose packs differ in number"
-        raise UserError(f"got {got}, expected packs alike in every step: set rules.step to {{packs: N}}, and no warmup")
+        got = "a growing budget" if rules.batch is None else "steps with a varying number of packs"
+        raise UserError(
+            f"got {got}, expected the same number and length of packs in every step. Set rules.step to {{packs: N}}, "
+            f"and remove rules.warmup"
+        )
     if rules.budget != args.seq_length:
         raise UserError(
-            f"got packs of {rules.budget} tokens and seq_length={args.seq_length}, expected the same: set seq_length "
-            f"to rules.budget"
+            f"got packs of {rules.budget} tokens with seq_length={args.seq_length}, expected equal lengths. Set "
+            f"seq_length to rules.budget"
         )
     size = getattr(args, batch, args.global_batch_size)
     if rules.packs != size:
         raise UserError(
-            f"got steps of {rules.packs} packs and {batch}={size}, expected the same: set {batch} to rules.step.packs"
+            f"got steps of {rules.packs} packs with {batch}={size}, expected equal numbers. Set {batch} to "
+            f"rules.step.packs"
         )
     if cp > 1 and rules.align.sample % (2 * cp):
         raise UserError(
-            f"got samples padded to multiples of {rules.align.sample} with {cp} context-parallel ranks, expected "
-            f"multiples of {2 * cp}, the parts of each sample. Set planned_mesh.cp before the run starts"
+            f"got samples padded to multiples of {rules.align.sample} tokens with {cp} context-parallel ranks, "
+            f"expected multiples of {2 * cp}, because each sample is split into {2 * cp} parts. Set planned_mesh.cp "
+            f"before the run starts"
         )

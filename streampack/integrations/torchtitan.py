@@ -23,7 +23,9 @@ import torch.distributed as dist
 try:
     from torchtitan.components.dataloader import BaseDataLoader
 except ImportError as error:
-    raise ImportError(f"got no torchtitan.components.dataloader ({error}), expected torchtitan 0.3") from None
+    raise ImportError(
+        f"got no module torchtitan.components.dataloader ({error}), expected torchtitan 0.3. Install that version"
+    ) from None
 
 from streampack.client.connect import connect
 from streampack.core.model.rules import Rules
@@ -112,8 +114,9 @@ class StreampackDataLoader(BaseDataLoader):
         """
         if self._left:
             raise UserError(
-                f"got a checkpoint within step {self._step}, {self._left} packs before its end, expected one between "
-                f"two steps: set training.global_batch_size to {self._loader.rules.packs}, the packs of a step"
+                f"got a checkpoint within step {self._step}, {self._left} packs before its end, expected a checkpoint "
+                f"between two steps. Set training.global_batch_size to {self._loader.rules.packs}, the number of "
+                f"packs of a step"
             )
         state = self._loader.state_dict()
         if self._commits and 0 <= self._saved < self._step:
@@ -155,18 +158,19 @@ def check_rules(rules: Rules, dp: int, seq_len: int, rows: int, snapshot: int | 
     """
     if rules.batch is not None:
         raise UserError(
-            "got steps that are batches, whose packs differ in number, expected as many for each update of torchtitan: "
-            "set rules.step to {packs: N}"
+            "got steps with a varying number of packs, expected the same number for each update of torchtitan. Set "
+            "rules.step to {packs: N}"
         )
     if rules.warmup is not None or rules.budget != seq_len:
-        said = "a budget that grows" if rules.warmup is not None else f"{rules.budget} tokens"
+        said = "a growing budget" if rules.warmup is not None else f"{rules.budget} tokens"
         raise UserError(
-            f"got packs of {said}, expected all of seq_len={seq_len}: set training.seq_len to rules.budget, no warmup"
+            f"got packs of {said}, expected packs of seq_len={seq_len} tokens. Set training.seq_len to rules.budget, "
+            f"and remove rules.warmup"
         )
     packs = rules.packs // dp
     if rows < 1 or packs % rows or (snapshot is not None and snapshot * rows % packs):
         every = f" and checkpoints every {snapshot * rows} packs" if snapshot is not None else ""
         raise UserError(
-            f"got batches of {rows} packs{every} on each rank, expected them to make whole steps of {packs}. Set "
+            f"got batches of {rows} packs{every} on each rank, expected whole steps of {packs} packs. Set "
             f"training.global_batch_size to {rules.packs}, and local_batch_size to a divisor of {packs}"
         )

@@ -60,8 +60,8 @@ def varlen_attention(
     held = canonical(pack)
     if held.cp > 1 and held.layout != "whole":
         raise UserError(
-            f"got a pack of which this rank holds 1/{held.cp} ({held.layout}), expected the whole pack. Use ring "
-            f"attention or an exchange of heads (Ulysses), or a smaller budget with cp=1"
+            f"got 1/{held.cp} of a pack on this rank ({held.layout}), expected the whole pack. Use ring attention or "
+            f"Ulysses, or a smaller budget with cp=1"
         )
     _check(q, k, v, len(held.padding_mask), window)
     chosen = backend or first_that_takes(q)
@@ -106,7 +106,10 @@ def by_torch(
     elif window is None:
         options["is_causal"] = True
     else:
-        raise UserError(f"got window={window} with torch {torch.__version__}, expected 2.11 or later, or flash-attn")
+        raise UserError(
+            f"got window={window} with torch {torch.__version__}, expected torch 2.11 or later, or an installed "
+            f"flash-attn"
+        )
     if scale is not None and "scale" in knows:
         options["scale"] = scale
     elif scale is not None:
@@ -144,13 +147,16 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_tokens: int, w
     """Raise UserError for tensors that do not fit a pack of ``num_tokens`` tokens, or a window below 1."""
     shapes = " ".join(str(list(each.shape)) for each in (q, k, v))
     if any(each.dim() != 3 or len(each) != num_tokens for each in (q, k, v)):
-        raise UserError(f"got q, k, v of shapes {shapes}, expected [{num_tokens}, heads, head size] each")
+        raise UserError(
+            f"got q, k, v of shapes {shapes}, expected shape [{num_tokens}, heads, head size] for each tensor"
+        )
     if k.shape[1] != v.shape[1] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise UserError(
-            f"got q, k, v of shapes {shapes}, expected k and v with the same number of heads, which divides q's"
+            f"got q, k, v of shapes {shapes}, expected k and v with the same number of heads, and q with a multiple "
+            f"of this number"
         )
     if window is not None and window < 1:
-        raise UserError(f"got window={window}, expected at least 1, which is the token itself")
+        raise UserError(f"got window={window}, expected at least 1, because each token attends to itself")
 
 
 def first_that_takes(q: torch.Tensor) -> Backend:

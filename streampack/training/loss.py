@@ -91,13 +91,19 @@ def packed_loss(
     held = canonical(pack)
     if held.cp > 1 and held.layout != "whole" and not token_sum:
         raise UserError(
-            f"got a pack of which this rank holds a part of each sample (cp={held.cp}, {held.layout}), expected a "
-            f"loss that is a sum over tokens. Pass token_sum=True if it is; else use cp_layout: whole"
+            f"got a part of each sample on this rank (cp={held.cp}, {held.layout}), expected a loss that is a sum "
+            f"over tokens. Pass token_sum=True for such a loss. For other losses, set `cp_layout: whole` in "
+            f"broker.yaml"
         )
     if averaged_over < 1:
-        raise UserError(f"got averaged_over={averaged_over}, expected a number of ranks: dp * cp, or 1 for a sum")
+        raise UserError(
+            f"got averaged_over={averaged_over}, expected at least 1. Pass dp * cp if gradients are averaged over "
+            f"ranks, or 1 if they are summed"
+        )
     if not denominator >= 0:
-        raise UserError(f"got denominator={denominator}, expected the step's: step.num_loss_tokens or step.num_samples")
+        raise UserError(
+            f"got denominator={denominator}, expected at least 0. Pass step.num_loss_tokens or step.num_samples"
+        )
     total = outputs[:0].sum()
     for parts in zip(*(per_sample(value, pack) for value in (outputs, *values)), strict=True):
         if len(parts[0]):
@@ -139,7 +145,10 @@ def _reduced(name: str, values: torch.Tensor) -> torch.Tensor:
 def _one_number(loss: torch.Tensor) -> torch.Tensor:
     """Return ``loss`` as a scalar tensor. Raises UserError if it has more than one element."""
     if loss.numel() != 1:
-        raise UserError(f"got a loss of shape {list(loss.shape)} for one sample, expected one number: return the sum")
+        raise UserError(
+            f"got a loss of shape {list(loss.shape)} for one sample, expected one number. Return the sum of the "
+            f"sample's losses"
+        )
     return loss.reshape(())
 
 
@@ -150,7 +159,7 @@ def _by_token(outputs: torch.Tensor, pack: Pack | View, held: int) -> torch.Tens
     if rowed or (shape[:1] != (held,) and len(shape) > 1 and prod(shape[:2]) == held):
         return outputs.flatten(0, 1)
     if shape[:1] != (held,):
-        raise UserError(f"got outputs of shape {list(shape)}, expected [{held}, ...] or [1, {held}, ...]")
+        raise UserError(f"got outputs of shape {list(shape)}, expected shape [{held}, ...] or [1, {held}, ...]")
     return outputs
 
 

@@ -55,7 +55,7 @@ _EVENTS = (
 def new_secret() -> str:
     """Return a new random secret key, 64 hexadecimal digits. Raises UserError if ZeroMQ was built without CURVE."""
     if not zmq.has("curve"):
-        raise UserError("got a pyzmq without CURVE, expected one with it: install pyzmq from PyPI")
+        raise UserError("got a pyzmq without CURVE support, expected one with CURVE support. Install pyzmq from PyPI")
     return z85.decode(zmq.curve_keypair()[1]).hex()
 
 
@@ -163,8 +163,8 @@ class HandshakeMonitor:
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._said = (
-                    f"got a broker that does not let key {self._key!r} in, expected one whose allowed.yaml has it: "
-                    f"was it taken out, or made anew?"
+                    f"got a broker that rejects key {self._key!r}, expected a broker whose allowed.yaml lists this "
+                    f"key. Check whether the key was removed or replaced"
                 )
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._failed = failed = 0
@@ -181,18 +181,18 @@ class HandshakeMonitor:
         """Return the reason of the rejection, judged by the broker's mechanism ``theirs``; empty if not found yet."""
         if theirs == "CURVE" and not self._key:
             return (
-                "got a broker that lets nobody in without a key, expected to bring one: give its file with key_file, "
-                "or STREAMPACK_KEY_FILE of the environment"
+                "got no key, expected one, because the broker requires keys. Pass the path of a key file with "
+                "key_file, or set STREAMPACK_KEY_FILE"
             )
         if theirs == "NULL" and self._key:
             return (
-                f"got a broker without keys for key {self._key!r}, expected one that can show its own: give it "
-                f"listen.keys, or connect without a key"
+                f"got a broker without keys for key {self._key!r}, expected a broker with its own key. Set "
+                f"listen.keys of the broker, or connect without a key"
             )
         if theirs == "CURVE" and self._failed >= _UNCLEAR and self._last_at - self._first_at >= UNCLEAR_S:
             return (
-                f"got a broker with other keys than those that key {self._key!r} was made with, expected that one. Is "
-                f"the address another broker's, or were its keys made anew?"
+                f"got a broker whose key is not the broker key in the file of key {self._key!r}, expected the same "
+                f"key. Check the address, and whether the broker's key was replaced"
             )
         return ""
 

@@ -24,5 +24,7 @@ def check_endpoint(endpoint: str, *, connects: bool = False) -> None:
     elif kind == "ipc" and rest:
         if len(rest.encode()) <= 100:
             return
-        raise UserError(f"got an ipc path of {len(rest.encode())} bytes, expected at most 100: take a shorter folder")
+        raise UserError(
+            f"got an ipc path of {len(rest.encode())} bytes, expected at most 100 bytes. Choose a shorter path"
+        )
     raise UserError(f"got endpoint {endpoint!r}, expected tcp://host:port or ipc:///path/of/a/socket")

@@ -31,19 +31,21 @@ def lock(endpoint: str) -> TextIO:
         owner = path.parent.stat().st_uid
         if os.geteuid() not in (0, owner) and owner != 0:
             raise UserError(
-                f"cannot listen on {endpoint}: got a folder of user {owner}, who could answer in our place, expected "
-                f"one of this user: choose another"
+                f"cannot listen on {endpoint}: got a folder of user {owner}, who could replace the socket, expected a "
+                f"folder of this user. Choose another folder"
             )
         file = open(path.parent / f"{path.name}.lock", "w", opener=_open_private)  # noqa: SIM115
     except OSError as error:
-        raise UserError(f"cannot listen on {endpoint}: {error.strerror}: choose a folder that can be written") from None
+        raise UserError(
+            f"cannot listen on {endpoint}: {error.strerror}. Choose a folder that this user can write to"
+        ) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.close()
         raise UserError(
-            f"cannot listen on {endpoint}: got an address that another process serves, expected a free one: "
-            f"stop that process or choose another path"
+            f"cannot listen on {endpoint}: got an address that another process uses, expected a free address. Stop "
+            f"that process, or choose another path"
         ) from None
     return file
 

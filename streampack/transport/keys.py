@@ -58,7 +58,10 @@ def load_key(path: str | Path) -> Key:
     except (msgspec.DecodeError, ValueError):
         key = None
     if key is None or not NAME.fullmatch(key.name) or not HEX.fullmatch(key.secret) or not HEX.fullmatch(key.broker):
-        raise UserError(f"{path}: got no key file (name, secret, broker), expected one of 'streampack keys new'")
+        raise UserError(
+            f"{path}: got a file that is not a key file (name, secret, broker), expected a file that 'streampack keys "
+            f"new' created"
+        )
     return key
 
 

@@ -17,18 +17,21 @@ def read_rendezvous(path: Path, side: str, timeout_s: float = 60.0) -> str:
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        missing = "no such file"
+        missing = "no file"
         try:
             found = json.loads(path.read_text())
             if "failed" not in found:
                 return str(found[side])
-            missing = f"only that of a run which has ended ({found['failed']})"
+            missing = f"only the file of a run that has ended ({found['failed']})"
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise Unreachable(f"{path}: is no rendezvous file of a broker: {error}") from None
+            raise Unreachable(
+                f"{path}: got a file that is not a broker's rendezvous file ({error}). Check the path"
+            ) from None
         if time.monotonic() > deadline:
             raise Unreachable(
-                f"{path}: got {missing} in {timeout_s:g} s, expected a broker's rendezvous file: is the broker running?"
+                f"{path}: got {missing} within {timeout_s:g} s, expected a broker's rendezvous file. Check that the "
+                f"broker runs"
             )
         time.sleep(0.2)

@@ -23,7 +23,7 @@ def read_secret(path: str | Path) -> str:
 
 def read_trusted(path: str | Path) -> str:
     """Return the text of a file. Raises UserError if other users than its owner could change it."""
-    return _read(path, "a file that decides who may come", stat.S_IWOTH | stat.S_IWGRP)
+    return _read(path, "a list of allowed keys", stat.S_IWOTH | stat.S_IWGRP)
 
 
 def _read(path: str | Path, what: str, refused: int) -> str:
@@ -32,16 +32,19 @@ def _read(path: str | Path, what: str, refused: int) -> str:
         with open(path, "rb", opener=_open_nonblocking) as file:
             found = os.fstat(file.fileno())  # of the open file: the path may lead elsewhere by now
             if wrong := _exposed(found, refused):
-                raise UserError(f"{path}: got {what} that {wrong}: chown it, chmod 600, and think of it as known")
+                raise UserError(
+                    f"{path}: got {what} that {wrong}. Run chown and chmod 600 on the file, and replace any secret "
+                    f"that other users may have read"
+                )
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise UserError(f"{path}: got {error.strerror}, expected {what}: does the path say where it is?") from None
+        raise UserError(f"{path}: cannot read {what}: {error.strerror}. Check the path") from None
     try:
         if len(data) <= MAX_BYTES:
             return data.decode()
     except UnicodeDecodeError:
         pass
-    raise UserError(f"{path}: got {len(data)} bytes that are no short text, expected {what}")
+    raise UserError(f"{path}: got {len(data)} bytes, expected {what} as UTF-8 text of at most {MAX_BYTES} bytes")
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
@@ -52,13 +55,13 @@ def _open_nonblocking(path: str, flags: int) -> int:
 def _exposed(found: os.stat_result, refused: int) -> str:
     """Return the reason that a file is not safe from other users; empty if it is."""
     if not stat.S_ISREG(found.st_mode):
-        return "is no plain file, expected one"
+        return "is not a regular file, expected a regular file"
     if found.st_uid not in (os.geteuid(), 0):
         return f"belongs to user {found.st_uid}, expected user {os.geteuid()} or root"
     if found.st_uid == 0:
         refused &= ~stat.S_IRGRP
     if found.st_mode & refused:
-        return f"others can reach (mode {stat.S_IMODE(found.st_mode):04o}), expected its user alone (mode 0600)"
+        return f"other users can access (mode {stat.S_IMODE(found.st_mode):04o}), expected mode 0600"
     return ""
 
 
@@ -69,6 +72,6 @@ def write_secret(path: Path, text: str) -> None:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(text)
     except FileExistsError:
-        raise UserError(f"{path}: got a file that is there already, expected none: take it away first") from None
+        raise UserError(f"{path}: got an existing file, expected no file. Move or remove the file first") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}: choose another path") from None
+        raise UserError(f"{path}: cannot write the file: {error.strerror}. Choose another path") from None

@@ -146,16 +146,16 @@ class Mapping:
         size = mmap.PAGESIZE + name.num_slots * name.slot_bytes
         path = f"/proc/{name.pid}/fd/{name.fd}"
         if not os.readlink(path).startswith(f"/memfd:{_CALLED}"):
-            raise ValueError("got a file that is no memory")
+            raise ValueError("got a file that is not shared memory of streampack")
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(fd).st_size != size:
-                raise ValueError("got memory that its owner may take away")
+                raise ValueError("got shared memory of another size, or without the seals that keep its size")
             self._memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
         finally:
             os.close(fd)
         if self._memory[:_TOKEN_BYTES] != name.token:
-            raise ValueError("got other memory than was meant")
+            raise ValueError("got shared memory with another token than the peer announced")
         self.name = name
         self.number = -1
         """Number of the last message received from the peer."""

@@ -180,7 +180,10 @@ class _Socket:
     def _check_pid(self) -> None:
         """Raise PeerError if this process inherited the socket through a fork."""
         if os.getpid() != self._pid:
-            raise PeerError("got a socket of the parent process, expected one made after the fork: connect there")
+            raise PeerError(
+                "got a socket of the parent process, expected a socket made after the fork. Connect in the child "
+                "process"
+            )
 
     def close(self) -> None:
         """Close the socket, and drop messages still queued. Idempotent."""
@@ -235,8 +238,8 @@ class Router(_Socket):
             self.close()
             what = "an address in use" if error.errno == zmq.EADDRINUSE else f"{error.strerror or error}".lower()
             raise UserError(
-                f"cannot listen on {endpoint}: got {what}, expected a free one: "
-                f"stop the other process or choose another address"
+                f"cannot listen on {endpoint}: got {what}, expected a free address. Stop the other process, or choose "
+                f"another address"
             ) from None
         self.endpoint = _MAPPED.sub(r"\1", self.raw.getsockopt_string(zmq.LAST_ENDPOINT))
 
@@ -322,7 +325,7 @@ class Dealer(_Socket):
             self.close()
             raise UserError(
                 f"cannot connect to {endpoint!r}: got {error.strerror or error}, expected tcp://host:port or "
-                f"ipc:///path/of/a/socket: correct the address"
+                f"ipc:///path/of/a/socket. Correct the address"
             ) from None
         # Messages sent before there is a connection are dropped, and repeated only much later.
         self.raw.poll(CONNECT_MS, zmq.POLLOUT)

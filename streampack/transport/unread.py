@@ -206,7 +206,7 @@ class Unread:
         if found is not None:
             found.damaged += 1
             if found.damaged == MAX_DAMAGED:
-                self._cut(found, f"{MAX_DAMAGED} of its messages could not be decoded")
+                self._cut(found, f"{MAX_DAMAGED} of the peer's messages could not be decoded")
 
     def drained(self) -> None:
         """Reset the state that lasts until the socket is drained; call this when ZeroMQ has no message left."""
@@ -257,9 +257,9 @@ class Unread:
         of_strangers = sum(each.unread for each in by_size if each.is_stranger)
         for each in by_size:
             if each.is_stranger and of_strangers > self._strangers:
-                self._cut(each, f"{each.unread} bytes came, and no message that could be decoded")
+                self._cut(each, f"the peer sent {each.unread} bytes, but no message that could be decoded")
             elif of_all > self._limit:
-                self._cut(each, f"{each.unread} bytes of it wait to be read, more than any peer may send ahead")
+                self._cut(each, f"{each.unread} unread bytes from the peer are more than any peer may send ahead")
             else:
                 continue
             of_strangers -= each.unread if each.is_stranger else 0
@@ -273,7 +273,9 @@ class Unread:
         blame = beside > max(self._floor, self._blamed) + room
         if blame and by_size and by_size[0].unread >= LEAST_BLAMED:
             self._blamed = beside
-            self._cut(by_size[0], f"{by_size[0].unread} bytes of it, in tiny frames, take too much memory")
+            self._cut(
+                by_size[0], f"{by_size[0].unread} unread bytes from the peer, in tiny frames, take too much memory"
+            )
 
     def _cut(self, connection: Connection, why: str) -> None:
         """Cut a connection, and record it for ``take_cuts`` unless it had ended already."""

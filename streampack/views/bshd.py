@@ -112,12 +112,17 @@ def stack(batches: Sequence[Mapping[str, Any]], multiple: int = 1) -> dict[str, 
         >>> batch = stack(step, multiple=pipeline_micro_batches)  # doctest: +SKIP
     """
     if multiple < 1:
-        raise UserError(f"got multiple={multiple}, expected 1 or more: the chunks of a pipeline")
+        raise UserError(
+            f"got multiple={multiple}, expected at least 1. Pass the number of micro-batches of the pipeline, or 1 "
+            f"without one"
+        )
     if not all("seq_lens" in batch for batch in batches):
-        raise UserError("got packs in another format, expected bshd: connect(format='bshd')")
+        raise UserError("got packs in another format, expected bshd. Pass format='bshd' to connect()")
     widths = sorted({batch["input_ids"].shape[-1] for batch in batches})
     if len(widths) != 1:
-        raise UserError(f"got packs of {widths} tokens, expected one length: set rules.shape: fixed in broker.yaml")
+        raise UserError(
+            f"got packs of {widths} tokens, expected packs of one length. Set `rules.shape: fixed` in broker.yaml"
+        )
     rows = [*batches, *[_padding_like(batches[0])] * (-len(batches) % multiple)]
     found = {name: torch.cat([row[name] for row in rows], -2) for name in ("input_ids", "labels", "position_ids")}
     for name in ("seq_lens", "seq_lens_padded"):

@@ -26,7 +26,7 @@ def side_stream(device: Any) -> SideStream | None:
         found = torch.empty(0, device=device).device  # with its index: the client's thread may have another current one
         return None if found.type == "cpu" else SideStream(found)
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise UserError(f"got device={device!r}, which torch cannot use ({error}): expected 'cuda' or None") from None
+        raise UserError(f"got device={device!r}, which torch cannot use ({error}), expected 'cuda' or None") from None
 
 
 class SideStream:

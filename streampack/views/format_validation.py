@@ -19,7 +19,7 @@ _SHARDED_LATER = {
     "torchtitan": "torchtitan's trainer",
 }
 """Formats of frameworks that shard packs for context parallelism themselves, and the part of each that does."""
-_OF_ONE_LENGTH = {"megatron": "its seq_length", "torchtitan": "its training.seq_len"}
+_OF_ONE_LENGTH = {"megatron": "Megatron's seq_length", "torchtitan": "torchtitan's training.seq_len"}
 """Formats whose framework needs packs of one length, and its setting of that length."""
 _READ_ON_ALL_STAGES = {"bshd": "AutoModel", "torchtitan": "torchtitan"}
 """Formats of frameworks that read tokens and labels on every pipeline stage, and the framework's name."""
@@ -31,13 +31,14 @@ def check_mesh(format: str, mesh: Mesh) -> None:
     if format.startswith("hf") and (mesh.cp > 1 or own not in ("", "0", "1")):
         raise UserError(
             f"got format {format!r} with cp={mesh.cp} and PARALLELISM_CONFIG_CP_SIZE={own}, expected no context "
-            f"parallelism: transformers' own knows no packed batches. Take format='thd' with a ring or Ulysses "
-            f"attention, or a smaller budget on one rank"
+            f"parallelism, because that of transformers does not support packs. Use format='thd' with ring attention "
+            f"or Ulysses, or a smaller budget on one rank"
         )
     if format in _READ_ON_ALL_STAGES and mesh.pp > 2:
         raise UserError(
-            f"got format {format!r} with pp={mesh.pp}, expected at most 2: {_READ_ON_ALL_STAGES[format]} reads tokens "
-            f"on every stage, and middle ones are sent none. Give stages as tensor ranks, tp={mesh.tp * mesh.pp}"
+            f"got format {format!r} with pp={mesh.pp}, expected pp of at most 2. {_READ_ON_ALL_STAGES[format]} reads "
+            f"tokens on every stage, but middle stages receive no tokens. Pass stages as tensor-parallel ranks "
+            f"instead: tp={mesh.tp * mesh.pp}"
         )
 
 
@@ -45,25 +46,25 @@ def check_feed(format: str, mesh: Mesh, rules: Rules, layout: str) -> None:
     """Raise UserError for a feed, by its rules and context-parallel layout, that does not suit the format."""
     if format == "padded" and not rules.padded:
         raise UserError(
-            "got format 'padded' of a feed that packs, expected thd, hf, hf_shifted or numpy: or set rules.padded "
-            "in broker.yaml"
+            "got format 'padded' for a feed that packs, expected thd, hf, hf_shifted or numpy. To use format "
+            "'padded', set rules.padded in broker.yaml"
         )
     if format not in _SHARDED_LATER:
         return
     if rules.padded:
-        raise UserError(f"got format {format!r} of a feed with rules.padded, expected padded, hf, thd or numpy")
+        raise UserError(f"got format {format!r} for a feed with rules.padded, expected padded, hf, thd or numpy")
     if mesh.cp > 1 and layout != "whole":
         raise UserError(
-            f"got format {format!r} with cp={mesh.cp} and cp_layout {layout}, expected whole: {_SHARDED_LATER[format]} "
-            f"shards packs itself; set cp_layout: whole for the feed in broker.yaml"
+            f"got format {format!r} with cp={mesh.cp} and `cp_layout: {layout}`, expected `cp_layout: whole`, because "
+            f"{_SHARDED_LATER[format]} shards packs itself. Set `cp_layout: whole` for the feed in broker.yaml"
         )
     if format in _OF_ONE_LENGTH and rules.shape != "fixed":
         raise UserError(
-            f"got format {format!r} of a feed with rules.shape {rules.shape}, expected fixed: packs must be as long as "
-            f"{_OF_ONE_LENGTH[format]}, which is then the budget, {rules.budget}"
+            f"got format {format!r} for a feed with `rules.shape: {rules.shape}`, expected `rules.shape: fixed`. Also "
+            f"set {_OF_ONE_LENGTH[format]} to the budget, {rules.budget}, because all packs must have this length"
         )
     if format == "torchtitan" and any(field.name == POSITION_IDS for field in rules.fields):
         raise UserError(
-            "got format 'torchtitan' of a feed that declares position_ids, expected none: torchtitan takes each 0 "
-            "among them for a sample's first token"
+            "got format 'torchtitan' for a feed that declares position_ids, expected no declared position_ids. "
+            "torchtitan takes each position 0 as the first token of a sample"
         )

@@ -112,12 +112,16 @@ class Views:
         if self.format not in FORMATS:
             raise UserError(f"got format {format!r}, expected one of: {', '.join(FORMATS)}")
         if self.format != "numpy" and not has_torch:
-            raise UserError(f"got format {format!r} without torch, expected it: pip install 'streampack[torch]'")
+            raise UserError(
+                f"got format {format!r} without torch, expected an installed torch. Run pip install 'streampack[torch]'"
+            )
         if self.format != "numpy":
             import_module("torch")  # takes seconds, which the client's thread must not spend
         check_mesh(self.format, mesh)
         if self.format == "numpy" and device is not None:
-            raise UserError(f"got device={device!r} with format numpy, expected none: take format='thd'")
+            raise UserError(
+                f"got device={device!r} with format 'numpy', expected no device. To use a device, pass format='thd'"
+            )
         self._mesh, self._verify, self._given = mesh, verify, format
         self._last: Step | None = None
         self._slabs = Slabs()

@@ -42,7 +42,7 @@ def rows(pack: Pack, rules: Rules) -> dict[str, NDArray[Any]]:
     """
     if not rules.padded:
         raise UserError(
-            "got a pack, expected a micro-batch of a feed with rules.padded: samples of a pack have no rows"
+            "got a pack, expected a micro-batch of a feed with rules.padded. Samples of a pack are not in separate rows"
         )
     num_rows = int(pack.cu_seqlens_padded[-1]) // pack.max_seqlen
     names = [name for name in ("input_ids", "labels", "padding_mask") if name in pack]

@@ -91,7 +91,7 @@ class View(dict[str, Any]):
         for values in (self, self.rest):
             if name in values:
                 return values[name]
-        raise AttributeError(f"got the name {name!r}, expected one of: {', '.join([*self, *self.rest])}")
+        raise AttributeError(f"got attribute {name!r}, expected one of: {', '.join([*self, *self.rest])}")
 
     def __repr__(self) -> str:
         return f"View({f'{summary(self.canonical)}, ' if self.canonical is not None else ''}{shapes_of(self)})"
@@ -141,8 +141,8 @@ def canonical(batch: Pack | View) -> Pack:
     pack = batch.canonical if isinstance(batch, View) else batch
     if not isinstance(pack, Pack):
         raise UserError(
-            f"got a batch that knows no pack ({type(batch).__name__}), expected one as the loader gave it: what is "
-            f"made of its keys has the keys alone"
+            f"got a batch of type {type(batch).__name__} without its pack, expected a batch as the loader returned "
+            f"it. A copy of the batch's keys does not keep the pack"
         )
     return pack
 

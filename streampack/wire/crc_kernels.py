@@ -62,7 +62,10 @@ def crcs_of(columns: Sequence[Column]) -> Crcs:
     own, whole = np.empty_like(crcs), 0
     for data, bounds in columns:
         if len(bounds) != len(crcs) + 1 or bounds[0] != 0 or bounds[-1] != len(data) or (np.diff(bounds) < 0).any():
-            raise ValueError(f"got bounds of {len(bounds) - 1} samples up to byte {bounds[-1]}, of {len(data)} bytes")
+            raise ValueError(
+                f"got bounds of {len(bounds) - 1} samples from byte {bounds[0]} to byte {bounds[-1]}, expected "
+                f"{len(crcs)} samples in {len(data)} bytes, with ascending bounds"
+            )
         held = data.view()
         held.flags.writeable = False  # always read-only, so that one signature is compiled
         _pieces(held, bounds, own)

@@ -51,7 +51,7 @@ class OtherVersion(WireError):
 
     def __init__(self, version: int) -> None:
         super().__init__(
-            f"got protocol version {version}, expected {VERSION}: run one version of streampack everywhere"
+            f"got protocol version {version}, expected {VERSION}. Install the same version of streampack everywhere"
         )
         self.version = version
 
@@ -98,7 +98,10 @@ def decode(frames: Sequence[Any]) -> Envelope:
     meta: bytes | memoryview = _flat(frames[1])
     payload = tuple(_flat(frame) for frame in frames[2:])
     if len(header) != HEADER_BYTES or header[:4] != MAGIC:
-        raise WireError(f"got {len(_flat(frames[0]))} bytes that are no header of streampack, expected {HEADER_BYTES}")
+        raise WireError(
+            f"got {len(_flat(frames[0]))} bytes that are not a header of streampack, expected a header of "
+            f"{HEADER_BYTES} bytes"
+        )
     if _CRC.unpack(header[_HEADER.size :])[0] != crc32c(header[: _HEADER.size]):
         raise WireError("got a damaged header (crc32c differs)")
     if header[4] != VERSION:
@@ -109,9 +112,14 @@ def decode(frames: Sequence[Any]) -> Envelope:
     sizes = (num_frames, meta_bytes, payload_bytes)
     got = (len(payload), len(meta), sum(len(frame) for frame in payload))
     if sizes != got:
-        raise WireError(f"got (frames, meta, payload) of {got}, expected {sizes} as the header says")
+        raise WireError(
+            f"got (payload frames, metadata bytes, payload bytes) = {got}, expected {sizes} as in the header"
+        )
     if meta_bytes > MAX_META_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
-        raise WireError(f"got {meta_bytes} bytes of meta and {payload_bytes} of payload, expected less")
+        raise WireError(
+            f"got {meta_bytes} bytes of metadata and {payload_bytes} bytes of payload, expected at most "
+            f"{MAX_META_BYTES} and {MAX_PAYLOAD_BYTES} bytes"
+        )
     if max(epoch, fence) >= MAX_FENCE:
         raise WireError(f"got epoch {epoch} and fence {fence}, expected numbers below {MAX_FENCE}")
     if isinstance(frames[1], memoryview):  # in shared memory, to which the sender may still write
@@ -135,4 +143,4 @@ def _decode(kind: int, meta: bytes | memoryview) -> Message:
     try:
         return decoder.decode(meta)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise WireError(f"got a message of type {kind} that does not decode: {error}") from None
+        raise WireError(f"got a message of type {kind} that cannot be decoded: {error}") from None

@@ -45,7 +45,7 @@ def decode_record(kind: int, body: Any) -> tuple[Record, tuple[memoryview, ...]]
         at = _SIZES.size + 8 * count
         record = decoder.decode(view[at : at + meta_bytes])
     except (struct.error, msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise WireError(f"got a record of type {kind} that does not decode: {error}") from None
+        raise WireError(f"got a record of type {kind} that cannot be decoded: {error}") from None
     at += meta_bytes
     frames = []
     for size in sizes:
@@ -68,4 +68,4 @@ def decode_snapshot(data: bytes) -> Snapshot:
         plain = inflate.decompress(data, MAX_META_BYTES)
         return _snapshot_decoder.decode(plain)
     except (zlib.error, msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise WireError(f"got a snapshot that does not decode: {error}") from None
+        raise WireError(f"got a snapshot that cannot be decoded: {error}") from None

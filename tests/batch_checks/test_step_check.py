@@ -190,14 +190,19 @@ def test_a_pack_is_as_long_as_its_shape_says() -> None:
     (step,), rules = steps_of(case), attached(case).rules
     assert [len(pack.input_ids) for pack in step] == [12, 8]
     streampack.verify(step, Mesh(), rules)
-    with pytest.raises(InvariantError, match=r"^shape: step 3, tokens of its packs in a pipeline: got 2, expected 1"):
+    with pytest.raises(
+        InvariantError, match=r"^shape: step 3, number of different pack lengths in a pipeline: got 2, expected 1"
+    ):
         streampack.verify(step, Mesh(pp=2), rules)
     (longer,) = steps_of(replace(case, pp=2))
     assert [len(pack.input_ids) for pack in longer] == [12, 12]
     streampack.verify(longer, Mesh(pp=2), rules)
     with pytest.raises(InvariantError, match=r"^shape: step 3, pack 101, its tokens: got 12, expected 8"):
         streampack.verify(longer, Mesh(), rules)
-    with pytest.raises(InvariantError, match=r"^shape: .*: got 12 tokens, expected 24 or a longer one of the shape"):
+    with pytest.raises(
+        InvariantError,
+        match=r"^shape: .*: got 12 tokens, expected 24 tokens or a greater length that rules.shape allows",
+    ):
         streampack.verify(step, rules=replace_rules(rules, align=Align(sample=4, pack=24), budget=48))
 
 

@@ -126,7 +126,7 @@ def test_a_state_of_another_run_or_feed_is_refused_naming_both(origin: Origin, s
         ({"moon": "full"}, "unknown field `moon`"),
         ({"rules": "all"}, r"\$.rules"),
         ({"snapshot": "not base64!"}, "snapshot: "),
-        ({"snapshot": "AAAA"}, "snapshot: got a snapshot that does not decode"),
+        ({"snapshot": "AAAA"}, "snapshot: got a snapshot that cannot be decoded"),
     ],
 )
 def test_what_is_no_state_is_refused_naming_the_key(changes: dict[str, Any], said: str) -> None:

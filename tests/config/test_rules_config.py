@@ -575,5 +575,7 @@ def test_memory_is_shared_out_so_that_every_feed_can_always_make_a_step() -> Non
     held = held_tokens(512, 4, 64)
     assert train.merged_tokens >= held + 2 * 8 * 512 + more.capacity.max_sample_tokens
     assert needed_tokens(train.rules, 0) == held + 2 * 8 * 512 > needed_tokens(found.feeds[0].rules, 0)
-    with pytest.raises(ConfigError, match=r"memory: got 1MiB, .*8 packs a step .* and a window of 64 .* 64 packs"):
+    with pytest.raises(
+        ConfigError, match=r"memory: got 1MiB, .*8 packs of .* in each step .*and a window of 64 .* 64 packs"
+    ):
         plan(checked(convert(tree | {"memory": "1MiB"}, BrokerConfig)))

@@ -270,10 +270,10 @@ def test_a_feed_that_has_no_snapshot_does_not_keep_the_whole_log_for_ever() -> N
     desk.offer("a", "v")
     desk.attach("train", 0)
     reading(desk, "train", "a", 60)
-    desk.safe(full="the log's retain.bytes are used up")
+    desk.safe(full="the log has reached its retain.bytes")
     for now in range(1, 5):
         desk.handle(Tick(float(now)))
-        desk.safe(full="the log's retain.bytes are used up")
+        desk.safe(full="the log has reached its retain.bytes")
     assert desk.first_lsn > 60
     bases = sum(isinstance(record, Base) for record in desk.records or ())
     assert bases <= 3, "it is said again once for what may go"
@@ -403,7 +403,7 @@ def test_a_full_log_gives_credit_for_what_it_holds_already() -> None:
     desk.offer("a")
     desk.attach("train", 0)
     reading(desk, "train", "a", 30)
-    desk.safe(full="the log's retain.bytes are used up")
+    desk.safe(full="the log has reached its retain.bytes")
     desk.trainer(Bye())
     desk.attach("train", 4, reader="again")
     lease, session = desk.leases["a", 0]

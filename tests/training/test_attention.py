@@ -120,7 +120,9 @@ def test_each_version_of_a_kernel_is_told_to_compute_the_same(
     by = by_flash if like is flash_attn_2_8 else by_torch
     kernel = computes(signature_of(like))
     if like is torch_2_10 and window is not None:
-        with pytest.raises(UserError, match=r"got window=\d with torch .*, expected 2\.11 or later, or flash-attn"):
+        with pytest.raises(
+            UserError, match=r"got window=\d with torch .*, expected torch 2\.11 or later, or an installed flash-attn"
+        ):
             by(kernel, *given)
     else:
         expected = streampack.varlen_attention(q, k, v, batch, scale=scale, window=window)
@@ -162,11 +164,13 @@ def test_the_installed_torch_takes_what_its_kernel_is_told() -> None:
 def test_what_cannot_be_attended_is_refused_in_a_line() -> None:
     batch = views_of(TWO)[0][0]
     q, k = draw(12, 4, 0), draw(12, 3, 0)
-    with pytest.raises(UserError, match=r"expected k and v with the same number of heads, which divides q's"):
+    with pytest.raises(
+        UserError, match=r"expected k and v with the same number of heads, and q with a multiple of this number"
+    ):
         streampack.varlen_attention(q, k, k, batch)
-    with pytest.raises(UserError, match=r"expected \[12, heads, head size\] each"):
+    with pytest.raises(UserError, match=r"expected shape \[12, heads, head size\] for each"):
         streampack.varlen_attention(q[None], k, k, batch)
-    with pytest.raises(UserError, match="got window=0, expected at least 1, which is the token itself"):
+    with pytest.raises(UserError, match="got window=0, expected at least 1, because each token attends to itself"):
         streampack.varlen_attention(q, q, q, batch, window=0)
     with pytest.raises(UserError, match="got backend='flash_attn', which is not installed here"):
         streampack.varlen_attention(q, q, q, batch, backend="flash_attn")
@@ -174,5 +178,7 @@ def test_what_cannot_be_attended_is_refused_in_a_line() -> None:
         streampack.varlen_attention(q, q, q, batch, backend="flash")  # type: ignore[arg-type]
     shard = views_of(SHARED)[0][0]
     part = draw(len(shard.input_ids), 2, 0)
-    with pytest.raises(UserError, match=r"this rank holds 1/2 \(zigzag\), expected the whole pack\. Use ring"):
+    with pytest.raises(
+        UserError, match=r"got 1/2 of a pack on this rank \(zigzag\), expected the whole pack\. Use ring"
+    ):
         streampack.varlen_attention(part, part, part, shard)

@@ -215,7 +215,7 @@ def test_a_checkpoint_of_another_dataset_is_refused(tmp_path: Path, loader: Any)
     saved = json.loads(path.read_text())
     del saved["stateful_callbacks"]["LoaderState"]
     path.write_text(json.dumps(saved))
-    with pytest.raises(StateError, match="1 updates without a loader's state"):
+    with pytest.raises(StateError, match="1 updates without the loader's state"):
         hf.made(tmp_path, loader, max_steps=2).train(resume_from_checkpoint=True)
 
 
@@ -232,7 +232,7 @@ def test_a_checkpoint_of_another_dataset_is_refused(tmp_path: Path, loader: Any)
         ({"auto_find_batch_size": True}, "got auto_find_batch_size=True"),
         ({"train_sampling_strategy": "group_by_length"}, "got train_sampling_strategy='group_by_length'"),
         ({"use_cache": True}, "got use_cache=True, expected False"),
-        ({"sft": True, "packing": True}, "got packing=True, expected False: the broker packs"),
+        ({"sft": True, "packing": True}, "got packing=True, expected False. The broker packs"),
         ({"sft": True, "padding_free": True}, "got padding_free=True"),
         ({"sft": True, "completion_only_loss": True}, "got completion_only_loss=True.*loss_mask"),
     ],
@@ -252,12 +252,12 @@ def test_loaders_that_cannot_be_are_refused(tmp_path: Path, loader: Any) -> None
         hf.made(tmp_path, other)
     with hf.local(repeat=True) as endless, pytest.raises(UserError, match="an eval_loader that never ends"):
         hf.made(tmp_path, loader, eval_loader=endless)
-    with pytest.raises(UserError, match="one loader for training and evaluation"):
+    with pytest.raises(UserError, match="the same loader for training and evaluation"):
         hf.made(tmp_path, loader, eval_loader=loader)
-    with pytest.raises(UserError, match="got train_dataset beside a loader"):
+    with pytest.raises(UserError, match="got train_dataset together with a loader"):
         hf.PackedTrainer(hf.llama(), hf.arguments(tmp_path), loader=loader, train_dataset=[1])
     trainer = hf.made(tmp_path, loader)
-    with pytest.raises(UserError, match="one loader for training and evaluation"):
+    with pytest.raises(UserError, match="the same loader for training and evaluation"):
         trainer.evaluate(loader)
     with hf.local(format="thd") as other, pytest.raises(UserError, match="got a loader with format='thd'"):
         trainer.predict(other)
@@ -272,9 +272,11 @@ def test_trainers_that_lose_the_denominator_are_refused(tmp_path: Path, loader: 
     model.accepts_loss_kwargs = False
     with pytest.raises(UserError, match="got LlamaForCausalLM, to which this Trainer passes no num_items_in_batch"):
         hf.made(tmp_path, loader, model=model)
-    with pytest.raises(UserError, match=r"got TrainingArguments for an SFTTrainer, expected trl\.SFTConfig"):
+    with pytest.raises(
+        UserError, match=r"got TrainingArguments as the arguments of an SFTTrainer, expected trl\.SFTConfig"
+    ):
         hf.PackedSFTTrainer(hf.llama(), hf.arguments(tmp_path), loader=loader)
-    with pytest.raises(UserError, match="got formatting_func beside a loader"):
+    with pytest.raises(UserError, match="got formatting_func together with a loader"):
         hf.PackedSFTTrainer(hf.llama(), None, loader=loader, formatting_func=str)
 
 
@@ -306,7 +308,9 @@ def test_models_in_which_samples_see_each_other_are_refused(
         hf.made(tmp_path, loader, model=model)
         assert all(parameter.grad is None for parameter in model.parameters())
     else:
-        with pytest.raises(UserError, match=f"with attn_implementation='{attention}', in which samples of a pack see"):
+        with pytest.raises(
+            UserError, match=f"with attn_implementation='{attention}', in which samples of a pack affect"
+        ):
             hf.made(tmp_path, loader, model=model)
 
 
@@ -334,7 +338,7 @@ def test_models_are_tried_by_the_logits_that_they_give(tmp_path: Path, loader: A
 
     model.forward = of
     if refused:
-        with pytest.raises(UserError, match="samples of a pack see each other"):
+        with pytest.raises(UserError, match="samples of a pack affect each other"):
             hf.made(tmp_path, loader, model=model)
     else:
         hf.made(tmp_path, loader, model=model)
@@ -363,5 +367,5 @@ def test_a_rank_that_reads_for_another_is_refused(tmp_path: Path, loader: Any) -
 
     args = hf.arguments(tmp_path)
     hf_checks._check_mesh(streampack.Mesh(), args, 1)
-    with pytest.raises(MeshError, match=r"got a loader of dp=1/2 .* in process 0 of 1"):
+    with pytest.raises(MeshError, match=r"got a loader with dp=1/2 .* in process 0 of 1"):
         hf_checks._check_mesh(streampack.Mesh(dp=2, dp_rank=1), args, 1)

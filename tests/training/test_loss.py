@@ -184,16 +184,18 @@ def test_a_sample_that_other_ranks_hold_is_passed_over() -> None:
 
 def test_what_cannot_be_cut_or_summed_is_refused_in_a_line() -> None:
     batch = views_of(Case([[[5, 6, 7], [8]]], 1, 6, 1))[0][0]
-    with pytest.raises(UserError, match=r"got outputs of shape \[5, 2\], expected \[6, \.\.\.\] or \[1, 6, \.\.\.\]"):
+    with pytest.raises(
+        UserError, match=r"got outputs of shape \[5, 2\], expected shape \[6, \.\.\.\] or \[1, 6, \.\.\.\]"
+    ):
         streampack.per_sample(torch.zeros(5, 2), batch)
     with pytest.raises(UserError, match=r"got a loss of shape \[3\] for one sample, expected one number"):
         streampack.packed_loss(lambda one: one, torch.zeros(6), batch, denominator=1)
-    with pytest.raises(UserError, match="got averaged_over=0, expected a number of ranks"):
+    with pytest.raises(UserError, match="got averaged_over=0, expected at least 1"):
         streampack.packed_loss(torch.sum, torch.zeros(6), batch, denominator=1, averaged_over=0)
     for wrong in (-1, float("nan")):  # as a forward pack's num_loss_tokens may be
-        with pytest.raises(UserError, match=f"got denominator={wrong}, expected the step's"):
+        with pytest.raises(UserError, match=f"got denominator={wrong}, expected at least 0"):
             streampack.packed_loss(torch.sum, torch.zeros(6), batch, denominator=wrong)
-    with pytest.raises(UserError, match=r"knows no pack \(View\), expected one as the loader gave it"):
+    with pytest.raises(UserError, match=r"of type View without its pack, expected a batch as the loader returned it"):
         streampack.per_sample(torch.zeros(6), View(batch))
 
 

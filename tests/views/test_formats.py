@@ -158,7 +158,7 @@ def test_a_view_survives_what_loops_do_to_batches(format: str) -> None:
     assert dict(**plain).keys() == batch.keys()
     assert batch != plain
     assert len({batch, plain}) == 2
-    with pytest.raises(AttributeError, match=r"got the name 'attention_mask', expected one of: input_ids"):
+    with pytest.raises(AttributeError, match=r"got attribute 'attention_mask', expected one of: input_ids"):
         _ = batch.attention_mask
 
 
@@ -202,9 +202,9 @@ def step_of_numpy() -> Step:
     ("arguments", "message"),
     [
         ({"format": "sbhd"}, r"got format 'sbhd', expected one of: thd, hf, hf_shifted, megatron, bshd, torchtitan, p"),
-        ({"format": "hf", "mesh": Mesh(cp=2)}, r"got format 'hf' with cp=2 .* Take format='thd'"),
+        ({"format": "hf", "mesh": Mesh(cp=2)}, r"got format 'hf' with cp=2 .* Use format='thd'"),
         ({"format": "hf_shifted", "mesh": Mesh(cp=4, cp_rank=1)}, r"got format 'hf_shifted' with cp=4"),
-        ({"format": "numpy", "device": "cuda"}, r"got device='cuda' with format numpy, expected none"),
+        ({"format": "numpy", "device": "cuda"}, r"got device='cuda' with format 'numpy', expected no device"),
         ({"format": "thd", "device": "toaster"}, r"got device='toaster', which torch cannot use"),
         ({"format": "thd", "device": "meta"}, r"got device='meta', which torch cannot use"),
         ({"format": "thd", "device": 1.5}, r"got device=1\.5, which torch cannot use"),
@@ -237,4 +237,7 @@ def test_torch_is_the_default_where_it_is_installed_and_imported_only_for_a_view
         "except streampack.StreampackError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200)
-    assert done.stdout == "got format 'hf' without torch, expected it: pip install 'streampack[torch]'\n"
+    assert (
+        done.stdout
+        == "got format 'hf' without torch, expected an installed torch. Run pip install 'streampack[torch]'\n"
+    )

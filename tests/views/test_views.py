@@ -127,8 +127,16 @@ def test_a_middle_stage_of_a_pipeline_gets_megatrons_boundaries_and_positions(ca
 @pytest.mark.parametrize(
     ("format", "mesh", "message"),
     [
-        ("torchtitan", Mesh(pp=4, tp=2), r"got format 'torchtitan' with pp=4, expected at most 2: .* ranks, tp=8"),
-        ("bshd", Mesh(pp=3), r"got format 'bshd' with pp=3, expected at most 2: AutoModel reads tokens on every stage"),
+        (
+            "torchtitan",
+            Mesh(pp=4, tp=2),
+            r"got format 'torchtitan' with pp=4, expected pp of at most 2\. .* ranks instead: tp=8",
+        ),
+        (
+            "bshd",
+            Mesh(pp=3),
+            r"got format 'bshd' with pp=3, expected pp of at most 2\. AutoModel reads tokens on every stage",
+        ),
     ],
 )
 def test_a_mesh_that_a_framework_could_not_use_is_refused(format: str, mesh: Mesh, message: str) -> None:
@@ -144,12 +152,42 @@ PLACED = Rules(fields=(Field(name=POSITION_IDS, dtype="int64"),))
 @pytest.mark.parametrize(
     ("format", "mesh", "rules", "layout", "message"),
     [
-        ("megatron", Mesh(cp=2), Rules(), "zigzag", r"cp_layout zigzag, expected whole: Megatron's get_batch shards"),
-        ("bshd", Mesh(cp=2), Rules(), "contiguous", r"expected whole: AutoModel's make_cp_batch_for_te shards packs"),
-        ("torchtitan", Mesh(cp=2), Rules(), "zigzag_pack", r"set cp_layout: whole for the feed in broker\.yaml"),
-        ("megatron", Mesh(), EXACT, "whole", r"rules\.shape exact, expected fixed: .* its seq_length, .* budget, 8192"),
-        ("torchtitan", Mesh(), MULTIPLE, "whole", r"expected fixed: .* its training\.seq_len"),
-        ("torchtitan", Mesh(), PLACED, "whole", r"declares position_ids, expected none: torchtitan takes each 0"),
+        (
+            "megatron",
+            Mesh(cp=2),
+            Rules(),
+            "zigzag",
+            r"`cp_layout: zigzag`, expected `cp_layout: whole`, because Megatron's get_batch shards",
+        ),
+        (
+            "bshd",
+            Mesh(cp=2),
+            Rules(),
+            "contiguous",
+            r"expected `cp_layout: whole`, because AutoModel's make_cp_batch_for_te shards packs",
+        ),
+        ("torchtitan", Mesh(cp=2), Rules(), "zigzag_pack", r"Set `cp_layout: whole` for the feed in broker\.yaml"),
+        (
+            "megatron",
+            Mesh(),
+            EXACT,
+            "whole",
+            r"`rules\.shape: exact`, expected `rules\.shape: fixed`\. .* Megatron's seq_length .* budget, 8192",
+        ),
+        (
+            "torchtitan",
+            Mesh(),
+            MULTIPLE,
+            "whole",
+            r"expected `rules\.shape: fixed`\. .* torchtitan's training\.seq_len",
+        ),
+        (
+            "torchtitan",
+            Mesh(),
+            PLACED,
+            "whole",
+            r"declares position_ids, expected no declared position_ids\. torchtitan takes each position 0",
+        ),
     ],
 )
 def test_a_feed_that_a_framework_would_read_wrongly_is_refused(

@@ -326,7 +326,7 @@ def test_a_message_may_have_the_header_of_another_version(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("version", [0, 2, 255])
 def test_another_version_is_named(version: int) -> None:
-    with pytest.raises(WireError, match=f"got protocol version {version}, expected 1: run one version"):
+    with pytest.raises(WireError, match=f"got protocol version {version}, expected 1\\. Install the same version"):
         wire.decode(made(13, b"\x80", header={"version": version}))
 
 
@@ -349,10 +349,10 @@ def test_a_header_that_claims_other_sizes_is_refused(claim: dict[str, int]) -> N
 def test_messages_over_the_limits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     wire.decode(made(13, b"\x80", [bytes(8)]))
     monkeypatch.setattr(wire, "MAX_PAYLOAD_BYTES", 7)
-    with pytest.raises(WireError, match="expected less"):
+    with pytest.raises(WireError, match="expected at most"):
         wire.decode(made(13, b"\x80", [bytes(8)]))
     monkeypatch.setattr(wire, "MAX_META_BYTES", 0)
-    with pytest.raises(WireError, match="expected less"):
+    with pytest.raises(WireError, match="expected at most"):
         wire.decode(made(13, b"\x80"))
 
 
@@ -394,7 +394,7 @@ def test_a_bomb_is_refused_in_little_memory(bomb: str) -> None:
 
 
 def refused(kind: type[Message], **changes: Any) -> None:
-    with pytest.raises(WireError, match="does not decode"):
+    with pytest.raises(WireError, match="cannot be decoded"):
         wire.decode(made(kind.TYPE, msgpack.packb(changes)))
 
 

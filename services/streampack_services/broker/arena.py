@@ -206,7 +206,7 @@ class Arena:
         found, total = find_slices(*packs, self._offset, self._length, cp, rank, KINDS[layout], *slices)
         if found < 0:
             why = self._layout_error(packs, cp, rank, layout)
-            raise InternalError(f"a pack cannot be laid out, or one of its samples was released: {why}")
+            raise InternalError(f"cannot lay out a pack, or one of its samples was released: {why}")
         return slices[:, :found], total
 
     def _layout_error(self, packs: Contents, cp: int, rank: int, layout: str) -> str:

@@ -52,7 +52,8 @@ SHUT_OUT_S = 60.0
 BROKER = "broker"
 ALLOWED = "allowed.yaml"
 _HEAD = (
-    "# Keys that may connect to this broker. 'streampack keys new' adds a line, 'streampack keys revoke' removes it."
+    "# Keys that may connect to this broker. 'streampack keys new' adds a line, 'streampack keys revoke' removes a "
+    "line."
 )
 
 
@@ -104,7 +105,10 @@ def _check_entry(where: str, name: str, entry: Entry) -> None:
     foreign = ("feeds", "ranks") if entry.role == "producer" else ("streams",)
     other = "trainer" if entry.role == "producer" else "producer"
     if given := [key for key in foreign if getattr(entry, key)]:
-        raise ConfigError(f"{where}: got {given[0]} for a {entry.role}, but only a {other} can have them. Remove them")
+        raise ConfigError(
+            f"{where}: got {given[0]} for a {entry.role}, expected no {given[0]}, which only a {other} can have. "
+            f"Remove {given[0]}"
+        )
     if unknown := set(entry.ranks) - {"dp", "cp", "tp", "pp"}:
         raise ConfigError(f"{where}: ranks: got {min(unknown)!r}, expected some of dp, cp, tp, pp")
 
@@ -182,7 +186,9 @@ def _revoke(folder: Path, name: str) -> None:
     lines = [line for line in _allowed_lines(folder) if not line.startswith(f"{name}:")]
     left = _parse_entries("\n".join(lines), folder / ALLOWED)
     if left != {other: entry for other, entry in before.items() if other != name}:
-        raise UserError(f"{folder / ALLOWED}: the entry of {name} takes more than one line. Remove it with an editor")
+        raise UserError(
+            f"{folder / ALLOWED}: the entry of {name!r} takes more than one line. Remove the entry with an editor"
+        )
     _write_allowed(folder, lines)
 
 
@@ -260,7 +266,7 @@ class Allowed:
             )
         self.key = load_key(path)
         if self.key.public != self.key.broker:
-            raise UserError(f"{path} is the key of a peer. Put the broker's own key there")
+            raise UserError(f"{path} is the key of a peer. Replace this file with the broker's own key")
         self._seen = self._moving = self._file_stamp()
         self._rights = rights_of(read_allowed(folder), self.key)
         self._changed: deque[bytes] = deque()
@@ -300,8 +306,8 @@ class Allowed:
         cuts.append(time.monotonic())
         if not was_shut_out and self._is_shut_out(key):
             log.error(
-                "shut out key %r for %.0f s: %d of its connections were cut. Find the process that uses it, or remove "
-                "the key with 'streampack keys revoke'", self.rights(peer).name, SHUT_OUT_S, CUTS,
+                "blocked key %r for %.0f s because %d of its connections were cut. Find the process that uses the "
+                "key, or remove the key with 'streampack keys revoke'", self.rights(peer).name, SHUT_OUT_S, CUTS,
             )  # fmt: skip
 
     def _is_shut_out(self, key: str) -> bool:
@@ -343,7 +349,7 @@ class Allowed:
             now = rights_of(read_allowed(self._folder), self.key)
         except Exception as error:  # the thread must go on, or keys revoked later would stay allowed
             log.error(
-                "did not read the allowed keys again: %s. The keys allowed before stay allowed",
+                "cannot reload the allowed keys: %s. The previously allowed keys stay allowed",
                 error,
                 exc_info=not isinstance(error, StreampackError),
             )

@@ -136,8 +136,8 @@ class Keeper:
         if self._log.num_bytes <= self._retain:
             return ""
         return (
-            f"the log's retain.bytes are used up ({self._log.num_bytes >> 20} MiB). Commit checkpoints, so that older "
-            f"records can be deleted, or raise retain.bytes"
+            f"the log has reached its retain.bytes ({self._log.num_bytes >> 20} MiB). Commit checkpoints, so that "
+            f"older records can be deleted, or raise retain.bytes"
         )
 
     def _update_ledger(self) -> None:
@@ -147,7 +147,7 @@ class Keeper:
                 self._trimmed = True
         except (StreampackError, sqlite3.Error, OSError) as error:
             log.warning(
-                "did not delete old log segments: cannot update the ledger: %s. Trying again in %.0f s",
+                "did not delete old log segments: cannot update the ledger: %s. The broker tries again in %.0f s",
                 error,
                 TRIM_AGAIN_S,
             )

@@ -124,9 +124,7 @@ def check_machine(config: BrokerConfig, memory: int | None = None) -> None:
             f"memory: the rules need at least {needs}, but {machine}. Lower rules.budget or rules.window, or use a "
             f"machine with more memory"
         )
-    raise ConfigError(
-        f"memory: got {config.memory}, but {machine}. Set memory to less: the rules need at least {needs}"
-    )
+    raise ConfigError(f"memory: got {config.memory}, but {machine}. Lower memory: the rules need only {needs}")
 
 
 def with_enough_memory(config: BrokerConfig) -> BrokerConfig:
@@ -182,9 +180,13 @@ def plan(config: BrokerConfig) -> Plan:
 def _held(rules: Rules) -> str:
     """Describe for a person the samples and packs that a feed must hold at once."""
     if rules.batch is None:
-        outliers = ", outliers that joint balance holds beside it," if rules.balance.kind == "joint" else ""
-        return f"a window of {rules.window} samples{outliers} and {rules.packs} packs a step of {rules.budget} tokens"
-    return f"batches of {rules.batch.samples or 'some'} samples, and 2 packs of {rules.budget} tokens"
+        outliers = " (plus outliers that joint balance keeps)" if rules.balance.kind == "joint" else ""
+        return (
+            f"a window of {rules.window} samples{outliers} with {rules.packs} packs of {rules.budget} tokens in each "
+            f"step"
+        )
+    size = f" of {rules.batch.samples} samples" if rules.batch.samples else ""
+    return f"batches{size} with 2 packs of {rules.budget} tokens"
 
 
 def keep_freed_memory() -> None:

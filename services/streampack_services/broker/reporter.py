@@ -327,7 +327,7 @@ def waiting_for(feed: Feed) -> Missing | None:
     if readers.steps.draining:
         return None
     if readers.num_readers and not readers.steps.joined:
-        return Missing("join", readers.absent or f"all {readers.num_ranks} ranks are there, and some are not ready")
+        return Missing("join", readers.absent or f"all {readers.num_ranks} ranks are connected, but some are not ready")
     if readers.steps.end is not None:
         left = readers.steps.end.num_steps - readers.steps.released_upto
         return Missing("peers", f"{left} last steps are not returned: {readers.steps.slowest}") if left else None

@@ -159,8 +159,8 @@ class BrokerService:
             return Arena(size, rules.tokens, self.plan.block_tokens, rules.fields)
         except MemoryError:
             raise ConfigError(
-                f"memory: got {self.config.memory}, but the system does not give this process {size >> 20}MiB. Set "
-                f"memory to less, or raise the limit (ulimit -v, vm.overcommit_memory)"
+                f"memory: got {self.config.memory}, but the system cannot allocate {size >> 20}MiB for this process. "
+                f"Lower memory, or raise the limit (ulimit -v, vm.overcommit_memory)"
             ) from None
 
     def _listen(self) -> tuple[Router, Router]:
@@ -424,7 +424,7 @@ class BrokerService:
         if report.level != "error" and not self._lines.allows(time.monotonic()):
             return
         if held_back := self._lines.take_held_back():
-            log.warning("left out %d log lines that peers caused", held_back)
+            log.warning("suppressed %d log lines that peers caused", held_back)
         log.log(logging.getLevelName(report.level.upper()), report.text, extra={"about": report.about})
 
     def _perform_on_log(self, effect: Append | Recall | Cut) -> None:

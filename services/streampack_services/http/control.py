@@ -67,7 +67,7 @@ class StreamsBody(_Body, frozen=True, kw_only=True):
     def ask(self) -> Ask:
         """Return the change for the broker; raise ValueError if there is no stream to add or remove."""
         if not self.add and not self.remove:
-            raise ValueError("got neither add nor remove. Pass at least one of them")
+            raise ValueError("got neither add nor remove, expected at least one of them")
         return Restream(tuple(_rules(name, stream) for name, stream in self.add.items()), tuple(self.remove))
 
 
@@ -125,7 +125,7 @@ def handler(path: str, ask_broker: AskBroker, any_host: bool) -> Callable[[Reque
         try:
             answer = await asyncio.wait_for(asyncio.wrap_future(future), ANSWER_S)
         except TimeoutError:
-            return _error(504, f"the broker did not answer in {ANSWER_S:.0f} s. Look at its status and log")
+            return _error(504, f"the broker did not answer within {ANSWER_S} s. Check the broker's status and log")
         except asyncio.CancelledError:
             return _error(503, "the broker is stopping")
         if answer.refusal:
@@ -142,7 +142,8 @@ async def _read(request: Request) -> bytes:
         body += chunk
         if len(body) > MAX_BODY_BYTES:
             raise ValueError(
-                f"got a body of more than {MAX_BODY_BYTES} bytes, which is the limit. Ask for fewer changes at once"
+                f"got a request body of more than {MAX_BODY_BYTES} bytes, expected at most {MAX_BODY_BYTES} bytes. "
+                f"Send fewer changes at once"
             )
     return bytes(body)
 
@@ -150,7 +151,10 @@ async def _read(request: Request) -> bytes:
 def _rejection(request: Request, any_host: bool) -> str:
     """Return the reason that this client may not change the broker; empty if it may."""
     if "origin" in request.headers:
-        return "got a request of a web page, which must not change a run. Use 'streampack set' or 'streampack skip'"
+        return (
+            "got a request from a web page, and web pages must not change a run. Use 'streampack set' or 'streampack "
+            "skip'"
+        )
     host = (
         request.client.host if request.client else ""
     )  # with a proxy on this machine, perhaps the address that it forwards

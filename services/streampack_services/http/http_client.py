@@ -24,7 +24,7 @@ from streampack_services.http.http_guard import find_token, parse_address
 
 DEFAULT_ENDPOINT = "http://127.0.0.1:7400"
 _SET_TOKEN = "Set STREAMPACK_HTTP_TOKEN to the token, or STREAMPACK_HTTP_TOKEN_FILE to the path of the token file"
-_NO_TOKEN = f"the broker requires a token, but the environment has none. {_SET_TOKEN}"
+_NO_TOKEN = f"the broker requires a token, but the environment has no token. {_SET_TOKEN}"
 _OTHER_TOKEN = f"the broker rejects the token in the environment. {_SET_TOKEN}"
 Tree = dict[str, Any]
 
@@ -67,7 +67,7 @@ def _of_config(config: BrokerConfig) -> str:
     host, port = parse_address(config.listen.http)
     if not port:
         raise UserError(
-            f"listen.http is {config.listen.http}, so only the broker's log has the port. Pass --endpoint, or set "
+            f"listen.http is {config.listen.http}, so only the broker's log shows the port. Pass --endpoint, or set "
             f"rendezvous in broker.yaml"
         )
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -111,8 +111,8 @@ def find_broker(endpoint: str | None, config: Path | None, timeout_s: float) -> 
     if settings is not None and found.run != settings.run:
         raise Rejected(
             "run",
-            f"{found.base} serves run {found.run!r}, but {config} is of run {settings.run!r}. Start its broker, or "
-            f"pass --endpoint",
+            f"{found.base} serves run {found.run!r}, but {config} configures run {settings.run!r}. Start the broker "
+            f"of {config}, or pass --endpoint",
         )
     return found
 
@@ -141,7 +141,7 @@ def _fetch(base: str, path: str, timeout_s: float, body: bytes | None = None) ->
         reason = getattr(error, "reason", error)
         what = getattr(reason, "strerror", None) or str(reason)
         raise Unreachable(
-            f"{base}: got no answer ({what.lower()}). Check the address, and that the broker runs with that "
+            f"{base}: got no answer ({what.lower()}). Check the address, and that the broker runs with this address in "
             f"listen.http. 'streampack run' takes a free port and prints the address in its log"
         ) from None
 
@@ -173,9 +173,11 @@ def parse_status(tree: Tree) -> BrokerStatus:
     try:
         return msgspec.convert(tree, BrokerStatus)
     except msgspec.ValidationError as error:
-        got = f"streampack {__version__} cannot read the status of a broker of {tree.get('version')} ({error})"
+        got = (
+            f"streampack {__version__} cannot read the status of a broker with version {tree.get('version')} ({error})"
+        )
         part = "installation" if tree.get("version") == __version__ else "version"
-        raise PeerError(f"{got}. Use the command of the broker's {part}, or --json") from None
+        raise PeerError(f"{got}. Use the streampack command of the broker's {part}, or pass --json") from None
 
 
 def fetch_events(endpoint: str | None, since: int, timeout_s: float) -> list[Tree]:

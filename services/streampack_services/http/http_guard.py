@@ -121,7 +121,7 @@ def _too_large(scope: Scope) -> tuple[int, str, list[tuple[bytes, bytes]]] | Non
     size += len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
     if size <= MAX_HEAD_BYTES:
         return None
-    return 431, f"got {size} bytes of target and headers, expected at most {MAX_HEAD_BYTES}", []
+    return 431, f"got a request with {size} bytes of target and headers, expected at most {MAX_HEAD_BYTES} bytes", []
 
 
 def _token_of(authorization: str) -> str:

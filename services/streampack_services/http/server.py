@@ -59,7 +59,7 @@ def make_app(
         now = snapshot()
         age = time.time() - now.taken_at
         if now.ready and age > STUCK_AFTER_S:
-            return PlainTextResponse(f"stuck: the broker's main loop has not turned for {age:.0f} s\n", 503)
+            return PlainTextResponse(f"stuck: the broker's main loop has not run for {age:.0f} s\n", 503)
         return PlainTextResponse("alive\n")
 
     def readyz(_: Request) -> Response:

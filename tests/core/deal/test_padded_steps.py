@@ -343,7 +343,7 @@ def test_a_feed_has_the_formats_of_its_kind() -> None:
         views = Views(name, Mesh())
         views.fit(padded)
         assert views.format == name
-    with pytest.raises(UserError, match=r"got format 'padded' of a feed that packs, expected thd, hf"):
+    with pytest.raises(UserError, match=r"got format 'padded' for a feed that packs, expected thd, hf"):
         Views("padded", Mesh()).fit(packed)
     with pytest.raises(UserError, match=r"got a pack, expected a micro-batch of a feed with rules\.padded"):
         rows(first_of(Formed(padded, ROLL)), packed)

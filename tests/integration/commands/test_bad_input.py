@@ -132,7 +132,7 @@ def test_a_tcp_port_in_use_is_named(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         listen = {"producers": f"tcp://127.0.0.1:{port}", "trainers": "tcp://127.0.0.1:*", "http": "127.0.0.1:0"}
         line = broker_line(tmp_path, listen=listen)
-        assert f"cannot listen on tcp://127.0.0.1:{port}: got an address in use, expected a free one" in line
+        assert f"cannot listen on tcp://127.0.0.1:{port}: got an address in use, expected a free address" in line
 
 
 def test_an_http_port_in_use_is_named(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_an_ipc_address_that_is_served_is_not_stolen(tmp_path: Path) -> None:
         listen = {"producers": f"ipc://{short}/p", "trainers": f"ipc://{short}/t", "http": "127.0.0.1:0"}
         with running_broker({"listen": listen, "rules": RULES, "streams": {"web": {}}}) as first:
             line = broker_line(tmp_path, listen=listen)
-            assert "got an address that another process serves, expected a free one" in line
+            assert "got an address that another process uses, expected a free address" in line
             assert first.status()["ready"]
 
 
@@ -159,7 +159,7 @@ def test_a_producer_that_nobody_answers_says_so_and_may_be_tried_again(tmp_path:
     line = produce_line(tmp_path, "tcp://127.0.0.1:1", "web", source, 75, "--timeout", "0.5")
     assert "tcp://127.0.0.1:1: got no answer in 0.5 s, expected a broker: is 'streampack broker' running" in line
     line = produce_line(tmp_path, f"file://{tmp_path}/none.json", "web", source, 75, "--timeout", "0.5")
-    assert "none.json: got no such file in 0.5 s, expected" in line
+    assert "none.json: got no file within 0.5 s, expected" in line
 
 
 def test_a_client_that_nobody_answers_says_so() -> None:

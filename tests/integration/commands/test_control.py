@@ -109,9 +109,9 @@ def test_what_is_asked_comes_to_the_broker(desk: Desk, url: str, path: str, body
         ("skip", {"steps": "12-"}, "got steps '12-', expected a range such as 120-140, or one step"),
         ("skip", {"steps": "9-7"}, "got steps 9-7, expected the first and the last"),
         ("skip", {"steps": "\u0661"}, "expected a range such as"),
-        ("streams", {}, "got neither add nor remove. Pass at least one"),
+        ("streams", {}, "got neither add nor remove, expected at least one"),
         ("streams", {"add": {"a": {"weigt": 1}}}, "unknown field `weigt`"),
-        ("weights", b" " * (control.MAX_BODY_BYTES + 1), "got a body of more than 65536 bytes"),
+        ("weights", b" " * (control.MAX_BODY_BYTES + 1), "got a request body of more than 65536 bytes"),
     ],
 )
 def test_what_cannot_be_read_does_not_come_to_the_broker(
@@ -130,13 +130,13 @@ def test_a_refusal_is_passed_on_and_a_silence_is_said(desk: Desk, url: str, monk
     monkeypatch.setattr(control, "ANSWER_S", 0.1)
     code, said = post(url, "/control/skip", {"steps": "1"})
     assert code == 504
-    assert "the broker did not answer in" in said["error"]
+    assert "the broker did not answer within" in said["error"]
 
 
 def test_pages_in_a_browser_change_nothing(desk: Desk, url: str) -> None:
     code, said = post(url, "/control/skip", {"steps": "1"}, Origin="http://127.0.0.1:7400")
     assert code == 403
-    assert "web page, which must not change a run" in said["error"]
+    assert "web pages must not change a run" in said["error"]
     assert not desk.asked
 
 

@@ -139,7 +139,7 @@ def test_a_checkpoint_without_the_loaders_state_is_said(
         """Lightning keeps states by the name of the class."""
 
     fits.fit(broker, fits.Saving(tmp_path / "saved.ckpt", PACKS))
-    with pytest.warns(UserWarning, match="got a checkpoint without a state of .*Another"):
+    with pytest.warns(UserWarning, match="got a checkpoint without the state of .*Another"):
         fits.fit(broker, data=Another(broker.trainers), resume=tmp_path / "saved.ckpt", max_steps=2)
 
 
@@ -168,9 +168,12 @@ def test_batches_are_whole_where_lightning_converts_them(
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"accumulate_grad_batches": 1}, "got step 0 of 2 packs on each rank and accumulate_grad_batches=1"),
-        ({"limit_train_batches": 5}, "limit_train_batches=5 and accumulate_grad_batches=2, expected whole steps"),
-        ({"format": "numpy"}, "got format 'numpy' for Lightning"),
+        (
+            {"accumulate_grad_batches": 1},
+            "got 2 packs on each rank in step 0, expected accumulate_grad_batches=1 packs",
+        ),
+        ({"limit_train_batches": 5}, "limit_train_batches=5 with accumulate_grad_batches=2, expected whole steps"),
+        ({"format": "numpy"}, "got format 'numpy', expected thd or hf"),
     ],
 )
 def test_what_would_go_wrong_is_refused(
@@ -183,5 +186,5 @@ def test_what_would_go_wrong_is_refused(
 def test_a_trial_that_would_use_steps_up_is_refused(fits: ModuleType, broker: RunningBroker, tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import LearningRateFinder
 
-    with pytest.raises(UserError, match="got a LearningRateFinder, whose trial would use steps up"):
+    with pytest.raises(UserError, match="got the callback LearningRateFinder, whose trial would use up steps"):
         fits.fit(broker, LearningRateFinder(), default_root_dir=tmp_path)

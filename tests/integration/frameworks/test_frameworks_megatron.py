@@ -165,7 +165,10 @@ def test_each_evaluation_is_over_the_same_steps_of_the_valid_feed(tmp_path: Path
     [
         ({"dataloader_type": "single"}, "got dataloader_type='single', expected 'external'"),
         ({"micro_batch_size": 2}, "got micro_batch_size=2, expected 1: a micro-batch is a pack"),
-        ({"calculate_per_token_loss": False}, "got calculate_per_token_loss=False, expected True: packs differ"),
+        (
+            {"calculate_per_token_loss": False},
+            "got calculate_per_token_loss=False, expected True. Packs have different",
+        ),
         ({"virtual_pipeline_model_parallel_size": 2}, "got virtual_pipeline_model_parallel_size=2, expected None"),
         ({"hybrid_context_parallel": True}, "got hybrid_context_parallel=True, expected False"),
         ({"create_attention_mask_in_dataloader": True}, "got create_attention_mask_in_dataloader=True"),
@@ -173,8 +176,8 @@ def test_each_evaluation_is_over_the_same_steps_of_the_valid_feed(tmp_path: Path
         ({"dataloader_inter_document_masking": False}, "got neither dataloader_inter_document_masking nor sft"),
         ({"step_batch_size_schedule": "0:4 1M:8"}, "got step_batch_size_schedule='0:4 1M:8', expected None"),
         ({"eval_micro_batch_size": 2}, "got eval_micro_batch_size=2, expected 1"),
-        ({"eval_iters": 100}, "got eval_iters=100 and no valid_feed, expected what to evaluate on"),
-        ({"context_parallel_size": 2}, "got context_parallel_size=2 without sft, expected both"),
+        ({"eval_iters": 100}, "got eval_iters=100 without valid_feed, expected a feed to evaluate on"),
+        ({"context_parallel_size": 2}, "got context_parallel_size=2 without sft, expected sft"),
         ({"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et*3|m|L"}, "got mtp_num_layers and pipeline_model"),
     ],
 )
@@ -190,11 +193,11 @@ def test_a_feed_whose_steps_are_no_iterations_is_refused_at_once(broker: Running
     check_rules = integrations.megatron.check_rules
     with pytest.raises(UserError, match="steps of 4 packs and global_batch_size=8, expected the same"):
         train_iterator(broker, arguments(global_batch_size=8))
-    with pytest.raises(UserError, match="packs of 128 tokens and seq_length=256, expected the same"):
+    with pytest.raises(UserError, match="packs of 128 tokens with seq_length=256, expected equal lengths"):
         train_iterator(broker, arguments(seq_length=256))
-    with pytest.raises(UserError, match="got steps that are batches"):
+    with pytest.raises(UserError, match="got steps with a varying number of packs"):
         check_rules(Rules(budget=128, batch=Batch(samples=8)), arguments(), 1)
-    with pytest.raises(UserError, match="got a budget that grows"):
+    with pytest.raises(UserError, match="got a growing budget"):
         check_rules(Rules(budget=128, packs=4, warmup=Warmup(init=64, steps=4)), arguments(), 1)
     padded = Rules(budget=128, packs=4, align=Align(sample=4, pack=4))
     check_rules(padded, arguments(), 2)

@@ -110,7 +110,7 @@ def test_a_checkpoint_within_a_step_is_refused(broker: RunningBroker) -> None:
         next(batches)
     state = data.state_dict()
     next(batches)
-    with pytest.raises(UserError, match=r"within step 1, 3 packs before its end.*set training.global_batch_size to 4"):
+    with pytest.raises(UserError, match=r"within step 1, 3 packs before its end.*Set training.global_batch_size to 4"):
         data.state_dict()
     data.load_state_dict(state)
     assert data.state_dict() == state
@@ -123,9 +123,11 @@ def test_a_checkpoint_within_a_step_is_refused(broker: RunningBroker) -> None:
 
 
 def test_what_would_train_on_other_updates_is_refused_at_once(broker: RunningBroker) -> None:
-    with pytest.raises(UserError, match=r"got packs of 128 tokens, expected all of seq_len=256: set training.seq_len"):
+    with pytest.raises(
+        UserError, match=r"got packs of 128 tokens, expected packs of seq_len=256 tokens. Set training.seq_len"
+    ):
         loader(broker, local_batch_size=1, seq_len=256)
-    with pytest.raises(UserError, match="batches of 3 packs on each rank, expected them to make whole steps of 4"):
+    with pytest.raises(UserError, match="batches of 3 packs on each rank, expected whole steps of 4"):
         loader(broker, local_batch_size=3)
     with pytest.raises(UserError, match=r"checkpoints every 6 packs.*Set training.global_batch_size to 4"):
         loader(broker, local_batch_size=1, snapshot_every_n_steps=6)
@@ -134,9 +136,9 @@ def test_what_would_train_on_other_updates_is_refused_at_once(broker: RunningBro
 def test_packs_that_are_no_rows_are_refused() -> None:
     check_rules = integrations.torchtitan.check_rules
     check_rules(Rules(budget=128, packs=4), 2, seq_len=128, rows=2, snapshot=None)
-    with pytest.raises(UserError, match="got steps that are batches"):
+    with pytest.raises(UserError, match="got steps with a varying number of packs"):
         check_rules(Rules(budget=128, batch=Batch(samples=8)), 2, seq_len=128, rows=2, snapshot=None)
-    with pytest.raises(UserError, match="got packs of a budget that grows"):
+    with pytest.raises(UserError, match="got packs of a growing budget"):
         check_rules(Rules(budget=128, packs=4, warmup=Warmup(init=64, steps=4)), 2, seq_len=128, rows=2, snapshot=None)
     for rows in (0, -1):
         with pytest.raises(UserError, match=f"got batches of {rows} packs"):

@@ -143,12 +143,12 @@ def test_a_request_has_64_kib_of_headers_at_most(open_one: str, path: str, size:
 def test_the_commands_bring_the_token(guarded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = in_process("status", guarded)
     assert refused.returncode == 1
-    assert "the broker requires a token, but the environment has none. Set STREAMPACK_HTTP_TOKEN" in refused.stderr
+    assert "the broker requires a token, but the environment has no token. Set STREAMPACK_HTTP_TOKEN" in refused.stderr
     assert in_process("health", guarded).returncode == 0
     (tmp_path / "old").write_text("x" + TOKEN + "\n")
     (tmp_path / "old").chmod(0o600)
     monkeypatch.setenv("STREAMPACK_HTTP_TOKEN_FILE", str(tmp_path / "old"))
-    assert "requires another token" in in_process("status", guarded).stderr
+    assert "rejects the token in the environment" in in_process("status", guarded).stderr
     monkeypatch.setenv("STREAMPACK_HTTP_TOKEN", TOKEN)
     assert http_client.fetch_status(guarded, PATIENCE_S)["run"] == "guarded"
 
@@ -171,7 +171,7 @@ def test_a_token_is_not_sent_on_to_another_host(monkeypatch: pytest.MonkeyPatch)
     thread.start()
     try:
         monkeypatch.setenv("STREAMPACK_HTTP_TOKEN", TOKEN)
-        with pytest.raises(Rejected, match="another token"):
+        with pytest.raises(Rejected, match="rejects the token in the environment"):
             http_client.fetch_status(f"http://127.0.0.1:{server.server_port}", PATIENCE_S)
         assert heard == ["Bearer " + TOKEN, None]
     finally:
@@ -202,8 +202,8 @@ def test_a_token_is_made_for_its_user_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "mode", "expected"),
     [
-        (TOKEN, 0o644, "that others can reach (mode 0644), expected its user alone (mode 0600)"),
-        (TOKEN, 0o620, "that others can reach (mode 0620)"),
+        (TOKEN, 0o644, "that other users can access (mode 0644), expected mode 0600"),
+        (TOKEN, 0o620, "that other users can access (mode 0620)"),
         ("", 0o600, "is empty. Make a token with"),
         ("short", 0o600, "got a token of 5 characters, expected at least 16"),
         (TOKEN + "\nand more", 0o600, "all of them letters, digits or"),
@@ -219,7 +219,7 @@ def test_what_is_no_secret_is_refused(tmp_path: Path, text: str, mode: int, expe
 
 
 def test_a_secret_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="No such file or directory, expected a secret"):
+    with pytest.raises(UserError, match="cannot read a secret: No such file or directory"):
         find_token(str(tmp_path / "none"))
-    with pytest.raises(UserError, match="Is a directory, expected a secret"):
+    with pytest.raises(UserError, match="cannot read a secret: Is a directory"):
         find_token(str(tmp_path))

@@ -207,14 +207,17 @@ def test_readers_must_be_ranks_of_the_mesh(broker: RunningBroker) -> None:
 
 
 def test_a_framework_that_shards_packs_itself_is_refused_their_shards(broker: RunningBroker) -> None:
-    with pytest.raises(UserError, match="cp_layout contiguous, expected whole: Megatron's get_batch shards packs"):
+    with pytest.raises(
+        UserError,
+        match="`cp_layout: contiguous`, expected `cp_layout: whole`, because Megatron's get_batch shards packs",
+    ):
         streampack.connect(broker.trainers, mesh={"cp": 2, "cp_rank": 1}, format="megatron")
 
 
 def test_the_word_that_a_failed_run_leaves_is_no_broker_and_the_next_run_s_is_waited_for(tmp_path: Path) -> None:
     file = tmp_path / "streampack.json"
     file.write_text('{"epoch": 1, "failed": "the command failed there"}')
-    with pytest.raises(Unreachable, match=r"of a run which has ended \(the command failed there\) in 0.1"):
+    with pytest.raises(Unreachable, match=r"of a run that has ended \(the command failed there\) within 0.1"):
         read_rendezvous(file, "trainers", 0.1)
     new = tmp_path / "new"
     new.write_text('{"epoch": 2, "trainers": "tcp://127.0.0.1:7"}')

@@ -383,7 +383,7 @@ def test_ctrl_c_is_raised_where_packs_are_taken() -> None:
 def test_without_the_extra_its_name_is_said() -> None:
     code = "import sys; sys.modules['uvicorn'] = None; import streampack; streampack.local(['x'])"
     done = run_python(code)
-    assert "UserError: got no module 'uvicorn', expected the extra 'service'" in done.stderr.splitlines()[-1]
+    assert "UserError: got no module 'uvicorn', which the extra 'service' installs" in done.stderr.splitlines()[-1]
 
 
 def test_the_first_pack_comes_within_two_seconds() -> None:

@@ -330,7 +330,7 @@ def feeds(source: Source) -> Iterator[RunningBroker]:
 def test_a_format_that_the_feed_has_not_is_refused_and_what_compilers_must_know_is_said(
     feeds: RunningBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(UserError, match=r"got format 'padded' of a feed that packs"):
+    with pytest.raises(UserError, match=r"got format 'padded' for a feed that packs"):
         streampack.connect(feeds.trainers, format="padded")
     with (
         caplog.at_level(logging.WARNING, "streampack.client"),

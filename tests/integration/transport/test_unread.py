@@ -82,7 +82,7 @@ def test_a_peer_that_sends_more_than_any_may_is_cut(secured: bool) -> None:
 
         def is_cut() -> bool:
             poller.wait(0.01)  # nothing is taken meanwhile
-            return bool(cuts := sock.take_cuts()) and "wait to be read" in cuts[0].why
+            return bool(cuts := sock.take_cuts()) and "more than any peer may send ahead" in cuts[0].why
 
         until(is_cut)
         assert len(unread.connections) >= 1

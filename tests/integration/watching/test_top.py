@@ -387,9 +387,11 @@ def test_a_loop_that_stands_still_and_a_broker_of_another_version_are_said(
         poller.fetch()
         assert not poller.trouble
         said.append(later(snapshot, 2) | {"version": "9.9", "memory": {}})
-        with pytest.raises(PeerError, match=r"cannot read the status of a broker of 9\.9 .* the broker's version"):
+        with pytest.raises(
+            PeerError, match=r"cannot read the status of a broker with version 9\.9 .* the broker's version"
+        ):
             poller.fetch()
-        assert "cannot read the status of a broker of 9.9" in the_error(in_process("status", url), 1)
+        assert "cannot read the status of a broker with version 9.9" in the_error(in_process("status", url), 1)
 
 
 @pytest.mark.parametrize("key", ["stalled_s", "epoch", "taken_at", "uptime_s", "feeds"])
@@ -399,7 +401,7 @@ def test_a_broker_that_says_less_is_said_in_one_line(snapshot: Tree, key: str, v
     with saying(lambda: less) as url:
         for command in (("top", url, "--once"), ("status", url)):
             said = the_error(in_process(*command), 1)
-            assert f"cannot read the status of a broker of {version}" in said
+            assert f"cannot read the status of a broker with version {version}" in said
             assert f"`{key}`" in said
 
 
