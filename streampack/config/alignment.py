@@ -30,18 +30,18 @@ class AlignSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     sample: Annotated[
         _Multiple | Literal["tight"] | None,
         Meta(
-            description="Multiple of tokens that each sample is padded to. `tight` pads only for context parallelism, "
-            "and the pack for tensor parallelism. Default: from `planned_mesh`"
+            description="Pad each sample to a multiple of this many tokens. With `tight`, padding for tensor "
+            "parallelism goes to the end of the pack instead of each sample. Default: derived from `planned_mesh`"
         ),
     ] = None
     pack: Annotated[
         _Multiple | None,
         Meta(
-            description="Multiple of tokens that each pack is padded to; it must divide the budget. Default: from "
-            "`planned_mesh` and `precision`"
+            description="Pad each pack to a multiple of this many tokens, which must divide the budget. Default: "
+            "derived from `planned_mesh` and `precision`"
         ),
     ] = None
-    lcm: Annotated[_Multiple, Meta(description="Number that the multiple of samples must also be divisible by")] = 1
+    lcm: Annotated[_Multiple, Meta(description="Number that must divide the multiple that samples are padded to")] = 1
 
 
 def derived_align(

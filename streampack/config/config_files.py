@@ -20,7 +20,9 @@ def read_broker(path: str | Path) -> BrokerConfig:
     """Read and check a broker.yaml. Raises ConfigError."""
     tree = read_tree(path)
     if _names_sources(tree):
-        raise ConfigError(f"{path}: got a producer.yaml (its streams name a source), expected a broker.yaml")
+        raise ConfigError(
+            f"{path}: got a producer.yaml file (its streams have the key `source`), expected a broker.yaml file"
+        )
     return _checked(convert(tree, BrokerConfig, str(path)), path)
 
 
@@ -28,7 +30,9 @@ def read_producer(path: str | Path) -> ProducerConfig:
     """Read a producer.yaml. Raises ConfigError."""
     tree = read_tree(path)
     if isinstance(tree, dict) and not _names_sources(tree) and set(tree) & _BROKER_KEYS:
-        raise ConfigError(f"{path}: got a broker.yaml (its streams name no source), expected a producer.yaml")
+        raise ConfigError(
+            f"{path}: got a broker.yaml file (its streams lack the key `source`), expected a producer.yaml file"
+        )
     return convert(tree, ProducerConfig, str(path))
 
 

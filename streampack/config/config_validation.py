@@ -32,21 +32,21 @@ def checked(config: BrokerConfig) -> BrokerConfig:
     for name, stream in config.streams.items():
         if stream.repeat and stream.passes != 1:
             raise ConfigError(
-                f"streams.{name}: got repeat: true and passes: {stream.passes}, expected one of them: "
-                f"`repeat` reads the data without end"
+                f"streams.{name}: got `repeat: true` and `passes: {stream.passes}`, expected only one of them. With "
+                "`repeat`, passes never end, so remove one of the two keys"
             )
         if stream.repeat and stream.on_exhaust == "stop":
             raise ConfigError(
-                f"streams.{name}: got repeat: true and on_exhaust: stop, expected one of them: "
-                f"a stream that repeats is never exhausted"
+                f"streams.{name}: got `repeat: true` and `on_exhaust: stop`, expected only one of them. A stream that "
+                "repeats is never exhausted, so remove one of the two keys"
             )
     for feed in config.feeds:
         _check_rules(config, config.plan(feed), config.feeds[feed].cp_layout)
     parse_size(config.memory, "memory")
     if parse_size(config.retain.bytes, "retain.bytes") < _MIN_LOG_BYTES:
         raise ConfigError(
-            f"retain.bytes: got {config.retain.bytes}, expected at least {_MIN_LOG_BYTES >> 20}MiB: the log has files "
-            f"of 64 MiB, and needs four of them"
+            f"retain.bytes: got {config.retain.bytes}, expected at least {_MIN_LOG_BYTES >> 20}MiB, because the log "
+            "needs at least four files of 64 MiB"
         )
     if parse_size(config.limits.chunk, "limits.chunk") > _MAX_CHUNK_BYTES:
         raise ConfigError(f"limits.chunk: got {config.limits.chunk}, expected at most {_MAX_CHUNK_BYTES >> 20}MiB")
@@ -59,8 +59,8 @@ def _check_feeds(config: BrokerConfig) -> None:
     for name, feed in config.feeds.items():
         if not feed.streams and len(config.feeds) > 1:
             raise ConfigError(
-                f"feeds.{name}.streams: got none, expected some of {', '.join(config.streams)}: with several feeds, "
-                f"each must name its streams"
+                f"feeds.{name}.streams: got no streams, expected some of {', '.join(config.streams)}. If there are "
+                "several feeds, each feed must list its streams"
             )
         for stream in feed.streams:
             if stream not in config.streams:
@@ -68,14 +68,15 @@ def _check_feeds(config: BrokerConfig) -> None:
             other = feed_of.setdefault(stream, name)
             if other != name:
                 raise ConfigError(
-                    f"feeds.{name}.streams: got {stream!r}, which feed {other!r} has too, expected it in one feed. "
-                    f"Remove it from one, or read the same data as a stream of another name"
+                    f"feeds.{name}.streams: got {stream!r}, which feed {other!r} also lists, expected each stream in "
+                    "only one feed. Remove the stream from one of the feeds, or read the same data as a stream with "
+                    "another name"
                 )
     missing = [stream for stream in config.streams if feed_of and stream not in feed_of]
     if missing:
         raise ConfigError(
-            f"streams.{missing[0]}: got a stream that no feed reads, expected one feed: add it to the streams of "
-            f"{' or '.join(f'feeds.{name}' for name in config.feeds)}"
+            f"streams.{missing[0]}: got a stream that no feed lists, expected each stream in one feed. Add the stream "
+            f"to {' or '.join(f'feeds.{name}.streams' for name in config.feeds)}"
         )
 
 
@@ -90,20 +91,21 @@ def _check_rules(config: BrokerConfig, rules: Rules, layout: str) -> None:
             else "state_dir: got none, expected a folder for the log"
         )
         raise ConfigError(
-            f"{wrong}: stream {stream.name!r} is pushed. Its samples are taken in order of arrival and kept in the "
-            f"log, because they cannot be sent again"
+            f"{wrong}, because stream {stream.name!r} is pushed. The broker packs pushed samples in order of arrival "
+            "and keeps them in the log, because producers cannot send them again"
         )
     if rules.max_policy_lag is not None and not any(stream.pushed for stream in config.streams.values()):
         raise ConfigError(
-            f"rules.max_policy_lag: got {rules.max_policy_lag} without a pushed stream, expected one: only pushed "
-            f"samples have a policy version. Remove the key, or set `pushed: true` on a stream"
+            f"rules.max_policy_lag: got {rules.max_policy_lag} without a pushed stream, expected at least one pushed "
+            "stream, because only pushed samples have a policy version. Remove the key, or set `pushed: true` on a "
+            "stream"
         )
     heaviest = max(stream.weight for stream in rules.streams)
     for stream in rules.streams:
         if heaviest / stream.weight > MAX_WEIGHT_RATIO:
             raise ConfigError(
                 f"streams.{stream.name}.weight: got {stream.weight:g}, expected at least "
-                f"{heaviest / MAX_WEIGHT_RATIO:g}, a {MAX_WEIGHT_RATIO}th of the heaviest"
+                f"{heaviest / MAX_WEIGHT_RATIO:g}, which is the largest weight divided by {MAX_WEIGHT_RATIO}"
             )
     refusal = mesh_refusal(Mesh(cp=config.planned_mesh.cp), rules, layout)
     if refusal:
@@ -112,7 +114,8 @@ def _check_rules(config: BrokerConfig, rules: Rules, layout: str) -> None:
         _check_batch(config, rules)
     elif rules.packs % config.planned_mesh.dp:
         raise ConfigError(
-            f"planned_mesh.dp: got {config.planned_mesh.dp}, expected a divisor of the {rules.packs} packs of a step"
+            f"planned_mesh.dp: got {config.planned_mesh.dp}, expected a divisor of {rules.packs}, the number of packs "
+            "in a step"
         )
 
 
@@ -121,8 +124,9 @@ def _check_batch(config: BrokerConfig, rules: Rules) -> None:
     read = [stream.name for stream in rules.streams if not stream.pushed]
     if read and rules.batch is not None and rules.batch.samples is None:
         raise ConfigError(
-            f"rules.step: got end_of_batch with stream {read[0]!r}, which is not pushed, expected pushed streams. Only "
-            f"a program that pushes samples can end a batch; for files, set step: {{samples: N}}"
+            f"rules.step: got `end_of_batch` with stream {read[0]!r}, which is not pushed, expected only pushed "
+            "streams. Only a program that pushes samples can end a batch. For streams that are read from files, set "
+            "`step: {samples: N}`"
         )
     if wrong := batch_refusal(Mesh(dp=config.planned_mesh.dp), rules):
         raise ConfigError(f"planned_mesh: {wrong}")

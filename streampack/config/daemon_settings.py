@@ -72,27 +72,31 @@ class Listen(_Settings, frozen=True, kw_only=True):
         ),
     ] = "tcp://127.0.0.1:7402"
     http: Annotated[
-        str, Meta(description="Address (`host:port`) of the HTTP server: metrics, status, health, changes to the run")
+        str,
+        Meta(
+            description="Address (`host:port`) of the HTTP server for metrics, status, health checks and changes "
+            "to the run"
+        ),
     ] = "127.0.0.1:7400"
     control: Annotated[
         Literal["loopback", "any"],
         Meta(
-            description="Clients that may change the run over HTTP: those on this machine (`loopback`), or every "
-            "client that can connect (`any`)"
+            description="Clients that may change the run over HTTP: only clients on this machine (`loopback`), or "
+            "every client that can connect (`any`)"
         ),
     ] = "loopback"
     keys: Annotated[
         str | None,
         Meta(
-            description="Folder of keys that `streampack keys new` made. With it, producers and trainers need a key, "
-            "and their traffic is encrypted. Without it, anyone who can connect may take part"
+            description="Folder of keys made by `streampack keys new`. If this is set, producers and trainers need a "
+            "key, and their traffic is encrypted. If not, the broker accepts anyone who can connect"
         ),
     ] = None
     token_file: Annotated[
         str | None,
         Meta(
-            description="File with a token that every HTTP client must send. Default: the variable "
-            "`STREAMPACK_HTTP_TOKEN`, else no token"
+            description="File with a token that every HTTP client must send. Default: the token in the environment "
+            "variable `STREAMPACK_HTTP_TOKEN`. If neither is set, clients need no token"
         ),
     ] = None
 
@@ -103,8 +107,8 @@ class WindowSettings(_Settings, frozen=True, kw_only=True):
     samples: Annotated[
         Positive,
         Meta(
-            description="Samples that wait in the window, from which the packer chooses. A larger window packs fuller "
-            "and mixes the order more"
+            description="Number of samples in the window, from which the packer chooses. A larger window gives "
+            "fuller packs and mixes the order more"
         ),
     ] = 1024
 
@@ -123,46 +127,52 @@ class StepSettings(_Settings, frozen=True, kw_only=True):
     packs: Annotated[
         Positive | None,
         Meta(
-            description="Packs of one optimizer step, over all data-parallel ranks. Default: 64, if neither `samples` "
-            "nor `end_of_batch` is set"
+            description="Number of packs in one optimizer step, over all data-parallel ranks. Default: 64, unless "
+            "`samples` or `end_of_batch` is set"
         ),
     ] = None
     samples: Annotated[
         Annotated[int, Meta(ge=1, le=2**24)] | None,
         Meta(
-            description="Samples of one optimizer step, in place of `packs`. They are packed by themselves, into as "
-            "many packs as they need"
+            description="Number of samples in one optimizer step. Each step gets as many packs as its samples need. "
+            "Set this instead of `packs`"
         ),
     ] = None
     end_of_batch: Annotated[
         bool,
         Meta(
-            description="Let the programs that push samples end each step: a step is all samples before "
-            "`end_of_batch`. It takes the place of `packs`"
+            description="Let the programs that push samples end each step by a call of `end_of_batch`. Set this "
+            "instead of `packs`"
         ),
     ] = False
     min_samples: Annotated[
         Positive,
         Meta(
-            description="With `end_of_batch`, the fewest samples of a step. The samples of a smaller batch wait for "
-            "the next `end_of_batch`"
+            description="Minimum number of samples in a step with `end_of_batch`. The samples of a smaller batch "
+            "wait for the next `end_of_batch`"
         ),
     ] = 1
     micro_batch_multiple: Annotated[
         Annotated[int, Meta(ge=1, le=2**16)] | None,
         Meta(
-            description="For batches: give each rank a multiple of this many micro-batches. Default: the number of "
-            "pipeline stages"
+            description="Give each rank a multiple of this many micro-batches per step. Applies only with `samples` "
+            "or `end_of_batch`. Default: the number of pipeline stages"
         ),
     ] = None
     min_micro_batches: Annotated[
-        int, Meta(ge=1, le=2**16, description="For batches: the fewest micro-batches of each rank in a step")
+        int,
+        Meta(
+            ge=1,
+            le=2**16,
+            description="Minimum number of micro-batches of each rank in a step. Applies only with `samples` or "
+            "`end_of_batch`",
+        ),
     ] = 1
     empty: Annotated[
         Literal["pad", "error"],
         Meta(
-            description="For batches with too few samples for all ranks: give the other ranks empty packs (`pad`), or "
-            "stop all ranks (`error`)"
+            description="Action if a batch (`samples` or `end_of_batch`) has too few samples for all ranks: give the "
+            "remaining ranks empty packs (`pad`), or stop all ranks with an error (`error`)"
         ),
     ] = "pad"
 
@@ -172,14 +182,15 @@ class StepSettings(_Settings, frozen=True, kw_only=True):
         given = [key for key in STEP_KINDS if getattr(self, key)]
         if len(given) > 1:
             raise ValueError(
-                f"step: got {' and '.join(given)}, expected one of {', '.join(STEP_KINDS)}: remove the others"
+                f"step: got {' and '.join(given)}, expected only one of {', '.join(STEP_KINDS)}. Remove the others"
             )
         of_batches = {key: getattr(self, key) for key in Batch.__struct_fields__ if key != "samples"}
         if given in ([], ["packs"]):
             for key, value in of_batches.items():
                 if value != getattr(StepSettings(), key):
                     raise ValueError(
-                        f"step: got {key}, which is for batches: set step.samples or step.end_of_batch, or remove it"
+                        f"step: got {key} without samples or end_of_batch, expected one of these two keys. Set one of "
+                        f"them, or remove {key}"
                     )
             return None
         return Batch(samples=self.samples, **of_batches)
@@ -191,17 +202,22 @@ class PlannedMesh(_Settings, frozen=True, kw_only=True):
     dp: Annotated[
         Positive,
         Meta(
-            description="Number of data-parallel ranks planned. It must divide the packs of a step; trainers may "
-            "later connect with another number that does"
+            description="Planned number of data-parallel ranks, which must divide the number of packs in a step. "
+            "Trainers may later connect with another divisor"
         ),
     ] = 1
     cp: Annotated[
         Positive,
-        Meta(description="Number of context-parallel ranks planned. The default alignment of samples follows from it"),
+        Meta(
+            description="Planned number of context-parallel ranks. This number determines the default alignment of "
+            "samples"
+        ),
     ] = 1
     tp: Annotated[
         Positive,
-        Meta(description="Number of tensor-parallel ranks planned. The default alignment of packs follows from it"),
+        Meta(
+            description="Planned number of tensor-parallel ranks. This number determines the default alignment of packs"
+        ),
     ] = 1
 
 
@@ -210,86 +226,88 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
 
     packer: Annotated[
         PackerName,
-        Meta(description="Algorithm that chooses the samples of a pack. The default needs the least padding"),
+        Meta(description="Algorithm that chooses which samples share a pack. The default adds the least padding"),
     ] = "exact_fill"
     budget: Annotated[
         Positive,
         Meta(
-            description="Tokens of a pack, padding included: the sequence length of the model's input. Lower it if a "
-            "GPU runs out of memory"
+            description="Number of tokens in a pack, including padding: the sequence length of the model's input. "
+            "Lower this number if a GPU runs out of memory"
         ),
     ] = 8192
     window: WindowSettings = WindowSettings()
     max_samples_per_pack: Annotated[
-        Positive | None, Meta(description="Most samples of a pack. Default: only the budget limits a pack")
+        Positive | None, Meta(description="Maximum number of samples in a pack. Default: only the budget limits a pack")
     ] = None
     leftovers: Annotated[
         Leftovers | None,
         Meta(
-            description="For the packer `modified_first_fit_decreasing`: how to pack the samples that remain after "
-            "its size classes: longest first (`decreasing`), or into the emptiest pack (`emptiest`). Default: "
-            "`decreasing`"
+            description="Order in which the packer `modified_first_fit_decreasing` packs the samples that remain "
+            "after its size classes: longest sample first (`decreasing`), or each sample into the emptiest pack "
+            "(`emptiest`). Default: `decreasing`"
         ),
     ] = None
     micro_batch_size: Annotated[
-        Positive | None, Meta(description="For the packer `none`: number of consecutive samples in a pack")
+        Positive | None, Meta(description="Number of consecutive samples in a pack. Applies only with `packer: none`")
     ] = None
     padded: Annotated[
         bool,
         Meta(
-            description="Build micro-batches of padded rows, one sample per row, as many as fit the budget (dynamic "
-            "batching). For models that cannot take packed samples"
+            description="Build micro-batches of padded rows with one sample per row, and put as many rows into a "
+            "micro-batch as fit the budget (dynamic batching). Use this for models that cannot process packed samples"
         ),
     ] = False
     align: AlignSettings | None = None
     shape: Annotated[
         Shape,
         Meta(
-            description="Length of a pack as trainers get it: always the budget (`fixed`), the pack's own tokens "
-            "(`exact`), or the next of a few sizes. `fixed` suits compiled models; the others save computation"
+            description="Length of the packs that trainers get: always the budget (`fixed`), the number of the "
+            "pack's tokens (`exact`), or the smallest of a few sizes that holds the pack. `fixed` suits compiled "
+            "models; the other shapes save computation"
         ),
     ] = "fixed"
     step: StepSettings = StepSettings()
     warmup: Annotated[
-        Warmup | None, Meta(description="Start with a smaller budget that grows over the first steps. Default: none")
+        Warmup | None,
+        Meta(description="Start with a smaller budget that grows over the first steps. Default: no warmup"),
     ] = None
     balance: Balance = Balance()
     overlong: Annotated[
         Overlong,
         Meta(
-            description="Treatment of samples longer than the budget. `error` stops with an error, `drop` leaves them "
-            "out and counts them, `truncate` cuts off their end, and `split` divides them into several samples"
+            description="Treatment of samples longer than the budget: stop with an error (`error`), drop and count "
+            "the sample (`drop`), remove its end (`truncate`), or divide it into several samples (`split`)"
         ),
     ] = "error"
     poison: Annotated[
         Poison,
         Meta(
-            description="Treatment of samples that cannot be used, such as invalid JSON. `error` stops with an error, "
-            "`drop` leaves them out and counts them"
+            description="Treatment of samples that cannot be used, such as invalid JSON: stop with an error "
+            "(`error`), or drop and count the sample (`drop`)"
         ),
     ] = "error"
     tail: Annotated[
         Literal["pad", "drop"],
         Meta(
-            description="If the last samples do not fill a step: fill it up with empty packs (`pad`), or leave out "
-            "these samples (`drop`)"
+            description="Action if the last samples do not fill a step: fill the step with empty packs (`pad`), or "
+            "leave these samples out (`drop`)"
         ),
     ] = "pad"
     weight_unit: Annotated[
-        WeightUnit, Meta(description="Unit in which streams get their shares: `tokens` or `samples`")
+        WeightUnit, Meta(description="Unit in which the streams' weights are measured: `tokens` or `samples`")
     ] = "tokens"
     between_passes: Annotated[
         BetweenPasses,
         Meta(
-            description="Transition between two passes over all data. With `continue` a step may hold samples of "
-            "both; with `drain` each pass ends with its own step"
+            description="Transition between two passes over all data. With `continue`, a step may hold samples of "
+            "both passes; with `drain`, no step does"
         ),
     ] = "continue"
     max_policy_lag: Annotated[
         Annotated[int, Meta(ge=0, lt=2**62)] | None,
         Meta(
-            description="For pushed samples: drop those whose policy is more than this many versions behind the "
-            "newest. Default: keep all"
+            description="Drop pushed samples whose policy is more than this many versions behind the newest policy. "
+            "Default: keep all samples"
         ),
     ] = None
 
@@ -312,33 +330,36 @@ class StreamSettings(_Settings, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=1e9,
-            description="Share of the stream in the feed, relative to the weights of the other streams. "
-            "`rules.weight_unit` is its unit",
+            description="Relative share of the stream in the feed: a stream with weight 2 gets twice the share of a "
+            "stream with weight 1. `rules.weight_unit` sets the unit of shares",
         ),
     ] = 1.0
     passes: Annotated[Positive, Meta(description="Number of passes over the stream's data")] = 1
-    repeat: Annotated[
-        bool, Meta(description="Read the stream's data again and again, without end, instead of `passes` times")
-    ] = False
+    repeat: Annotated[bool, Meta(description="Repeat the stream's data without end. Set this instead of `passes`")] = (
+        False
+    )
     partitions: Annotated[
         int,
         Meta(
             ge=1,
             le=4096,
-            description="Fixed parts of the stream's files, each read by one producer process at a time. Set at least "
-            "the number of producer processes; it cannot change during a run",
+            description="Number of parts that the stream's files are divided into. Only one producer process at a "
+            "time reads a part, so set at least the number of producer processes. The number cannot change during a "
+            "run",
         ),
     ] = 4
     on_exhaust: Annotated[
         OnExhaust,
         Meta(
-            description="At the end of the stream's last pass: the other streams share its weight (`renormalise`), or "
-            "the feed ends (`stop`)"
+            description="Action when the stream's last pass ends: let the other streams share its weight "
+            "(`renormalise`), or end the feed (`stop`)"
         ),
     ] = "renormalise"
     overlong: Annotated[
         Overlong | None,
-        Meta(description="Treatment of this stream's samples longer than the budget. Default: `rules.overlong`"),
+        Meta(
+            description="Treatment of this stream's samples that are longer than the budget. Default: `rules.overlong`"
+        ),
     ] = None
     poison: Annotated[
         Poison | None,
@@ -347,8 +368,8 @@ class StreamSettings(_Settings, frozen=True, kw_only=True):
     pushed: Annotated[
         bool,
         Meta(
-            description="A program sends the samples with `streampack.Producer`, for example in reinforcement "
-            "learning. They cannot be read again, so the log keeps them"
+            description="Receive the stream's samples from a program that uses `streampack.Producer`, for example in "
+            "reinforcement learning. The log keeps these samples, because they cannot be read again"
         ),
     ] = False
 
@@ -357,27 +378,31 @@ class FeedSettings(_Settings, frozen=True, kw_only=True):
     """Settings of a feed that trainers connect to: its streams (default: all), and its own values of ``rules``."""
 
     streams: Annotated[
-        tuple[str, ...], Meta(description="Streams that the feed mixes; each stream is in one feed. Default: all")
+        tuple[str, ...],
+        Meta(description="Streams that the feed mixes. Each stream may be in only one feed. Default: all streams"),
     ] = ()
     merge: Annotated[
-        MergeOrder | None, Meta(description="Order of the feed's samples: see `merge` of the run, which is the default")
+        MergeOrder | None,
+        Meta(description="Order in which samples from the feed's streams are mixed. Default: the run's `merge`"),
     ] = None
     on_rewind: Annotated[
         Literal["replay", "discard"],
         Meta(
-            description="When trainers resume from an older checkpoint: give the pushed samples since then in the "
-            "same steps again (`replay`), or drop them (`discard`)"
+            description="What to do with samples pushed after the checkpoint when trainers resume from an older one: "
+            "serve them again in the same steps (`replay`), or drop them (`discard`)"
         ),
     ] = "replay"
     cp_layout: Annotated[
         Literal["zigzag", "zigzag_pack", "contiguous", "whole"],
         Meta(
-            description="Division of a pack over context-parallel ranks. `zigzag` divides each sample, `zigzag_pack` "
-            "the pack, `contiguous` gives consecutive parts, and `whole` gives every rank the whole pack"
+            description="Division of a pack among context-parallel ranks. `zigzag` divides each sample, "
+            "`zigzag_pack` divides the pack as a whole, `contiguous` gives each rank one consecutive part, and "
+            "`whole` gives every rank the whole pack"
         ),
     ] = "zigzag"
     rules: Annotated[
-        dict[str, Any], Meta(description="Keys of `rules` for this feed alone. Other keys keep the run's values")
+        dict[str, Any],
+        Meta(description="Values of `rules` keys that apply only to this feed. Other keys keep the run's values"),
     ] = {}
 
 
@@ -389,13 +414,17 @@ class FieldSettings(_Settings, frozen=True, kw_only=True):
     """
 
     dtype: Annotated[
-        DType | None, Meta(description="Type of the field's values. Required, except for fields with a known name")
+        DType | None,
+        Meta(
+            description="Type of the field's values. Required, except for `loss_mask`, `labels`, `position_ids`, "
+            "`group` and `policy_version`"
+        ),
     ] = None
     axis: Annotated[
         Literal["token", "sample", "item", "patch"] | None,
         Meta(
-            description="The field has one value for each `token`, `sample`, `item` or `patch`. Default: `token`, "
-            "except for fields with a known name"
+            description="Unit that has one value of the field: `token`, `sample`, `item` or `patch`. Default: "
+            "`sample` for `group` and `policy_version`, else `token`"
         ),
     ] = None
     shape: Annotated[
@@ -404,22 +433,23 @@ class FieldSettings(_Settings, frozen=True, kw_only=True):
     align: Annotated[
         Literal["token", "target"] | None,
         Meta(
-            description="Value t belongs to token t (`token`), or to the prediction of token t, so that it is shifted "
-            "with the labels (`target`). Default: `token`, except for `loss_mask` and `labels`"
+            description="Meaning of value t: it belongs to token t (`token`), or to the prediction of token t and is "
+            "shifted together with the labels (`target`). Default: `target` for `loss_mask` and `labels`, else "
+            "`token`"
         ),
     ] = None
     pad: Annotated[
-        int | float | None, Meta(description="Value of the field at padding. Default: 0, for `labels` -100")
+        int | float | None, Meta(description="Value of the field at padding. Default: -100 for `labels`, else 0")
     ] = None
     default: Annotated[
         int | float | None,
-        Meta(description="Value for samples that lack the field. Default: such a sample is rejected"),
+        Meta(description="Value for samples that lack the field. Without a default value, such samples are rejected"),
     ] = None
     cp: Annotated[
         Literal["slice", "replicate"],
         Meta(
-            description="Each context-parallel rank gets the values of its own tokens (`slice`), or of the whole pack "
-            "(`replicate`)"
+            description="Values that each context-parallel rank gets: the values of its own tokens (`slice`), or the "
+            "values of the whole pack (`replicate`)"
         ),
     ] = "slice"
 
@@ -428,7 +458,9 @@ class FieldSettings(_Settings, frozen=True, kw_only=True):
         known = _KNOWN_FIELDS.get(name, {})
         given = {key: value for key, value in msgspec.structs.asdict(self).items() if value is not None}
         if "dtype" not in given | known:
-            raise ConfigError(f"fields.{name}: got no key 'dtype', expected one of: {', '.join(get_args(DType))}")
+            raise ConfigError(
+                f"fields.{name}: got a field without `dtype`, expected one of: {', '.join(get_args(DType))}"
+            )
         try:
             return Field(name=name, **(known | given))
         except ValueError as error:
@@ -452,13 +484,16 @@ class Retain(_Settings, frozen=True, kw_only=True):
 
     checkpoints: Annotated[
         Positive,
-        Meta(description="Number of committed checkpoints from which trainers can resume; older ones leave the log"),
+        Meta(
+            description="Number of committed checkpoints from which trainers can resume. The log deletes data that "
+            "only older checkpoints need"
+        ),
     ] = 3
     bytes: Annotated[
         str | int,
         Meta(
-            description="Size of the log at which it takes no more samples in order of arrival. It goes on when "
-            "trainers commit a checkpoint"
+            description="Maximum size of the log. When the log reaches this size, the broker accepts no more pushed "
+            "samples until trainers commit a checkpoint"
         ),
     ] = "200GiB"
 
@@ -469,15 +504,15 @@ class Limits(_Settings, frozen=True, kw_only=True):
     sample_tokens: Annotated[
         Positive,
         Meta(
-            description="Most tokens of a sample that a producer sends. The setting `overlong` decides about a longer "
-            "one"
+            description="Maximum number of tokens in a sample that a producer sends. The setting `overlong` "
+            "determines the treatment of longer samples"
         ),
     ] = 262_144
     chunk: Annotated[
         str | int,
         Meta(
-            description="Most bytes of samples in one message from a producer, such as `2MiB`. It is also limited to "
-            "a quarter of a partition's share of `memory`"
+            description="Maximum bytes of samples in one message from a producer, such as `2MiB`. A message may also "
+            "use at most a quarter of a partition's share of `memory`"
         ),
     ] = "2MiB"
     peers: Annotated[
@@ -485,7 +520,8 @@ class Limits(_Settings, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=2**18,
-            description="Most producers connected at a time, and most trainer ranks of a feed. Each costs some memory",
+            description="Maximum number of producers that are connected at a time, and of trainer ranks in a feed. "
+            "Each connection uses some memory",
         ),
     ] = 16_384
 
@@ -505,15 +541,15 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
     rendezvous: Annotated[
         str | None,
         Meta(
-            description="File on a shared file system into which the broker writes its addresses. Producers and "
-            "trainers then connect to `file://` and this path. For jobs whose hosts are not known in advance"
+            description="File on a shared file system where the broker writes its addresses. Producers and trainers "
+            "then connect to `file://` followed by this path. Use this if the broker's host is not known in advance"
         ),
     ] = None
     memory: Annotated[
         str | int,
         Meta(
-            description="Size of the arena, which holds all samples that are not delivered yet. Write for example "
-            "`16GiB`; the broker reserves it at its start"
+            description="Size of the arena, such as `16GiB`. The arena is the memory for samples that are not "
+            "delivered yet; the broker reserves it at startup"
         ),
     ] = MEMORY
     seed: Annotated[
@@ -521,49 +557,56 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
         Meta(
             ge=0,
             lt=2**62,
-            description="Seed of the order of shards and samples, of the merge, and of packers that shuffle. The same "
-            "seed gives the same steps",
+            description="Random seed for the order of shards and samples, for mixing streams, and for packers that "
+            "shuffle. The same seed gives the same steps",
         ),
     ] = 0
     merge: Annotated[
         MergeOrder,
         Meta(
-            description="Order of samples from several streams. `schedule` follows the weights and is the same in "
-            "every run; `arrival` is the order in which samples come, which pushed streams need"
+            description="Order in which samples from several streams are mixed. `schedule` follows the weights and "
+            "is the same in every run; `arrival` is the order in which samples arrive. Pushed streams require "
+            "`arrival`"
         ),
     ] = "schedule"
     state_dir: Annotated[
         str | None,
         Meta(
-            description="Folder of the log, on a local disk. With it, a restarted broker continues where it stopped. "
-            "Default: no log, and a restarted broker reads the data again"
+            description="Folder of the log, on a local disk. With a log, a restarted broker continues where it "
+            "stopped. Default: no log, so a restarted broker reads the data again"
         ),
     ] = None
     durability: Annotated[
         Literal["os", "process"] | None,
         Meta(
-            description="A record of the log is safe once it survives a power failure (`os`: fsync every 20 ms), or "
-            "the end of the broker's process (`process`). Default: `os` with pushed streams, else `process`"
+            description="Failure that the log's records survive: a power failure (`os`, which calls fsync every 20 "
+            "ms), or only a crash of the broker's process (`process`). Default: `os` if a stream is pushed, else "
+            "`process`"
         ),
     ] = None
     retain: Retain = Retain()
     tokens: Annotated[
         TokenType,
-        Meta(description="Type of token ids. `uint16` halves memory and traffic, for vocabularies of up to 65,536 ids"),
+        Meta(
+            description="Type of token ids. `uint16` halves memory and traffic, but limits the vocabulary to 65,536 ids"
+        ),
     ] = "int32"
     rules: RulesSettings = RulesSettings()
     planned_mesh: PlannedMesh = PlannedMesh()
     precision: Annotated[
         Precision | None,
         Meta(
-            description="FP8 format of the model's matrix products, if any. Packs are padded to the multiple that it "
-            "needs on each rank: 128 (`fp8_blockwise`), 32 (`mxfp8`) or 16 (`fp8`) tokens"
+            description="FP8 format of the model's matrix products. It sets the multiple of tokens that packs are "
+            "padded to on each rank: 128 (`fp8_blockwise`), 32 (`mxfp8`) or 16 (`fp8`). Default: no FP8"
         ),
     ] = None
     streams: Annotated[dict[Name, StreamSettings], Meta(min_length=1)]
     fields: Annotated[
         dict[Name, FieldSettings],
-        Meta(description="Fields by name: values that samples have beside their token ids, such as a loss mask"),
+        Meta(
+            description="Fields by name. A field holds values that samples have in addition to their token ids, such "
+            "as a loss mask"
+        ),
     ] = msgspec.field(default_factory=dict)
     feeds: Annotated[dict[Name, FeedSettings], Meta(min_length=1)] = msgspec.field(
         default_factory=lambda: {"train": FeedSettings()}
@@ -574,8 +617,8 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=64,
-            description="Most steps that are formed ahead of the slowest rank. A higher number hides longer delays of "
-            "producers and costs memory",
+            description="Maximum number of steps that the broker forms ahead of the slowest rank. A higher number "
+            "hides longer delays of producers but uses more memory",
         ),
     ] = 8
     drain_timeout_s: Annotated[
@@ -583,7 +626,7 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
         Meta(
             gt=0,
             description="Seconds after SIGTERM during which trainers can still fetch steps that are already formed. "
-            "Keep it below the scheduler's grace period, often 30 s",
+            "Keep this time below the scheduler's grace period, which is often 30 s",
         ),
     ] = 25.0
 
@@ -665,15 +708,15 @@ class ProducerConfig(_Settings, frozen=True, kw_only=True):
     broker: Annotated[
         str,
         Meta(
-            description="The broker's address for producers (`listen.producers` in broker.yaml), or `file://` and the "
-            "path of its rendezvous file"
+            description="The broker's address for producers (`listen.producers` in broker.yaml), or `file://` "
+            "followed by the path of the broker's rendezvous file"
         ),
     ] = "tcp://127.0.0.1:7401"
     key_file: Annotated[
         str | None,
         Meta(
-            description="File with the producer's key, if the broker has `listen.keys`. Default: the file that the "
-            "variable `STREAMPACK_KEY_FILE` names"
+            description="File with the producer's key, which is required if the broker sets `listen.keys`. Default: "
+            "the path in the environment variable `STREAMPACK_KEY_FILE`"
         ),
     ] = None
     processes: Annotated[
@@ -681,8 +724,8 @@ class ProducerConfig(_Settings, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=1024,
-            description="Number of processes that read and tokenize. Raise it if trainers wait for data; the steps "
-            "stay the same",
+            description="Number of processes that read and tokenize. Raise this number if trainers wait for data; "
+            "the content of the steps does not change",
         ),
     ] = 1
     tokenizer: TokenizerSettings = TokenizerSettings()

@@ -50,9 +50,9 @@ def parse_tree(text: str, path: str | Path) -> Any:
         twice = _duplicate_key_error(yaml.compose(text, Loader=yaml.SafeLoader))
     except (msgspec.DecodeError, ValueError, yaml.YAMLError) as error:
         first = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
-        raise ConfigError(f"{path}: got text that is not YAML: {first}") from None
+        raise ConfigError(f"{path}: got text that is not valid YAML: {first}") from None
     except RecursionError:
-        raise ConfigError(f"{path}: got keys nested too deeply, expected a few levels") from None
+        raise ConfigError(f"{path}: got keys that are nested too deeply, expected only a few levels") from None
     if twice:
         raise ConfigError(f"{path}: {twice}")
     return {} if tree is None else tree
@@ -66,7 +66,8 @@ def _duplicate_key_error(node: yaml.Node | None, path: str = "") -> str:
     for key, value in node.value:
         name, line = str(key.value), key.start_mark.line + 1
         if name in lines:
-            return f"{path}{name}: got it twice, in lines {lines[name]} and {line}, expected it once: merge them"
+            seen = f"lines {lines[name]} and {line}"
+            return f"{path}{name}: got this key twice, in {seen}, expected each key once. Merge the two entries"
         lines[name] = line
         if twice := _duplicate_key_error(value, f"{path}{name}."):
             return twice
@@ -99,10 +100,10 @@ def explained(error: Exception, kind: Any, tree: Any, within: str = "") -> str:
     if unknown := _UNKNOWN.fullmatch(what):
         known = [field.encode_name for field in _fields(_type_at(kind, path, mapping=True))]
         near = difflib.get_close_matches(unknown[1], known, 1)
-        meant = f"'{near[0]}' perhaps, or another" if near else "one"
-        what = f"got the unknown key '{unknown[1]}', expected {meant} of: {', '.join(known)}"
+        meant = f". Did you mean '{near[0]}'?" if near else ""
+        what = f"got the unknown key '{unknown[1]}', expected one of: {', '.join(known)}{meant}"
     elif missing := _MISSING.fullmatch(what):
-        what = f"got no key '{missing[1]}', which is required: add it"
+        what = f"got no key '{missing[1]}', which is required. Add the key"
     elif enum := _ENUM.fullmatch(what):
         what = f"got {enum[1]}, expected one of: {', '.join(map(str, get_args(_type_at(kind, path))))}"
     elif wrong := _KIND.fullmatch(what):
@@ -135,7 +136,7 @@ def _wrong_kind(said: re.Match[str], value: Any, example: str) -> str:
         got = f"got {_IN_YAML[value] if value is None or isinstance(value, bool) else repr(value)[:80]}, "
     if example:
         return f"{got}expected text such as {example}"
-    quote = ": put it in quotes" if said[1] == "str" and said[3] in ("int", "float", "bool") else ""
+    quote = ". Put the value in quotes" if said[1] == "str" and said[3] in ("int", "float", "bool") else ""
     return f"{got}expected {expected}{said[2]}{quote}"
 
 

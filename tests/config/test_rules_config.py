@@ -180,14 +180,14 @@ TWO = "streams: {a: {}, b: {}}\n"
     ("text", "said"),
     [
         # keys
-        ("", "got no key 'streams', which is required: add it"),
+        ("", "got no key 'streams', which is required. Add the key"),
         (WEB + "bogus: 1", "got the unknown key 'bogus', expected one of: run, listen,"),
-        (WEB + "rules: {windw: {}}", "rules: got the unknown key 'windw', expected 'window' perhaps, or another of:"),
+        (WEB + "rules: {windw: {}}", "rules: got the unknown key 'windw', expected one of: packer, "),
         (WEB + "rules: {align: {smaple: 4}}", "rules.align: got the unknown key 'smaple', expected 'sample' perhaps"),
         ("streams: {a: {}, web: {weigth: 1}}", "streams.web: got the unknown key 'weigth', expected 'weight' perhaps"),
         # keys that are there twice
-        (WEB + "rules: {}\nstreams: {code: {}}", "streams: got it twice, in lines 1 and 3, expected it once"),
-        ("streams: {a: {}, web: {weight: 2,\n  weight: 3}}", "streams.web.weight: got it twice, in lines 1 and 2,"),
+        (WEB + "rules: {}\nstreams: {code: {}}", "streams: got this key twice, in lines 1 and 3, expected each key once"),
+        ("streams: {a: {}, web: {weight: 2,\n  weight: 3}}", "streams.web.weight: got this key twice, in lines 1 and 2,"),
         # types
         (WEB + "rules: {budget: 8k}", "rules.budget: got '8k', expected a whole number"),
         (WEB + "rules: {budget: 8.5}", "rules.budget: got 8.5, expected a whole number"),
@@ -198,10 +198,10 @@ TWO = "streams: {a: {}, b: {}}\n"
             "listen.producers: got endpoint '0.0.0.0:7401', expected tcp://host:port or ipc:///path/of/a/socket. Did",
         ),
         (WEB + "listen: {trainers: 7402}", "listen.trainers: got 7402, expected text such as tcp://0.0.0.0:7402"),
-        (WEB + "run: 5", "run: got 5, expected text: put it in quotes"),
+        (WEB + "run: 5", "run: got 5, expected text. Put the value in quotes"),
         ("streams: [web]", "streams: got a list, expected a mapping"),
         ("streams: {a: {}, web: null}", "streams.web: got nothing, expected a mapping"),
-        ("streams: {1: {}}", "streams: a key: got a whole number, expected text: put it in quotes"),
+        ("streams: {1: {}}", "streams: a key: got a whole number, expected text. Put the value in quotes"),
         ("just text", "got 'just text', expected a mapping"),
         # bounds
         (WEB + "rules: {budget: 0}", "rules.budget: got 0, expected a whole number >= 1"),
@@ -261,7 +261,7 @@ TWO = "streams: {a: {}, b: {}}\n"
         (WEB + "rules: {budget: 10, align: {sample: 4, pack: 8}}", "rules: got budget 10 and align.pack 8, expected a"),
         (WEB + "rules: {align: {sample: 3, pack: 8}}", "rules: got align.pack 8 and align.sample 3, expected a mul"),
         (WEB + "planned_mesh: {cp: 3}", "rules: got budget 8192 and align.pack 6, expected a multiple: take 8190"),
-        (WEB + "planned_mesh: {dp: 7}", "planned_mesh.dp: got 7, expected a divisor of the 64 packs of a step"),
+        (WEB + "planned_mesh: {dp: 7}", "planned_mesh.dp: got 7, expected a divisor of 64, the number of packs in a step"),
         # shapes
         (WEB + "rules: {shape: round}", "rules.shape: got 'round', expected one of: fixed, exact"),
         (WEB + "rules: {shape: 5}", "rules.shape: got 5, expected text or a mapping"),
@@ -291,7 +291,7 @@ TWO = "streams: {a: {}, b: {}}\n"
             "rules: got shape.multiple 64, expected a multiple of align.pack, 128, that divides the budget of 8192",
         ),
         # feeds
-        (WEB + "feeds: {a: {}, b: {}}", "feeds.a.streams: got none, expected some of web: with several feeds"),
+        (WEB + "feeds: {a: {}, b: {}}", "feeds.a.streams: got no streams, expected some of web. If there are several feeds"),
         (WEB + "feeds: {train: {streams: [web, code]}}", "feeds.train.streams: got 'code', expected one of: web"),
         (TWO + "feeds: {x: {streams: [a, b]}, y: {streams: [b]}}", "feeds.y.streams: got 'b', which feed 'x' has too,"),
         (
@@ -309,20 +309,20 @@ TWO = "streams: {a: {}, b: {}}\n"
         ("streams: {a: {}, b: {weight: 1.0e-5}}", "streams.b.weight: got 1e-05, expected at least 0.000244141"),
         (
             "streams: {b: {repeat: true, on_exhaust: stop}}",
-            "streams.b: got repeat: true and on_exhaust: stop, expected",
+            "streams.b: got `repeat: true` and `on_exhaust: stop`, expected",
         ),
         ("streams: {b: {on_exhaust: end}}", "streams.b.on_exhaust: got 'end', expected one of: renormalise, stop"),
         (WEB + "rules: {between_passes: end}", "rules.between_passes: got 'end', expected one of: continue, drain"),
         (WEB + "rules: {weight_unit: bytes}", "rules.weight_unit: got 'bytes', expected one of: tokens, samples"),
         ("streams: {b: {overlong: cut}}", "streams.b.overlong: got 'cut', expected one of: error, drop, truncate,"),
-        ("streams: {a: {}, b: {repeat: true, passes: 3}}", "streams.b: got repeat: true and passes: 3, expected one"),
+        ("streams: {a: {}, b: {repeat: true, passes: 3}}", "streams.b: got `repeat: true` and `passes: 3`, expected only one"),
         # sizes
         (WEB + "memory: lots", "memory: got 'lots', expected a size such as 16GiB or 500MB"),
         (WEB + "limits: {chunk: 1 Mb}", "limits.chunk: got '1 Mb', expected a size such as 16GiB or 500MB"),
         (WEB + "limits: {chunk: 257MiB}", "limits.chunk: got 257MiB, expected at most 256MiB"),
         # YAML
-        ("streams: {", "got text that is not YAML:"),
-        ("streams:\n\t- a", "got text that is not YAML:"),
+        ("streams: {", "got text that is not valid YAML:"),
+        ("streams:\n\t- a", "got text that is not valid YAML:"),
     ],
 )
 def test_a_mistake_names_its_key_and_what_was_expected(tmp_path: Path, text: str, said: str) -> None:
@@ -499,7 +499,7 @@ def test_fields_with_a_meaning_need_no_more_than_their_names() -> None:
             "fields.image: got axis 'patch', expected token or sample: item and",
         ),
         ("image", {"dtype": "uint8", "axis": "item"}, "item and patch are reserved for images"),
-        ("a", {}, "fields.a: got no key 'dtype', expected one of: bool, uint8"),
+        ("a", {}, "fields.a: got a field without `dtype`, expected one of: bool, uint8"),
         ("input_ids", {"dtype": "int32"}, "got the name 'input_ids', expected another: every pack has one of its own"),
         ("a b", {"dtype": "int8"}, "that is no identifier"),
         ("a", {"dtype": "int8", "pad": 128}, "got the value 128, expected one that int8 holds"),

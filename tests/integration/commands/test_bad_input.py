@@ -64,7 +64,7 @@ def broker_line(path: Path, exit_code: int = 2, **settings: Any) -> str:
 def test_an_unknown_key_is_named_with_its_path(tmp_path: Path) -> None:
     line = broker_line(tmp_path, rules={"budgett": 256})
     assert (
-        "broker.yaml: rules: got the unknown key 'budgett', expected 'budget' perhaps, or another of: packer, budget"
+        "broker.yaml: rules: got the unknown key 'budgett', expected one of: packer, budget"
         in line
     )
 
@@ -85,7 +85,7 @@ def test_an_unknown_key_of_a_producer_is_named(tmp_path: Path) -> None:
             "streams: {web: {}}\nrules: {packer: ffd}",
             "rules.packer: got 'ffd', expected one of: exact_fill, sliding_ffd",
         ),
-        ("rules: {budget: 8}", "got no key 'streams', which is required: add it"),
+        ("rules: {budget: 8}", "got no key 'streams', which is required. Add the key"),
         ("- web", "got a list, expected a mapping"),
         ("streams: {web: {}}\nmemory: plenty", "expected a size such as 16GiB"),
         ("streams: {web: {}}\nretain: {bytes: plenty}", "expected a size such as 16GiB"),
@@ -104,9 +104,9 @@ def test_the_other_kind_of_configuration_is_told_from_the_right_one(tmp_path: Pa
     broker = write(tmp_path / "broker.yaml", {"run": "x", "streams": {"web": {}}})
     producer = write(tmp_path / "producer.yaml", {"streams": {"web": {"source": "text", "path": "x"}}})
     swapped = the_error(in_process("broker", "-c", producer), 2)
-    assert "producer.yaml: got a producer.yaml (its streams name a source), expected a broker.yaml" in swapped
+    assert "producer.yaml: got a producer.yaml file (its streams have the key `source`), expected a broker.yaml file" in swapped
     swapped = the_error(in_process("produce", "-c", broker), 2)
-    assert "broker.yaml: got a broker.yaml (its streams name no source), expected a producer.yaml" in swapped
+    assert "broker.yaml: got a broker.yaml file (its streams lack the key `source`), expected a producer.yaml file" in swapped
 
 
 def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_the_table_fits_and_nothing_is_cut(columns: int, broker: Path, monkeypat
     assert "…" not in shown
     assert lines[-1] == "good: streampack broker can use broker.yaml"
     said = [" ".join(line.split()) for line in lines]
-    assert any(line.startswith("budget 4096 line 5 Tokens of a pack") for line in said)
+    assert any(line.startswith("budget 4096 line 5 Number of tokens in a pack") for line in said)
     assert "step tokens 65536 tokens per step: packs times budget" in said
 
 
