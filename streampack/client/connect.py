@@ -155,7 +155,9 @@ def _readers(readers: Mapping[str, Sequence[int]] | None) -> ReadBy:
     try:
         return msgspec.convert(dict(readers or {}), ReadBy)
     except (msgspec.ValidationError, ValueError, TypeError) as error:
-        raise MeshError(f"readers: {error}; expected ranks by name, such as {{'tp': [0], 'pp': [0, -1]}}") from None
+        raise MeshError(
+            f"readers: {error}. Pass lists of ranks by axis, such as {{'tp': [0], 'pp': [0, -1]}}"
+        ) from None
 
 
 def introduce_to_torch(kind: type) -> None:
@@ -169,7 +171,10 @@ def introduce_to_torch(kind: type) -> None:
 
     worker = get_worker_info()
     if worker is not None and worker.num_workers > 1:
-        raise UserError(f"got one of {worker.num_workers} DataLoader workers, each of which {TWICE}")
+        raise UserError(
+            f"got a call in one of {worker.num_workers} DataLoader workers, expected a call in the trainer's own "
+            f"process. Each worker {TWICE}"
+        )
     IterableDataset.register(kind)
 
 
@@ -177,7 +182,10 @@ def _endpoint(endpoint: str | None, timeout_s: float) -> str:
     """Return the broker's address for trainers, from the argument, the environment or a rendezvous file."""
     found = endpoint or os.environ.get("STREAMPACK_ENDPOINT")
     if not found:
-        raise UserError("got no endpoint, expected tcp://host:port, or STREAMPACK_ENDPOINT in the environment")
+        raise UserError(
+            "got no endpoint, expected an address such as tcp://host:port. Pass the endpoint, or set "
+            "STREAMPACK_ENDPOINT in the environment"
+        )
     if found.startswith("file://"):
         return read_rendezvous(Path(found.removeprefix("file://")), "trainers", timeout_s)
     return found
@@ -340,10 +348,15 @@ class Client(Generic[BatchT]):
         self.close()
 
     def __len__(self) -> int:
-        raise TypeError("the length of a stream is not known: iterate until it ends, or count steps")
+        raise TypeError(
+            "the client has no length, because the length of its feed is not known. Iterate until the feed ends, or "
+            "count steps"
+        )
 
     def __reduce__(self) -> str:
-        raise UserError(f"got a client to pickle; another process {TWICE}")
+        raise UserError(
+            f"got a client to pickle, expected the client to stay in its process. A client in another process {TWICE}"
+        )
 
     @property
     def rules(self) -> Rules:

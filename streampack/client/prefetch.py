@@ -51,8 +51,8 @@ SAY_S = 5.0
 STATS_S = 1.0
 MAX_MESSAGE_BYTES = 1 << 30
 TWICE = (
-    "would read everything again, expected the trainer's own process: connect there and take "
-    "DataLoader(loader, batch_size=None, num_workers=0); the client prefetches by itself"
+    "would read all data again. Connect in the trainer's own process and use DataLoader(loader, batch_size=None, "
+    "num_workers=0), because the client itself prefetches"
 )
 
 
@@ -151,7 +151,10 @@ class Prefetching:
     def check_usable(self) -> None:
         """Raise PeerError in a forked child, and UserError if the client is closed."""
         if forks.passed != self._forks:
-            raise PeerError(f"got a client of the parent process after the fork; a process of its own {TWICE}")
+            raise PeerError(
+                "got a client that the parent process made before the fork, expected a call in the parent process. A "
+                f"client of the child process {TWICE}"
+            )
         if self._closing:
             raise UserError("the client is closed: connect again")
 
@@ -263,8 +266,8 @@ class Prefetching:
         """Raise Unreachable if no broker has answered within the time limit."""
         if not self.session.reached and now - self._started > self._answer_s:
             raise Unreachable(
-                f"{self._endpoint}: got no answer in {self._answer_s:g} s, expected a broker: "
-                f"is 'streampack broker' running, and listening for trainers there?"
+                f"{self._endpoint}: got no answer in {self._answer_s:g} s, expected an answer from a broker. Check "
+                "that 'streampack broker' is running and listens for trainers at this address"
             )
 
 

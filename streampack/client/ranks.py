@@ -28,8 +28,9 @@ _AXIS = {dim: axis for axis, dims in _DIMS.items() for dim in dims}
 """Axis by name of a DeviceMesh's dimension. ``sp`` (Ulysses) splits samples as ``cp`` does; sequence parallelism within
 tensor parallelism has no dimension of its own."""
 _WAYS = (
-    'order="dp" (torchrun, only data parallelism), mesh=device_mesh (torch), mesh={"dp": 8, "dp_rank": rank}, '
-    'or mesh={"tp": 2}, order="tp-cp-dp-pp" (the first varies fastest with RANK)'
+    'Pass order="dp" (torchrun, only data parallelism), mesh=device_mesh (a torch DeviceMesh), '
+    'mesh={"dp": 8, "dp_rank": rank}, or mesh={"tp": 2} with order="tp-cp-dp-pp" (the first axis varies fastest '
+    "with RANK)"
 )
 
 
@@ -46,36 +47,46 @@ def mesh_of(mesh: Any = None, order: str | None = None, environ: Mapping[str, st
     environ = os.environ if environ is None else environ
     if order is not None:
         if not (mesh is None or isinstance(mesh, Mapping)):
-            raise MeshError(f"got order {order!r} with a {type(mesh).__name__}, expected sizes alone")
+            raise MeshError(
+                f"got order {order!r} with a {type(mesh).__name__}, expected a dict of sizes such as {{'tp': 2}}"
+            )
         return _from_order(dict(mesh or {}), order, environ)
     if isinstance(mesh, Mesh):
         return mesh
     if hasattr(mesh, "mesh_dim_names"):
         return _of_device_mesh(mesh)
     if not (mesh is None or isinstance(mesh, Mapping)):
-        raise MeshError(f"mesh: got {mesh!r:.80}, expected sizes and ranks by name: {_WAYS}")
+        raise MeshError(f"mesh: got {mesh!r:.80}, expected sizes and ranks by name. {_WAYS}")
     given = dict(mesh or {})
     if unknown := [key for key in given if key not in Mesh.__struct_fields__]:
         raise MeshError(
-            f"mesh: got the key {unknown[0]!r}, expected sizes dp, cp, tp, pp and ranks dp_rank, cp_rank, ...: {_WAYS}"
+            f"mesh: got the key {unknown[0]!r}, expected the sizes dp, cp, tp, pp and the ranks dp_rank, cp_rank, "
+            f"tp_rank, pp_rank. {_WAYS}"
         )
     try:
         found = msgspec.convert(given, Mesh)
     except (msgspec.ValidationError, ValueError, TypeError) as error:
-        raise MeshError(f"mesh: {error}; expected sizes dp, cp, tp, pp and ranks dp_rank, cp_rank, ...") from None
+        raise MeshError(
+            f"mesh: {error}. Pass the sizes dp, cp, tp, pp and the ranks dp_rank, cp_rank, tp_rank, pp_rank"
+        ) from None
     world = _number(environ, "WORLD_SIZE", 1)
     if world > 1 and not any(key.endswith("_rank") for key in given):
-        raise MeshError(f"got WORLD_SIZE={world} and no ranks, expected the rank of this process: pass {_WAYS}")
+        raise MeshError(f"got WORLD_SIZE={world} and no ranks, expected the rank of this process. {_WAYS}")
     return found
 
 
 def _of_device_mesh(mesh: Any) -> Mesh:
     """Return the mesh of a torch DeviceMesh. Raises MeshError for dimensions without names."""
     if not mesh.mesh_dim_names:
-        raise MeshError("got a DeviceMesh without mesh_dim_names, expected names such as dp, cp, tp, pp: name them")
+        raise MeshError(
+            "got a DeviceMesh without mesh_dim_names, expected names such as dp, cp, tp, pp. Name the dimensions"
+        )
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise MeshError("got a DeviceMesh that this rank is no part of, expected one that it is: connect only there")
+        raise MeshError(
+            "got a DeviceMesh that does not contain this rank, expected a DeviceMesh with this rank. Connect only on "
+            "ranks of the mesh"
+        )
     return of_dims(mesh.mesh_dim_names, tuple(mesh.shape), coordinate)
 
 
@@ -90,8 +101,8 @@ def of_dims(names: Sequence[str], sizes: Sequence[int], coordinate: Sequence[int
     unknown = [name for name in names if name not in _AXIS]
     if unknown:
         raise MeshError(
-            f"got dimensions {', '.join(unknown)} in the DeviceMesh, expected names among {', '.join(_AXIS)}: "
-            f"pass the submesh of those, or sizes and ranks by name"
+            f"got a DeviceMesh with the dimensions {', '.join(unknown)}, expected only names from {', '.join(_AXIS)}. "
+            "Pass the submesh with these names, or pass sizes and ranks by name"
         )
     size, rank = dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0)
     for name, extent, place in zip(names, sizes, coordinate, strict=True):
@@ -104,17 +115,25 @@ def _from_order(sizes: dict[str, Any], order: str, environ: Mapping[str, str]) -
     """Return the mesh whose ranks follow from RANK in ``environ`` and the order of the axes. Raises MeshError."""
     names = [name for name in order.split("-") if name != "ep"]  # Megatron's order may name ep, which shares dp's ranks
     if len(set(names)) < len(names) or not set(names) <= set(AXES):
-        raise MeshError(f"got order {order!r}, expected axes among dp, cp, tp, pp, each once: such as 'tp-cp-dp-pp'")
+        raise MeshError(
+            f"got order {order!r}, expected each of the axes dp, cp, tp and pp at most once, such as 'tp-cp-dp-pp'"
+        )
     wrong = [key for key, size in sizes.items() if key not in AXES or not isinstance(size, int) or size < 1]
     if wrong:
-        raise MeshError(f"got {wrong[0]}={sizes[wrong[0]]!r} with an order, expected sizes alone, of dp, cp, tp or pp")
+        raise MeshError(
+            f"got {wrong[0]}={sizes[wrong[0]]!r} with an order, expected only sizes of dp, cp, tp and pp that are at "
+            "least 1"
+        )
     missing = [axis for axis in AXES if sizes.get(axis, 1) > 1 and axis not in names]
     if missing:
-        raise MeshError(f"got order {order!r} without {', '.join(missing)}, expected every axis of more than one rank")
+        raise MeshError(
+            f"got order {order!r} without {', '.join(missing)}, expected every axis that has more than one rank. Add "
+            "the missing axes"
+        )
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         raise MeshError(
-            "got an order but no RANK and WORLD_SIZE in the environment, expected both: start with torchrun, or "
-            'say the ranks, mesh={"dp": 8, "dp_rank": rank}'
+            "got an order without RANK and WORLD_SIZE in the environment, expected both variables. Start with "
+            'torchrun, or pass the ranks, such as mesh={"dp": 8, "dp_rank": rank}'
         )
     rank, world = _number(environ, "RANK", 0), _number(environ, "WORLD_SIZE", 1)
     known = prod(sizes.get(axis, 1) for axis in names)
@@ -124,8 +143,8 @@ def _from_order(sizes: dict[str, Any], order: str, environ: Mapping[str, str]) -
     if known != world or not 0 <= rank < world:
         said = ", ".join(f"{axis}={sizes[axis]}" for axis in names if axis in sizes) or "no sizes"
         raise MeshError(
-            f"got {said} and RANK={rank} of WORLD_SIZE={world}, expected sizes whose product is {world}: "
-            f"leave dp out to have it inferred"
+            f"got {said} with RANK={rank} and WORLD_SIZE={world}, expected sizes whose product is {world}. Correct "
+            "the sizes, or leave out dp, which is then inferred from WORLD_SIZE"
         )
     size, ranks = dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0)
     for axis in names:
@@ -145,5 +164,5 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
         return int(environ.get(name, default))
     except ValueError:
         raise MeshError(
-            f"got {name}={environ[name]!r} in the environment, expected a number: unset or mend it"
+            f"got {name}={environ[name]!r} in the environment, expected a number. Correct or unset the variable"
         ) from None

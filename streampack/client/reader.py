@@ -77,8 +77,8 @@ class Reading:
         views.fit(self.rules, self._prefetching.attached.layout)
         if self.rules.padded and not any(self._session.mesh.ranks):
             log.warning(
-                "feed %s: micro-batches are padded, and each may have a shape of its own: torch.compile would compile "
-                "each, unless its dimensions are marked as dynamic", self._session.feed,
+                "feed %s: its micro-batches are padded and may differ in shape, so torch.compile compiles each shape "
+                "separately. Mark the dimensions as dynamic to compile only once", self._session.feed,
             )  # fmt: skip
 
     @property
@@ -229,5 +229,5 @@ def _handed_out_step(given: Any, least: int, upto: int) -> int:
     with contextlib.suppress(TypeError):
         if least <= operator.index(given) < upto:
             return operator.index(given)
-    had = f"{least} to {upto - 1}" if least < upto else "none was yet"
-    raise UserError(f"got step={given!r}, expected one that was handed out: {had}")
+    had = f"{least} to {upto - 1}" if least < upto else "no step yet"
+    raise UserError(f"got step={given!r}, expected the index of a step that was handed out ({had})")

@@ -90,20 +90,23 @@ def load(state: Any, origin: Origin) -> Begin:
     version = state.get("version") if isinstance(state, dict) else None
     if version != VERSION or isinstance(version, bool):
         what = f"version: got {version!r}" if isinstance(state, dict) else f"got a {type(state).__name__}"
-        raise StateError(f"{what}, expected version {VERSION} of what state_dict() gives: was it saved by another?")
+        raise StateError(
+            f"{what}, expected a dict from state_dict() with version {VERSION}. Load a state that this version of "
+            "streampack saved"
+        )
     try:
         said = msgspec.convert(state, SavedState)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise StateError(f"state: {error}; expected what state_dict() gave, as it was") from None
+        raise StateError(f"state: {error}. Load the dict from state_dict() unchanged") from None
     for key, got, expected in (("run", said.run, origin.name), ("feed", said.feed, origin.feed)):
         if got != expected:
             raise StateError(
-                f"{key}: got {got!r}, expected {expected!r}: this is a checkpoint of another {key}: load one of this "
-                f"{key}, or connect to the other"
+                f"{key}: got {got!r}, expected {expected!r}. The checkpoint belongs to another {key}. Load a "
+                f"checkpoint of this {key}, or connect to the other {key}"
             )
     if said.rules.digest != origin.rules.digest:
         differs = _difference(said.rules.json, origin.rules)
-        raise StateError(f"{differs}: put the broker's back, or start a new run without this state")
+        raise StateError(f"{differs}. Restore the broker's rules, or start a new run without this state")
     return Begin(said.next_step, bytes.fromhex(said.chain), said.round, said.lineage, _snapshot(said))
 
 
@@ -114,9 +117,11 @@ def _snapshot(said: SavedState) -> Any:
     try:
         found = record_frames.decode_snapshot(base64.b64decode(said.snapshot, validate=True))
     except (WireError, binascii.Error, ValueError) as error:
-        raise StateError(f"snapshot: {error}; expected what state_dict() gave, as it was") from None
+        raise StateError(f"snapshot: {error}. Load the dict from state_dict() unchanged") from None
     if found.step > said.next_step:
-        raise StateError(f"snapshot: got one of step {found.step}, expected one not after step {said.next_step}")
+        raise StateError(
+            f"snapshot: got a snapshot of step {found.step}, expected a snapshot of step {said.next_step} or earlier"
+        )
     return found
 
 
@@ -125,10 +130,12 @@ def _difference(text: str, rules: Rules) -> str:
     try:
         other = msgspec.json.decode(text, type=Rules)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        return f"rules: got some that this version does not read ({error}), expected {rules.digest}"
+        return (
+            f"rules: got rules that this version cannot read ({error}), expected the rules with digest {rules.digest}"
+        )
     for path, got, expected in _unequal("rules", other, rules):
-        return f"{path}: got {got!r}, expected {expected!r} as the run has it"
-    return f"rules.digest: got {other.digest} for what the state says, expected its own"
+        return f"{path}: got {got!r} in the state, expected {expected!r} as in the run"
+    return f"rules.digest: got another digest than that of the state's rules, expected {other.digest}"
 
 
 def _unequal(path: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -171,8 +171,8 @@ class StepSettings(_Settings, frozen=True, kw_only=True):
     empty: Annotated[
         Literal["pad", "error"],
         Meta(
-            description="Action if a batch (`samples` or `end_of_batch`) has too few samples for all ranks: give the "
-            "remaining ranks empty packs (`pad`), or stop all ranks with an error (`error`)"
+            description="Action if a batch (`samples` or `end_of_batch`) has too few samples for all ranks. `pad` "
+            "gives the remaining ranks empty packs; `error` stops all ranks with an error"
         ),
     ] = "pad"
 
@@ -243,8 +243,8 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
         Leftovers | None,
         Meta(
             description="Order in which the packer `modified_first_fit_decreasing` packs the samples that remain "
-            "after its size classes: longest sample first (`decreasing`), or each sample into the emptiest pack "
-            "(`emptiest`). Default: `decreasing`"
+            "after its size classes. `decreasing` packs the longest sample first; `emptiest` puts each sample into "
+            "the emptiest pack. Default: `decreasing`"
         ),
     ] = None
     micro_batch_size: Annotated[
@@ -261,9 +261,9 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
     shape: Annotated[
         Shape,
         Meta(
-            description="Length of the packs that trainers get: always the budget (`fixed`), the number of the "
-            "pack's tokens (`exact`), or the smallest of a few sizes that holds the pack. `fixed` suits compiled "
-            "models; the other shapes save computation"
+            description="Length of the packs that trainers get. `fixed` is the budget, and `exact` is the number of "
+            "the pack's tokens. Other values allow a few sizes, of which the smallest that holds the pack is used. "
+            "`fixed` suits compiled models; the other shapes save computation"
         ),
     ] = "fixed"
     step: StepSettings = StepSettings()
@@ -275,8 +275,8 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
     overlong: Annotated[
         Overlong,
         Meta(
-            description="Treatment of samples longer than the budget: stop with an error (`error`), drop and count "
-            "the sample (`drop`), remove its end (`truncate`), or divide it into several samples (`split`)"
+            description="Treatment of samples longer than the budget. `error` stops with an error, `drop` drops and "
+            "counts the sample, `truncate` removes its end, and `split` divides it into several samples"
         ),
     ] = "error"
     poison: Annotated[
@@ -388,15 +388,15 @@ class FeedSettings(_Settings, frozen=True, kw_only=True):
     on_rewind: Annotated[
         Literal["replay", "discard"],
         Meta(
-            description="What to do with samples pushed after the checkpoint when trainers resume from an older one: "
-            "serve them again in the same steps (`replay`), or drop them (`discard`)"
+            description="Treatment of samples pushed after the checkpoint that trainers resume from. `replay` serves "
+            "these samples again in the same steps; `discard` drops them"
         ),
     ] = "replay"
     cp_layout: Annotated[
         Literal["zigzag", "zigzag_pack", "contiguous", "whole"],
         Meta(
-            description="Division of a pack among context-parallel ranks. `zigzag` divides each sample, "
-            "`zigzag_pack` divides the pack as a whole, `contiguous` gives each rank one consecutive part, and "
+            description="Division of a pack among context-parallel ranks. `zigzag` divides each sample, and "
+            "`zigzag_pack` divides the pack as a whole. `contiguous` gives each rank one consecutive part, and "
             "`whole` gives every rank the whole pack"
         ),
     ] = "zigzag"

@@ -56,19 +56,20 @@ def build_step(parts: Sequence[Envelope], attached: Attached, mesh: Mesh, slabs:
     for envelope in parts:
         message = envelope.message
         if not isinstance(message, StepPart):
-            raise WireError(f"got {type(message).__name__} among the parts of a step")
+            raise WireError(f"got {type(message).__name__} among the parts of a step, expected only StepPart messages")
         first = first or message
         if (message.step, message.first) != (first.step, count):
             raise WireError(
-                f"got step {message.step} from micro-batch {message.first} on, expected {first.step} from {count}"
+                f"got step {message.step} from micro-batch {message.first} on, expected step {first.step} from "
+                f"micro-batch {count} on"
             )
         try:
             contents.append(_content(message, envelope.payload, attached, mesh, slabs))
         except ValueError as error:
-            raise WireError(f"got step {message.step}, which cannot be laid out: {error}") from None
+            raise WireError(f"got step {message.step} with packs that cannot be laid out: {error}") from None
         count += contents[-1].count
     if first is None or count != first.micro_batches:
-        raise WireError(f"got {count} micro-batches, expected {first.micro_batches if first else 'some'}")
+        raise WireError(f"got {count} micro-batches, expected {first.micro_batches if first else 'at least one'}")
     return Step(
         first.step, LazyPacks.of(contents), sum(content.num_tokens for content in contents), first.num_loss_tokens,
         first.num_samples, first.digest.hex(), first.chain.hex(), Regrouping(attached.rules, mesh.pp),
@@ -117,7 +118,7 @@ def _content(part: StepPart, payload: Sequence[Any], attached: Attached, mesh: M
     rules, layout = attached.rules, attached.layout
     expected = frames_for(rules.fields, mesh, layout)
     if part.frames != expected or len(payload) != len(expected):
-        raise WireError(f"got payload frames {part.frames} ({len(payload)} of them), expected {expected}")
+        raise WireError(f"got {len(payload)} payload frames for the names {part.frames}, expected the names {expected}")
     num_packs = len(part.counts_u32) // 4
     counts = _array(part.counts_u32, "<u4", num_packs).astype(np.int64)
     if not num_packs:

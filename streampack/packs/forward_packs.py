@@ -88,7 +88,9 @@ class ForwardPacks(Sequence[BatchT]):
         """Return the values of all forward packs, in the packs' order. Raises UserError if some are missing."""
         found = [values[pack] for pack in self._shown if pack in values] if isinstance(values, Mapping) else [*values]
         if len(found) != len(self._shown):
-            raise UserError(f"got values of {len(found)} packs, expected those of all {len(self._shown)} forward packs")
+            raise UserError(
+                f"got values for {len(found)} packs, expected values for all {len(self._shown)} forward packs"
+            )
         return [_values(value) for value in found]
 
     @overload
@@ -121,8 +123,8 @@ def _check_sizes(values: Sequence[Any], sizes: Sequence[int], what: str) -> None
     for number, (value, size) in enumerate(zip(values, sizes, strict=True)):
         if value.shape[:1] != (size,):
             raise UserError(
-                f"got values of shape {list(value.shape)} for forward pack {number}, expected [{size}, ...]: one for "
-                f"each {what}"
+                f"got values of shape {list(value.shape)} for forward pack {number}, expected [{size}, ...], with one "
+                f"value for each {what}"
             )
 
 

@@ -56,7 +56,7 @@ class Kernels:
         try:
             found = importlib.import_module("streampack.core.layout.layout_kernels")
         except Exception as error:  # numba is missing, or does not work on this machine
-            log.info("numba does not work here (%r): numpy builds the tensors", error)
+            log.info("numba is missing or does not work (%r), so numpy builds the tensors", error)
             return
         if hasattr(found.derive, "py_func"):  # with NUMBA_DISABLE_JIT they would be slow Python functions
             self.derive, self.lay_out = found.derive, found.lay_out

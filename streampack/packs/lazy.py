@@ -99,7 +99,8 @@ class LazyPacks(Sequence[Any]):
     def __init__(self, groups: Sequence[_Group], show: Show | None = None) -> None:
         if not all(isinstance(group, tuple) for group in groups):
             raise UserError(
-                "got packs to put into a step's sequence of packs, expected a tuple there: take tuple(step)"
+                "got packs to rebuild a step's sequence of packs, expected a tuple of packs instead of the step. Use "
+                "tuple(step)"
             )
         self._groups: list[_Group | None] = list(groups)
         """Groups not made yet; None for the others."""
@@ -120,7 +121,7 @@ class LazyPacks(Sequence[Any]):
         """Return the same packs as views made by ``show``. None of the packs may be made yet."""
         groups = [group for group in self._groups if group is not None]
         if len(groups) < len(self._groups):
-            raise InternalError("got a step some of whose packs are made, expected one that nobody has looked into")
+            raise InternalError("got a step with packs that are already made, expected a step without made packs")
         return LazyPacks(groups, show)
 
     @property
@@ -169,8 +170,8 @@ class LazyPacks(Sequence[Any]):
         made = self._made[number]
         if made is None:
             raise PeerError(
-                "got packs of the parent process, which had not made them before the fork, expected made ones: take "
-                "tuple(step) there"
+                "got packs that the parent process had not made before the fork, expected packs that are already "
+                "made. Call tuple(step) in the parent process before the fork"
             )
         return made
 
@@ -178,7 +179,7 @@ class LazyPacks(Sequence[Any]):
         """Make group ``number`` from its message, and drop the reference to the message."""
         group = self._groups[number]
         if group is None:
-            raise InternalError(f"got group {number} of a step's packs, which was taken already")
+            raise InternalError(f"got a second request for group {number} of a step's packs, expected only one request")
         content, first, stop = group
         made = content.make(first, stop, self._show)
         self._groups[number] = None  # the last group of a message frees the message

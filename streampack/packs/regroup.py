@@ -65,16 +65,16 @@ class Regrouping:
         rules, first = self.rules, packs[0]
         if rules.padded:
             raise UserError(
-                "got a step of padded micro-batches to regroup, expected packs: rows of several lengths have no shape "
-                "together. Run the pass by micro-batch, or serve the samples as packs"
+                "got a step of padded micro-batches to regroup, expected a step of packs, because padded rows of "
+                "different lengths cannot share a batch. Run the pass by micro-batch, or serve the samples as packs"
             )
         if first.cp > 1 and first.layout not in ("zigzag", "whole"):
             raise UserError(
-                f"got packs of the layout {first.layout} with cp={first.cp} to regroup, expected zigzag or whole: this "
-                f"rank does not hold its part of another pack. Set the feed's cp_layout"
+                f"got packs with `cp_layout: {first.layout}` and cp={first.cp} to regroup, expected zigzag or whole, "
+                "because this rank lacks its parts of the regrouped packs. Change the feed's `cp_layout`"
             )
         if budget < rules.align.pack:  # on ranks without a sample, too
-            raise UserError(f"got budget={budget}, expected at least the {rules.align.pack} of align.pack")
+            raise UserError(f"got budget={budget}, expected at least {rules.align.pack}, the value of align.pack")
         counts = _sums([pack.num_samples for pack in packs])
         slots = np.concatenate([np.diff(pack.cu_seqlens_padded)[: pack.num_samples] for pack in packs])
         if budget >= rules.budget:
@@ -100,7 +100,7 @@ def _number(name: str, given: SupportsIndex) -> int:
     except TypeError:
         number = 0
     if number < 1:
-        raise UserError(f"got {name}={given!r}, expected at least 1, a whole number")
+        raise UserError(f"got {name}={given!r}, expected a whole number of at least 1")
     return number
 
 
@@ -125,8 +125,8 @@ def _filled(packs: Sequence[Pack], slots: I64, room: int, min_packs: int) -> I64
     if len(slots) and int(slots.max()) > room:
         ids = np.concatenate([pack.sample_ids for pack in packs])
         raise UserError(
-            f"got a budget that holds {room} tokens and sample {tuple(ids[slots.argmax()].tolist())} of "
-            f"{int(slots.max())} with padding, expected a budget for every sample"
+            f"got a budget that holds {room} tokens, but sample {tuple(ids[slots.argmax()].tolist())} has "
+            f"{int(slots.max())} tokens with padding. Pass a budget that holds every sample"
         )
     bounds, held = [0], 0
     for sample, slot in enumerate(slots.tolist()):

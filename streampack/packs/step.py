@@ -71,7 +71,7 @@ class Step(Generic[BatchT]):
             >>> old = forward.tokens_back({pack: logprobs(pack) for pack in forward})  # doctest: +SKIP
         """
         if self.regrouping is None:
-            raise UserError("got a step that no loader has made, expected one of loader.steps()")
+            raise UserError("got a step that was not made by a loader, expected a step from loader.steps()")
         packs = tuple(self.regrouping.read(batch) for batch in self.packs)
         return self.regrouping.regroup(packs, budget, min_packs)
 

@@ -40,8 +40,9 @@ def batches(source: Source, lease: Lease) -> Iterator[TokenChunk]:
     holds = int(np.iinfo(lease.dtype).max) + 1
     if source.vocab_size is not None and source.vocab_size > holds:
         raise ConfigError(
-            f"streams.{lease.stream}: got a tokenizer of {source.vocab_size} ids, and tokens: {lease.dtype}, expected "
-            f"{holds} at most. Set tokens: int32 in broker.yaml, or tokens_key here if the samples are ids already"
+            f"streams.{lease.stream}: got a tokenizer with {source.vocab_size} ids and `tokens: {lease.dtype}`, "
+            f"expected at most {holds} ids. Set `tokens: int32` in broker.yaml, or set tokens_key in producer.yaml if "
+            "the samples are already token ids"
         )
     start = Cursor(*lease.cursor) if lease.cursor is not None else None
     terms = LeaseLimits(lease)
@@ -113,9 +114,9 @@ def chunk_of(batch: TokenChunk, lease: Lease, session: Session, crcs_of: CrcsOf 
         num_bytes += 0 if by_sample else values.nbytes
     if len(batch.lengths) > MAX_CHUNK_SAMPLES or num_bytes > lease.max_chunk_bytes:
         raise SampleError(
-            f"stream {lease.stream!r} partition {lease.partition}: got a batch of {len(batch.lengths)} "
-            f"samples and {num_bytes} bytes, expected at most {MAX_CHUNK_SAMPLES} samples and {lease.max_chunk_bytes} "
-            f"bytes. Make the source yield smaller batches, or, for the bytes, raise limits.chunk in broker.yaml"
+            f"stream {lease.stream!r} partition {lease.partition}: got a batch of {len(batch.lengths)} samples and "
+            f"{num_bytes} bytes, expected at most {MAX_CHUNK_SAMPLES} samples and {lease.max_chunk_bytes} bytes. Make "
+            "the source yield smaller batches, or, if the batch has too many bytes, raise limits.chunk in broker.yaml"
         )
     crcs, payload_crc = crcs_of(columns)
     loss = np.maximum(batch.lengths, 1) - 1 if batch.loss_tokens is None else batch.loss_tokens

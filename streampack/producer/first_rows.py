@@ -23,9 +23,9 @@ from streampack.tokenizers.open_tokenizer import open_tokenizer
 
 ROWS, ROWS_AT_START = 100, 16
 _SAMPLE_KEYS = ("text_key", "tokens_key", "messages_key", "prompt_key", "completion_key")
-_DETECTED = "text, tokens, input_ids, messages, or prompt with completion or response"
-_TO_SET_ELSEWHERE = "set text_key, tokens_key, messages_key, or prompt_key and completion_key, to what the rows have"
-_TO_SET = {"webdataset": "set text_key or tokens_key to an extension, or to 'json/KEY' for a key of the .json members"}
+_DETECTED = "text, tokens, input_ids or messages, and without a pair of prompt and completion or response"
+_TO_SET_ELSEWHERE = "Set text_key, tokens_key or messages_key, or prompt_key and completion_key, to keys of the rows"
+_TO_SET = {"webdataset": "Set text_key or tokens_key to an extension, or to 'json/KEY' for a key of the .json members"}
 _TORN = ("json", DAMAGED)
 """Reasons of rows that cannot be read, so their keys are unknown."""
 
@@ -37,8 +37,10 @@ def check_rows(config: ProducerConfig) -> None:
         bare = replace(stream, fields={})  # broker.yaml, not producer.yaml, declares the fields of a run
         if said := _lacking(_peek(path, bare, open_tokenizer(stream.tokenizer or config.tokenizer))):
             asked = ", ".join(f"{key} {value!r}" for key in _SAMPLE_KEYS if (value := getattr(stream, key)) is not None)
-            got = f"got {asked}, but no row has it" if asked else f"got rows without {_DETECTED}"
-            raise ConfigError(f"{path}: {got} ({said}): {_TO_SET.get(stream.source, _TO_SET_ELSEWHERE)}")
+            got = (
+                f"got {asked}, but no row has such a key" if asked else f"got rows without any of the keys {_DETECTED}"
+            )
+            raise ConfigError(f"{path}: {got} ({said}). {_TO_SET.get(stream.source, _TO_SET_ELSEWHERE)}")
         for field, key in stream.fields.items():
             _check_field(f"{path}.fields.{field}", bare, key)
 
@@ -75,7 +77,8 @@ def _check_field(path: str, stream: ProducerStream, key: str) -> None:
     lacking = [_lacking(_peek(path, replace(stream, **others | {"text_key": each}), BytesTokenizer())) for each in keys]
     if all(lacking):
         raise ConfigError(
-            f"{path}: got {key!r}, but no row has it ({lacking[-1]}): set it to a key of the rows, or remove it"
+            f"{path}: got the key {key!r}, but no row has this key ({lacking[-1]}). Set a key that the rows have, or "
+            "remove the field"
         )
 
 
@@ -92,4 +95,4 @@ def _lacking(records: list[RawSample]) -> str:
     read = [record for record in records if record.reason not in _TORN]
     if not read or any(record.reason != MISSING for record in read):
         return ""
-    return f"rows read: {len(read)}; {read[0].where} {read[0].why or 'has other keys'}"
+    return f"{len(read)} rows were read; the first, {read[0].where}, {read[0].why or 'has other keys'}"

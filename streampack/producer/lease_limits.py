@@ -83,18 +83,20 @@ class LeaseLimits:
         sample: Values | str = reason or self._values(record)
         if isinstance(sample, str):
             if lease.poison == "error" and sample == DAMAGED:
-                raise DamagedFile(f"{record.where}; or set poison: drop to count it and go on with the rest")
+                raise DamagedFile(
+                    f"{record.where}. Or set `poison: drop` to count the damaged data and continue with the rest"
+                )
             if lease.poison == "error" and sample == NO_MASK:
                 raise SampleError(
-                    f"{record.where}: got a sample without a loss_mask, but the run declares one. Add the mask, or set "
-                    f"missing_mask: train in producer.yaml to train on all tokens of such samples. Or set poison: drop "
-                    f"(rules.poison, or the stream's) to count it and go on"
+                    f"{record.where}: got a sample without a loss_mask, but the run declares this field. Add the "
+                    "mask, or set `missing_mask: train` in producer.yaml to train on all tokens of such samples. Or "
+                    "set `poison: drop` in `rules` or in the stream to drop and count such samples"
                 )
             if lease.poison == "error":
                 raise SampleError(
                     f"{record.place}: got a sample that cannot be used ({sample}), expected a 1-D array of ids within "
-                    f"{lease.dtype}, and every declared field. Mend the sample, or set poison: drop "
-                    f"(rules.poison, or the stream's) to count it and go on"
+                    f"{lease.dtype}, and every declared field. Correct the sample, or set `poison: drop` in `rules` "
+                    "or in the stream to drop and count such samples"
                 )
             return self._rejected, sample
         if len(tokens) <= lease.max_sample_tokens:
@@ -108,12 +110,12 @@ class LeaseLimits:
         if lease.overlong == "drop":
             return self._rejected, OVERLONG
         advice = (
-            "set rules.overlong, or the stream's, to truncate, split or drop, or raise rules.budget"
+            "Set `overlong` in `rules` or in the stream to truncate, split or drop, or raise rules.budget"
             if lease.overlong == "error"
-            else "raise limits.sample_tokens"
+            else "Raise limits.sample_tokens"
         )
         raise SampleError(
-            f"{record.where}: got a sample of {len(tokens)} tokens, expected at most {lease.max_sample_tokens}: "
+            f"{record.where}: got a sample of {len(tokens)} tokens, expected at most {lease.max_sample_tokens}. "
             f"{advice}"
         )
 
@@ -156,8 +158,8 @@ class LeaseLimits:
         if np.asarray(record.fields[LOSS_MASK]).all():
             return
         raise SampleError(
-            f"{record.where}: got a loss mask, which the run does not declare: prompts would be trained on; add "
-            f"'fields: {{loss_mask: {{}}}}' to broker.yaml"
+            f"{record.where}: got a loss mask that the run does not declare, so the model would be trained on "
+            "prompts. Add `fields: {loss_mask: {}}` to broker.yaml"
         )
 
     def full(self, gathered: Gathered, sample: Values, chunk_s: float) -> bool:

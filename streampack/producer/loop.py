@@ -300,7 +300,7 @@ class ProducerLoop:
         key = where if damaged else reason
         if key in examples:
             return
-        dropped = f"dropped {where} ({reason}), and counts others like it"
+        dropped = f"dropped {where} ({reason}); more samples with this reason are counted but not logged"
         examples[key] = f"stream {stream!r}: {where if damaged else dropped}"
         if self._on_progress is None:
             log.warning("%s", examples[key], extra={"about": {"stream": stream}})
@@ -311,15 +311,15 @@ class ProducerLoop:
             return self._session.waiting_for()
         if now - self._asked_at < SLOW_S:
             return ""
-        return f"a sample of stream {self._reading.stream!r}: its file or its tokenizer is slow"
+        return f"a sample of stream {self._reading.stream!r}, because reading its file or tokenizing is slow"
 
     def _report(self) -> None:
         """Call ``on_progress``, log the cause of a long wait, and raise Unreachable if no broker has answered."""
         now = time.monotonic()
         if not self._session.reached and now - self._started > self._timeout_s:
             raise Unreachable(
-                f"{self._endpoint}: got no answer in {self._timeout_s:g} s, expected a broker: "
-                f"is 'streampack broker' running, and listening for producers there?"
+                f"{self._endpoint}: got no answer in {self._timeout_s:g} s, expected an answer from a broker. Check "
+                "that 'streampack broker' is running and listens for producers at this address"
             )
         self.progress.waiting = self._waiting_for(now)
         if not self.progress.waiting:

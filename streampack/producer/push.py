@@ -61,7 +61,10 @@ class Producer:
         timeout_s: float = 60.0, key_file: str | Path | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(partition, int) or not 0 <= partition < 2**20:
-            raise UserError(f"got partition={partition!r}, expected a number from 0 on, below the stream's partitions")
+            raise UserError(
+                f"got partition={partition!r}, expected a whole number of at least 0 and less than the stream's "
+                "number of partitions"
+            )
         size = parse_size(buffer, "buffer")
         key = find_key(key_file)
         self._pushing = Pushing(_endpoint(endpoint, timeout_s), stream, partition, size, timeout_s, key)
@@ -147,7 +150,7 @@ class Producer:
             raise UserError(f"got keep={keep!r}, expected 'pack', 'step' or None")
         given = list(samples)
         if not given:
-            raise UserError("got a group of no samples, expected at least one")
+            raise UserError("got a group without samples, expected at least one sample")
         with self._given:
             first = self._pushing.next_seq
             self._pushing.push([chunk_of_group(given, self._pushing.lease(), first, keep, policy_version)])
@@ -220,14 +223,20 @@ class Producer:
             self._pushing.abandon(repr(error))
 
     def __reduce__(self) -> str:
-        raise UserError("got a producer to pickle, expected one of each process: make it there, with its own partition")
+        raise UserError(
+            "got a producer to pickle, expected a separate producer in each process. Create a producer in the other "
+            "process, with another partition"
+        )
 
 
 def _endpoint(endpoint: str | None, timeout_s: float) -> str:
     """Return the broker's address for producers, from the argument, the environment or a rendezvous file."""
     found = endpoint or os.environ.get("STREAMPACK_PRODUCERS")
     if not found:
-        raise UserError("got no endpoint, expected tcp://host:port, or STREAMPACK_PRODUCERS in the environment")
+        raise UserError(
+            "got no endpoint, expected an address such as tcp://host:port. Pass the endpoint, or set "
+            "STREAMPACK_PRODUCERS in the environment"
+        )
     if found.startswith("file://"):
         return read_rendezvous(Path(found.removeprefix("file://")), "producers", timeout_s)
     return found

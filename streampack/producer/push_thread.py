@@ -119,7 +119,7 @@ class Pushing:
     def flush(self, timeout_s: float | None) -> None:
         """Wait until all samples are durable. Raises DataStall after ``timeout_s`` seconds."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        self._wait_for(lambda: self._session.flushed, timeout_s, "its samples to be safe")
+        self._wait_for(lambda: self._session.flushed, timeout_s, "its samples to be durable")
 
     def close(self, end: bool, flush: bool) -> None:
         """End the thread, with ``flush`` once all samples are durable; see ``Producer.close``."""
@@ -144,7 +144,11 @@ class Pushing:
             with self._changed:
                 self._changed.wait_for(lambda: self._session.flushed or self._error is not None, LEAVE_S)
         if not self._session.flushed:
-            log.warning("%s: left with samples that are not safe: %s", self._name, self._session.waiting_for())
+            log.warning(
+                "%s: closed before all samples were durable, while waiting for %s",
+                self._name,
+                self._session.waiting_for(),
+            )
         if why:
             self._handle(Failed(why))
         self._leave()
@@ -172,7 +176,10 @@ class Pushing:
     def _check_usable(self) -> None:
         """Raise in a forked child, after ``close``, and after an error of the session."""
         if os.getpid() != self._pid:
-            raise PeerError("got a producer of the parent process after the fork, expected its own: make one there")
+            raise PeerError(
+                "got a producer that the parent process made before the fork, expected a producer of this process. "
+                "Create a producer after the fork"
+            )
         if self._closed:
             raise UserError("the producer is closed: make another")
         if self._error is not None:
@@ -180,8 +187,8 @@ class Pushing:
 
     def _wait_for_room(self, size: int, taken: int) -> None:
         """Wait for ``size`` bytes of room in the buffer; ``taken``: samples of this call that are in the buffer."""
-        what = f"room in its buffer of {self._session.buffer.capacity} bytes for {size}"
-        what += f" ({taken} samples of this call are taken)" if taken else ""
+        what = f"room for {size} bytes in its buffer of {self._session.buffer.capacity} bytes"
+        what += f" ({taken} samples of this call are already in the buffer)" if taken else ""
         self._wait_for(lambda: self._session.room(size), self._timeout_s, what)
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
@@ -203,11 +210,12 @@ class Pushing:
         """Raise Unreachable if no broker ever answered, else DataStall."""
         if not self._session.reached:
             raise Unreachable(
-                f"{self._endpoint}: got no answer in {timeout_s:g} s, expected a broker: "
-                f"is 'streampack broker' running, and listening for producers there?"
+                f"{self._endpoint}: got no answer in {timeout_s:g} s, expected an answer from a broker. Check that "
+                "'streampack broker' is running and listens for producers at this address"
             )
         raise DataStall(
-            f"{self._name}: waited {timeout_s:g} s for {what}: it waits for {self._session.waiting_for() or 'its turn'}"
+            f"{self._name}: waited {timeout_s:g} s for {what}. The producer still waits for "
+            f"{self._session.waiting_for() or 'its turn'}"
         )
 
     # The thread

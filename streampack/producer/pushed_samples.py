@@ -63,16 +63,17 @@ def chunk_of_group(
     """
     if keep == "step" and not lease.batches:
         raise UserError(
-            f"stream {lease.stream!r}: got keep='step' with steps that are cut from a stream, expected keep='pack', or "
-            f"none. Or set rules.step in broker.yaml to {{samples: N}} or {{end_of_batch: true}}"
+            f"stream {lease.stream!r}: got keep='step', but the run's steps are not batches, expected keep='pack' or "
+            "no keep. For batches, set `step: {samples: N}` or `step: {end_of_batch: true}` under `rules` in "
+            "broker.yaml"
         )
     common = {GROUP: first_seq} if GROUP in _by_sample(lease) else {}
     chunks = chunks_of([as_mapping(sample) | common for sample in samples], lease, first_seq, policy_version)
     if len(chunks) != 1:
         raise SampleError(
-            f"stream {lease.stream!r}: got a group of {len(samples)} samples that fills {len(chunks)} chunks, expected "
-            f"one of at most {lease.max_chunk_bytes} bytes and {CHUNK_SAMPLES} samples. Send smaller groups, or raise "
-            f"limits.chunk in broker.yaml"
+            f"stream {lease.stream!r}: got a group of {len(samples)} samples that needs {len(chunks)} chunks, "
+            f"expected one chunk. A chunk holds at most {lease.max_chunk_bytes} bytes and {CHUNK_SAMPLES} samples. "
+            "Send smaller groups, or raise limits.chunk in broker.yaml"
         )
     return replace(chunks[0], keep=keep or ("step" if lease.batches else UNSET))
 
@@ -95,7 +96,7 @@ def _version(given: SupportsIndex) -> int:
     except TypeError:
         found = -1
     if not 0 <= found < 2**62:
-        raise UserError(f"got policy_version={given!r}, expected an integer from 0 on")
+        raise UserError(f"got policy_version={given!r}, expected an integer of at least 0")
     return found
 
 
@@ -110,8 +111,8 @@ def check_declared(names: Sequence[str], lease: Lease) -> None:
     unknown = [name for name in names if name not in declared]
     if unknown:
         raise SampleError(
-            f"stream {lease.stream!r}: got the field {unknown[0]!r}, expected one of {', '.join(declared)}: declare it "
-            f"under 'fields' in broker.yaml, or leave it out"
+            f"stream {lease.stream!r}: got the field {unknown[0]!r}, expected one of {', '.join(declared)}. Declare "
+            "the field under `fields` in broker.yaml, or leave the field out"
         )
 
 

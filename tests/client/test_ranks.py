@@ -78,18 +78,23 @@ def test_dimensions_of_one_axis_are_combined_in_their_order(size: dict[str, int]
         ({"tp": 3}, "tp-dp", environ(0, 8), r"got tp=3 and RANK=0 of WORLD_SIZE=8, expected sizes whose product is 8"),
         ({"tp": 2, "dp": 2}, "tp-dp", environ(0, 8), r"got tp=2, dp=2 and RANK=0 of WORLD_SIZE=8"),
         ({"tp": 2}, "dp", environ(0, 8), r"got order 'dp' without tp, expected every axis"),
-        ({"tp": 2}, "tp-tp-dp", environ(0, 8), r"got order 'tp-tp-dp', expected axes among dp, cp, tp, pp, each once"),
+        (
+            {"tp": 2},
+            "tp-tp-dp",
+            environ(0, 8),
+            r"got order 'tp-tp-dp', expected each of the axes dp, cp, tp and pp at most once",
+        ),
         ({"tp": 2}, "tp,dp", environ(0, 8), r"got order 'tp,dp', expected axes"),
-        ({"dp": 8, "dp_rank": 1}, "dp", environ(0, 8), r"got dp_rank=1 with an order, expected sizes alone"),
+        ({"dp": 8, "dp_rank": 1}, "dp", environ(0, 8), r"got dp_rank=1 with an order, expected only sizes"),
         ({"dp": 0}, "dp", environ(0, 8), r"got dp=0 with an order"),
-        ({"dp": 8}, "dp", {}, r"no RANK and WORLD_SIZE .* start with torchrun"),
+        ({"dp": 8}, "dp", {}, r"without RANK and WORLD_SIZE .* Start with torchrun"),
         ({"dp": 8}, "dp", environ(8, 8), r"got dp=8 and RANK=8 of WORLD_SIZE=8"),
         (None, "dp", {"RANK": "x", "WORLD_SIZE": "2"}, r"got RANK='x' in the environment, expected a number"),
-        (Mesh(dp=2), "dp", environ(0, 2), r"got order 'dp' with a Mesh, expected sizes alone"),
-        ({"dq": 2}, None, {}, r"mesh: .*dq.*expected sizes dp, cp, tp, pp and ranks"),
+        (Mesh(dp=2), "dp", environ(0, 2), r"got order 'dp' with a Mesh, expected a dict of sizes"),
+        ({"dq": 2}, None, {}, r"mesh: .*dq.*expected the sizes dp, cp, tp, pp and the ranks"),
         ({"dp": 2, "dp_rank": 2}, None, {}, r"got dp_rank=2 with dp=2"),
         (7, None, {}, r"mesh: .*expected sizes"),
-        (4, None, {}, r"mesh: got 4, expected sizes and ranks by name: .*mesh=\{\"dp\": 8, \"dp_rank\": rank\}"),
+        (4, None, {}, r"mesh: got 4, expected sizes and ranks by name. .*mesh=\{\"dp\": 8, \"dp_rank\": rank\}"),
         ({"data": 2}, None, {}, r"mesh: got the key 'data', expected sizes dp, .*mesh=\{\"dp\": 8"),
     ],
 )
@@ -145,4 +150,4 @@ def test_device_meshes_of_four_real_processes(tmp_path: Path) -> None:
         assert refused[0] == "got dimensions experts in the DeviceMesh"
         assert refused[1] == "got a DeviceMesh without mesh_dim_names"
         assert pair == ([[[2, 1, 1, 1], [rank, 0, 0, 0]]] if rank < 2 else [])
-        assert refused[2:] == ([] if rank < 2 else ["got a DeviceMesh that this rank is no part of"])
+        assert refused[2:] == ([] if rank < 2 else ["got a DeviceMesh that does not contain this rank"])

@@ -183,11 +183,20 @@ TWO = "streams: {a: {}, b: {}}\n"
         ("", "got no key 'streams', which is required. Add the key"),
         (WEB + "bogus: 1", "got the unknown key 'bogus', expected one of: run, listen,"),
         (WEB + "rules: {windw: {}}", "rules: got the unknown key 'windw', expected one of: packer, "),
-        (WEB + "rules: {align: {smaple: 4}}", "rules.align: got the unknown key 'smaple', expected 'sample' perhaps"),
-        ("streams: {a: {}, web: {weigth: 1}}", "streams.web: got the unknown key 'weigth', expected 'weight' perhaps"),
+        (
+            WEB + "rules: {align: {smaple: 4}}",
+            "rules.align: got the unknown key 'smaple', expected one of: sample, pack, lcm. Did you mean 'sample'?",
+        ),
+        ("streams: {a: {}, web: {weigth: 1}}", "streams.web: got the unknown key 'weigth', expected one of: weight, "),
         # keys that are there twice
-        (WEB + "rules: {}\nstreams: {code: {}}", "streams: got this key twice, in lines 1 and 3, expected each key once"),
-        ("streams: {a: {}, web: {weight: 2,\n  weight: 3}}", "streams.web.weight: got this key twice, in lines 1 and 2,"),
+        (
+            WEB + "rules: {}\nstreams: {code: {}}",
+            "streams: got this key twice, in lines 1 and 3, expected each key once",
+        ),
+        (
+            "streams: {a: {}, web: {weight: 2,\n  weight: 3}}",
+            "streams.web.weight: got this key twice, in lines 1 and 2,",
+        ),
         # types
         (WEB + "rules: {budget: 8k}", "rules.budget: got '8k', expected a whole number"),
         (WEB + "rules: {budget: 8.5}", "rules.budget: got 8.5, expected a whole number"),
@@ -261,7 +270,10 @@ TWO = "streams: {a: {}, b: {}}\n"
         (WEB + "rules: {budget: 10, align: {sample: 4, pack: 8}}", "rules: got budget 10 and align.pack 8, expected a"),
         (WEB + "rules: {align: {sample: 3, pack: 8}}", "rules: got align.pack 8 and align.sample 3, expected a mul"),
         (WEB + "planned_mesh: {cp: 3}", "rules: got budget 8192 and align.pack 6, expected a multiple: take 8190"),
-        (WEB + "planned_mesh: {dp: 7}", "planned_mesh.dp: got 7, expected a divisor of 64, the number of packs in a step"),
+        (
+            WEB + "planned_mesh: {dp: 7}",
+            "planned_mesh.dp: got 7, expected a divisor of 64, the number of packs in a step",
+        ),
         # shapes
         (WEB + "rules: {shape: round}", "rules.shape: got 'round', expected one of: fixed, exact"),
         (WEB + "rules: {shape: 5}", "rules.shape: got 5, expected text or a mapping"),
@@ -291,7 +303,10 @@ TWO = "streams: {a: {}, b: {}}\n"
             "rules: got shape.multiple 64, expected a multiple of align.pack, 128, that divides the budget of 8192",
         ),
         # feeds
-        (WEB + "feeds: {a: {}, b: {}}", "feeds.a.streams: got no streams, expected some of web. If there are several feeds"),
+        (
+            WEB + "feeds: {a: {}, b: {}}",
+            "feeds.a.streams: got no streams, expected some of web. If there are several feeds",
+        ),
         (WEB + "feeds: {train: {streams: [web, code]}}", "feeds.train.streams: got 'code', expected one of: web"),
         (TWO + "feeds: {x: {streams: [a, b]}, y: {streams: [b]}}", "feeds.y.streams: got 'b', which feed 'x' has too,"),
         (
@@ -300,7 +315,10 @@ TWO = "streams: {a: {}, b: {}}\n"
         ),
         (WEB + "feeds: {}", "feeds: got {}, expected a mapping of length >= 1"),
         (WEB + "feeds: {x: {rules: {step: {pack: 2}}}}", "feeds.x.rules.step: got the unknown key 'pack', expected 'p"),
-        (WEB + "feeds: {x: {rules: {sept: {}}}}", "feeds.x.rules: got the unknown key 'sept', expected 'step' perhaps"),
+        (
+            WEB + "feeds: {x: {rules: {sept: {}}}}",
+            "feeds.x.rules: got the unknown key 'sept', expected one of: packer, ",
+        ),
         (WEB + "feeds: {x: {rules: {budget: 8k}}}", "feeds.x.rules.budget: got '8k', expected a whole number"),
         (
             WEB + "feeds: {x: {rules: {budget: 9, align: {pack: 2}}}}",
@@ -315,7 +333,10 @@ TWO = "streams: {a: {}, b: {}}\n"
         (WEB + "rules: {between_passes: end}", "rules.between_passes: got 'end', expected one of: continue, drain"),
         (WEB + "rules: {weight_unit: bytes}", "rules.weight_unit: got 'bytes', expected one of: tokens, samples"),
         ("streams: {b: {overlong: cut}}", "streams.b.overlong: got 'cut', expected one of: error, drop, truncate,"),
-        ("streams: {a: {}, b: {repeat: true, passes: 3}}", "streams.b: got `repeat: true` and `passes: 3`, expected only one"),
+        (
+            "streams: {a: {}, b: {repeat: true, passes: 3}}",
+            "streams.b: got `repeat: true` and `passes: 3`, expected only one",
+        ),
         # sizes
         (WEB + "memory: lots", "memory: got 'lots', expected a size such as 16GiB or 500MB"),
         (WEB + "limits: {chunk: 1 Mb}", "limits.chunk: got '1 Mb', expected a size such as 16GiB or 500MB"),

@@ -138,12 +138,12 @@ def test_a_forked_child_has_those_that_were_made() -> None:
 
     child = fork.Process(target=look)
     child.start()
-    assert "before the fork, expected made ones" in said.get()
+    assert "before the fork, expected packs that are already made" in said.get()
     child.join()
     with step.packs._making:  # type: ignore[attr-defined]  # as the client's thread may while the trainer forks
         child = fork.Process(target=look)
         child.start()
-    assert "before the fork, expected made ones" in said.get()
+    assert "before the fork, expected packs that are already made" in said.get()
     child.join()
     assert np.array_equal(step[3].input_ids[:5], [4] * 5), "the parent goes on"
 
@@ -224,7 +224,7 @@ def test_a_message_is_let_go_with_its_last_pack() -> None:
         packs.take(number)
     assert [content() is None for content in came] == [True, True]
     assert [pack.micro_batch for pack in packs[:4]] == [0, 1, 2, 3]
-    with pytest.raises(InternalError, match="group 5 of a step's packs, which was taken"):
+    with pytest.raises(InternalError, match="second request for group 5 of a step's packs"):
         packs[5]
 
 

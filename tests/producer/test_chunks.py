@@ -146,7 +146,7 @@ def test_a_vocabulary_that_the_run_cannot_hold_is_refused_before_its_first_sampl
     if good:
         assert len(list(batches(source, lease((), dtype=dtype)))) == 1
         return
-    with pytest.raises(ConfigError, match=r"streams\.s: got a tokenizer of 65537 ids.*Set tokens: int32"):
+    with pytest.raises(ConfigError, match=r"streams\.s: got a tokenizer with 65537 ids.*Set `tokens: int32"):
         next(batches(source, lease((), dtype=dtype)))
 
 

@@ -56,6 +56,6 @@ def test_workers_are_refused_with_what_to_do(broker: RunningBroker) -> None:
     with streampack.connect(broker.trainers) as loader:
         for start, error in (("fork", PeerError), ("spawn", UserError)):
             many: Any = DataLoader(loader, None, num_workers=2, multiprocessing_context=start)  # type: ignore[arg-type]
-            with pytest.raises(error, match=r"take DataLoader\(loader, batch_size=None, num_workers=0\)"):
+            with pytest.raises(error, match=r"use DataLoader\(loader, batch_size=None, num_workers=0\)"):
                 next(iter(many))
         assert sum(pack.num_samples for pack in loader) == 200, "the trainer's own goes on"

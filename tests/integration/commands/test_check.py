@@ -214,12 +214,21 @@ def of_rows(tmp_path: Path, rows: list[dict[str, Any]], **keys: Any) -> Path:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"text_key": "body"}, "got text_key 'body', but no row has it (rows read: 3; a.jsonl:line 1 has the keys id"),
-        ({"tokens_key": "ids"}, "got tokens_key 'ids', but no row has it"),
-        ({"messages_key": "talk"}, "got messages_key 'talk', but no row has it"),
-        ({"prompt_key": "text", "completion_key": "a"}, "got prompt_key 'text', completion_key 'a', but no row has it"),
-        ({"text_key": "empty"}, "got text_key 'empty', but no row has it"),
-        ({"fields": {"loss_mask": "msk"}}, "streams.web.fields.loss_mask: got 'msk', but no row has it (rows read: 3"),
+        (
+            {"text_key": "body"},
+            "got text_key 'body', but no row has such a key (3 rows were read; the first, a.jsonl:line 1, has the keys id",
+        ),
+        ({"tokens_key": "ids"}, "got tokens_key 'ids', but no row has such a key"),
+        ({"messages_key": "talk"}, "got messages_key 'talk', but no row has such a key"),
+        (
+            {"prompt_key": "text", "completion_key": "a"},
+            "got prompt_key 'text', completion_key 'a', but no row has such a key",
+        ),
+        ({"text_key": "empty"}, "got text_key 'empty', but no row has such a key"),
+        (
+            {"fields": {"loss_mask": "msk"}},
+            "streams.web.fields.loss_mask: got the key 'msk', but no row has this key (3 rows were read",
+        ),
     ],
 )
 def test_a_key_that_no_row_has_is_not_good(tmp_path: Path, keys: dict[str, Any], said: str) -> None:

@@ -270,7 +270,7 @@ def test_a_user_at_a_terminal_is_asked(
         (["--add", "=1"], "Got '=1'. Pass a stream and its settings, such as math='{weight: 0.2}'."),
         (["--add", "math=0.2"], "Got 'math=0.2'. Pass a stream and its settings"),
         (["--add", "math={weight: "], "Pass a stream and its settings"),
-        (["--add", "math={weigth: 0.2}"], "stream 'math': got the unknown key 'weigth', expected 'weight' perhaps"),
+        (["--add", "math={weigth: 0.2}"], "stream 'math': got the unknown key 'weigth', expected one of: "),
         (["--add", "math={weight: 0}"], "stream 'math': weight: got"),
     ],
 )

@@ -216,7 +216,7 @@ def test_nothing_is_left_when_run_itself_is_killed(files: list[str], which: str)
 def test_what_cannot_be_is_said_before_anything_starts(files: list[str], tmp_path: Path) -> None:
     assert "The command 'no_such_program' was not found." in the_error(run(files, ["no_such_program"]), 2)
     bad = str(write(tmp_path / "bad.yaml", {"streams": {"web": {"wieght": 1}}}))
-    assert "'weight' perhaps" in the_error(run(["-c", bad], ["true"]), 2)
+    assert "Did you mean 'weight'?" in the_error(run(["-c", bad], ["true"]), 2)
 
 
 def test_a_taken_port_is_said(files: list[str], tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_a_trainer_that_fetches_ahead_names_the_step_that_it_trained_last(
         assert [state["next_step"] for state in states] == list(range(7))
         assert states[-1] == loader.state_dict()
         for wrong in (-2, 6, "3", 2.0):
-            with pytest.raises(UserError, match="expected one that was handed out: -1 to 5"):
+            with pytest.raises(UserError, match="handed out \\(-1 to 5\\)"):
                 loader.state_dict(wrong)  # type: ignore[arg-type]
     with connect(broker) as loader:
         loader.load_state_dict(states[3])
@@ -231,12 +231,14 @@ def test_a_run_goes_on_with_other_numbers_of_ranks_and_has_every_sample_once(
 
 def test_a_checkpoint_that_is_durable_is_said_and_noted(broker: RunningBroker) -> None:
     with connect(broker) as loader:
-        with pytest.raises(UserError, match="got step=0, expected one that was handed out: none was yet"):
+        with pytest.raises(
+            UserError, match="got step=0, expected the index of a step that was handed out \\(no step yet\\)"
+        ):
             loader.commit(0)
         for step in loader.steps():
             if step.index % 5 == 0:
                 loader.commit(step.index)
-        with pytest.raises(UserError, match="got step=99, expected one that was handed out: 0 to "):
+        with pytest.raises(UserError, match="got step=99, expected the index of a step that was handed out \\(0 to "):
             loader.commit(99)
 
 
@@ -252,13 +254,13 @@ def test_a_broker_without_the_disk_of_the_first_goes_on_from_the_trainers_state(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"run": "another"}, "^run: got '.{16}', expected '.{16}': this is a checkpoint of another run"),
+        ({"run": "another"}, "^run: got '.{16}', expected '.{16}'. The checkpoint belongs to another run"),
         (
             {"rules": {**SETTINGS["rules"], "budget": 512}},
-            "^rules.budget: got 256, expected 512 as the run has it: put the broker's back",
+            "^rules.budget: got 256 in the state, expected 512 as in the run. Restore the broker's rules",
         ),
         ({"seed": 5}, "^rules.seed: got 0, expected 5"),
-        ({}, "^feed: got 'train', expected 'valid': this is a checkpoint of another feed"),
+        ({}, "^feed: got 'train', expected 'valid'. The checkpoint belongs to another feed"),
     ],
 )
 def test_a_state_of_another_run_rules_or_feed_is_refused_by_its_key_and_moves_nothing(
@@ -292,7 +294,7 @@ def test_a_local_loader_goes_on_as_well() -> None:
     with streampack.local(texts, budget=96, window=16, packs=2, format="numpy") as loader:
         loader.load_state_dict(state)
         assert [step.digest for step in loader.steps()] == whole[6:]
-        with pytest.raises(StateError, match="got a list, expected version 1"):
+        with pytest.raises(StateError, match="got a list, expected a dict from state_dict"):
             loader.load_state_dict([])  # type: ignore[arg-type]
 
 

@@ -96,7 +96,7 @@ def test_a_tokenizer_that_hangs_is_said_and_pings_keep_its_lease(
         thread = threading.Thread(target=loop.run)
         thread.start()
         try:
-            until(lambda: any("stream 'text': its file or its tokenizer is slow" in each for each in seen))
+            until(lambda: any("stream 'text', because reading its file or tokenizing is slow" in each for each in seen))
             pings = said.count(ProducerPing)
             until(lambda: said.count(ProducerPing) > pings + 1)
             assert broker.said.count("joined") == 1

@@ -107,9 +107,7 @@ def test_by_default_a_group_is_kept_in_a_step_where_steps_are_batches_and_in_not
 def test_a_group_to_be_kept_in_a_step_of_a_stream_is_refused_naming_the_key(start: Callable[..., SmallBroker]) -> None:
     broker = start()
     with producer(broker) as rollouts:
-        with pytest.raises(
-            UserError, match=r"got keep='step' with steps that are cut from a stream, .* set rules\.step"
-        ):
+        with pytest.raises(UserError, match=r"got keep='step', but the run's steps are not batches, .* set `step: "):
             rollouts.send_group([[1, 2], [3]], keep="step")
         assert rollouts.send([1]) == 0, "and nothing of it was sent"
 
@@ -123,7 +121,7 @@ def test_a_policys_version_is_told_whether_or_not_it_is_a_field(start: Callable[
             rollouts.send_group([[1]], policy_version=5)
             rollouts.send([1])
             for wrong in (-1, 1.5, "7"):
-                with pytest.raises(UserError, match=r"got policy_version=.*, expected an integer from 0 on"):
+                with pytest.raises(UserError, match=r"got policy_version=.*, expected an integer of at least 0"):
                     rollouts.send([1], policy_version=wrong)  # type: ignore[arg-type]
         assert [taken.message.policy_version for taken in broker.taken] == [3, 4, 5, UNSET]
     assert [taken.column(4, "<i8") for taken in declared.taken] == [[3], [4, 4], [5], [-1]]
@@ -140,9 +138,11 @@ def test_a_group_of_a_run_that_declares_neither_field_has_none(start: Callable[.
 def test_a_group_that_no_chunk_holds_is_refused_whole(start: Callable[..., SmallBroker]) -> None:
     broker = start()
     with producer(broker) as rollouts:
-        with pytest.raises(SampleError, match="a group of 5 samples that fills 2 chunks, expected one of at most"):
+        with pytest.raises(
+            SampleError, match="a group of 5 samples that needs 2 chunks, expected one chunk. A chunk holds at most"
+        ):
             rollouts.send_group([[1] * 100] * 5)
-        with pytest.raises(UserError, match="a group of no samples"):
+        with pytest.raises(UserError, match="a group without samples"):
             rollouts.send_group([])
         with pytest.raises(UserError, match="got keep='batch', expected 'pack', 'step' or None"):
             rollouts.send_group([[1]], keep="batch")  # type: ignore[arg-type]
@@ -177,9 +177,11 @@ def test_a_bad_sample_is_an_error_where_it_is_given(sample: Any, why: str, start
 
 def test_a_field_that_the_run_does_not_declare_is_refused_where_it_is_named(start: Callable[..., SmallBroker]) -> None:
     with producer(start()) as rollouts:
-        with pytest.raises(SampleError, match="got the field 'advantage', expected one of input_ids: declare it under"):
+        with pytest.raises(
+            SampleError, match="got the field 'advantage', expected one of input_ids. Declare the field under"
+        ):
             rollouts.send([1, 2], advantage=[0.0, 1.0])
-        with pytest.raises(SampleError, match="got a loss mask, which the run does not declare"):
+        with pytest.raises(SampleError, match="got a loss mask that the run does not declare"):
             rollouts.send({"input_ids": [1, 2], "loss_mask": torch.tensor([0, 1])})
 
 
@@ -204,9 +206,9 @@ def test_send_waits_for_room_and_says_what_for(
         for _ in range(2):
             rollouts.send([1] * 100)
         rollouts._pushing._timeout_s = 0.5  # now, that it is connected
-        with pytest.raises(DataStall, match=r"waited 0\.5 s for room in its buffer of 4096 bytes for 1436"):
+        with pytest.raises(DataStall, match=r"waited 0\.5 s for room for 1436 bytes in its buffer of 4096 bytes"):
             rollouts.send([1] * 100)
-        with pytest.raises(DataStall, match=r"for its samples to be safe: .* samples 0 to 1 are not safe yet"):
+        with pytest.raises(DataStall, match=r"for its samples to be durable. .* samples 0 to 1 are not safe yet"):
             rollouts.flush()
         assert "waiting for the broker's log: samples 0 to 1 are not safe yet" in caplog.text
         assert rollouts.stats()["buffered_bytes"] == 2 * 1436
@@ -277,7 +279,7 @@ def test_one_that_fails_says_so_and_does_not_end(
     until(lambda: broker.heard_of(Bye) == 1)
     failures = [message.failure for message in broker.heard if isinstance(message, ProducerPing) and message.failure]
     assert failures == ["ZeroDivisionError('no reward')"]
-    assert "left with samples that are not safe" in caplog.text
+    assert "closed before all samples were durable" in caplog.text
     assert not broker.ended
 
 
@@ -330,7 +332,7 @@ def test_a_fork_must_make_its_own(start: Callable[..., SmallBroker]) -> None:
             rollouts.close()
             os._exit(0)
         os.waitpid(pid, 0)
-        assert b"got a producer of the parent process after the fork" in os.read(read, 1000)
+        assert b"got a producer that the parent process made before the fork" in os.read(read, 1000)
         os.close(read)
         os.close(write)
         assert rollouts.send([1]) == 0
@@ -342,7 +344,7 @@ def test_the_address_is_found(
     start: Callable[..., SmallBroker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("STREAMPACK_PRODUCERS", raising=False)
-    with pytest.raises(UserError, match="got no endpoint, expected tcp://host:port, or STREAMPACK_PRODUCERS"):
+    with pytest.raises(UserError, match="got no endpoint, expected .* set STREAMPACK_PRODUCERS"):
         streampack.Producer(stream=STREAM)
     broker = start()
     file = tmp_path / "streampack.json"

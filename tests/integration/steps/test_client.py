@@ -53,7 +53,7 @@ def test_packs_come_one_by_one_or_by_the_step(broker: RunningBroker) -> None:
     assert set(pack) >= {"input_ids", "labels", "position_ids", "cu_seqlens_padded"}
     assert pack["input_ids"] is pack.input_ids
     assert pack.input_ids.dtype == np.int64
-    with pytest.raises(TypeError, match="length of a stream is not known"):
+    with pytest.raises(TypeError, match="length of its feed is not known"):
         len(loader)
 
 

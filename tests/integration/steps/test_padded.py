@@ -338,7 +338,7 @@ def test_a_format_that_the_feed_has_not_is_refused_and_what_compilers_must_know_
     ):
         batch = next(iter(loader))
     (said,) = [record.message for record in caplog.records if "torch.compile" in record.message]
-    assert said.startswith("feed valid: micro-batches are padded, and each may have a shape of its own")
+    assert said.startswith("feed valid: its micro-batches are padded and may differ in shape")
     assert list(batch) == ["input_ids", "labels", "attention_mask", "position_ids"]
     assert batch.input_ids.shape == batch.attention_mask.shape
     assert np.array_equal(batch.input_ids.numpy() > 0, batch.attention_mask.numpy() == 1)
