@@ -44,7 +44,8 @@ class InMemory:
         """Raise UserError if the rows are an iterator, which can be read only once."""
         if self._once is not None:
             raise UserError(
-                "got an iterator and more than one pass, expected rows that can be read again: pass a list, or passes=1"
+                "got an iterator with more than one pass, expected rows that can be read again. Pass a list, or set "
+                "passes=1"
             )
 
     def read(
@@ -53,7 +54,7 @@ class InMemory:
     ) -> Iterator[RawSample]:  # fmt: skip
         """Yield the rows as samples: see ``Source.read``. Raises SourceError if an iterator would be read again."""
         if (partition, partitions) != (0, 1):
-            raise UserError(f"partitions: got {partitions}, expected 1: rows in memory are one partition")
+            raise UserError(f"partitions: got {partitions}, expected 1, because rows in memory form one partition")
         return self._walk(ItemReader(self._settings, self._tokenizer, fields), seed, passes, start, skip)
 
     def peek(self, most: int) -> Iterator[RawSample]:
@@ -101,14 +102,16 @@ class InMemory:
         except StreampackError:
             raise
         except Exception as error:  # the user's own code
-            raise SourceError(f"the rows cannot be read: their own code raised {error!r}") from error
+            raise SourceError(
+                f"the rows cannot be read, because their code raised {error!r}. Correct the code"
+            ) from error
 
     def _continue_iterator(self, rows: Iterator[Any], pass_: int, first: int) -> Iterator[tuple[int, Any]]:
         """Yield (row number, row) of an iterator. Raises SourceError unless ``first`` is where reading stopped."""
         if pass_ or first != self._taken:
             raise SourceError(
-                f"got an iterator, read up to row {self._taken}, but row {first} of pass {pass_} is needed. It is read "
-                f"once: pass a list, or an object whose __iter__ starts from the first row"
+                f"got an iterator that stands at row {self._taken}, expected to read row {first} of pass {pass_}. An "
+                "iterator can be read only once. Pass a list, or an object whose __iter__ starts from the first row"
             )
         for number, row in enumerate(rows, first):
             self._taken = number + 1

@@ -64,85 +64,90 @@ class SourceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: Annotated[
         Literal["webdataset", "jsonl", "parquet", "huggingface", "text", "megatron", "python"],
         Meta(
-            description="Format of the data. It decides which other keys are allowed. `python` reads an iterable that "
-            "`path` names instead of files"
+            description="Format of the data, which determines the other keys that are allowed. With `python`, the "
+            "data is not in files but in the iterable that `path` names"
         ),
     ]
     shards: Annotated[
         str | list[str] | None,
         Meta(
-            description="Files to read: a path, a URL, a brace pattern (`web-{000..511}.tar`) or a glob, or a list of "
-            "these. Give either `shards` or `path`"
+            description="Files to read: a path, a URL, a brace pattern (`web-{000..511}.tar`) or a glob, or a list "
+            "of these. Set either `shards` or `path`"
         ),
     ] = None
     path: Annotated[
         str | None,
         Meta(
-            description="One file, folder, prefix or import path (`package.module:thing`), taken literally, without "
-            "patterns. Give either `shards` or `path`"
+            description="Path of one file, folder or prefix, or an import path (`package.module:thing`). Patterns "
+            "are not expanded. Set either `shards` or `path`"
         ),
     ] = None
     text_key: Annotated[
         str | None,
         Meta(
-            description="Key that holds a sample's text; in tar files, an extension (`txt`) or `json/key`. Default: "
-            "the usual keys are tried, such as `text`, `input_ids` and `messages`"
+            description="Key that holds a sample's text. In tar files, this is an extension (`txt`) or `json/key`. "
+            "Default: the usual keys are tried, such as `text`, `input_ids` and `messages`"
         ),
     ] = None
     tokens_key: Annotated[
         str | None,
         Meta(
-            description="Key that holds a sample's token ids, if the data is tokenized already; in tar files, `npy` "
-            "or `json/key`. Default: as for `text_key`"
+            description="Key that holds a sample's token ids, if the data is already tokenized. In tar files, this "
+            "is `npy` or `json/key`. Default: as for `text_key`"
         ),
     ] = None
     messages_key: Annotated[
         str | None,
         Meta(
-            description="Key that holds a chat's list of messages, which the tokenizer's chat template writes. "
-            "Default: as for `text_key`"
+            description="Key that holds a chat's list of messages. The tokenizer's chat template turns the messages "
+            "into text. Default: as for `text_key`"
         ),
     ] = None
     prompt_key: Annotated[
         str | None,
         Meta(
-            description="Key that holds the prompt of a prompt and completion pair. Default: `prompt`, if "
-            "`completion_key` is set; else as for `text_key`"
+            description="Key that holds the prompt of a prompt and completion pair. Default: `prompt` if "
+            "`completion_key` is set, else as for `text_key`"
         ),
     ] = None
     completion_key: Annotated[
         str | None,
-        Meta(description="Key that holds the completion of a pair. Default: `completion`, else `response`"),
+        Meta(
+            description="Key that holds the completion of a prompt and completion pair. Default: `completion`, or "
+            "`response` if there is no `completion`"
+        ),
     ] = None
     fields: Annotated[
         dict[str, str],
         Meta(
-            description="Keys of the fields that broker.yaml declares, as `field: key`, for fields whose key has "
-            "another name in this data"
+            description="Keys of fields in this data, as `field: key`. Required only for fields that have another "
+            "name in this data than in broker.yaml"
         ),
     ] = {}
     missing_mask: Annotated[
         Literal["train", "reject"] | None,
         Meta(
-            description="Samples that lack the `loss_mask` that the run declares: train on all their tokens (`train`) "
-            "or reject them (`reject`). Default: `reject` for tar files, where a member may be lost; else `train`"
+            description="Treatment of samples without the `loss_mask` that the run declares: train on all their "
+            "tokens (`train`), or reject them (`reject`). Default: `reject` for tar files, because a member may be "
+            "missing, else `train`"
         ),
     ] = None
     unit: Annotated[
         Literal["line", "paragraph", "file"] | None,
         Meta(
-            description="Part of a plain text file that is a sample; empty lines separate paragraphs. Default: `line`"
+            description="Part of a plain text file that becomes a sample. Empty lines separate paragraphs. Default: "
+            "`line`"
         ),
     ] = None
     modes: Annotated[
         list[int] | None,
-        Meta(description="Modes of the sequences to read from multimodal Megatron data; `[0]` reads text"),
+        Meta(description="Modes of the sequences to read from multimodal Megatron data. `[0]` reads only text"),
     ] = None
     shuffle: Annotated[
         bool,
         Meta(
-            description="Read shards and samples in a new random order in each pass. To read them in the files' "
-            "order, set `false`; several files also need `partitions: 1` in broker.yaml"
+            description="Read shards and samples in a new random order in each pass. Set `false` to keep the order "
+            "of the files; with several files, also set `partitions: 1` in broker.yaml"
         ),
     ] = True
 
@@ -153,21 +158,28 @@ def check_settings(settings: SourceSettings) -> None:
     for key in SourceSettings.__struct_fields__:
         if key not in ("source", *known) and getattr(settings, key) != getattr(defaults, key):
             raise ConfigError(
-                f"{key}: got a key that `source: {settings.source}` does not take, expected one of {', '.join(known)}: "
-                "remove it"
+                f"{key}: got a key that `source: {settings.source}` does not support, expected one of "
+                f"{', '.join(known)}. Remove the key"
             )
     if (settings.shards is None) == (settings.path is None):
         both = "neither" if settings.path is None else "both"
-        what = "path" if "shards" not in known else "either shards (patterns) or path (one path, taken literally)"
+        what = "path" if "shards" not in known else "either shards (patterns) or path (one path without patterns)"
         raise ConfigError(f"shards, path: got {both}, expected {what}")
     if settings.modes is not None and not (settings.modes and all(-128 <= mode <= 127 for mode in settings.modes)):
-        raise ConfigError(f"modes: got {settings.modes}, expected a list of modes between -128 and 127; for text, [0]")
+        raise ConfigError(
+            f"modes: got {settings.modes}, expected a list of modes between -128 and 127. For text, set `modes: [0]`"
+        )
     named = [key for key in _ROW_KEYS[:4] if getattr(settings, key) is not None]
     if len(named) > 1:
         got = "both" if len(named) == 2 else "all"
-        raise ConfigError(f"{', '.join(named)}: got {got}, expected at most one: keep the key of the sample")
+        raise ConfigError(
+            f"{', '.join(named)}: got {got}, expected at most one. Keep only the key that holds the sample"
+        )
     if settings.completion_key is not None and named not in ([], ["prompt_key"]):
-        raise ConfigError(f"completion_key: got it with {named[0]}, expected it with prompt_key: remove one of them")
+        raise ConfigError(
+            f"completion_key: got this key together with {named[0]}, expected it only with prompt_key. Remove one of "
+            "the two keys"
+        )
 
 
 def digest_keys(settings: SourceSettings) -> dict[str, Any]:

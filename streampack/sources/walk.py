@@ -127,9 +127,11 @@ def vocab_size_of(settings: SourceSettings, tokenizer: Tokenizer) -> int | None:
 def check_read(partition: int, partitions: int, passes: int | None, skip: int) -> None:
     """Raise UserError for arguments of ``Source.read`` that are out of range."""
     if not 0 <= partition < partitions:
-        raise UserError(f"partition: got {partition} of {partitions}, expected one of 0..{partitions - 1}")
+        raise UserError(
+            f"partition: got {partition} with {partitions} partitions, expected a number from 0 to {partitions - 1}"
+        )
     if skip < 0 or (passes is not None and passes < 0):
-        raise UserError(f"skip, passes: got {skip}, {passes}, expected numbers of at least 0")
+        raise UserError(f"got skip={skip} and passes={passes}, expected numbers of at least 0")
 
 
 class _DamagedShard:
@@ -224,8 +226,8 @@ class ShardedSource:
         shards = self.shards_of(partition, partitions)
         if min(start.pass_, start.shard, start.sample) < 0 or start.shard > len(shards):
             raise SourceError(
-                f"{start}: got a cursor with no such place in {len(shards)} shards. It was made with other files or "
-                "another number of partitions: resume with those"
+                f"{start}: got a cursor that does not exist in {len(shards)} shards. The cursor was made with other "
+                "files or another number of partitions. Resume with those files and partitions"
             )
         by_sample = frozenset(each.name for each in fields if each.axis == "sample")
         return self._walk(self._reader(fields), shards, seed, passes, start, skip, _ReadOptions(room, by_sample))
@@ -336,8 +338,8 @@ class ShardedSource:
                     count = self.shard_samples[order[place]] = len(shard)
                     if first > count:
                         raise SourceError(
-                            f"{start}: got a cursor beyond the {count} samples of its shard. It was made with other "
-                            "files: restore them, or start a new run"
+                            f"{start}: got a cursor beyond the {count} samples of its shard. The cursor was made with "
+                            "other files. Restore those files, or start a new run"
                         )
                     seen += count
                     skipped = min(skip, count - first)

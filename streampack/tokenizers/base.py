@@ -33,60 +33,64 @@ class TokenizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     name: Annotated[
         str | None,
         Meta(
-            description="`bytes` (UTF-8 bytes as ids, no vocabulary), or your own function as "
-            "`package.module:function`. Give either `name` or `file`"
+            description="Name of the tokenizer: `bytes`, which uses UTF-8 bytes as ids, or your own function as "
+            "`package.module:function`. Set either `name` or `file`"
         ),
     ] = None
     append_eos: Annotated[
         bool,
         Meta(
             description="End each text and each pair with the end-of-text token. Set `false` if the data already "
-            "contains it. Chats end as their template ends them"
+            "contains this token. Chats end as the chat template defines"
         ),
     ] = True
     file: Annotated[
         str | None,
-        Meta(description="A tokenizer.json file, or the model's folder that contains it. Give either `name` or `file`"),
+        Meta(
+            description="Path of a tokenizer.json file, or of the model's folder that contains this file. Set either "
+            "`name` or `file`"
+        ),
     ] = None
     eos_token: Annotated[
         str | None,
         Meta(
-            description="Token that ends a text, for a `file`. Default: the one in tokenizer_config.json in its folder"
+            description="Token that ends a text, for the tokenizer in `file`. Default: the token in "
+            "tokenizer_config.json in the tokenizer's folder"
         ),
     ] = None
     bos_token: Annotated[
         str | None,
         Meta(
-            description="Token to put before each text, for a `file`. Default: none, unless tokenizer.json adds one. "
-            "Chat templates use the one in tokenizer_config.json"
+            description="Token to put before each text, for the tokenizer in `file`. Default: none, unless "
+            "tokenizer.json adds a token. Chat templates use the token in tokenizer_config.json"
         ),
     ] = None
     chat_template: Annotated[
         str | None,
         Meta(
-            description="Chat template for a `file`: a path, or the template's text. Default: chat_template.jinja or "
-            "tokenizer_config.json in its folder"
+            description="Chat template for the tokenizer in `file`: a path, or the template's text. Default: the "
+            "template in the tokenizer's folder, from chat_template.jinja or tokenizer_config.json"
         ),
     ] = None
     allow_special: Annotated[
         bool,
         Meta(
-            description="Turn the text of a special token in the data, such as `</s>`, into that token. By default it "
-            "stays ordinary text, so that data cannot end a turn"
+            description="Turn the text of a special token in the data, such as `</s>`, into that token. By default, "
+            "such text stays ordinary text, so that data cannot end a turn"
         ),
     ] = False
     train_on: Annotated[
         Literal["answers", "all"],
         Meta(
-            description="Tokens of chats and pairs to learn: the assistant's messages and the completions "
-            "(`answers`), or everything (`all`)"
+            description="Tokens of chats and pairs that the model is trained on: only the assistant's messages and "
+            "the completions (`answers`), or all tokens (`all`)"
         ),
     ] = "answers"
     date: Annotated[
         str | None,
         Meta(
-            description="Date (YYYY-MM-DD) for a chat template that asks for today's date. It is fixed, so that the "
-            "same data gives the same tokens on another day"
+            description="Date (YYYY-MM-DD) for chat templates that ask for today's date. With a fixed date, the same "
+            "data gives the same tokens on every day"
         ),
     ] = None
 

@@ -105,7 +105,8 @@ class UnnamedTokenizer(BytesTokenizer):
     def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
         """Raise ConfigError: chats need a named tokenizer."""
         raise ConfigError(
-            "tokenizer: got chats and no tokenizer, expected one by name. Give the folder of your model's "
-            "tokenizer.json and chat template (tokenizer: {file: FOLDER}; in streampack.local tokenizer='FOLDER'). For "
-            "'role: content' lines in bytes, give 'bytes' (tokenizer: {name: bytes}; tokenizer='bytes')"
+            "tokenizer: got chats without a tokenizer, expected a tokenizer with a chat template. Set `tokenizer: "
+            "{file: FOLDER}` to the folder of your model's tokenizer.json; in streampack.local, pass "
+            "tokenizer='FOLDER'. To encode chats as bytes of 'role: content' lines, set `tokenizer: {name: "
+            "bytes}`, or pass tokenizer='bytes'"
         )

@@ -60,8 +60,8 @@ class CallableTokenizer:
         """Return the ids and loss mask of a chat, by the callable's attribute ``encode_chat``. Raises ConfigError."""
         if self._encode_chat is None:
             raise ConfigError(
-                f"tokenizer {self.name}: got a chat, expected texts: give the callable an attribute encode_chat, a "
-                "function (messages, tools) -> (ids, loss_mask)"
+                f"tokenizer {self.name}: got a chat, expected texts. To read chats, give the callable an attribute "
+                "encode_chat: a function (messages, tools) -> (ids, loss_mask)"
             )
         return self._call(self._encode_chat, messages, tools)
 
@@ -101,7 +101,7 @@ class CallableTokenizer:
         except Exception as error:  # any exception rejects only this sample
             size = len(what[0]) if isinstance(what[0], str | list) else 0
             kind = "characters" if isinstance(what[0], str) else "messages"
-            self._rejections.warn(f"the tokenizer {self.name} rejects a text of {size} {kind}", error)
+            self._rejections.warn(f"the tokenizer {self.name} rejects an input of {size} {kind}", error)
             return "tokenizer"
 
 
@@ -113,10 +113,12 @@ def import_path(key: str, path: str) -> Any:
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{key}: {path!r} cannot be imported ({error}); check its spelling and PYTHONPATH") from error
+        raise ConfigError(
+            f"{key}: {path!r} cannot be imported ({error}). Check the spelling of the path, and PYTHONPATH"
+        ) from error
     except Exception as error:  # the module's own code
         text = f"{type(error).__name__}: {error}"[:200]
-        raise ConfigError(f"{key}: {path!r} cannot be imported ({text}): correct the module") from error
+        raise ConfigError(f"{key}: {path!r} cannot be imported ({text}). Correct the module") from error
     return found
 
 
@@ -124,12 +126,15 @@ def _import(path: str) -> Callable[[str], object]:
     """Import the callable at ``package.module:function``. Raises ConfigError."""
     if not all(path.partition(":")):
         raise ConfigError(
-            f"tokenizer name: got {path!r}, expected 'bytes' or 'package.module:function'. Give a model's "
-            f"tokenizer.json, or its folder, as `file`. streampack.local also takes "
-            f"AutoTokenizer.from_pretrained({path!r})"
+            f"tokenizer name: got {path!r}, expected 'bytes' or 'package.module:function'. For a model's "
+            "tokenizer.json, set `file` to the path of the file or its folder. In streampack.local, you can also "
+            f"pass AutoTokenizer.from_pretrained({path!r})"
         )
     found = import_path("tokenizer name", path)
     if not callable(found):
         kind = type(found).__name__
-        raise ConfigError(f"tokenizer name: {path!r} is of type {kind}, expected a callable from str to a list of ints")
+        raise ConfigError(
+            f"tokenizer name: {path!r} is of type {kind}, expected a function that takes a str and returns a list of "
+            "ints"
+        )
     return found  # type: ignore[no-any-return]

@@ -165,7 +165,7 @@ def split_markers(value: Any, markers: re.Pattern[str] | None) -> Any:
     """
     if isinstance(value, str):
         if _OURS.search(value):
-            raise TemplateError("a text has one of the characters U+FDD0 to U+FDD3, which are not valid in text")
+            raise TemplateError("a text contains a character from U+FDD0 to U+FDD3, which are not valid in text")
         return markers.sub(lambda found: re.sub("(?s)(.)", rf"{SPLIT}\1", found[0]), value) if markers else value
     if isinstance(value, Mapping):
         return {key: split_markers(item, markers) for key, item in value.items()}
@@ -197,14 +197,17 @@ def render_chat(template: Template, messages: list[ChatMessage], tools: Any, sto
         spans = _generation_spans(template, raw, tools, whole)
         if len(learned) < len(answers):
             if len(spans) != len(answers):
-                raise TemplateError(f"the template writes {len(spans)} generation blocks for {len(answers)} answers")
+                raise TemplateError(
+                    f"the template renders {len(spans)} generation blocks for {len(answers)} answers, expected one "
+                    "block for each answer"
+                )
             spans = [span for span, number in zip(spans, answers, strict=True) if messages[number].train]
         return Rendered(whole, spans)
     finder = _AnswerFinder(template, raw, tools, whole, stops)
     spans = [finder.span(number) for number in learned]
     for before, after in itertools.pairwise(spans):
         if before[1] > after[0]:
-            raise TemplateError("the answers overlap in the text that the template writes")
+            raise TemplateError("the answers overlap in the text that the template renders")
     return Rendered(whole, spans)
 
 
@@ -212,7 +215,7 @@ def _generation_spans(template: Template, raw: list[dict[str, Any]], tools: Any,
     """Return the spans of the outermost ``{% generation %}`` blocks in ``whole``. Raises TemplateError."""
     pieces = re.split(f"([{BEGIN}{END}])", template.render(raw, tools, mark=True))
     if "".join(pieces[::2]) != whole:
-        raise TemplateError("the template writes another text when its generation blocks are marked")
+        raise TemplateError("the template renders a different text when its generation blocks are marked")
     spans, place, begins = [], 0, []
     for piece in pieces:
         if piece == BEGIN:
@@ -277,7 +280,7 @@ class _AnswerFinder:
         floor = self._region(number - 1)[1] if number else 0
         ceiling = self._region(number + 1)[0] if number + 1 < len(self._raw) else len(self._whole)
         if not floor <= begin <= end <= ceiling:
-            raise TemplateError(f"the text of message {number} cannot be told from that of its neighbors")
+            raise TemplateError(f"the text of message {number} cannot be distinguished from the text of its neighbors")
         header = self._template.header
         at = self._whole.rfind(header, floor, begin) if header else -1
         if at >= 0:
@@ -317,7 +320,10 @@ class _AnswerFinder:
         other["content"] = [{"type": "text", "text": _PLACE}] if in_parts else _PLACE
         changed = self._template.render([*self._raw[:number], other, *self._raw[number + 1 :]], self._tools)
         if changed.count(_PLACE) != 1:
-            raise TemplateError(f"the template writes message {number} {changed.count(_PLACE)} times, expected once")
+            raise TemplateError(
+                f"message {number} is {changed.count(_PLACE)} times in the text that the template renders, expected "
+                "once"
+            )
         begin = _common_prefix(self._whole, changed)
         end = len(self._whole) - _common_prefix(self._whole[begin:][::-1], changed[begin:][::-1])
         self._regions[number] = begin, end

@@ -44,7 +44,10 @@ class ChatTemplate:
             tree = environment.parse(source)
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
-            raise ConfigError(f"tokenizer chat_template: line {error.lineno} is not valid Jinja: {error}") from error
+            raise ConfigError(
+                f"tokenizer chat_template: line {error.lineno} of the template is not valid Jinja ({error}). Correct "
+                "the template"
+            ) from error
         self._variables = dict(variables)
         self.has_generation = any(
             isinstance(call.node, nodes.Name) and call.node.name == "mark_generation"
@@ -66,7 +69,7 @@ class ChatTemplate:
             if "strftime_now" in str(error):
                 raise ConfigError(
                     "tokenizer chat_template: the template asks for today's date (strftime_now), but the same data "
-                    "must give the same tokens tomorrow. Set tokenizer.date to a fixed date"
+                    "must give the same tokens on every day. Set tokenizer.date to a fixed date"
                 ) from error
             raise TemplateError(str(error)) from error
         except Exception as error:  # raised by the template's code or the sandbox

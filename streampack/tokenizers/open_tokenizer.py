@@ -18,14 +18,16 @@ def open_tokenizer(settings: TokenizerSettings) -> Tokenizer:
     """
     if settings.file is not None:
         if settings.name is not None:
-            raise ConfigError(f"tokenizer: got name {settings.name!r} and file {settings.file!r}, expected one of them")
+            raise ConfigError(
+                f"tokenizer: got name {settings.name!r} and file {settings.file!r}, expected only one of them"
+            )
         from streampack.tokenizers.tokenizer_json import FileTokenizer  # needs an optional package
 
         return FileTokenizer(settings)
     for key in ("eos_token", "bos_token", "chat_template", "date", "allow_special"):
         if getattr(settings, key):
             raise ConfigError(
-                f"tokenizer.{key}: got {getattr(settings, key)!r} without tokenizer.file. Give both or neither"
+                f"tokenizer.{key}: got {getattr(settings, key)!r} without tokenizer.file. Set both keys or neither"
             )
     if settings.name in (None, "bytes"):
         kind = UnnamedTokenizer if settings.name is None else BytesTokenizer

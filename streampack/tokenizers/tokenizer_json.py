@@ -211,7 +211,7 @@ class FileTokenizer:
         """Return the chat template, or the one for tools if there is one. Raises ConfigError if there is none."""
         if not self._templates:
             raise ConfigError(
-                f"tokenizer {self.name}: got a chat, but no chat template in the file's folder. Set "
+                f"tokenizer {self.name}: got a chat, but found no chat template in the tokenizer's folder. Set "
                 "tokenizer.chat_template to a path or to the template's text"
             )
         name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
@@ -231,13 +231,14 @@ class FileTokenizer:
         known = ", ".join(sorted(self._special)[:8]) or "none"
         if token is None:
             raise ConfigError(
-                f"tokenizer {self.name}: got no {key} in the file's folder, expected one. Set tokenizer.{key} (special "
-                f"tokens: {known}), or append_eos: false"
+                f"tokenizer {self.name}: found no {key} in the tokenizer's folder, expected a token. Set "
+                f"tokenizer.{key} (special tokens: {known}), or set `append_eos: false`"
             )
         found = self._plain.token_to_id(token)
         if found is None:
             raise ConfigError(
-                f"tokenizer {self.name}: got {key} {token!r}, expected a token of its vocabulary (special: {known})"
+                f"tokenizer {self.name}: got {key} {token!r}, expected a token of the vocabulary (special tokens: "
+                f"{known})"
             )
         return int(found)
 
@@ -255,7 +256,7 @@ class _FolderFiles:
                     self._config |= json.loads(text)
                 except (ValueError, TypeError) as error:
                     raise ConfigError(
-                        f"tokenizer {folder / name}: got a file that is not a JSON object: {error}"
+                        f"tokenizer {folder / name}: got a file that is not a JSON object ({error}). Correct the file"
                     ) from error
 
     def token(self, key: str) -> str | None:
@@ -314,7 +315,9 @@ def _library(text: str, path: Path) -> "Library":
     try:
         library = Tokenizer.from_str(text)
     except Exception as error:  # the library raises Exception itself
-        raise ConfigError(f"tokenizer {path}: got a file that is not a tokenizer.json: {error}") from error
+        raise ConfigError(
+            f"tokenizer {path}: got a file that is not a valid tokenizer.json ({error}). Give another file"
+        ) from error
     library.no_truncation()
     library.no_padding()
     return library
@@ -322,7 +325,9 @@ def _library(text: str, path: Path) -> "Library":
 
 def _missing(module: str, error: ImportError) -> ConfigError:
     """Return the error for a package that is not installed."""
-    return ConfigError(f"tokenizer: needs the package {module} ({error}): pip install 'streampack[tokenizers]'")
+    return ConfigError(
+        f"tokenizer: the package {module} cannot be imported ({error}). Run `pip install 'streampack[tokenizers]'`"
+    )
 
 
 def _around(library: "Library") -> tuple[list[int], list[int]]:

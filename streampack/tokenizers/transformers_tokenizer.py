@@ -49,7 +49,8 @@ class TransformersTokenizer(CallableTokenizer):
 
         if not getattr(self._given, "is_fast", False):
             raise ConfigError(
-                f"tokenizer: got a chat and a slow {self.name}, expected a fast tokenizer: load it with use_fast=True"
+                f"tokenizer: got a chat with the slow tokenizer {self.name}, expected a fast tokenizer. Load the "
+                "tokenizer with use_fast=True"
             )
         with tempfile.TemporaryDirectory(prefix="streampack-") as folder:
             self._given.save_pretrained(folder)

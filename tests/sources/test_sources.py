@@ -231,13 +231,13 @@ def test_cursors_come_after_one_another(source: Source) -> None:
 
 
 def test_what_cannot_be_read_is_refused_at_once(source: Source) -> None:
-    with pytest.raises(UserError, match=r"partition: got 2 of 2, expected one of 0\.\.1"):
+    with pytest.raises(UserError, match=r"partition: got 2 with 2 partitions, expected a number from 0 to 1"):
         source.read(2, 2, seed=0, passes=1)
-    with pytest.raises(UserError, match="skip, passes: got -1"):
+    with pytest.raises(UserError, match="got skip=-1"):
         source.read(0, 2, seed=0, passes=1, skip=-1)
-    with pytest.raises(SourceError, match="no such place in 3 shards"):
+    with pytest.raises(SourceError, match="does not exist in 3 shards"):
         source.read(0, 2, seed=0, passes=1, start=Cursor(0, 4, 0))
-    with pytest.raises(SourceError, match="It was made with other files"):
+    with pytest.raises(SourceError, match="The cursor was made with other files"):
         list(source.read(0, 1, seed=0, passes=1, start=Cursor(0, 0, 8)))
 
 
@@ -549,7 +549,7 @@ def test_a_tar_that_is_cut_anywhere_is_never_taken_for_a_shorter_one(tmp_path: P
             message = stop_message("webdataset", path)
             assert message.startswith(str(path))
         path.write_bytes(b"")
-        assert "got 0 bytes, expected a tar archive: write it again" in stop_message("webdataset", path)
+        assert "got 0 bytes, expected a tar archive. Write the file again" in stop_message("webdataset", path)
 
 
 @given(st.integers(0, 9999), st.booleans())
@@ -584,8 +584,8 @@ def test_a_cut_tar_names_the_place_and_the_member(tmp_path: Path) -> None:
     os.truncate(path, 2000)
     message = stop_message("webdataset", path)
     assert message == (
-        f"{path}: at byte 1536: got member 'b.txt' of 5000 bytes where 464 are left, expected the whole member. "
-        "The file is cut short, damaged or not a tar archive: copy or write it again"
+        f"{path}: at byte 1536: got only 464 bytes of member 'b.txt', which has 5000 bytes, expected the whole member. "
+        "The file is cut short, damaged or not a tar archive. Copy or write the file again"
     )
 
 
@@ -649,13 +649,17 @@ def test_a_sparse_member_is_refused(tmp_path: Path) -> None:
 
 def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a-0.jsonl", [])
-    assert "a-1.jsonl: cannot be read (No such file or directory)" in stop_message("jsonl", tmp_path / "a-{0..2}.jsonl")
+    assert "a-1.jsonl: the file cannot be read (No such file or directory)" in stop_message(
+        "jsonl", tmp_path / "a-{0..2}.jsonl"
+    )
     assert "b-*.jsonl: got no matching file, expected at least one" in stop_message("jsonl", tmp_path / "b-*.jsonl")
     assert "is not a regular file" in stop_message("jsonl", tmp_path)
     assert "a-0.jsonl from two patterns" in stop_message("jsonl", [str(tmp_path / "a-*"), str(tmp_path / "a-0.jsonl")])
     assert "expected at least one path" in stop_message("jsonl", [])
     assert "do not match" in stop_message("jsonl", tmp_path / "a-{0..2.jsonl")
-    assert "expected files: the output of a command cannot be read" in stop_message("webdataset", "pipe:cat a.tar")
+    assert "expected files, because the output of a command cannot be read" in stop_message(
+        "webdataset", "pipe:cat a.tar"
+    )
 
 
 @pytest.mark.parametrize("kind", ["webdataset", "jsonl"])
@@ -674,7 +678,7 @@ def test_a_file_that_changes_size_stops_the_reader(tmp_path: Path, kind: Any, by
     size = path.stat().st_size
     os.truncate(path, size + by)
     with pytest.raises(
-        SourceError, match=rf"got {size + by} bytes, expected the {size} it had when opened\. A file must not"
+        SourceError, match=rf"got {size + by} bytes, expected {size} bytes as at the start\. A file must not"
     ):
         list(records)
 
@@ -683,7 +687,7 @@ def test_a_file_that_is_gone_when_its_turn_comes_is_named(tmp_path: Path) -> Non
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
     source = open_source(SourceSettings("jsonl", str(path)))
     path.unlink()
-    with pytest.raises(SourceError, match=r"a\.jsonl: cannot be opened \(No such file or directory\)"):
+    with pytest.raises(SourceError, match=r"a\.jsonl: the file cannot be opened \(No such file or directory\)"):
         list(source.read(0, 1, seed=0, passes=1))
 
 

@@ -408,7 +408,7 @@ def test_a_file_that_is_cut_between_two_batches_is_named(tmp_path: Path) -> None
     next(found)
     with (tmp_path / "a.bin").open("r+b") as file:
         file.truncate(1000)
-    with pytest.raises(SourceError, match="got 1000 bytes, expected the 640000 it had when opened"):
+    with pytest.raises(SourceError, match="got 1000 bytes, expected 640000 bytes as at the start"):
         list(found)
 
 

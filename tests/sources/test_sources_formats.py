@@ -357,7 +357,7 @@ def test_a_file_written_again_at_its_size_is_noticed(kind: str, tmp_path: Path) 
     source = open_source(WRITERS[kind](tmp_path), PLAIN)
     for path in tmp_path.iterdir():
         os.utime(path, ns=(1, 1))
-    with pytest.raises(SourceError, match="got a file written since it was opened"):
+    with pytest.raises(SourceError, match="got a file that was written after the producer listed it"):
         list(source.read(0, 1, seed=0, passes=1))
 
 
@@ -410,7 +410,10 @@ def test_a_text_that_is_no_utf8_is_rejected_alone(tmp_path: Path) -> None:
 
 def test_a_table_without_a_sample_names_its_columns(tmp_path: Path) -> None:
     said = message(parquet(tmp_path / "a.parquet", {"body": ["x"], "id": [1]}))
-    assert "a.parquet: got the columns body, id, expected one of text, tokens, input_ids, messages, prompt" in said
+    assert (
+        "a.parquet: got the columns body, id, expected at least one of text, tokens, input_ids, messages, prompt"
+        in said
+    )
     settings = SourceSettings("parquet", path=str(tmp_path / "a.parquet"), text_key="body")
     assert [text_of(record) for record in read(settings)] == ["x"]
 
@@ -443,7 +446,7 @@ def test_what_datasets_saves_is_read_in_its_order(tmp_path: Path) -> None:
     assert sorted(got) == sorted(datasets.load_from_disk(str(tmp_path / "some"))["text"])
     datasets.DatasetDict(train=dataset, test=dataset).save_to_disk(str(tmp_path / "dict"))
     said = message(SourceSettings("huggingface", path=str(tmp_path / "dict")))
-    assert "got a folder with the splits train, test, expected one split: give" in said
+    assert "got a folder with the splits train, test, expected a single split. Give its folder" in said
 
 
 def test_folders_that_are_no_saved_dataset_are_named(tmp_path: Path) -> None:
@@ -581,12 +584,12 @@ def test_every_integer_dtype_is_read(code: int, tmp_path: Path) -> None:
     (17, b"\x06", "got float64 data, expected integer token ids"),
     (18, struct.pack("<Q", 5), "for 5 sequences"),
     (18, struct.pack("<Q", 2**62), "for 4611686018427387904 sequences"),
-    (34, struct.pack("<i", -1), "puts sequence 0 of -1 ids"),
-    (34, struct.pack("<i", 3), "puts sequence 0 of 3 ids at byte 0, before byte 2"),
+    (34, struct.pack("<i", -1), "places sequence 0 of -1 ids"),
+    (34, struct.pack("<i", 3), "places sequence 0 (3 ids of 2 bytes) at byte 0 and the next at byte 2"),
     (38, struct.pack("<i", 99), "puts sequence 1 of 99 ids"),
     (42, struct.pack("<q", -8), "puts sequence 0"),
     (50, struct.pack("<q", 2**62), "puts sequence 1"),
-    (74, struct.pack("<q", 1), "got documents up to sequence 1, expected 2"),
+    (74, struct.pack("<q", 1), "got documents that end at sequence 1, expected sequence 2"),
 ])  # fmt: skip
 def test_an_index_that_cannot_be_is_refused(at: int, value: bytes, expected: str, tmp_path: Path) -> None:
     megatron(tmp_path / "a", [b"ab", b"c"])
@@ -662,7 +665,7 @@ def test_images_of_multimodal_data_are_not_trained_as_text(tmp_path: Path) -> No
     multimodal(tmp_path / "a", [0, 0, 1, 0, 2])
     settings = SourceSettings("megatron", path=str(tmp_path / "a"), shuffle=False)
     assert "a.idx is multimodal" in message(settings)
-    assert "for text `modes: [0]`" in message(settings)
+    assert "for text, set `modes: [0]`" in message(settings)
 
     def found(modes: list[int]) -> dict[str, str]:
         records = read(msgspec.structs.replace(settings, modes=modes))
@@ -687,7 +690,9 @@ def test_modes_are_part_of_the_digest_and_plain_indices_are_text(tmp_path: Path)
 def test_a_pair_without_its_other_half_is_named(tmp_path: Path) -> None:
     megatron(tmp_path / "a", [b"ab"])
     (tmp_path / "a.bin").unlink()
-    assert "a.bin: cannot be read (No such file" in message(SourceSettings("megatron", path=str(tmp_path / "a")))
+    assert "a.bin: the file cannot be read (No such file" in message(
+        SourceSettings("megatron", path=str(tmp_path / "a"))
+    )
     (tmp_path / "a.bin").write_bytes(b"a")
     assert "One of the two files is cut short" in message(SourceSettings("megatron", path=str(tmp_path / "a")))
 
@@ -702,7 +707,7 @@ def test_items_are_texts_rows_or_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "expected"), [
-    ("once", "which can be read only once. Name the function"),
+    ("once", "which can be read only once. Name a list, or the function"),
     ("number", "gives a int, expected a list"),
     ("wants", "takes (much: int) -> list[int], expected () or (partition, partitions)"),
     ("missing", "cannot be imported"),
@@ -724,7 +729,7 @@ def test_what_cannot_be_read_again_is_refused(name: str, expected: str) -> None:
     (SourceSettings("jsonl"), "shards, path: got neither"),
     (SourceSettings("jsonl", "a", path="b"), "shards, path: got both"),
     (SourceSettings("jsonl", "a", text_key="a", prompt_key="b"), "text_key, prompt_key: got both"),
-    (SourceSettings("jsonl", "a", text_key="a", completion_key="b"), "completion_key: got it with text_key"),
+    (SourceSettings("jsonl", "a", text_key="a", completion_key="b"), "completion_key: got this key together with"),
 ])  # fmt: skip
 def test_keys_that_mean_nothing_are_refused(settings: SourceSettings, expected: str) -> None:
     with pytest.raises(ConfigError) as error:

@@ -435,7 +435,7 @@ def test_a_tokenizer_of_transformers_writes_chats_as_its_files_do(folders: dict[
     given.chat_template = None
     bare = TransformersTokenizer(given)
     assert bare.digest != tokenizer.digest
-    with pytest.raises(ConfigError, match="got a chat, but no chat template"):
+    with pytest.raises(ConfigError, match="got a chat, but found no chat template"):
         bare.encode_chat(CHATS[0])
 
 
@@ -541,7 +541,7 @@ def test_a_chat_without_a_template_is_a_config_error(tmp_path: Path) -> None:
     folder = save(tmp_path / "bare", byte_level(), None)
     tokenizer = opened(folder)
     assert not tokenizer.has_chat_template
-    with pytest.raises(ConfigError, match=r"no chat template in the file's folder\. Set tokenizer\.chat_template"):
+    with pytest.raises(ConfigError, match=r"no chat template in the tokenizer's folder\. Set tokenizer\.chat_template"):
         tokenizer.encode_chat(chat("a", "b"))
     as_text = opened(folder, chat_template=CHATML).encode_chat(CHATS[0])
     assert learned(folder, as_text) == ["hello there<|im_end|>"]

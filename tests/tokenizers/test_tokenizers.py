@@ -101,7 +101,7 @@ def test_what_a_callable_raises_rejects_that_text_and_is_logged(
 
     module.words = picky  # type: ignore[attr-defined]
     assert open_tokenizer(TokenizerSettings("their_tokenizer:words")).encode("abc") == "tokenizer"
-    assert "their_tokenizer:words rejects a text of 3 characters: KeyError('abc')" in caplog.text
+    assert "their_tokenizer:words rejects an input of 3 characters: KeyError('abc')" in caplog.text
 
 
 def test_what_a_tokenizer_rejects_again_and_again_does_not_fill_the_log(
@@ -126,7 +126,7 @@ def test_what_a_tokenizer_rejects_again_and_again_does_not_fill_the_log(
         ("their_tokenizer:", "expected 'bytes' or 'package.module:function'"),
         ("no_such_module_at_all:f", "cannot be imported"),
         ("their_tokenizer:nothing", "cannot be imported"),
-        ("their_tokenizer:number", "is of type int, expected a callable"),
+        ("their_tokenizer:number", "is of type int, expected a function"),
     ],
 )
 def test_a_name_that_leads_nowhere_is_a_config_error(module: types.ModuleType, name: str, message: str) -> None:
@@ -373,7 +373,7 @@ def test_a_token_over_the_boundary_of_a_pair_is_learned(trained: tuple[Path, Lib
 
 def test_the_end_is_read_beside_the_file(tmp_path: Path) -> None:
     train(tmp_path)
-    with pytest.raises(ConfigError, match=r"got no eos_token in the file's folder.*special tokens: </s>, <s>"):
+    with pytest.raises(ConfigError, match=r"found no eos_token in the tokenizer's folder.*special tokens: </s>, <s>"):
         file(tmp_path)
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
     assert file(tmp_path).encode("be").tokens.tolist()[-1] == 1
@@ -411,11 +411,11 @@ def test_a_files_digest_covers_what_changes_its_ids(tmp_path: Path) -> None:
     [
         ({"file": "nowhere"}, r"nowhere: cannot be read: No such file"),
         ({"file": "."}, r"tokenizer.json: cannot be read: No such file"),
-        ({"file": "bad.json"}, r"bad.json: got a file that is not a tokenizer.json: "),
-        ({"file": "t/tokenizer.json", "eos_token": "<none>"}, r"got eos_token '<none>', expected a token of its"),
+        ({"file": "bad.json"}, r"bad.json: got a file that is not a valid tokenizer.json "),
+        ({"file": "t/tokenizer.json", "eos_token": "<none>"}, r"got eos_token '<none>', expected a token of the"),
         ({"file": "t", "append_eos": False, "date": "today"}, r"tokenizer.date: got 'today', expected a date"),
         ({"file": "t", "append_eos": False, "chat_template": "no.jinja"}, r"no.jinja: cannot be read"),
-        ({"file": "t", "name": "bytes"}, r"got name 'bytes' and file 't', expected one of them"),
+        ({"file": "t", "name": "bytes"}, r"got name 'bytes' and file 't', expected only one of them"),
         ({"eos_token": "</s>"}, r"tokenizer.eos_token: got '</s>' without tokenizer.file"),
     ],
 )

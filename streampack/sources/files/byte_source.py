@@ -87,8 +87,8 @@ class Head:
 def changed_size_error(path: str, size: int, expected: int) -> SourceError:
     """Return the error for a file that has ``size`` bytes now and had ``expected`` bytes when it was listed."""
     return SourceError(
-        f"{path}: got {size} bytes, expected the {expected} it had when opened. A file must not change during a run: "
-        "restore it, or read the new data as a stream of another name"
+        f"{path}: got {size} bytes, expected {expected} bytes as at the start. A file must not change during a run. "
+        "Restore the file, or read the new data as a stream with another name"
     )
 
 

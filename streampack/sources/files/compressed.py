@@ -59,8 +59,9 @@ class _Decompressed(LocalFile):
                 self._fd = os.dup(temporary.fileno())
         except OSError as error:
             raise SourceError(
-                f"{file.path}: cannot be decompressed into {tempfile.gettempdir()} ({error.strerror}). Free space "
-                "there, set TMPDIR to a folder with space for one shard per process, or decompress the files first"
+                f"{file.path}: the file cannot be decompressed into {tempfile.gettempdir()} ({error.strerror}). Free "
+                "space in that folder, or decompress the files first. Or set TMPDIR to a folder with space for one "
+                "decompressed shard per process"
             ) from error
 
 
@@ -82,7 +83,9 @@ def _read_block(file: ShardFile, stream: IO[bytes]) -> bytes:
         raise
     except Exception as error:  # EOFError, BadGzipFile (an OSError), zlib.error, ZstdError
         said = " ".join(str(error).split())[:200].rstrip(".")
-        raise DamagedFile(f"{file.path}: the file is cut short or damaged ({said}): copy or write it again") from error
+        raise DamagedFile(
+            f"{file.path}: the file is cut short or damaged ({said}). Copy or write the file again"
+        ) from error
 
 
 def _open_gzip(raw: io.BufferedReader) -> IO[bytes]:
@@ -96,4 +99,7 @@ def _zstd_reader() -> Callable[..., Any]:
         with contextlib.suppress(ImportError):
             opened: Callable[..., Any] = importlib.import_module(module).ZstdFile
             return opened
-    raise ConfigError("shards: reading Zstandard files needs `pip install 'streampack[zstd]'`, or Python 3.14")
+    raise ConfigError(
+        "shards: got a Zstandard file, which this Python cannot read. Run `pip install 'streampack[zstd]'`, or use "
+        "Python 3.14"
+    )

@@ -51,7 +51,7 @@ def expand(shards: str | Sequence[str]) -> list[str]:
     """
     patterns = [shards] if isinstance(shards, str) else list(shards)
     if not patterns:
-        raise ConfigError("shards: got an empty list, expected at least one path or pattern: add one")
+        raise ConfigError("shards: got an empty list, expected at least one path or pattern. Add a path")
     paths: list[str] = []
     for pattern in patterns:
         for path in _expand_braces(pattern):
@@ -60,7 +60,7 @@ def expand(shards: str | Sequence[str]) -> list[str]:
     for path in (path if is_url(path) else os.path.abspath(path) for path in paths):
         if path in seen:
             raise SourceError(
-                f"shards: got {path} from two patterns, expected each file once: change the patterns so that they do "
+                f"shards: got {path} from two patterns, expected each file once. Change the patterns so that they do "
                 "not overlap"
             )
         seen.add(path)
@@ -71,8 +71,8 @@ def _expand_braces(pattern: str) -> list[str]:
     """Return the paths that a brace pattern stands for. Raises ConfigError for an invalid pattern."""
     if pattern.startswith("pipe:"):
         raise ConfigError(
-            f"shards: got {pattern!r}, expected files: the output of a command cannot be read at an offset. "
-            "Give the URL that the command reads"
+            f"shards: got the command {pattern!r}, expected files, because the output of a command cannot be read at "
+            "an offset. Give the URL that the command reads"
         )
     if "{" not in pattern or (not is_url(pattern) and os.path.exists(pattern)):
         return [pattern]
@@ -80,7 +80,7 @@ def _expand_braces(pattern: str) -> list[str]:
         return expand_braces(pattern)
     except ValueError as error:
         raise ConfigError(
-            f"shards: got {pattern!r}, whose braces do not match; expected e.g. web-{{000..511}}.tar"
+            f"shards: got {pattern!r} with unmatched braces, expected a pattern such as web-{{000..511}}.tar"
         ) from error
 
 
@@ -98,7 +98,7 @@ def _expand_glob(path: str) -> list[str]:
         found = sorted(glob.glob(path, recursive=True))
         path = os.path.abspath(path)
     if not found:
-        raise SourceError(f"{path}: got no matching file, expected at least one: correct the pattern")
+        raise SourceError(f"{path}: got no matching file, expected at least one file. Correct the pattern")
     return found
 
 
@@ -141,8 +141,8 @@ def _stat(path: str) -> os.stat_result:
         status = os.stat(path)
     except OSError as error:
         raise SourceError(
-            f"{path}: cannot be read ({error.strerror}); expected a file: create it, or correct the path"
+            f"{path}: the file cannot be read ({error.strerror}). Create the file, or correct the path"
         ) from error
     if not os.path.isfile(path):
-        raise SourceError(f"{path}: is not a regular file. To read the files of a folder, write {path}/*")
+        raise SourceError(f"{path}: the path is not a regular file. To read the files of a folder, write {path}/*")
     return status

@@ -29,14 +29,15 @@ class LocalFile:
             self._fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise SourceError(
-                f"{file.path}: cannot be opened ({error.strerror}). The file existed when the run began: restore it"
+                f"{file.path}: the file cannot be opened ({error.strerror}), although it existed when the run began. "
+                "Restore the file"
             ) from error
         try:
             self._check_size()
             if os.fstat(self._fd).st_mtime_ns != file.mtime_ns:
                 raise SourceError(
-                    f"{file.path}: got a file written since it was opened, expected the same one. A file must not "
-                    "change during a run: restore it, or restart the producers if its contents are the same"
+                    f"{file.path}: got a file that was written after the producer listed it, expected an unchanged "
+                    "file. Restore the file. If its contents are the same, restart the producers"
                 )
         except BaseException:
             self.close()
@@ -64,11 +65,15 @@ class LocalFile:
                 more = os.pread(self._fd, size - len(data), offset + len(data))
                 if not more:
                     raise SourceError(
-                        f"{self.path}: ends at byte {offset + len(data)}, expected {offset + size}: restore the file"
+                        f"{self.path}: the file ends at byte {offset + len(data)}, expected at least {offset + size} "
+                        "bytes. Restore the file"
                     )
                 data += more
         except OSError as error:
-            raise SourceError(f"{self.path}: cannot be read at byte {offset} ({error.strerror})") from error
+            raise SourceError(
+                f"{self.path}: the file cannot be read at byte {offset} ({error.strerror}). Check the disk or the "
+                "network file system"
+            ) from error
         return data
 
     def gather(self, sizes: NDArray[np.int64], offsets: NDArray[np.int64]) -> bytes:

@@ -41,7 +41,9 @@ def list_urls(pattern: str) -> list[str]:
     """Return the URLs that match a glob, sorted. Raises SourceError if the store cannot list them."""
     fs, path = _filesystem(pattern)
     if "::" in pattern:
-        raise ConfigError(f"shards: got {pattern!r}: a URL with '::' cannot hold a glob. List the files one by one")
+        raise ConfigError(
+            f"shards: got the glob {pattern!r}, expected no glob in a URL with '::'. List the files one by one"
+        )
     return sorted(fs.unstrip_protocol(found) for found in _retry(without_query(pattern), lambda: fs.glob(path)))
 
 
@@ -59,10 +61,12 @@ def _size(url: str) -> int:
     name = without_query(url)
     info = _retry(name, lambda: fs.info(path))
     if info.get("type") == "directory":
-        raise SourceError(f"{name}: is not a file. To read the files of a folder, write {name}/*")
+        raise SourceError(f"{name}: the path is not a file. To read the files of a folder, write {name}/*")
     size = info.get("size")
     if not isinstance(size, int):
-        raise SourceError(f"{name}: the store does not report the file's size. Copy the file to a store that does")
+        raise SourceError(
+            f"{name}: the store does not report the file's size. Copy the file to a store that reports sizes"
+        )
     return size
 
 
@@ -83,7 +87,10 @@ class RemoteFile:
     def pread(self, size: int, offset: int) -> bytes:
         """Return exactly ``size`` bytes from byte ``offset``, from cached blocks if possible. Raises SourceError."""
         if offset + size > self.size:
-            raise SourceError(f"{self.path}: ends at byte {self.size}, expected {offset + size}")
+            raise SourceError(
+                f"{self.path}: the file ends at byte {self.size}, expected at least {offset + size} bytes. Restore "
+                "the file"
+            )
         if size == 0:
             return b""
         first, last = offset // _BLOCK_BYTES, (offset + size - 1) // _BLOCK_BYTES
@@ -121,7 +128,10 @@ class RemoteFile:
             """Request the bytes once. Raises if the store returns another number of bytes."""
             data: bytes = self._fs.cat_file(self._at, start=begin, end=end)
             if len(data) != end - begin:
-                raise EOFError(f"got {len(data)} bytes of {end - begin}: file replaced, or ranged reads not supported")
+                raise EOFError(
+                    f"got {len(data)} bytes, expected {end - begin}: the file was replaced, or the store does not "
+                    "support range requests"
+                )
             return data
 
         return _retry(f"{self.path}: at byte {begin}", fetch)
@@ -133,7 +143,8 @@ def _filesystem(url: str) -> tuple[Any, str]:
         fsspec = importlib.import_module("fsspec.core")
     except ImportError as error:
         raise ConfigError(
-            f"{without_query(url)}: reading from a URL needs `pip install 'streampack[remote]'`"
+            f"{without_query(url)}: got a URL, but the package that reads URLs is not installed. Run `pip install "
+            "'streampack[remote]'`"
         ) from error
     try:
         fs, path = fsspec.url_to_fs(url)
@@ -141,7 +152,9 @@ def _filesystem(url: str) -> tuple[Any, str]:
         raise ConfigError(f"{without_query(url)}: {' '.join(str(error).split())}") from error
     except ValueError as error:
         text = " ".join(str(error).split())
-        raise ConfigError(f"{without_query(url)}: {text}; expected a URL that fsspec can open") from error
+        raise ConfigError(
+            f"{without_query(url)}: got a URL that fsspec cannot open ({text}). Correct the URL"
+        ) from error
     return fs, path
 
 
@@ -156,12 +169,13 @@ def _retry(what: str, call: Callable[[], _T]) -> _T:
             return call()
         except (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError) as error:
             raise SourceError(
-                f"{what}: cannot be read ({_error_text(error)}): correct the path or its permissions"
+                f"{what}: the file cannot be read ({_error_text(error)}). Correct the path or its permissions"
             ) from error
         except Exception as error:
             if not waits:
                 raise SourceError(
-                    f"{what}: cannot be read in {len(_WAITS_S) + 1} tries ({_error_text(error)}): check the store"
+                    f"{what}: the file cannot be read in {len(_WAITS_S) + 1} tries ({_error_text(error)}). Check the "
+                    "store"
                 ) from error
             if len(waits) == len(_WAITS_S):
                 _log.warning("a read failed: %s: %s; trying again", what, _error_text(error))

@@ -20,7 +20,7 @@ def need_pyarrow(module: str = "pyarrow") -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            "source: the formats parquet and huggingface need pyarrow: `pip install 'streampack[parquet]'`"
+            "source: the formats parquet and huggingface need pyarrow. Run `pip install 'streampack[parquet]'`"
         ) from error
 
 
@@ -37,8 +37,8 @@ def choose_columns(path: str, names: Sequence[str], wanted: Sequence[str], any_o
     if not set(any_of) & set(names):
         shown = ", ".join(names)[:200] or "none"
         raise SourceError(
-            f"{path}: got the columns {shown}, expected one of {', '.join(any_of)}: set text_key, tokens_key, "
-            "messages_key, prompt_key or fields to a column of the file"
+            f"{path}: got the columns {shown}, expected at least one of {', '.join(any_of)}. Set text_key, "
+            "tokens_key, messages_key, prompt_key or fields to a column of the file"
         )
     return [name for name in names if name in set(wanted)]
 

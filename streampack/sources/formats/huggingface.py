@@ -61,16 +61,18 @@ def _files(folder: str) -> list[str]:
         names = [entry["filename"] for entry in state["_data_files"]]
         moved = any(state.get(key) for key in _INDICES)
         if not all(isinstance(name, str) and name == posixpath.basename(name) for name in names):
-            raise ValueError("file names with a folder in them")
+            raise ValueError("a file name contains a folder")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SourceError(f"{state_file.path}: the file is damaged ({error!r}): save the dataset again") from error
+        raise SourceError(f"{state_file.path}: the file is damaged ({error!r}). Save the dataset again") from error
     if moved:
         raise SourceError(
-            f"{folder}: got a dataset whose rows are selected by indices, expected all rows in order: save "
+            f"{folder}: got a dataset whose rows are selected by indices, expected all rows in order. Save "
             "dataset.flatten_indices() instead"
         )
     if not names:
-        raise SourceError(f"{folder}: got a dataset without data files, expected at least one: save it again")
+        raise SourceError(
+            f"{folder}: got a dataset without data files, expected at least one file. Save the dataset again"
+        )
     return [posixpath.join(folder, name) for name in names]
 
 
@@ -79,7 +81,8 @@ def _why_no_dataset(folder: str) -> str:
     try:
         (splits_file,) = measure([posixpath.join(folder, "dataset_dict.json")])
         splits = [str(split) for split in json.loads(read_file(splits_file))["splits"]]
-        return f"got a folder with the splits {', '.join(splits)}, expected one split: give {folder}/{splits[0]}"
+        given = ", ".join(splits)
+        return f"got a folder with the splits {given}, expected a single split. Give its folder, {folder}/{splits[0]}"
     except (SourceError, ValueError, KeyError, TypeError, IndexError):
         return "got a folder without state.json, expected a folder that Dataset.save_to_disk wrote"
 
@@ -155,7 +158,7 @@ def _index(file: ShardFile) -> tuple[_Message, list[_Message]]:
     batches: list[_Message] = []
     at = 0
     if file.size == 0:
-        raise DamagedFile(f"{file.path}: got 0 bytes, expected an Arrow stream: save the dataset again")
+        raise DamagedFile(f"{file.path}: got 0 bytes, expected an Arrow stream. Save the dataset again")
     while True:
         if at + 8 > file.size:
             raise _broken(file, at, "the stream ends without its end marker")
@@ -165,10 +168,11 @@ def _index(file: ShardFile) -> tuple[_Message, list[_Message]]:
         if size == 0:
             break
         if size > min(_MAX_HEADER_BYTES, file.size - at - 8):
-            raise _broken(file, at, f"a header has {size} bytes where {file.size - at - 8} are left")
+            raise _broken(file, at, f"a header has {size} bytes, but the file has only {file.size - at - 8} bytes left")
         kind, rows, body = _read_header(file, at, file.pread(size, at + 8))
         if body > file.size - at - 8 - size:
-            raise _broken(file, at, f"a batch has {body} bytes where {file.size - at - 8 - size} are left")
+            left = file.size - at - 8 - size
+            raise _broken(file, at, f"a batch has {body} bytes, but the file has only {left} bytes left")
         message = _Message(at, 8 + size + body, rows)
         if kind == _SCHEMA and schema is None:
             schema = message
@@ -176,7 +180,8 @@ def _index(file: ShardFile) -> tuple[_Message, list[_Message]]:
             batches.append(message)
         elif kind == _DICTIONARY:
             raise SourceError(
-                f"{file.path}: got dictionary-encoded columns, expected none: cast them and save the dataset again"
+                f"{file.path}: got dictionary-encoded columns, expected plain columns. Cast the columns and save the "
+                "dataset again"
             )
         else:
             raise _broken(file, at, f"got an unexpected message of kind {kind}")
@@ -221,5 +226,6 @@ def _slot(buffer: bytes, table: int, slot: int) -> int:
 def _broken(file: ShardFile, offset: int, got: Any) -> DamagedFile:
     """Return the error for an Arrow stream that is damaged at byte ``offset``; ``got`` says what is wrong."""
     return DamagedFile(
-        f"{file.path}: at byte {offset}: {got}. The file is cut short, damaged or not an Arrow stream: save it again"
+        f"{file.path}: at byte {offset}: {got}. The file is cut short, damaged or not an Arrow stream. Save the "
+        "dataset again"
     )

@@ -71,8 +71,8 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
     for pair in pairs:
         if pair.modes_at and settings.modes is None:
             raise ConfigError(
-                f"modes: {pair.idx.path} is multimodal (it has a mode for each sequence), so some sequences may not be "
-                "text. Say which modes to read, for text `modes: [0]`"
+                f"modes: got no modes for {pair.idx.path}, which is multimodal, so some of its sequences may not be "
+                "text. Set the modes to read; for text, set `modes: [0]`"
             )
     runs = [pieces(pair.sequences) for pair in pairs]
     ends = list(accumulate(map(len, runs)))
@@ -148,9 +148,11 @@ def _open_pair(data: File, index: File) -> Pair:
             raise _broken(index, f"got {index.size} bytes, expected at least {_HEADER.size}")
         magic, version, code, sequences, bounds = _HEADER.unpack(file.pread(_HEADER.size, 0))
         if magic != _MAGIC or version != 1:
-            raise _broken(index, f"got the head {magic!r}, version {version}, expected {_MAGIC!r}, version 1")
+            raise _broken(
+                index, f"got the file signature {magic!r} with version {version}, expected {_MAGIC!r} with version 1"
+            )
         if code not in _DTYPES:
-            raise _broken(index, f"got the dtype code {code}, expected 1..8")
+            raise _broken(index, f"got the dtype code {code}, expected a code from 1 to 8")
         dtype = np.dtype(_DTYPES[code])
         if dtype.kind == "f":
             raise SourceError(f"{index.path}: got {dtype} data, expected integer token ids")
@@ -160,7 +162,7 @@ def _open_pair(data: File, index: File) -> Pair:
         if bounds:
             last = struct.unpack("<q", file.pread(8, size - 8))[0]
             if last != sequences:
-                raise _broken(index, f"got documents up to sequence {last}, expected {sequences}")
+                raise _broken(index, f"got documents that end at sequence {last}, expected sequence {sequences}")
     return Pair(data, index, dtype, sequences, size if index.size > size else 0)
 
 
@@ -192,10 +194,10 @@ def _read_index(
     def error(sample: int) -> SourceError:
         """Return the error that names sequence ``sample`` of the run."""
         return SourceError(
-            f"{pair.data.path}: got {pair.data.size} bytes, but its .idx puts sequence {run.start + sample} of "
-            f"{sizes[sample]} ids at byte {pointers[sample]}, before byte {limits[sample]}. Expected sequences of "
-            f"{item}-byte ids that cover the file once. One of the two files is cut short, damaged or belongs to "
-            "another file: copy or write both again"
+            f"{pair.data.path}: got {pair.data.size} bytes, but the .idx file places sequence {run.start + sample} "
+            f"({sizes[sample]} ids of {item} bytes) at byte {pointers[sample]} and the next at byte {limits[sample]}. "
+            "Expected sequences that cover the file exactly once. One of the two files is cut short, damaged or "
+            "belongs to another file. Copy or write both files again"
         )
 
     if bad.any():
@@ -240,4 +242,6 @@ def _of_modes(file: ShardFile, pair: Pair, run: range, modes: Sequence[int] | No
 
 def _broken(index: File, got: str) -> SourceError:
     """Return the error for an .idx file that is not valid; ``got`` says what is wrong."""
-    return SourceError(f"{index.path}: {got}. The file is cut short, damaged or not an index: copy or write it again")
+    return SourceError(
+        f"{index.path}: {got}. The file is cut short, damaged or not an index. Copy or write the file again"
+    )

@@ -44,7 +44,7 @@ class ParquetShard:
         pq, pa = need_pyarrow("pyarrow.parquet"), need_pyarrow()
         self._file, self._reader = file, reader
         if file.size == 0:
-            raise DamagedFile(f"{file.path}: got 0 bytes, expected a Parquet file: write it again")
+            raise DamagedFile(f"{file.path}: got 0 bytes, expected a Parquet file. Write the file again")
         try:
             self._parquet = pq.ParquetFile(
                 pa.PythonFile(PositionedFile(file), mode="r"), page_checksum_verification=True, pre_buffer=False
@@ -53,7 +53,7 @@ class ParquetShard:
             groups = [footer.row_group(group) for group in range(footer.num_row_groups)]
             self.blocks = [group.num_rows for group in groups]
             if any(not 0 <= group.num_rows <= group.column(0).num_values for group in groups):
-                raise ValueError("row groups with more rows than values")
+                raise ValueError("a row group has more rows than values")
             self._schema = self._parquet.schema_arrow
             names = list(self._schema.names)
         except SourceError:
@@ -110,5 +110,6 @@ class ParquetShard:
 def _broken(file: ShardFile, error: Any, where: str = "") -> DamagedFile:
     """Return the error for a damaged Parquet file; ``where`` names the row group, if known."""
     return DamagedFile(
-        f"{file.path}: the file is cut short, damaged or not Parquet{where} ({first_line(error)}): copy or rewrite it"
+        f"{file.path}: the file is cut short, damaged or not a Parquet file{where} ({first_line(error)}). Copy or "
+        "write the file again"
     )

@@ -70,8 +70,8 @@ def open_python(settings: SourceSettings, tokenizer: Tokenizer) -> OpenedSource:
     _check_is_iterable(path, thing)
     if isinstance(thing, Iterator):
         raise ConfigError(
-            f"path: {path!r} is a {type(thing).__name__}, which can be read only once. Name the function that makes "
-            "it, or a list"
+            f"path: {path!r} is a {type(thing).__name__}, which can be read only once. Name a list, or the function "
+            "that makes the iterator"
         )
     return _open_replayed(settings, tokenizer, words, lambda _partition, _partitions: thing, divided=False)
 
@@ -174,7 +174,8 @@ def _open_indexed(settings: SourceSettings, tokenizer: Tokenizer, items: Any, wo
             """Open range ``number`` of the items. Raises SourceError if the object's length changed."""
             if len(items) != length:
                 raise SourceError(
-                    f"{path}: got {len(items)} items, expected the {length} it had when opened: keep its length fixed"
+                    f"{path}: got {len(items)} items, expected {length} items as at the start. Keep the length fixed "
+                    "during a run"
                 )
             yield ItemShard(path, items, runs[number], read).as_arrays()
 
@@ -223,8 +224,8 @@ class ReplayedSource:
         start = start or Cursor(0, 0, 0)
         if min(start.pass_, start.sample) < 0 or start.shard != 0:
             raise SourceError(
-                f"{start}: got a cursor with no such place in {self._path}. It was made with another source: "
-                "resume with that source"
+                f"{start}: got a cursor that does not exist in {self._path}. The cursor belongs to another source. "
+                "Resume with that source"
             )
         reader = ItemReader(self._settings, self._tokenizer, fields)
         return self._walk(partition, partitions, passes, reader, start, skip)
@@ -269,8 +270,8 @@ class ReplayedSource:
             raise _user_code_error(f"{self._path} item {number} of partition {partition}", error) from error
         if number < first:
             raise SourceError(
-                f"{self._path}: got {number} items in partition {partition}, expected at least the {first} that were "
-                "read before. Change the code so that it returns the same items each time"
+                f"{self._path}: got {number} items in partition {partition}, expected at least the {first} items that "
+                "were read before. Change the code so that it returns the same items each time"
             )
 
 
@@ -315,10 +316,12 @@ def _check_is_iterable(path: str, thing: object) -> None:
     """Raise ConfigError unless ``thing`` is iterable and neither a text nor a mapping."""
     if isinstance(thing, str | bytes | Mapping) or not hasattr(thing, "__iter__"):
         kind = type(thing).__name__
-        raise ConfigError(f"path: {path!r} gives a {kind}, expected a list, a dataset or another iterable")
+        raise ConfigError(f"path: {path!r} is a {kind}, expected a list, a dataset or another iterable")
 
 
 def _user_code_error(where: str, error: Exception) -> SourceError:
     """Return the error for an exception in the user's code; ``where`` names the item."""
     text = " ".join(str(error).split())[:200]
-    return SourceError(f"{where}: raised {type(error).__name__}: {text}. Correct the code, or have it skip that item")
+    return SourceError(
+        f"{where}: the code raised {type(error).__name__}: {text}. Correct the code, or let the code skip that item"
+    )

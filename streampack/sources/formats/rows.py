@@ -106,8 +106,8 @@ class FieldReader:
         if unknown:
             names = ", ".join(field.name for field in fields) or "none"
             raise ConfigError(
-                f"fields: got {unknown[0]}, expected one of the fields that the run declares ({names}): add it to "
-                "`fields` in broker.yaml, or remove it here"
+                f"fields: got {unknown[0]}, expected one of the fields that the run declares ({names}). Add the field "
+                "to `fields` in broker.yaml, or remove it from `fields` in producer.yaml"
             )
         self.keys = tuple((field, settings.fields.get(field.name, field.name)) for field in fields)
         self.needs_mask = reject_unmasked and any(each.name == LOSS_MASK and each.default is None for each in fields)

@@ -29,7 +29,7 @@ def members(file: ShardFile) -> Iterator[Member]:
     Raises SourceError if the file is not a tar, or is truncated, damaged, compressed or changed.
     """
     if file.size == 0:
-        raise DamagedFile(f"{file.path}: got 0 bytes, expected a tar archive: write it again")
+        raise DamagedFile(f"{file.path}: got 0 bytes, expected a tar archive. Write the file again")
     offset, buffer, base = 0, b"", 0
     pax: dict[bytes, bytes] = {}  # records of the pax header before the current header
     pax_offset = 0
@@ -130,8 +130,8 @@ def _members_by_tarfile(file: ShardFile, start: int) -> Generator[Member, None, 
                 archive.members.clear()  # type: ignore[attr-defined]  # the list would grow with every member
                 if member.issparse():
                     raise SourceError(
-                        f"{file.path}: got the sparse file {member.name}, expected plain files: write the archive "
-                        "without --sparse"
+                        f"{file.path}: got the sparse file {member.name}, expected only plain files. Write the "
+                        "archive without --sparse"
                     )
                 if member.isreg():
                     yield _checked_member(file, member.name, member.offset_data, member.size)
@@ -143,7 +143,7 @@ def _members_by_tarfile(file: ShardFile, start: int) -> Generator[Member, None, 
 def _checked_member(file: ShardFile, name: str, offset: int, size: int) -> Member:
     """Return the member. Raises DamagedFile if its data would extend beyond the end of the file."""
     if not 0 <= size <= file.size - offset:
-        got = f"member {name!r} of {size} bytes where {max(0, file.size - offset)} are left"
+        got = f"only {max(0, file.size - offset)} bytes of member {name!r}, which has {size} bytes"
         raise _broken(file, offset, got, "the whole member")
     return name, offset, size
 
@@ -169,6 +169,6 @@ def _broken(file: ShardFile, offset: int, got: str, expected: str) -> DamagedFil
     """Return the error for a tar file that is damaged at byte ``offset``. Raises SourceError if it is compressed."""
     refuse_compressed(file, file.pread(min(file.size, 8), 0) if offset == 0 else b"")
     return DamagedFile(
-        f"{file.path}: at byte {offset}: got {got}, expected {expected}. "
-        "The file is cut short, damaged or not a tar archive: copy or write it again"
+        f"{file.path}: at byte {offset}: got {got}, expected {expected}. The file is cut short, damaged or not a tar "
+        "archive. Copy or write the file again"
     )

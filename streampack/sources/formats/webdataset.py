@@ -248,6 +248,6 @@ def _loads(settings: SourceSettings, tokenizer: Tokenizer, fields: Sequence[Fiel
     if settings.text_key is None and last == "npy" and not inner:
         return {suffix: npy}
     raise ConfigError(
-        f"text_key, tokens_key: got {settings.text_key!r}, {settings.tokens_key!r}; expected an extension. In tar "
+        f"text_key, tokens_key: got {settings.text_key!r}, {settings.tokens_key!r}, expected file extensions. In tar "
         "files, text is under 'txt' or 'json/KEY', and tokens are under 'npy' or 'json/KEY'"
     )

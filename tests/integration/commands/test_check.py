@@ -202,7 +202,7 @@ def test_a_producer_s_files_are_looked_for(tmp_path: Path) -> None:
     assert (rows["processes"]["value"], rows["processes"]["line"]) == (2, 1)
     assert in_process("check", path).stdout.splitlines()[-1] == "good: streampack produce can use p.yaml"
     path = write(tmp_path / "p.yaml", {"streams": {"web": {"source": "jsonl", "shards": shards + ".gone"}}})
-    assert "a.jsonl.gone: cannot be read" in the_error(in_process("check", path), 1)
+    assert "a.jsonl.gone: the file cannot be read" in the_error(in_process("check", path), 1)
 
 
 def of_rows(tmp_path: Path, rows: list[dict[str, Any]], **keys: Any) -> Path:
@@ -216,7 +216,7 @@ def of_rows(tmp_path: Path, rows: list[dict[str, Any]], **keys: Any) -> Path:
     [
         (
             {"text_key": "body"},
-            "got text_key 'body', but no row has such a key (3 rows were read; the first, a.jsonl:line 1, has the keys id",
+            "got text_key 'body', but no row has such a key (3 rows were read; the first, a.jsonl:line 1, has the keys",
         ),
         ({"tokens_key": "ids"}, "got tokens_key 'ids', but no row has such a key"),
         ({"messages_key": "talk"}, "got messages_key 'talk', but no row has such a key"),
@@ -247,7 +247,7 @@ def test_a_key_that_no_row_has_is_not_good(tmp_path: Path, keys: dict[str, Any],
 def test_rows_without_any_key_of_a_sample_are_not_good(tmp_path: Path) -> None:
     said = the_error(in_process("check", of_rows(tmp_path, [{"body": "x"}])), 2)
     assert "streams.web: got rows without text, tokens, input_ids, messages" in said
-    assert "a.jsonl:line 1 has the keys body): set text_key, tokens_key, messages_key" in said
+    assert "a.jsonl:line 1, has the keys body). Set text_key, tokens_key or messages_key" in said
 
 
 def test_only_the_beginning_of_a_file_is_read_for_its_keys(tmp_path: Path) -> None:

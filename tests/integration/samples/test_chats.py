@@ -99,7 +99,7 @@ def test_check_shows_the_first_samples_and_what_is_learned(folder: Path) -> None
     assert in_process("check", path).stdout.splitlines()[-1].startswith("good: ")
 
 
-UNNAMED = "streams.chats: tokenizer: got chats and no tokenizer, expected one by name. Give the folder of your model's"
+UNNAMED = "streams.chats: tokenizer: got chats without a tokenizer, expected a tokenizer with a chat template. Set"
 
 
 @pytest.mark.parametrize("row", [{"messages": turns("a", "b")}, {"prompt": turns("a"), "completion": "b"}, "tools"])

@@ -139,7 +139,7 @@ def test_a_group_that_no_chunk_holds_is_refused_whole(start: Callable[..., Small
     broker = start()
     with producer(broker) as rollouts:
         with pytest.raises(
-            SampleError, match="a group of 5 samples that needs 2 chunks, expected one chunk. A chunk holds at most"
+            SampleError, match=r"a group of 5 samples that needs 2 chunks, expected one chunk\. A chunk holds at most"
         ):
             rollouts.send_group([[1] * 100] * 5)
         with pytest.raises(UserError, match="a group without samples"):
@@ -178,7 +178,7 @@ def test_a_bad_sample_is_an_error_where_it_is_given(sample: Any, why: str, start
 def test_a_field_that_the_run_does_not_declare_is_refused_where_it_is_named(start: Callable[..., SmallBroker]) -> None:
     with producer(start()) as rollouts:
         with pytest.raises(
-            SampleError, match="got the field 'advantage', expected one of input_ids. Declare the field under"
+            SampleError, match=r"got the field 'advantage', expected one of input_ids\. Declare the field under"
         ):
             rollouts.send([1, 2], advantage=[0.0, 1.0])
         with pytest.raises(SampleError, match="got a loss mask that the run does not declare"):
@@ -344,7 +344,7 @@ def test_the_address_is_found(
     start: Callable[..., SmallBroker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("STREAMPACK_PRODUCERS", raising=False)
-    with pytest.raises(UserError, match="got no endpoint, expected .* set STREAMPACK_PRODUCERS"):
+    with pytest.raises(UserError, match=r"got no endpoint, expected .* set STREAMPACK_PRODUCERS"):
         streampack.Producer(stream=STREAM)
     broker = start()
     file = tmp_path / "streampack.json"

@@ -163,9 +163,9 @@ def test_rows_may_be_numbered_or_only_iterated(rows: Any) -> None:
 def test_an_iterator_is_read_once_and_then_says_so() -> None:
     with sp.local(iter([[1, 2]] * 5), budget=4) as loader:
         assert sum(pack.num_samples for pack in loader) == 5
-        with pytest.raises(SourceError, match="got an iterator, read up to row 5, but row 0 of pass 0 is needed"):
+        with pytest.raises(SourceError, match="got an iterator that stands at row 5, expected to read row 0 of pass 0"):
             next(iter(loader))
-    with pytest.raises(UserError, match="data: got an iterator and more than one pass"):
+    with pytest.raises(UserError, match="data: got an iterator with more than one pass"):
         sp.local(iter([[1]]), repeat=True)
 
 
@@ -203,14 +203,16 @@ def test_chats_without_a_tokenizer_are_refused_before_anything_starts(tmp_path: 
     file.write_text(json.dumps(row) + "\n")
     for given in ([row], str(file), {"source": "jsonl", "shards": str(file), "fields": {"loss_mask": "mask"}}):
         source = {"chats": given} if isinstance(given, dict) else given
-        with pytest.raises(ConfigError, match=r"(chats|data): tokenizer: got chats and no tokenizer, expected one"):
+        with pytest.raises(
+            ConfigError, match=r"(chats|data): tokenizer: got chats without a tokenizer, expected a tokenizer"
+        ):
             sp.local(source, budget=64, fields={"loss_mask": {}}).close()
 
 
 def test_chats_without_a_tokenizer_that_come_later_are_refused_when_they_are_read() -> None:
     for rows in (iter([CHAT]), ["a text"] * 100 + [CHAT]):
         loader = sp.local(rows, budget=64, fields={"loss_mask": {}}, shuffle=False)
-        with loader, pytest.raises(ConfigError, match="got chats and no tokenizer"):
+        with loader, pytest.raises(ConfigError, match="got chats without a tokenizer"):
             list(loader)
 
 
@@ -240,7 +242,7 @@ def failing() -> Iterator[str]:
         (["x" * 100, "y"], SampleError, "row 0: got a sample of 101 tokens, expected at most 64"),
         ([[1.5, 2.5]], SampleError, r"row 0: got a sample that cannot be used \(dtype\)"),
         ([{"body": "x"}], SampleError, r"row 0 \(has the keys body\): got a sample that cannot be used \(missing\)"),
-        (failing(), SourceError, r"the rows cannot be read: their own code raised OSError\('the disk is gone'\)"),
+        (failing(), SourceError, r"the rows cannot be read, because their code raised OSError\('the disk is gone'\)"),
     ],
 )
 def test_an_error_of_the_producer_is_raised_where_packs_are_taken(rows: Any, kind: Any, said: str) -> None:
@@ -258,7 +260,7 @@ def test_a_broken_file_is_raised_where_packs_are_taken(tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
     for wrong, kind, said in (
-        ({"source": "no_such_file.jsonl"}, SourceError, "no_such_file.jsonl: cannot be read"),
+        ({"source": "no_such_file.jsonl"}, SourceError, "no_such_file.jsonl: the file cannot be read"),
         ({"source": "a text"}, UserError, "data: got 'a text', expected a file that ends in"),
         ({"source": 7}, UserError, "data: got a int, expected files or rows"),
         ({"source": ["a.tar", "b.jsonl"]}, UserError, "data: got files of the formats jsonl, webdataset"),
