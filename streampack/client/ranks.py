@@ -28,9 +28,9 @@ _AXIS = {dim: axis for axis, dims in _DIMS.items() for dim in dims}
 """Axis by name of a DeviceMesh's dimension. ``sp`` (Ulysses) splits samples as ``cp`` does; sequence parallelism within
 tensor parallelism has no dimension of its own."""
 _WAYS = (
-    'Pass order="dp" (torchrun, only data parallelism), mesh=device_mesh (a torch DeviceMesh), '
-    'mesh={"dp": 8, "dp_rank": rank}, or mesh={"tp": 2} with order="tp-cp-dp-pp" (the first axis varies fastest '
-    "with RANK)"
+    'Pass order="dp" (torchrun, only data parallelism), mesh=device_mesh (a torch DeviceMesh), or '
+    'mesh={"dp": 8, "dp_rank": rank}. With mesh={"tp": 2}, also pass order="tp-cp-dp-pp", whose first axis varies '
+    "fastest with RANK"
 )
 
 

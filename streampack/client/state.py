@@ -134,7 +134,7 @@ def _difference(text: str, rules: Rules) -> str:
             f"rules: got rules that this version cannot read ({error}), expected the rules with digest {rules.digest}"
         )
     for path, got, expected in _unequal("rules", other, rules):
-        return f"{path}: got {got!r} in the state, expected {expected!r} as in the run"
+        return f"{path}: got {got!r}, expected {expected!r} as in the run"
     return f"rules.digest: got another digest than that of the state's rules, expected {other.digest}"
 
 

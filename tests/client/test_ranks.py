@@ -75,8 +75,13 @@ def test_dimensions_of_one_axis_are_combined_in_their_order(size: dict[str, int]
             r'got WORLD_SIZE=8 and no ranks.*device_mesh.*"dp_rank": rank.*order="tp-cp',
         ),
         ({"dp": 8}, None, environ(0, 8), r"got WORLD_SIZE=8 and no ranks"),
-        ({"tp": 3}, "tp-dp", environ(0, 8), r"got tp=3 and RANK=0 of WORLD_SIZE=8, expected sizes whose product is 8"),
-        ({"tp": 2, "dp": 2}, "tp-dp", environ(0, 8), r"got tp=2, dp=2 and RANK=0 of WORLD_SIZE=8"),
+        (
+            {"tp": 3},
+            "tp-dp",
+            environ(0, 8),
+            r"got tp=3 with RANK=0 and WORLD_SIZE=8, expected sizes whose product is 8",
+        ),
+        ({"tp": 2, "dp": 2}, "tp-dp", environ(0, 8), r"got tp=2, dp=2 with RANK=0 and WORLD_SIZE=8"),
         ({"tp": 2}, "dp", environ(0, 8), r"got order 'dp' without tp, expected every axis"),
         (
             {"tp": 2},
@@ -84,18 +89,18 @@ def test_dimensions_of_one_axis_are_combined_in_their_order(size: dict[str, int]
             environ(0, 8),
             r"got order 'tp-tp-dp', expected each of the axes dp, cp, tp and pp at most once",
         ),
-        ({"tp": 2}, "tp,dp", environ(0, 8), r"got order 'tp,dp', expected axes"),
+        ({"tp": 2}, "tp,dp", environ(0, 8), r"got order 'tp,dp', expected each of the axes"),
         ({"dp": 8, "dp_rank": 1}, "dp", environ(0, 8), r"got dp_rank=1 with an order, expected only sizes"),
         ({"dp": 0}, "dp", environ(0, 8), r"got dp=0 with an order"),
         ({"dp": 8}, "dp", {}, r"without RANK and WORLD_SIZE .* Start with torchrun"),
-        ({"dp": 8}, "dp", environ(8, 8), r"got dp=8 and RANK=8 of WORLD_SIZE=8"),
+        ({"dp": 8}, "dp", environ(8, 8), r"got dp=8 with RANK=8 and WORLD_SIZE=8"),
         (None, "dp", {"RANK": "x", "WORLD_SIZE": "2"}, r"got RANK='x' in the environment, expected a number"),
         (Mesh(dp=2), "dp", environ(0, 2), r"got order 'dp' with a Mesh, expected a dict of sizes"),
         ({"dq": 2}, None, {}, r"mesh: .*dq.*expected the sizes dp, cp, tp, pp and the ranks"),
         ({"dp": 2, "dp_rank": 2}, None, {}, r"got dp_rank=2 with dp=2"),
         (7, None, {}, r"mesh: .*expected sizes"),
         (4, None, {}, r"mesh: got 4, expected sizes and ranks by name. .*mesh=\{\"dp\": 8, \"dp_rank\": rank\}"),
-        ({"data": 2}, None, {}, r"mesh: got the key 'data', expected sizes dp, .*mesh=\{\"dp\": 8"),
+        ({"data": 2}, None, {}, r"mesh: got the key 'data', expected the sizes dp, .*mesh=\{\"dp\": 8"),
     ],
 )
 def test_what_is_missing_or_wrong_is_said(mesh: Any, order: str | None, env: dict[str, str], message: str) -> None:
@@ -147,7 +152,7 @@ def test_device_meshes_of_four_real_processes(tmp_path: Path) -> None:
         assert hsdp == [[4, 1, 1, 1], [rank, 0, 0, 0]]
         assert ring == [[2, 2, 1, 1], [rank % 2, rank // 2, 0, 0]]
         assert pipeline == [[2, 1, 2, 1], [rank // 2, 0, rank % 2, 0]]
-        assert refused[0] == "got dimensions experts in the DeviceMesh"
+        assert refused[0] == "got a DeviceMesh with the dimensions experts"
         assert refused[1] == "got a DeviceMesh without mesh_dim_names"
         assert pair == ([[[2, 1, 1, 1], [rank, 0, 0, 0]]] if rank < 2 else [])
         assert refused[2:] == ([] if rank < 2 else ["got a DeviceMesh that does not contain this rank"])

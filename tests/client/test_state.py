@@ -136,7 +136,7 @@ def test_what_is_no_state_is_refused_naming_the_key(changes: dict[str, Any], sai
 
 @pytest.mark.parametrize("garbage", [None, 3, "state", [], b"", {}, {1: 2}, [("version", 1)]])
 def test_garbage_is_refused_as_such(garbage: Any) -> None:
-    with pytest.raises(StateError, match=r"expected version 1 of what state_dict\(\) gives"):
+    with pytest.raises(StateError, match=r"expected a dict from state_dict\(\) with version 1"):
         load(garbage, ORIGIN)
 
 

@@ -580,7 +580,7 @@ def test_every_integer_dtype_is_read(code: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("at", "value", "expected"), [
     (0, b"XX", "got the head"),
     (9, struct.pack("<Q", 2), "version 2, expected"),
-    (17, b"\x09", "got the dtype code 9, expected 1..8"),
+    (17, b"\x09", "got the dtype code 9, expected a code from 1 to 8"),
     (17, b"\x06", "got float64 data, expected integer token ids"),
     (18, struct.pack("<Q", 5), "for 5 sequences"),
     (18, struct.pack("<Q", 2**62), "for 4611686018427387904 sequences"),
@@ -664,7 +664,7 @@ def multimodal(prefix: Path, modes: list[int]) -> None:
 def test_images_of_multimodal_data_are_not_trained_as_text(tmp_path: Path) -> None:
     multimodal(tmp_path / "a", [0, 0, 1, 0, 2])
     settings = SourceSettings("megatron", path=str(tmp_path / "a"), shuffle=False)
-    assert "a.idx is multimodal" in message(settings)
+    assert "a.idx, which is multimodal" in message(settings)
     assert "for text, set `modes: [0]`" in message(settings)
 
     def found(modes: list[int]) -> dict[str, str]:
@@ -708,11 +708,11 @@ def test_items_are_texts_rows_or_ids(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "expected"), [
     ("once", "which can be read only once. Name a list, or the function"),
-    ("number", "gives a int, expected a list"),
+    ("number", "is a int, expected a list"),
     ("wants", "takes (much: int) -> list[int], expected () or (partition, partitions)"),
     ("missing", "cannot be imported"),
     ("failing", "raised RuntimeError: the store is down. Correct the code"),
-    ("THINGS", "gives a dict, expected a list"),
+    ("THINGS", "is a dict, expected a list"),
 ])  # fmt: skip
 def test_what_cannot_be_read_again_is_refused(name: str, expected: str) -> None:
     assert expected in message(SourceSettings("python", path=f"{__name__}:{name}"))
@@ -722,10 +722,10 @@ def test_what_cannot_be_read_again_is_refused(name: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(("settings", "expected"), [
-    (SourceSettings("text", "a", text_key="b"), "text_key: got a key that `source: text` does not take"),
-    (SourceSettings("megatron", "a", fields={"a": "b"}), "fields: got a key that `source: megatron` does not take"),
-    (SourceSettings("jsonl", "a", unit="line"), "unit: got a key that `source: jsonl` does not take"),
-    (SourceSettings("python", "a:b"), "shards: got a key that `source: python` does not take"),
+    (SourceSettings("text", "a", text_key="b"), "text_key: got a key that `source: text` does not support"),
+    (SourceSettings("megatron", "a", fields={"a": "b"}), "fields: got a key that `source: megatron` does not support"),
+    (SourceSettings("jsonl", "a", unit="line"), "unit: got a key that `source: jsonl` does not support"),
+    (SourceSettings("python", "a:b"), "shards: got a key that `source: python` does not support"),
     (SourceSettings("jsonl"), "shards, path: got neither"),
     (SourceSettings("jsonl", "a", path="b"), "shards, path: got both"),
     (SourceSettings("jsonl", "a", text_key="a", prompt_key="b"), "text_key, prompt_key: got both"),

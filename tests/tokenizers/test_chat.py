@@ -533,7 +533,7 @@ def test_sharegpt_rows_are_chats(folders: dict[str, Path]) -> None:
 
 
 def test_a_broken_template_is_named_when_it_is_opened(folders: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match=r"^tokenizer chat_template: line 1 is not valid Jinja"):
+    with pytest.raises(ConfigError, match=r"^tokenizer chat_template: line 1 of the template is not valid Jinja"):
         opened(folders["chatml"], chat_template="{% for %}")
 
 

@@ -142,7 +142,7 @@ def test_a_module_that_fails_when_it_is_imported_is_named(
     (tmp_path / "their_broken_module.py").write_text("open('/no/such/file')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     name = "their_broken_module:f"
-    said = rf"^{key}: '{name}' cannot be imported \(FileNotFoundError.*correct the module"
+    said = rf"^{key}: '{name}' cannot be imported \(FileNotFoundError.*Correct the module"
     with pytest.raises(ConfigError, match=said):
         _ = (
             open_source(SourceSettings("python", path=name))

@@ -257,7 +257,7 @@ def test_a_broker_without_the_disk_of_the_first_goes_on_from_the_trainers_state(
         ({"run": "another"}, "^run: got '.{16}', expected '.{16}'. The checkpoint belongs to another run"),
         (
             {"rules": {**SETTINGS["rules"], "budget": 512}},
-            "^rules.budget: got 256 in the state, expected 512 as in the run. Restore the broker's rules",
+            "^rules.budget: got 256, expected 512 as in the run. Restore the broker's rules",
         ),
         ({"seed": 5}, "^rules.seed: got 0, expected 5"),
         ({}, "^feed: got 'train', expected 'valid'. The checkpoint belongs to another feed"),
