@@ -101,9 +101,7 @@ def _show_feed(console: Console, view: FeedView) -> None:
     ]
     if (padded := feed.dynamic_batching) is not None:
         removed = f"{count_text(padded.removed_padding_tokens)}, {padded.removed_padding_ratio:.2%}"
-        rows.insert(
-            5, ("removed padding", f"{removed} of the tokens in batches that are padded to their longest sample")
-        )
+        rows.insert(5, ("removed padding", f"{removed} of batches padded to the longest sample"))
     if feed.committed is not None:
         rows.insert(1, ("checkpoint", f"committed at step {feed.committed}"))
     if (left := feed.steps_left) is not None:
