@@ -518,7 +518,7 @@ def test_keys_of_tar_members_are_configurable(tmp_path: Path) -> None:
     assert only(tokens_key="meta.json/ids") == [2]
     assert only(tokens_key="x.npy") == [3]
     for bad in ({"tokens_key": "md"}, {"tokens_key": "npy/a"}, {"text_key": "md/field"}, {"text_key": ""}):
-        with pytest.raises(ConfigError, match="expected an extension"):
+        with pytest.raises(ConfigError, match="expected file extensions"):
             only(**bad)
 
 
@@ -656,7 +656,7 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
     assert "is not a regular file" in stop_message("jsonl", tmp_path)
     assert "a-0.jsonl from two patterns" in stop_message("jsonl", [str(tmp_path / "a-*"), str(tmp_path / "a-0.jsonl")])
     assert "expected at least one path" in stop_message("jsonl", [])
-    assert "do not match" in stop_message("jsonl", tmp_path / "a-{0..2.jsonl")
+    assert "with unmatched braces" in stop_message("jsonl", tmp_path / "a-{0..2.jsonl")
     assert "expected files, because the output of a command cannot be read" in stop_message(
         "webdataset", "pipe:cat a.tar"
     )

@@ -578,17 +578,17 @@ def test_every_integer_dtype_is_read(code: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("at", "value", "expected"), [
-    (0, b"XX", "got the head"),
+    (0, b"XX", "got the file signature"),
     (9, struct.pack("<Q", 2), "version 2, expected"),
     (17, b"\x09", "got the dtype code 9, expected a code from 1 to 8"),
     (17, b"\x06", "got float64 data, expected integer token ids"),
     (18, struct.pack("<Q", 5), "for 5 sequences"),
     (18, struct.pack("<Q", 2**62), "for 4611686018427387904 sequences"),
-    (34, struct.pack("<i", -1), "places sequence 0 of -1 ids"),
-    (34, struct.pack("<i", 3), "places sequence 0 (3 ids of 2 bytes) at byte 0 and the next at byte 2"),
-    (38, struct.pack("<i", 99), "puts sequence 1 of 99 ids"),
-    (42, struct.pack("<q", -8), "puts sequence 0"),
-    (50, struct.pack("<q", 2**62), "puts sequence 1"),
+    (34, struct.pack("<i", -1), "places sequence 0 (-1 ids of "),
+    (34, struct.pack("<i", 3), "places sequence 0 (3 ids of 1 bytes) at byte 0 and the next at byte 2"),
+    (38, struct.pack("<i", 99), "places sequence 1 (99 ids of "),
+    (42, struct.pack("<q", -8), "places sequence 0"),
+    (50, struct.pack("<q", 2**62), "places sequence 1"),
     (74, struct.pack("<q", 1), "got documents that end at sequence 1, expected sequence 2"),
 ])  # fmt: skip
 def test_an_index_that_cannot_be_is_refused(at: int, value: bytes, expected: str, tmp_path: Path) -> None:
@@ -650,7 +650,7 @@ def test_a_sequence_that_lost_ids_or_is_not_aligned_is_refused(size: int, pointe
     raw = bytearray((tmp_path / "a.idx").read_bytes())
     raw[34:38], raw[42:50] = struct.pack("<i", size), struct.pack("<q", pointer)
     (tmp_path / "a.idx").write_bytes(raw)
-    assert f"puts sequence 0 of {size} ids at byte {pointer}, before byte 4" in message(
+    assert f"places sequence 0 ({size} ids of 2 bytes) at byte {pointer} and the next at byte 4" in message(
         SourceSettings("megatron", path=str(tmp_path / "a"))
     )
 

@@ -166,7 +166,7 @@ def test_a_producer_that_nobody_answers_says_so_and_may_be_tried_again(tmp_path:
 
 
 def test_a_client_that_nobody_answers_says_so() -> None:
-    with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1: got no answer in .* s, expected a broker"):
+    with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1: got no answer in .* s, expected an answer from a broker"):
         sp.connect("tcp://127.0.0.1:1", timeout_s=0.5)
     with pytest.raises(UserError, match="expected tcp://host:port or ipc:///path"):
         sp.connect("localhost")

@@ -358,7 +358,7 @@ def test_the_address_is_found(
 
 def test_a_broker_that_does_not_answer_is_said(start: Callable[..., SmallBroker]) -> None:
     broker = start(silent=True)
-    with pytest.raises(Unreachable, match=r"got no answer in 0\.3 s, expected a broker"):
+    with pytest.raises(Unreachable, match=r"got no answer in 0\.3 s, expected an answer from a broker"):
         producer(broker, timeout_s=0.3)
     with pytest.raises(DataStall, match="what an earlier process pushed is not safe"):
         producer(start(first_seq=1, safe=lambda taken: taken - 1), timeout_s=2.5)
