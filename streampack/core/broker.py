@@ -100,7 +100,7 @@ class Broker:
                 self.foreign += 1
                 if self.foreign & (self.foreign - 1):  # log only the 1st, 2nd, 4th, 8th
                     return []
-                text = f"dropped a message of another run or of a newer broker, of {self.foreign} so far"
+                text = f"dropped a message from another run or a newer broker ({self.foreign} such messages so far)"
                 return [Report("warning", text)]
             if isinstance(event, FromTrainer):
                 return self._on_trainer(event.peer, event.envelope)
@@ -158,7 +158,10 @@ class Broker:
         elif isinstance(message, Hello) and (producer := self.leases.producers.named(message.producer)):
             known = producer.peer
         if not why and known is not None and key_of(known) != key_of(event.peer):
-            why = f"got the name of a process of another key from key {rights.name!r}, expected one of its own"
+            why = (
+                f"key {rights.name!r}: got the name of a process that uses another key, expected a name that no "
+                f"other key uses"
+            )
         return why
 
     def _forbid(self, event: FromProducer | FromTrainer, why: str) -> list[Effect]:
@@ -213,10 +216,10 @@ class Broker:
     def _recover_base(self, base: Base) -> None:
         """Apply the facts that replace deleted records, and check that these facts belong to this run."""
         if base.run != self.run:
-            raise ValueError(f"run: got {self.run_name!r}, expected {base.run_name!r}, whose log it is")
+            raise ValueError(f"got run {self.run_name!r}, expected {base.run_name!r}, the run that wrote the log")
         if list(base.feeds) != list(self.feeds):
             raise ValueError(
-                f"feeds: got {', '.join(self.feeds)}, expected {', '.join(base.feeds)}, as the log has them"
+                f"got feeds {', '.join(self.feeds)}, expected {', '.join(base.feeds)}, the feeds in the log"
             )
         self.epoch = max(self.epoch, base.epoch + 1)
         for name, facts in base.feeds.items():
@@ -320,7 +323,10 @@ class Broker:
         for stream in ask.add if isinstance(ask, Restream) else ():  # a stream belongs to one feed
             of = self.leases.partitions.streams.get(stream.name)
             if of is not None and of.feed != feed.name:
-                raise ValueError(f"got a new stream {stream.name!r}, which feed {of.feed!r} has, expected a new name")
+                raise ValueError(
+                    f"got a new stream {stream.name!r}, expected an unused name, because feed {of.feed!r} has a stream "
+                    f"with this name"
+                )
         note = describe_change(ask) + (f" ({event.note})" if event.note else "")
         return feed.change(apply_change(feed.latest_rules, ask), event.at_step, note)
 
@@ -341,8 +347,8 @@ class Broker:
                 self._used.add(feed.name)
             return effects
         if isinstance(message, Hello | Samples | ProducerPing):
-            where = "this is where trainers connect, see listen.producers"
-            return self._refuse(peer, "wrong_address", f"{WRONG_SIDE}: {where}")
+            where = "Only trainers connect to this address. Producers connect to the address in `listen.producers`."
+            return self._refuse(peer, "wrong_address", f"{WRONG_SIDE}. {where}")
         if reads is None:
             return [] if isinstance(message, Bye) else self._send(peer, Who())
         released = reads.readers.steps.released_upto

@@ -50,7 +50,7 @@ def deal(costs: I64, dp: int, balance: str) -> I64:
     """
     count = len(costs)
     if dp < 1 or count % dp:
-        raise ValueError(f"got dp={dp} and a step of {count} packs, expected dp to divide it")
+        raise ValueError(f"got dp={dp} for a step of {count} packs, expected a divisor of {count}")
     if balance == "none":
         return np.arange(count, dtype=np.int64).reshape(-1, dp)
     order = np.argsort(-costs, kind="stable").reshape(-1, dp)
@@ -91,7 +91,7 @@ def split_dearest(packs: Sequence[Sequence[int]], costs: I64, count: int) -> lis
     [[0], [3], [1], [2]]
     """
     if len(packs) > count:
-        raise ValueError(f"got {len(packs)} packs, expected {count} at most: samples would have to move between packs")
+        raise ValueError(f"got {len(packs)} packs, expected at most {count}, because packs are split but never merged")
     found = [list(pack) for pack in packs]
     work: list[int] = costs.tolist()
     dearest = [(-sum(work[i] for i in pack), number) for number, pack in enumerate(found) if len(pack) > 1]

@@ -119,16 +119,19 @@ def padded_batches(
         if value < 1:
             raise ConfigError(f"{name}: got {value}, expected at least 1")
     if pp > 1 and not variable_lengths:
-        raise ConfigError(f"pp: got {pp}, expected 1, as micro-batches differ in length: pack, or set variable_lengths")
+        raise ConfigError(
+            f"pp: got {pp}, expected 1, because micro-batches differ in length. Pack the samples, or set "
+            f"variable_lengths=True"
+        )
     if length_round > budget:
-        raise ConfigError(f"length_round: got {length_round}, expected at most the budget, {budget}")
+        raise ConfigError(f"length_round: got {length_round}, expected at most {budget}, the budget")
     real = np.asarray(lengths, np.int64)
     padded = -(-real // length_round) * length_round
     width = int(padded.max(initial=0)) if width is None else width
     for i in np.flatnonzero((real < 1) | (padded > budget) | (real > width))[:1].tolist():
         raise SampleError(
-            f"sample {i}: got {real[i]} tokens ({padded[i]} padded), expected 1 to {min(budget, width)}: drop or "
-            "truncate it before batching"
+            f"sample {i}: got {real[i]} tokens ({padded[i]} with padding), expected 1 to {min(budget, width)}. Drop or "
+            "truncate the sample before batching"
         )
     multiple = int(np.lcm(micro_batch_multiple, pp))
     rows = -(-len(real) // dp)

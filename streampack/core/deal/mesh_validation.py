@@ -15,29 +15,33 @@ def mesh_refusal(mesh: Mesh, rules: Rules, layout: str) -> str:
     elif rules.packs % mesh.dp:
         divisors = ", ".join(str(d) for d in range(1, min(rules.packs, 512) + 1) if rules.packs % d == 0)
         return (
-            f"got dp={mesh.dp}, expected one that divides the {rules.packs} packs of a step "
-            f"({divisors}): change the mesh or rules.step.packs"
+            f"got dp={mesh.dp}, expected a divisor of the {rules.packs} packs of a step "
+            f"({divisors}). Change the mesh or `rules.step.packs`"
         )
     if mesh.cp == 1 or layout == "whole":
         return ""
     if rules.padded and layout != "zigzag":
         return (
-            f"got cp={mesh.cp} and cp_layout: {layout} with padded: true, expected zigzag, which cuts each row by "
-            f"itself, or whole"
+            f"got cp={mesh.cp} and `cp_layout: {layout}` with `padded: true`, expected `cp_layout: zigzag`, which "
+            f"splits each row separately, or `cp_layout: whole`"
         )
     parts = mesh.cp if layout == "contiguous" else 2 * mesh.cp
     how = f"{'' if layout == 'contiguous' else '2 * '}cp = {parts}"
     if layout == "zigzag" and (rules.align.sample % parts or rules.align.pack % parts):
         return (
-            f"got cp={mesh.cp} and align sample={rules.align.sample} pack={rules.align.pack}, expected multiples "
-            f"of {how}: set rules.align or planned_mesh.cp before the run starts"
+            f"got cp={mesh.cp} with align.sample={rules.align.sample} and align.pack={rules.align.pack}, expected "
+            f"multiples of {how}. Set `rules.align` or `planned_mesh.cp` before the run starts"
         )
     if rules.width_unit % parts:
-        what = f"a budget of {rules.budget}" if rules.shape == "fixed" else f"packs of multiples of {rules.width_unit}"
+        what = (
+            f"a budget of {rules.budget}"
+            if rules.shape == "fixed"
+            else f"pack widths in multiples of {rules.width_unit}"
+        )
         keys = "rules.budget" if rules.shape == "fixed" else "rules.align.pack, rules.shape"
         return (
-            f"got cp={mesh.cp} and {what}, expected a multiple of {how}, which the layout {layout} cuts it into: "
-            f"change {keys} or the mesh"
+            f"got cp={mesh.cp} and {what}, expected a multiple of {how}, because `cp_layout: {layout}` splits each "
+            f"pack into {parts} equal parts. Change {keys} or the mesh"
         )
     return ""
 
@@ -50,6 +54,7 @@ def batch_refusal(mesh: Mesh, rules: Rules) -> str:
         return ""
     key = "samples" if batch.samples else "min_samples"
     return (
-        f"got dp={mesh.dp} and batches of {samples} samples with empty: error, expected {least} at least, for "
-        f"{least // mesh.dp} micro-batches of each rank. Change the mesh, rules.step.{key} or rules.step.empty"
+        f"got batches of {samples} samples with dp={mesh.dp} and `rules.step.empty: error`, expected at least {least} "
+        f"samples, so that each rank gets at least {least // mesh.dp} micro-batches. Change the mesh, "
+        f"`rules.step.{key}` or `rules.step.empty`"
     )

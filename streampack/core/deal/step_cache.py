@@ -169,11 +169,11 @@ class KeptSteps:
         if counts.all():
             return ""
         count, got = len(counts), int(np.count_nonzero(self._table.keep[handles] != PACK))
-        what = "samples" if got == len(handles) else "samples and groups kept in one pack"
-        least = f"{count} at least" if got < count else f"a multiple of {mesh.dp}"
+        what = "samples" if got == len(handles) else "samples (a group kept in one pack counts once)"
+        least = f"at least {count}" if got < count else f"a multiple of {mesh.dp}"
         return (
-            f"step {number}: got a batch of {got} {what} for dp={mesh.dp}, {count // mesh.dp} micro-batches each, "
-            f"expected {least}. Set rules.step.empty to pad, make batches larger, or use a smaller mesh"
+            f"step {number}: got a batch of {got} {what} for dp={mesh.dp} with {count // mesh.dp} micro-batches per "
+            f"rank, expected {least}. Set `rules.step.empty: pad`, make batches larger, or use a smaller mesh"
         )
 
     def _deal(self, kept: _Kept, mesh: Mesh) -> _Dealt:

@@ -128,17 +128,17 @@ class Feed:
             stream = self._partitions.name_of(missing)
             if lost := self._lost_text(missing):
                 return Missing("stream", lost, stream)
-            end = f"end_of_batch {self._partitions.intakes[missing].num_marks}"
+            end = f"end_of_batch call for batch {self._partitions.intakes[missing].num_marks}"
             if not self._ends_by_marks:
                 who = self._producers.describe(missing)
                 if not (planner.merge.current.has_barriers and self._partitions.stream_of[missing].terms.pushed):
                     return Missing("stream", f"the next sample has not come from {who}", stream)
-                both = f"no sample and no {end} has come from {who}, and another partition has ended this batch"
+                both = f"no sample and no {end} has come from {who}, but another partition ended this batch"
                 return Missing("stream", both, stream)
             if (where := self._producers.pushed_from(missing)) is None:
                 return Missing("stream", f"no {end} has come from {self._producers.describe(missing)}", stream)
             partition = missing - self._partitions.stream_of[missing].first
-            text = f"{end} from partition {partition} of stream {stream!r}, held by the producer at {where}"
+            text = f"the {end} of stream {stream!r} partition {partition} from the producer at {where}"
             return Missing("stream", text, stream, batch=True)
         return FORMING
 
@@ -154,9 +154,9 @@ class Feed:
         if not stream.terms.pushed or self._partitions.intakes[p].behind or self.planner.former.next_step >= begins:
             return ""
         return (
-            f"samples that were pushed to stream {stream.terms.name!r} are lost. Trainers go on from step {begins}, "
-            f"but the log holds only the samples of the steps before {self.planner.former.next_step}. Put back the "
-            f"state_dir that has them, or start a new run."
+            f"samples that were pushed to stream {stream.terms.name!r} are lost. Trainers continue at step {begins}, "
+            f"but the log holds only the samples of steps before step {self.planner.former.next_step}. Restore the "
+            f"state_dir that has the lost samples, or start a new run."
         )
 
     # Forming steps
@@ -220,8 +220,8 @@ class Feed:
             return self._recorder.record_step(step, self.steps.released_upto)
         return self._fail(
             "diverged",
-            f"step {step.number} came out otherwise than the first time, though every compared sample is the same. "
-            f"The data, the tokenizer or streampack itself have changed. Put them back, or start a new run.",
+            f"step {step.number} differs from the recorded step, although every compared sample is the same. The data, "
+            f"the tokenizer or the version of streampack has changed. Undo the change, or start a new run.",
         )
 
     def _fail(self, code: str, why: str) -> list[Effect]:
@@ -253,8 +253,9 @@ class Feed:
         oldest = self.history.oldest_step
         if step < oldest:
             return "step_gone", (
-                f"got a request to start at step {step}, expected {oldest} or later, the oldest for which the log "
-                f"still has the order. Take a newer checkpoint (retain.checkpoints says how many are kept)."
+                f"got a request to start at step {step}, expected step {oldest} or later, because the log no longer "
+                f"has the order of earlier steps. Start from a newer checkpoint. `retain.checkpoints` sets the number "
+                f"of checkpoints for which the log keeps the order."
             )
         wrong = self._snapshot_check.fault(given) if given is not None and given.step <= step else ""
         return ("snapshot", f"the checkpoint's snapshot: {wrong}") if wrong else None
@@ -277,7 +278,9 @@ class Feed:
         discards = self.plan.discards and back and step < self.history.num_steps
         if discards:
             since = self.history.begin_of(step)
-            why = f"trainers went back to step {step} from {self.history.num_steps}, samples pushed since are dropped"
+            why = (
+                f"trainers went back from step {self.history.num_steps} to {step}, and samples pushed since are dropped"
+            )
             effects += self._branch(step, why, since)
             effects += self._leases.records.discard(self.name)
         return effects + self.go_to(step, given, discards)
@@ -413,11 +416,12 @@ class Feed:
     def skip(self, first: int, last: int) -> list[Effect]:
         """Skip steps ``first`` to ``last``; raise ValueError for steps that a rank may have had."""
         if not 0 <= first <= last:
-            raise ValueError(f"got steps {first} to {last}, expected the first one first")
+            raise ValueError(f"got steps {first} to {last}, expected 0 <= first step <= last step")
         if self.steps.joined and first < self.steps.formed_upto:
             raise ValueError(
-                f"got step {first}, expected {self.steps.formed_upto} or later, the first that no rank can have had. "
-                f"Or stop the trainers, skip, and start them from a checkpoint before step {first}."
+                f"got step {first}, expected step {self.steps.formed_upto} or later, because ranks may have read "
+                f"earlier steps. To skip step {first}, stop the trainers, skip the step, and restart the trainers "
+                f"from a checkpoint before step {first}."
             )
         self.steps.skip(first, last)
         said = Report("info", f"feed {self.name!r} skips steps {first} to {last}", feed=self.name, step=first)
@@ -430,6 +434,6 @@ class Feed:
     def commit(self, step: int) -> list[Effect]:
         """Record that the checkpoint at ``step`` is durable, and confirm it once the record is safe."""
         if step > max(self.history.num_steps, self.steps.formed_upto):
-            text = f"feed {self.name!r}: got a commit of step {step}, which was never formed"
+            text = f"feed {self.name!r}: ignored the commit of step {step}, which the feed has not formed"
             return [Report("warning", text, feed=self.name, step=step)]
         return self._checkpoints.commit(step) + self.safe(self._journal.safe_upto)

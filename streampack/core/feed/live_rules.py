@@ -101,13 +101,16 @@ class LiveRules:
         """
         history = self._history
         if history.end is not None:
-            raise ValueError(f"got a change of a feed that has ended after {history.end[0]} steps, expected one before")
+            raise ValueError(
+                f"got a change of the rules after the end of the feed at step {history.end[0]}, expected a change "
+                f"before the end"
+            )
         more = _partitions(rules) - self.num_partitions
         left = self._memory.limit_tokens - more * self._leases.partitions.quota_tokens
         if left < (least := self._memory.needed_tokens):
             raise ValueError(
-                f"got {more} more partitions, which leaves {left} tokens of memory for the window and the steps, "
-                f"expected {least}. Add fewer partitions, or start the broker with more memory."
+                f"got {more} more partitions, which leave {left} tokens of memory for the window and the steps, "
+                f"expected at least {least} tokens. Add fewer partitions, or start the broker with more memory."
             )
         step = max(unformed, at_step or 0, history.changes[-1].step if history.changes else 0)
         change = RulesChange(step=step, position=-1, rules=rules, note=f"{note}, asked at step {unformed}")

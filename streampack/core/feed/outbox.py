@@ -58,14 +58,14 @@ class Outbox:
             return None
         lsn, step = self._waiting[0]
         if lsn >= self._journal.safe_upto:
-            return Missing("log", self._journal.stalled or "the step is being written to the log")
+            return Missing("log", self._journal.stalled or "the broker is writing the step to its log")
         if not isinstance(step, PlannedStep):
             return None
         absent = self._leases.accounts.absent
-        again = f"samples of step {step.number} are read again"
+        again = f"samples of step {step.number} are being read again"
         for p in (absent[h][0] for h in step.packs.handles.tolist() if h in absent):
             who, stream = self._leases.producers.describe(p), self._leases.partitions.name_of(p)
-            return Missing("stream", f"{again}, from {who}", stream)
+            return Missing("stream", f"{again} from {who}", stream)
         return Missing("stream", again)
 
     def clear(self) -> list[I64]:

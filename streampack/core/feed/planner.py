@@ -100,9 +100,9 @@ class Planner:
         if self._rules.batch is None or memory.room > 0 or memory.held_tokens > former.queued_tokens or former.closed:
             return ""
         return (
-            f"got {former.queued_samples} samples of {former.queued_tokens} tokens for the batch of step "
-            f"{former.next_step}, which is not whole, and no more fit in memory. Set memory to more, or make batches "
-            f"smaller, and start the broker again."
+            f"got {former.queued_samples} samples with {former.queued_tokens} tokens for the batch of step "
+            f"{former.next_step}. The batch is incomplete, but the memory is full. Increase `memory` or make batches "
+            f"smaller, and restart the broker."
         )
 
     def request(self) -> list[Effect]:

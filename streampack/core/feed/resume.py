@@ -26,6 +26,8 @@ def snapshot(rules: Rules, merge: AnyMerge, former: Former, floors: list[Floor] 
 def restore(taken: Snapshot, rules: Rules, merge: AnyMerge, former: Former) -> None:
     """Restore a snapshot into a new merge and a new former; raise ValueError if its rules differ."""
     if taken.rules != rules.digest:
-        raise ValueError(f"got a snapshot of rules {taken.rules}, expected {rules.digest}: it is of another run")
+        raise ValueError(
+            f"got a snapshot with rules digest {taken.rules}, expected {rules.digest}. The snapshot is from another run"
+        )
     merge.load(taken.merge)
     former.load(taken.form)

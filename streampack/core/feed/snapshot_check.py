@@ -58,13 +58,14 @@ class SnapshotCheck:
         other = chain != given.form.chain and not begins
         if given.lineage < history.lineage and given.step > history.lineage_step and other:
             return (
-                f"got step {given.step} of lineage {given.lineage}, expected one up to {history.lineage_step}, where "
-                f"trainers went back to and lineage {history.lineage} began: start from an earlier checkpoint"
+                f"got step {given.step} of lineage {given.lineage}, expected a step up to {history.lineage_step}, "
+                f"because trainers went back to that step and began lineage {history.lineage}. Start from an earlier "
+                f"checkpoint."
             )
         if chain is not None and chain != given.form.chain and history.knows(given):
             return (
-                f"got other steps before {given.step} than this run has, expected the same: it is of another "
-                f"run{self._or_lost}"
+                f"got a digest of the steps before step {given.step} that differs from this run's, expected the same "
+                f"digest. The snapshot is from another run.{self._or_lost}"
             )
         return ""
 
@@ -72,7 +73,7 @@ class SnapshotCheck:
     def _or_lost(self) -> str:
         """Words added to an error text if the feed has pushed samples; else empty."""
         pushed = any(stream.pushed for stream in self._rules.streams)
-        return ", or the log that holds the pushed samples was lost or replaced (state_dir)" if pushed else ""
+        return " Or the log with the pushed samples (in state_dir) was lost or replaced." if pushed else ""
 
     def _other_changes(self, given: Snapshot) -> str:
         """Return an error text if the snapshot's changes of the rules are not this run's; empty if they are."""
@@ -81,15 +82,15 @@ class SnapshotCheck:
             moved = known.position != change.position and min(known.position, change.position) >= 0
             if moved or known.rules != change.rules:
                 return (
-                    f"got a change of the rules at step {change.step} ({change.note}), expected the one of this run at "
+                    f"got a change of the rules at step {change.step} ({change.note}), expected this run's change at "
                     f"step {known.step} ({known.note}). Give the run another state_dir."
                 )
         merged = sum(given.merge.merged_samples)
         for known in history.changes[len(given.changes) :]:
             if 0 <= known.position < merged:
                 return (
-                    f"got one without the change at step {known.step} ({known.note}), expected one of this run. Give "
-                    f"the broker another state_dir, and ask for changes once the trainers are attached."
+                    f"got no change of the rules at step {known.step} ({known.note}), expected this run's change at "
+                    f"that step. Give the broker another state_dir, and request changes after the trainers attach."
                 )
         return ""
 
@@ -98,13 +99,13 @@ class SnapshotCheck:
         for name in {stream.name for change in given.changes for stream in change.rules.streams}:
             of = self._partitions.streams.get(name)
             if of is not None and of.feed != self._feed:
-                return f"got a stream {name!r}, which feed {of.feed!r} has, expected one of this feed"
+                return f"got stream {name!r}, which belongs to feed {of.feed!r}, expected only streams of this feed"
         for p, merged in zip(self._partitions.of_feed(self._feed), given.merge.merged_samples, strict=False):
             recorded = self._partitions.intakes[p].recorded_seq
             if self._partitions.stream_of[p].terms.pushed and merged > recorded:
                 return (
-                    f"got {merged} samples that were pushed, but only {recorded} of them are in the log. The others "
-                    f"were lost with a state_dir: put back the one that has them, or start a new run."
+                    f"got {merged} pushed samples, but the log has only {recorded} of these samples. The others were "
+                    f"lost with a state_dir. Restore the state_dir that has the lost samples, or start a new run."
                 )
         return ""
 
@@ -119,7 +120,7 @@ def problem(taken: Snapshot, rules: Rules, max_tokens: int, max_partitions: int)
         max_partitions: Partitions that fit in the memory.
     """
     if taken.rules != rules.digest:
-        return f"got a snapshot of rules {taken.rules[:64]}, expected {rules.digest}: it is of other rules"
+        return f"got a snapshot with rules digest {taken.rules[:64]}, expected {rules.digest}, the digest of this run"
     wrong = _wrong_changes(taken, rules, max_partitions)
     if wrong:
         return wrong
@@ -130,9 +131,9 @@ def problem(taken: Snapshot, rules: Rules, max_tokens: int, max_partitions: int)
 def _wrong_changes(taken: Snapshot, rules: Rules, max_partitions: int) -> str:
     """Return an error text if changes of the rules or skipped steps are out of range or order; empty if not."""
     if not 0 <= taken.applied <= len(taken.changes):
-        return f"got {taken.applied} changes of the rules that hold, expected 0 to the {len(taken.changes)} there are"
+        return f"got {taken.applied} applied changes of the rules, expected 0 to {len(taken.changes)}"
     if len(taken.skips) > MAX_SKIPS or any(not 0 <= first <= last < MAX_COUNT for first, last in taken.skips):
-        return f"got steps to pass over that are none, expected at most {MAX_SKIPS} of (first, last)"
+        return f"got invalid ranges of skipped steps, expected at most {MAX_SKIPS} pairs (first, last)"
     before = rules
     for change in taken.changes:
         wrong = _wrong_change(before, change.rules)
@@ -141,12 +142,12 @@ def _wrong_changes(taken: Snapshot, rules: Rules, max_partitions: int) -> str:
         before = change.rules
     positions = [change.position for change in taken.changes]
     if not all(0 <= change.step < MAX_COUNT and -1 <= change.position < MAX_COUNT for change in taken.changes):
-        return "got a change of the rules at no step or position, expected one from 0 on"
+        return "got a change of the rules with a step or position out of range, expected non-negative numbers"
     if positions[: taken.applied] != sorted(positions[: taken.applied]) or -1 in positions[: taken.applied]:
-        return f"got changes of the rules at positions {positions[:8]}, expected them in their order"
+        return f"got changes of the rules at positions {positions[:8]}, expected ascending positions from 0"
     count = sum(stream.partitions for stream in before.streams)
     if count > max_partitions:
-        return f"got {count} partitions, expected at most {max_partitions}: start the broker with more memory"
+        return f"got {count} partitions, expected at most {max_partitions}. Start the broker with more memory"
     return ""
 
 
@@ -162,7 +163,10 @@ def _wrong_change(before: Rules, after: Rules) -> str:
     for stream in after.streams[len(known) :]:
         fits = 0 < len(stream.name) <= _NAME_CHARS and names.count(stream.name) == 1
         if not fits or stream.partitions < 1 or not (stream.passes is None or 1 <= stream.passes < MAX_COUNT):
-            return f"got a stream {stream.name[:64]!r} that cannot be, expected a new name, partitions and passes"
+            return (
+                f"got an invalid new stream {stream.name[:64]!r}, expected an unused name, at least 1 partition, and "
+                f"no limit of passes or at least 1 pass"
+            )
     try:
         strides([stream.weight for stream in after.streams if stream.weight] or [0.0])
     except (ValueError, OverflowError) as error:
@@ -181,7 +185,9 @@ def _wrong_merge(taken: Snapshot, rules: Rules) -> str:
     )  # fmt: skip
     expected = (clocks, turns, clocks, partitions, partitions, partitions, partitions, partitions)
     if got != expected:
-        return f"got columns of {got} values, expected {expected} for {len(streams)} streams, {partitions} partitions"
+        return (
+            f"got columns of lengths {got}, expected {expected} for {len(streams)} streams and {partitions} partitions"
+        )
     turn_stops = [stream.partitions for stream in streams] if clocks else [MAX_COUNT] * turns
     in_range = (
         all(abs(clock) < MAX_COUNT for clock in merge.clock)
@@ -190,16 +196,16 @@ def _wrong_merge(taken: Snapshot, rules: Rules) -> str:
         and max(sum(merge.merged_samples), sum(merge.merged_tokens), merge.passes) < MAX_COUNT
     )
     if not in_range:
-        return "got clocks, turns or counts of a merge that cannot be, expected counts from 0 on"
+        return "got clocks, turns or counts of the merge that are out of range, expected non-negative turns and counts"
     return _wrong_ends(merge, rules) or _wrong_places(taken)
 
 
 def _wrong_ends(merge: MergeState, rules: Rules) -> str:
     """Return an error text if ends of passes or of streams contradict the rules; empty if they do not."""
     if any(merge.at_barrier) and rules.between_passes != "drain" and rules.merge != "arrival":
-        return "got a partition at the end of a pass, expected none: passes are not kept apart"
+        return "got a partition that waits at the end of a pass, expected none without `between_passes: drain`"
     if merge.stopped and not any(stream.on_exhaust == "stop" for stream in rules.streams):
-        return "got a stream that has stopped the others, expected none: no stream's on_exhaust says so"
+        return "got a stream that has stopped the others, expected none, because no stream has `on_exhaust: stop`"
     return ""
 
 
@@ -207,10 +213,10 @@ def _wrong_places(taken: Snapshot) -> str:
     """Return an error text if changes or floors contradict the number of merged samples; empty if they do not."""
     merged, position = taken.merge.merged_samples, sum(taken.merge.merged_samples)
     if any(change.position > position for change in taken.changes[: taken.applied]):
-        return f"got rules that hold from a later sample on, expected changes up to the {position} that are merged"
+        return f"got applied changes after sample {position}, expected no change after the {position} merged samples"
     for p, ((seq, cursor), count) in enumerate(zip(taken.floors, merged, strict=True)):
         if not 0 <= seq <= count or (seq and cursor is None):
-            return f"partition {p}: got sample {seq} to read from, expected one of the {count} merged, and its cursor"
+            return f"partition {p}: got sample {seq} as the first to read, expected 0 to {count}, with a cursor above 0"
     return ""
 
 
@@ -218,21 +224,30 @@ def _wrong_form(taken: Snapshot, rules: Rules, max_tokens: int) -> str:
     """Return an error text if the window or the pending packs break the format or the rules; empty if not."""
     form = taken.form
     if not 0 <= form.next_step < MAX_COUNT or len(form.chain) != 16:
-        return f"got step {form.next_step} and a chain of {len(form.chain)} bytes, expected a step and 16 bytes"
+        return (
+            f"got step {form.next_step} and a chain of {len(form.chain)} bytes, expected a non-negative step and a "
+            f"chain of 16 bytes"
+        )
     size = ROW.itemsize
     if len(form.window) % size or len(form.pending) % size:
-        return f"got {len(form.window)} and {len(form.pending)} bytes of samples, expected {size} each"
+        return (
+            f"got {len(form.window)} bytes of window samples and {len(form.pending)} bytes of pending samples, "
+            f"expected {size} bytes per sample"
+        )
     window, pending = np.frombuffer(form.window, ROW), np.frombuffer(form.pending, ROW)
     if len(form.ages) != len(window) or not all(-1 <= age < MAX_AGE for age in form.ages):
-        return f"got {len(form.ages)} ages, expected one, from -1 on, for each of {len(window)} samples"
+        return f"got {len(form.ages)} ages, expected {len(window)}, one age of at least -1 for each sample"
     said = form.keeps or b""
     if len(said) not in (0, len(window) + len(pending)) or any(keep not in (0, *KEEPS.values()) for keep in said):
-        return f"got {len(said)} bytes of groups, expected none, or one of each of {len(window) + len(pending)} samples"
+        return (
+            f"got {len(said)} bytes of group settings, expected 0, or one valid byte for each of the "
+            f"{len(window) + len(pending)} samples"
+        )
     most = rules.packs if rules.batch is None else 1  # a batch is packed whole, and leaves no packs
     if any(count < 0 for count in form.counts) or sum(form.counts) != len(pending) or len(form.counts) >= most:
         return (
-            f"got {len(form.counts)} packs of {sum(form.counts)} samples, expected fewer than the {most} of a "
-            f"step, of {len(pending)} samples"
+            f"got {len(form.counts)} pending packs with {sum(form.counts)} samples, expected fewer than {most} packs "
+            f"with {len(pending)} samples"
         )
     rows = np.concatenate([window, pending])
     return _wrong_rows(rows, taken, rules, max_tokens) or _wrong_packs(form, pending, rules)
@@ -242,19 +257,24 @@ def _wrong_rows(rows: NDArray[np.void], taken: Snapshot, rules: Rules, max_token
     """Return an error text if a sample of the window or of a pack has values out of range; empty if none has."""
     lengths, loss, stream = rows["length"].astype(np.int64), rows["loss_tokens"], rows["stream"]
     if ((lengths < 1) | (lengths > rules.budget) | (loss < 0) | (loss >= lengths)).any():
-        return f"got samples of {lengths.min()} to {lengths.max()} tokens, expected 1 to {rules.budget}, one never lost"
+        return (
+            f"got samples of {lengths.min()} to {lengths.max()} tokens, expected 1 to {rules.budget} tokens, and fewer "
+            f"loss tokens than tokens in each sample"
+        )
     if int(lengths.sum()) > max_tokens:
-        return f"got samples of {lengths.sum()} tokens, expected at most {max_tokens}: give the broker more memory"
+        return f"got {lengths.sum()} tokens in all samples, expected at most {max_tokens}. Give the broker more memory"
     if ((stream < 0) | (stream >= len(rules.streams)) | (rows["index"] < 0) | (rows["part"] < 0)).any():
-        return f"got a sample that cannot be, expected one of {len(rules.streams)} streams"
+        return (
+            f"got a sample with an invalid stream, index or part, expected a sample of the {len(rules.streams)} streams"
+        )
     if len(np.unique(rows[["stream", "index", "part"]])) < len(rows):
-        return "got a sample twice, expected each of them once"
+        return "got the same sample twice, expected each sample once"
     counts = np.array([each.partitions for each in rules.streams])
     at = (np.cumsum(counts) - counts)[stream] + rows["index"] % counts[stream]
     seq = rows["index"] // counts[stream]
     floors = np.array([seq for seq, _ in taken.floors])
     if ((seq < floors[at]) | (seq >= np.array(taken.merge.merged_samples)[at])).any():
-        return "got a sample that is not merged, or that would not be read again, expected none"
+        return "got a sample that is not merged or that a resumed feed does not read again, expected no such sample"
     return ""
 
 
@@ -264,5 +284,5 @@ def _wrong_packs(form: FormState, pending: NDArray[np.void], rules: Rules) -> st
     slots = np.concatenate([[0], np.cumsum(-(-pending["length"].astype(np.int64) // align) * align)])
     bounds = np.concatenate([[0], np.cumsum(form.counts)]).astype(np.int64).tolist()
     if any(slots[stop] - slots[start] > rules.budget for start, stop in pairwise(bounds)):
-        return f"got a pack that is over the budget of {rules.budget} tokens"
+        return f"got a pack that exceeds the budget of {rules.budget} tokens"
     return ""

@@ -181,7 +181,10 @@ class Former:
             self._ages, self._since, taken, bounds, waited,
         )  # fmt: skip
         if items < 0:
-            raise InternalError(f"got a choice of other items than the {len(self._sizes)} held, or of one twice")
+            raise InternalError(
+                f"got a choice with unknown or repeated items, expected each of the {len(self._sizes)} items held at "
+                f"most once"
+            )
         self._handles, self._sizes, self._lengths = self._handles[:samples], self._sizes[:items], self._lengths[:items]
         self._ages, self._since = self._ages[:items], self._since[:items]
         taken = taken[: num_held - samples]

@@ -181,8 +181,8 @@ class Admission:
                 index = index_of(seq, message.partition, terms.partitions)
                 return (
                     f"sample {terms.name}:{index}: got {length} tokens with checksum {int(crcs[at]):08x}, expected "
-                    f"{held} with {int(table.crc[handle]):08x}, as the first time. Put the data, the tokenizer and its "
-                    f"settings back, or start a new run."
+                    f"{held} tokens with checksum {int(table.crc[handle]):08x}, as in the first read. Restore the "
+                    f"data, the tokenizer and its settings, or start a new run."
                 )
         return ""
 

@@ -58,7 +58,10 @@ def parse_chunk(envelope: Envelope, message: Samples) -> ReceivedChunk | str:
     columns = (message.lengths_u32, message.crcs_u32, message.loss_tokens_u32)
     count = len(message.lengths_u32) // 4
     if any(len(column) != 4 * count for column in columns):
-        return f"got {[len(column) for column in columns]} bytes of lengths, crcs and loss tokens, expected 4 a sample"
+        return (
+            f"got {[len(column) for column in columns]} bytes of lengths, checksums and loss tokens, expected 4 bytes "
+            f"per sample"
+        )
     if not 0 < count <= MAX_CHUNK_SAMPLES:
         return f"got a chunk of {count} samples, expected 1 to {MAX_CHUNK_SAMPLES}"
     lengths, crcs, loss_tokens = (np.frombuffer(column, "<u4") for column in columns)
@@ -86,20 +89,22 @@ def malformed(chunk: ReceivedChunk, frames: Frames, max_sample_tokens: int, tota
     """
     count, payload, message = len(chunk.lengths), chunk.envelope.payload, chunk.message
     if total is not None and chunk.stop_seq > total:
-        return f"got sample {chunk.stop_seq - 1} of a partition that ended after {total}"
+        return f"got sample {chunk.stop_seq - 1}, but the partition ended after {total} samples"
     if len(payload) != len(frames.widths):
-        return f"got {len(payload)} payload frames, expected {len(frames.widths)}: tokens and every field"
+        return f"got {len(payload)} payload frames, expected {len(frames.widths)}, for the tokens and every field"
     if chunk.wrong_loss:
-        return "got a sample with as many loss tokens as tokens, expected fewer: its last one has no next"
+        return (
+            "got a sample with as many loss tokens as tokens, expected fewer, because the last token has no next token"
+        )
     for (by_token, by_sample), frame, name in zip(frames.widths, payload, frames.names, strict=True):
         got, expected = len(frame), chunk.num_tokens * by_token + count * by_sample
         if got != expected:
-            return f"got {got} payload bytes of {name}, expected {expected} for the lengths given"
+            return f"got {got} payload bytes of {name}, expected {expected} bytes for the given lengths"
     if chunk.longest > max_sample_tokens:
         return f"got a sample of {chunk.longest} tokens, expected at most {max_sample_tokens}"
     rejected = sum(message.rejected.values())
     if rejected > chunk.num_empty:
-        return f"got {rejected} rejected samples, expected at most the {chunk.num_empty} that are empty"
+        return f"got {rejected} rejected samples, expected at most {chunk.num_empty}, the number of empty samples"
     return ""
 
 
@@ -107,7 +112,10 @@ def unwanted(chunk: ReceivedChunk, terms: StreamTerms) -> Unfit | None:
     """Return the reason that a stream's terms reject a chunk; None if they accept it."""
     message = chunk.message
     if message.policy_version is not msgspec.UNSET and not terms.pushed:
-        return "malformed", f"got a policy's version with samples of stream {terms.name!r}, which is read"
+        return (
+            "malformed",
+            f"got a policy version with samples of stream {terms.name!r}, expected a version only for pushed streams",
+        )
     if message.keep and (wrong := _unfit_group(chunk, terms)):
         return "group", wrong
     if terms.overlong != "error" or chunk.longest <= terms.limit:
@@ -115,8 +123,9 @@ def unwanted(chunk: ReceivedChunk, terms: StreamTerms) -> Unfit | None:
     at = int(np.argmax(chunk.lengths > terms.limit))
     index = index_of(message.base_seq + at, message.partition, terms.partitions)
     return "overlong", (
-        f"sample {terms.name}:{index}: got {int(chunk.lengths[at])} tokens, expected at most the budget of "
-        f"{terms.limit}. Set rules.overlong, or the stream's, to truncate, split or drop, or raise rules.budget."
+        f"sample {terms.name}:{index}: got {int(chunk.lengths[at])} tokens, expected at most "
+        f"{terms.limit}, the budget. Set `overlong` of the rules or of the stream to truncate, split or drop, or raise "
+        f"`rules.budget`."
     )
 
 
@@ -126,20 +135,24 @@ def _unfit_group(chunk: ReceivedChunk, terms: StreamTerms) -> str:
     first, last = (index_of(seq, message.partition, terms.partitions) for seq in (message.base_seq, chunk.stop_seq - 1))
     group = f"samples {terms.name}:{first} to {last}"
     if not terms.pushed:
-        return f"{group}: got a group of a stream that is read, expected one that is pushed"
+        return f"{group}: got a group in a stream that is not pushed, expected a pushed stream"
     if message.keep == "step" and not terms.batches:
         return (
-            f"{group}: got keep='step' with steps that are cut from a stream, expected keep='pack', or none. Or "
-            f"set rules.step to {{samples: N}} or {{end_of_batch: true}}."
+            f"{group}: got keep='step' without batches, expected keep='pack' or no keep. To use keep='step', set "
+            f"`rules.step` to `{{samples: N}}` or `{{end_of_batch: true}}`."
         )
     if message.keep == "pack" and terms.padded:
-        return f"{group}: got keep='pack' with rules.padded, expected keep='step', or none: nothing is packed"
+        return (
+            f"{group}: got keep='pack' with `rules.padded: true`, expected keep='step' or no keep, because padded "
+            f"micro-batches are not packed"
+        )
     kept = np.minimum(lengths, terms.limit) if terms.overlong == "truncate" else lengths
     if message.keep == "step" or terms.overlong == "drop" or terms.fits(kept):
         return ""
-    most = "" if terms.most is None else f" and max_samples_per_pack, {terms.most}"
+    most = "" if terms.most is None else f" and {terms.most} samples (max_samples_per_pack)"
     return (
-        f"{group}: got a group kept in one pack of {int((kept > 0).sum())} samples, {int(kept.sum())} tokens "
-        f"before each is padded to {terms.align}. Expected at most the budget of {terms.limit}{most}, because the "
-        f"group cannot be cut. Send smaller groups, raise rules.budget, or set overlong: drop."
+        f"{group}: got a group of {int((kept > 0).sum())} samples and {int(kept.sum())} tokens to keep in one pack, "
+        f"before each sample is padded to a multiple of {terms.align}. Expected at most {terms.limit} tokens (the "
+        f"budget){most}. Such a group cannot be split. Send smaller groups, raise `rules.budget`, or set "
+        f"`overlong: drop`."
     )

@@ -179,7 +179,10 @@ class Leases:
             return self._hello(peer, message)
         if isinstance(message, Attach | Get | ReaderPing):
             return self._refuse(
-                peer, "wrong_address", f"{WRONG_SIDE}: this is where producers connect, see listen.trainers"
+                peer,
+                "wrong_address",
+                f"{WRONG_SIDE}. Only producers connect to this address. Trainers connect to "
+                "the address in `listen.trainers`.",
             )
         producer = self.producers.at(peer)
         if isinstance(message, Bye):
@@ -207,11 +210,13 @@ class Leases:
         if self.credits.drained:
             return self.credits.send(peer, FAREWELL)
         if producers.is_replaced(hello.producer):
-            return self._refuse(peer, "partition_taken", "got a producer whose partition another has taken since")
+            return self._refuse(
+                peer, "partition_taken", "got a message from a producer that lost its partition to another producer"
+            )
         if len(producers) >= self._max_producers and producers.named(hello.producer) is producers.at(peer) is None:
             return self._refuse(peer, "too_many", (
-                f"got one producer more than the {self._max_producers} that there may be at a time, expected no more: "
-                f"stop others, or raise limits.peers in broker.yaml"
+                f"got more than {self._max_producers} producers at a time, expected at most {self._max_producers}. "
+                f"Stop other producers, or raise `limits.peers` in broker.yaml"
             ))  # fmt: skip
         claim = producers.claim(hello, self._now)
         if claim.refusal:
@@ -301,11 +306,11 @@ class Leases:
         if message.total < taken or message.total != (
             message.total if intake.known_total is None else intake.known_total
         ):
-            expected = f"at least the {taken} taken before" if intake.known_total is None else str(intake.known_total)
+            expected = f"at least {taken}" if intake.known_total is None else str(intake.known_total)
             return self._expel(
                 producer, "short_stream",
                 f"stream {message.stream!r} partition {message.partition}: got an end after {message.total} samples, "
-                f"expected {expected}: the files have changed", p,
+                f"expected {expected} samples. The files have changed", p,
             )  # fmt: skip
         return self.accounts.end(p, message.total) + self.credits.flow(p, repeat=True)
 

@@ -31,12 +31,12 @@ class ProducerDeparture(Enum):
     """
 
     GOODBYE = ("it said goodbye", False)
-    SILENT = ("silent for {} s", True)
-    TAKEN_OVER = ("silent for {} s, and another producer took its partition over", True)
+    SILENT = ("it was silent for {} s", True)
+    TAKEN_OVER = ("it was silent for {} s, and another producer took over its partition", True)
     OTHER_NAME = ("its peer took another name", False)
     FAILED = ("it failed", False)
     EXPELLED = ("it was refused ({})", False)
-    KEY_CHANGED = ("its key does not allow what it does, or has changed", False)
+    KEY_CHANGED = ("its key was changed, or does not allow its messages", False)
 
     def __init__(self, text: str, vanished: bool) -> None:
         self.text, self.vanished = text, vanished
@@ -170,8 +170,8 @@ class Producers:
             return f"{text}: {self.failures[p]}"
         if holder is None:
             how = "a streampack.Producer of it" if stream.terms.pushed else "one with 'streampack produce'"
-            return f"{text}: no producer offers it, start {how}"
-        return f"{text}: held by the producer at {holder.where}"
+            return f"{text} (no producer offers it; start {how})"
+        return f"{text} (held by the producer at {holder.where})"
 
     def pushed_from(self, p: int) -> str | None:
         """Return host:pid of the producer that pushes to partition ``p``; None if there is none or it has failed."""
@@ -219,8 +219,8 @@ class Producers:
                 self.claims.pop(hello.producer)
                 return Claim(
                     refusal=f"got partition {offer.partition} of stream {offer.stream!r} from "
-                    f"{hello.host}:{hello.pid}, which the producer at {holder.where} holds: give each producer a "
-                    f"partition of its own"
+                    f"{hello.host}:{hello.pid}, but the producer at {holder.where} holds this partition. Give each "
+                    f"producer a partition of its own"
                 )
         silent = tuple(holder for holder, _ in held if now - holder.heard > CLAIM_S)
         if len(silent) < len(held):
@@ -254,9 +254,8 @@ def refusal(offer: Offer, partitions: Partitions, digests: dict[str, str]) -> tu
     if digest == offer.source_digest:
         return None
     return "source_digest", (
-        f"stream {offer.stream!r}: got other data than its first producer reads (source digest "
-        f"{offer.source_digest[:16]}, expected {digest[:16]}). Give both the same files and tokenizer, or "
-        f"begin a new run."
+        f"stream {offer.stream!r}: got source digest {offer.source_digest[:16]}, expected {digest[:16]}, the digest "
+        f"from the stream's first producer. Give both producers the same files and tokenizer, or start a new run."
     )
 
 
@@ -265,14 +264,17 @@ def _misplaced(offer: Offer, partitions: Partitions) -> str:
     terms = partitions.streams[offer.stream].terms
     if terms.pushed and offer.partition is None:
         return (
-            f"got an offer to read stream {offer.stream!r}, expected none: it is pushed, by streampack.Producer: "
-            f"take it out of producer.yaml, or set its pushed: false"
+            f"got an offer to read stream {offer.stream!r}, expected no such offer, because programs push this stream "
+            f"with streampack.Producer. Remove the stream from producer.yaml, or set `pushed: false` for the stream"
         )
     if not terms.pushed and offer.partition is not None:
-        return f"got samples for stream {offer.stream!r}, expected none: it is read: set its pushed: true"
+        return (
+            f"got an offer to push stream {offer.stream!r}, expected no such offer, because the stream is not pushed. "
+            f"Set `pushed: true` for the stream"
+        )
     if offer.partition is not None and offer.partition >= terms.partitions:
         return (
-            f"got partition {offer.partition} of stream {offer.stream!r}, expected one below {terms.partitions}: "
-            f"set the stream's partitions to the number of its producers"
+            f"got partition {offer.partition} of stream {offer.stream!r}, expected a number below "
+            f"{terms.partitions}. Set the stream's `partitions` to the number of its producers"
         )
     return ""

@@ -54,7 +54,7 @@ class Rebalancer:
             effects.append(Report("info", text, producer=producer.where, host=producer.host))
         elif restarted:
             self.vanished += 1
-            gone = f"producer {producer.where} took over from {known.where}, which is gone"
+            gone = f"producer {producer.where} took over from producer {known.where}, which is gone"
             effects.append(Report("warning", gone, producer=producer.where, host=producer.host))
         moved, last_words = self._share_out()
         held = [p for p in self._producers.held_by(producer.name) if p not in moved]

@@ -160,7 +160,7 @@ def layouts(lengths: I64, counts: I64, align: int | I64, totals: I64) -> Layouts
     if len(tails) and int(tails.min()) < 0:
         worst = int(tails.argmin())
         room = int(totals[worst])
-        raise ValueError(f"got {room - int(tails[worst])} tokens with padding, expected at most {room}")
+        raise ValueError(f"got a pack of {room - int(tails[worst])} tokens with padding, expected at most {room}")
     open_ = np.flatnonzero(tails)  # packs with tail padding, which is a segment of its own
     at = first_sample[open_ + 1]
     slots = np.insert(slots, at, tails[open_])

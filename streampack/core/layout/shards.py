@@ -61,13 +61,13 @@ def cut(laid: Layouts, cp: int, rank: int, kind: str) -> Slices:
         return Slices(laid.start, laid.stop, every, laid.first_segment)
     if kind == "zigzag":
         size = laid.stop - laid.start
-        _check_even(size, 2 * cp, "segment", "set align.sample and align.pack to multiples of it")
+        _check_even(size, 2 * cp, "segment", f"Set align.sample and align.pack to multiples of {2 * cp}")
         chunk = size // (2 * cp)
         start = np.stack([laid.start + rank * chunk, laid.stop - (rank + 1) * chunk], axis=1).ravel()
         return Slices(start, start + np.repeat(chunk, 2), np.repeat(every, 2), 2 * laid.first_segment)
     total = laid.stop[laid.first_segment[1:] - 1]
     parts = 2 * cp if kind == "zigzag_pack" else cp
-    _check_even(total, parts, "pack", "set the budget to a multiple of it")
+    _check_even(total, parts, "pack", f"Set the budget to a multiple of {parts}")
     chunk = total // parts
     numbers = (rank, 2 * cp - 1 - rank) if kind == "zigzag_pack" else (rank,)
     return _intersect(laid, [(number * chunk, (number + 1) * chunk) for number in numbers])
@@ -78,7 +78,7 @@ def _check_even(sizes: I64, parts: int, what: str, advice: str) -> None:
     ragged = sizes % parts != 0
     if ragged.any():
         at = int(np.argmax(ragged))
-        raise ValueError(f"got {what} {at} of {int(sizes[at])} tokens, expected a multiple of {parts}: {advice}")
+        raise ValueError(f"got {int(sizes[at])} tokens in {what} {at}, expected a multiple of {parts}. {advice}")
 
 
 def _intersect(laid: Layouts, intervals: list[tuple[I64, I64]]) -> Slices:

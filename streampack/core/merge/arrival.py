@@ -125,7 +125,9 @@ class Arrival(Queues):
         self._extend(partition + 1)
         known, stop = self._scripted[partition], first_seq + count
         if first_seq > known:
-            raise ValueError(f"got sample {first_seq} of partition {partition} in the script, expected {known} first")
+            raise ValueError(
+                f"got sample {first_seq} of partition {partition} in the script, expected sample {known} next"
+            )
         if stop > known:
             self._script.add(partition, stop)
             self._scripted[partition] = stop

@@ -149,9 +149,14 @@ class Queues:
         """
         known = np.diff(self._first).tolist()
         if list(partitions[: len(known)]) != known:
-            raise ValueError(f"got streams of {list(partitions)} partitions, expected {known} first: they keep theirs")
+            raise ValueError(
+                f"got streams with {list(partitions)} partitions, expected a list that begins with {known}, because "
+                f"known streams keep their partitions"
+            )
         if len(partitions) > len(known) and not self.may_grow:
-            raise ValueError("got a new stream between two passes, expected one once a sample of the next is merged")
+            raise ValueError(
+                "got a new stream between two passes, expected the new stream after the first merged sample of a pass"
+            )
         self._first = np.concatenate([[0], np.cumsum(partitions)]).astype(np.int64)
         self._queues = with_partitions(self._queues, sum(partitions))
         for name in ("_ended", "merged_samples", "merged_tokens"):

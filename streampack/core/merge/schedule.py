@@ -48,7 +48,7 @@ def strides(weights: list[float]) -> I64:
     heaviest = max(weights)
     for weight in weights:
         if not weight > 0 or heaviest / weight > MAX_WEIGHT_RATIO:
-            raise ValueError(f"got weight {weight:g}, expected one above {heaviest / MAX_WEIGHT_RATIO:g}")
+            raise ValueError(f"got weight {weight:g}, expected a weight above {heaviest / MAX_WEIGHT_RATIO:g}")
     return np.array([round(STRIDE_ONE * heaviest / weight) for weight in weights], np.int64)
 
 
@@ -144,7 +144,10 @@ class Merge(Queues):
         old, known, removed = self._stride, len(self._stride), _removed(weights)
         back = [s for s in range(known) if old[s] == 0 and weights[s]]
         if back:
-            raise ValueError(f"got a weight for stream {back[0]}, expected 0: it was removed, add it anew")
+            raise ValueError(
+                f"got a weight for stream {back[0]}, expected 0, because the stream was removed. Add a new stream "
+                f"instead"
+            )
         strides([weight for weight in weights if weight] or list(weights))  # raises before anything changes
         dropped = self._restream(partitions, removed)
         self._set_strides(weights, stops)

@@ -71,32 +71,44 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     def __post_init__(self) -> None:
         if self.axis in ("item", "patch"):
             raise ValueError(
-                f"got axis {self.axis!r}, expected token or sample: item and patch are reserved for images, "
-                f"which this version does not carry"
+                f"got `axis: {self.axis}`, expected `axis: token` or `axis: sample`. The axes item and patch are "
+                f"reserved for images, which this version does not support"
             )
         if not _NAME.fullmatch(self.name) or self.name in DERIVED:
-            why = "every pack has one of its own" if self.name in DERIVED else "that is no identifier"
-            raise ValueError(f"got the name {self.name!r}, expected another: {why}")
+            why = "every pack has its own attribute with this name" if self.name in DERIVED else "this is no identifier"
+            raise ValueError(f"got the name {self.name!r}, expected another name, because {why}")
         if self.axis == "sample" and (self.align != "token" or self.cp != "slice"):
-            raise ValueError("got align or cp for a field of axis sample, expected neither: they are a token's")
+            raise ValueError(
+                "got `align` or `cp` with `axis: sample`, expected neither, because both keys are for `axis: token`"
+            )
         if self.value_bytes > MAX_VALUE_BYTES:
-            raise ValueError(f"got {self.value_bytes} bytes a {self.axis}, expected at most {MAX_VALUE_BYTES}")
+            raise ValueError(f"got {self.value_bytes} bytes per {self.axis}, expected at most {MAX_VALUE_BYTES}")
         if self.name in (LOSS_MASK, LABELS) and (self.axis, self.align, self.shape) != ("token", "target", ()):
-            raise ValueError("expected axis: token, align: target and no shape, as labels have")
+            raise ValueError(
+                f"got {self.name} with `axis: {self.axis}`, `align: {self.align}` and shape {list(self.shape)}, "
+                f"expected `axis: token`, `align: target` and no shape"
+            )
         if self.name in (LOSS_MASK, LABELS, POSITION_IDS) and self.cp != "slice":
-            raise ValueError(f"got cp: {self.cp} for {self.name}, expected slice, as tokens are")
+            raise ValueError(f"got `cp: {self.cp}` for {self.name}, expected `cp: slice`")
         if self.name == LABELS and self.dtype not in ("int32", "int64"):
             raise ValueError(f"got dtype {self.dtype} for labels, expected int32")
         if self.name == LABELS and self.pad != -100:
-            raise ValueError(f"got pad {self.pad} for labels, expected -100, the label that no loss counts")
+            raise ValueError(f"got pad {self.pad} for labels, expected -100, the label that the loss ignores")
         if self.name == LOSS_MASK and (self.pad != 0 or self.storage.kind not in "bui"):
-            raise ValueError("got a loss mask that is no bool or integer, or is not 0 at padding; expected both")
+            raise ValueError(
+                f"got loss_mask with dtype {self.dtype} and pad {self.pad}, expected bool or an integer dtype, and "
+                f"pad 0"
+            )
         if self.name == POSITION_IDS and (
             (self.axis, self.align) != ("token", "token")
             or self.shape not in ((), (3,))
             or self.storage.kind not in "ui"
         ):
-            raise ValueError("expected integers of axis: token, align: token, and no shape or [3]")
+            raise ValueError(
+                f"got position_ids with dtype {self.dtype}, `axis: {self.axis}`, `align: {self.align}` and shape "
+                f"{list(self.shape)}, expected an integer dtype, `axis: token`, `align: token`, and no shape or shape "
+                f"[3]"
+            )
         for value in (self.pad, self.default):
             if value is not None:
                 self.fill(value)
@@ -118,7 +130,7 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
         if self.storage.kind in "bui":
             low, high = (0, 1) if self.storage.kind == "b" else (np.iinfo(self.storage).min, np.iinfo(self.storage).max)
             if not float(value).is_integer() or not low <= value <= high:
-                raise ValueError(f"got the value {value}, expected one that {self.dtype} holds")
+                raise ValueError(f"got the value {value}, expected a value of dtype {self.dtype}")
         return np.array(value).astype(self.storage)
 
 
@@ -128,7 +140,9 @@ def check_fields(fields: tuple[Field, ...]) -> None:
         raise ValueError(f"got {len(fields)} fields, expected at most {MAX_FIELDS}")
     sample_bytes = sum(field.value_bytes for field in fields if field.axis == "sample")
     if sample_bytes > MAX_SAMPLE_BYTES:
-        raise ValueError(f"got {sample_bytes} bytes a sample in fields of axis sample, expected {MAX_SAMPLE_BYTES}")
+        raise ValueError(
+            f"got {sample_bytes} bytes per sample in fields with `axis: sample`, expected at most {MAX_SAMPLE_BYTES}"
+        )
 
 
 def to_bfloat16(values: NDArray[Any]) -> NDArray[np.uint16]:

@@ -88,5 +88,7 @@ def _named_ranks(name: str, ranks: tuple[int, ...] | None, size: int) -> tuple[i
     """Return ``ranks`` of a dimension of ``size`` ranks as non-negative ranks, sorted; all of them for None."""
     for rank in ranks or ():
         if not -size <= rank < size:
-            raise ValueError(f"got readers {name}={list(ranks or ())}, expected ranks of a mesh with {name}={size}")
+            raise ValueError(
+                f"got readers with {name} ranks {list(ranks or ())}, expected {name} ranks from {-size} to {size - 1}"
+            )
     return tuple(range(size)) if ranks is None else tuple(sorted({rank % size for rank in ranks}))

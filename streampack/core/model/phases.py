@@ -41,7 +41,10 @@ class Phases(Generic[P]):
     def go(self, to: P) -> None:
         """Enter the phase ``to``."""
         if to not in self._table[self.now]:
-            raise InternalError(f"{self._who} went from {self.now.name} to {to.name}, which no peer may: {self}")
+            raise InternalError(
+                f"{self._who} went from phase {self.now.name} to phase {to.name}, which is not allowed. Last phases: "
+                f"{self}"
+            )
         self._history.append(to)
         self.now = to
 

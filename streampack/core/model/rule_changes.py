@@ -38,7 +38,7 @@ class Skip(Struct, frozen=True, tag=True):
 
     def __post_init__(self) -> None:
         if not 0 <= self.first <= self.last:
-            raise ValueError(f"got steps {self.first}-{self.last}, expected the first and the last, from 0 on")
+            raise ValueError(f"got steps {self.first} to {self.last}, expected 0 <= first step <= last step")
 
 
 Ask = Reweigh | Restream | Skip
@@ -62,13 +62,13 @@ def apply_change(rules: Rules, ask: Reweigh | Restream) -> Rules:
         streams = _reweighed(rules, dict.fromkeys(ask.remove, 0.0)) + _check_added(rules, ask.add)
     weights = {stream.name: stream.weight for stream in streams if stream.weight}
     if not weights:
-        raise ValueError("got no stream that is left, expected one: a feed ends when its streams do")
+        raise ValueError("got a change that removes all streams, expected at least one stream that stays")
     heaviest = max(weights.values())
     for name, weight in weights.items():
         if heaviest / weight > MAX_WEIGHT_RATIO:
             raise ValueError(
-                f"stream {name!r}: got weight {weight:g}, expected at least {heaviest / MAX_WEIGHT_RATIO:g}, a "
-                f"{MAX_WEIGHT_RATIO}th of the heaviest"
+                f"stream {name!r}: got weight {weight:g}, expected at least {heaviest / MAX_WEIGHT_RATIO:g}, "
+                f"1/{MAX_WEIGHT_RATIO} of the heaviest weight"
             )
     return msgspec.structs.replace(rules, streams=streams)
 
@@ -81,11 +81,13 @@ def _reweighed(rules: Rules, weights: dict[str, float]) -> tuple[StreamRules, ..
             gone = ", which was removed" if any(name == stream.name for stream in rules.streams) else ""
             raise ValueError(f"got stream {name!r}{gone}, expected one of: {', '.join(left)}")
         if not (math.isfinite(weight) and 0 <= weight <= MAX_WEIGHT):
-            raise ValueError(f"stream {name!r}: got weight {weight:g}, expected 0 to {MAX_WEIGHT:g}; 0 removes it")
+            raise ValueError(
+                f"stream {name!r}: got weight {weight:g}, expected 0 to {MAX_WEIGHT:g}. Weight 0 removes the stream"
+            )
         if weight and rules.merge == "arrival":
             raise ValueError(
-                f"stream {name!r}: got weight {weight:g} with merge: arrival, expected 0, which removes it: samples "
-                f"are taken as they come"
+                f"stream {name!r}: got weight {weight:g} with `merge: arrival`, expected 0, which removes the stream. "
+                f"Other weights have no effect, because samples are merged in order of arrival"
             )
     replace = msgspec.structs.replace
     return tuple(replace(stream, weight=weights.get(stream.name, stream.weight)) for stream in rules.streams)
@@ -96,12 +98,18 @@ def _check_added(rules: Rules, added: tuple[StreamRules, ...]) -> tuple[StreamRu
     known = {stream.name for stream in rules.streams}
     for stream in added:
         if stream.name in known:
-            raise ValueError(f"got a new stream {stream.name!r}, expected a new name: one of this feed has it, or had")
+            raise ValueError(
+                f"got a new stream {stream.name!r}, expected an unused name, because a current or removed stream of "
+                f"this feed has this name"
+            )
         if not (math.isfinite(stream.weight) and 0 < stream.weight <= MAX_WEIGHT):
             raise ValueError(
-                f"stream {stream.name!r}: got weight {stream.weight:g}, expected above 0, to {MAX_WEIGHT:g}"
+                f"stream {stream.name!r}: got weight {stream.weight:g}, expected a weight above 0 and up to "
+                f"{MAX_WEIGHT:g}"
             )
         if stream.pushed and rules.merge == "schedule":
-            raise ValueError(f"stream {stream.name!r}: got pushed with merge: schedule, expected merge: arrival for it")
+            raise ValueError(
+                f"stream {stream.name!r}: got a pushed stream with `merge: schedule`, expected `merge: arrival`"
+            )
         known.add(stream.name)
     return added

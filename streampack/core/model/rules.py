@@ -68,20 +68,21 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     kind: Annotated[
         Literal["none", "deal", "joint"],
         Meta(
-            description="Packs go to ranks by cost (`deal`) or in order (`none`), or are formed in groups of equal "
-            "cost (`joint`)"
+            description="`deal` assigns packs to ranks by cost, `none` assigns packs in order, and `joint` forms "
+            "groups of packs with equal cost"
         ),
     ] = "deal"
     order: Annotated[
         MicroBatchOrder | None,
         Meta(
-            description="Order of each rank's micro-batches: most expensive first (`largest_first`), in the middle "
-            "(`small_at_edges`, for pipelines), or as packed (`packer`)"
+            description="Order of each rank's micro-batches. `largest_first` puts the most expensive first, "
+            "`small_at_edges` puts the most expensive in the middle (for pipelines), and `packer` keeps the packer's "
+            "order"
         ),
     ] = None
     hidden_size: Annotated[
         Annotated[int, Meta(ge=1, lt=2**24)] | None,
-        Meta(description="Hidden size of the model, for the cost of a sample: it sets a = 6 * hidden_size and b = 1"),
+        Meta(description="Hidden size of the model. It sets the cost factors a = 6 * hidden_size and b = 1"),
     ] = None
     a: Annotated[
         int, Meta(ge=0, lt=2**32, description="Factor a of a sample's cost, a * s + b * s * s for s tokens")
@@ -91,21 +92,24 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     ] = 1
     group: Annotated[
         Annotated[int, Meta(ge=1, le=2**16)] | None,
-        Meta(description="For kind `joint`: number of packs formed together. It must divide the packs of a step"),
+        Meta(
+            description="Number of packs that kind `joint` forms together. It must divide the number of packs in a step"
+        ),
     ] = None
     patience: Annotated[
         int,
         Meta(
             ge=1,
             le=2**20,
-            description="For kind `joint`: about how many groups a sample waits that is too long for its group",
+            description="Approximate number of groups that an outlier sample waits for similar samples, with kind "
+            "`joint`",
         ),
     ] = PATIENCE
 
     def __post_init__(self) -> None:
         given = f"group: {self.group}" if self.group is not None else f"patience: {self.patience}"
         if self.kind != "joint" and (self.group is not None or self.patience != PATIENCE):
-            raise ValueError(f"got {given} with kind: {self.kind}, expected it with kind: joint alone")
+            raise ValueError(f"got `{given}` with `kind: {self.kind}`, expected this key only with `kind: joint`")
 
     def planned(self, dp: int) -> Balance:
         """Return these settings with ``group`` set to ``dp``, for kind ``joint`` without a group.
@@ -151,17 +155,19 @@ class Batch(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     def __post_init__(self) -> None:
         if self.samples is not None and self.min_samples > 1:
             raise ValueError(
-                f"got min_samples: {self.min_samples} with samples: {self.samples}, expected one of them: "
-                f"min_samples is for batches that end_of_batch closes"
+                f"got `min_samples: {self.min_samples}` with `samples: {self.samples}`, expected only one of these "
+                f"keys. `min_samples` is for batches that end_of_batch closes"
             )
 
 
 class Warmup(Struct, frozen=True, forbid_unknown_fields=True):
     """Warmup of the budget: ``init`` tokens at step 0, growing evenly to the whole budget at step ``steps``."""
 
-    init: Annotated[Positive, Meta(description="Tokens of a pack at step 0. A longer sample is alone in its pack")]
+    init: Annotated[
+        Positive, Meta(description="Budget of a pack at step 0, in tokens. A longer sample gets a pack of its own")
+    ]
     steps: Annotated[
-        int, Meta(ge=1, lt=2**40, description="Number of steps until the budget has its full size; it grows evenly")
+        int, Meta(ge=1, lt=2**40, description="Number of steps in which the budget grows evenly to its full size")
     ]
 
 
@@ -246,30 +252,30 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     def __post_init__(self) -> None:
         if self.budget % self.align.pack:
             raise ValueError(
-                f"got budget {self.budget} and align.pack {self.align.pack}, expected a multiple: "
-                f"take {self.budget // self.align.pack * self.align.pack or self.align.pack}"
+                f"got budget {self.budget}, expected a multiple of align.pack, {self.align.pack}. "
+                f"Use {self.budget // self.align.pack * self.align.pack or self.align.pack}"
             )
         if self.align.pack % self.align.sample:
             raise ValueError(
-                f"got align.pack {self.align.pack} and align.sample {self.align.sample}, expected a multiple"
+                f"got align.pack {self.align.pack}, expected a multiple of align.sample, {self.align.sample}"
             )
         check_shape(self.shape, self.budget, self.align.pack)
         if self.warmup is not None and not self.align.pack <= self.warmup.init <= self.budget:
             raise ValueError(
-                f"got warmup.init {self.warmup.init}, expected {self.align.pack} to {self.budget}: align.pack and the "
-                f"budget that it grows to"
+                f"got warmup.init {self.warmup.init}, expected {self.align.pack} (align.pack) to {self.budget} "
+                f"(the budget)"
             )
         if self.batch is not None and self.batch.samples is None and self.tail == "drop":
             raise ValueError(
-                "got tail: drop with steps that end_of_batch closes, expected pad: there is no tail, the last batch is "
-                "whole when its streams end"
+                "got `tail: drop` with steps that end_of_batch closes, expected `tail: pad`, because the last batch "
+                "of such steps is always complete"
             )
         if self.padded:
             self._check_padded()
         if self.batch is not None and self.balance.kind == "joint":
             raise ValueError(
-                "got balance.kind: joint with a batch, expected deal or none: its samples are all there, and ranks are "
-                "matched by cost as they are dealt"
+                "got `balance.kind: joint` with batches, expected `deal` or `none`. With `deal`, the packs of a batch "
+                "are balanced by cost"
             )
         check_fields(self.fields)
         if self.balance.kind == "joint":
@@ -278,39 +284,45 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
         if chosen.max_budget is not None and units >= chosen.max_budget:
             key = chosen.config_key
             raise ValueError(
-                f"got a budget of {units} times align.sample, expected less than {chosen.max_budget} with {key}: "
-                f"{chosen.name}: take a smaller one, or {key}: {'sliding_ffd' if key == 'packer' else 'deal'}"
+                f"got a budget of {units} times align.sample, expected less than {chosen.max_budget} times with "
+                f"`{key}: {chosen.name}`. Use a smaller budget, or set "
+                f"`{key}: {'sliding_ffd' if key == 'packer' else 'deal'}`"
             )
 
     def _check_padded(self) -> None:
         """Raise ValueError if ``padded`` is combined with rules that only apply to packs."""
         if self.batch is None:
             raise ValueError(
-                "got padded: true with steps of packs, expected step: {samples: N} or {end_of_batch: true}: padded "
-                "micro-batches are made of a batch"
+                "got `padded: true` without batches, expected `step: {samples: N}` or `step: {end_of_batch: true}`, "
+                "because padded micro-batches are made from a batch"
             )
         default = Rules()
         rows: dict[str, object] = {"packer": "none", "micro_batch_size": 1, "shape": "exact"}
         for key in ("packer", *PACKER_KEYS, "window", "shape", "balance", "warmup"):
             got, expected = getattr(self, key), rows.get(key, getattr(default, key))
             if got != expected:
-                raise ValueError(f"got {key}: {_text(got)} with padded: true, expected no such key: nothing is packed")
+                raise ValueError(
+                    f"got `{key}: {_text(got)}` with `padded: true`, expected no `{key}` key, because padded "
+                    f"micro-batches are not packed"
+                )
         for field in self.fields:
             if field.name in OF_ROWS:
                 raise ValueError(
-                    f"got the field {field.name} with padded: true, expected another name: rows have one of their own"
+                    f"got the field {field.name} with `padded: true`, expected another name, because padded "
+                    f"micro-batches have their own attribute with this name"
                 )
 
     def _check_joint(self) -> None:
         """Raise ValueError if kind ``joint`` is combined with another packer, or a step does not hold whole groups."""
         if self.packer != "exact_fill":
             raise ValueError(
-                f"got balance.kind: joint with packer: {self.packer}, expected exact_fill, whose method fills its packs"
+                f"got `balance.kind: joint` with `packer: {self.packer}`, expected `packer: exact_fill`, because "
+                f"joint uses the method of exact_fill"
             )
         if self.balance.group is None or self.packs % self.balance.group:
             raise ValueError(
-                f"got balance.group: {self.balance.group} and {self.packs} packs of a step, expected a divisor of "
-                f"them (where none is given it is planned_mesh.dp)"
+                f"got `balance.group: {self.balance.group}` with {self.packs} packs per step, expected a divisor of "
+                f"{self.packs}. The default of `balance.group` is planned_mesh.dp"
             )
 
     def new_packer(self) -> Packer:
@@ -322,8 +334,8 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
         for unknown in sorted(given.keys() - set(has)):
             known = " or ".join(key for key in PACKER_KEYS if key in has) or "none"
             raise ValueError(
-                f"got {unknown}: {given[unknown]} with {'balance.kind' if joint else 'packer'}: {name}, expected only "
-                f"keys that it has: {known}"
+                f"got `{unknown}: {given[unknown]}` with `{'balance.kind' if joint else 'packer'}: {name}`, expected "
+                f"only keys that {name} has: {known}"
             )
         own = {"group": self.balance.group, "patience": self.balance.patience} if joint else {}
         return make_packer(name, **given, **own, **({"seed": self.seed} if "seed" in has else {}))

@@ -29,16 +29,20 @@ class Sizes(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     The budget C is always a bucket.
     """
 
-    multiple: Annotated[_Tokens | None, Meta(description="Multiple of tokens that packs are padded to")] = None
+    multiple: Annotated[
+        _Tokens | None, Meta(description="Each pack is padded to a multiple of this number of tokens")
+    ] = None
     buckets: Annotated[
         Annotated[tuple[_Tokens, ...], Meta(min_length=1, max_length=MAX_BUCKETS)] | None,
-        Meta(description="Sizes in tokens: a pack is padded to the least that holds it, or to the budget"),
+        Meta(
+            description="Pack sizes in tokens. Each pack is padded to the smallest size that holds it, or to the budget"
+        ),
     ] = None
 
     def __post_init__(self) -> None:
         if (self.multiple is None) == (self.buckets is None):
             got = "neither" if self.multiple is None else "both"
-            raise ValueError(f"got {got} of multiple and buckets, expected one of them")
+            raise ValueError(f"got {got} of multiple and buckets, expected exactly one of the two keys")
 
 
 Shape = Literal["fixed", "exact"] | Sizes
@@ -50,15 +54,15 @@ def check_shape(shape: Shape, budget: int, align: int) -> None:
         return
     if shape.multiple is not None and (shape.multiple % align or budget % shape.multiple):
         raise ValueError(
-            f"got shape.multiple {shape.multiple}, expected a multiple of align.pack, {align}, that divides the budget "
-            f"of {budget}"
+            f"got shape.multiple {shape.multiple}, expected a multiple of align.pack ({align}) that divides the budget "
+            f"({budget})"
         )
     before = 0
     for bucket in shape.buckets or ():
         if bucket % align or not before < bucket <= budget:
             raise ValueError(
-                f"got shape.buckets {list(shape.buckets or ())}, expected rising multiples of align.pack, {align}, up "
-                f"to the budget of {budget}"
+                f"got shape.buckets {list(shape.buckets or ())}, expected ascending multiples of align.pack, {align}, "
+                f"up to the budget, {budget}"
             )
         before = bucket
 
@@ -103,7 +107,7 @@ def check_widths(widths: I64, shape: Shape, budget: int, align: int) -> None:
     wrong = (widths < 1) | (widths > budget)
     wrong |= own_widths(np.where(wrong, budget, widths), shape, budget, align) != widths
     if wrong.any():
-        raise ValueError(f"got a pack of {int(widths[wrong][0])} tokens, expected one of shape {shape_text(shape)}")
+        raise ValueError(f"got a pack of {int(widths[wrong][0])} tokens, expected a size of shape {shape_text(shape)}")
 
 
 def shape_text(shape: Shape) -> str:

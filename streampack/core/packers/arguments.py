@@ -39,7 +39,7 @@ def integers(lengths: Sequence[int] | I64) -> I64:
             if not is_integer(length):
                 raise SampleError(f"sample {i}: got a length of {length!r}, expected an integer")
             if abs(length) > np.iinfo(np.int64).max:
-                raise SampleError(f"sample {i}: got a length of {length}, expected one that fits int64")
+                raise SampleError(f"sample {i}: got a length of {length}, expected a length that fits into int64")
         return np.array(lengths, np.int64)
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
         raise SampleError(
@@ -63,6 +63,6 @@ def aligned_units(lengths: Sequence[int] | I64, budget: int, align: int) -> I64:
         i = int(wrong[0])
         raise SampleError(
             f"sample {i}: got {lengths[i]} tokens ({int(units[i]) * align} when aligned to {align}), expected"
-            f" 1 to {budget}, the budget; drop, truncate or split it before packing"
+            f" 1 to {budget}, the budget. Drop, truncate or split the sample before packing"
         )
     return units

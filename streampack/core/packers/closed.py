@@ -46,8 +46,8 @@ def with_count(
     num_samples = sum(map(len, found))
     if num_samples < num_packs and empty == "error":
         raise SampleError(
-            f"got {num_samples} samples, expected at least {num_packs}, one for each pack of min_packs={min_packs} and "
-            f"pack_count_multiple={multiple}: lower them, or ask for empty='pad'"
+            f"got {num_samples} samples, expected at least {num_packs}, one for each pack that min_packs={min_packs} "
+            f"and pack_count_multiple={multiple} require. Lower these two numbers, or pass empty='pad'"
         )
     most = [(-len(pack), -number) for number, pack in enumerate(found)]
     heapify(most)
@@ -80,7 +80,8 @@ def way_back(packs: Iterable[Sequence[int]]) -> I64:
     counts = np.bincount(order[(order >= 0) & (order < len(order))], minlength=len(order))
     if (wrong := np.flatnonzero(counts != 1)).size:
         raise SampleError(
-            f"sample {wrong[0]}: got it {counts[wrong[0]]} times in packs of {len(order)} samples, expected it once"
+            f"got sample {wrong[0]} {counts[wrong[0]]} times in packs of {len(order)} samples, expected each sample "
+            f"once"
         )
     back = np.empty(len(order), np.int64)
     back[order] = np.arange(len(order))
@@ -177,9 +178,10 @@ def _sizes(sizes: Sequence[int] | I64 | None, num_items: int, cap: int | None) -
         return None
     found = integers(sizes)
     if len(found) != num_items:
-        raise SampleError(f"got {len(found)} sizes for {num_items} lengths, expected one for each")
+        raise SampleError(f"got {len(found)} sizes for {num_items} lengths, expected one size per length")
     for i in np.flatnonzero((found < 1) | (found > (cap or found.max(initial=1)))):
         raise SampleError(
-            f"sample {i}: got a group of {found[i]} samples, expected 1 to {cap or 'any number'}, max_samples_per_pack"
+            f"sample {i}: got a group of {found[i]} samples, expected "
+            + (f"1 to {cap}, the value of max_samples_per_pack" if cap else "at least 1")
         )
     return found

@@ -55,7 +55,7 @@ def make_packer(name: str, **parameters: Any) -> Packer:
     known = parameters_of(name)
     for unknown in sorted(parameters.keys() - known):
         raise ConfigError(
-            f"packer {name}: got the parameter {unknown!r}, expected {' or '.join(known) or 'none: it has none'}"
+            f"packer {name}: got the parameter {unknown!r}, expected {' or '.join(known) or 'no parameter'}"
         )
     for key, value in parameters.items():
         usual = getattr(PACKERS[name], key)

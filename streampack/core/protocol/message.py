@@ -17,7 +17,7 @@ from msgspec import Struct
 from streampack.core.model.bounded import Name, Text
 from streampack.core.model.snapshot import Count
 
-WRONG_SIDE = "got an address of the broker, but not the one for this side"
+WRONG_SIDE = "got a connection to the wrong address of the broker"
 
 
 class Message(Struct, frozen=True, kw_only=True):

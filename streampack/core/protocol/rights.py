@@ -40,9 +40,9 @@ NO_RIGHTS = Rights("", "none")
 def forbidden(rights: Rights, message: Message, side: Side) -> str:
     """Return an error text if a key may not send ``message`` to the address of ``side``; empty if it may."""
     if rights.role == "none":
-        return "got a key that is not allowed any more, expected one of the broker's allowed.yaml"
+        return "got a key that is no longer allowed, expected a key in the broker's allowed.yaml"
     if rights.role not in (side, "any"):
-        return f"got key {rights.name!r}, which is a {rights.role}'s, where {side}s connect: expected a {side}'s"
+        return f"got key {rights.name!r} of role {rights.role}, expected a key of role {side} at this address"
     if isinstance(message, Attach):
         return _not_its_rank(rights, message)
     named = [offer.stream for offer in message.offers] if isinstance(message, Hello) else _stream_of(message)
@@ -64,7 +64,7 @@ def _not_its_rank(rights: Rights, message: Attach) -> str:
     own = dict(zip(("dp", "cp", "tp", "pp"), message.mesh.ranks, strict=True))
     for axis, rank in rights.ranks.items():
         if own[axis] != rank:
-            return f"got {axis}_rank={own[axis]} for key {rights.name!r}, expected {axis}_rank={rank}, which it is for"
+            return f"got {axis}_rank={own[axis]} for key {rights.name!r}, expected {axis}_rank={rank}"
     return ""
 
 

@@ -223,7 +223,7 @@ class StepPart(Message, frozen=True, kw_only=True):
         if wrong.any() or len(lengths) != counts.sum() or (lengths > np.repeat(rows, counts)).any():
             raise ValueError(
                 f"got padded micro-batches of {widths.tolist()[:8]} tokens with {counts.tolist()[:8]} samples and rows "
-                f"of {rows.tolist()[:8]}, expected a row a sample, and one more at most"
+                f"of {rows.tolist()[:8]} tokens, expected one row per sample and at most one extra row"
             )
         return rows
 

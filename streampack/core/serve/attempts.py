@@ -43,13 +43,13 @@ class Departure(Enum):
     """Reason that a reader was removed; the value is the text for the log."""
 
     GOODBYE = "it said goodbye"
-    SILENT = "silent for {} s"
-    TAKEN_OVER = "silent for {} s, and another process took its rank over"
+    SILENT = "it was silent for {} s"
+    TAKEN_OVER = "it was silent for {} s, and another process took over its rank"
     OTHER_RANK = "it took another rank"
     OTHER_FEED = "its peer took another feed"
     PEER_TOOK_RANK = "its peer took another rank"
     REFUSED = "it was refused"
-    KEY_CHANGED = "its key does not allow what it does, or has changed"
+    KEY_CHANGED = "its key was changed, or does not allow its messages"
 
 
 class AttemptCoordinator:
@@ -240,12 +240,13 @@ class AttemptCoordinator:
         alive = self._registry.names_of((other.mesh.ranks for other in others), len(others))
         if reader.round < self.round:
             return "round_gone", (
-                f"got iteration {reader.round} of feed {self._feed!r}, expected {self.round}, in which other ranks "
-                f"still read: start all ranks again, or end {alive}"
+                f"got iteration {reader.round} of feed {self._feed!r}, expected iteration {self.round}, which other "
+                f"ranks still read. Restart all ranks, or stop these ranks: {alive}"
             )
         return "step_gone", (
-            f"got a request to start at step {reader.first_step}, expected {self._steps.released_upto} or later, the "
-            f"oldest step kept, while other ranks still read. Start all ranks again, or end {alive}"
+            f"got a request to start at step {reader.first_step}, expected step {self._steps.released_upto} or "
+            f"later, because the broker no longer keeps earlier steps for the ranks that read. Restart all ranks, or "
+            f"stop these ranks: {alive}"
         )
 
     def has_diverged(self, reader: Reader) -> bool:
@@ -304,7 +305,7 @@ class AttemptCoordinator:
         """Return a text that names the holders of the rank that a reader claims."""
         others = self._registry.in_the_way(reader)
         names = self._registry.names_of((other.mesh.ranks for other in others), len(others))
-        return f"rank {reader.mesh} is free when those that read are gone: {names}"
+        return f"rank {reader.mesh} becomes free when these readers have left: {names}"
 
     def _join_text(self, reader: Reader) -> str:
         """Return a text that names the ranks that are not ready for the reader's round."""
@@ -316,7 +317,7 @@ class AttemptCoordinator:
             names = self._registry.names_of((r for r in self._registry.ranks() if r not in there), count - len(there))
             of = f"{count - len(there)} of {count} ranks are"
             text = (
-                f"iteration {reader.round}: {of} still in the one before: {names}"
+                f"iteration {reader.round} waits, because {of} still in the previous iteration: {names}"
                 if ahead
                 else f"{of} not ready: {names}"
             )
@@ -341,8 +342,8 @@ class AttemptCoordinator:
 def diverged(reader: Reader, rules: Rules) -> str:
     """Return the error text for a reader whose steps before its first step differ from this run's steps."""
     pushed = any(stream.pushed for stream in rules.streams)
-    lost = ", or the log that holds the pushed samples was lost or replaced (state_dir)" if pushed else ""
+    lost = " Or the log with the pushed samples (in state_dir) was lost or replaced." if pushed else ""
     return (
-        f"the steps before {reader.first_step} are not those that this run serves: the data, the rules or the seed "
-        f"have changed{lost}. Put them back or start a new run."
+        f"the steps before step {reader.first_step} differ from the steps of this run. The data, the rules or the seed "
+        f"have changed.{lost} Undo the change, or start a new run."
     )

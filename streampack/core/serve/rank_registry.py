@@ -45,15 +45,15 @@ class ReaderPhase(Enum):
     ``holds``: the reader holds its rank. ``ready``: the broker knows its first step, and has the snapshot for it.
     """
 
-    ATTACHING = ("its first message is being judged", False, False)
-    CLAIMS = ("waits for its rank", False, False)
-    CLAIMS_SNAPSHOT = ("waits for its rank and for its checkpoint's snapshot", False, False)
-    CLAIMS_READY = ("waits for its rank, and is ready", False, True)
-    HOLDS = ("has its rank, and has not said where it begins", True, False)
-    HOLDS_SNAPSHOT = ("has its rank, and waits for its checkpoint's snapshot", True, False)
-    HOLDS_READY = ("has its rank, and waits for an attempt", True, True)
-    ENTERED = ("takes part in the attempt", True, True)
-    GONE = ("has left", False, False)
+    ATTACHING = ("the broker is checking the first message of the reader", False, False)
+    CLAIMS = ("the reader waits for its rank", False, False)
+    CLAIMS_SNAPSHOT = ("the reader waits for its rank and for the snapshot of its checkpoint", False, False)
+    CLAIMS_READY = ("the reader is ready and waits for its rank", False, True)
+    HOLDS = ("the reader has its rank but has not sent its first step", True, False)
+    HOLDS_SNAPSHOT = ("the reader has its rank and waits for the snapshot of its checkpoint", True, False)
+    HOLDS_READY = ("the reader has its rank and waits for an attempt to begin", True, True)
+    ENTERED = ("the reader takes part in the attempt", True, True)
+    GONE = ("the reader has left", False, False)
 
     def __init__(self, text: str, holds: bool, ready: bool) -> None:
         self.text, self.holds, self.ready = text, holds, ready
@@ -305,8 +305,8 @@ class RankRegistry:
             return
         self.fenced.pop(last.name, None)
         self.fenced[last.name] = (
-            f"rank {last.mesh} at {last.where} was silent or had left, and {by.where} has taken over as {by.mesh}: "
-            f"end this process"
+            f"rank {last.mesh} at {last.where} was silent or had left, and the process {by.where} took over as rank "
+            f"{by.mesh}. End the process {last.where}"
         )
         while len(self.fenced) > MAX_RANKS:
             del self.fenced[next(iter(self.fenced))]
@@ -346,15 +346,16 @@ def refusal(message: Attach, rules: Rules, layout: str) -> str:
         return unfit
     if rules.padded and mesh.pp > 1 and not message.variable_lengths:
         return (
-            f"got pp={mesh.pp} from a feed of padded micro-batches, whose shapes differ. If the pipeline's stages can "
-            f"exchange any shape, pass connect(..., variable_lengths=True). Else take pp=1, or pack."
+            f"got pp={mesh.pp} for padded micro-batches, expected pp=1, because these micro-batches differ in shape. "
+            f"If the pipeline's stages can exchange any shape, pass connect(..., variable_lengths=True). Otherwise, "
+            f"use pp=1 or packing."
         )
     try:
         tp, pp = message.readers.ranks(mesh)
     except ValueError as error:
         return str(error)
     if mesh.tp_rank not in tp or mesh.pp_rank not in pp:
-        return f"got rank {mesh}, expected one of the readers that it declares: {message.readers}"
+        return f"got rank {mesh}, expected one of the declared readers: {message.readers}"
     return ""
 
 
@@ -362,17 +363,17 @@ def clash(reader: Reader, other: Reader) -> tuple[str, str]:
     """Return why ``reader`` cannot have its rank because of the reader ``other``, as (error code, error text)."""
     if other.readers != reader.readers:
         return "mesh", (
-            f"got readers {reader.readers}, expected {other.readers} as declared by {other.where}: "
-            f"give every rank the same"
+            f"got readers {reader.readers}, expected {other.readers}, as the reader at {other.where} declared. "
+            f"Declare the same readers on every rank"
         )
     if other.mesh.sizes != reader.mesh.sizes:
         return "mesh", (
-            f"got a mesh of dp, cp, tp, pp = {reader.mesh.sizes}, expected {other.mesh.sizes} as attached by "
-            f"{other.where}: give every rank the same mesh"
+            f"got a mesh of dp, cp, tp, pp = {reader.mesh.sizes}, expected {other.mesh.sizes}, the mesh of the reader "
+            f"at {other.where}. Give every rank the same mesh"
         )
     return "rank_taken", (
-        f"got rank {reader.mesh} from {reader.where}, which {other.where} holds: start one client a rank, "
-        f"or stop that one"
+        f"got rank {reader.mesh} from {reader.where}, but the process {other.where} holds this rank. Start one client "
+        f"per rank, or stop the process {other.where}"
     )
 
 

@@ -228,8 +228,8 @@ class Readers:
             return self.attempts.reject(peer, "mesh", unfit, message.mesh, message.host)
         if reader is None and self._is_full(message):
             return self.attempts.reject(peer, "too_many", (
-                f"got one reader more than the {self._max_readers} that may read feed {self._feed!r} at a time, "
-                f"expected no more. Stop the others, or raise limits.peers in broker.yaml."
+                f"got more than {self._max_readers} readers of feed {self._feed!r} at a time, expected at most "
+                f"{self._max_readers}. Stop other readers, or raise `limits.peers` in broker.yaml."
             ), message.mesh, message.host)  # fmt: skip
         waits, snapshot = self._snapshots.misses(message), self._snapshots.of(message)
         if waits and self._snapshots.is_full(message.snapshot_digest):
@@ -276,7 +276,8 @@ class Readers:
         if not self._snapshots.expects(message.digest):
             return []
         if message.snapshot.digest != message.digest:
-            return self._refuse(reader, "snapshot", "got a snapshot of another digest than it attached with")
+            text = "got a snapshot whose digest differs from the digest in the attach message, expected the same digest"
+            return self._refuse(reader, "snapshot", text)
         waiting = self._snapshots.take(message.digest, message.snapshot)
         return [e for each, attach in waiting for e in self._attach_again(each, each.peer, attach)]
 

@@ -17,8 +17,8 @@ MOST_BROUGHT = 4
 ASK_S = 2.0
 """Seconds after which a reader that was asked for its snapshot, and attaches again, is asked again."""
 TOO_MANY = (
-    f"got a snapshot that differs from those of {MOST_BROUGHT} checkpoints that other readers have brought. Expected "
-    f"all ranks to bring the same. Load one checkpoint on every rank."
+    f"got a snapshot that differs from {MOST_BROUGHT} other snapshots, which other readers sent. Expected the same "
+    f"snapshot from all ranks. Load the same checkpoint on every rank."
 )
 
 

@@ -425,7 +425,7 @@ class StepServer:
         if wants and reader.sent_upto < self.formed_upto and (served := self.serve(reader)):
             return served
         if not wants or reader.sent_upto < self.formed_upto:
-            detail = f"step {reader.sent_upto}: {reader.queued_bytes} bytes are on their way"
+            detail = f"step {reader.sent_upto}: {reader.queued_bytes} bytes are on their way to this rank"
             return self._send_wait(reader, Missing("network", detail))
         if self._missing is None:
             self._missing = self._source.waiting_for()

@@ -82,13 +82,13 @@ WAIT_PINGS = 2.5
 class ClientPhase(Enum):
     """Phases of a rank's session with its broker. ``attached``: the broker has answered its last ``Attach``."""
 
-    CLAIMING = ("asks for its rank, before the trainer says where it begins", False)
-    HOLDING = ("has its rank, before the trainer says where it begins", True)
-    ATTACHING = ("asks to take part from its next step on", False)
-    READING = ("takes part, or waits for the other ranks", True)
-    ENDED = ("has had every step of the round", True)
-    ENDED_ATTACHING = ("has had every step, and asks a new broker for its rank", False)
-    OVER = ("is closed, or cannot go on", False)
+    CLAIMING = ("the client asks for its rank, and the trainer has not chosen a first step", False)
+    HOLDING = ("the client has its rank, and the trainer has not chosen a first step", True)
+    ATTACHING = ("the client asks to take part from its next step on", False)
+    READING = ("the client takes part or waits for the other ranks", True)
+    ENDED = ("the client has received every step of the round", True)
+    ENDED_ATTACHING = ("the client has received every step and asks a new broker for its rank", False)
+    OVER = ("the client is closed or cannot continue", False)
 
     def __init__(self, text: str, attached: bool) -> None:
         self.text, self.attached = text, attached
@@ -470,7 +470,9 @@ class ClientSession:
         if asked is None or asked.step != message.step or isinstance(asked, Commit) != isinstance(message, Committed):
             return []
         if isinstance(message, State) and self._chains.get(message.step, b"") not in (b"", message.chain):
-            return self._fail("diverged", f"the broker has other steps before {message.step} than were read here")
+            return self._fail(
+                "diverged", f"the broker's steps before step {message.step} differ from the steps that this client read"
+            )
         self._question = None
         return [Answered(message)]
 

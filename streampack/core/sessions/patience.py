@@ -72,17 +72,17 @@ class Patience:
             return ""
         if min(self._waiting_s, self.silent_s) > self.stall_s:
             return (
-                f"got no word of the broker for {self.silent_s:.0f} s, expected one within {self.stall_s:g} s: "
-                f"is it running, or stopped? (stall_timeout_s)"
+                f"got no message from the broker for {self.silent_s:.0f} s, expected a message within "
+                f"{self.stall_s:g} s (stall_timeout_s). Check that the broker is running"
             )
         if self._joining_s is not None and self._joining_s > self.join_s:
             return (
                 f"got ranks that have not joined in {self.join_s:g} s ({self._missing}), expected every rank of the "
-                f"mesh: start what is missing (join_timeout_s)"
+                f"mesh. Start the missing ranks, or raise join_timeout_s"
             )
         if self._asking_s is not None and self._asking_s > self.answer_s:
             return (
-                f"got no answer of the broker in {self.answer_s:g} s, it was heard {self.silent_s:.0f} s ago, "
-                f"expected one: is it running? (timeout_s)"
+                f"got no answer from the broker, expected an answer within {self.answer_s:g} s (timeout_s). The "
+                f"broker's last message came {self.silent_s:.0f} s ago. Check that the broker is running"
             )
         return ""

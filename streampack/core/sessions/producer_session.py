@@ -54,11 +54,11 @@ class Forget(Effect, frozen=True):
 class LeasePhase(Enum):
     """The phases of a lease. In phases that are ``ended``, nothing is read any more, and only the end is sent."""
 
-    READING = ("its next chunk is being read", False)
-    HOLDING = ("its next chunk waits for credit", False)
-    ENDED = ("all is sent, and the broker has not confirmed the end", True)
-    SETTLED = ("the broker wants no more of it", True)
-    OVER = ("the broker has begun another session, or given it to another producer", True)
+    READING = ("the producer is reading the next chunk", False)
+    HOLDING = ("the next chunk waits for credit", False)
+    ENDED = ("all samples are sent, but the broker has not confirmed the end", True)
+    SETTLED = ("the broker wants no more samples of the partition", True)
+    OVER = ("the broker began another session or gave the lease to another producer", True)
 
     def __init__(self, text: str, ended: bool) -> None:
         self.text, self.ended = text, ended
@@ -124,15 +124,16 @@ class ProducerSession(Sender):
         if self._last_heard is None or self.silent_s > BROKER_SILENT_S:
             return "an answer of the broker"
         if not self.held:
-            return "a lease: other producers hold every partition, or all have ended"
+            return "a lease, because other producers hold every partition or all partitions have ended"
         phases = {held.phases.now for held in self.held.values()}
         if phases == {LeasePhase.SETTLED}:
-            return "the trainers to read it: everything is delivered, and would be sent again if they begin again"
+            return "the trainers, which may still need samples again although all samples are delivered"
         if all(phase.ended for phase in phases):
-            return "the other producers: everything leased here is sent"
+            return "the other producers, because this producer has sent all its samples"
         if LeasePhase.READING not in phases:
             return (
-                "credit: the broker holds all it may until trainers, other streams or its log move on: see its status"
+                "credit, because the broker is full until the trainers, other streams or its log progress. The "
+                "broker's status shows the cause"
             )
         return ""
 

@@ -87,23 +87,23 @@ class PushSession(Sender):
         if not self.reached or self.silent_s > BROKER_SILENT_S:
             return "an answer of the broker"
         if self._stopping:
-            return "another broker: the one there was is stopping"
+            return "another broker, because the current broker is stopping"
         if self._session is None:
-            return f"a lease of partition {self.partition}: another process holds it, or it has ended"
+            return f"a lease of partition {self.partition}, which another process holds or which has ended"
         if not self.begun:
-            return "the broker's log: what an earlier process pushed is not safe yet"
+            return "the broker's log to store the samples that an earlier process pushed"
         if self._next_mark_or_end() is not None and self.buffer.marks:
-            return f"the broker's log: the end of batch {self.buffer.marks[0].batch} is not safe yet"
+            return f"the broker's log to store the end of batch {self.buffer.marks[0].batch}"
         if not self.buffer.all_sent:
-            batch = "every other partition has called end_of_batch too, or " if self.buffer.next_mark else ""
+            batch = " Or other partitions have not called end_of_batch yet." if self.buffer.next_mark else ""
             return (
-                f"credit: the broker holds all it may until {batch}trainers, other streams or its log move on: see its "
-                f"status"
+                f"credit, because the broker is full until the trainers, other streams or its log progress.{batch} The "
+                f"broker's status shows the cause"
             )
         if not self.buffer.empty:
             first, last = self.buffer.durable_seq, self.buffer.next_seq - 1
-            return f"the broker's log: samples {first} to {last} are not safe yet"
-        return "" if self.flushed else "the broker's log: the end is not safe yet"
+            return f"the broker's log to store samples {first} to {last}"
+        return "" if self.flushed else "the broker's log to store the end of the partition"
 
     # Events and messages
 
@@ -209,8 +209,8 @@ class PushSession(Sender):
         """End the session with an error: the broker takes no more, but samples are left."""
         self._end_confirmed = self._end_requested
         return self._end_session(
-            f"{self._name}: got samples of a partition that has ended, or whose feed has ended. "
-            f"The broker takes no more of them.",
+            f"{self._name}: got samples after the end of the partition or of its feed. "
+            f"The broker accepts no more samples of this partition.",
             "ended",
         )
 
@@ -225,8 +225,8 @@ class PushSession(Sender):
         if seq >= safe:
             return ""
         return (
-            f"{self._name}: the broker asks for sample {seq}, but it reported all samples before {safe} as safe. "
-            f"Its log was lost or is another one. Give it back its state_dir, or start a new run."
+            f"{self._name}: the broker asks for sample {seq}, but its log already had all samples before {safe}. "
+            f"The log was lost or replaced. Restore the broker's state_dir, or start a new run."
         )
 
     def _pushed_by_another(self) -> str:

@@ -48,7 +48,7 @@ def figures(sums: NDArray[np.int64], budget: int) -> Figures:
     if not packs:
         return Figures()
     if int(sums.min()) < 0 or int(sums.max()) > budget:
-        raise ValueError(f"got packs of {int(sums.min())} to {int(sums.max())} tokens, expected 0 to {budget}")
+        raise ValueError(f"got packs of {int(sums.min())} to {int(sums.max())} tokens, expected 0 to {budget} tokens")
     tokens = int(sums.sum())
     minimum = -(-tokens // budget)
     return Figures(

@@ -47,7 +47,7 @@ class KarmarkarKarp(Tumbling):
     def __post_init__(self) -> None:
         Tumbling.__post_init__(self)
         if self.a < 0 or self.b < 0 or not (self.a or self.b):
-            raise ValueError(f"got a={self.a} and b={self.b}, expected at least 0, and one of them above")
+            raise ValueError(f"got a={self.a} and b={self.b}, expected at least 0, and a or b above 0")
 
     def pack(self, lengths: Sequence[int], budget: int, sizes: Sequence[int]) -> list[list[int]]:
         """Pack one block: return lists of positions in ``lengths``, which lie in 1..``budget``.

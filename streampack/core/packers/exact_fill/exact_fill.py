@@ -93,7 +93,7 @@ class ExactFill:
         """Choose up to ``count`` packs, as in ``Packer.choose``; at a closed stream's end, choose all packs."""
         if budget >= MAX_BUDGET:
             raise ConfigError(
-                f"budget: got {budget}, expected less than {MAX_BUDGET} for exact_fill: take align or sliding_ffd"
+                f"budget: got {budget}, expected less than {MAX_BUDGET} for exact_fill. Set align, or use sliding_ffd"
             )
         from streampack.core.packers.exact_fill.exact_fill_kernels import exact_fill  # not before: numba takes a second
 

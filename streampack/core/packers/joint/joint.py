@@ -104,7 +104,7 @@ class Joint:
         """Choose at least ``count`` packs, as in ``Packer.choose``, in whole groups of ``group`` packs."""
         if budget >= MAX_BUDGET:
             raise ConfigError(
-                f"budget: got {budget}, expected less than {MAX_BUDGET} for joint: take align or exact_fill"
+                f"budget: got {budget}, expected less than {MAX_BUDGET} for joint. Set align, or use exact_fill"
             )
         from streampack.core.packers.joint.joint_kernels import joint  # not before: numba takes a second
 
