@@ -223,19 +223,19 @@ TWO = "streams: {a: {}, b: {}}\n"
         (WEB + "rules: {balance: {kind: joint, group: 0}}", "rules.balance.group: got 0, expected a whole number >= 1"),
         (
             WEB + "rules: {balance: {patience: 9}}",
-            "rules.balance: got patience: 9 with kind: deal, expected it with kind: joint alone",
+            "rules.balance: got `patience: 9` with `kind: deal`, expected this key only with `kind: joint`",
         ),
         (
             WEB + "rules: {balance: {kind: joint, group: 3}, step: {packs: 8}}",
-            "rules: got balance.group: 3 and 8 packs of a step, expected a divisor of them",
+            "rules: got `balance.group: 3` with 8 packs per step, expected a divisor of 8",
         ),
         (
             WEB + "planned_mesh: {dp: 3}\nrules: {balance: {kind: joint}, step: {packs: 8}}",
-            "rules: got balance.group: 3 and 8 packs of a step, expected a divisor of them (where none is given it is",
+            "rules: got `balance.group: 3` with 8 packs per step, expected a divisor of 8. The default of",
         ),
         (
             WEB + "rules: {balance: {kind: joint}, packer: none}",
-            "rules: got balance.kind: joint with packer: none, expected exact_fill",
+            "rules: got `balance.kind: joint` with `packer: none`, expected `packer: exact_fill`",
         ),
         (
             WEB + "rules: {balance: {kind: joint}, leftovers: emptiest}",
@@ -268,7 +268,10 @@ TWO = "streams: {a: {}, b: {}}\n"
         (WEB + "feeds: {train: {cp_layout: ring}}", "feeds.train.cp_layout: got 'ring', expected one of: zigzag,"),
         # what contradicts itself
         (WEB + "rules: {budget: 10, align: {sample: 4, pack: 8}}", "rules: got budget 10 and align.pack 8, expected a"),
-        (WEB + "rules: {align: {sample: 3, pack: 8}}", "rules: got align.pack 8 and align.sample 3, expected a mul"),
+        (
+            WEB + "rules: {align: {sample: 3, pack: 8}}",
+            "rules: got align.pack 8, expected a multiple of align.sample, 3",
+        ),
         (WEB + "planned_mesh: {cp: 3}", "rules: got budget 8192 and align.pack 6, expected a multiple: take 8190"),
         (
             WEB + "planned_mesh: {dp: 7}",
@@ -281,7 +284,10 @@ TWO = "streams: {a: {}, b: {}}\n"
             WEB + "rules: {shape: {mutiple: 8}}",
             "rules.shape: got the unknown key 'mutiple', expected 'multiple'",
         ),
-        (WEB + "rules: {shape: {}}", "rules.shape: got neither of multiple and buckets, expected one of them"),
+        (
+            WEB + "rules: {shape: {}}",
+            "rules.shape: got neither of multiple and buckets, expected exactly one of the two keys",
+        ),
         (
             WEB + "rules: {shape: {multiple: 8, buckets: [8]}}",
             "rules.shape: got both of multiple and buckets, ex",
@@ -292,11 +298,11 @@ TWO = "streams: {a: {}, b: {}}\n"
         ),
         (
             WEB + "rules: {shape: {buckets: [8, 4]}}",
-            "rules: got shape.buckets [8, 4], expected rising multiples of",
+            "rules: got shape.buckets [8, 4], expected ascending multiples of",
         ),
         (
             WEB + "rules: {shape: {buckets: [8193]}}",
-            "rules: got shape.buckets [8193], expected rising multiples of",
+            "rules: got shape.buckets [8193], expected ascending multiples of",
         ),
         (
             WEB + "rules: {shape: {multiple: 64}}\nplanned_mesh: {cp: 64}",
@@ -443,7 +449,7 @@ def test_what_is_derived_suits_the_mesh_and_every_rank_s_products(
 
 
 def test_a_planned_mesh_that_the_alignment_does_not_suit_is_refused_naming_both() -> None:
-    said = r"planned_mesh: got cp=4 and align sample=4 pack=8, expected multiples of 2 \* cp = 8"
+    said = r"planned_mesh: got cp=4 with align.sample=4 and align.pack=8, expected multiples of 2 \* cp = 8"
     with pytest.raises(ConfigError, match=said):
         broker(planned_mesh={"cp": 4}, rules={"align": {"sample": 4, "pack": 8}})
 
@@ -517,7 +523,7 @@ def test_fields_with_a_meaning_need_no_more_than_their_names() -> None:
         (
             "image",
             {"dtype": "uint8", "axis": "patch"},
-            "fields.image: got axis 'patch', expected token or sample: item and",
+            "fields.image: got `axis: patch`, expected `axis: token` or `axis: sample`. The axes item and",
         ),
         ("image", {"dtype": "uint8", "axis": "item"}, "item and patch are reserved for images"),
         ("a", {}, "fields.a: got a field without `dtype`, expected one of: bool, uint8"),
@@ -525,13 +531,21 @@ def test_fields_with_a_meaning_need_no_more_than_their_names() -> None:
         ("a b", {"dtype": "int8"}, "that is no identifier"),
         ("a", {"dtype": "int8", "pad": 128}, "got the value 128, expected one that int8 holds"),
         ("a", {"dtype": "int8", "default": 0.5}, "got the value 0.5, expected one that int8 holds"),
-        ("a", {"dtype": "int8", "axis": "sample", "cp": "replicate"}, "got align or cp for a field of axis sample"),
+        (
+            "a",
+            {"dtype": "int8", "axis": "sample", "cp": "replicate"},
+            "got `align` or `cp` with `axis: sample`, expected neither",
+        ),
         ("a", {"dtype": "float64", "shape": [1024]}, "got 8192 bytes a token, expected at most 4096"),
-        ("loss_mask", {"dtype": "float32"}, "got a loss mask that is no bool or integer"),
+        ("loss_mask", {"dtype": "float32"}, "got loss_mask with dtype float32 and pad "),
         ("loss_mask", {"cp": "replicate"}, "got cp: replicate for loss_mask, expected slice"),
         ("labels", {"pad": 0}, "got pad 0 for labels, expected -100"),
-        ("labels", {"align": "token"}, "expected axis: token, align: target and no shape"),
-        ("position_ids", {"shape": [2]}, r"expected integers of axis: token, align: token, and no shape or \[3\]"),
+        ("labels", {"align": "token"}, "expected `axis: token`, `align: target` and no shape"),
+        (
+            "position_ids",
+            {"shape": [2]},
+            r"expected an integer dtype, `axis: token`, `align: token`, and no shape or shape \[3\]",
+        ),
     ],
 )
 def test_a_field_that_cannot_be_is_named(name: str, field: dict[str, Any], said: str) -> None:
@@ -542,7 +556,9 @@ def test_a_field_that_cannot_be_is_named(name: str, field: dict[str, Any], said:
 def test_too_many_bytes_a_sample_are_refused() -> None:
     wide = {"dtype": "float64", "axis": "sample", "shape": [128]}
     assert len(declared(a=wide)) == 1
-    with pytest.raises(ConfigError, match="got 2048 bytes a sample in fields of axis sample, expected 1024"):
+    with pytest.raises(
+        ConfigError, match="got 2048 bytes per sample in fields with `axis: sample`, expected at most 1024"
+    ):
         declared(a=wide, b=wide)
 
 

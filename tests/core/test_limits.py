@@ -71,7 +71,7 @@ def test_producers_beyond_the_limit_are_refused_until_one_has_left() -> None:
     assert bench.core.leases.num_producers == MOST
     (refused,) = bench.heard(b"%d" % n, Reject)
     assert refused.code == "too_many"
-    assert f"more than the {MOST} that there may be at a time" in refused.detail
+    assert f"more than {MOST} producers at a time" in refused.detail
     bench.say(FromProducer, b"0", hello("producer0"))
     assert not bench.heard(b"0", Reject), "one that is there may say again that it is"
     bench.say(FromProducer, b"0", hello("producer of another name"))
@@ -90,7 +90,7 @@ def test_readers_beyond_the_limit_are_refused_until_one_has_left() -> None:
     assert (len(seats.held), len(seats.claims)) == (MOST, MOST), "who claims a rank is to replace its holder"
     (refused,) = bench.heard(b"%d" % n, Reject)
     assert refused.code == "too_many"
-    assert "raise limits.peers in broker.yaml" in refused.detail
+    assert "raise `limits.peers` in broker.yaml" in refused.detail
     bench.say(FromTrainer, b"0", attach("reader0", 0))
     assert not bench.heard(b"0", Reject)
     bench.say(FromTrainer, b"1", Bye())

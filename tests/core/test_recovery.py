@@ -215,7 +215,9 @@ def test_a_step_whose_samples_are_awaited_names_the_partition_and_who_should_sen
     desk.handle(Tick(1.0))
     desk.handle(Tick(2.0))
     details = [wait.detail for wait in desk.heard(Wait)]
-    assert "samples of step 7 are read again, from stream 'b' partition 0 of 1: no producer offers it" in details[-1]
+    assert (
+        "samples of step 7 are being read again from stream 'b' partition 0 of 1 (no producer offers it" in details[-1]
+    )
 
 
 # What is kept for whom
@@ -324,7 +326,7 @@ def test_a_log_of_other_feeds_that_was_cut_is_refused_with_their_names() -> None
     assert desk.records is not None
     desk.records.append(desk.core.base())
     other = Desk(("other", rules_of(StreamRules("b", 1.0, 1))), records=desk.records)
-    with pytest.raises(ValueError, match="feeds: got other, expected train, as the log has them"):
+    with pytest.raises(ValueError, match="got feeds other, expected train, the feeds in the log"):
         other.start(3)
 
 

@@ -48,5 +48,5 @@ def test_a_source_that_gives_other_data_the_second_time_stops_the_run_and_is_nam
 @pytest.mark.parametrize("seed", SEEDS)
 def test_without_the_comparison_no_sample_could_be_named(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Admission, "_changed", lambda self, *more: "")
-    with pytest.raises(AssertionError, match="came out otherwise"):
+    with pytest.raises(AssertionError, match="differs from the recorded step"):
         _run_on_a_source_that_changes(seed, monkeypatch)

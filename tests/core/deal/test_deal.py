@@ -83,7 +83,7 @@ def test_heavy_tails_are_balanced_better_than_in_turn() -> None:
 
 @pytest.mark.parametrize("dp", [0, -1, 3, 5, 8])
 def test_a_dp_that_does_not_divide_the_step_is_refused(dp: int) -> None:
-    with pytest.raises(ValueError, match=f"got dp={dp} and a step of 4 packs, expected dp to divide it"):
+    with pytest.raises(ValueError, match=f"got dp={dp} for a step of 4 packs, expected a divisor of 4"):
         deal(np.arange(4), dp, "deal")
 
 

@@ -250,7 +250,7 @@ def test_the_rows_of_a_message_are_held_still() -> None:
 )
 def test_rows_that_cannot_be_are_not_believed(rows_of: tuple[int, ...]) -> None:
     """Too few; none; no multiple of the alignment; shorter than the sample; longer than all; and so on."""
-    with pytest.raises(ValueError, match=r"bytes of rows|expected a row a sample"):
+    with pytest.raises(ValueError, match=r"bytes of rows|expected one row per sample"):
         padded_part(rows_u32=u32(*rows_of)).aligns(rules_of(8))
 
 
@@ -368,7 +368,7 @@ def test_what_speaks_of_packs_is_refused_beside_padded(key: str, value: Any) -> 
 @pytest.mark.parametrize("name", ["attention_mask", "shift_labels"])
 def test_a_field_of_a_name_that_rows_have_is_refused(name: str) -> None:
     fields = (Field(name=name, dtype="int32"),)
-    with pytest.raises(ValueError, match=f"got the field {name} with padded: true, expected another name"):
+    with pytest.raises(ValueError, match=f"got the field {name} with `padded: true`, expected another name"):
         msgspec.structs.replace(rules_of(8), fields=fields)
     msgspec.structs.replace(Rules(), fields=fields)
 
@@ -377,7 +377,7 @@ def test_a_mesh_that_rows_cannot_serve_is_refused_when_it_attaches() -> None:
     rules = rules_of(8, budget=16, align=8)
     asked = Attach(feed="f", reader="r", host="h", pid=1, mesh=Mesh(pp=2), next_step=0)
     with_any_shape = msgspec.structs.replace(asked, variable_lengths=True)
-    assert "got pp=2 from a feed of padded micro-batches" in refusal(asked, rules, "zigzag")
+    assert "got pp=2 for padded micro-batches" in refusal(asked, rules, "zigzag")
     assert "variable_lengths=True" in refusal(asked, rules, "zigzag")
     assert refusal(with_any_shape, rules, "zigzag") == ""
     assert refusal(asked, Rules(packs=8), "zigzag") == "", "packs are of one shape"
@@ -393,7 +393,7 @@ def test_ranks_without_a_sample_get_a_row_of_padding_or_all_stop() -> None:
     assert [pack.cu_seqlens_padded.tolist() for pack in found[1, 0]] == [[0, 2], [0, 8]]
     formed = Formed(rules_of(3, empty="error"), [1, 2, 8])
     assert formed.kept.unfit(0, Mesh()) == ""
-    assert "got a batch of 3 samples for dp=2, 2 micro-batches each, expected 4 at least" in formed.kept.unfit(
+    assert "got a batch of 3 samples for dp=2 with 2 micro-batches per rank, expected at least 4" in formed.kept.unfit(
         0, Mesh(dp=2)
     )
 

@@ -280,7 +280,7 @@ def test_a_rank_without_an_item_is_an_error_where_the_policy_says_so() -> None:
     kept = KeptSteps("train", rules, "whole", run.table)
     kept.add(run.steps[0])
     assert kept.unfit(0, Mesh(dp=1)) == ""
-    assert "got a batch of 1 samples and groups kept in one pack for dp=2" in kept.unfit(0, Mesh(dp=2))
+    assert "got a batch of 1 samples (a group kept in one pack counts once) for dp=2" in kept.unfit(0, Mesh(dp=2))
 
 
 # What is admitted
@@ -307,9 +307,9 @@ def refused(terms: StreamTerms, keep: Keep, lengths: list[int]) -> tuple[str, st
     ("changes", "keep", "lengths", "why"),
     [
         ({}, "pack", [60, 4], ""),
-        ({}, "pack", [61, 1], "samples s:7 to 8: got a group kept in one pack of 2 samples, 62 tokens before each is"),
+        ({}, "pack", [61, 1], "samples s:7 to 8: got a group of 2 samples and 62 tokens to keep in one pack"),
         ({"overlong": "truncate"}, "pack", [80], ""),
-        ({"overlong": "truncate"}, "pack", [80, 1], "of 2 samples, 65 tokens .* because the group cannot be cut. Send"),
+        ({"overlong": "truncate"}, "pack", [80, 1], "of 2 samples and 65 tokens .* Such a group cannot be split. Send"),
         ({"overlong": "split"}, "pack", [80], "of 1 samples, 80 tokens"),
         ({"overlong": "drop"}, "pack", [80, 60, 60], ""),
         ({"most": 2}, "pack", [1, 1, 1], "the budget of 64 and max_samples_per_pack, 2, because the group cannot"),
@@ -318,7 +318,7 @@ def refused(terms: StreamTerms, keep: Keep, lengths: list[int]) -> tuple[str, st
         ({}, "step", [1, 1], r"got keep='step' with steps that are cut from a stream, .* set rules\.step to"),
         ({"batches": True, "overlong": "split"}, "step", [80, 80], ""),
         ({"batches": True, "padded": True}, "pack", [1, 1], r"got keep='pack' with rules\.padded, expected keep='st"),
-        ({"pushed": False}, "pack", [1, 1], "got a group of a stream that is read, expected one that is pushed"),
+        ({"pushed": False}, "pack", [1, 1], "got a group in a stream that is not pushed, expected a pushed stream"),
     ],
 )  # fmt: skip
 def test_a_group_that_no_pack_or_step_holds_is_refused_and_says_why(

@@ -201,15 +201,15 @@ def test_a_wait_for_a_partition_that_neither_pushes_nor_ends_its_batch_says_both
     waits = live.feed.waiting_for()
     assert waits.reason == "stream"
     assert waits.detail == (
-        "no sample and no end_of_batch 0 has come from stream 'rollouts' partition 1 of 2: held by the producer at "
-        "host:1, and another partition has ended this batch"
+        "no sample and no end_of_batch call for batch 0 has come from stream 'rollouts' partition 1 of 2 (held by "
+        "the producer at host:1), but another partition ended this batch"
     )
 
 
 def test_a_batch_that_does_not_fit_in_memory_is_said_and_no_hang() -> None:
     live = Batches(Batch(), [(200, 200)], 1, marks=True, waits=False)
     live.until(lambda: live.feed.failed)
-    assert "for the batch of step 0, which is not whole, and no more fit in memory" in live.feed.failed
+    assert "for the batch of step 0. The batch is incomplete, but the memory is full" in live.feed.failed
     assert live.feed.waiting_for()[0] == "failed"
     assert live.feed.unfit(0, None) == ("memory", live.feed.failed), "a trainer that comes later hears it, too"
 
@@ -227,7 +227,7 @@ def test_a_rank_that_waits_for_a_batch_hears_whose_end_is_missing() -> None:
     missing = live.feed.waiting_for()
     assert missing.reason == "stream"
     partition = re.fullmatch(
-        r"end_of_batch 1 from partition (\d) of stream 'rollouts', held by the producer at .+", missing.detail
+        r"the end_of_batch call for batch 1 of stream 'rollouts' partition (\d) from the producer at .+", missing.detail
     )
     assert partition is not None, missing.detail
     assert missing.batch, "such a wait is normal"

@@ -194,7 +194,7 @@ def test_packs_are_split_before_empty_ones_are_added() -> None:
 def test_where_a_rank_may_not_be_without_a_sample_the_step_says_so() -> None:
     kept = kept_step(Rules(budget=8, batch=Batch(empty="error")), [[4], [2], [2]])
     assert kept.unfit(0, mesh_of(3)) == ""
-    assert "step 0: got a batch of 3 samples for dp=4" in kept.unfit(0, mesh_of(4))
+    assert "step 0: got a batch of 3 samples for dp=4 with" in kept.unfit(0, mesh_of(4))
 
 
 def test_any_dp_may_attach_but_where_ranks_would_have_no_sample_and_must() -> None:
@@ -277,7 +277,7 @@ def test_joint_balance_is_for_streams_and_batches_are_balanced_as_they_are_dealt
 
 
 def test_a_least_number_of_samples_is_for_batches_that_marks_close() -> None:
-    with pytest.raises(ValueError, match="got min_samples: 2 with samples: 4"):
+    with pytest.raises(ValueError, match="got `min_samples: 2` with `samples: 4`"):
         Batch(samples=4, min_samples=2)
 
 

@@ -298,7 +298,9 @@ def test_a_new_stream_between_two_passes_is_refused(kind: MergeOrder, empty: boo
     before.next_pass()
     merge = merge_of(rules)
     merge.load(before.state())
-    with pytest.raises(ValueError, match="got a new stream between two passes, expected one once a sample"):
+    with pytest.raises(
+        ValueError, match="got a new stream between two passes, expected the new stream after the first"
+    ):
         merge.change([1.0, 1.0], [1, 1])
     merge.push(0, np.array([4]), np.array([3]), np.array([0]))
     merge.take(1 << 60)

@@ -562,7 +562,7 @@ def test_strides_are_inverse_to_weights(weights: list[float]) -> None:
 
 @pytest.mark.parametrize("weights", [[1.0, 0.0], [-1.0], [1.0, 1 / 5000], [float("nan"), 1.0], [1.0, float("nan")]])
 def test_weights_that_cannot_be_are_refused(weights: list[float]) -> None:
-    with pytest.raises(ValueError, match=r"got weight .*, expected one above"):
+    with pytest.raises(ValueError, match=r"got weight .*, expected a weight above"):
         strides(weights)
 
 

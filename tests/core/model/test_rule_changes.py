@@ -35,13 +35,16 @@ def test_streams_join_at_the_end_and_leave_in_place() -> None:
     [
         (Reweigh({"cod": 1.0}), "got stream 'cod', expected one of: web, code"),
         (Reweigh({"old": 1.0}), "got stream 'old', which was removed, expected one of: web, code"),
-        (Reweigh({"web": -1.0}), "stream 'web': got weight -1, expected 0 to 1e\\+09; 0 removes it"),
+        (Reweigh({"web": -1.0}), "stream 'web': got weight -1, expected 0 to 1e\\+09. Weight 0 removes"),
         (Reweigh({"web": float("nan")}), "stream 'web': got weight nan"),
-        (Reweigh({"web": 0.0, "code": 0.0}), "got no stream that is left"),
+        (Reweigh({"web": 0.0, "code": 0.0}), "got a change that removes all streams"),
         (Reweigh({"web": 5000.0}), "stream 'code': got weight 0.3, expected at least 1.22"),
-        (Restream((StreamRules("old", 1.0, 1),)), "got a new stream 'old', expected a new name"),
-        (Restream((StreamRules("a", 1.0, 1), StreamRules("a", 1.0, 1))), "got a new stream 'a', expected a new name"),
-        (Restream((StreamRules("a", 0.0, 1),)), "stream 'a': got weight 0, expected above 0"),
+        (Restream((StreamRules("old", 1.0, 1),)), "got a new stream 'old', expected an unused name"),
+        (
+            Restream((StreamRules("a", 1.0, 1), StreamRules("a", 1.0, 1))),
+            "got a new stream 'a', expected an unused name",
+        ),
+        (Restream((StreamRules("a", 0.0, 1),)), "stream 'a': got weight 0, expected a weight above 0"),
         (Restream((StreamRules("a", 1.0, 1, pushed=True),)), "got pushed with merge: schedule"),
         (Restream(remove=("a",)), "got stream 'a', expected one of"),
     ],
@@ -53,7 +56,7 @@ def test_what_cannot_be_is_refused(ask: Reweigh | Restream, expected: str) -> No
 
 def test_weights_of_a_feed_that_takes_samples_as_they_come_are_refused() -> None:
     arrival = msgspec.structs.replace(RULES, merge="arrival")
-    with pytest.raises(ValueError, match="got weight 2 with merge: arrival, expected 0"):
+    with pytest.raises(ValueError, match="got weight 2 with `merge: arrival`, expected 0"):
         apply_change(arrival, Reweigh({"web": 2.0}))
     assert [stream.weight for stream in apply_change(arrival, Reweigh({"web": 0.0})).streams] == [0.0, 0.3, 0.0]
 
@@ -80,7 +83,7 @@ def test_what_was_asked_is_said_in_words() -> None:
 
 @pytest.mark.parametrize(("first", "last"), [(2, 1), (-1, 1)])
 def test_steps_that_are_none_cannot_be_skipped(first: int, last: int) -> None:
-    with pytest.raises(ValueError, match=f"got steps {first}-{last}, expected the first and the last"):
+    with pytest.raises(ValueError, match=f"got steps {first} to {last}, expected 0 <= first step <= last step"):
         Skip(first, last)
 
 
@@ -90,7 +93,11 @@ def test_steps_that_are_none_cannot_be_skipped(first: int, last: int) -> None:
         ("", Skip(1, 2), "got no feed, expected one of: 'train', 'valid'"),
         ("test", Skip(1, 2), "got feed 'test', expected one of: 'train', 'valid'"),
         ("train", Reweigh({"val": 1.0}), "got stream 'val', expected one of: web"),
-        ("train", Restream((StreamRules("val"),)), "got a new stream 'val', which feed 'valid' has"),
+        (
+            "train",
+            Restream((StreamRules("val"),)),
+            "got a new stream 'val', expected an unused name, because feed 'valid' has",
+        ),
     ],
 )
 def test_a_broker_says_what_it_cannot_change(feed: str, ask: Ask, expected: str) -> None:

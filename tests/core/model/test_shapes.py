@@ -55,7 +55,7 @@ def test_no_other_length_is_believed(width: int, shape: Shape) -> None:
     if width in lengths_of(shape):
         check_widths(np.array([width]), shape, BUDGET, ALIGN)
     else:
-        with pytest.raises(ValueError, match=f"got a pack of {width} tokens, expected one of shape"):
+        with pytest.raises(ValueError, match=f"got a pack of {width} tokens, expected a size of shape"):
             check_widths(np.array([BUDGET, width]), shape, BUDGET, ALIGN)
 
 
@@ -137,10 +137,20 @@ def test_a_budget_that_holds_a_sample_until_it_is_padded_is_refused() -> None:
         ("fixed", "contiguous", 12, ""),
         (Sizes(multiple=24), "zigzag_pack", 3, ""),
         (Sizes(buckets=(12, 24)), "zigzag_pack", 3, ""),
-        ("exact", "zigzag", 4, "got cp=4 and align sample=4 pack=4, expected multiples of 2 * cp = 8"),
-        ("exact", "zigzag_pack", 4, "got cp=4 and packs of multiples of 4, expected a multiple of 2 * cp = 8"),
-        (Sizes(multiple=8), "zigzag_pack", 3, "got cp=3 and packs of multiples of 8, expected a multiple of 2 * cp"),
-        (Sizes(buckets=(16,)), "contiguous", 3, "got cp=3 and packs of multiples of 16, expected a multiple of cp = 3"),
+        ("exact", "zigzag", 4, "got cp=4 with align.sample=4 and align.pack=4, expected multiples of 2 * cp = 8"),
+        ("exact", "zigzag_pack", 4, "got cp=4 and pack widths in multiples of 4, expected a multiple of 2 * cp = 8"),
+        (
+            Sizes(multiple=8),
+            "zigzag_pack",
+            3,
+            "got cp=3 and pack widths in multiples of 8, expected a multiple of 2 * cp",
+        ),
+        (
+            Sizes(buckets=(16,)),
+            "contiguous",
+            3,
+            "got cp=3 and pack widths in multiples of 16, expected a multiple of cp = 3",
+        ),
         ("fixed", "contiguous", 5, "got cp=5 and a budget of 48, expected a multiple of cp = 5"),
     ],
 )

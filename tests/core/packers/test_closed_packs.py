@@ -102,9 +102,11 @@ def test_groups_are_counted_by_their_samples_and_are_not_split() -> None:
     packs = pack_lengths([2, 2, 2, 1], 8, "first_fit_decreasing", sizes=sizes, max_samples_per_pack=4)
     assert packs == [[2, 1], [0, 3]]
     assert pack_lengths([2, 2, 2, 1], 8, "first_fit_decreasing", sizes=sizes) == [[2, 1, 0, 3]]
-    with pytest.raises(SampleError, match="sample 1: got a group of 5 samples, expected 1 to 4, max_samples_per_pack"):
+    with pytest.raises(
+        SampleError, match="sample 1: got a group of 5 samples, expected 1 to 4, the value of max_samples_per_pack"
+    ):
         pack_lengths([2, 2], 8, "concatenative", sizes=[4, 5], max_samples_per_pack=4)
-    with pytest.raises(SampleError, match="sample 0: got a group of 0 samples, expected 1 to any number"):
+    with pytest.raises(SampleError, match="sample 0: got a group of 0 samples, expected at least 1"):
         pack_lengths([2, 2], 8, sizes=[0, 5])
     with pytest.raises(SampleError, match="got 1 sizes for 2 lengths"):
         pack_lengths([2, 2], 8, sizes=[1])
@@ -131,9 +133,9 @@ def test_the_way_back_restores_the_order_of_samples(name: str, lengths: list[int
 @pytest.mark.parametrize(
     ("packs", "message"),
     [
-        ([[0, 1], [1]], "sample 1: got it 2 times in packs of 3 samples, expected it once"),
-        ([[0], [2]], "sample 1: got it 0 times in packs of 2 samples, expected it once"),
-        ([[-1], [0]], "sample 1: got it 0 times in packs of 2 samples, expected it once"),
+        ([[0, 1], [1]], "got sample 1 2 times in packs of 3 samples, expected each sample once"),
+        ([[0], [2]], "got sample 1 0 times in packs of 2 samples, expected each sample once"),
+        ([[-1], [0]], "got sample 1 0 times in packs of 2 samples, expected each sample once"),
     ],
 )
 def test_packs_that_are_no_permutation_have_no_way_back(packs: list[list[int]], message: str) -> None:

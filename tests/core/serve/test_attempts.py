@@ -614,7 +614,7 @@ def test_while_old_trainers_live_those_that_go_back_wait_and_are_refused_after_t
     desk.wait(2.5)
     (refused,) = desk.heard("b0", Reject)
     assert refused.code == "step_gone"
-    assert "got a request to start at step 2, expected 4 or later" in refused.detail
+    assert "got a request to start at step 2, expected step 4 or later" in refused.detail
     assert "host-of-a1" in refused.detail
     assert desk.attempt == 1
 
@@ -644,7 +644,10 @@ def test_processes_that_live_may_all_go_back_in_a_later_round() -> None:
     """A trainer that loads a checkpoint and begins to iterate again."""
     desk = reading(upto=4)
     desk.say(b"a0", attach("a0", 1, round_=1))
-    assert "iteration 1: 1 of 2 ranks are still in the one before: dp=1" in desk.heard("a0", Wait)[-1].detail
+    assert (
+        "iteration 1 waits, because 1 of 2 ranks are still in the previous iteration: dp=1"
+        in desk.heard("a0", Wait)[-1].detail
+    )
     desk.take("a1", 6, 5)
     assert desk.steps("a1")[-1] == 5
     desk.say(b"a1", attach("a1", 1, rank=1, round_=1))
@@ -769,8 +772,8 @@ def test_where_nothing_is_read_yet_another_mesh_is_a_mistake_and_refused_within_
     desk.wait(2.0)
     (two,), (three,) = desk.heard("two", Reject), desk.heard("three", Reject)
     assert (two.code, three.code) == ("mesh", "mesh")
-    assert "(4, 1, 1, 1), expected (2, 1, 1, 1) as attached by host-of-one:1" in two.detail
-    assert "got readers tp=[0], expected all as declared by host-of-one:1" in three.detail
+    assert "(4, 1, 1, 1), expected (2, 1, 1, 1), the mesh of the reader at host-of-one:1" in two.detail
+    assert "got readers tp=[0], expected all, as the reader at host-of-one:1 declared" in three.detail
 
 
 def test_a_mesh_that_nobody_holds_any_more_gives_way_at_once() -> None:

@@ -527,7 +527,7 @@ def test_a_state_of_other_steps_than_those_that_were_read_is_refused() -> None:
     session.handle(said(part(0)))
     session.handle(Ask(AskState(feed="train", step=1)))
     why = broken(session.handle(said(state(1, b"other"))))
-    assert why == Broken("diverged", "the broker has other steps before 1 than were read here")
+    assert why == Broken("diverged", "the broker's steps before step 1 differ from the steps that this client read")
 
 
 # Giving up
@@ -546,7 +546,7 @@ def test_a_broker_that_is_gone_ends_the_wait_in_time_and_not_before() -> None:
     why = pass_time(session, 2)
     assert why is not None
     assert why.code == "stall"
-    assert "no word of the broker for 30 s" in why.detail
+    assert "no message from the broker for 30 s" in why.detail
 
 
 def test_a_broker_that_says_what_it_waits_for_is_waited_for_for_ever() -> None:
@@ -589,7 +589,7 @@ def test_a_question_is_answered_in_time_or_given_up_though_the_broker_is_heard()
     why = pass_time(session, 3, heard=wait("stream"))
     assert why is not None
     assert why.code == "stall"
-    assert "no answer of the broker in 30 s" in why.detail
+    assert "no answer from the broker, expected an answer within 30 s" in why.detail
 
 
 def test_a_process_that_was_stopped_for_an_hour_has_not_waited() -> None:

@@ -494,8 +494,8 @@ def test_a_broker_that_lost_what_was_safe_is_an_error(bench: Bench) -> None:
     bench.lease(10, 1, epoch=2)
     assert bench.error.code == "sequence"
     assert bench.error.error == (
-        "stream 'rollouts' partition 3: the broker asks for sample 10, but it reported all samples before 12 as safe. "
-        "Its log was lost or is another one. Give it back its state_dir, or start a new run."
+        "stream 'rollouts' partition 3: the broker asks for sample 10, but its log already had all samples before 12. "
+        "The log was lost or replaced. Restore the broker's state_dir, or start a new run."
     )
 
 
@@ -524,7 +524,7 @@ def test_samples_behind_a_mark_wait_until_it_is_safe(bench: Bench) -> None:
     assert (mark.number, mark.seq) == (0, 15)
     bench.flow(1, expected_seq=15, durable_seq=15)
     assert bench.said == []
-    assert bench.session.waiting_for() == "the broker's log: the end of batch 1 is not safe yet"
+    assert bench.session.waiting_for() == "the broker's log to store the end of batch 1"
     bench.flow(1, expected_seq=15, durable_seq=15, durable_marks=1)
     said = bench.said
     assert bases(said) == [15]

@@ -372,7 +372,9 @@ def test_an_iteration_begins_when_the_last_rank_comes_to_it() -> None:
     assert bench.feed.readers.attempts.round == 0
     wait = bench.heard(b"0", Wait)[-1]
     assert (wait.step, wait.reason) == (0, "join")
-    assert wait.detail == "iteration 1: 1 of 2 ranks are still in the one before: dp=1 cp=0 tp=0 pp=0 at r1-host:1"
+    assert wait.detail == (
+        "iteration 1 waits, because 1 of 2 ranks are still in the previous iteration: dp=1 cp=0 tp=0 pp=0 at r1-host:1"
+    )
     bench.read(b"1", get(8, start=3, done=3))
     assert bench.heard(b"1", StepPart)[-1].step == 4, "the other holds it back no longer"
     assert bench.feed.readers.steps.released_upto == 3
@@ -422,7 +424,7 @@ def test_nothing_is_read_on_while_a_rank_is_gone_between_two_iterations() -> Non
     assert bench.feed.readers.steps.released_upto == 2
     assert bench.feed.readers.steps.formed_upto == formed
     assert bench.feed.readers.steps.slowest == "dp=0 cp=0 tp=0 pp=0 left between two iterations: start it again"
-    assert "1 of 2 ranks are still in the one before: dp=0" in bench.heard(b"1", Wait)[-1].detail
+    assert "1 of 2 ranks are still in the previous iteration: dp=0" in bench.heard(b"1", Wait)[-1].detail
     again(bench, 0, 0, name="new", next_step=2)
     bench.read(b"new", get(4, start=2))
     assert [step for step, _ in steps_of(bench, b"new")] == [2, 3]
@@ -448,7 +450,7 @@ def test_a_rank_that_never_comes_to_the_next_iteration_is_named_and_the_job_is_n
     bench.handle(Tick(1.0))
     assert not bench.core.finished
     assert not bench.heard(b"p", Done)
-    assert "1 of 2 ranks are still in the one before: dp=1" in bench.heard(b"0", Wait)[-1].detail
+    assert "1 of 2 ranks are still in the previous iteration: dp=1" in bench.heard(b"0", Wait)[-1].detail
     bench.read(b"0", Bye())
     assert bench.core.finished, "the first was read to its end"
 
@@ -868,8 +870,8 @@ def test_an_over_long_sample_meets_the_policy(policy: Overlong, lengths: list[in
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"lengths_u32": b"abc"}, "expected 4 a sample"),
-        ({"crcs_u32": b"abcd"}, "expected 4 a sample"),
+        ({"lengths_u32": b"abc"}, "expected 4 bytes per sample"),
+        ({"crcs_u32": b"abcd"}, "expected 4 bytes per sample"),
         ({"lengths_u32": b"", "crcs_u32": b"", "loss_tokens_u32": b""}, "chunk of 0 samples"),
         ({"loss_tokens_u32": np.array([2, 4], "<u4").tobytes()}, "as many loss tokens as tokens"),
         ({"loss_tokens_u32": np.array([2, 2**32 - 1], "<u4").tobytes()}, "as many loss tokens as tokens"),
@@ -988,7 +990,7 @@ def test_a_producer_that_has_sent_everything_does_not_blame_the_trainers() -> No
     assert session.waiting_for() == ""
     (held,) = session.held.values()
     session.handle(EndOfPartition((held.lease.stream, held.lease.partition), held.session))
-    assert "everything leased here is sent" in session.waiting_for()
+    assert "this producer has sent all its samples" in session.waiting_for()
 
 
 def test_a_lost_lease_heals() -> None:

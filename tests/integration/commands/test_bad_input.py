@@ -289,16 +289,18 @@ def test_other_data_for_the_same_stream_is_refused(tmp_path: Path, broker: Runni
         with running("producer", "produce", "-c", path / "p.yaml"):
             until(lambda: any(r["stream"] == "shared" and r["samples"] for r in broker.status()["streams"]))
             line = produce_line(tmp_path, broker.producers, "shared", {"source": "jsonl", "shards": str(second)}, 1)
-    assert "got other data than its first producer reads" in line
+    assert "got source digest" in line
 
 
 # Meshes
 
 
 def test_a_mesh_that_the_rules_cannot_serve_is_refused_with_those_they_can(broker: RunningBroker) -> None:
-    with pytest.raises(MeshError, match=r"got dp=3, expected one that divides the 4 packs of a step \(1, 2, 4\)"):
+    with pytest.raises(MeshError, match=r"got dp=3, expected a divisor of the 4 packs of a step \(1, 2, 4\)"):
         sp.connect(broker.trainers, mesh={"dp": 3})
-    with pytest.raises(MeshError, match=r"got cp=2 and align sample=1 pack=1, expected multiples of 2 \* cp = 4"):
+    with pytest.raises(
+        MeshError, match=r"got cp=2 with align.sample=1 and align.pack=1, expected multiples of 2 \* cp = 4"
+    ):
         sp.connect(broker.trainers, mesh={"cp": 2})
     with pytest.raises(MeshError, match=r"got dp_rank=2 with dp=2"):
         sp.connect(broker.trainers, mesh={"dp": 2, "dp_rank": 2})
@@ -306,9 +308,9 @@ def test_a_mesh_that_the_rules_cannot_serve_is_refused_with_those_they_can(broke
 
 def test_a_rank_that_is_held_and_another_mesh_are_refused(broker: RunningBroker) -> None:
     with sp.connect(broker.trainers, mesh={"dp": 2, "dp_rank": 0}):
-        with pytest.raises(MeshError, match=r"got rank dp=0/2 .* holds: start one client a rank"):
+        with pytest.raises(MeshError, match=r"got rank dp=0/2 .* holds this rank. Start one client per rank"):
             sp.connect(broker.trainers, mesh={"dp": 2, "dp_rank": 0})
-        with pytest.raises(MeshError, match="give every rank the same mesh"):
+        with pytest.raises(MeshError, match="Give every rank the same mesh"):
             sp.connect(broker.trainers, mesh={"dp": 4, "dp_rank": 1})
 
 
@@ -354,10 +356,10 @@ def test_a_log_of_another_run_or_of_other_rules_is_refused_by_the_key_that_diffe
         broker.signal(signal.SIGTERM)
         assert broker.end() == 0
     for other, said in (
-        ({"run": "two"}, "run: got 'two', expected 'one', whose log it is"),
+        ({"run": "two"}, "got run 'two', expected 'one', the run that wrote the log"),
         ({"rules": rules | {"budget": 128}}, "feeds.train: rules.budget: got 128, expected 64 as the log has it"),
         ({"streams": {"web": {}, "code": {}}}, "feeds.train: rules.streams: got web, code, expected web as the log"),
-        ({"feeds": {"valid": {}}}, "feeds: got valid, expected train, as the log has them"),
+        ({"feeds": {"valid": {}}}, "got feeds valid, expected train, the feeds in the log"),
     ):
         line = broker_line(tmp_path, **first | other)
         assert f"{tmp_path / 'state'} has the log of another configuration: {said}" in line

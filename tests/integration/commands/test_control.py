@@ -107,7 +107,7 @@ def test_what_is_asked_comes_to_the_broker(desk: Desk, url: str, path: str, body
         ("weights", {"weights": {"a": 1}, "at_step": -1}, ">= 0"),
         ("weights", {"weights": {"a": 1}, "fed": "b"}, "unknown field `fed`"),
         ("skip", {"steps": "12-"}, "got steps '12-', expected a range such as 120-140, or one step"),
-        ("skip", {"steps": "9-7"}, "got steps 9-7, expected the first and the last"),
+        ("skip", {"steps": "9-7"}, "got steps 9 to 7, expected 0 <= first step <= last step"),
         ("skip", {"steps": "\u0661"}, "expected a range such as"),
         ("streams", {}, "got neither add nor remove, expected at least one"),
         ("streams", {"add": {"a": {"weigt": 1}}}, "unknown field `weigt`"),

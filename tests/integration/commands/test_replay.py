@@ -236,7 +236,7 @@ def test_a_sample_that_has_changed_is_named(run: Run, tmp_path: Path, number: in
     assert f"{STREAMS[stream]}:{index}" in line
     write_jsonl(tmp_path / "web.jsonl", run.rows[:40])
     line = the_error(in_process("replay", "--step", str(number), *where), 1)
-    assert "stream 'web': got other data" in line
+    assert "stream 'web': got source digest" in line
 
 
 def test_a_replay_in_which_nothing_moves_gives_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

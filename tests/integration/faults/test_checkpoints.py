@@ -312,7 +312,9 @@ def test_a_broker_that_is_stopped_is_a_stall_where_a_step_or_an_answer_is_waited
         assert next(steps).index == 1
         assert next(steps).index == 2
         began = time.monotonic()
-        with pytest.raises(DataStall, match=r"^tcp://.*: got no word of the broker for .* s, expected one within 2 s"):
+        with pytest.raises(
+            DataStall, match=r"^tcp://.*: got no message from the broker for .* s, expected a message within 2 s"
+        ):
             for _ in steps:
                 pass
         assert 1.5 < time.monotonic() - began < 60, "what is asked for here, and not what is usual"
@@ -324,7 +326,7 @@ def test_a_state_that_nobody_answers_for_is_a_stall(tmp_path: Path) -> None:
         take(loader, 1)
         impatient(loader, answer_s=2)
         broker.signal(signal.SIGSTOP)
-        with pytest.raises(DataStall, match="got no answer of the broker in 2 s"):
+        with pytest.raises(DataStall, match="got no answer from the broker, expected an answer within 2 s"):
             loader.state_dict()
         broker.signal(signal.SIGCONT)
 

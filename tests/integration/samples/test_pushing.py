@@ -154,7 +154,7 @@ def test_a_group_that_no_chunk_holds_is_refused_whole(start: Callable[..., Small
 @pytest.mark.parametrize(
     ("sample", "why"),
     [
-        ({"input_ids": []}, r"sample 0: got a sample that cannot be used \(empty\)"),
+        ({"input_ids": []}, r"sample 0: got a sample with an invalid stream, index or part used \(empty\)"),
         ({"input_ids": [1.5]}, r"\(dtype\)"),
         ({"input_ids": [[1], [2]]}, r"\(ragged\)"),
         ({"text": "hello"}, r"\(missing\)"),
@@ -210,7 +210,7 @@ def test_send_waits_for_room_and_says_what_for(
             rollouts.send([1] * 100)
         with pytest.raises(DataStall, match=r"for its samples to be durable. .* samples 0 to 1 are not safe yet"):
             rollouts.flush()
-        assert "waiting for the broker's log: samples 0 to 1 are not safe yet" in caplog.text
+        assert "waiting for the broker's log to store samples 0 to 1" in caplog.text
         assert rollouts.stats()["buffered_bytes"] == 2 * 1436
         broker.safe = lambda taken: taken
         rollouts.flush(timeout_s=PATIENCE_S)
@@ -316,7 +316,7 @@ def test_a_feed_that_has_ended_is_an_error_only_where_samples_are_lost(start: Ca
     rollouts = producer(other)
     rollouts.send_many([[1], [2]])
     other.say.append(Done())
-    with pytest.raises(Rejected, match="The broker takes no more of them"):
+    with pytest.raises(Rejected, match="The broker accepts no more samples of this partition"):
         rollouts.close()
 
 
@@ -360,7 +360,7 @@ def test_a_broker_that_does_not_answer_is_said(start: Callable[..., SmallBroker]
     broker = start(silent=True)
     with pytest.raises(Unreachable, match=r"got no answer in 0\.3 s, expected an answer from a broker"):
         producer(broker, timeout_s=0.3)
-    with pytest.raises(DataStall, match="what an earlier process pushed is not safe"):
+    with pytest.raises(DataStall, match="to store the samples that an earlier process pushed"):
         producer(start(first_seq=1, safe=lambda taken: taken - 1), timeout_s=2.5)
 
 

@@ -224,10 +224,10 @@ def test_who_is_revoked_is_sent_away_at_once(keys: Path, data: str) -> None:
             authorization.revoke(keys, "leaver")
             authorization.revoke(keys, "sender")
             until(lambda: service.core.num_readers == 1)
-            with pytest.raises(Rejected, match="got a key that is not allowed any more"):
+            with pytest.raises(Rejected, match="got a key that is no longer allowed"):
                 list(steps)
             until(lambda: bool(failed))
-            assert "got a key that is not allowed any more" in str(failed[0])
+            assert "got a key that is no longer allowed" in str(failed[0])
             until(lambda: service.core.num_readers == 1 and not service.core.leases.num_producers)
             with pytest.raises(Rejected, match="rejects key 'leaver'"):
                 connect("leaver", 0)

@@ -180,7 +180,7 @@ def test_a_rank_that_waits_for_a_batch_is_no_warning(caplog: pytest.LogCaptureFi
         finally:
             broker.kill()
     assert {record.levelno for record in lines()} == {logging.INFO}
-    awaited = "waiting for end_of_batch 1 from partition 0 of stream 'rollouts', held by the producer at "
+    awaited = "waiting for the end_of_batch call for batch 1 of stream 'rollouts' partition 0 from the producer at "
     assert awaited in lines()[0].getMessage()
     assert awaited in said
     assert "INFO" in said
@@ -208,7 +208,7 @@ def test_a_batch_that_memory_cannot_hold_is_said_to_its_trainers() -> None:
         pushing.start()
         try:
             with (
-                pytest.raises(streampack.errors.Rejected, match="which is not whole, and no more fit in memory"),
+                pytest.raises(streampack.errors.Rejected, match="The batch is incomplete, but the memory is full"),
                 streampack.connect(broker.trainers, format="numpy") as loader,
             ):
                 next(loader.steps())
@@ -226,7 +226,7 @@ def test_a_batch_that_memory_cannot_hold_is_said_to_its_trainers() -> None:
         ({"step": {"samples": 4, "min_samples": 2}}, {}, "got min_samples: 2 with samples: 4"),
         (
             {"step": {"samples": 4, "empty": "error"}}, {"planned_mesh": {"dp": 8}},
-            "planned_mesh: got dp=8 and batches of 4 samples with empty: error",
+            "planned_mesh: got batches of 4 samples with dp=8 and `rules.step.empty: error`",
         ),
         ({"max_policy_lag": 2}, {}, "rules.max_policy_lag: got 2 without a pushed stream, expected one"),
         ({"warmup": {"init": 9000, "steps": 4}}, {}, "got warmup.init 9000, expected 1 to 8192"),

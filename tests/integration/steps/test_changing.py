@@ -151,7 +151,7 @@ def test_steps_that_a_rank_may_have_had_are_skipped_once_the_trainers_have_stopp
             found += [next(steps) for _ in range(4)]
             error = the_error(asked(broker, "skip", "--steps", "5-6"), 1)
             assert "got step 5, expected " in error
-            assert "stop the trainers, skip, and start them from a checkpoint before step 5" in error
+            assert "stop the trainers, skip the step, and restart the trainers from a checkpoint before step 5" in error
             assert answered(broker, "skip", "--steps", "15-17") == 15
             found += [next(steps) for _ in range(12)]
             assert [step.index for step in found] == [*range(15), *range(18, 23)][: len(found)]

@@ -194,9 +194,9 @@ def test_a_trainer_that_was_started_again_reads_from_the_beginning(broker: Runni
 
 
 def test_readers_must_be_ranks_of_the_mesh(broker: RunningBroker) -> None:
-    with pytest.raises(MeshError, match=r"readers tp=\[4\], expected ranks of a mesh with tp=2"):
+    with pytest.raises(MeshError, match=r"readers with tp ranks \[4\], expected tp ranks from -2 to 1"):
         streampack.connect(broker.trainers, mesh={"tp": 2}, readers={"tp": [4]})
-    with pytest.raises(MeshError, match="expected one of the readers that it declares: tp=\\[0\\]"):
+    with pytest.raises(MeshError, match="expected one of the declared readers: tp=\\[0\\]"):
         streampack.connect(broker.trainers, mesh={"tp": 2, "tp_rank": 1}, readers={"tp": [0]})
     with pytest.raises(MeshError, match=r"readers: .*unknown field"):
         streampack.connect(broker.trainers, readers={"dp": [0]})

@@ -188,7 +188,7 @@ def test_another_mesh_goes_on_with_the_same_batches(source: Source, whole: list[
 
 def test_a_pipeline_is_served_where_its_trainer_declares_variable_lengths(source: Source) -> None:
     with running_broker(SETTINGS) as broker, producing_here(broker.producers, {"web": source}):
-        with pytest.raises(MeshError, match=r"got pp=2 from a feed of padded micro-batches.*variable_lengths=True"):
+        with pytest.raises(MeshError, match=r"got pp=2 for padded micro-batches.*variable_lengths=True"):
             streampack.connect(broker.trainers, mesh=meshes(dp=1, pp=2)[0])
         first, last = read(broker.trainers, meshes(dp=1, pp=2), variable_lengths=True)
     assert [len(step) for step in first] == [len(step) for step in last]

@@ -300,7 +300,7 @@ def test_what_is_asked_wrongly_is_told_what_there_is(ended: Run) -> None:
             why_step(ledger, 1000)
         with pytest.raises(UserError, match="expected one of: train"):
             why_step(ledger, 0, "valid")
-        with pytest.raises(UserError, match="expected dp to divide it"):
+        with pytest.raises(UserError, match="expected a divisor of"):
             why_step(ledger, 0, dp_size=2)
         assert "ended after 70 samples" in why_sample(ledger, "a:140")["why"]
 
