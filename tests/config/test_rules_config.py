@@ -101,7 +101,7 @@ def test_the_packer_of_rules_has_the_parameters_that_they_name_and_the_run_s_see
     assert Rules(packer="none").new_packer() == Unpacked(micro_batch_size=1)
     with pytest.raises(
         ValueError,
-        match=r"got leftovers: emptiest with packer: none, expected only .*: max_samples_per_pack or m",
+        match=r"got `leftovers: emptiest` with `packer: none`, expected only these keys: max_samples_per_pack, m",
     ):
         Rules(packer="none", leftovers="emptiest")
 
@@ -117,9 +117,9 @@ def test_rules_exist_only_where_their_multiples_fit(budget: int, sample: int, pa
 
 
 def test_a_budget_that_is_no_multiple_is_told_one_that_is() -> None:
-    with pytest.raises(ValueError, match=r"got budget 100 and align.pack 64, expected a multiple: take 64"):
+    with pytest.raises(ValueError, match=r"got budget 100, expected a multiple of align.pack, 64. Use 64"):
         Rules(budget=100, align=Align(pack=64))
-    with pytest.raises(ValueError, match="take 64"):
+    with pytest.raises(ValueError, match="Use 64"):
         Rules(budget=10, align=Align(pack=64))
 
 
@@ -239,7 +239,7 @@ TWO = "streams: {a: {}, b: {}}\n"
         ),
         (
             WEB + "rules: {balance: {kind: joint}, leftovers: emptiest}",
-            "rules: got leftovers: emptiest with balance.kind: joint, expected only keys that it has: max_",
+            "rules: got `leftovers: emptiest` with `balance.kind: joint`, expected only these keys: max_",
         ),
         (
             WEB + "rules: {balance: {kind: joint}, budget: 16777216}",
@@ -247,7 +247,8 @@ TWO = "streams: {a: {}, b: {}}\n"
         ),
         (
             WEB + "rules: {budget: 268435456, align: {sample: 2, pack: 2}}",
-            "rules: got a budget of 134217728 times align.sample, expected less than 134217728 with packer: exact_fill",
+            "rules: got a budget of 134217728 times align.sample, expected less than 134217728 times with "
+            "`packer: exact_fill`",
         ),
         (WEB + "steps_ahead: 65", "steps_ahead: got 65, expected a whole number <= 64"),
         (WEB + "seed: -1", "seed: got -1, expected a whole number >= 0"),
@@ -261,13 +262,16 @@ TWO = "streams: {a: {}, b: {}}\n"
         (WEB + "tokens: int8", "tokens: got 'int8', expected one of: uint16, int32"),
         (
             WEB + "rules: {packer: concatenative, leftovers: emptiest}",
-            "rules: got leftovers: emptiest with packer: concatenative, expected only keys that it has: max_sample",
+            "rules: got `leftovers: emptiest` with `packer: concatenative`, expected only these keys: max_sample",
         ),
         (WEB + "rules: {packer: best}", "rules.packer: got 'best', expected one of: exact_fill, sliding_ffd,"),
         (WEB + "rules: {overlong: cut}", "rules.overlong: got 'cut', expected one of: error, drop, truncate, split"),
         (WEB + "feeds: {train: {cp_layout: ring}}", "feeds.train.cp_layout: got 'ring', expected one of: zigzag,"),
         # what contradicts itself
-        (WEB + "rules: {budget: 10, align: {sample: 4, pack: 8}}", "rules: got budget 10 and align.pack 8, expected a"),
+        (
+            WEB + "rules: {budget: 10, align: {sample: 4, pack: 8}}",
+            "rules: got budget 10, expected a multiple of align.pack, 8",
+        ),
         (
             WEB + "rules: {align: {sample: 3, pack: 8}}",
             "rules: got align.pack 8, expected a multiple of align.sample, 3",
@@ -294,7 +298,7 @@ TWO = "streams: {a: {}, b: {}}\n"
         ),
         (
             WEB + "rules: {shape: {multiple: 48}}",
-            "rules: got shape.multiple 48, expected a multiple of align.pack, 1",
+            "rules: got shape.multiple 48, expected a multiple of align.pack (1)",
         ),
         (
             WEB + "rules: {shape: {buckets: [8, 4]}}",
@@ -306,7 +310,7 @@ TWO = "streams: {a: {}, b: {}}\n"
         ),
         (
             WEB + "rules: {shape: {multiple: 64}}\nplanned_mesh: {cp: 64}",
-            "rules: got shape.multiple 64, expected a multiple of align.pack, 128, that divides the budget of 8192",
+            "rules: got shape.multiple 64, expected a multiple of align.pack (128) that divides the budget (8192)",
         ),
         # feeds
         (
@@ -328,7 +332,7 @@ TWO = "streams: {a: {}, b: {}}\n"
         (WEB + "feeds: {x: {rules: {budget: 8k}}}", "feeds.x.rules.budget: got '8k', expected a whole number"),
         (
             WEB + "feeds: {x: {rules: {budget: 9, align: {pack: 2}}}}",
-            "feeds.x.rules: got budget 9 and align.pack 2, expected a multiple",
+            "feeds.x.rules: got budget 9, expected a multiple of align.pack, 2",
         ),
         ("streams: {a: {}, b: {weight: 1.0e-5}}", "streams.b.weight: got 1e-05, expected at least 0.000244141"),
         (
@@ -536,9 +540,9 @@ def test_fields_with_a_meaning_need_no_more_than_their_names() -> None:
             {"dtype": "int8", "axis": "sample", "cp": "replicate"},
             "got `align` or `cp` with `axis: sample`, expected neither",
         ),
-        ("a", {"dtype": "float64", "shape": [1024]}, "got 8192 bytes a token, expected at most 4096"),
+        ("a", {"dtype": "float64", "shape": [1024]}, "got 8192 bytes per token, expected at most 4096"),
         ("loss_mask", {"dtype": "float32"}, "got loss_mask with dtype float32 and pad "),
-        ("loss_mask", {"cp": "replicate"}, "got cp: replicate for loss_mask, expected slice"),
+        ("loss_mask", {"cp": "replicate"}, "got `cp: replicate` for loss_mask, expected `cp: slice`"),
         ("labels", {"pad": 0}, "got pad 0 for labels, expected -100"),
         ("labels", {"align": "token"}, "expected `axis: token`, `align: target` and no shape"),
         (

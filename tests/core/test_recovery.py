@@ -361,13 +361,13 @@ def test_trainers_that_go_back_before_all_that_a_cut_log_knows_are_refused_namin
     desk.attach("train", 3, reader="again")
     [refusal] = desk.heard(Reject)
     assert refusal.code == "step_gone"
-    assert f"expected {oldest} or later" in refusal.detail
+    assert f"expected step {oldest} or later" in refusal.detail
     assert desk.records is not None
     again = Desk(("train", ARRIVAL), records=desk.records)
     again.start(desk.first_lsn)
     again.attach("train", 3)
     [refusal] = again.heard(Reject)
-    assert f"expected {oldest} or later" in refusal.detail
+    assert f"expected step {oldest} or later" in refusal.detail
 
 
 def test_a_base_says_what_was_returned_before_the_broker_was_started() -> None:

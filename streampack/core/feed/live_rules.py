@@ -102,8 +102,8 @@ class LiveRules:
         history = self._history
         if history.end is not None:
             raise ValueError(
-                f"got a change of the rules after the end of the feed at step {history.end[0]}, expected a change "
-                f"before the end"
+                f"got a change of the rules of a feed that has ended after {history.end[0]} steps, expected a "
+                f"change before the end"
             )
         more = _partitions(rules) - self.num_partitions
         left = self._memory.limit_tokens - more * self._leases.partitions.quota_tokens

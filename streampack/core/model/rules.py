@@ -332,10 +332,10 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
         has = parameters_of(name)
         given = {key: value for key in PACKER_KEYS if (value := getattr(self, key)) is not None}
         for unknown in sorted(given.keys() - set(has)):
-            known = " or ".join(key for key in PACKER_KEYS if key in has) or "none"
+            known = ", ".join(key for key in PACKER_KEYS if key in has) or "none"
             raise ValueError(
                 f"got `{unknown}: {given[unknown]}` with `{'balance.kind' if joint else 'packer'}: {name}`, expected "
-                f"only keys that {name} has: {known}"
+                f"only these keys: {known}"
             )
         own = {"group": self.balance.group, "patience": self.balance.patience} if joint else {}
         return make_packer(name, **given, **own, **({"seed": self.seed} if "seed" in has else {}))

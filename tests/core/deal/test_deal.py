@@ -146,7 +146,7 @@ def test_the_dearest_pack_is_split_first_and_evenly(step: tuple[list[list[int]],
 
 
 def test_fewer_packs_than_there_are_is_refused() -> None:
-    with pytest.raises(ValueError, match="got 2 packs, expected 1 at most"):
+    with pytest.raises(ValueError, match="got 2 packs, expected at most 1"):
         split_dearest([[0], [1]], np.array([1, 1]), 1)
 
 

@@ -111,7 +111,7 @@ def test_a_pipeline_is_refused_unless_its_trainer_takes_any_length() -> None:
 
 
 def test_a_sample_that_does_not_fit_once_padded_is_named() -> None:
-    with pytest.raises(SampleError, match=r"sample 1: got 9 tokens \(12 padded\), expected 1 to 10"):
+    with pytest.raises(SampleError, match=r"sample 1: got 9 tokens \(12 with padding\), expected 1 to 10"):
         padded_batches([4, 9], 10, 1, length_round=4)
     with pytest.raises(SampleError, match="sample 0: got 0 tokens"):
         padded_batches([0], 10, 1)

@@ -361,7 +361,7 @@ def test_a_feed_has_the_formats_of_its_kind() -> None:
     ],
 )  # fmt: skip
 def test_what_speaks_of_packs_is_refused_beside_padded(key: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"got {'padded: true with steps of packs' if key == 'batch' else key}"):
+    with pytest.raises(ValueError, match=f"got `{'padded: true` without batches' if key == 'batch' else key}"):
         msgspec.structs.replace(rules_of(8), **{key: value})
 
 
@@ -382,7 +382,7 @@ def test_a_mesh_that_rows_cannot_serve_is_refused_when_it_attaches() -> None:
     assert refusal(with_any_shape, rules, "zigzag") == ""
     assert refusal(asked, Rules(packs=8), "zigzag") == "", "packs are of one shape"
     for layout in ("zigzag_pack", "contiguous"):
-        assert f"got cp=2 and cp_layout: {layout} with padded: true" in mesh_refusal(Mesh(cp=2), rules, layout)
+        assert f"got cp=2 and `cp_layout: {layout}` with `padded: true`" in mesh_refusal(Mesh(cp=2), rules, layout)
     assert mesh_refusal(Mesh(cp=2), rules, "zigzag") == mesh_refusal(Mesh(cp=2), rules, "whole") == ""
     assert "got cp=8" in mesh_refusal(Mesh(cp=8), rules, "zigzag")
 

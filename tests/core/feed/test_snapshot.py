@@ -126,7 +126,7 @@ def test_a_restored_planner_forms_the_steps_that_would_have_come(
 def test_a_snapshot_of_other_rules_is_refused() -> None:
     planner = Planner(rules_of("exact_fill"), [np.array([3]), np.array([4]), np.array([5])])
     taken = snapshot(planner.rules, planner.merge, planner.former)
-    with pytest.raises(ValueError, match="of another run"):
+    with pytest.raises(ValueError, match="from another run"):
         restore(taken, rules_of("concatenative"), planner.merge, planner.former)
 
 

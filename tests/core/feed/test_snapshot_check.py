@@ -141,13 +141,16 @@ MORE = (*STREAMS, StreamRules("d", 1.0, 1))
         (merge_with(merged_samples=[-1, 0, 0]), "got clocks, turns or counts"),
         (merge_with(at_barrier=[True, False, False]), "got a partition that waits at the end of a pass"),
         (replace(GOOD, floors=GOOD.floors[1:]), "got columns of lengths"),
-        (replace(GOOD, floors=[(10**6, (0, 0, 0)), *GOOD.floors[1:]]), "partition 0: got sample 1000000 to read from"),
-        (replace(GOOD, floors=[(1, None), *GOOD.floors[1:]]), "partition 0: got sample 1 to read from"),
+        (
+            replace(GOOD, floors=[(10**6, (0, 0, 0)), *GOOD.floors[1:]]),
+            "partition 0: got sample 1000000 as the first to read",
+        ),
+        (replace(GOOD, floors=[(1, None), *GOOD.floors[1:]]), "partition 0: got sample 1 as the first to read"),
         (form_with(chain=b"short"), "got step"),
         (form_with(window=GOOD.form.window[:-1]), "expected 28 bytes per sample"),
-        (form_with(ages=GOOD.form.ages[1:]), "ages, expected one"),
-        (form_with(ages=[2**63, *GOOD.form.ages[1:]]), "ages, expected one"),
-        (form_with(counts=[*GOOD.form.counts, 1]), "packs of"),
+        (form_with(ages=GOOD.form.ages[1:]), "one age of at least -1 for each sample"),
+        (form_with(ages=[2**63, *GOOD.form.ages[1:]]), "one age of at least -1 for each sample"),
+        (form_with(counts=[*GOOD.form.counts, 1]), "pending packs with"),
         (form_with(keeps=b"\1"), "got 1 bytes of group settings, expected 0, or one valid byte for each of"),
         (form_with(keeps=b"\3" * NUM_HELD), "bytes of group settings, expected 0"),
         (form_with(keeps=b"\1" * NUM_HELD), ""),
@@ -171,7 +174,10 @@ MORE = (*STREAMS, StreamRules("d", 1.0, 1))
         (changed_to(replace(RULES, streams=(*STREAMS, StreamRules("d", float("nan"))))), "weights: "),
         (changed_to(replace(RULES, streams=MORE), applied=1, position=-1), "got changes of the rules at positions"),
         (changed_to(replace(RULES, streams=MORE)), "got columns of lengths"),
-        (changed_to(replace(RULES, streams=(*STREAMS, *OTHER)), applied=0, position=-1), "which feed 'valid' has"),
+        (
+            changed_to(replace(RULES, streams=(*STREAMS, *OTHER)), applied=0, position=-1),
+            "which belongs to feed 'valid'",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_snapshot_is_said(given_: Snapshot, expected: str) -> None:
@@ -192,7 +198,7 @@ def test_a_change_that_is_asked_for_here_and_another_in_the_snapshot_do_not_go_t
     core.handle(Change(1, "train", Restream((StreamRules("e", 1.0, 1),)), 5))
     answer = said(core, attach(changed_to(replace(RULES, streams=MORE), applied=0, position=-1), GOOD.step))
     assert isinstance(answer, Reject)
-    assert "expected the one of this run at step 5" in answer.detail
+    assert "expected this run's change at step 5" in answer.detail
 
 
 NUMBERS = st.one_of(st.integers(-3, 70), st.integers(-(2**63), 2**64 - 1))

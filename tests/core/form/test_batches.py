@@ -202,7 +202,7 @@ def test_any_dp_may_attach_but_where_ranks_would_have_no_sample_and_must() -> No
     assert [mesh_refusal(mesh_of(dp), pads, "whole") for dp in range(1, 12)] == [""] * 11
     strict = Rules(batch=Batch(samples=6, micro_batch_multiple=2, empty="error"))
     assert mesh_refusal(mesh_of(3), strict, "whole") == ""
-    assert "got dp=4 and batches of 6 samples" in mesh_refusal(mesh_of(4), strict, "whole")
+    assert "got batches of 6 samples with dp=4" in mesh_refusal(mesh_of(4), strict, "whole")
 
 
 def test_the_order_of_micro_batches_is_the_one_asked_for() -> None:
@@ -230,7 +230,7 @@ def test_the_budget_grows_evenly_and_is_rounded_to_the_alignment() -> None:
 
 @pytest.mark.parametrize("init", [7, 97])
 def test_a_warm_up_begins_between_the_alignment_and_the_budget(init: int) -> None:
-    with pytest.raises(ValueError, match=f"got warmup.init {init}, expected 8 to 96"):
+    with pytest.raises(ValueError, match=f"got warmup.init {init}, expected 8 \\(align.pack\\) to 96"):
         Rules(budget=96, align=Align(8, 8), warmup=Warmup(init, 4))
 
 
@@ -267,12 +267,12 @@ def test_packs_keep_to_the_budget_of_their_step_but_for_one_long_sample_alone(
 
 
 def test_batches_that_marks_close_have_no_tail_to_drop() -> None:
-    with pytest.raises(ValueError, match="got tail: drop with steps that end_of_batch closes"):
+    with pytest.raises(ValueError, match="got `tail: drop` with steps that end_of_batch closes"):
         Rules(batch=Batch(), tail="drop")
 
 
 def test_joint_balance_is_for_streams_and_batches_are_balanced_as_they_are_dealt() -> None:
-    with pytest.raises(ValueError, match=r"got balance.kind: joint with a batch"):
+    with pytest.raises(ValueError, match=r"got `balance.kind: joint` with batches"):
         Rules(batch=Batch(samples=4), balance=Balance("joint", group=4))
 
 

@@ -292,7 +292,7 @@ def test_a_script_with_a_gap_is_refused() -> None:
     merge = Arrival([1, 1])
     merge.script(1, 0, 5)
     merge.script(1, 3, 4)
-    with pytest.raises(ValueError, match="got sample 9 of partition 1 in the script, expected 7 first"):
+    with pytest.raises(ValueError, match="got sample 9 of partition 1 in the script, expected sample 7 next"):
         merge.script(1, 9, 1)
 
 

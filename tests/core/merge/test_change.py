@@ -269,9 +269,9 @@ def test_a_removed_stream_gives_nothing_more_and_holds_nobody_up() -> None:
     ("weights", "partitions", "expected"),
     [
         ([1.0, 0.0, 1.0], [1, 1, 1], "removed"),
-        ([0.0, 0.0, 0.0], [1, 1, 1], "expected one above"),
-        ([1.0, 0.0001, 0.0], [1, 1, 1], "expected one above"),
-        ([1.0, 0.0, 0.0], [2, 1, 1], "they keep theirs"),
+        ([0.0, 0.0, 0.0], [1, 1, 1], "expected a weight above"),
+        ([1.0, 0.0001, 0.0], [1, 1, 1], "expected a weight above"),
+        ([1.0, 0.0, 0.0], [2, 1, 1], "known streams keep their partitions"),
     ],
 )
 def test_a_change_that_cannot_be_is_refused_and_changes_nothing(

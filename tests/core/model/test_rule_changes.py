@@ -45,7 +45,7 @@ def test_streams_join_at_the_end_and_leave_in_place() -> None:
             "got a new stream 'a', expected an unused name",
         ),
         (Restream((StreamRules("a", 0.0, 1),)), "stream 'a': got weight 0, expected a weight above 0"),
-        (Restream((StreamRules("a", 1.0, 1, pushed=True),)), "got pushed with merge: schedule"),
+        (Restream((StreamRules("a", 1.0, 1, pushed=True),)), "got a pushed stream with `merge: schedule`"),
         (Restream(remove=("a",)), "got stream 'a', expected one of"),
     ],
 )

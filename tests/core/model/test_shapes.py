@@ -118,7 +118,7 @@ def test_what_the_over_long_policy_leaves_fits_padded_and_what_fits_is_left_alon
 
 def test_a_budget_that_holds_a_sample_until_it_is_padded_is_refused() -> None:
     """Nine tokens in packs of ten, padded to twelve: an IndexError of AutoModel's, or a silent split."""
-    with pytest.raises(ValueError, match=r"got budget 10 and align.pack 4, expected a multiple: take 8"):
+    with pytest.raises(ValueError, match=r"got budget 10, expected a multiple of align.pack, 4. Use 8"):
         Rules(budget=10, align=Align(sample=4, pack=4))
     with pytest.raises(ConfigError, match="budget: got 10, expected a multiple of align, 4"):
         pack_lengths([9], 10, align=4)

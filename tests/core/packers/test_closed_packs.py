@@ -61,7 +61,9 @@ def test_every_packer_makes_as_many_packs_as_are_asked_for(name: str) -> None:
 
 
 def test_too_few_samples_are_an_error_or_empty_packs_at_the_end() -> None:
-    with pytest.raises(SampleError, match=r"got 2 samples, expected at least 4, .*pack_count_multiple=4: lower them"):
+    with pytest.raises(
+        SampleError, match=r"got 2 samples, expected at least 4, .*pack_count_multiple=4 require. Lower these"
+    ):
         pack_lengths([3, 4], 8, pack_count_multiple=4)
     assert pack_lengths([3, 4], 8, pack_count_multiple=4, empty="pad") == [[0], [1], [], []]
     assert pack_lengths([], 8, min_packs=2, empty="pad") == [[], []]

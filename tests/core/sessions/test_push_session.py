@@ -613,7 +613,7 @@ def test_a_lost_lease_is_asked_for_again(bench: Bench) -> None:
     bench.hear(Revoke(stream=STREAM, partition=PARTITION), 1)
     bench.do(Push(chunk_of_ids([5])))
     assert bench.said == []
-    assert "another process holds it" in bench.session.waiting_for()
+    assert "which another process holds" in bench.session.waiting_for()
     bench.do(Tick(1.0))
     assert any(isinstance(message, Hello) for message in bench.said)
     bench.do(Tick(1.6))
