@@ -107,7 +107,7 @@ def test_every_layout_shares_a_pack_out_whole(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(("kind", "parts"), [("zigzag_pack", 4), ("contiguous", 2)])
 def test_a_pack_that_cannot_be_cut_evenly_is_refused(kind: str, parts: int) -> None:
-    with pytest.raises(ValueError, match=f"got pack 0 of 7 tokens, expected a multiple of {parts}"):
+    with pytest.raises(ValueError, match=f"got 7 tokens in pack 0, expected a multiple of {parts}"):
         shard_slices(np.array([0, 7]), 2, 0, kind)
 
 
@@ -191,13 +191,13 @@ def test_a_sample_without_tokens_is_refused(lengths: list[int]) -> None:
 
 
 def test_samples_that_fit_only_unpadded_are_refused() -> None:
-    with pytest.raises(ValueError, match="got 12 tokens with padding, expected at most 10"):
+    with pytest.raises(ValueError, match="got a pack of 12 tokens with padding, expected at most 10"):
         layout(np.array([5, 3]), 6, 10)
 
 
 @pytest.mark.parametrize(("cu", "at"), [([0, 8, 14, 22], 1), ([0, 6], 0), ([0, 4, 8, 9], 2)])
 def test_a_segment_that_the_ranks_cannot_share_is_named(cu: list[int], at: int) -> None:
-    with pytest.raises(ValueError, match=f"got segment {at} of {cu[at + 1] - cu[at]} tokens, expected a multiple of"):
+    with pytest.raises(ValueError, match=f"got {cu[at + 1] - cu[at]} tokens in segment {at}, expected a multiple of"):
         held(cu, 2, 0)
 
 

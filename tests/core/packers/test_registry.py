@@ -45,7 +45,7 @@ waits = Waits(rules.new_packer(), 10, 2)
 waits.chosen(np.zeros(5, int), 5)
 assert waits.bound == 3
 for work, said in [
-    (lambda: Rules(packer="toy", budget=8192), "expected less than 4096 with packer: toy"),
+    (lambda: Rules(packer="toy", budget=8192), "expected less than 4096 times with `packer: toy`"),
     (lambda: streampack.pack_lengths([1], 4, "no"), "none, toy"),
     (lambda: convert({"packer": "no"}, RulesSettings), "none, toy"),
 ]:

@@ -400,7 +400,7 @@ def test_overlong_samples_are_an_error_where_they_should_be(lengths: Path) -> No
         (("--packs", "4", "--batch", "4"), "Got both --packs and --batch."),
         (("--window", "4", "--batch", "4"), "Got --window, but each step is a whole batch"),
         (("--total", "7"), "--total is 7 samples, but the file has 3,000 lengths. Pass at least 3000."),
-        (("--budget", "134217728"), "expected less than 134217728 with packer: exact_fill"),
+        (("--budget", "134217728"), "expected less than 134217728 times with `packer: exact_fill`"),
     ],
 )
 def test_what_cannot_be_planned_is_said(lengths: Path, arguments: tuple[str, ...], said: str) -> None:

@@ -154,7 +154,7 @@ def test_a_group_that_no_chunk_holds_is_refused_whole(start: Callable[..., Small
 @pytest.mark.parametrize(
     ("sample", "why"),
     [
-        ({"input_ids": []}, r"sample 0: got a sample with an invalid stream, index or part used \(empty\)"),
+        ({"input_ids": []}, r"sample 0: got a sample that cannot be used \(empty\)"),
         ({"input_ids": [1.5]}, r"\(dtype\)"),
         ({"input_ids": [[1], [2]]}, r"\(ragged\)"),
         ({"text": "hello"}, r"\(missing\)"),

@@ -223,7 +223,7 @@ def test_a_batch_that_memory_cannot_hold_is_said_to_its_trainers() -> None:
         ({"step": {"packs": 8, "samples": 4}}, {}, "step: got packs and samples, expected only one of packs, samples"),
         ({"step": {"end_of_batch": True}}, {}, "rules.step: got `end_of_batch` with stream 'web', which is not pushed"),
         ({"step": {"micro_batch_multiple": 2}}, {}, "rules: step: got micro_batch_multiple without samples or"),
-        ({"step": {"samples": 4, "min_samples": 2}}, {}, "got min_samples: 2 with samples: 4"),
+        ({"step": {"samples": 4, "min_samples": 2}}, {}, "got `min_samples: 2` with `samples: 4`"),
         (
             {"step": {"samples": 4, "empty": "error"}}, {"planned_mesh": {"dp": 8}},
             "planned_mesh: got batches of 4 samples with dp=8 and `rules.step.empty: error`",
