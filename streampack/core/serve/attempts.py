@@ -244,9 +244,8 @@ class AttemptCoordinator:
                 f"ranks still read. Restart all ranks, or stop these ranks: {alive}"
             )
         return "step_gone", (
-            f"got a request to start at step {reader.first_step}, expected step {self._steps.released_upto} or "
-            f"later, because the broker no longer keeps earlier steps for the ranks that read. Restart all ranks, or "
-            f"stop these ranks: {alive}"
+            f"got a request to start at step {reader.first_step}, expected step {self._steps.released_upto} or later, "
+            f"because the broker has deleted earlier steps. Restart all ranks, or stop these ranks: {alive}"
         )
 
     def has_diverged(self, reader: Reader) -> bool:
