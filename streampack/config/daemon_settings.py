@@ -423,8 +423,8 @@ class FieldSettings(_Settings, frozen=True, kw_only=True):
     axis: Annotated[
         Literal["token", "sample", "item", "patch"] | None,
         Meta(
-            description="Unit that has one value of the field: `token`, `sample`, `item` or `patch`. Default: "
-            "`sample` for `group` and `policy_version`, else `token`"
+            description="Unit that each value of the field describes: one `token`, `sample`, `item` or `patch`. "
+            "Default: `sample` for the fields `group` and `policy_version`, `token` for all others"
         ),
     ] = None
     shape: Annotated[

@@ -178,7 +178,8 @@ class PackedDataModule(LightningDataModule):
             return self._batches.state()
         if self._state is None:
             raise UserError(
-                "got a request for the data's state after the data failed in this fit. Resume from the last checkpoint"
+                "got a request for the loader's state after the loader failed in this fit. "
+                "Resume from the last checkpoint"
             )
         return self._state
 

@@ -123,7 +123,7 @@ def _to_json(
 
 
 def _raise(message: str) -> NoReturn:
-    """Raise TemplateError: the function ``raise_exception`` of templates."""
+    """Raise TemplateError. Templates call this function as ``raise_exception``."""
     raise TemplateError(message)
 
 

@@ -285,7 +285,7 @@ TWO = "streams: {a: {}, b: {}}\n"
         (WEB + "rules: {shape: 5}", "rules.shape: got 5, expected text or a mapping"),
         (
             WEB + "rules: {shape: {mutiple: 8}}",
-            "rules.shape: got the unknown key 'mutiple', expected 'multiple'",
+            "rules.shape: got the unknown key 'mutiple', expected one of: multiple, buckets. Did you mean 'multiple'?",
         ),
         (
             WEB + "rules: {shape: {}}",
@@ -317,13 +317,19 @@ TWO = "streams: {a: {}, b: {}}\n"
             "feeds.a.streams: got no streams, expected some of web. If there are several feeds",
         ),
         (WEB + "feeds: {train: {streams: [web, code]}}", "feeds.train.streams: got 'code', expected one of: web"),
-        (TWO + "feeds: {x: {streams: [a, b]}, y: {streams: [b]}}", "feeds.y.streams: got 'b', which feed 'x' has too,"),
+        (
+            TWO + "feeds: {x: {streams: [a, b]}, y: {streams: [b]}}",
+            "feeds.y.streams: got 'b', which feed 'x' also lists,",
+        ),
         (
             TWO + "feeds: {x: {streams: [a]}}",
-            "streams.b: got a stream that no feed reads",
+            "streams.b: got a stream that no feed lists",
         ),
         (WEB + "feeds: {}", "feeds: got {}, expected a mapping of length >= 1"),
-        (WEB + "feeds: {x: {rules: {step: {pack: 2}}}}", "feeds.x.rules.step: got the unknown key 'pack', expected 'p"),
+        (
+            WEB + "feeds: {x: {rules: {step: {pack: 2}}}}",
+            "feeds.x.rules.step: got the unknown key 'pack', expected one of: p",
+        ),
         (
             WEB + "feeds: {x: {rules: {sept: {}}}}",
             "feeds.x.rules: got the unknown key 'sept', expected one of: packer, ",

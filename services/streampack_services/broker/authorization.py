@@ -146,7 +146,10 @@ def new_key(folder: Path, name: str, role: str, limits: Mapping[str, Any]) -> li
 
 
 def _create_key(folder: Path, name: str, tree: dict[str, Any]) -> list[Path]:
-    """Do the work of ``new_key`` while the folder is locked; ``tree``: the entry for allowed.yaml without its key."""
+    """Create a key, write its files and its entry in allowed.yaml; return the paths. The caller locks the folder.
+
+    ``tree`` is the entry for allowed.yaml without the key.
+    """
     secret = new_secret()
     broker_file, file = folder / f"{BROKER}.key", folder / f"{name}.key"
     allowed = read_allowed(folder)
@@ -332,7 +335,7 @@ class Allowed:
         self._thread.join()
 
     def _watch(self) -> None:
-        """Check allowed.yaml for changes every ``LOOK_S`` until ``close``, in a thread of its own."""
+        """Reload allowed.yaml when it changes; run in a thread, look every ``LOOK_S`` seconds until ``close``."""
         while not self._over.wait(LOOK_S):
             self.reload_if_changed()
 

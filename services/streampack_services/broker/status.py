@@ -401,7 +401,7 @@ class StreamStatus(Struct, frozen=True, kw_only=True):
 
 
 class MemoryStatus(Struct, frozen=True, kw_only=True):
-    """The arena, which holds the tokens and fields of all samples."""
+    """Memory use of the arena, which holds the tokens and fields of all samples."""
 
     arena_bytes: int
     """Size of the arena, in bytes."""

@@ -90,7 +90,7 @@ def run_demo(options: DemoOptions) -> int:
 def _run(
     options: DemoOptions, folder: Path, processes: list[subprocess.Popen[bytes]], console: Console
 ) -> dict[str, Any]:
-    """Run broker, producers and ranks to the end of the source, and return the figures of ``judged``.
+    """Run broker, producers and ranks to the end of the source, and return the figures of the demo's table.
 
     Append every process that is started to ``processes``, so that the caller can stop them.
     """

@@ -80,7 +80,7 @@ class Workload:
 
     @property
     def lengths(self) -> I64:
-        """Lengths of all samples here without rejected ones, stream by stream, int64 [n]."""
+        """Lengths of all samples but rejected ones, stream by stream, int64 [n]."""
         return np.concatenate([each[each > 0] for stream in self.streams for each in stream.partitions])
 
 

@@ -1,8 +1,9 @@
 """Encode a step for the ledger: all facts of its ``StepFormed`` record, in about 10 bytes per sample instead of 28.
 
 The columns follow one another. A column stores differences to its least value, in as few bytes as the greatest
-difference needs: no bytes if all values are equal. Two columns are mostly equal: the parts, and the lengths minus the
-loss tokens. Indices are stored relative to the least index of their stream in the step. Checksums are stored unchanged.
+difference needs: no bytes if all values are equal. In two columns all values are usually the same: the
+parts, and the lengths minus the loss tokens. Indices are stored relative to the least index of their stream in the
+step. Checksums are stored unchanged.
 
     50 bytes of head: digest, chain, u64 loss tokens, u32 samples, u32 packs, u16 streams
     columns: counts [packs]; numbers and least indices [streams]

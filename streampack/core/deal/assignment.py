@@ -94,7 +94,7 @@ class PaddedStep:
 
 
 def deal_padded(rules: Rules, lengths: I64, dp: int, pp: int) -> PaddedStep:
-    """Return the padded micro-batches of samples of ``lengths`` int64 [n], in real tokens.
+    """Divide samples of ``lengths`` int64 [n], tokens without padding, into padded micro-batches.
 
     Every rank of a mesh of ``dp`` and ``pp`` gets the same number of micro-batches, with the same shapes.
     """

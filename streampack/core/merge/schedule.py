@@ -94,7 +94,7 @@ class Merge(Queues):
         self._blocked = -1
 
     def _set_strides(self, weights: Sequence[float], stops: Sequence[int]) -> None:
-        """Set the strides (0 for a removed stream), the streams that stop the others, and a pass's start clocks."""
+        """Set the strides (0 for a removed stream), the streams whose end ends the merge, and a pass's start clocks."""
         left = [weight for weight in weights if weight] or list(weights)
         self._stride = np.zeros(len(weights), np.int64)
         self._stride[np.array(weights) != 0] = strides(left)
@@ -248,7 +248,7 @@ def change_merge(merge: AnyMerge, rules: Rules) -> I64:
 
 
 def _merge_terms(rules: Rules) -> tuple[list[float], list[int], list[int]]:
-    """Return each stream's weight, each stream's partitions, and the numbers of streams that stop the others."""
+    """Return the weight and the partition count of each stream, and the streams whose end ends the merge."""
     streams = rules.streams
     stops = [number for number, stream in enumerate(streams) if stream.on_exhaust == "stop"]
     return [stream.weight for stream in streams], [stream.partitions for stream in streams], stops

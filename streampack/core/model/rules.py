@@ -267,8 +267,8 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
             )
         if self.batch is not None and self.batch.samples is None and self.tail == "drop":
             raise ValueError(
-                "got `tail: drop` with steps that end_of_batch closes, expected `tail: pad`, because the last batch "
-                "of such steps is always complete"
+                "got `tail: drop` with `end_of_batch`, expected `tail: pad`. With `end_of_batch` every step is a "
+                "complete batch, so no incomplete last step can be dropped"
             )
         if self.padded:
             self._check_padded()

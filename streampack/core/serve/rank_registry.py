@@ -48,7 +48,7 @@ class ReaderPhase(Enum):
     ATTACHING = ("the broker is checking the first message of the reader", False, False)
     CLAIMS = ("the reader waits for its rank", False, False)
     CLAIMS_SNAPSHOT = ("the reader waits for its rank and for the snapshot of its checkpoint", False, False)
-    CLAIMS_READY = ("the reader is ready and waits for its rank", False, True)
+    CLAIMS_READY = ("the reader is ready and waits until its rank is free", False, True)
     HOLDS = ("the reader has its rank but has not sent its first step", True, False)
     HOLDS_SNAPSHOT = ("the reader has its rank and waits for the snapshot of its checkpoint", True, False)
     HOLDS_READY = ("the reader has its rank and waits for an attempt to begin", True, True)

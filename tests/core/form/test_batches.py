@@ -267,7 +267,7 @@ def test_packs_keep_to_the_budget_of_their_step_but_for_one_long_sample_alone(
 
 
 def test_batches_that_marks_close_have_no_tail_to_drop() -> None:
-    with pytest.raises(ValueError, match="got `tail: drop` with steps that end_of_batch closes"):
+    with pytest.raises(ValueError, match="got `tail: drop` with `end_of_batch`"):
         Rules(batch=Batch(), tail="drop")
 
 

@@ -76,7 +76,7 @@ def test_an_unknown_key_of_a_producer_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("streams: {web: {}\nrules: [", "is not YAML"),
+        ("streams: {web: {}\nrules: [", "is not valid YAML"),
         ("streams: {web: {passes: 0}}", "streams.web.passes: got 0, expected a whole number >= 1"),
         (
             "streams: {web: {}}\nrules: {packer: ffd}",
@@ -87,7 +87,7 @@ def test_an_unknown_key_of_a_producer_is_named(tmp_path: Path) -> None:
         ("streams: {web: {}}\nmemory: plenty", "expected a size such as 16GiB"),
         ("streams: {web: {}}\nretain: {bytes: plenty}", "expected a size such as 16GiB"),
         ("streams: {web: {}}\nretain: {bytes: 128MiB}", "expected at least 256MiB"),
-        ("streams: {web: {}}\nrules: {budget: 100, align: {sample: 8, pack: 8}}", "take 96"),
+        ("streams: {web: {}}\nrules: {budget: 100, align: {sample: 8, pack: 8}}", "Use 96"),
         ("streams: {web: {}}\nlisten: {http: somewhere}", "expected host:port"),
         ("streams: {web: {}}\nlisten: {producers: udp://a:1}", "expected tcp://host:port or ipc:///path"),
     ],

@@ -104,11 +104,11 @@ def why(path: Path, step: int) -> list[list[Any]]:
 def test_a_group_that_cannot_be_kept_together_is_refused_and_says_what_to_do() -> None:
     with folder() as path, running_broker(settings(path)) as broker:
         with streampack.Producer(broker.producers, stream="rollouts") as rollouts:
-            with pytest.raises(UserError, match=r"expected keep='pack', or none\. Or set rules\.step in broker\.yaml"):
+            with pytest.raises(UserError, match=r"expected keep='pack' or no keep\. For batches, set"):
                 rollouts.send_group([[1], [2]], keep="step")
             rollouts.send_group([[1] * 40, [2] * 24], keep="pack")
             rollouts.flush()
-        with pytest.raises(Rejected, match="samples rollouts:4 to 6: got a group kept in one pack of 2 samples, 65 "):
+        with pytest.raises(Rejected, match="samples rollouts:4 to 6: got a group of 2 samples and 65 tokens "):
             push_pair(broker.producers, 40, 25)
 
 

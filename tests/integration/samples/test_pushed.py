@@ -189,7 +189,7 @@ def test_a_partition_that_has_ended_takes_no_more() -> None:
         broker = RunningBroker(path, settings(path))
         try:
             streampack.Producer(broker.producers, stream="rollouts", partition=1).close(end=True)
-            with pytest.raises(Rejected, match=r"partition 1: got samples of a partition that has ended"):
+            with pytest.raises(Rejected, match=r"partition 1: got samples after the end of the partition"):
                 streampack.Producer(broker.producers, stream="rollouts", partition=1)
             with pytest.raises(Rejected, match="got partition 2 of stream 'rollouts', expected a number below 2"):
                 streampack.Producer(broker.producers, stream="rollouts", partition=2)

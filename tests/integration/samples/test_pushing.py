@@ -161,7 +161,7 @@ def test_a_group_that_no_chunk_holds_is_refused_whole(start: Callable[..., Small
         ("hello", r"\(dtype\)"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, r"\(loss_mask: length\)"),
         ({"input_ids": [1, 2], "group": 1.5}, r"\(group: dtype\)"),
-        ({"input_ids": [1] * 101}, "got a sample of 101 tokens, expected at most 100: set rules.overlong"),
+        ({"input_ids": [1] * 101}, "got a sample of 101 tokens, expected at most 100. Set `overlong` in `rules`"),
     ],
 )
 def test_a_bad_sample_is_an_error_where_it_is_given(sample: Any, why: str, start: Callable[..., SmallBroker]) -> None:
@@ -208,7 +208,7 @@ def test_send_waits_for_room_and_says_what_for(
         rollouts._pushing._timeout_s = 0.5  # now, that it is connected
         with pytest.raises(DataStall, match=r"waited 0\.5 s for room for 1436 bytes in its buffer of 4096 bytes"):
             rollouts.send([1] * 100)
-        with pytest.raises(DataStall, match=r"for its samples to be durable. .* samples 0 to 1 are not safe yet"):
+        with pytest.raises(DataStall, match=r"for its samples to be durable. .* log to store samples 0 to 1"):
             rollouts.flush()
         assert "waiting for the broker's log to store samples 0 to 1" in caplog.text
         assert rollouts.stats()["buffered_bytes"] == 2 * 1436
