@@ -274,5 +274,5 @@ def test_they_compare_as_tuples_do() -> None:
     assert whole == packs
     assert hash(packs) == hash(whole)
     assert packs != whole[1:]
-    with pytest.raises(UserError, match=r"take tuple\(step\)"):
+    with pytest.raises(UserError, match=r"Use tuple\(step\)"):
         type(packs)(list(packs))

@@ -175,7 +175,7 @@ def test_what_cannot_be_regrouped_is_said() -> None:
     with pytest.raises(UserError, match=r"got a budget that holds 2 tokens, but sample \(0, 1099511627776, 0\) has 4 "):
         step.regroup(budget=3)
     for budget, min_packs, said in ((0, 1, "budget=0,"), ("8", 1, "budget='8',"), (8, 0, "min_packs=0,")):
-        with pytest.raises(UserError, match=f"got {said} expected at least 1"):
+        with pytest.raises(UserError, match=f"got {said} expected a whole number of at least 1"):
             step.regroup(budget, min_packs=min_packs)  # type: ignore[arg-type]
     (idle,) = steps_of(replace(GOLDEN, packs=[[], []]))  # a rank that has no sample
     for each in (step, idle):

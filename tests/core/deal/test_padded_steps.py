@@ -399,7 +399,7 @@ def test_ranks_without_a_sample_get_a_row_of_padding_or_all_stop() -> None:
 
 
 def test_padded_steps_are_not_regrouped() -> None:
-    with pytest.raises(UserError, match=r"got a step of padded micro-batches to regroup, expected packs"):
+    with pytest.raises(UserError, match=r"got a step of padded micro-batches to regroup, expected a step of packs"):
         Formed(rules_of(8), ROLL).built(0, Mesh()).regroup(64)
 
 

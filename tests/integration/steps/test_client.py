@@ -145,7 +145,7 @@ def test_a_client_inherited_through_a_fork_is_refused(broker: RunningBroker) -> 
         child.start()
         child.join(PATIENCE_S)
         assert child.exitcode == 0
-        assert "after the fork" in said.get()
+        assert "before the fork" in said.get()
         assert sum(pack.num_samples for pack in loader) == 400
 
 

@@ -272,7 +272,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> Non
         ({"source": [[1]], "prefetsch": 3}, TypeError, "prefetsch"),
         ({"source": [[1]], "prefetch": 0}, UserError, "prefetch=0"),
         ({"source": [[1]], "tokenizer": 5}, UserError, "tokenizer: got a int"),
-        ({"source": [[1]], "tokenizer": "gpt2"}, ConfigError, r"takes AutoTokenizer.from_pretrained\('gpt2'\)"),
+        ({"source": [[1]], "tokenizer": "gpt2"}, ConfigError, r"pass AutoTokenizer.from_pretrained\('gpt2'\)"),
         ({"source": []}, UserError, "data: got an empty list, expected at least one file or row"),
         ({"source": [[1]], "http": 7400}, UserError, "http: got 7400, expected a string such as '127.0.0.1:7400'"),
     ):
@@ -326,7 +326,7 @@ def test_a_forked_child_is_refused_and_ends_nothing() -> None:
                 next(loader)
             except PeerError as error:
                 loader.close()
-                code = 7 if "after the fork" in str(error) else 2
+                code = 7 if "before the fork" in str(error) else 2
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
