@@ -183,7 +183,7 @@ def test_what_cannot_be_regrouped_is_said() -> None:
             each.regroup(budget=1)
     for layout in ("contiguous", "zigzag_pack"):
         (step, _) = steps_of(replace(GOLDEN, cp=2, layout=layout, align=4))
-        with pytest.raises(UserError, match=f"layout {layout} with cp=2 to regroup, expected zigzag or whole"):
+        with pytest.raises(UserError, match=f"`cp_layout: {layout}` and cp=2 to regroup, expected zigzag or whole"):
             step.regroup(budget=16)
     with pytest.raises(UserError, match="was not made by a loader"):
         replace(step, regrouping=None).regroup(budget=16)
