@@ -160,7 +160,7 @@ def test_a_chunk_that_no_credit_allows_is_refused_and_not_waited_with(count: int
 
 
 def test_a_mask_that_the_run_would_lose_is_refused_with_the_line_to_add() -> None:
-    with pytest.raises(SampleError, match=r"add 'fields: \{loss_mask: \{\}\}' to broker.yaml"):
+    with pytest.raises(SampleError, match=r"Add `fields: \{loss_mask: \{\}\}` to broker.yaml"):
         one([1, 2], {"loss_mask": [0, 1]})
     assert one([1, 2], {"loss_mask": [1, 1]}).lengths.tolist() == [2], "one that masks nothing changes nothing"
 
@@ -313,7 +313,7 @@ def test_a_sample_without_its_loss_mask_is_rejected_or_counted(kind: str, policy
     if policy == "reject" or (policy is None and kind.startswith("tar")):
         assert batch.lengths.tolist() == ([0, 0, 0] if lost == 3 else [3, 0, 2])
         assert (batch.rejected, batch.unmasked) == ({"loss_mask: missing": lost}, 0)
-        said = r"got a sample without a loss_mask, but the run declares one\. Add the mask, or"
+        said = r"got a sample without a loss_mask, but the run declares this field\. Add the mask, or"
         with pytest.raises(SampleError, match=said):
             list(batches(open_source(settings), lease((MASK,), poison="error")))
     else:

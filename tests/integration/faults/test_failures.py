@@ -219,7 +219,7 @@ def test_a_source_that_gives_other_data_the_second_time_stops_the_run_naming_str
         with running("other", "produce", "-c", config) as other:
             assert other.end() != 0
             assert re.search(r"sample web:\d+: got 64 tokens with checksum", other.said)
-        until(lambda: "Put the data" in broker.feed()["waiting_for"]["detail"])
+        until(lambda: "the tokenizer and its settings, or start a new run" in broker.feed()["waiting_for"]["detail"])
         assert "sample web:" in broker.feed()["waiting_for"]["detail"]
         assert "sample web:" in broker.said
     assert [step.index for step in had] == list(range(20))

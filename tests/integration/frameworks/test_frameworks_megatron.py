@@ -123,7 +123,9 @@ def test_what_is_durable_is_committed_and_any_mesh_goes_on_from_what_rank_0_save
         (Path(elsewhere.save) / "latest_checkpointed_iteration.txt").write_text("10")
         train.save_state()
         train.close()
-    with pytest.raises(StateError, match=r"got no iter_0000009/mp_rank_\*/train_dataloader_dprank000.pt in .*finetune"):
+    with pytest.raises(
+        StateError, match=r"got no file iter_0000009/mp_rank_\*/train_dataloader_dprank000.pt in .*finetune"
+    ):
         train_iterator(broker, arguments(tmp_path, iteration=9))
 
 
@@ -156,7 +158,7 @@ def test_each_evaluation_is_over_the_same_steps_of_the_valid_feed(tmp_path: Path
         train.close()
         valid.close()
         args.eval_global_batch_size = 4
-        with pytest.raises(UserError, match="steps of 2 packs and eval_global_batch_size=4, expected the same"):
+        with pytest.raises(UserError, match="steps of 2 packs with eval_global_batch_size=4, expected equal numbers"):
             provide()
 
 
@@ -164,7 +166,7 @@ def test_each_evaluation_is_over_the_same_steps_of_the_valid_feed(tmp_path: Path
     ("changed", "message"),
     [
         ({"dataloader_type": "single"}, "got dataloader_type='single', expected 'external'"),
-        ({"micro_batch_size": 2}, "got micro_batch_size=2, expected 1: a micro-batch is a pack"),
+        ({"micro_batch_size": 2}, "got micro_batch_size=2, expected 1. A micro-batch is one pack"),
         (
             {"calculate_per_token_loss": False},
             "got calculate_per_token_loss=False, expected True. Packs have different",
@@ -191,7 +193,7 @@ def test_arguments_that_packs_do_not_go_with_are_refused(changed: dict[str, Any]
 
 def test_a_feed_whose_steps_are_no_iterations_is_refused_at_once(broker: RunningBroker) -> None:
     check_rules = integrations.megatron.check_rules
-    with pytest.raises(UserError, match="steps of 4 packs and global_batch_size=8, expected the same"):
+    with pytest.raises(UserError, match="steps of 4 packs with global_batch_size=8, expected equal numbers"):
         train_iterator(broker, arguments(global_batch_size=8))
     with pytest.raises(UserError, match="packs of 128 tokens with seq_length=256, expected equal lengths"):
         train_iterator(broker, arguments(seq_length=256))

@@ -175,7 +175,7 @@ def test_a_folder_that_has_no_keys_is_not_one_that_lets_nobody_in(words: tuple[s
             ("x", "--role", "producer", "--rank", "dp=1"),
             "got ranks for a producer, expected no ranks, which only a trainer can have",
         ),
-        (("x", "--role", "trainer", "--rank", "dp3"), "--rank is 'dp3'. Pass an axis and a number"),
+        (("x", "--role", "trainer", "--rank", "dp3"), "--rank is 'dp3'. Pass an axis and a rank"),
         (("x", "--role", "trainer", "--rank", "ep=3"), "got 'ep', expected some of dp, cp, tp, pp"),
         (("there", "--role", "trainer"), "'there' already has a key"),
     ],

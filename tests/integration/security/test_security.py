@@ -144,7 +144,9 @@ CLOSED = [
 ]
 
 
-@pytest.mark.parametrize(("key", "why"), [*CLOSED, ("tokenizers.key", "which is a producer's, where trainers connect")])
+@pytest.mark.parametrize(
+    ("key", "why"), [*CLOSED, ("tokenizers.key", "of role producer, expected a key of role trainer")]
+)
 def test_a_trainer_that_is_not_let_in_is_told_why(broker: BrokerService, keys: Path, key: str, why: str) -> None:
     with pytest.raises(Rejected) as refused:
         sp.connect(broker.endpoints["trainers"], format="numpy", key_file=keys / key if key else "")
@@ -158,7 +160,7 @@ def test_a_trainer_that_is_not_let_in_is_told_why(broker: BrokerService, keys: P
     ("key", "why"),
     [
         *CLOSED[:2],
-        ("trainers.key", "which is a trainer's, where producers connect"),
+        ("trainers.key", "of role trainer, expected a key of role producer"),
         ("others.key", "got stream 'web'"),
     ],
 )

@@ -205,7 +205,7 @@ def test_a_sample_that_was_never_stored_cannot_be_served() -> None:
 def test_samples_that_do_not_fit_their_pack_are_not_written_beyond_it(cp: int) -> None:
     both = twin(6)
     both.store([5, 6], set())
-    with pytest.raises(InternalError, match=r"got 16 tokens with padding, expected at most 12"):
+    with pytest.raises(InternalError, match=r"got a pack of 16 tokens with padding, expected at most 12"):
         both.arena.gather(Contents(ints(0, 1), ints(2), ints(12), ints(4)), ["input_ids"], cp, 0, "zigzag")
 
 
