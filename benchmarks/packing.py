@@ -59,7 +59,7 @@ WHOSE = {
     "karmarkar_karp": "verl, ROLL",
     "concatenative": "NeMo-RL, AutoModel",
 }
-"""Whose behavior a packer of the registry reproduces."""
+"""The system that each packer of the registry reproduces."""
 OFFLINE, UNSORTED, JOINT_64 = "first_fit_decreasing, offline", "first fit, unsorted", "joint, group 64"
 
 Packed = tuple[I64, I64, float]

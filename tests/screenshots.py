@@ -1,6 +1,6 @@
 """Pictures of the live page, of real brokers with 4 and 512 ranks: ``python -m tests.screenshots DIR``.
 
-Those of ``docs/how-to/observe.md`` are ``page-4-ranks-light.png`` and ``page-512-ranks-dark.png``, in ``docs/``.
+The pictures of ``docs/how-to/observe.md`` are ``page-4-ranks-light.png`` and ``page-512-ranks-dark.png``, in ``docs/``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a release holds: the files of the wheel and of the source distribution, and the licenses of what it needs."""
+"""Tests of a release: the files of the wheel and of the source distribution, and the licenses of its dependencies."""
 
 import subprocess
 import sys
