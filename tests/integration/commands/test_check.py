@@ -180,7 +180,7 @@ def test_the_table_fits_and_nothing_is_cut(columns: int, broker: Path, monkeypat
     assert "…" not in shown
     assert lines[-1] == "good: streampack broker can use broker.yaml"
     said = [" ".join(line.split()) for line in lines]
-    assert any(line.startswith("budget 4096 line 5 Number of tokens in a pack") for line in said)
+    assert any(line.startswith("budget 4096 line 5 Number of tokens in a") for line in said)
     assert "step tokens 65536 tokens per step: packs times budget" in said
 
 
@@ -246,14 +246,14 @@ def test_a_key_that_no_row_has_is_not_good(tmp_path: Path, keys: dict[str, Any],
 
 def test_rows_without_any_key_of_a_sample_are_not_good(tmp_path: Path) -> None:
     said = the_error(in_process("check", of_rows(tmp_path, [{"body": "x"}])), 2)
-    assert "streams.web: got rows without text, tokens, input_ids, messages" in said
+    assert "streams.web: got rows without any of the keys text, tokens, input_ids or messages" in said
     assert "a.jsonl:line 1, has the keys body). Set text_key, tokens_key or messages_key" in said
 
 
 def test_only_the_beginning_of_a_file_is_read_for_its_keys(tmp_path: Path) -> None:
     """The last line of what is read is torn, and the file goes on for longer than a check may take."""
     path = of_rows(tmp_path, [{"body": "x" * 1000}] * 10_000, text_key="text")
-    assert "rows read: 100;" in the_error(in_process("check", path), 2)
+    assert "(100 rows were read;" in the_error(in_process("check", path), 2)
     path = of_rows(tmp_path, [{"body": "x" * 5_000_000}], text_key="text")
     assert in_process("check", path).returncode == 0, "not one row was read"
 

@@ -248,7 +248,7 @@ def test_a_killed_producer_process_is_started_again_and_no_step_differs(
             assert len(warned) == kills
             if kills:
                 assert f"(pid {killed.pid}) was killed, perhaps because memory was short; process " in warned[0]
-                assert f"took over from {socket.gethostname()}:{killed.pid}" in broker.said
+                assert f"took over from producer {socket.gethostname()}:{killed.pid}" in broker.said
                 assert "silent" not in broker.said
     assert found[0] == found[1]
 

@@ -279,7 +279,7 @@ def test_a_state_of_other_data_is_refused_before_anything_is_trained(broker: Run
     state["chain"] = "00" * 16
     with connect(broker) as loader:
         loader.load_state_dict(state)
-        with pytest.raises(Rejected, match="the data, the rules or the seed have changed"):
+        with pytest.raises(Rejected, match="The data, the rules or the seed have changed"):
             next(loader.steps())
 
 
