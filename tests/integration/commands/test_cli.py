@@ -104,7 +104,9 @@ def test_names_are_shown_as_they_are_written(tmp_path: Path, capsys: pytest.Capt
     assert "[a]:smile:" in shown
     path = write(tmp_path / "b[a].yaml", {"run": "sft[/x]", "streams": {"web[a]": {}}, "listen": {"http": "[::1]:0"}})
     shown = in_process("check", path).stdout
-    assert all(text in shown for text in ("sft[/x]", "  web[a]", "[::1]:0", "good: streampack broker can use b[a].yaml"))
+    assert all(
+        text in shown for text in ("sft[/x]", "  web[a]", "[::1]:0", "good: streampack broker can use b[a].yaml")
+    )
 
 
 def test_health_says_ready_and_ends_with_0(broker: RunningBroker) -> None:

@@ -215,7 +215,7 @@ def test_why_and_replay_know_what_each_rank_had(source: Source, tmp_path: Path) 
         of_pipeline = in_process("replay", "--step", "3", "--pp", "2", *where, "-p", config, "--json")
         shown = in_process("why", "--step", "3", *where).stdout
         dealt = in_process("why", "--step", "3", "--dp-size", "2", *where).stdout
-        assert "its batches depend on the mesh, which a log does not have" in the_error(
+        assert "its batches depend on the mesh, which a log does not record" in the_error(
             in_process("report", path / "state"), 2
         )
         with np.load(path / "step.npz") as written:
@@ -309,7 +309,7 @@ def test_check_shows_what_padded_brings_and_plan_says_that_it_forecasts_packs(tm
     assert values["rules.shape"] == ("exact", "derived")
     np.save(tmp_path / "lengths.npy", np.arange(1, 100))
     line = the_error(in_process("plan", tmp_path / "lengths.npy", "-c", config), 2)
-    assert "padded: true, but plan forecasts packs" in line
+    assert "`padded: true`, but plan forecasts packs" in line
 
 
 @pytest.fixture
