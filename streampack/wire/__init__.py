@@ -1,6 +1,7 @@
 """The wire: messages, records and snapshots as bytes. No other package knows their encoding.
 
 - ``frames``: encodes messages to frames, and checks and decodes frames.
+- ``bundles``: several messages in one, between a relay and the broker.
 - ``record_frames``: encodes and decodes records of the log and snapshots.
 - ``checksums``: CRC32C of bytes.
 - ``sample_checksums``: CRC32C of every sample of a chunk in one pass.

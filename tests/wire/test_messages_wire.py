@@ -330,7 +330,7 @@ def test_another_version_is_named(version: int) -> None:
         wire.decode(made(13, b"\x80", header={"version": version}))
 
 
-@pytest.mark.parametrize("kind", [0, 9, 40, 255])
+@pytest.mark.parametrize("kind", [0, 9, 90, 255])
 def test_an_unknown_type_is_named(kind: int) -> None:
     with pytest.raises(WireError, match=f"got message type {kind}, expected one of"):
         wire.decode(made(kind, b"\x80"))

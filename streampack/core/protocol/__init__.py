@@ -3,6 +3,7 @@
 - ``message``: the envelope, and the messages of both producers and trainers.
 - ``producer_messages``: the messages between producers and the broker.
 - ``trainer_messages``: the messages between trainers and the broker.
+- ``relay_messages``: the messages between relays and the broker, and from relays to their readers.
 - ``events``: the events and effects that all state machines share.
 - ``effects``: the events and effects of the broker; the log's are in ``journal.log_effects``.
 - ``rights``: the messages that the key of a peer allows.

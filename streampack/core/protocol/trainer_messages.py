@@ -38,6 +38,8 @@ class Attach(Message, frozen=True, kw_only=True):
         going_on: Lineage to which the reader was attached, and in which it continues; -1 if it was not attached before.
         variable_lengths: True if a pipeline's stages accept micro-batches of any shape.
         starvation: The reader's data wait so far, by cause.
+        path: Number of the reader's way to the broker; it rises when the reader changes between its relay and the
+            broker itself. The broker ignores an ``Attach`` with a lower number than before.
     """
 
     TYPE: ClassVar[int] = 20
@@ -56,6 +58,7 @@ class Attach(Message, frozen=True, kw_only=True):
     going_on: Annotated[int, Meta(ge=-1, lt=2**62)] = -1
     variable_lengths: bool = False
     starvation: Starvation | None = None
+    path: Count = 0
 
 
 class Get(Message, frozen=True, kw_only=True):
