@@ -48,7 +48,9 @@ def test_every_transition_is_reached_in_the_simulation(monkeypatch: pytest.Monke
 def test_a_transition_that_is_not_in_the_table_names_the_peer_and_the_phases_before() -> None:
     phases = Phases("reader host:1 of rank dp=0/2", READER_PHASES, ReaderPhase.ATTACHING)
     phases.go(ReaderPhase.CLAIMS)
-    with pytest.raises(InternalError, match=r"reader host:1 .* from CLAIMS to ENTERED.*ATTACHING -> CLAIMS$"):
+    with pytest.raises(
+        InternalError, match=r"reader host:1 .* from phase CLAIMS to phase ENTERED.*ATTACHING -> CLAIMS$"
+    ):
         phases.go(ReaderPhase.ENTERED)
     assert phases.now is ReaderPhase.CLAIMS
 

@@ -41,7 +41,7 @@ def _run_on_a_source_that_changes(seed: int, patch: pytest.MonkeyPatch) -> None:
 def test_a_source_that_gives_other_data_the_second_time_stops_the_run_and_is_named(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(AssertionError, match=r"sample s\d:\d+: got \d+ tokens with checksum .* as the first time"):
+    with pytest.raises(AssertionError, match=r"sample s\d:\d+: got \d+ tokens with checksum .* as in the first read"):
         _run_on_a_source_that_changes(seed, monkeypatch)
 
 

@@ -203,5 +203,5 @@ def test_a_feed_whose_steps_are_no_iterations_is_refused_at_once(broker: Running
         check_rules(Rules(budget=128, packs=4, warmup=Warmup(init=64, steps=4)), arguments(), 1)
     padded = Rules(budget=128, packs=4, align=Align(sample=4, pack=4))
     check_rules(padded, arguments(), 2)
-    with pytest.raises(UserError, match="samples padded to multiples of 4 with 4 context-parallel ranks"):
+    with pytest.raises(UserError, match="samples padded to multiples of 4 tokens with 4 context-parallel ranks"):
         check_rules(padded, arguments(), 4)
