@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -59,6 +58,7 @@ def test_trainers_hear_that_the_log_was_lost(step: int, pushed_again: bool, capl
             with pytest.raises(StreampackError) as error:
                 reading.result(PATIENCE_S)
             said = caplog.text if (step, pushed_again) == (0, False) else str(error.value)
-            assert re.search(r"\(in state_dir\) was lost|are lost\. .*state_dir", said)
+            assert " lost" in said
+            assert "state_dir" in said
         finally:
             broker.kill()
