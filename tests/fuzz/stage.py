@@ -120,7 +120,7 @@ class Stage:
         elif isinstance(effect, Release):
             self.arena.release(effect.handles)
         elif isinstance(effect, SendShard):
-            payload = self.arena.gather(effect.contents, effect.frames, effect.cp, effect.cp_rank, effect.layout)
+            payload = self.arena.gather(effect.contents, effect.frames, effect.cp, effect.cp_ranks, effect.layout)
             self._send(effect.peer, EXACT(effect.envelope, payload=payload))
         elif isinstance(effect, SendProducer | SendTrainer):
             self._send(effect.peer, effect.envelope)

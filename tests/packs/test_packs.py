@@ -192,7 +192,7 @@ def parts(case: Case, rank: int, sizes: list[int], stage: int = 0) -> list[Envel
         widths = np.array(case.widths[first : first + size], np.int64)
         counts = np.array([len(pack) for pack in mine], np.int64)
         packs = Contents(rows, counts, widths, np.full(size, case.align))
-        arrays = arena.gather(packs, names, case.cp, rank, case.layout)
+        arrays = arena.gather(packs, names, case.cp, (rank,), case.layout)
         flat = rows.tolist()
         message = StepPart(
             feed="train", lineage=0, step=3, part=part, parts=len(sizes), first=first, micro_batches=len(case.packs),

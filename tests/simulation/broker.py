@@ -147,7 +147,7 @@ class BrokerProcess:
             self.arena.release(effect.handles)
         elif isinstance(effect, SendShard):
             envelope = effect.envelope
-            shard = self.arena.gather(effect.contents, effect.frames, effect.cp, effect.cp_rank, effect.layout)
+            shard = self.arena.gather(effect.contents, effect.frames, effect.cp, effect.cp_ranks, effect.layout)
             whole = Envelope(
                 run=envelope.run, epoch=envelope.epoch, fence=envelope.fence, message=envelope.message,
                 payload=shard,

@@ -164,25 +164,34 @@ class Arena:
                 self._mark_empty(block)
 
     def gather(
-        self, packs: Contents, names: list[str], cp: int, rank: int, layout: str, allocate: Allocate | None = None
+        self,
+        packs: Contents,
+        names: list[str],
+        cp: int,
+        ranks: tuple[int, ...],
+        layout: str,
+        allocate: Allocate | None = None,
     ) -> tuple[NDArray[Any], ...]:
-        """Return the shards of packs that context-parallel rank ``rank`` of ``cp`` holds: one array for each name.
+        """Return the shards of packs that context-parallel ``ranks`` of ``cp`` hold: one array for each name.
+
+        An array that the layout cuts has the shards of all packs for the first rank, then for the next. Other arrays
+        occur once.
 
         Args:
             packs: The packs' samples and widths.
             names: Names of fields, ``input_ids`` and ``edges``, as in ``core.layout.step_frames``.
             cp: Context-parallel ranks.
-            rank: Context-parallel rank, from 0.
+            ranks: Context-parallel ranks, from 0.
             layout: Layout of the shards: a key of ``KINDS``. ``core.layout.shards`` defines them.
             allocate: Gives the memory for ``input_ids``; without it, or if it returns None, the memory is new.
 
         Returns:
-            One-dimensional arrays. ``input_ids``: sum of T / cp tokens, 0 as padding. ``edges``: for each slice the
-            token that follows it in its segment, or -100, int32. A field of axis ``token``: its numbers for the same
-            tokens, or for all tokens of the packs if it is replicated. A field of axis ``sample``: its numbers for
-            each sample.
+            One-dimensional arrays. ``input_ids``: sum of T / cp tokens for each rank, 0 as padding. ``edges``: for each
+            slice the token that follows it in its segment, or -100, int32. A field of axis ``token``: its numbers for
+            the same tokens, or for all tokens of the packs if it is replicated. A field of axis ``sample``: its numbers
+            for each sample.
         """
-        mine, total = self._slices_of_shard(packs, cp, rank, layout)
+        mine, total = self._slices_of_shards(packs, cp, ranks, layout)
         edges = np.empty(mine.shape[1] if EDGES in names else 0, np.int32)
         found: dict[str, NDArray[Any]] = {EDGES: edges}
         for name in names:
@@ -191,7 +200,7 @@ class Arena:
                 found[name] = column.data.reshape(-1, column.width)[packs.handles].reshape(-1)
             elif name in self._columns:
                 column = self._columns[name]
-                slices, count = self._slices_of_shard(packs, 1, 0, layout) if column.replicate else (mine, total)
+                slices, count = self._slices_of_shards(packs, 1, (0,), layout) if column.replicate else (mine, total)
                 found[name] = np.empty(count * column.width, column.dtype)
                 _copy_slices(column.data, slices, column.width, column.shift, column.pad, found[name], _NO_EDGES)
             elif name == INPUT_IDS:
@@ -200,13 +209,22 @@ class Arena:
                 _copy_slices(self._tokens, mine, 1, 0, 0, found[name], edges)
         return tuple(found[name] for name in names)
 
-    def _slices_of_shard(self, packs: Contents, cp: int, rank: int, layout: str) -> tuple[I64, int]:
-        """Return each slice's address, real tokens, offset and size, int64 [4, slices], and the tokens of the shard."""
-        slices = np.empty((4, 2 * (len(packs.handles) + len(packs.counts))), np.int64)
-        found, total = find_slices(*packs, self._offset, self._length, cp, rank, KINDS[layout], *slices)
-        if found < 0:
-            why = self._layout_error(packs, cp, rank, layout)
-            raise InternalError(f"cannot lay out a pack, or one of its samples was released: {why}")
+    def _slices_of_shards(self, packs: Contents, cp: int, ranks: tuple[int, ...], layout: str) -> tuple[I64, int]:
+        """Return the slices of the ranks' shards, rank by rank, and the tokens of all of them.
+
+        The slices are int64 [4, slices]: address, real tokens, offset and size. With the layout ``whole`` all ranks
+        have the same shard, which occurs once.
+        """
+        ranks = ranks[:1] if layout == "whole" else ranks
+        slices = np.empty((4, 2 * (len(packs.handles) + len(packs.counts)) * len(ranks)), np.int64)
+        found = total = 0
+        for rank in ranks:
+            room = slices[:, found:] if found else slices
+            count, tokens = find_slices(*packs, self._offset, self._length, cp, rank, KINDS[layout], *room)
+            if count < 0:
+                why = self._layout_error(packs, cp, rank, layout)
+                raise InternalError(f"cannot lay out a pack, or one of its samples was released: {why}")
+            found, total = found + count, total + tokens
         return slices[:, :found], total
 
     def _layout_error(self, packs: Contents, cp: int, rank: int, layout: str) -> str:
@@ -296,7 +314,7 @@ _NO_EDGES: I32 = np.empty(0, np.int32)
 def _copy_slices(
     data: NDArray[Any], slices: I64, width: int, shift: int, pad: Any, out: NDArray[Any], edges: I32
 ) -> None:  # fmt: skip
-    """Copy ``slices`` (see ``Arena._slices_of_shard``) of a column to ``out``; InternalError if one is outside."""
+    """Copy ``slices`` (see ``Arena._slices_of_shards``) of a column to ``out``; InternalError if one is outside."""
     address, real, offset, size = slices
     filler = data.dtype.type(pad)  # one type in all calls, so that the kernel is compiled once for a column
     wrong = copy_slices(data, address, real, offset, size, width, shift, filler, out, edges)

@@ -239,7 +239,7 @@ class BrokerService:
         sizes += [field.value_bytes * (8 if field.axis == "token" else 1) for field in rules.fields]
         trial.store(zero, zero, lengths, zero, tuple(bytes(size) for size in sizes))
         names = [INPUT_IDS, EDGES, *(field.name for field in rules.fields)]
-        trial.gather(Contents(zero, np.array([1]), np.array([16]), lengths), names, 2, 0, "zigzag")
+        trial.gather(Contents(zero, np.array([1]), np.array([16]), lengths), names, 2, (0,), "zigzag")
         trial.release(zero)
 
     def run(self) -> None:
@@ -439,10 +439,10 @@ class BrokerService:
             self.keeper.trim(effect.lsn)
 
     def _send_shard(self, effect: SendShard) -> None:
-        """Copy a rank's shards out of the arena and send them."""
+        """Copy the shards of a message out of the arena and send them."""
         envelope = effect.envelope
         room = functools.partial(self._trainers.room, effect.peer)
-        payload = self.arena.gather(effect.contents, effect.frames, effect.cp, effect.cp_rank, effect.layout, room)
+        payload = self.arena.gather(effect.contents, effect.frames, effect.cp, effect.cp_ranks, effect.layout, room)
         whole = Envelope(
             run=envelope.run, epoch=envelope.epoch, fence=envelope.fence, message=envelope.message, payload=payload
         )

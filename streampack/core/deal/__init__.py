@@ -3,7 +3,9 @@
 - ``assignment``: the packs of a step on a mesh, and the rank of each pack.
 - ``deal``: the order of packs and micro-batches, so that packs of equal cost run at the same moment.
 - ``dynamic_batches``: padded micro-batches, for models that do not take packs.
-- ``step_cache``: steps that are dealt once for a mesh, and the messages of a step for each rank.
+- ``dealt_steps``: steps dealt on a mesh, with all packs of a rank together.
+- ``step_cache``: steps that are dealt once for a mesh, and the messages of a step for each rank or host.
+- ``node_parts``: messages for a whole host, and their split into those that each rank would get directly.
 - ``mesh_validation``: the reasons that the rules cannot serve a mesh.
 - ``balanced``: packs of one step that cost the same, for ``plan_step``.
 - ``deal_kernels``, ``balanced_kernels``: the compiled loops.

@@ -132,9 +132,10 @@ class Form(Effect, frozen=True):
 
 
 class SendShard(Effect, frozen=True):
-    """Copy a rank's shard of each pack (``contents``) out of the arena, and send it to ``peer``.
+    """Copy some ranks' shards of each pack (``contents``) out of the arena, and send them to ``peer``.
 
-    The message is a ``StepPart``; its payload is the arrays named by ``frames``, cut for rank ``cp_rank`` of ``cp``.
+    The message is a ``StepPart`` for one rank, or a ``NodePart``. Its payload is the arrays named by ``frames``, cut
+    for the ranks ``cp_ranks`` of ``cp``.
     """
 
     peer: bytes
@@ -143,4 +144,4 @@ class SendShard(Effect, frozen=True):
     frames: list[str]
     layout: str
     cp: int
-    cp_rank: int
+    cp_ranks: tuple[int, ...]

@@ -94,17 +94,20 @@ class NodePart(StepPart, frozen=True, kw_only=True):
     the same number k of packs in the message.
 
     A frame that context parallelism cuts has the shard of every pack for the first of ``cp_ranks``, then for the next.
-    ``edges`` likewise. A frame that is replicated over cp, or of axis ``sample``, occurs once.
+    ``edges`` likewise. A field that is replicated over cp, or of axis ``sample``, occurs once. With the layout
+    ``whole``, every frame occurs once.
 
     Attributes:
         dp_ranks: Data-parallel ranks, ascending.
         cp_ranks: Context-parallel ranks, ascending.
+        cp: Number of context-parallel ranks of the mesh.
         rank_part, rank_parts: ``part`` and ``parts`` of the ``StepPart`` messages that each rank would get directly.
     """
 
     TYPE: ClassVar[int] = 42
     dp_ranks: Annotated[tuple[Small, ...], Meta(max_length=MAX_READERS)] = ()
     cp_ranks: Annotated[tuple[Small, ...], Meta(max_length=MAX_READERS)] = ()
+    cp: Small = 1
     rank_part: Small = 0
     rank_parts: Small = 1
 

@@ -408,7 +408,7 @@ class StepServer:
         envelope = self._link.envelope(plan, reader.fence)
         if not plan.micro_batches:
             return SendTrainer(reader.peer, envelope)
-        return SendShard(reader.peer, envelope, packs, plan.frames, self._layout, mesh.cp, mesh.cp_rank)
+        return SendShard(reader.peer, envelope, packs, plan.frames, self._layout, mesh.cp, (mesh.cp_rank,))
 
     def _send_end(self, reader: Reader) -> list[Effect]:
         """Tell a reader that the feed has ended."""

@@ -87,7 +87,7 @@ class Formed:
         for plan, packs in self.kept.parts(step, mesh):
             assert packs.widths.tolist() == plan.widths(self.rules).tolist()
             assert packs.aligns.tolist() == plan.aligns(self.rules).tolist()
-            arrays = self.arena.gather(packs, plan.frames, mesh.cp, mesh.cp_rank, self.layout)
+            arrays = self.arena.gather(packs, plan.frames, mesh.cp, (mesh.cp_rank,), self.layout)
             payload = tuple(memoryview(array.tobytes()) for array in arrays)
             found.append(Envelope(run=1, epoch=1, fence=1, message=plan, payload=payload))
         return found

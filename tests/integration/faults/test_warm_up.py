@@ -46,7 +46,8 @@ arena = Arena(4 * 64 * 5, "int32", 64, (Field(name="mask", dtype="uint8"),))
 def store(handle):
     arena.store(np.array([handle]), np.array([0]), np.array([8]), np.array([0]), (bytes(32), bytes(8)))
 store(0)
-arena.gather(Contents(np.array([0]), np.array([1]), np.array([8]), np.array([1])), ["input_ids", "mask"], 1, 0, "whole")
+packs = Contents(np.array([0]), np.array([1]), np.array([8]), np.array([1]))
+arena.gather(packs, ["input_ids", "mask"], 1, (0,), "whole")
 arena.release(np.array([0]))
 before = signatures()
 for handle in range(1, 100):

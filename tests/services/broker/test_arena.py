@@ -26,7 +26,7 @@ def read(arena: Arena, handles: list[int], width: int) -> NDArray[Any]:
     """Each sample alone in a pack of ``width``."""
     ones = np.ones(len(handles), np.int64)
     packs = Contents(ints(*handles), ones, width * ones, ones)
-    return arena.gather(packs, ["input_ids"], 1, 0, "zigzag")[0].reshape(-1, width)
+    return arena.gather(packs, ["input_ids"], 1, (0,), "zigzag")[0].reshape(-1, width)
 
 
 @dataclass
@@ -190,7 +190,7 @@ def test_a_released_sample_cannot_be_served() -> None:
     both.store([2, 3], set())
     both.arena.release(ints(1))
     with pytest.raises(InternalError, match="one of its samples was released: got a sample of 0 tokens"):
-        both.arena.gather(Contents(ints(0, 1), ints(2), ints(8), ints(1)), ["input_ids"], 1, 0, "whole")
+        both.arena.gather(Contents(ints(0, 1), ints(2), ints(8), ints(1)), ["input_ids"], 1, (0,), "whole")
 
 
 def test_a_sample_that_was_never_stored_cannot_be_served() -> None:
@@ -198,7 +198,7 @@ def test_a_sample_that_was_never_stored_cannot_be_served() -> None:
     both = twin(6)
     both.store([2, 3], set())
     with pytest.raises(InternalError, match="one of its samples was released: got a sample of 0 tokens"):
-        both.arena.gather(Contents(ints(0, 10**6), ints(2), ints(8), ints(1)), ["input_ids"], 1, 0, "whole")
+        both.arena.gather(Contents(ints(0, 10**6), ints(2), ints(8), ints(1)), ["input_ids"], 1, (0,), "whole")
 
 
 @pytest.mark.parametrize("cp", [1, 2])
@@ -206,7 +206,7 @@ def test_samples_that_do_not_fit_their_pack_are_not_written_beyond_it(cp: int) -
     both = twin(6)
     both.store([5, 6], set())
     with pytest.raises(InternalError, match=r"got a pack of 16 tokens with padding, expected at most 12"):
-        both.arena.gather(Contents(ints(0, 1), ints(2), ints(12), ints(4)), ["input_ids"], cp, 0, "zigzag")
+        both.arena.gather(Contents(ints(0, 1), ints(2), ints(12), ints(4)), ["input_ids"], cp, (0,), "zigzag")
 
 
 def test_the_promise_leaves_three_blocks_and_the_slack() -> None:

@@ -1,0 +1,197 @@
+"""Steps dealt on a mesh: the packs of every rank, laid out in the form of their messages.
+
+A dealt step has all packs of a rank together, so the messages of a rank are slices of its columns. The module knows
+packs and handles, never tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from streampack.core.deal.assignment import deal_padded, deal_step, packs_of_mesh, split
+from streampack.core.deal.deal_kernels import lay_out
+from streampack.core.deal.deal_stats import DealtFigures
+from streampack.core.layout.boundaries import Contents
+from streampack.core.model.mesh import Mesh
+from streampack.core.model.rules import Rules
+from streampack.core.model.samples import I64, SampleTable
+from streampack.core.model.steps import PlannedPacks, PlannedStep
+from streampack.core.stats.padding import depends_on_mesh, padding_of, padding_of_rows
+
+
+class Portions(NamedTuple):
+    """The packs of a step on a mesh, after splitting.
+
+    Pack i holds samples ``handles[bounds[i]:bounds[i + 1]]``, int64 [n] and [packs + 1]. The other arrays, int64
+    [packs], are sums over a pack's samples; ``slots`` are aligned tokens.
+    """
+
+    handles: I64
+    bounds: I64
+    loss_tokens: I64
+    costs: I64
+    tokens: I64
+    slots: I64
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """A step dealt on a mesh of ``sizes`` (dp, pp): packs rank by rank; every rank has ``each`` packs.
+
+    Pack i holds samples ``bounds[i]`` to ``bounds[i + 1]`` of ``contents`` and of the columns, which are those of
+    ``StepPart``.
+    """
+
+    sizes: tuple[int, int]
+    each: int
+    bounds: list[int]
+    contents: Contents
+    numbers_u32: bytes
+    counts_u32: bytes
+    loss_tokens_u32: bytes
+    lengths_u32: bytes
+    streams_u32: bytes
+    indices_u64: bytes
+    parts_u32: bytes
+    widths_u32: bytes
+    rows_u32: bytes
+
+    def columns(self, spans: list[tuple[int, int]]) -> tuple[dict[str, bytes], Contents]:
+        """Return the columns of the packs [a, b) of each span, one span after another, and the packs.
+
+        ``spans`` are ascending. Spans that meet are one slice of each column.
+        """
+        found = [self._slice(a, b) for a, b in _joined(spans)]
+        if len(found) == 1:
+            return found[0]
+        columns, packs = zip(*found, strict=True)
+        joined = {name: b"".join(each[name] for each in columns) for name in columns[0]}
+        return joined, Contents(*map(np.concatenate, zip(*packs, strict=True)))
+
+    def _slice(self, a: int, b: int) -> tuple[dict[str, bytes], Contents]:
+        """Return the columns of packs [a, b), and the packs."""
+        c, d = self.bounds[a], self.bounds[b]
+        columns = {
+            "packs_u32": self.numbers_u32[4 * a : 4 * b],
+            "counts_u32": self.counts_u32[4 * a : 4 * b],
+            "loss_tokens_u32": self.loss_tokens_u32[4 * a : 4 * b],
+            "lengths_u32": self.lengths_u32[4 * c : 4 * d],
+            "streams_u32": self.streams_u32[4 * c : 4 * d],
+            "indices_u64": self.indices_u64[8 * c : 8 * d],
+            "parts_u32": self.parts_u32[4 * c : 4 * d],
+            "widths_u32": self.widths_u32[4 * a : 4 * b],
+            "rows_u32": self.rows_u32[4 * a : 4 * b],
+        }
+        handles, counts, widths, aligns = self.contents
+        return columns, Contents(handles[c:d], counts[a:b], widths[a:b], aligns[a:b])
+
+
+class Dealer:
+    """Deals steps by the rules, and counts their statistics in ``figures``."""
+
+    def __init__(self, rules: Rules, table: SampleTable, figures: DealtFigures) -> None:
+        self._rules, self._table, self.figures = rules, table, figures
+
+    def deal(self, step: PlannedStep, mesh: Mesh, is_first: bool) -> Dealt:
+        """Deal a step on ``mesh``; ``is_first`` tells if the step is dealt for the first time."""
+        return (self._deal_padded if self._rules.padded else self._deal_packs)(step, mesh, is_first)
+
+    def _deal_packs(self, step: PlannedStep, mesh: Mesh, is_first: bool) -> Dealt:
+        """Deal a step's packs on ``mesh``, after splitting packs if there are too few; update the statistics."""
+        formed, rules = step.packs, self._rules
+        packs: PlannedPacks | Portions = formed
+        count = packs_of_mesh(rules, len(formed), mesh.dp, mesh.pp)
+        if count > len(formed):
+            packs = self._split(formed, count)
+            if is_first:
+                empty = int(np.count_nonzero(np.diff(packs.bounds) == 0))
+                self.figures.empty_packs += empty
+                self.figures.split_packs += count - len(formed) - empty
+        dealt = deal_step(rules, packs.costs, mesh.dp)
+        widths = rules.step_widths(packs.slots, mesh.pp)
+        self.figures.add(packs.costs, packs.tokens, dealt)
+        if is_first and depends_on_mesh(rules):
+            self.figures.deliver(packs.tokens, padding_of(packs.tokens, packs.slots, widths, rules))
+        return self._in_order(packs, dealt, widths, np.full(count, rules.align.sample), mesh)
+
+    def _deal_padded(self, step: PlannedStep, mesh: Mesh, is_first: bool) -> Dealt:
+        """Return a step's samples as padded micro-batches on ``mesh``; update the statistics."""
+        formed, rules = step.packs, self._rules
+        found = deal_padded(rules, self._table.length[formed.handles].astype(np.int64), mesh.dp, mesh.pp)
+        packs, widths = self._portions(formed.handles, found.packs), found.rows * found.widths
+        dealt = np.arange(len(widths)).reshape(-1, mesh.dp)
+        self.figures.add(found.rows * rules.balance.costs(found.widths), packs.tokens, dealt)
+        if is_first:
+            held = np.diff(packs.bounds)
+            self.figures.add_padded(found.figures, held, packs.tokens, packs.slots)
+            wasted = padding_of_rows(packs.tokens, packs.slots, held, found.rows, found.widths)
+            self.figures.deliver(packs.tokens, wasted)
+        return self._in_order(packs, dealt, widths, found.widths, mesh)
+
+    def _in_order(self, packs: PlannedPacks | Portions, dealt: I64, widths: I64, aligns: I64, mesh: Mesh) -> Dealt:
+        """Lay out the packs rank by rank, in the form of their messages.
+
+        ``dealt`` int64 [m, dp] are pack numbers by [micro_batch, rank]. ``widths`` and ``aligns``, int64 [packs], are
+        the packs' lengths T and the multiples to which their samples are padded.
+        """
+        numbers, table, rules = dealt.T.ravel(), self._table, self._rules
+        bounds, count = np.zeros(len(numbers) + 1, np.int64), len(packs.handles)
+        handles, indices = np.empty(count, np.int64), np.empty(count, "<u8")
+        lengths, streams, parts = np.empty((3, count), "<u4")
+        lay_out(
+            numbers, packs.handles, packs.bounds, table.length, table.stream, table.index, table.part, bounds[1:],
+            handles, lengths, streams, indices, parts,
+        )  # fmt: skip
+        counts, widths, aligns = bounds[1:] - bounds[:-1], widths[numbers], aligns[numbers]
+        return Dealt(
+            (mesh.dp, mesh.pp), len(dealt), bounds.tolist(), Contents(handles, counts, widths, aligns),
+            numbers_u32=_u32(numbers), counts_u32=_u32(counts), loss_tokens_u32=_u32(packs.loss_tokens[numbers]),
+            lengths_u32=lengths.tobytes(), streams_u32=streams.tobytes(), indices_u64=indices.tobytes(),
+            parts_u32=parts.tobytes(), widths_u32=b"" if rules.shape == "fixed" else _u32(widths),
+            rows_u32=_u32(aligns) if rules.padded else b"",
+        )  # fmt: skip
+
+    def _split(self, packs: PlannedPacks, count: int) -> Portions:
+        """Split packs of FORM into ``count`` packs."""
+        slots = self._slots(packs.handles)
+        keeps = self._table.keep[packs.handles]
+        parts, _ = split(packs.bounds, self._rules.balance.costs(slots), keeps, count)
+        return self._portions(packs.handles, parts)
+
+    def _portions(self, handles: I64, packs: list[I64]) -> Portions:
+        """Return packs with their sums; each of ``packs`` is positions in ``handles``, int64 [samples]."""
+        handles = handles[np.concatenate(packs)]
+        bounds = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])])
+        slots = self._slots(handles)
+        loss_tokens, tokens = self._table.loss_tokens[handles], self._table.length[handles]
+        sums = np.zeros((4, len(handles) + 1), np.int64)
+        np.cumsum(np.stack([loss_tokens, self._rules.balance.costs(slots), tokens, slots]), axis=1, out=sums[:, 1:])
+        return Portions(handles, bounds, *np.diff(sums[:, bounds]))
+
+    def _slots(self, handles: I64) -> I64:
+        """Return the aligned tokens of samples, int64 [n]."""
+        align = self._rules.align.sample
+        return -(-self._table.length[handles].astype(np.int64) // align) * align
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ascending spans [a, b) with those that meet as one.
+
+    >>> _joined([(0, 2), (2, 4), (6, 8)])
+    [(0, 4), (6, 8)]
+    """
+    found = spans[:1]
+    for a, b in spans[1:]:
+        if a == found[-1][1]:
+            found[-1] = (found[-1][0], b)
+        else:
+            found.append((a, b))
+    return found
+
+
+def _u32(column: I64) -> bytes:
+    """Return the numbers as the bytes of little-endian uint32, the form of a message's columns."""
+    return column.astype("<u4").tobytes()

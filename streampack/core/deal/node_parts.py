@@ -1,0 +1,204 @@
+"""Messages for the readers of one host, and their split into the messages that each rank would get directly.
+
+A ``NodePart`` has the packs of several data-parallel ranks and the shards of several context-parallel ranks, each once.
+``split`` cuts its columns and payload. Nothing is copied except columns of a few bytes for each sample: payload is
+returned as views. The bytes come from another process, so every size is checked before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from streampack.core.layout.boundaries import layouts
+from streampack.core.layout.shards import cut
+from streampack.core.layout.step_frames import EDGES, INPUT_IDS, frames_for
+from streampack.core.model.fields import Field
+from streampack.core.model.mesh import Mesh
+from streampack.core.model.rules import Rules
+from streampack.core.model.samples import I64
+from streampack.core.protocol.relay_messages import MAX_READERS, NodePart
+from streampack.core.protocol.trainer_messages import StepPart
+
+RankPart = tuple[tuple[int, int], StepPart, tuple[memoryview, ...]]
+"""((dp rank, cp rank), the message that this rank would get directly, its payload)."""
+
+_BY_SAMPLE = {"lengths_u32": 4, "streams_u32": 4, "indices_u64": 8, "parts_u32": 4}
+"""Columns by sample, with the bytes of one number."""
+
+
+class NodeRanks(NamedTuple):
+    """The ranks of one host that messages are made for.
+
+    Attributes:
+        mesh: Mesh of any of the ranks; only its sizes matter.
+        dp_ranks: Data-parallel ranks, ascending.
+        cp_ranks: Context-parallel ranks, ascending.
+        frames: Names of the payload frames, with every frame that one of the ranks gets.
+    """
+
+    mesh: Mesh
+    dp_ranks: tuple[int, ...]
+    cp_ranks: tuple[int, ...]
+    frames: list[str]
+
+    @classmethod
+    def of(cls, meshes: Iterable[Mesh], fields: tuple[Field, ...], layout: str) -> NodeRanks:
+        """Return the ranks of a host's readers, given their ``meshes``, of which there is at least one.
+
+        >>> NodeRanks.of([Mesh(dp=4, dp_rank=3), Mesh(dp=4, dp_rank=1)], (), "zigzag").dp_ranks
+        (1, 3)
+        """
+        held = list(meshes)
+        dp_ranks, cp_ranks = {mesh.dp_rank for mesh in held}, {mesh.cp_rank for mesh in held}
+        frames = max((frames_for(fields, mesh, layout) for mesh in held), key=len)
+        return cls(held[0], tuple(sorted(dp_ranks)), tuple(sorted(cp_ranks)), frames)
+
+
+def split(part: NodePart, payload: Sequence[Any], rules: Rules, layout: str) -> list[RankPart]:
+    """Return the message of each pair of a dp rank and a cp rank, with all frames of the ``NodePart``.
+
+    Payload is returned as views. ``for_frames`` keeps the frames of a rank that gets fewer. Raises ValueError if sizes
+    do not fit.
+    """
+    _check_ranks(part)
+    if len(part.frames) != len(set(part.frames)) or len(part.frames) != len(payload):
+        raise ValueError(f"got {len(payload)} payload frames for the names {part.frames}, expected one for each name")
+    counts, samples = _check_columns(part)
+    ranks = len(part.dp_ranks)
+    each = len(counts) // ranks
+    views = [_bytes_of(frame) for frame in payload]
+    bounds = _byte_bounds(part, counts, samples, rules, layout) if each else {}
+    for name, view in zip(part.frames, views, strict=True):
+        if name not in bounds:
+            raise ValueError(f"got the payload frame {name!r}, expected input_ids, edges or a declared field")
+        if view.nbytes != bounds[name][-1][-1]:
+            raise ValueError(f"got {view.nbytes} bytes of {name}, expected {bounds[name][-1][-1]}")
+    found: list[RankPart] = []
+    for i, dp_rank in enumerate(part.dp_ranks):
+        message = _message(part, i * each, (i + 1) * each, samples[i * each], samples[(i + 1) * each])
+        for j, cp_rank in enumerate(part.cp_ranks):
+            places = [bounds[name][j] for name in part.frames]
+            mine = tuple(view[at[i] : at[i + 1]] for view, at in zip(views, places, strict=True))
+            found.append(((dp_rank, cp_rank), message, mine))
+    return found
+
+
+def for_frames(
+    part: StepPart, payload: Sequence[memoryview], frames: list[str]
+) -> tuple[StepPart, tuple[memoryview, ...]]:
+    """Return a message of ``split`` with only ``frames``, those of its rank. Raises ValueError if one is missing."""
+    if part.frames == frames or not part.micro_batches:
+        return part, tuple(payload)
+    by_name = dict(zip(part.frames, payload, strict=True))
+    if not by_name.keys() >= set(frames):
+        raise ValueError(f"got the payload frames {part.frames}, expected {frames} among them")
+    return msgspec.structs.replace(part, frames=frames), tuple(by_name[name] for name in frames)
+
+
+def _check_ranks(part: NodePart) -> None:
+    """Raise ValueError if the ranks of a message, or its numbers, do not fit together."""
+    for name, ranks in (("dp_ranks", part.dp_ranks), ("cp_ranks", part.cp_ranks)):
+        if not ranks or any(a >= b for a, b in pairwise(ranks)):
+            raise ValueError(f"got {name} {list(ranks[:8])}, expected at least one rank, in ascending order")
+    if part.cp_ranks[-1] >= part.cp:
+        raise ValueError(f"got context-parallel rank {part.cp_ranks[-1]}, expected ranks below {part.cp}")
+    if len(part.dp_ranks) * len(part.cp_ranks) > MAX_READERS:
+        raise ValueError(
+            f"got {len(part.dp_ranks)} dp ranks and {len(part.cp_ranks)} cp ranks, expected at most {MAX_READERS} pairs"
+        )
+    if part.part >= part.parts or part.rank_part >= part.rank_parts:
+        raise ValueError(
+            f"got part {part.part} of {part.parts}, which is part {part.rank_part} of {part.rank_parts} of a rank, "
+            f"expected numbers below the numbers of parts"
+        )
+
+
+def _check_columns(part: NodePart) -> tuple[I64, list[int]]:
+    """Check the sizes of a message's columns; raise ValueError for one that does not fit.
+
+    Returns the samples of each pack, int64 [p], and [p + 1] the samples before each pack and in all packs.
+    """
+    count, left = divmod(len(part.counts_u32), 4 * len(part.dp_ranks))
+    most = part.micro_batches - part.first
+    if left or not min(part.micro_batches, 1) <= count <= most:
+        raise ValueError(
+            f"got {len(part.counts_u32)} bytes of counts for {len(part.dp_ranks)} ranks with {most} micro-batches "
+            f"left, expected 4 bytes for each pack, and as many packs for each rank"
+        )
+    counts = np.frombuffer(part.counts_u32, "<u4").astype(np.int64)
+    samples = [0, *np.cumsum(counts).tolist()]
+    sizes = dict.fromkeys(("packs_u32", "loss_tokens_u32"), 4 * len(counts))
+    sizes |= {name: size * samples[-1] for name, size in _BY_SAMPLE.items()}
+    sizes |= {name: 4 * len(counts) for name in ("widths_u32", "rows_u32") if getattr(part, name)}
+    for name, size in sizes.items():
+        if len(getattr(part, name)) != size:
+            raise ValueError(f"got {len(getattr(part, name))} bytes of {name}, expected {size}")
+    return counts, samples
+
+
+def _byte_bounds(
+    part: NodePart, counts: I64, samples: list[int], rules: Rules, layout: str
+) -> dict[str, list[list[int]]]:
+    """Return for each frame, and each cp rank of the message, where the bytes of each dp rank begin and the last end.
+
+    A frame that occurs once has the same bounds for all cp ranks.
+    """
+    each, held = len(counts) // len(part.dp_ranks), len(part.cp_ranks)
+    shares = 1 if layout == "whole" else part.cp
+    widths = part.widths(rules)
+    if (widths % shares).any():
+        raise ValueError(f"got packs of {widths.tolist()[:8]} tokens, expected multiples of {shares} tokens")
+    whole = np.append(0, np.cumsum(widths))[::each]
+    mine = whole // shares
+    sharded = [mine] * held if layout == "whole" else [mine + i * mine[-1] for i in range(held)]
+    once, by_sample = [whole] * held, [np.array(samples)[::each]] * held
+    units = {INPUT_IDS: (sharded, np.dtype(rules.tokens).itemsize)}
+    for field in rules.fields:
+        by_token = once if field.cp == "replicate" else sharded
+        units[field.name] = by_sample if field.axis == "sample" else by_token, field.value_bytes
+    if EDGES in part.frames:
+        units[EDGES] = _slices(part, counts, widths, rules, layout), 4
+    return {name: [(at * size).tolist() for at in units[name][0]] for name, (_, size) in units.items()}
+
+
+def _slices(part: NodePart, counts: I64, widths: I64, rules: Rules, layout: str) -> list[I64]:
+    """Return for each cp rank of a message where the slices of each dp rank begin in ``edges``, and the last end."""
+    each = len(counts) // len(part.dp_ranks)
+    lengths = np.frombuffer(part.lengths_u32, "<u4").astype(np.int64)
+    laid = layouts(lengths, counts, part.aligns(rules), widths)
+    found, before = [], 0
+    for rank in part.cp_ranks:
+        first = cut(laid, part.cp, rank, layout).first[::each] + before
+        found.append(first)
+        before = int(first[-1])
+    return found
+
+
+def _message(part: NodePart, a: int, b: int, c: int, d: int) -> StepPart:
+    """Return the message of one dp rank, which has packs [a, b) and samples [c, d) of ``part``."""
+    return StepPart(
+        feed=part.feed, lineage=part.lineage, step=part.step, part=part.rank_part, parts=part.rank_parts,
+        first=part.first, micro_batches=part.micro_batches, digest=part.digest, chain=part.chain,
+        num_loss_tokens=part.num_loss_tokens, num_samples=part.num_samples, frames=part.frames,
+        packs_u32=part.packs_u32[4 * a : 4 * b],
+        counts_u32=part.counts_u32[4 * a : 4 * b],
+        loss_tokens_u32=part.loss_tokens_u32[4 * a : 4 * b],
+        lengths_u32=part.lengths_u32[4 * c : 4 * d],
+        streams_u32=part.streams_u32[4 * c : 4 * d],
+        indices_u64=part.indices_u64[8 * c : 8 * d],
+        parts_u32=part.parts_u32[4 * c : 4 * d],
+        widths_u32=part.widths_u32[4 * a : 4 * b],
+        rows_u32=part.rows_u32[4 * a : 4 * b],
+        resend=part.resend,
+    )  # fmt: skip
+
+
+def _bytes_of(frame: Any) -> memoryview:
+    """Return a one-dimensional buffer as a view of its bytes."""
+    view = memoryview(frame)
+    return view.cast("B") if view.nbytes else memoryview(b"")
