@@ -26,7 +26,7 @@ from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import convert
 from streampack.core.feed.feed import Feed
 from streampack.core.model.mesh import Mesh, ReadBy
-from streampack.core.serve.rank_registry import Reader, ReaderPhase
+from streampack.core.serve.rank_reader import Reader, ReaderPhase, Receiver
 from streampack.core.stats.data_wait import CAUSES, WAIT_BOUNDS_S, Starvation
 
 STREAMS = ("web", "code", "math")
@@ -39,7 +39,7 @@ def seat(feed: Feed, ranks: int) -> None:
     feed.readers.steps.dealt.add(costs, costs, np.arange(len(costs)).reshape(-1, ranks))
     for rank in range(ranks):
         mesh, where = Mesh(dp=ranks, dp_rank=rank), f"node{rank // 8:03d}.cluster:{1000 + rank}"
-        reader = Reader(f"r{rank}", b"%d" % rank, where, mesh, ReadBy(), 0.0, 0.0)
+        reader = Reader(f"r{rank}", b"%d" % rank, Receiver(b"%d" % rank), where, mesh, ReadBy(), 0.0, 0.0)
         reader.phases.go(ReaderPhase.CLAIMS)
         reader.take_rank()
         reader.stats = ReadingFigures().counts(0)

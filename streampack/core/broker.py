@@ -42,6 +42,7 @@ from streampack.core.protocol.effects import (
 from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.protocol.message import WRONG_SIDE, Bye, Envelope, Message, Reject, Who
 from streampack.core.protocol.producer_messages import Eos, Hello, Mark, ProducerPing, Samples
+from streampack.core.protocol.relay_messages import NodeGet, NodePing
 from streampack.core.protocol.rights import Rights, forbidden, key_of
 from streampack.core.protocol.trainer_messages import Attach, Get, ReaderPing
 from streampack.core.serve.attempts import Departure
@@ -333,6 +334,8 @@ class Broker:
     def _on_trainer(self, peer: bytes, envelope: Envelope) -> list[Effect]:
         """Pass a client's message to the feed that the client reads or asks for."""
         message = envelope.message
+        if isinstance(message, NodeGet | NodePing):
+            return self._on_relay(peer, envelope, message)
         reads = next((feed for feed in self.feeds.values() if feed.readers.knows(peer)), None)
         if isinstance(message, Attach):
             feed = self.feeds.get(message.feed)
@@ -349,13 +352,26 @@ class Broker:
         if isinstance(message, Hello | Samples | ProducerPing):
             where = "Only trainers connect to this address. Producers connect to the address in `listen.producers`."
             return self._refuse(peer, "wrong_address", f"{WRONG_SIDE}. {where}")
+        if reads is None and isinstance(message, Bye):
+            for feed in self.feeds.values():
+                feed.readers.leave_relay(peer)
+            return []
         if reads is None:
-            return [] if isinstance(message, Bye) else self._send(peer, Who())
+            return self._send(peer, Who())
         released = reads.readers.steps.released_upto
         effects = reads.readers.receive(peer, envelope, self._now)
         if isinstance(message, Get | ReaderPing) and reads.readers.steps.released_upto == released:
             return effects  # only the last rank to return a step advances the feed
         return self._advance(reads, effects)
+
+    def _on_relay(self, peer: bytes, envelope: Envelope, message: NodeGet | NodePing) -> list[Effect]:
+        """Pass a relay's request or ping to its feed."""
+        feed = self.feeds.get(message.feed)
+        if feed is None:
+            return []  # its readers were refused for that
+        released = feed.readers.steps.released_upto
+        effects = feed.readers.receive_node(peer, envelope, self._now)
+        return effects if feed.readers.steps.released_upto == released else self._advance(feed, effects)
 
     def _advance(self, feed: Feed, effects: list[Effect]) -> list[Effect]:
         """Return ``effects`` of an event on a feed, and add the new steps and the message that dismisses producers.

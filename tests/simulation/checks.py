@@ -23,7 +23,7 @@ from streampack.core.protocol.trainer_messages import (
     ReaderPing,
     StepPart,
 )
-from streampack.core.serve.rank_registry import ReaderPhase
+from streampack.core.serve.rank_reader import ReaderPhase
 from streampack.core.serve.readers import Readers
 
 if TYPE_CHECKING:
@@ -149,17 +149,18 @@ class BrokerChecks:
 
     def _queues(self, readers: Readers) -> None:
         """Bytes that are sent and not confirmed are within their bounds, but for one part."""
-        for reader in readers.registry:
-            assert reader.queued_bytes == sum(size for _, _, size in reader.queued), "queues are not counted right"
-            most = readers.steps.most_queued + max((size for _, _, size in reader.queued), default=0)
-            assert reader.queued_bytes <= most, f"{reader.queued_bytes} bytes are queued for {reader.name}"
-        largest = max((size for reader in readers.registry for _, _, size in reader.queued), default=0)
-        assert readers.steps.queued_bytes == sum(reader.queued_bytes for reader in readers.registry), (
-            "a queue is counted twice"
-        )
-        assert readers.steps.queued_bytes <= readers.steps.leaving_bytes + largest, (
-            f"{readers.steps.queued_bytes} bytes are queued"
-        )
+        steps, largest, total = readers.steps, 0, 0
+        for receiver in {reader.receiver: None for reader in readers.registry}:
+            flow = receiver.flow
+            assert flow.queued_bytes == sum(size for _, _, size in flow.queued), "queues are not counted right"
+            mine = max((size for _, _, size in flow.queued), default=0)
+            most = steps.most_queued(receiver) + mine
+            assert flow.queued_bytes <= most or receiver.is_relay, f"{flow.queued_bytes} bytes are queued for one peer"
+            largest, total = max(largest, mine), total + flow.queued_bytes
+            entered = {r.name for r in readers.registry if r.entered and r.receiver is receiver}
+            assert receiver.readers.keys() == entered, "a receiver has other readers than those of the attempt"
+        assert steps.flows.queued_bytes == total, "a queue is counted twice"
+        assert total <= steps.flows.leaving_bytes + largest, f"{total} bytes are queued"
 
     def granted(self, stream: str, partition: int, session: int) -> tuple[int, int]:
         """(samples, bytes) that this broker ever granted to a session."""
@@ -192,7 +193,8 @@ class BrokerChecks:
         return readers
 
     def _readers(self, readers: Readers) -> list[Any]:
-        rows = [(r.name, r.heard, r.sent_upto, r.want_stop) for r in readers.registry]
+        flows = [(r.name, r.heard, r.receiver.flow) for r in readers.registry]
+        rows = [(name, heard, flow.sent_upto, flow.want_stop) for name, heard, flow in flows]
         return [readers.steps.released_upto, dict(readers.steps.returned), *rows]
 
     def _flow(self, session: int, flow: Flow) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from streampack.core.serve.rank_registry import Reader
+from streampack.core.serve.rank_reader import Reader
 from tests.simulation.client import ClientProcess
 from tests.simulation.disk import Disk
 from tests.simulation.job import Job

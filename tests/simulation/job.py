@@ -13,7 +13,7 @@ import numpy as np
 from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.trainer_messages import State, StepPart
-from streampack.core.serve.rank_registry import Ranks
+from streampack.core.serve.rank_reader import Ranks
 from streampack.core.sessions.client_events import Broken
 from tests.simulation.broker import FIRST_EPOCH
 from tests.simulation.client import Checkpoint, ClientProcess

@@ -44,7 +44,8 @@ from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Eos, Flow, Hello, ProducerPing, Samples
 from streampack.core.protocol.trainer_messages import Get, ReaderPing, StepPart
 from streampack.core.serve.attempts import AttemptCoordinator
-from streampack.core.serve.rank_registry import RankRegistry, ReaderPhase
+from streampack.core.serve.rank_reader import ReaderPhase
+from streampack.core.serve.rank_registry import RankRegistry
 from streampack.core.serve.readers import Readers
 from streampack.core.serve.snapshot_requests import SnapshotRequests
 from streampack.core.serve.step_server import StepServer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from streampack.core.model.phases import Phases
-from streampack.core.serve.rank_registry import READER_PHASES, ReaderPhase
+from streampack.core.serve.rank_reader import READER_PHASES, ReaderPhase
 from streampack.core.sessions.client_session import CLIENT_PHASES, ClientPhase
 from streampack.core.sessions.producer_session import LEASE_PHASES, LeasePhase
 from streampack.errors import InternalError

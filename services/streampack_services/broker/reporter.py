@@ -220,9 +220,9 @@ class Reporter:
             ),
             tokens_per_s=self._tokens_per_s(now, feed),
             readers=self._ranks[feed.name].at(now, feed),
-            queued_bytes=steps.queued_bytes,
-            queued_limit_bytes=steps.leaving_bytes,
-            resent_bytes=steps.resent_bytes,
+            queued_bytes=steps.flows.queued_bytes,
+            queued_limit_bytes=steps.flows.leaving_bytes,
+            resent_bytes=steps.flows.resent_bytes,
             num_ranks=feed.readers.num_ranks,
             all_ranks_attached=steps.all_there,
             window=WindowStatus(

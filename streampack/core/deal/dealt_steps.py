@@ -38,7 +38,7 @@ class Portions(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
+class DealtStep:
     """A step dealt on a mesh of ``sizes`` (dp, pp): packs rank by rank; every rank has ``each`` packs.
 
     Pack i holds samples ``bounds[i]`` to ``bounds[i + 1]`` of ``contents`` and of the columns, which are those of
@@ -89,17 +89,17 @@ class Dealt:
         return columns, Contents(handles[c:d], counts[a:b], widths[a:b], aligns[a:b])
 
 
-class Dealer:
+class StepDealer:
     """Deals steps by the rules, and counts their statistics in ``figures``."""
 
     def __init__(self, rules: Rules, table: SampleTable, figures: DealtFigures) -> None:
         self._rules, self._table, self.figures = rules, table, figures
 
-    def deal(self, step: PlannedStep, mesh: Mesh, is_first: bool) -> Dealt:
+    def deal(self, step: PlannedStep, mesh: Mesh, is_first: bool) -> DealtStep:
         """Deal a step on ``mesh``; ``is_first`` tells if the step is dealt for the first time."""
         return (self._deal_padded if self._rules.padded else self._deal_packs)(step, mesh, is_first)
 
-    def _deal_packs(self, step: PlannedStep, mesh: Mesh, is_first: bool) -> Dealt:
+    def _deal_packs(self, step: PlannedStep, mesh: Mesh, is_first: bool) -> DealtStep:
         """Deal a step's packs on ``mesh``, after splitting packs if there are too few; update the statistics."""
         formed, rules = step.packs, self._rules
         packs: PlannedPacks | Portions = formed
@@ -117,7 +117,7 @@ class Dealer:
             self.figures.deliver(packs.tokens, padding_of(packs.tokens, packs.slots, widths, rules))
         return self._in_order(packs, dealt, widths, np.full(count, rules.align.sample), mesh)
 
-    def _deal_padded(self, step: PlannedStep, mesh: Mesh, is_first: bool) -> Dealt:
+    def _deal_padded(self, step: PlannedStep, mesh: Mesh, is_first: bool) -> DealtStep:
         """Return a step's samples as padded micro-batches on ``mesh``; update the statistics."""
         formed, rules = step.packs, self._rules
         found = deal_padded(rules, self._table.length[formed.handles].astype(np.int64), mesh.dp, mesh.pp)
@@ -131,7 +131,7 @@ class Dealer:
             self.figures.deliver(packs.tokens, wasted)
         return self._in_order(packs, dealt, widths, found.widths, mesh)
 
-    def _in_order(self, packs: PlannedPacks | Portions, dealt: I64, widths: I64, aligns: I64, mesh: Mesh) -> Dealt:
+    def _in_order(self, packs: PlannedPacks | Portions, dealt: I64, widths: I64, aligns: I64, mesh: Mesh) -> DealtStep:
         """Lay out the packs rank by rank, in the form of their messages.
 
         ``dealt`` int64 [m, dp] are pack numbers by [micro_batch, rank]. ``widths`` and ``aligns``, int64 [packs], are
@@ -146,7 +146,7 @@ class Dealer:
             handles, lengths, streams, indices, parts,
         )  # fmt: skip
         counts, widths, aligns = bounds[1:] - bounds[:-1], widths[numbers], aligns[numbers]
-        return Dealt(
+        return DealtStep(
             (mesh.dp, mesh.pp), len(dealt), bounds.tolist(), Contents(handles, counts, widths, aligns),
             numbers_u32=_u32(numbers), counts_u32=_u32(counts), loss_tokens_u32=_u32(packs.loss_tokens[numbers]),
             lengths_u32=lengths.tobytes(), streams_u32=streams.tobytes(), indices_u64=indices.tobytes(),

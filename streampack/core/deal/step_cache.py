@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from streampack.core.deal.deal_stats import DealtFigures
-from streampack.core.deal.dealt_steps import Dealer, Dealt
+from streampack.core.deal.dealt_steps import DealtStep, StepDealer
 from streampack.core.deal.node_parts import NodeRanks
 from streampack.core.layout.boundaries import Contents
 from streampack.core.layout.step_frames import frames_for
@@ -42,10 +42,10 @@ class _Kept:
 
     step: PlannedStep
     skipped: bool = False
-    dealt: Dealt | None = None
+    dealt: DealtStep | None = None
 
 
-class _Cut(NamedTuple):
+class _MessageValues(NamedTuple):
     """A message to be made: the values of a ``StepPart``, and those that a ``NodePart`` has beside them."""
 
     values: dict[str, Any]
@@ -64,7 +64,7 @@ class KeptSteps:
         self.part_bytes = PART_BYTES
         self.lineage = 0
         self.figures = DealtFigures()
-        self._dealer = Dealer(rules, table, self.figures)
+        self._dealer = StepDealer(rules, table, self.figures)
 
     def add(self, step: PlannedStep, skipped: bool = False) -> None:
         """Keep a step; if the step is ``skipped``, readers get its digests and no packs."""
@@ -115,7 +115,7 @@ class KeptSteps:
                 rank_parts=cut.rank_parts,
             ), cut.packs  # fmt: skip
 
-    def _cut(self, number: int, node: NodeRanks, begin: int, resend: int) -> Iterator[_Cut]:
+    def _cut(self, number: int, node: NodeRanks, begin: int, resend: int) -> Iterator[_MessageValues]:
         """Yield the messages of a step for the ranks of ``node``, from message ``begin`` on."""
         kept, mesh = self._steps[number], node.mesh
         step = kept.step
@@ -125,7 +125,7 @@ class KeptSteps:
             "resend": resend,
         }  # fmt: skip
         if kept.skipped:
-            yield _Cut({**values, **_SKIPPED}, NOTHING, node.dp_ranks, 0, 1)
+            yield _MessageValues({**values, **_SKIPPED}, NOTHING, node.dp_ranks, 0, 1)
             return
         dealt = self._deal(kept, mesh)
         each = dealt.each
@@ -140,7 +140,9 @@ class KeptSteps:
             rank_part, group = divmod(part, len(groups))
             first, stop = rank_part * most, min(rank_part * most + most, each)
             columns, packs = dealt.columns([(rank * each + first, rank * each + stop) for rank in groups[group]])
-            yield _Cut({**values, **columns, "part": part, "first": first}, packs, groups[group], rank_part, rank_parts)
+            yield _MessageValues(
+                {**values, **columns, "part": part, "first": first}, packs, groups[group], rank_part, rank_parts
+            )
 
     def _shares(self, mesh: Mesh) -> int:
         """Return the number of cp ranks that share the tokens of a pack."""
@@ -169,7 +171,7 @@ class KeptSteps:
             f"rank, expected {least}. Set `rules.step.empty: pad`, make batches larger, or use a smaller mesh"
         )
 
-    def _deal(self, kept: _Kept, mesh: Mesh) -> Dealt:
+    def _deal(self, kept: _Kept, mesh: Mesh) -> DealtStep:
         """Return the step as dealt on this mesh; deal it now unless it is dealt already."""
         if kept.dealt is None or kept.dealt.sizes != (mesh.dp, mesh.pp):
             kept.dealt = self._dealer.deal(kept.step, mesh, kept.dealt is None)

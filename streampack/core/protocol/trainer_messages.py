@@ -238,12 +238,13 @@ class Wait(Message, frozen=True, kw_only=True):
     that the reader lacks is lost.
 
     Attributes:
-        reason: Kind of the cause; "network" if the reader has not confirmed parts that were sent, "join" if ranks have
-            not joined.
+        reason: Kind of the cause. It is "network" if the reader has not confirmed parts that were sent, and "join" if
+            ranks have not joined. It is "relay" if the relay of the reader's host has not delivered the step.
         detail: The cause as a text.
         stream: The stream whose samples are missing, if that is the cause.
         batch: True if the wait is for a pushing program to end its batch.
         ping_s: With "join", seconds between the reader's pings.
+        silent_s: From a relay, seconds since the broker's last message if there was none lately; else 0.
     """
 
     TYPE: ClassVar[int] = 32
@@ -256,6 +257,7 @@ class Wait(Message, frozen=True, kw_only=True):
     part: Small = 0
     resend: Count = 0
     ping_s: PingS = 1.0
+    silent_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
 
 
 class End(Message, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ A *reader* is a trainer's process that reads the steps of one rank of the mesh. 
 ranks: it begins when every rank is ready. A reader's message passes the files in this order:
 
 - ``readers``: handles the message, drops silent readers, and owns the other parts.
+- ``rank_reader``: a reader, its phases, and the connection that receives its steps: its own, or its relay's.
 - ``rank_registry``: the reader that holds each rank, and the readers that claim one.
 - ``snapshot_requests``: the snapshots of checkpoints that readers send.
 - ``attempts``: begins attempts, at the earliest step that a rank asks for.
@@ -18,7 +19,7 @@ pure (R4). A step goes to a rank once four things hold:
 - The log is safe up to the step's record (``feed.outbox``), so the step is formed.
 - The rank takes part in the attempt, which begins when all ranks are ready (``RankRegistry.all_wait``).
 - The rank has asked for the step (``Get``).
-- Bytes on their way to this rank, and to all ranks, are below their limits (``StepServer._may_send``).
+- Bytes on their way to this rank, and to all ranks, are below their limits (``deal.part_flow``).
 
 A rank is dead after ``READER_SILENT_S`` or three ping intervals of silence (``Readers.tick``). If another process
 claims the rank, ``CLAIM_S`` is enough (``AttemptCoordinator._decide``).

@@ -17,15 +17,17 @@ from __future__ import annotations
 
 from enum import Enum
 
+from streampack.core.deal.part_flow import ACKS
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.message import Bye
 from streampack.core.protocol.trainer_messages import Attached, Probe, Wait
-from streampack.core.serve.rank_registry import CLAIM_S, RESTART_S, RankRegistry, Reader, clash
+from streampack.core.serve.rank_reader import Reader
+from streampack.core.serve.rank_registry import CLAIM_S, RESTART_S, RankRegistry, clash
 from streampack.core.serve.reader_link import ReaderLink
-from streampack.core.serve.step_server import ACKS, StepServer
+from streampack.core.serve.step_server import StepServer
 from streampack.core.serve.step_source import StepSource
 
 PINGS_A_SECOND = 1000
@@ -166,7 +168,7 @@ class AttemptCoordinator:
         """Remove a reader, which was silent for ``silent_s`` seconds, for the reason ``why``; free its rank."""
         self._has_news()
         self._registry.remove(reader)
-        self._steps.leave(reader)
+        self._steps.leave_attempt(reader)
         text = f"rank {reader.mesh} at {reader.where} left feed {self._feed!r}: {why.value.format(round(silent_s))}"
         return [reader.report("info" if why is Departure.GOODBYE else "warning", text, self._feed)]
 
@@ -183,7 +185,7 @@ class AttemptCoordinator:
         if not reader.ready:
             return self.answer(reader)
         if self._steps.returned and reader.round == self.round and reader.first_step >= self._steps.released_upto:
-            return self._enter(reader) + self._steps.release() + self._steps.serve(reader)
+            return self._enter(reader) + self._steps.release() + self._steps.serve(reader.receiver)
         if self._steps.returned and reader.round > self.round:
             self._steps.leave_round(reader.mesh.ranks)
         if self._registry.all_wait():
@@ -260,7 +262,7 @@ class AttemptCoordinator:
         return Attached(
             feed=self._feed, reader=reader.name, lineage=self._steps.lineage, next_step=reader.first_step,
             rules=self._rules, layout=self._layout, round=reader.round, ping_s=self.ping_s,
-            ack_bytes=self._steps.most_queued // ACKS,
+            ack_bytes=self._steps.most_queued(reader.receiver) // ACKS,
         )  # fmt: skip
 
     # Answers to readers
@@ -274,7 +276,7 @@ class AttemptCoordinator:
 
     def wait(self, reader: Reader) -> list[Effect]:
         """If a reader waits, tell it the cause."""
-        return self._steps.wait_for_step(reader) if reader.entered else self._wait_to_enter(reader)
+        return self._steps.wait_for_step(reader.receiver) if reader.entered else self._wait_to_enter(reader)
 
     def _wait_to_enter(self, reader: Reader) -> list[Effect]:
         """Tell a reader outside the attempt the ranks or the snapshot for which it waits."""

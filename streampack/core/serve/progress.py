@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from streampack.core.serve.rank_registry import Ranks
+from streampack.core.serve.rank_reader import Ranks
 
 
 class Progress(Mapping[Ranks, int]):

@@ -11,22 +11,15 @@ registry knows the first step of each reader, and no other steps.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum
 from itertools import islice, product
 from math import prod
-from typing import Literal
 
 from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.model.mesh import Mesh, ReadBy
-from streampack.core.model.phases import Phases
 from streampack.core.model.rules import Rules
-from streampack.core.model.snapshot import Snapshot
-from streampack.core.protocol.events import Report
 from streampack.core.protocol.trainer_messages import Attach
-from streampack.core.stats.data_wait import Starvation
+from streampack.core.serve.rank_reader import Ranks, Reader, ReaderPhase
 
 CLAIM_S = 3.0
 """Seconds of silence after which a holder loses its rank to a claim, if pings come every second."""
@@ -34,168 +27,6 @@ RESTART_S = 10.0
 """Seconds that the processes of an attempt may take to end when others come to begin a new one."""
 MAX_RANKS = 1 << 17
 """Most ranks of a mesh that a peer may claim to have."""
-
-Ranks = tuple[int, int, int, int]
-"""A rank of the mesh: (dp, cp, tp, pp)."""
-
-
-class ReaderPhase(Enum):
-    """The phases of a reader.
-
-    ``holds``: the reader holds its rank. ``ready``: the broker knows its first step, and has the snapshot for it.
-    """
-
-    ATTACHING = ("the broker is checking the first message of the reader", False, False)
-    CLAIMS = ("the reader waits for its rank", False, False)
-    CLAIMS_SNAPSHOT = ("the reader waits for its rank and for the snapshot of its checkpoint", False, False)
-    CLAIMS_READY = ("the reader is ready and waits until its rank is free", False, True)
-    HOLDS = ("the reader has its rank but has not sent its first step", True, False)
-    HOLDS_SNAPSHOT = ("the reader has its rank and waits for the snapshot of its checkpoint", True, False)
-    HOLDS_READY = ("the reader has its rank and waits for an attempt to begin", True, True)
-    ENTERED = ("the reader takes part in the attempt", True, True)
-    GONE = ("the reader has left", False, False)
-
-    def __init__(self, text: str, holds: bool, ready: bool) -> None:
-        self.text, self.holds, self.ready = text, holds, ready
-
-
-_PLACES = frozenset({ReaderPhase.CLAIMS_SNAPSHOT, ReaderPhase.CLAIMS_READY})
-_HELD_PLACES = frozenset({ReaderPhase.HOLDS_SNAPSHOT, ReaderPhase.HOLDS_READY})
-_WITH_RANK = {
-    ReaderPhase.CLAIMS: ReaderPhase.HOLDS,
-    ReaderPhase.CLAIMS_SNAPSHOT: ReaderPhase.HOLDS_SNAPSHOT,
-    ReaderPhase.CLAIMS_READY: ReaderPhase.HOLDS_READY,
-}
-READER_PHASES = {
-    ReaderPhase.ATTACHING: _PLACES | {ReaderPhase.CLAIMS},
-    ReaderPhase.CLAIMS: _PLACES | {ReaderPhase.HOLDS, ReaderPhase.GONE},
-    ReaderPhase.CLAIMS_SNAPSHOT: _PLACES | {ReaderPhase.HOLDS_SNAPSHOT, ReaderPhase.GONE},
-    ReaderPhase.CLAIMS_READY: _PLACES | {ReaderPhase.HOLDS_READY, ReaderPhase.GONE},
-    ReaderPhase.HOLDS: _HELD_PLACES | {ReaderPhase.GONE},
-    ReaderPhase.HOLDS_SNAPSHOT: _HELD_PLACES | {ReaderPhase.GONE},
-    ReaderPhase.HOLDS_READY: _HELD_PLACES | {ReaderPhase.ENTERED, ReaderPhase.GONE},
-    ReaderPhase.ENTERED: _HELD_PLACES | {ReaderPhase.GONE},
-    ReaderPhase.GONE: frozenset[ReaderPhase](),
-}
-"""The phases that may follow each. A reader begins anew (``HOLDS_READY``) for another round, or after a restart."""
-
-
-@dataclass(slots=True, eq=False)
-class Reader:
-    """A process that reads the steps of one rank, and how far they were sent.
-
-    Attributes:
-        name: Name of the process; no other process has it.
-        peer: Name of the connection.
-        where: Host and process id, as host:pid.
-        mesh: Sizes of the mesh, and the reader's rank.
-        readers: The ranks of the mesh that read.
-        heard: Time of its last message, in seconds.
-        since: Time since which it waits for its rank, or for an attempt.
-        phases: Its phase, and those before.
-        round: Number of the iteration over the feed that it asks for.
-        first_step: Step at which it begins.
-        chain: Digest of the steps before ``first_step``, as the reader knows it; empty if it does not.
-        snapshot: Snapshot of the checkpoint at which it begins.
-        pending: Its last ``Attach``, while the snapshot for it is missing.
-        going_on: Lineage to which the reader was attached before; -1 if it was not attached.
-        fence: The last attempt that the reader knows.
-        sent_upto, sent_part: All steps before ``sent_upto`` are sent, and the parts before ``sent_part`` of that step.
-        ever_sent: Highest (step, part) that ``sent_upto`` and ``sent_part`` had in this attempt.
-        queued: (step, part, bytes) of parts that are sent and not confirmed, in order.
-        queued_bytes: Bytes of these parts.
-        unreached: True if a part could not be sent; no more is sent until the reader's next message.
-        want_stop: The reader wants the steps before this one.
-        resend: Number of its last request to send parts again.
-        resent_at: Time at which parts were last sent again.
-        have_upto: Every step before this step has arrived.
-        probed: Time of the last ``Probe``.
-        stats: The client's metrics.
-        starvation: Its data wait, by cause.
-    """
-
-    name: str
-    peer: bytes
-    where: str
-    mesh: Mesh
-    readers: ReadBy
-    heard: float
-    since: float
-    phases: Phases[ReaderPhase] = field(init=False)
-    round: int = 0
-    first_step: int = 0
-    chain: bytes = b""
-    snapshot: Snapshot | None = None
-    pending: Attach | None = None
-    going_on: int = -1
-    fence: int = 0
-    sent_upto: int = 0
-    sent_part: int = 0
-    ever_sent: tuple[int, int] = (0, 0)
-    queued: deque[tuple[int, int, int]] = field(default_factory=deque)
-    queued_bytes: int = 0
-    unreached: bool = False
-    want_stop: int = 0
-    resend: int = 0
-    resent_at: float = -1.0
-    have_upto: int = 0
-    probed: float = -1.0
-    stats: dict[str, float] = field(default_factory=dict)
-    starvation: Starvation | None = None
-
-    def __post_init__(self) -> None:
-        self.phases = Phases(f"reader {self.where} of rank {self.mesh}", READER_PHASES, ReaderPhase.ATTACHING)
-
-    @property
-    def phase(self) -> ReaderPhase:
-        """The reader's phase now."""
-        return self.phases.now
-
-    @property
-    def holds(self) -> bool:
-        """True if the reader holds its rank."""
-        return self.phases.now.holds
-
-    @property
-    def ready(self) -> bool:
-        """True if the broker knows the reader's first step, and has the snapshot for it."""
-        return self.phases.now.ready
-
-    @property
-    def entered(self) -> bool:
-        """True if the reader takes part in the attempt."""
-        return self.phases.now is ReaderPhase.ENTERED
-
-    @property
-    def host(self) -> str:
-        """Name of the reader's host."""
-        return self.where.rpartition(":")[0]
-
-    def report(self, level: Literal["info", "warning"], text: str, feed: str) -> Report:
-        """Return the effect that writes a line about this reader to the log."""
-        return Report(level, text, feed=feed, rank=self.mesh.rank, host=self.host, attempt=self.fence or None)
-
-    def begin(self, message: Attach, now: float, snapshot: Snapshot | None, waits: bool) -> None:
-        """Take the first step, the round and the snapshot of an ``Attach``; it ``waits`` if the snapshot is missing."""
-        self.round, self.first_step = message.round, message.next_step
-        self.chain, self.snapshot, self.going_on = message.chain, snapshot, message.going_on
-        self.pending = message if waits else None
-        self.since = now
-        if waits:
-            self.phases.go(ReaderPhase.HOLDS_SNAPSHOT if self.holds else ReaderPhase.CLAIMS_SNAPSHOT)
-        elif message.ready:
-            self.phases.go(ReaderPhase.HOLDS_READY if self.holds else ReaderPhase.CLAIMS_READY)
-        else:
-            self.phases.go(ReaderPhase.CLAIMS)
-
-    def take_rank(self) -> None:
-        """Change to the phase of a reader that holds its rank."""
-        self.phases.go(_WITH_RANK[self.phase])
-
-    def enter(self, attempt: int) -> None:
-        """Change to the phase of a reader that takes part in the attempt of this number."""
-        self.phases.go(ReaderPhase.ENTERED)
-        self.fence, self.snapshot = attempt, None
 
 
 class RankRegistry:

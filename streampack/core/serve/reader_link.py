@@ -5,7 +5,7 @@ from __future__ import annotations
 from streampack.core.protocol.effects import SendTrainer
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.message import Envelope, Message, Reject
-from streampack.core.serve.rank_registry import Reader
+from streampack.core.serve.rank_reader import Reader, Receiver
 
 
 class ReaderLink:
@@ -24,6 +24,10 @@ class ReaderLink:
     def send(self, reader: Reader, message: Message) -> list[Effect]:
         """Send a message to a reader, with the last attempt that the reader knows as the fence."""
         return [SendTrainer(reader.peer, self.envelope(message, reader.fence))]
+
+    def send_to(self, receiver: Receiver, message: Message) -> list[Effect]:
+        """Send a message about parts of steps to a reader or a relay."""
+        return [SendTrainer(receiver.peer, self.envelope(message, receiver.fence))]
 
     def reject(
         self, peer: bytes, code: str, detail: str, attempt: int, rank: str | None = None, host: str | None = None

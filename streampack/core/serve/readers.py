@@ -14,6 +14,7 @@ from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.effects import SendTrainer
 from streampack.core.protocol.events import Effect
 from streampack.core.protocol.message import Bye, Envelope, Who
+from streampack.core.protocol.relay_messages import NodeGet, NodePing, ReaderReport, relayed
 from streampack.core.protocol.trainer_messages import (
     AskSnapshot,
     AskState,
@@ -26,10 +27,11 @@ from streampack.core.protocol.trainer_messages import (
     ReaderPing,
 )
 from streampack.core.serve.attempts import AttemptCoordinator, Departure, diverged
-from streampack.core.serve.rank_registry import RankRegistry, Reader, refusal
+from streampack.core.serve.rank_reader import Reader, Receiver
+from streampack.core.serve.rank_registry import RankRegistry, refusal
 from streampack.core.serve.reader_link import ReaderLink
 from streampack.core.serve.snapshot_requests import TOO_MANY, SnapshotRequests
-from streampack.core.serve.step_server import RESEND_S, StepServer
+from streampack.core.serve.step_server import StepServer
 from streampack.core.serve.step_source import StepSource
 
 TELL_S = 1.0
@@ -92,7 +94,9 @@ class Readers:
         self.steps.draining = True
         attempts, steps = self.attempts, self.steps
         return [
-            e for reader in self.registry for e in (steps.serve(reader) if reader.entered else attempts.wait(reader))
+            e
+            for reader in self.registry
+            for e in (steps.serve(reader.receiver) if reader.entered else attempts.wait(reader))
         ]
 
     # Messages of readers
@@ -119,7 +123,7 @@ class Readers:
             return self.attempts.answer(reader)
         reader.heard = now
         if isinstance(message, ReaderPing):
-            self.steps.note_figures(reader, message)
+            self.steps.note_figures(reader, message.stats, message.starvation)
         if not reader.entered:
             return self._wait_for_ready(reader) if isinstance(message, Get) else []
         if isinstance(message, Get):
@@ -127,6 +131,39 @@ class Readers:
         if isinstance(message, ReaderPing):
             return self.steps.note_alive(reader) + self.steps.ping(reader, message)
         return self.attempts.reject(peer, "protocol", f"got {type(message).__name__} from a client")
+
+    def receive_node(self, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
+        """Handle a request or a ping of the relay at ``peer`` for its readers, and return the answers."""
+        self.registry.now = now
+        message, relay = envelope.message, self.steps.relays.get(peer)
+        if relay is not None:
+            relay.heard = now
+        current = relay is not None and (envelope.epoch, envelope.fence) == (self.link.epoch, relay.fence)
+        if isinstance(message, NodeGet):
+            return self.steps.node_get(relay, message) if relay is not None and current else []
+        assert isinstance(message, NodePing)
+        effects = [e for report in message.ranks for e in self._note_report(peer, envelope.epoch, report)]
+        if relay is not None and current:
+            effects += self.steps.confirm(relay, message.have_upto, message.part)
+        return effects
+
+    def _note_report(self, relay: bytes, epoch: int, report: ReaderReport) -> list[Effect]:
+        """Record what the relay at ``relay`` reports of one of its readers."""
+        address = relayed(relay, report.reader)
+        reader = self.registry.at(address)
+        if reader is None:  # it is unknown, or has another connection by now
+            return [SendTrainer(address, self.link.envelope(Who(), 0))]
+        if (epoch, report.fence) != (self.link.epoch, reader.fence):
+            return self.attempts.answer(reader)
+        reader.heard = max(reader.heard, self.registry.now - report.silent_s)
+        self.steps.note_figures(reader, report.stats, report.starvation)
+        if not reader.entered:
+            return []
+        return self.steps.note_alive(reader) + self.steps.note_progress(reader, report.done_upto, report.have_upto)
+
+    def leave_relay(self, peer: bytes) -> None:
+        """Handle the goodbye of a relay; its readers attach again by themselves."""
+        self.steps.relays.pop(peer, None)
 
     def tell_states(self) -> list[Effect]:
         """Answer the readers that wait for a checkpoint's state, if the state is known now."""
@@ -188,13 +225,17 @@ class Readers:
         effects += self.attempts.settle() + self.steps.serve_held_back()  # readers that others waited for may have left
         if now - self._told >= max(TELL_S, ping_s):
             self._told = now
-            waiting = [reader for reader in self.registry if not self._is_behind(reader)]
-            return effects + [effect for reader in waiting for effect in self.attempts.wait(reader)]
+            self.steps.forget_relays(silent_s)
+            outside = [reader for reader in self.registry if not reader.entered]
+            effects += [effect for reader in outside for effect in self.attempts.wait(reader)]
+            waiting = [receiver for receiver in self.steps.receivers if not self._is_behind(receiver)]
+            return effects + [effect for receiver in waiting for effect in self.steps.wait_for_step(receiver)]
         return effects + self.steps.tell_starving()
 
-    def _is_behind(self, reader: Reader) -> bool:
-        """Return whether a reader waits for parts that are on their way, not for a step to be formed."""
-        return bool(reader.queued) and not self.steps.formed_upto <= reader.sent_upto < reader.want_stop
+    def _is_behind(self, receiver: Receiver) -> bool:
+        """Return whether a receiver waits for parts that are on their way, not for a step to be formed."""
+        flow = receiver.flow
+        return bool(flow.queued) and not self.steps.formed_upto <= flow.sent_upto < flow.want_stop
 
     @property
     def num_readers(self) -> int:
@@ -240,8 +281,10 @@ class Readers:
         effects += self.leave(peer, Departure.PEER_TOOK_RANK)
         now = self.registry.now
         before = reader or self.registry.held_last(message.reader, message.mesh.ranks)
+        receiver = self.steps.receiver_of(peer, message.host)
         reader = Reader(
-            message.reader, peer, f"{message.host}:{message.pid}", message.mesh, message.readers, now, now
+            message.reader, peer, receiver, f"{message.host}:{message.pid}", message.mesh, message.readers, now, now,
+            path=message.path,
         )  # fmt: skip
         reader.starvation = message.starvation  # counted since the process began, also with earlier brokers
         if before is not None:  # the rank's counts go on
@@ -286,14 +329,14 @@ class Readers:
 
         An older ``Attach`` changes nothing.
         """
-        if message.round < reader.round or (reader.ready and not message.ready):
+        if message.round < reader.round or (reader.ready and not message.ready) or message.path < reader.path:
             return []
+        reader.path = message.path
         effects: list[Effect] = []
         if self.registry.at(peer) is not reader:
             effects += self.leave(peer, Departure.PEER_TOOK_RANK)
             self.registry.move(reader, peer)
-            self.steps.forget_queue(reader)  # parts on their way were lost with the connection
-            reader.resent_at = -RESEND_S
+            self.steps.move(reader, message.next_step, message.host)
         reader.heard = self.registry.now
         if not message.ready or (reader.ready and message.round == reader.round):
             return effects + self.attempts.answer(reader)
@@ -302,13 +345,13 @@ class Readers:
             if before is None or (before.round, before.snapshot_digest) != (message.round, message.snapshot_digest):
                 if self._snapshots.is_full(message.snapshot_digest):
                     return effects + self._refuse(reader, "snapshot", TOO_MANY)
-                self.steps.forget_queue(reader)
+                self.steps.leave_attempt(reader)
                 reader.begin(message, self.registry.now, None, waits=True)
             return effects + self._ask_for_snapshot(reader) + self.attempts.wait(reader)
         snapshot = self._snapshots.of(message)
         if gone := self._source.unfit(message.next_step, snapshot):
             return effects + self._refuse(reader, *gone)
-        self.steps.forget_queue(reader)  # the reader left its attempt, and confirms no parts of it any more
+        self.steps.leave_attempt(reader)  # it confirms no parts of that attempt any more
         reader.begin(message, self.registry.now, snapshot, waits=False)
         if self.attempts.has_diverged(reader):
             return effects + self._refuse(reader, "diverged", diverged(reader, self._rules))

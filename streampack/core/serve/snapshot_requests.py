@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.trainer_messages import Attach
-from streampack.core.serve.rank_registry import RankRegistry, Reader
+from streampack.core.serve.rank_reader import Reader
+from streampack.core.serve.rank_registry import RankRegistry
 
 MOST_BROUGHT = 4
 """Most different snapshots of waiting readers: each may have megabytes. All ranks of an attempt have the same one."""

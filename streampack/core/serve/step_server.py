@@ -1,8 +1,8 @@
 """Keeps the steps of one feed, and sends them to the ranks of the attempt.
 
 A step goes out whole, to every rank (R3). Reads are pure (R4): a reader that asks again for a step gets the same bytes.
-The bytes that are sent and not confirmed are bounded, for each reader and for all together. So a slow link does not
-fill the memory. A part is sent again only if the reader proves that it was lost.
+Parts go to *receivers*: readers, and relays for the readers of their hosts. ``deal.part_flow`` bounds the bytes on
+their way, and decides when a part is sent again.
 
 A step is kept until every rank has returned it. After a process was replaced, steps are kept until the other ranks send
 a message: more processes may be replaced, and go back.
@@ -18,33 +18,27 @@ from typing import NamedTuple
 import msgspec
 
 from streampack.core.deal.deal_stats import DealtFigures
+from streampack.core.deal.part_flow import RESEND_S, PartFlows
 from streampack.core.deal.step_cache import KeptSteps
-from streampack.core.layout.boundaries import Contents
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import SampleTable
 from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.effects import Release, SendShard, SendTrainer
 from streampack.core.protocol.events import Effect
-from streampack.core.protocol.message import Bye, Envelope, Reject
+from streampack.core.protocol.message import Bye, Envelope, Message, Reject
+from streampack.core.protocol.relay_messages import NodeGet, relay_of
 from streampack.core.protocol.trainer_messages import End, Get, ReaderPing, StepPart, Wait
 from streampack.core.serve.progress import Progress
-from streampack.core.serve.rank_registry import RankRegistry, Ranks, Reader, rank_name
+from streampack.core.serve.rank_reader import Ranks, Reader, Receiver
+from streampack.core.serve.rank_registry import RankRegistry, rank_name
 from streampack.core.serve.reader_link import ReaderLink
 from streampack.core.serve.step_source import StepSource
 from streampack.core.stats.data_wait import Missing, NextWaits, Starvation
 
-MAX_AHEAD = 64
-"""Most steps that one ``Get`` may request."""
-
 MOST_QUEUED = 8 << 20
 """Most bytes on their way to one reader: later messages wait behind them, for 8 s on a link of 1 MB/s."""
-ACKS = 4
-"""Confirmations that a reader sends while it receives as many bytes as may be on their way to it."""
 KEPT_CHAINS = 4096
 """Number of the last steps whose digests are remembered."""
-RESEND_S = 1.0
-"""Least seconds between two times that parts are sent again to a reader that confirms nothing in between."""
-
 OUT = 1 << 62
 """Number of returned steps of a rank outside the round: more than any step, so that no step is kept for it."""
 
@@ -52,7 +46,8 @@ OUT = 1 << 62
 class RankProgress(NamedTuple):
     """The progress of one rank's reader, with the metrics of its client.
 
-    Steps count in iteration ``round``; ``silent_s`` is the seconds since the reader's last message.
+    Steps count in iteration ``round``; ``silent_s`` is the seconds since the reader's last message. ``queued_bytes`` is
+    0 if ``by_relay``: the parts are on their way to the relay.
     """
 
     ranks: Ranks
@@ -64,6 +59,7 @@ class RankProgress(NamedTuple):
     silent_s: float
     stats: dict[str, float]
     starvation: Starvation | None
+    by_relay: bool = False
 
 
 class StepServer:
@@ -84,18 +80,15 @@ class StepServer:
         """Digest of all steps before a step, by its number."""
         self._missing: Missing | None = None
         """Cause of the wait for the next step, computed once a tick for all readers."""
-        self._starving: dict[str, Reader] = {}
-        """Readers that have reported that they have no step to read, by name."""
+        self.relays: dict[bytes, Receiver] = {}
+        """The relays, by the name of their connection."""
+        self._starving: dict[Receiver, None] = {}
+        """Receivers that have reported that a reader has no step to read."""
         self._said: tuple[str, str | None] | None = None
-        """(reason, stream) of the last ``Wait`` to these readers, if all got the same."""
-        self.leaving_bytes = leaving_bytes
-        """Most bytes that may be on their way to all readers together."""
-        self.queued_bytes = 0
-        """Bytes that are on their way to all readers together."""
-        self.resent_bytes = 0
-        """Bytes that were sent again because they were lost."""
-        self._held_back: dict[str, Reader] = {}
-        """Readers that get no part until others confirm theirs, the oldest first."""
+        """(reason, stream) of the last ``Wait`` to these receivers, if all got the same."""
+        self.flows = PartFlows(leaving_bytes)
+        self._held_back: dict[Receiver, None] = {}
+        """Receivers that get no part until others confirm theirs, the oldest first."""
         self.released_upto = 0
         """Every rank has returned the steps before this one, which are deleted."""
         self.formed_upto = 0
@@ -174,7 +167,8 @@ class StepServer:
         return [
             RankProgress(
                 ranks, reader.where, reader.round, self.returned[ranks] if reader.entered else 0, reader.have_upto,
-                reader.queued_bytes, round(self._registry.now - reader.heard, 3), reader.stats, reader.starvation,
+                0 if reader.receiver.is_relay else reader.receiver.flow.queued_bytes,
+                round(self._registry.now - reader.heard, 3), reader.stats, reader.starvation, reader.receiver.is_relay,
             )
             for ranks, reader in sorted(self._registry.held.items())
         ]  # fmt: skip
@@ -205,27 +199,46 @@ class StepServer:
 
     def get(self, reader: Reader, message: Get) -> list[Effect]:
         """Answer a reader's request for steps: send parts, or tell the reader why its next step waits."""
+        receiver = reader.receiver
+        if receiver.is_relay:  # only its relay requests steps for it
+            return []
         reader.have_upto = max(reader.have_upto, message.start)
-        reader.want_stop = max(reader.want_stop, min(message.stop, message.start + MAX_AHEAD))
-        reader.unreached = False
-        self._confirm(reader, message.start, message.part)
-        if message.resend > reader.resend and self._registry.now >= reader.resent_at + RESEND_S:
-            self._send_again(reader, message)
-        effects = self._note_done(reader, message.done_upto)
-        effects += self.serve_held_back()
-        served = self.serve(reader)
+        self._request(receiver, message)
+        effects = self._note_done(reader, message.done_upto) + self.serve_held_back()
+        served = self.serve(receiver)
         if served or message.start > message.done_upto:
             return effects + served
-        self._starving[reader.name] = reader
-        return effects + self.wait_for_step(reader)
+        self._starving[receiver] = None
+        return effects + self.wait_for_step(receiver)
 
-    def _send_again(self, reader: Reader, message: Get) -> None:
-        """Go back to the part that a reader requests, because its message proves that later parts are lost."""
-        reader.resend, reader.resent_at = message.resend, self._registry.now
-        self.forget_queue(reader)
-        furthest = max(self.formed_upto, self.returned[reader.mesh.ranks])
-        place = max((min(message.start, furthest), message.part), (self.released_upto, 0))
-        reader.sent_upto, reader.sent_part = place
+    def node_get(self, relay: Receiver, message: NodeGet) -> list[Effect]:
+        """Answer a relay's request for steps: send parts for all its readers, or tell the relay why they wait."""
+        if not relay.readers:
+            return []
+        self._request(relay, message)
+        effects: list[Effect] = []
+        for name, done_upto in message.done:
+            if (reader := relay.readers.get(name)) is not None:
+                reader.have_upto = max(reader.have_upto, done_upto)
+                effects += self.note_alive(reader) + self._note_done(reader, done_upto)
+        effects += self.serve_held_back()
+        served = self.serve(relay)
+        if served or message.start > min(self.returned[reader.mesh.ranks] for reader in relay.readers.values()):
+            return effects + served
+        self._starving[relay] = None
+        return effects + self.wait_for_step(relay)
+
+    def _request(self, receiver: Receiver, message: Get | NodeGet) -> None:
+        """Take a request for steps; go back to its first part if the request proves that later parts are lost."""
+        flow, now = receiver.flow, self._registry.now
+        self.flows.request(flow, message.start, message.stop, message.part)
+        if not flow.may_resend(message.resend, now):
+            return
+        if receiver.is_relay:
+            receiver.choose_ranks(self._rules, self._layout)
+        returned = max((self.returned[reader.mesh.ranks] for reader in receiver.readers.values()), default=0)
+        place = min(message.start, max(self.formed_upto, returned)), message.part
+        self.flows.send_again(flow, max(place, (self.released_upto, 0)), message.resend, now)
 
     def forget_missing(self) -> None:
         """Forget the cause of the wait for the next step, so that the cause is computed again."""
@@ -245,9 +258,65 @@ class StepServer:
     def enter(self, reader: Reader) -> None:
         """Add a reader to the attempt, from the reader's first step on."""
         self.returned[reader.mesh.ranks] = reader.first_step
-        self.forget_queue(reader)
-        reader.sent_upto, reader.sent_part, reader.ever_sent = reader.first_step, 0, (reader.first_step, 0)
-        reader.want_stop, reader.resend, reader.resent_at = 0, 0, -RESEND_S
+        self._join(reader, reader.first_step)
+
+    def _join(self, reader: Reader, step: int) -> None:
+        """Send the steps from ``step`` on to the receiver of a reader that takes part in the attempt.
+
+        A relay asks for the parts of a further reader by itself, from the step that it lacks.
+        """
+        receiver = reader.receiver
+        if receiver.is_relay and receiver.fence == reader.fence and receiver.readers:
+            receiver.flow.resent_at = -RESEND_S
+        else:
+            self.flows.begin(receiver.flow, step)
+            receiver.readers.clear()
+            receiver.node = None
+        receiver.fence = reader.fence
+        receiver.readers[reader.name] = reader
+
+    def receiver_of(self, peer: bytes, host: str) -> Receiver:
+        """Return the receiver of a reader on ``host`` whose connection is ``peer``: a new one, or its relay."""
+        at = relay_of(peer)
+        if at is None:
+            return Receiver(peer)
+        relay = self.relays.setdefault(at[0], Receiver(at[0], is_relay=True, heard=self._registry.now))
+        relay.host = relay.host or host
+        return relay
+
+    def move(self, reader: Reader, step: int, host: str) -> None:
+        """Send to a reader over its new connection; the parts on their way to the old one are lost.
+
+        ``step`` is the first step that the reader's trainer is not done with.
+        """
+        before, at = reader.receiver, relay_of(reader.peer)
+        if at is None and not before.is_relay:
+            before.peer = reader.peer
+            self.flows.forget_queue(before.flow)
+            before.flow.resent_at = -RESEND_S
+            return
+        self.leave_attempt(reader)
+        reader.receiver = self.receiver_of(reader.peer, host)
+        if reader.entered:
+            self._join(reader, step)
+
+    def leave_attempt(self, reader: Reader) -> None:
+        """Send no more parts to a reader's connection, unless it is a relay with other readers."""
+        receiver = reader.receiver
+        receiver.readers.pop(reader.name, None)
+        if not receiver.readers:
+            self._starving.pop(receiver, None)
+            self._held_back.pop(receiver, None)
+            self.flows.forget_queue(receiver.flow)
+            receiver.node = None
+
+    def forget_relays(self, silent_s: float) -> None:
+        """Forget the relays that were silent for ``silent_s`` seconds and for which no reader is registered."""
+        used = {reader.receiver for reader in self._registry}
+        now = self._registry.now
+        self.relays = {
+            peer: relay for peer, relay in self.relays.items() if relay in used or now - relay.heard <= silent_s
+        }
 
     def await_others(self, ranks: Ranks) -> None:
         """Keep steps until every rank but ``ranks``, whose process was replaced, has sent a message."""
@@ -258,60 +327,25 @@ class StepServer:
         """Stop keeping steps for a rank that asks for a later round."""
         self.returned[ranks] = OUT
 
-    def leave(self, reader: Reader) -> None:
-        """Forget a reader that has left, and the parts on their way to it."""
-        self._starving.pop(reader.name, None)
-        self.forget_queue(reader)
-
     def not_sent(self, peer: bytes, envelope: Envelope) -> None:
         """Record that a message for ``peer`` was dropped before it left; the part is sent again at the next message."""
         reader, message = self._registry.at(peer), envelope.message
-        if reader is None or not isinstance(message, StepPart) or envelope.fence != reader.fence:
-            return
-        reader.unreached = True
-        place = message.step, message.part
-        if message.resend == reader.resend and place < (reader.sent_upto, reader.sent_part):
-            while reader.queued and reader.queued[-1][:2] >= place:
-                self._count_out(reader, reader.queued.pop()[2])
-            reader.sent_upto, reader.sent_part = place
+        receiver = reader.receiver if reader is not None else self.relays.get(peer)
+        if receiver is not None and isinstance(message, StepPart) and envelope.fence == receiver.fence:
+            self.flows.not_sent(receiver.flow, (message.step, message.part), message.resend)
 
-    def _confirm(self, reader: Reader, step: int, part: int) -> None:
-        """Record that a reader has every part before ``part`` of ``step``."""
-        while reader.queued and reader.queued[0][:2] < (step, part):
-            self._count_out(reader, reader.queued.popleft()[2])
-            reader.resent_at = -RESEND_S
-
-    def _count_out(self, reader: Reader, num_bytes: int) -> None:
-        """Subtract bytes from those that are on their way to a reader."""
-        reader.queued_bytes -= num_bytes
-        self.queued_bytes -= num_bytes
-
-    def forget_queue(self, reader: Reader) -> None:
-        """Forget the parts that are on their way to a reader, and do not count their bytes any more."""
-        self._count_out(reader, reader.queued_bytes)
-        reader.queued.clear()
-        reader.unreached = False
-        self._held_back.pop(reader.name, None)
-
-    def _may_send(self, reader: Reader) -> bool:
-        """Return whether another part may be sent to a reader, by the limits of bytes on their way."""
-        if reader.unreached or (reader.queued and reader.queued_bytes >= self.most_queued):
-            return False
-        if self.queued_bytes >= self.leaving_bytes:
-            self._held_back[reader.name] = reader
-            return False
-        return True
-
-    @property
-    def most_queued(self) -> int:
-        """Most bytes that may be on their way to one reader."""
-        return min(MOST_QUEUED, self.leaving_bytes // max(self._registry.num_ranks, 1))
+    def most_queued(self, receiver: Receiver) -> int:
+        """Return the most bytes that may be on their way to one reader, or to one relay."""
+        share = self.flows.leaving_bytes // max(self._registry.num_ranks, 1)
+        return min(MOST_QUEUED, share * max(len(receiver.readers), 1))
 
     def serve_held_back(self) -> list[Effect]:
-        """Send parts to the readers that had to wait until other readers confirmed their parts."""
+        """Send parts to the receivers that had to wait until others confirmed their parts."""
         effects: list[Effect] = []
-        while self._held_back and self.queued_bytes < self.leaving_bytes:
-            effects += self.serve(self._held_back.pop(next(iter(self._held_back))))
+        while self._held_back and not self.flows.is_full:
+            receiver = next(iter(self._held_back))
+            del self._held_back[receiver]
+            effects += self.serve(receiver)
         return effects
 
     def tell_starving(self, forming: bool = True) -> list[Effect]:
@@ -325,26 +359,35 @@ class StepServer:
         if (missing.reason, missing.stream) == self._said or (missing.reason == "forming" and not forming):
             return []
         self._missing, self._said = missing, (missing.reason, missing.stream)
-        return [e for reader in list(self._starving.values()) if reader.entered for e in self.wait_for_step(reader)]
+        return [e for receiver in list(self._starving) for e in self.wait_for_step(receiver)]
 
     def ping(self, reader: Reader, message: ReaderPing) -> list[Effect]:
         """Handle a reader's ping, which reports its progress; answer with the cause of its wait."""
-        reader.have_upto = max(reader.have_upto, message.have_upto)
-        reader.unreached = False
-        self._confirm(reader, message.have_upto, message.part)
-        effects = self._note_done(reader, message.done_upto)
-        return effects + self.serve_held_back() + self.wait_for_step(reader)
+        if reader.receiver.is_relay:
+            return []
+        effects = self.note_progress(reader, message.done_upto, message.have_upto)
+        return effects + self.confirm(reader.receiver, message.have_upto, message.part)
 
-    def note_figures(self, reader: Reader, message: ReaderPing) -> None:
+    def confirm(self, receiver: Receiver, step: int, part: int) -> list[Effect]:
+        """Record that a receiver has every part before ``part`` of ``step``; answer with the cause of its wait."""
+        self.flows.confirm(receiver.flow, step, part)
+        return self.serve_held_back() + self.wait_for_step(receiver)
+
+    def note_progress(self, reader: Reader, done_upto: int, have_upto: int) -> list[Effect]:
+        """Record the steps that a reader has returned and received; delete steps that all ranks returned."""
+        reader.have_upto = max(reader.have_upto, have_upto)
+        return self._note_done(reader, done_upto)
+
+    def note_figures(self, reader: Reader, stats: dict[str, float], starvation: Starvation | None) -> None:
         """Keep the metrics and the data wait that a reader reports."""
-        reader.stats = message.stats
-        if message.starvation is not None:
-            self.next_waits.add(reader.starvation, message.starvation)
-            reader.starvation = message.starvation
+        reader.stats = stats
+        if starvation is not None:
+            self.next_waits.add(reader.starvation, starvation)
+            reader.starvation = starvation
 
     def _note_done(self, reader: Reader, done_upto: int) -> list[Effect]:
         """Record that a reader has returned the steps before ``done_upto``; delete steps that all ranks returned."""
-        done_upto = min(done_upto, reader.sent_upto)
+        done_upto = min(done_upto, reader.receiver.flow.ever_sent[0])
         if done_upto <= self.returned[reader.mesh.ranks]:
             return []
         self.returned[reader.mesh.ranks] = done_upto
@@ -362,82 +405,99 @@ class StepServer:
         self.released_upto = max(self.released_upto, upto)
         return effects
 
+    @property
+    def receivers(self) -> list[Receiver]:
+        """The connections that receive the parts of the attempt, each once."""
+        return list({reader.receiver: None for reader in self._registry if reader.entered})
+
     def serve_all(self) -> list[Effect]:
-        """Send to every reader the steps that it wants."""
-        return [e for reader in self._registry for e in self.serve(reader)]
+        """Send to every receiver the steps that it wants."""
+        return [e for receiver in self.receivers for e in self.serve(receiver)]
 
-    def serve(self, reader: Reader) -> list[Effect]:
-        """Send to a reader the formed steps that it wants, then the end of the feed or a goodbye."""
-        if not reader.entered:
+    def serve(self, receiver: Receiver) -> list[Effect]:
+        """Send to a receiver the formed steps that it wants, then the end of the feed or a goodbye."""
+        flow = receiver.flow
+        if not receiver.readers or (receiver.is_relay and receiver.node is None):
             return []
         effects: list[Effect] = []
-        while reader.sent_upto < min(reader.want_stop, self.formed_upto):
-            number = max(reader.sent_upto, self.released_upto)
-            if unfit := self.kept.unfit(number, reader.mesh):
-                return [*effects, *self._link.send(reader, Reject(code="too_few", detail=unfit))]
-            effects += self._send_parts(reader, number)
-            if reader.sent_upto <= number:
+        while flow.sent_upto < min(flow.want_stop, self.formed_upto):
+            number = max(flow.sent_upto, self.released_upto)
+            if unfit := self.kept.unfit(number, receiver.mesh):
+                return effects + self._send_all(receiver, Reject(code="too_few", detail=unfit))
+            effects += self._send_parts(receiver, number)
+            if flow.sent_upto <= number:
                 return effects
-        if self.end is not None and reader.sent_upto >= self.end.num_steps:
-            effects += self._send_end(reader)
-        elif self.draining and reader.sent_upto >= self.formed_upto:
-            effects += self._link.send(reader, Bye(reason="the broker is stopping"))
+        if self.end is not None and flow.sent_upto >= self.end.num_steps:
+            effects += self._send_end(receiver)
+        elif self.draining and flow.sent_upto >= self.formed_upto:
+            effects += self._send_all(receiver, Bye(reason="the broker is stopping"))
         return effects
 
-    def _send_parts(self, reader: Reader, number: int) -> list[Effect]:
-        """Send the next parts of step ``number`` to a reader, as far as the limits allow."""
+    def _send_all(self, receiver: Receiver, message: Message) -> list[Effect]:
+        """Send a message to every reader of a receiver."""
+        return [e for reader in list(receiver.readers.values()) for e in self._link.send(reader, message)]
+
+    def _send_parts(self, receiver: Receiver, number: int) -> list[Effect]:
+        """Send the next parts of step ``number`` to a receiver, as far as the limits allow."""
         effects: list[Effect] = []
-        begin = reader.sent_part if reader.sent_upto == number else 0
-        parts = self.kept.parts(number, reader.mesh, begin, reader.resend)
-        while reader.sent_upto <= number and self._may_send(reader):
-            effects.append(self._send_part(reader, *next(parts)))
+        flow, node, mesh = receiver.flow, receiver.node, receiver.mesh
+        begin = flow.sent_part if flow.sent_upto == number else 0
+        parts = (
+            self.kept.parts(number, mesh, begin, flow.resend)
+            if node is None
+            else self.kept.node_parts(number, node, begin, flow.resend)
+        )
+        cp_ranks = (mesh.cp_rank,) if node is None else node.cp_ranks
+        most = self.most_queued(receiver)
+        while flow.sent_upto <= number and self.flows.may_send(flow, most):
+            if self.flows.is_full:
+                self._held_back[receiver] = None
+                break
+            plan, packs = next(parts)
+            is_last = plan.part + 1 >= plan.parts
+            size = self.kept.num_bytes(packs, mesh) if node is None else self.kept.node_bytes(packs, node)
+            self.flows.sent(flow, (plan.step, plan.part), is_last, size)
+            envelope = self._link.envelope(plan, receiver.fence)
+            effects.append(
+                SendShard(receiver.peer, envelope, packs, plan.frames, self._layout, mesh.cp, cp_ranks)
+                if plan.micro_batches
+                else SendTrainer(receiver.peer, envelope)
+            )
         if effects:
-            self._starving.pop(reader.name, None)
+            self._starving.pop(receiver, None)
         return effects
 
-    def _send_part(self, reader: Reader, plan: StepPart, packs: Contents) -> Effect:
-        """Return the effect that sends a part to a reader, and count its bytes as on their way."""
-        mesh, size, place = reader.mesh, self.kept.num_bytes(packs, reader.mesh), (plan.step, plan.part)
-        if place < reader.ever_sent:
-            self.resent_bytes += size
-        whole = plan.part + 1 >= plan.parts
-        reader.sent_upto, reader.sent_part = (plan.step + 1, 0) if whole else (plan.step, plan.part + 1)
-        reader.ever_sent = max(reader.ever_sent, (reader.sent_upto, reader.sent_part))
-        reader.queued.append((*place, size))
-        self._count_out(reader, -size)
-        envelope = self._link.envelope(plan, reader.fence)
-        if not plan.micro_batches:
-            return SendTrainer(reader.peer, envelope)
-        return SendShard(reader.peer, envelope, packs, plan.frames, self._layout, mesh.cp, (mesh.cp_rank,))
-
-    def _send_end(self, reader: Reader) -> list[Effect]:
-        """Tell a reader that the feed has ended."""
+    def _send_end(self, receiver: Receiver) -> list[Effect]:
+        """Tell a receiver that the feed has ended."""
         assert self.end is not None
-        return self._link.send(reader, msgspec.structs.replace(self.end, resend=reader.resend))
+        return self._link.send_to(receiver, msgspec.structs.replace(self.end, resend=receiver.flow.resend))
 
-    def wait_for_step(self, reader: Reader) -> list[Effect]:
-        """Tell a reader the cause of its wait, if it has requested a step that it does not have."""
-        wants = reader.sent_upto < reader.want_stop
-        if not wants and not reader.queued:
+    def wait_for_step(self, receiver: Receiver) -> list[Effect]:
+        """Tell a receiver the cause of its wait, if it has requested a step that it does not have."""
+        flow = receiver.flow
+        wants = flow.sent_upto < flow.want_stop
+        if not receiver.readers or (not wants and not flow.queued):
             return []
-        if wants and self.end is not None and reader.sent_upto >= self.end.num_steps:
-            return self._send_end(reader)
-        if wants and reader.sent_upto < self.formed_upto and (served := self.serve(reader)):
+        if wants and self.end is not None and flow.sent_upto >= self.end.num_steps:
+            return self._send_end(receiver)
+        if wants and flow.sent_upto < self.formed_upto and (served := self.serve(receiver)):
             return served
-        if not wants or reader.sent_upto < self.formed_upto:
-            detail = f"step {reader.sent_upto}: {reader.queued_bytes} bytes are on their way to this rank"
-            return self._send_wait(reader, Missing("network", detail))
+        if not wants or flow.sent_upto < self.formed_upto:
+            to = "the relay of this rank" if receiver.is_relay else "this rank"
+            detail = f"step {flow.sent_upto}: {flow.queued_bytes} bytes are on their way to {to}"
+            return self._send_wait(receiver, Missing("network", detail))
         if self._missing is None:
             self._missing = self._source.waiting_for()
         missing = self._missing
         if (missing.reason, missing.stream) != self._said:
             self._said = None
-        return self._send_wait(reader, missing)
+        return self._send_wait(receiver, missing)
 
-    def _send_wait(self, reader: Reader, missing: Missing) -> list[Effect]:
-        """Send a reader the cause of its wait."""
+    def _send_wait(self, receiver: Receiver, missing: Missing) -> list[Effect]:
+        """Send a receiver the cause of its wait."""
+        flow = receiver.flow
         wait = Wait(
-            feed=self._link.feed, step=reader.sent_upto, part=reader.sent_part, resend=reader.resend,
+            feed=self._link.feed, step=flow.sent_upto, part=flow.sent_part, resend=flow.resend,
             reason=missing.reason, detail=missing.detail[:2000], stream=missing.stream, batch=missing.batch,
         )  # fmt: skip
-        return self._link.send(reader, wait)
+        return self._link.send_to(receiver, wait)

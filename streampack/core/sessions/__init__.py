@@ -4,6 +4,9 @@
 - ``producer_session``: a producer that reads its samples, and can read them again.
 - ``push_session``, ``push_buffer``: a producer of samples that exist once, and its buffer of unsafe samples.
 - ``client_session``, ``client_events``: a rank that reads steps, and the requests of its trainer.
+- ``route``, ``routed_client``: a rank with a relay on its host, and the way of its messages.
+- ``relay_session``, ``relay_events``: a relay, which speaks for the readers of its host.
+- ``node_feed``: the steps of one feed that a relay has, and its requests for more.
 - ``backoff``: when a message without an answer is sent again.
 - ``patience``: how long a trainer waits before it gets an error.
 

@@ -32,6 +32,10 @@ class Again(Event, frozen=True):
     """The trainer begins the next round, at the first step of the feed."""
 
 
+class Rerouted(Event, frozen=True):
+    """Messages take another way to the broker from now on: through the relay, or not any more."""
+
+
 class Damaged(Event, frozen=True):
     """The shell has dropped a damaged message of the broker."""
 

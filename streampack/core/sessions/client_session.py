@@ -59,6 +59,7 @@ from streampack.core.sessions.client_events import (
     Deliver,
     Detach,
     Ended,
+    Rerouted,
     Returned,
     Waiting,
 )
@@ -149,6 +150,7 @@ class ClientSession:
         attached: The broker's answer, with the rules to read steps; None before the answer.
         wait: Cause of the wait for the next step, as the broker reports it.
         reached: True if the broker has answered at least once.
+        path: Number of the way to the broker; it rises when the client changes between its relay and the broker.
         num_skipped: Steps that the run's record marks as skipped, and that were not delivered.
     """
 
@@ -175,6 +177,7 @@ class ClientSession:
     starvation: Starvation | None = None
     wait: Wait | None = None
     reached: bool = False
+    path: int = 0
     num_skipped: int = 0
     _now: float = 0.0
     _ping_at: float = 0.0
@@ -235,6 +238,9 @@ class ClientSession:
         if isinstance(event, Unsent):
             self._unsent(event.envelope.message)
             return []
+        if isinstance(event, Rerouted):
+            self.path += 1
+            return self._reattach()
         if isinstance(event, Damaged):
             return self._ping() if self.reached else []  # the answer shows what is missing
         if isinstance(event, Ask):
@@ -312,12 +318,21 @@ class ClientSession:
         self._num_pings += 1
         early = 0.2 * spread(self.reader, self._num_pings) if self._ping_s > PING_S else 0.0  # not all at once
         self._ping_at = self._now + self._ping_s * (1.0 - early)
+        return [Send(self.ping_envelope())]
+
+    def ping_envelope(self) -> Envelope:
+        """Return a ping, which reports this reader's progress."""
         step, part = self._have
         ping = ReaderPing(
             feed=self.feed, reader=self.reader, done_upto=self._done_upto, have_upto=step, part=part,
             stats=self.stats, starvation=self.starvation,
         )  # fmt: skip
-        return [self._send(ping)]
+        return self._send(ping).envelope
+
+    @property
+    def has_all_requested(self) -> bool:
+        """True if no requested step is on its way to this client."""
+        return self.phase.attached and not self._assembling and not self._wants_steps() and self._question is None
 
     def _unsent(self, message: Message) -> None:
         """Schedule an early retry of a message that never left this process."""
@@ -332,7 +347,7 @@ class ClientSession:
         if envelope.run != self.run or envelope.epoch < self.epoch:
             return []
         self.reached = True
-        self.patience.broker_heard()
+        self.patience.broker_heard(envelope.message.silent_s if isinstance(envelope.message, Wait) else 0.0)
         if envelope.epoch > self.epoch:
             restarted, self.epoch = self.epoch > 0, envelope.epoch
             self.attempt = 0
@@ -517,7 +532,7 @@ class ClientSession:
             feed=self.feed, reader=self.reader, host=self.host, pid=self.pid, mesh=self.mesh,
             next_step=self._done_upto, chain=self._chains[self._done_upto], round=self.round, readers=self.readers,
             ready=self._begun, lineage=self.lineage, snapshot_digest=self._digest, going_on=self._going_on,
-            variable_lengths=self.variable_lengths, starvation=self.starvation,
+            variable_lengths=self.variable_lengths, starvation=self.starvation, path=self.path,
         )  # fmt: skip
         return self._send(attach)
 

@@ -47,9 +47,9 @@ class Patience:
             self._joining_s = None if self._joining_s is None else self._joining_s + passed
             self._asking_s = None if self._asking_s is None else self._asking_s + passed
 
-    def broker_heard(self) -> None:
-        """Record a message of the broker: the broker's silence counts from 0 again."""
-        self.silent_s = 0.0
+    def broker_heard(self, ago_s: float = 0.0) -> None:
+        """Record that the broker was heard ``ago_s`` seconds ago; more than 0 if only a relay has answered since."""
+        self.silent_s = min(self.silent_s, ago_s)
 
     def trainer_waits(self, waiting: bool) -> None:
         """Record that the trainer begins to wait (``waiting``), or that its wait has ended."""

@@ -9,7 +9,8 @@ adds up the time of each cause and sends the sums with its pings, so a lost ping
 - ``memory``: the arena is full;
 - ``forming``: the packer is at work;
 - ``log``: the disk is at work;
-- ``network``: the broker has sent the step, or does not answer.
+- ``network``: the broker has sent the step, or does not answer;
+- ``relay``: the relay of the rank's host has the step, or has no answer from the broker.
 
 The time in which a trainer works on a step is not a wait.
 """
@@ -23,7 +24,7 @@ from msgspec import Meta, Struct
 
 from streampack.core.model.snapshot import Count
 
-CAUSES = ("stream", "peers", "join", "memory", "forming", "log", "network")
+CAUSES = ("stream", "peers", "join", "memory", "forming", "log", "network", "relay")
 WAIT_BOUNDS_S = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
 """Bounds of the histogram of waits, in seconds."""
 

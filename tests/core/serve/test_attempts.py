@@ -192,7 +192,8 @@ class Desk:
         """All that decides what is served, but not when anybody was heard."""
         readers = self.readers
         rows = sorted(
-            (r.name, r.peer, r.ready, r.round, r.first_step, r.entered, r.sent_upto) for r in readers.registry
+            (r.name, r.peer, r.ready, r.round, r.first_step, r.entered, r.receiver.flow.sent_upto)
+            for r in readers.registry
         )
         return [
             self.attempt,
@@ -1044,7 +1045,7 @@ PART = 4 * 16 * 4
 def wide(dp: int = 1, leaving_bytes: int = 2 * PART) -> Desk:
     """Ranks whose steps are as large as packs are, of which only so many bytes may be on their way."""
     desk = Desk(ahead=6)
-    desk.readers.steps.leaving_bytes = leaving_bytes
+    desk.readers.steps.flows.leaving_bytes = leaving_bytes
     desk.readers.steps.kept.num_bytes = lambda packs, mesh: PART  # type: ignore[method-assign]
     desk.come_all("a", dp=dp)
     return desk
@@ -1061,12 +1062,12 @@ def test_only_so_many_bytes_are_sent_as_are_not_confirmed() -> None:
     confirm(desk, "a0", 0)
     desk.wait(30.0)
     assert desk.steps("a0") == [0, 1, 2, 3, 4, 5], "pings confirm, too"
-    assert desk.readers.steps.resent_bytes == 0
+    assert desk.readers.steps.flows.resent_bytes == 0
     desk = wide()
     confirm(desk, "a0", 0)
     confirm(desk, "a0", 1)
     assert desk.steps("a0") == [0, 1, 2]
-    assert desk.readers.steps.queued_bytes == 2 * PART
+    assert desk.readers.steps.flows.queued_bytes == 2 * PART
 
 
 def test_no_number_of_requests_has_anything_sent_twice_without_proof_of_loss() -> None:
@@ -1077,7 +1078,7 @@ def test_no_number_of_requests_has_anything_sent_twice_without_proof_of_loss() -
     assert desk.steps("a0") == [0, 1, 2, 3, 4, 5]
     confirm(desk, "a0", 2, resend=1)
     assert desk.steps("a0") == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5]
-    assert desk.readers.steps.resent_bytes == 4 * PART
+    assert desk.readers.steps.flows.resent_bytes == 4 * PART
     confirm(desk, "a0", 2, resend=2)
     assert len(desk.steps("a0")) == 10, "one proof a second, where nothing is confirmed in between"
 
@@ -1114,7 +1115,7 @@ def test_a_part_that_the_router_dropped_is_sent_when_the_reader_is_heard_again()
     confirm(desk, "a0", 0)
     dropped = next(e for to, e in desk.said if isinstance(e.message, StepPart) and e.message.step == 3)
     desk.readers.steps.not_sent(b"a0", dropped)
-    assert desk.readers.steps.queued_bytes == 3 * PART
+    assert desk.readers.steps.flows.queued_bytes == 3 * PART
     desk.ahead = 12
     desk.form()
     assert desk.steps("a0") == [0, 1, 2, 3, 4, 5], "not at once: its connection may be gone"

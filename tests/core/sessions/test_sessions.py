@@ -1166,6 +1166,19 @@ def _field(kind: type[Message], name: str, known: dict[type, Any]) -> Any:
         return st.sampled_from([{}, {}, {"tp": [0]}, {"pp": [-1], "tp": [1, 9]}])
     if name == "ping_s":
         return st.sampled_from([0.1, 1.0, 60.0])
+    if name in ("dp_ranks", "cp_ranks"):
+        return st.lists(_SMALL, max_size=3)
+    if name in ("rank_part", "rank_parts"):
+        return _SMALL
+    if name == "cp":
+        return st.integers(1, 4096)
+    if name == "done":
+        return st.lists(st.tuples(_NAMES, _COUNTS), max_size=3)
+    if name == "ranks":
+        report = {"reader": _NAMES, "fence": _SMALL, "done_upto": _COUNTS, "have_upto": _COUNTS}
+        return st.lists(st.fixed_dictionaries(report), max_size=3)
+    if name == "silent_s":
+        return st.sampled_from([0.0, 1e9])
     if name in ("rejected", "stats"):
         return st.just({})
     if name == "sizes":

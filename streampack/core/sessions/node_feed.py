@@ -1,0 +1,161 @@
+"""The steps of one feed that a relay has for its readers, and the relay's requests for more.
+
+The relay requests steps as a client does (``client_session``), but for all its readers at once. It splits each part
+into the parts that the readers would get directly, and keeps those until every reader has received them. Parts belong
+to one attempt of one broker; a new attempt drops them all.
+
+Parts are numbered for the ranks that were there when the relay last raised ``resend``. So the relay raises it, and
+begins with whole steps again, when a part was lost or a further rank needs parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from streampack.core.deal.node_parts import split
+from streampack.core.deal.part_flow import Place
+from streampack.core.model.rules import Rules
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.relay_messages import NodePart
+from streampack.core.protocol.trainer_messages import Attached, End, StepPart, Wait
+from streampack.core.sessions.backoff import Backoff
+
+RETRY_S = 2.0
+"""Seconds after which a request without an answer is repeated; each further delay is longer."""
+MOST_RETRY_S = 8.0
+"""Longest of these delays, in seconds."""
+
+Pair = tuple[int, int]
+"""(dp rank, cp rank)."""
+RankPart = tuple[StepPart, tuple[memoryview, ...]]
+
+
+@dataclass(slots=True)
+class _Step:
+    """The parts of one step that have come, by pair and number of the part, and their bytes."""
+
+    parts: dict[Pair, dict[int, RankPart]] = field(default_factory=dict)
+    num_bytes: int = 0
+
+    def has_all(self, pair: Pair) -> bool:
+        """Return whether every part for the ranks of ``pair`` has come."""
+        found = self.parts.get(pair, {})
+        return any(len(found) == part.parts for part, _ in found.values())
+
+
+class NodeFeed:
+    """The steps of one feed for the readers of one relay, in one attempt.
+
+    Attributes:
+        fence: The attempt.
+        lineage: Lineage of the steps.
+        ping_s: Seconds between two pings of the relay.
+        ack_bytes: Bytes after which received parts are confirmed.
+        wait: Cause of the wait for the next step, as the broker reports it.
+        end: The end of the feed, once the broker has told it.
+        resend: Number of the last request to send parts again.
+        next: (step, part) that is expected next.
+        stop: The steps before this one are requested.
+        num_bytes: Bytes of the kept parts.
+        told_done: Least number of returned steps that a request has reported.
+        unconfirmed_bytes: Bytes that came since the last request.
+    """
+
+    def __init__(self, name: str, relay: str) -> None:
+        self.name = name
+        self.fence = self.lineage = 0
+        self.ping_s, self.ack_bytes = 1.0, 1 << 20
+        self.rules: Rules | None = None
+        self.layout = ""
+        self.again = Backoff(f"{relay} get", RETRY_S, MOST_RETRY_S)
+        self.ping_at = 0.0
+        self.num_pings = 0
+        self._drop()
+
+    def _drop(self) -> None:
+        """Forget all parts and requests."""
+        self.wait: Wait | None = None
+        self.end: End | None = None
+        self.resend = 0
+        self.next: Place = (0, 0)
+        self.stop = 0
+        self.num_bytes = 0
+        self.told_done = 0
+        self.unconfirmed_bytes = 0
+        self._steps: dict[int, _Step] = {}
+        self._pairs: set[Pair] = set()
+        self._frames: set[str] = set()
+
+    def begin(self, fence: int, attached: Attached) -> None:
+        """Take the broker's answer to a reader that takes part in the attempt ``fence``."""
+        if (fence, attached.lineage) != (self.fence, self.lineage):
+            self.leave()
+            self.fence, self.lineage = fence, attached.lineage
+        self.rules, self.layout = attached.rules, attached.layout
+        self.ping_s, self.ack_bytes = attached.ping_s, attached.ack_bytes
+
+    def leave(self) -> None:
+        """Drop everything of the attempt: it is over, or another broker has taken over."""
+        self.fence = 0
+        self._drop()
+
+    # Parts
+
+    def covers(self, pair: Pair, frames: Iterable[str]) -> bool:
+        """Return whether the broker was asked for the parts of a rank."""
+        return pair in self._pairs and self._frames >= set(frames)
+
+    def has_all(self, step: int, pair: Pair) -> bool:
+        """Return whether every part of ``step`` for the ranks of ``pair`` is here."""
+        kept = self._steps.get(step)
+        return kept is not None and kept.has_all(pair)
+
+    def first_missing(self, step: int, pair: Pair) -> int:
+        """Return the first step from ``step`` on of which a part for the ranks of ``pair`` is missing."""
+        while self.has_all(step, pair):
+            step += 1
+        return step
+
+    def ask_again(self, step: int, ranks: Iterable[tuple[Pair, Sequence[str]]]) -> None:
+        """Prepare a request for all parts from ``step`` on, for these ranks with the names of their frames."""
+        self.resend += 1
+        self.next = (step, 0)
+        self.unconfirmed_bytes = 0
+        self._pairs = {pair for pair, _ in ranks}
+        self._frames = {name for _, frames in ranks for name in frames}
+
+    def take(self, envelope: Envelope, part: NodePart) -> bool:
+        """Take a part; return False if parts before it were lost.
+
+        Raises ValueError for a part whose sizes do not fit, or that is not of the rules.
+        """
+        if part.resend != self.resend or (part.step, part.part) < self.next or self.rules is None:
+            return True
+        if (part.step, part.part) > self.next:
+            return False
+        self.wait = None
+        step = self._steps.setdefault(part.step, _Step())
+        for pair, message, payload in split(part, envelope.payload, self.rules, self.layout):
+            step.parts.setdefault(pair, {})[message.part] = message, payload
+        size = sum(len(frame) for frame in envelope.payload)
+        step.num_bytes += size
+        self.num_bytes += size
+        self.unconfirmed_bytes += size
+        self.next = (part.step + 1, 0) if part.part + 1 >= part.parts else (part.step, part.part + 1)
+        return True
+
+    def part(self, step: int, number: int, pair: Pair) -> RankPart | None:
+        """Return part ``number`` of ``step`` for the ranks of ``pair``; None if it has not come."""
+        kept = self._steps.get(step)
+        return None if kept is None else kept.parts.get(pair, {}).get(number)
+
+    def bytes_of(self, step: int) -> int:
+        """Return the bytes of the parts of ``step`` that have come."""
+        kept = self._steps.get(step)
+        return 0 if kept is None else kept.num_bytes
+
+    def forget_below(self, step: int) -> None:
+        """Drop the parts of the steps before ``step``, which every reader has received."""
+        for number in [number for number in self._steps if number < step]:
+            self.num_bytes -= self._steps.pop(number).num_bytes

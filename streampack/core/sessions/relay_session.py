@@ -1,0 +1,542 @@
+"""A relay's side of the protocol, as a pure state machine: ``handle(event) -> effects``.
+
+A relay is one reader to the broker and a broker to the readers of its host. Towards the broker it behaves as a client
+(``client_session``) for all its readers: one request and one ping, and proof of loss before parts are sent again.
+Towards readers it behaves as the broker's step server: it sends the parts that they request, and bounds the bytes on
+their way (``deal.part_flow``).
+
+It decides nothing about ranks, attempts or checkpoints. Those messages pass unchanged between the reader and the
+broker, under the reader's name. ``done_upto`` of a reader is always what the reader returned, never what the relay has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from streampack.core.deal.node_parts import for_frames
+from streampack.core.deal.part_flow import PartFlow, PartFlows
+from streampack.core.layout.step_frames import frames_for
+from streampack.core.model.mesh import Mesh
+from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick, Unsent
+from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who
+from streampack.core.protocol.relay_messages import Elsewhere, NodeGet, NodePart, NodePing, ReaderReport
+from streampack.core.protocol.trainer_messages import (
+    AskState,
+    Attach,
+    Attached,
+    Brought,
+    Commit,
+    End,
+    Fenced,
+    Get,
+    Probe,
+    ReaderPing,
+    State,
+    StepPart,
+    Wait,
+)
+from streampack.core.sessions.backoff import spread
+from streampack.core.sessions.node_feed import RETRY_S, NodeFeed, Pair
+from streampack.core.sessions.relay_events import ForReaders, FromReader, NotDelivered, SendFor, SendReader, Stop
+from streampack.core.stats.data_wait import Starvation
+
+LOCAL_PING_S = 1.0
+"""Longest time between two pings of a local reader, in seconds: they cost the broker nothing."""
+SILENT_S = 15.0
+"""Seconds without a message after which a relay does not speak for a reader any more."""
+BROKER_SILENT_S = 5.0
+"""Seconds without a message of the broker after which the relay reports this to its readers."""
+MOST_QUEUED = 32 << 20
+"""Most bytes on their way to one local reader."""
+_TICK_S = 1.0
+"""Most seconds that one tick adds to the broker's silence: more means that the process was stopped."""
+
+
+@dataclass(slots=True, eq=False)
+class LocalReader:
+    """A reader of this host.
+
+    Attributes:
+        name, peer: Name of the reader, and of its connection to the relay.
+        feed, mesh: The feed that it reads, and its rank.
+        epoch, fence: The broker and the attempt in which it takes part; ``fence`` is 0 if it does not.
+        said_fence: The attempt that its own last message named.
+        flow: The parts that were sent to it.
+        frames: Names of the payload frames that it gets.
+        done_upto, have_upto: The steps before these are returned, and received.
+        heard: Time of its last message, in seconds.
+        probed: True if the broker waits for a sign of life of the reader.
+    """
+
+    name: str
+    peer: bytes
+    feed: str
+    mesh: Mesh
+    epoch: int = 0
+    fence: int = 0
+    said_fence: int = 0
+    flow: PartFlow = field(default_factory=PartFlow)
+    frames: list[str] = field(default_factory=list)
+    done_upto: int = 0
+    have_upto: int = 0
+    heard: float = 0.0
+    probed: bool = False
+    stats: dict[str, float] = field(default_factory=dict)
+    starvation: Starvation | None = None
+
+    @property
+    def pair(self) -> Pair:
+        """(dp rank, cp rank)."""
+        return self.mesh.dp_rank, self.mesh.cp_rank
+
+
+class RelaySession:
+    """State of one relay.
+
+    Args:
+        name: Name of the relay, which spreads its retries.
+        memory_bytes: Most bytes of parts that the relay keeps. A step for its host must fit.
+
+    Attributes:
+        run, epoch: The run and the newest broker, as the broker's messages name them; 0 before the first.
+        readers: The local readers, by name.
+        feeds: The feeds that they read, by name.
+        silent_s: Seconds since the broker's last message.
+    """
+
+    def __init__(self, name: str, memory_bytes: int = 1 << 30) -> None:
+        self.name, self.memory_bytes = name, memory_bytes
+        self.run = self.epoch = 0
+        self.readers: dict[str, LocalReader] = {}
+        self.feeds: dict[str, NodeFeed] = {}
+        self.silent_s = 0.0
+        self.flows = PartFlows(leaving_bytes=1 << 62)
+        self.stopped = False
+        self._peers: dict[bytes, LocalReader] = {}
+        self._states: dict[tuple[str, int], tuple[float, set[str]]] = {}
+        """(time of the last request, names of the readers that wait) of each requested state, by feed and step."""
+        self._now = 0.0
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Return the effects of an event, for the shell to perform in order."""
+        if self.stopped:
+            return []
+        if isinstance(event, Tick):
+            return self._tick(event.now)
+        if isinstance(event, FromReader):
+            return self._from_reader(event.peer, event.envelope)
+        if isinstance(event, FromBroker):
+            return self._from_broker(event.envelope)
+        if isinstance(event, ForReaders):
+            return self._for_readers(event)
+        if isinstance(event, NotDelivered):
+            reader, part = self._peers.get(event.peer), event.envelope.message
+            if reader is not None and isinstance(part, StepPart) and event.envelope.fence == reader.fence:
+                self.flows.not_sent(reader.flow, (part.step, part.part), part.resend)
+            return []
+        if isinstance(event, Unsent):
+            if isinstance(event.envelope.message, NodeGet) and (feed := self.feeds.get(event.envelope.message.feed)):
+                feed.again.unsent(self._now)
+            return []
+        if isinstance(event, Stop):
+            self.stopped = True
+            effects = [e for reader in self.readers.values() for e in self._send_away(reader, "the relay stops")]
+            return [*effects, self._send(Bye(reason="the relay stops"), 0)]
+        return []
+
+    @property
+    def is_connected(self) -> bool:
+        """True if the broker has sent a message lately."""
+        return self.run > 0 and self.silent_s <= BROKER_SILENT_S
+
+    # Messages of readers
+
+    def _from_reader(self, peer: bytes, envelope: Envelope) -> list[Effect]:
+        """Handle a message of the local reader at ``peer``."""
+        message = envelope.message
+        if isinstance(message, Attach):
+            return self._attach(peer, envelope, message)
+        reader = self._peers.get(peer)
+        if reader is None:
+            return self._answer_stranger(peer) if not isinstance(message, Bye) else []
+        self._note_heard(reader, envelope)
+        if isinstance(message, Bye):
+            self._forget(reader)
+            return [SendFor(reader.name, envelope)]
+        if isinstance(message, AskState):
+            return self._ask_state(reader, envelope, message)
+        if isinstance(message, Commit | Brought):
+            return [SendFor(reader.name, envelope)]
+        if not isinstance(message, Get | ReaderPing):
+            return []
+        if isinstance(message, ReaderPing):
+            reader.stats, reader.starvation = message.stats, message.starvation or reader.starvation
+        if not reader.fence or (envelope.epoch, envelope.fence) != (reader.epoch, reader.fence):
+            return self._answer_probe(reader)
+        effects = self._get(reader, message) if isinstance(message, Get) else self._ping_of(reader, message)
+        return self._answer_probe(reader) + effects
+
+    def _note_heard(self, reader: LocalReader, envelope: Envelope) -> None:
+        """Record that a reader has sent a message, and the attempt of the present broker that it knows."""
+        reader.heard = self._now
+        reader.said_fence = envelope.fence if envelope.epoch == self.epoch else 0
+
+    def _answer_stranger(self, peer: bytes) -> list[Effect]:
+        """Tell an unknown reader to attach. It also learns that this relay works, so say nothing if it does not."""
+        if not self.is_connected:
+            return []
+        return [SendReader(peer, Envelope(run=self.run, epoch=self.epoch, fence=0, message=Who()))]
+
+    def _attach(self, peer: bytes, envelope: Envelope, message: Attach) -> list[Effect]:
+        """Pass a reader's ``Attach`` on; until the broker answers, the reader gets no steps."""
+        reader = self.readers.get(message.reader)
+        if reader is None or (reader.feed, reader.mesh) != (message.feed, message.mesh):
+            if reader is not None:
+                self._forget(reader)
+            reader = self.readers[message.reader] = LocalReader(message.reader, peer, message.feed, message.mesh)
+        self._peers.pop(reader.peer, None)
+        before = self._peers.get(peer)
+        if before is not None and before is not reader:
+            self._forget(before)
+        reader.peer, self._peers[peer] = peer, reader
+        self._note_heard(reader, envelope)
+        reader.fence = 0
+        reader.done_upto = reader.have_upto = message.next_step
+        self.flows.forget_queue(reader.flow)
+        return [SendFor(reader.name, envelope)]
+
+    def _ask_state(self, reader: LocalReader, envelope: Envelope, message: AskState) -> list[Effect]:
+        """Ask the broker for a checkpoint's state once for all readers; their trainers repeat the question."""
+        key = message.feed, message.step
+        asked_at, waiting = self._states.get(key, (-RETRY_S, set()))
+        waiting.add(reader.name)
+        if self._now < asked_at + 0.5 * RETRY_S:
+            return []
+        self._states[key] = self._now, waiting
+        return [SendFor(reader.name, envelope)]
+
+    def _get(self, reader: LocalReader, message: Get) -> list[Effect]:
+        """Send the parts that a reader requests, and request further steps of the broker."""
+        flow, feed = reader.flow, self.feeds[reader.feed]
+        self.flows.request(flow, message.start, message.stop, message.part)
+        if flow.may_resend(message.resend, self._now):
+            self.flows.send_again(flow, (message.start, message.part), message.resend, self._now)
+        reader.have_upto = max(reader.have_upto, message.start)
+        reader.done_upto = max(reader.done_upto, message.done_upto)
+        self._forget_received(feed)
+        return self._request(feed) + (self._serve(reader) or self._wait(reader))
+
+    def _ping_of(self, reader: LocalReader, message: ReaderPing) -> list[Effect]:
+        """Record a reader's progress, and answer its ping."""
+        self.flows.confirm(reader.flow, message.have_upto, message.part)
+        reader.have_upto = max(reader.have_upto, message.have_upto)
+        reader.done_upto = max(reader.done_upto, message.done_upto)
+        feed = self.feeds[reader.feed]
+        self._forget_received(feed)
+        return self._request(feed) + (self._serve(reader) or self._wait(reader))
+
+    def _answer_probe(self, reader: LocalReader) -> list[Effect]:
+        """Report to the broker at once that a reader is alive, if the broker has asked."""
+        if not reader.probed:
+            return []
+        reader.probed = False
+        feed = self.feeds.get(reader.feed)
+        return [] if feed is None else self._ping(feed)
+
+    # Messages of the broker
+
+    def _is_current(self, envelope: Envelope) -> bool:
+        """Return whether a message is of the newest broker of the run; adopt a newer broker."""
+        self.run = self.run or envelope.run
+        if envelope.run != self.run or envelope.epoch < self.epoch:
+            return False
+        if envelope.epoch > self.epoch:
+            self.epoch = envelope.epoch
+            self._states.clear()
+            for feed in self.feeds.values():
+                feed.leave()
+            for reader in self.readers.values():
+                reader.fence = 0
+                self.flows.forget_queue(reader.flow)
+        self.silent_s = 0.0
+        return True
+
+    def _for_readers(self, event: ForReaders) -> list[Effect]:
+        """Pass messages on to their readers."""
+        effects: list[Effect] = []
+        for name, envelope in event.items:
+            if not self._is_current(envelope):
+                continue
+            message, reader = envelope.message, self.readers.get(name)
+            if isinstance(message, State):
+                effects += self._pass_state(envelope, message, name)
+                continue
+            if reader is None:
+                continue
+            if isinstance(message, Attached):
+                self._enter(reader, envelope, message)
+            elif isinstance(message, Probe):
+                reader.probed = True
+            if isinstance(message, Attached | Wait):
+                message = msgspec.structs.replace(message, ping_s=min(message.ping_s, LOCAL_PING_S))
+                envelope = _with(envelope, message)
+            effects.append(SendReader(reader.peer, envelope))
+            if isinstance(message, Reject | Fenced):
+                self._forget(reader)
+        return effects
+
+    def _pass_state(self, envelope: Envelope, message: State, name: str) -> list[Effect]:
+        """Give a checkpoint's state to every reader that asked for it."""
+        _, waiting = self._states.pop((message.feed, message.step), (0.0, {name}))
+        readers = [self.readers[each] for each in sorted(waiting) if each in self.readers]
+        return [SendReader(reader.peer, envelope) for reader in readers]
+
+    def _enter(self, reader: LocalReader, envelope: Envelope, message: Attached) -> None:
+        """Record that a reader takes part in an attempt. Its next request tells the step that it needs."""
+        feed = self._feed_of(reader)
+        if envelope.fence < max(feed.fence, 1) or (envelope.epoch, envelope.fence) == (reader.epoch, reader.fence):
+            return
+        if envelope.fence > feed.fence:
+            for other in self.readers.values():
+                if other.feed == reader.feed:
+                    other.fence = 0
+        feed.begin(envelope.fence, message)
+        reader.epoch, reader.fence = envelope.epoch, envelope.fence
+        reader.frames = frames_for(message.rules.fields, reader.mesh, message.layout)
+        self.flows.begin(reader.flow, reader.done_upto)
+
+    def _feed_of(self, reader: LocalReader) -> NodeFeed:
+        """Return the steps of the feed that a reader reads."""
+        if reader.feed not in self.feeds:
+            self.feeds[reader.feed] = NodeFeed(reader.feed, self.name)
+        return self.feeds[reader.feed]
+
+    def _from_broker(self, envelope: Envelope) -> list[Effect]:
+        """Handle a message of the broker for the relay itself: parts of steps, or the cause of a wait."""
+        if not self._is_current(envelope):
+            return []
+        message = envelope.message
+        feed = self.feeds.get(getattr(message, "feed", ""))
+        if feed is None or not feed.fence or envelope.fence != feed.fence:
+            return []
+        if isinstance(message, NodePart):
+            return self._on_part(feed, envelope, message)
+        if isinstance(message, Wait):
+            feed.wait = message
+            starving = [reader for reader in self._of(feed) if self._is_starving(reader)]
+            lost = self._note_sent(feed, message.resend, (message.step, message.part))
+            return lost + [e for reader in starving for e in self._wait(reader)]
+        if isinstance(message, End):
+            feed.end = message
+            lost = self._note_sent(feed, message.resend, (message.num_steps, 0))
+            return lost + [e for reader in self._of(feed) for e in self._serve(reader)]
+        return []
+
+    def _on_part(self, feed: NodeFeed, envelope: Envelope, message: NodePart) -> list[Effect]:
+        """Keep a part, and send it to the readers that want it."""
+        if message.lineage != feed.lineage:
+            return []
+        try:
+            in_turn = feed.take(envelope, message)
+        except ValueError as error:
+            return self._give_up(feed, f"got a part of step {message.step} that cannot be split: {error}")
+        if not in_turn:
+            return self._ask_again(feed)
+        feed.again.answered(self._now)
+        effects = [e for reader in self._of(feed) for e in self._serve(reader)]
+        if feed.bytes_of(message.step) > self.memory_bytes:
+            why = (
+                f"step {message.step} for the ranks of this host has more than {self.memory_bytes >> 20} MiB, the "
+                f"memory of the relay. Start the relay with more --memory"
+            )
+            return effects + self._give_up(feed, why)
+        return effects + (self._send_get(feed) if self._should_confirm(feed) else [])
+
+    def _should_confirm(self, feed: NodeFeed) -> bool:
+        """Return whether to confirm parts now: the memory allows more, or a reader lacks its next step."""
+        if feed.unconfirmed_bytes < feed.ack_bytes:
+            return False
+        return feed.num_bytes <= self.memory_bytes or any(
+            not feed.has_all(reader.have_upto, reader.pair) for reader in self._of(feed)
+        )
+
+    def _note_sent(self, feed: NodeFeed, resend: int, place: tuple[int, int]) -> list[Effect]:
+        """Request lost parts again: the broker reports that it has sent every part before ``place``."""
+        if resend != feed.resend:
+            return []
+        feed.again.answered(self._now)
+        return self._ask_again(feed) if place > feed.next else []
+
+    def _give_up(self, feed: NodeFeed, why: str) -> list[Effect]:
+        """Send the readers of a feed to the broker, because the relay cannot serve them."""
+        effects: list[Effect] = [Report("error", f"cannot serve feed {feed.name!r}: {why}", feed=feed.name)]
+        for reader in [reader for reader in self.readers.values() if reader.feed == feed.name]:
+            effects += self._send_away(reader, why)
+            self._forget(reader)
+        feed.leave()
+        return effects
+
+    # Steps
+
+    def _of(self, feed: NodeFeed) -> list[LocalReader]:
+        """Return the readers that take part in the attempt of a feed."""
+        return [reader for reader in self.readers.values() if reader.feed == feed.name and reader.fence]
+
+    def _is_starving(self, reader: LocalReader) -> bool:
+        """Return whether a reader wants a step that has not come to the relay."""
+        feed, flow = self.feeds[reader.feed], reader.flow
+        if feed.end is not None and flow.sent_upto >= feed.end.num_steps:
+            return False
+        return flow.sent_upto < flow.want_stop and feed.part(flow.sent_upto, flow.sent_part, reader.pair) is None
+
+    def _serve(self, reader: LocalReader) -> list[Effect]:
+        """Send to a reader the parts that it wants and that have come, then the end of the feed."""
+        feed, flow = self.feeds[reader.feed], reader.flow
+        effects: list[Effect] = []
+        group = f"{feed.name} {reader.mesh.dp_rank} {reader.mesh.cp_rank} {len(reader.frames)}".encode()
+        while flow.sent_upto < flow.want_stop and self.flows.may_send(flow, MOST_QUEUED):
+            found = feed.part(flow.sent_upto, flow.sent_part, reader.pair)
+            if found is None:
+                break
+            part, payload = for_frames(*found, reader.frames)
+            part = msgspec.structs.replace(part, resend=flow.resend)
+            size = sum(len(frame) for frame in payload)
+            self.flows.sent(flow, (part.step, part.part), part.part + 1 >= part.parts, size)
+            envelope = Envelope(run=self.run, epoch=self.epoch, fence=reader.fence, message=part, payload=payload)
+            effects.append(SendReader(reader.peer, envelope, group))
+        if feed.end is not None and flow.want_stop and flow.sent_upto >= feed.end.num_steps:
+            end = msgspec.structs.replace(feed.end, resend=flow.resend)
+            effects.append(SendReader(reader.peer, self._to(reader, end)))
+        return effects
+
+    def _wait(self, reader: LocalReader) -> list[Effect]:
+        """Tell a reader the cause of its wait. The answer also shows the reader that its relay is alive."""
+        feed, flow = self.feeds[reader.feed], reader.flow
+        silent_s = 0.0 if self.is_connected else self.silent_s
+        said = feed.wait if self._is_starving(reader) else None
+        if silent_s:
+            reason, detail = "relay", f"the relay has had no message from the broker for {silent_s:.0f} s"
+        elif said is not None:
+            reason, detail = said.reason, said.detail
+        elif self._is_starving(reader):
+            reason, detail = "network", f"step {flow.sent_upto}: its parts are on their way to the relay"
+        else:
+            reason, detail = "relay", f"step {flow.sent_upto}: {flow.queued_bytes} bytes are on their way to this rank"
+        stream, batch = (said.stream, said.batch) if said is not None and not silent_s else (None, False)
+        wait = Wait(
+            feed=feed.name, step=flow.sent_upto, part=flow.sent_part, resend=flow.resend, reason=reason, detail=detail,
+            stream=stream, batch=batch, silent_s=silent_s,
+        )  # fmt: skip
+        return [SendReader(reader.peer, self._to(reader, wait))]
+
+    def _forget_received(self, feed: NodeFeed) -> None:
+        """Drop the parts of steps that every reader of the feed has received."""
+        feed.forget_below(min((reader.have_upto for reader in self._of(feed)), default=0))
+
+    # Requests
+
+    def _request(self, feed: NodeFeed) -> list[Effect]:
+        """Request steps of the broker, if the readers need or have returned something that it does not know."""
+        readers = self._of(feed)
+        if not readers:
+            return []
+        needs = self._needs(feed)
+        covered = all(feed.covers(reader.pair, reader.frames) for reader in readers)
+        if needs and (not covered or min(needs) < feed.next[0]):
+            return self._ask_again(feed)
+        starving = bool(needs) and max(needs) >= feed.stop and max(r.flow.want_stop for r in readers) > feed.stop
+        done_upto = min(reader.done_upto for reader in readers)
+        if starving or done_upto > feed.told_done or self._should_confirm(feed):
+            return self._send_get(feed)
+        return []
+
+    def _needs(self, feed: NodeFeed) -> list[int]:
+        """Return the first step that each reader needs and that is not here, of readers that have requested steps."""
+        readers = [reader for reader in self._of(feed) if reader.flow.want_stop]
+        return [feed.first_missing(reader.flow.sent_upto, reader.pair) for reader in readers]
+
+    def _ask_again(self, feed: NodeFeed) -> list[Effect]:
+        """Request every part again, from the first step on that a reader lacks."""
+        needs = self._needs(feed)
+        if not needs:
+            return []
+        feed.ask_again(min(needs), [(reader.pair, reader.frames) for reader in self._of(feed)])
+        return self._send_get(feed)
+
+    def _send_get(self, feed: NodeFeed, repeated: bool = False) -> list[Effect]:
+        """Send the relay's request for steps, which confirms the parts that have come."""
+        readers = self._of(feed)
+        feed.stop = max([feed.stop, *(reader.flow.want_stop for reader in readers)])
+        feed.told_done = min((reader.done_upto for reader in readers), default=0)
+        feed.unconfirmed_bytes = 0
+        (feed.again.sent if repeated else feed.again.answered)(self._now)
+        step, part = feed.next
+        get = NodeGet(
+            feed=feed.name, lineage=feed.lineage, start=step, part=part, stop=feed.stop, resend=feed.resend,
+            done=tuple((reader.name, reader.done_upto) for reader in readers),
+        )  # fmt: skip
+        return [self._send(get, feed.fence)]
+
+    def _ping(self, feed: NodeFeed) -> list[Effect]:
+        """Send a ping that reports every reader of a feed, and set the time of the next ping."""
+        feed.num_pings += 1
+        early = 0.2 * spread(self.name, feed.num_pings) if feed.ping_s > LOCAL_PING_S else 0.0
+        feed.ping_at = self._now + feed.ping_s * (1.0 - early)
+        step, part = feed.next
+        reports = tuple(
+            ReaderReport(
+                reader=reader.name, fence=reader.said_fence, done_upto=reader.done_upto, have_upto=reader.have_upto,
+                silent_s=max(self._now - reader.heard, 0.0), stats=reader.stats, starvation=reader.starvation,
+            )
+            for reader in self.readers.values()
+            if reader.feed == feed.name
+        )  # fmt: skip
+        ping = NodePing(feed=feed.name, have_upto=step, part=part, ranks=reports)
+        return [self._send(ping, feed.fence)] if reports else []
+
+    # Time
+
+    def _tick(self, now: float) -> list[Effect]:
+        """Forget silent readers, and send the pings and requests that are due."""
+        self.silent_s += min(now - self._now, _TICK_S)
+        self._now = now
+        for reader in [reader for reader in self.readers.values() if now - reader.heard > SILENT_S]:
+            self._forget(reader)
+        effects: list[Effect] = []
+        for feed in {self._feed_of(reader): None for reader in self.readers.values()}:
+            if self.run and now >= feed.ping_at:
+                effects += self._ping(feed)
+            wanting = any(self._is_starving(reader) for reader in self._of(feed))
+            if wanting and feed.again.due(now):
+                effects += self._send_get(feed, repeated=True)
+        return effects
+
+    def _forget(self, reader: LocalReader) -> None:
+        """Forget a reader that has left, or that has another connection."""
+        self.flows.forget_queue(reader.flow)
+        if self.readers.get(reader.name) is reader:
+            del self.readers[reader.name]
+        if self._peers.get(reader.peer) is reader:
+            del self._peers[reader.peer]
+
+    # Messages
+
+    def _send(self, message: Message, fence: int) -> Send:
+        """Return the effect that sends a message of the relay itself to the broker."""
+        return Send(Envelope(run=self.run, epoch=self.epoch, fence=fence, message=message))
+
+    def _to(self, reader: LocalReader, message: Message) -> Envelope:
+        """Return a message for a reader in its attempt."""
+        return Envelope(run=self.run, epoch=self.epoch, fence=reader.fence, message=message)
+
+    def _send_away(self, reader: LocalReader, why: str) -> list[Effect]:
+        """Tell a reader to go on with the broker itself."""
+        elsewhere = Envelope(run=self.run, epoch=self.epoch, fence=0, message=Elsewhere(detail=why[:2000]))
+        return [SendReader(reader.peer, elsewhere)]
+
+
+def _with(envelope: Envelope, message: Message) -> Envelope:
+    """Return an envelope with the fences of another."""
+    return Envelope(run=envelope.run, epoch=envelope.epoch, fence=envelope.fence, message=message)
