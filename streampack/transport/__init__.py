@@ -6,7 +6,7 @@
 - ``curve``: encrypts connections, and authenticates peers by key.
 - ``sockets``: a ``Router`` for many peers, and a ``Dealer`` for one. A single thread uses a socket, which never blocks.
 - ``unread``: bounds the bytes that ZeroMQ reads ahead of the process.
-- ``links``, ``shared_memory``: large frames between processes of one host, by reference.
+- ``links``, ``shared_memory``, ``slots``: large frames between processes of one host, by reference.
 - ``waker``: wakes the thread that waits for messages.
 
 A thread waits with a ``Poller``, then drains its sockets. A frame that is large and for a process of the same host goes

@@ -6,10 +6,6 @@ which. Small frames go over the socket. So do all frames when no slot is free, o
 memory. (It may be of another user, in another container, or not streampack.) This is an optimization of ``transport``
 only, so its states are its own, and the sessions do not know them.
 
-The memory is a ``memfd``, which has no name that a killed process could leave behind. The other side opens it through
-``/proc``, which the kernel allows to processes of the same user. It is sealed: a peer that could shrink it would kill
-its reader. A random token at its head tells it from other memory with the same numbers.
-
 Every message of this module stands before, or in place of, the frames of one of ``wire``'s::
 
     "SPM1" "R"  name  u64 number  u16 n  n * (u16 frame, u16 slot, u32 bytes)     these frames lie in slots
@@ -27,163 +23,28 @@ connection of the same peer. It counts as lost, since its slots may hold another
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
-import secrets
 import struct
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from streampack.transport.slots import NUM_SLOTS, TOKEN_BYTES, Mapping, Name, Slots
 
 MAGIC = b"SPM1"
 SPEAKS = MAGIC + b"S"
 LEAST_BYTES = 64 << 10
 """Smaller frames go over the socket: lending a slot costs as much as sending them."""
-SLOT_BYTES = 2 << 20
-"""Bytes of a slot: a whole chunk or message of packs by default. Larger frames go over the socket.
-
-The unused rest of a slot takes no memory.
-"""
-NUM_SLOTS = 64
-"""Slots of a router for each peer. They hold the steps that a rank prefetches, until packs are made of the steps.
-
-It is the number of bits of an answer. Slots that are not used take no memory.
-"""
-FEW_SLOTS = 8
-"""Slots of a dealer; a broker plans its memory for this number per producer (``ARRIVING_BYTES``)."""
 ASK_S = 1.0
 """Seconds between two questions to a peer: if it can read the memory, and which slots it holds."""
-_CALLED = "streampack"
-_TOKEN_BYTES = 16
 _NAME = struct.Struct("<16sIIHI")
 _NUMBER = struct.Struct("<Q")
 _COUNT = struct.Struct("<H")
 _REFERENCE = struct.Struct("<HHI")
 _ANSWER = struct.Struct("<16sQQ")
-_SEALS = 0 if not hasattr(fcntl, "F_SEAL_SHRINK") else fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-class Name(NamedTuple):
-    """The identity of shared memory: its token, the owner's process and file descriptor, and its size."""
-
-    token: bytes
-    pid: int
-    fd: int
-    num_slots: int
-    slot_bytes: int
-
-
-class Slots:
-    """Memory of this process that one peer may read, in slots, and the slots that are lent to the peer.
-
-    Raises OSError if the system has no sealed memory.
-    """
-
-    def __init__(self, num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
-        size = mmap.PAGESIZE + num_slots * slot_bytes
-        self._fd = os.memfd_create(_CALLED, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self._fd, size)
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
-            memory = mmap.mmap(self._fd, size)
-        except OSError:
-            os.close(self._fd)
-            raise
-        self.name = Name(secrets.token_bytes(_TOKEN_BYTES), os.getpid(), self._fd, num_slots, slot_bytes)
-        memory[:_TOKEN_BYTES] = self.name.token
-        self._memory: NDArray[np.uint8] = np.frombuffer(memory, np.uint8, offset=mmap.PAGESIZE).reshape(num_slots, -1)
-        self._free = list(range(num_slots - 1, -1, -1))
-        """Free slots; the last one that came back is used first, as it is still in cache."""
-        self._lent: dict[int, int] = {}
-        """Number of the message in which each lent slot was sent."""
-        self._close = weakref.finalize(self, os.close, self._fd)
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def take(self) -> int | None:
-        """Reserve a slot to write to, and return its number; None if all are in use."""
-        return self._free.pop() if self._free else None
-
-    def memory(self, slot: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Return the first bytes of a slot, uint8 [num_bytes]."""
-        return self._memory[slot, :num_bytes]
-
-    def lend(self, slot: int, number: int) -> None:
-        """Mark a reserved slot as lent in message ``number``."""
-        self._lent[slot] = number
-
-    def give_back(self, slot: int) -> None:
-        """Free a slot, reserved or lent."""
-        self._lent.pop(slot, None)
-        self._free.append(slot)
-
-    def free_answered(self, upto: int, held: int) -> None:
-        """Free the slots lent up to message ``upto``, except those that the peer holds, the bits of ``held``."""
-        for slot in [slot for slot, number in self._lent.items() if number <= upto and not held >> slot & 1]:
-            self.give_back(slot)
-
-    def close(self) -> None:
-        """Close the memory: a peer cannot map it any more, but a peer that has mapped it can still read it."""
-        self._close()
-
-
-class Mapping:
-    """A peer's memory, mapped to be read.
-
-    Raises OSError or ValueError if the memory cannot be read, or does not match ``name``.
-    """
-
-    def __init__(self, name: Name) -> None:
-        if not 0 < name.num_slots <= 64 or not 0 < name.slot_bytes <= SLOT_BYTES:  # a peer must not make us map more
-            raise ValueError(f"got {name.num_slots} slots of {name.slot_bytes} bytes")
-        size = mmap.PAGESIZE + name.num_slots * name.slot_bytes
-        path = f"/proc/{name.pid}/fd/{name.fd}"
-        if not os.readlink(path).startswith(f"/memfd:{_CALLED}"):
-            raise ValueError("got a file that is not shared memory of streampack")
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(fd).st_size != size:
-                raise ValueError("got shared memory of another size, or without the seals that keep its size")
-            self._memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
-        finally:
-            os.close(fd)
-        if self._memory[:_TOKEN_BYTES] != name.token:
-            raise ValueError("got shared memory with another token than the peer announced")
-        self.name = name
-        self.number = -1
-        """Number of the last message received from the peer."""
-        self._held: set[int] = set()
-        self.num_released = 0
-        """Number of slots released since the last answer."""
-
-    def view(self, slot: int, num_bytes: int) -> memoryview:
-        """Return the first bytes of a slot, read-only; the slot is held as long as the returned bytes are referenced.
-
-        Raises ValueError for bytes outside of the slot, or a slot that is held already.
-        """
-        if not (slot < self.name.num_slots and num_bytes <= self.name.slot_bytes) or slot in self._held:
-            raise ValueError(f"got {num_bytes} bytes of slot {slot}")
-        lent = np.frombuffer(self._memory, np.uint8, num_bytes, mmap.PAGESIZE + slot * self.name.slot_bytes)
-        self._held.add(slot)
-        weakref.finalize(lent, self._release, slot).atexit = False
-        return lent.data  # arrays made of this refer to ``lent``, not to the mapping
-
-    def _release(self, slot: int) -> None:
-        """Mark a slot as not held any more."""
-        self._held.discard(slot)
-        self.num_released += 1
-
-    def answer(self) -> tuple[int, int]:
-        """Return (number of the last message received, bits of the slots held), for the peer."""
-        self.num_released = 0
-        return self.number, sum(1 << slot for slot in list(self._held))
 
 
 Known = weakref.WeakValueDictionary[bytes, Mapping]
@@ -357,7 +218,7 @@ class Link:
 def refusal(head: memoryview) -> bytes | None:
     """Return the answer to a message with this ``head`` from a peer without a link; None if it needs no answer."""
     kind, name = bytes(head[len(MAGIC) : len(MAGIC) + 1]), head[len(MAGIC) + 1 :]
-    return _cannot_read(bytes(name[:_TOKEN_BYTES])) if kind in (b"R", b"H") else None
+    return _cannot_read(bytes(name[:TOKEN_BYTES])) if kind in (b"R", b"H") else None
 
 
 def _cannot_read(token: bytes) -> bytes:

@@ -31,7 +31,7 @@ from streampack.transport.curve import Door, Gate, HandshakeMonitor, prepend_key
 from streampack.transport.endpoints import check_endpoint
 from streampack.transport.keys import Key
 from streampack.transport.links import Links
-from streampack.transport.shared_memory import FEW_SLOTS, NUM_SLOTS
+from streampack.transport.slots import FEW_SLOTS, NUM_SLOTS
 from streampack.transport.unread import Connection, CutConnection, Unread, frame_bytes
 from streampack.transport.waker import Waker
 

@@ -37,7 +37,8 @@ from streampack.core.protocol.trainer_messages import (
 )
 from streampack.errors import LedgerDamaged, LogDamaged, StateError, StreampackError, Unreachable, UserError, WireError
 from streampack.transport.rendezvous import read_rendezvous
-from streampack.transport.shared_memory import MAGIC, SPEAKS, Known, Link, Slots
+from streampack.transport.shared_memory import MAGIC, SPEAKS, Known, Link
+from streampack.transport.slots import Slots
 from streampack.wire import frames as wire
 from streampack.wire import record_frames
 from streampack.wire.frames import ALL_MESSAGES

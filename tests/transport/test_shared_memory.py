@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack.transport import shared_memory
-from streampack.transport.shared_memory import LEAST_BYTES, MAGIC, NUM_SLOTS, Link, Mapping, Slots
+from streampack.transport.shared_memory import LEAST_BYTES, MAGIC, Link
+from streampack.transport.slots import NUM_SLOTS, SLOT_BYTES, Mapping, Name, Slots
 
 NUM_TEST_SLOTS = 3
 
@@ -254,10 +255,10 @@ def test_memory_that_cannot_be_read_is_refused_and_frames_go_as_ever() -> None:
 def test_memory_that_its_owner_could_take_away_is_refused() -> None:
     fd = os.memfd_create("streampack")
     try:
-        size = 4096 + NUM_SLOTS * shared_memory.SLOT_BYTES
+        size = 4096 + NUM_SLOTS * SLOT_BYTES
         os.ftruncate(fd, size)
         os.pwrite(fd, b"t" * 16, 0)
-        name = shared_memory.Name(b"t" * 16, os.getpid(), fd, NUM_SLOTS, shared_memory.SLOT_BYTES)
+        name = Name(b"t" * 16, os.getpid(), fd, NUM_SLOTS, SLOT_BYTES)
         with pytest.raises((OSError, ValueError)):
             Mapping(name)
     finally:

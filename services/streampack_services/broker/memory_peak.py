@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.core.intake.intake import MAX_UNMERGED, ROW_BYTES
 from streampack.core.model.capacity import FeedPlan
-from streampack.transport.shared_memory import FEW_SLOTS, SLOT_BYTES
+from streampack.transport.slots import FEW_SLOTS, SLOT_BYTES
 from streampack_services.broker.memory_plan import Plan
 
 MEAN_TOKENS = 500

@@ -37,6 +37,7 @@ from streampack.errors import WireError
 from streampack.sources import SourceSettings, open_source
 from streampack.transport import curve, shared_memory, sockets, unread
 from streampack.transport.keys import Key
+from streampack.transport.slots import SLOT_BYTES, Mapping, Slots
 from streampack.transport.sockets import Dealer, Poller, Router
 from streampack.wire import frames as wire
 from tests.integration.running import (
@@ -459,9 +460,9 @@ def test_a_body_that_is_no_request_is_refused(broker: RunningBroker, body: bytes
 
 def test_memory_that_is_cut_short_once_it_is_mapped_cannot_be_and_what_it_holds_is_checked_as_it_is_read() -> None:
     """Reading what a peer has cut off would end the process (SIGBUS)."""
-    slots = shared_memory.Slots(2)
+    slots = Slots(2)
     try:
-        mapping = shared_memory.Mapping(slots.name)
+        mapping = Mapping(slots.name)
         with pytest.raises(PermissionError):
             os.ftruncate(slots.name.fd, 4096)
         frames = [bytes(each) for each in wire.encode(Envelope(run=1, epoch=1, fence=1, message=Who()))]
@@ -470,16 +471,16 @@ def test_memory_that_is_cut_short_once_it_is_mapped_cannot_be_and_what_it_holds_
         assert wire.decode([frames[0], mapping.view(0, len(meta))]).message == Who()
         meta[:] = 0x81
         with pytest.raises(WireError, match="crc32c differs"):
-            wire.decode([frames[0], shared_memory.Mapping(slots.name).view(0, len(meta))])
+            wire.decode([frames[0], Mapping(slots.name).view(0, len(meta))])
     finally:
         slots.close()
 
 
 def test_memory_of_more_than_slots_hold_is_not_mapped() -> None:
-    slots = shared_memory.Slots(1, 2 * shared_memory.SLOT_BYTES)
+    slots = Slots(1, 2 * SLOT_BYTES)
     try:
         with pytest.raises(ValueError, match="slots of"):
-            shared_memory.Mapping(slots.name)
+            Mapping(slots.name)
     finally:
         slots.close()
 

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import zmq
 
-from streampack.transport import links, shared_memory
-from streampack.transport.shared_memory import FEW_SLOTS, NUM_SLOTS, SLOT_BYTES, SPEAKS, Link
+from streampack.transport import links
+from streampack.transport.shared_memory import SPEAKS, Link
+from streampack.transport.slots import FEW_SLOTS, NUM_SLOTS, SLOT_BYTES, Mapping
 from streampack.transport.sockets import Dealer, Poller, Router
 
 LARGE = 1 << 20
@@ -224,7 +225,7 @@ def test_nothing_is_lent_over_tcp() -> None:
 
 
 def test_what_cannot_be_mapped_is_sent(router: Router, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory.Mapping, "__init__", _refuse)  # as /proc of another container does
+    monkeypatch.setattr(Mapping, "__init__", _refuse)  # as /proc of another container does
     dealer = Dealer(endpoint, 1 << 24)
     for _ in range(3):
         dealer.send([b"\2" * SLOT_BYTES])
