@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.transport import shared_memory
-from streampack.transport.shared_memory import Known, Link
+from streampack.transport.shared_memory import ASK_S, Known, Link
+from streampack.transport.slots import Group
 
 MOST_LINKS = 256
 """The most peers that memory is shared with; other peers' frames go over the socket."""
@@ -41,6 +42,8 @@ class Links:
         self._by_peer = OrderedDict((peer, Link(num_slots)) for peer in peers)
         """The peer heard last is the last one."""
         self._known: Known = WeakValueDictionary()
+        self._groups: WeakValueDictionary[bytes, Group] = WeakValueDictionary()
+        """The groups of linked peers, by name."""
 
     def receive(self, peer: bytes, frames: list[Any]) -> list[Any] | None:
         """Return the frames of a received message, including the frames that came through shared memory.
@@ -65,13 +68,21 @@ class Links:
         link = self._by_peer.get(peer)
         if link is None:
             return self._raw_send(peer, frames)
-        if (question := link.question(frames, time.monotonic())) is not None:
+        now = time.monotonic()
+        if link.group is not None:
+            self._ask_group(link.group, now)
+        if (question := link.question(frames, now)) is not None:
             self._raw_send(peer, [question])
         frames, taken = link.outgoing(frames)
         sent = self._raw_send(peer, frames)
         if not sent:
             link.give_back(taken)
         return sent
+
+    def share(self, peer: bytes, group: bytes) -> bool:
+        """Put a peer into a group, as ``Router.share`` does."""
+        link = self._by_peer.get(peer)
+        return link is not None and link.join(self._groups.setdefault(group, Group()))
 
     def room(self, peer: bytes, num_bytes: int) -> NDArray[np.uint8] | None:
         """Return memory for a frame of the next message to a peer, uint8 [num_bytes], or None if none is free."""
@@ -93,6 +104,18 @@ class Links:
         """Remove all links."""
         for peer in list(self._by_peer):
             self.forget(peer)
+
+    def _ask_group(self, group: Group, now: float) -> None:
+        """Ask all peers of a group which slots they hold, if no slot is free.
+
+        The peer that holds them may be one that nothing else is sent to, because it is gone.
+        """
+        if group.slots is None or group.slots.num_free or now - group.asked_at < ASK_S:
+            return
+        group.asked_at = now
+        for peer, link in list(self._by_peer.items()):
+            if link.group is group and (question := link.question([], now)) is not None:
+                self._raw_send(peer, [question])
 
     def _link(self, peer: bytes) -> Link | None:
         """Return the link of a peer that knows shared memory, adding it if needed; None if there are ``MOST_LINKS``."""

@@ -19,6 +19,9 @@ Messages state facts, so that a lost message does no harm. ``number`` counts the
 number 7 I hold slots 1 and 4" frees every other slot that was lent up to number 7. A receiver that was killed holds
 nothing; the next one says so when it is asked. A message that comes after one of a higher number is from an earlier
 connection of the same peer. It counts as lost, since its slots may hold another message by now.
+
+Peers of a ``Group`` have one memory. A frame that is in use there is lent to the next peer without a copy. A peer
+refuses a slot that it holds already, so a frame that is sent to it again is copied to another slot.
 """
 
 from __future__ import annotations
@@ -26,13 +29,13 @@ from __future__ import annotations
 import struct
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.transport.slots import NUM_SLOTS, TOKEN_BYTES, Mapping, Name, Slots
+from streampack.transport.slots import NUM_SLOTS, TOKEN_BYTES, Group, Mapping, Name, Slots, address
 
 MAGIC = b"SPM1"
 SPEAKS = MAGIC + b"S"
@@ -54,29 +57,41 @@ Known = weakref.WeakValueDictionary[bytes, Mapping]
 class Link:
     """The shared memory between this process and one peer: ``slots`` of ours, and a ``mapping`` of the peer's.
 
-    ``number`` counts the messages sent to the peer; ``asked_at`` is when it was last asked, in monotonic seconds.
+    ``asked_at`` is when the peer was last asked, in monotonic seconds.
     """
 
     num_slots: int = NUM_SLOTS
     slots: Slots | None = None
+    group: Group | None = None
+    """The peers that ``slots`` are shared with, if any."""
     lends: bool = False
     """True once the peer has said that it can read ``slots``."""
     refused: bool = False
     """True if the peer cannot read ``slots``, or the system has no shared memory."""
     mapping: Mapping | None = None
-    number: int = 0
     asked_at: float = -ASK_S
+    _lent: dict[int, int] = field(default_factory=dict)
+    """Number of the message in which each slot was lent to this peer; only an answer of the peer removes it."""
     _prepared: tuple[int, int] | None = None
     """(address, slot) of the frame that ``room`` returned memory for, to be sent next."""
+
+    def join(self, group: Group) -> bool:
+        """Share the memory of a group from now on; return False if the peer cannot read this process's memory."""
+        if self.group is not group and not self.refused:
+            self.close()
+            self.group, self.asked_at = group, -ASK_S
+        return not self.refused
 
     # Sending
 
     def room(self, num_bytes: int) -> NDArray[np.uint8] | None:
         """Return memory for a frame of the next message, uint8 [num_bytes]; a frame in it is not copied again.
 
-        None if the frame would go over the socket.
+        None if the frame would go over the socket, or the peer is in a group: its frames are made for several peers.
         """
-        if not self.lends or self.slots is None or not LEAST_BYTES <= num_bytes <= self.slots.name.slot_bytes:
+        if not self.lends or self.slots is None or self.group is not None:
+            return None
+        if not LEAST_BYTES <= num_bytes <= self.slots.name.slot_bytes:
             return None
         if self._prepared is not None:
             self.slots.give_back(self._prepared[1])
@@ -85,7 +100,7 @@ class Link:
             self._prepared = None
             return None
         found = self.slots.memory(slot, num_bytes)
-        self._prepared = _address(found), slot
+        self._prepared = address(found), slot
         return found
 
     def outgoing(self, frames: Sequence[Any]) -> tuple[list[Any], list[int]]:
@@ -93,44 +108,56 @@ class Link:
 
         Pass the slots to ``give_back`` if the message is not sent.
         """
-        if not self.lends or self.slots is None:
+        slots = self._present_slots()
+        if not self.lends or slots is None:
             return list(frames), []
         left, references, taken = [], [], []
         for place, frame in enumerate(frames):
             size = memoryview(frame).nbytes
-            slot = self._placed(frame, size)
+            slot = self._placed(frame, size, slots)
             if slot is None:
                 left.append(frame)
                 continue
             references.append(_REFERENCE.pack(place, slot, size))
             taken.append(slot)
+            self._lent[slot] = slots.number + 1
         if not taken:
             return left, []
-        self.number += 1
-        for slot in taken:
-            self.slots.lend(slot, self.number)
-        head = MAGIC + b"R" + _NAME.pack(*self.slots.name) + _NUMBER.pack(self.number) + _COUNT.pack(len(references))
+        slots.number += 1
+        head = MAGIC + b"R" + _NAME.pack(*slots.name) + _NUMBER.pack(slots.number) + _COUNT.pack(len(references))
         return [head + b"".join(references), *left], taken
 
-    def _placed(self, frame: Any, size: int) -> int | None:
+    def _present_slots(self) -> Slots | None:
+        """Return the memory to lend; the peer is still to be asked about it if it is new in the group."""
+        if self.group is not None and self.slots is not self.group.slots:
+            self.slots, self.lends, self.asked_at = self.group.slots, False, -ASK_S
+            self._lent.clear()
+        return self.slots
+
+    def _placed(self, frame: Any, size: int, slots: Slots) -> int | None:
         """Return the slot that holds a frame, after copying it there if needed; None if it goes over the socket."""
-        assert self.slots is not None
-        if not LEAST_BYTES <= size <= self.slots.name.slot_bytes:
+        if not LEAST_BYTES <= size <= slots.name.slot_bytes:
             return None
         data = np.frombuffer(frame, np.uint8)
-        if self._prepared is not None and self._prepared[0] == _address(data):
+        if self._prepared is not None and self._prepared[0] == address(data):
             slot, self._prepared = self._prepared[1], None
             return slot
-        free = self.slots.take()
+        shared = self.group is not None and not data.flags.writeable
+        if shared and (found := slots.find(data)) is not None and found not in self._lent:
+            slots.borrow(found)
+            return found
+        free = slots.take()
         if free is not None:
-            self.slots.memory(free, size)[:] = data
+            slots.memory(free, size)[:] = data
+            if shared:
+                slots.keep(free, data)
         return free
 
     def give_back(self, taken: Sequence[int]) -> None:
         """Free the slots of a message that was not sent."""
         for slot in taken:
-            assert self.slots is not None
-            self.slots.give_back(slot)
+            if self._lent.pop(slot, None) is not None and self.slots is not None:
+                self.slots.give_back(slot)
 
     def question(self, frames: Sequence[Any], now: float) -> bytes | None:
         """Return a question to send to the peer before ``frames``; None if no question is needed now.
@@ -138,21 +165,24 @@ class Link:
         The question asks if the peer can read this process's memory or, when no slot is free, which slots the peer
         holds.
         """
+        slots = self._present_slots()
         if self.refused or now - self.asked_at < ASK_S:
             return None
-        if self.lends and self.slots is not None and self.slots.num_free:
+        if self.lends and slots is not None and slots.num_free:
             return None
-        if self.slots is None:
+        if slots is None:
             if not any(memoryview(frame).nbytes >= LEAST_BYTES for frame in frames):
                 return None
             try:
-                self.slots = Slots(self.num_slots)
+                self.slots = slots = Slots(self.num_slots)
             except (OSError, AttributeError):
                 self.refused = True
                 return None
+            if self.group is not None:
+                self.group.slots = slots
         self.asked_at = now
-        self.number += 1
-        return MAGIC + b"H" + _NAME.pack(*self.slots.name) + _NUMBER.pack(self.number)
+        slots.number += 1
+        return MAGIC + b"H" + _NAME.pack(*slots.name) + _NUMBER.pack(slots.number)
 
     # Receiving
 
@@ -171,15 +201,15 @@ class Link:
         self, kind: bytes, body: memoryview, frames: list[Any], known: Known
     ) -> tuple[list[Any] | None, bytes | None]:
         """Handle a message of type ``kind``, as ``incoming`` does. Raises struct.error or ValueError."""
-        if kind == b"A" and self.slots is not None:
+        slots = self._present_slots()
+        if kind == b"A" and slots is not None:
             token, upto, held = _ANSWER.unpack(body)
-            if token == self.slots.name.token:
+            if token == slots.name.token:
                 self.lends = True
-                self.slots.free_answered(upto, held)
-        elif kind == b"N" and self.slots is not None and bytes(body) == self.slots.name.token:
-            self.refused, self.lends = True, False
+                self._hear_held(slots, upto, held)
+        elif kind == b"N" and slots is not None and bytes(body) == slots.name.token:
+            self.refused = True
             self.close()
-            self.slots = self._prepared = None
         elif kind in (b"R", b"H"):
             name = Name(*_NAME.unpack_from(body))
             (number,) = _NUMBER.unpack_from(body, _NAME.size)
@@ -197,6 +227,22 @@ class Link:
             return None, self.answer()
         return None, None
 
+    def _hear_held(self, slots: Slots, upto: int, held: int) -> None:
+        """Free the slots lent up to message ``upto``, except those that the peer holds, the bits of ``held``.
+
+        A process of a group that connected again may hold slots that were lent over its earlier connection. They
+        count as lent to this peer, too.
+        """
+        for slot in [slot for slot, number in self._lent.items() if number <= upto and not held >> slot & 1]:
+            del self._lent[slot]
+            slots.give_back(slot)
+        if self.group is None or not held:
+            return
+        for slot in range(slots.name.num_slots):
+            if held >> slot & 1 and slot not in self._lent and slots.is_used(slot):
+                self._lent[slot] = upto
+                slots.borrow(slot)
+
     def news(self) -> bytes | None:
         """Return an answer for the peer once a quarter of its slots are no longer held here; None before."""
         mapping = self.mapping
@@ -210,9 +256,15 @@ class Link:
         return MAGIC + b"A" + _ANSWER.pack(self.mapping.name.token, *self.mapping.answer())
 
     def close(self) -> None:
-        """Close the memory that is lent to the peer."""
-        if self.slots is not None:
-            self.slots.close()
+        """Stop lending to the peer, and leave its group. Memory with slots that the peer may still hold is closed."""
+        slots, group = self._present_slots(), self.group
+        if slots is not None and group is None:
+            slots.close()
+        elif group is not None and self._lent:
+            group.replace_memory()
+        self.slots = self.group = self._prepared = None
+        self.lends = False
+        self._lent.clear()
 
 
 def refusal(head: memoryview) -> bytes | None:
@@ -224,11 +276,6 @@ def refusal(head: memoryview) -> bytes | None:
 def _cannot_read(token: bytes) -> bytes:
     """Return the message that says that the peer's memory with this token cannot be read."""
     return MAGIC + b"N" + token
-
-
-def _address(values: NDArray[np.uint8]) -> int:
-    """Return the address of an array's first byte."""
-    return int(values.__array_interface__["data"][0])
 
 
 def _whole(mapping: Mapping, body: memoryview, left: list[Any]) -> list[Any]:

@@ -3,15 +3,21 @@
 The memory is a ``memfd``, which has no name that a killed process could leave behind. The other side opens it through
 ``/proc``, which the kernel allows to processes of the same user. It is sealed: a peer that could shrink it would kill
 its reader. A random token at its head tells it from other memory with the same numbers.
+
+A slot may be lent to several peers, and is free again once each of them has given it back. Only an answer of the peer
+gives a slot back. A peer that is gone may be a process that was frozen and still reads. So a slot that such a peer has
+not given back is never written to again: the memory is closed, and other memory takes its place.
 """
 
 from __future__ import annotations
 
 import fcntl
+import math
 import mmap
 import os
 import secrets
 import weakref
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -45,7 +51,7 @@ class Name(NamedTuple):
 
 
 class Slots:
-    """Memory of this process that one peer may read, in slots, and the slots that are lent to the peer.
+    """Memory of this process that one or more peers may read, in slots, and how many peers have each slot.
 
     Raises OSError if the system has no sealed memory.
     """
@@ -65,8 +71,17 @@ class Slots:
         self._memory: NDArray[np.uint8] = np.frombuffer(memory, np.uint8, offset=mmap.PAGESIZE).reshape(num_slots, -1)
         self._free = list(range(num_slots - 1, -1, -1))
         """Free slots; the last one that came back is used first, as it is still in cache."""
-        self._lent: dict[int, int] = {}
-        """Number of the message in which each lent slot was sent."""
+        self._num_borrowers = [0] * num_slots
+        """Peers that each slot is lent to, or reserved for."""
+        self._frames: dict[int, NDArray[np.uint8]] = {}
+        """Frames that were copied to slots in use. They are kept, so that no other frame gets their address."""
+        self._slot_of: dict[tuple[int, int], int] = {}
+        """Slot of each frame in ``_frames``, by address and bytes; the newest if there are several."""
+        self.number = 0
+        """Number of the last message about this memory to any peer.
+
+        A process that connects again is another peer here. It has the same memory, and expects higher numbers.
+        """
         self._close = weakref.finalize(self, os.close, self._fd)
 
     @property
@@ -74,30 +89,65 @@ class Slots:
         return len(self._free)
 
     def take(self) -> int | None:
-        """Reserve a slot to write to, and return its number; None if all are in use."""
-        return self._free.pop() if self._free else None
+        """Reserve a slot to write to for one peer, and return its number; None if all are in use."""
+        if not self._free:
+            return None
+        slot = self._free.pop()
+        self._num_borrowers[slot] = 1
+        return slot
+
+    def keep(self, slot: int, frame: NDArray[np.uint8]) -> None:
+        """Keep a frame that was copied to a slot, so that ``find`` returns the slot as long as it is in use."""
+        self._frames[slot] = frame
+        self._slot_of[address(frame), frame.nbytes] = slot
+
+    def find(self, frame: NDArray[np.uint8]) -> int | None:
+        """Return the slot in use that holds a frame, or None."""
+        return self._slot_of.get((address(frame), frame.nbytes))
+
+    def is_used(self, slot: int) -> bool:
+        """Return True if a slot is lent or reserved."""
+        return self._num_borrowers[slot] > 0
 
     def memory(self, slot: int, num_bytes: int) -> NDArray[np.uint8]:
         """Return the first bytes of a slot, uint8 [num_bytes]."""
         return self._memory[slot, :num_bytes]
 
-    def lend(self, slot: int, number: int) -> None:
-        """Mark a reserved slot as lent in message ``number``."""
-        self._lent[slot] = number
+    def borrow(self, slot: int) -> None:
+        """Count one more peer that has a slot in use."""
+        self._num_borrowers[slot] += 1
 
     def give_back(self, slot: int) -> None:
-        """Free a slot, reserved or lent."""
-        self._lent.pop(slot, None)
+        """Count one peer less; free the slot after the last one."""
+        self._num_borrowers[slot] -= 1
+        if self._num_borrowers[slot]:
+            return
         self._free.append(slot)
-
-    def free_answered(self, upto: int, held: int) -> None:
-        """Free the slots lent up to message ``upto``, except those that the peer holds, the bits of ``held``."""
-        for slot in [slot for slot, number in self._lent.items() if number <= upto and not held >> slot & 1]:
-            self.give_back(slot)
+        frame = self._frames.pop(slot, None)
+        if frame is not None and self.find(frame) == slot:
+            del self._slot_of[address(frame), frame.nbytes]
 
     def close(self) -> None:
         """Close the memory: a peer cannot map it any more, but a peer that has mapped it can still read it."""
         self._close()
+        self._memory = self._memory[:0].copy()  # the mapping of this process goes with the last array of it
+        self._frames.clear()
+        self._slot_of.clear()
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Group:
+    """Peers that get the same frames, and the memory that they share; None until a frame is sent to one of them."""
+
+    slots: Slots | None = None
+    asked_at: float = -math.inf
+    """When all peers were last asked which slots they hold, in monotonic seconds."""
+
+    def replace_memory(self) -> None:
+        """Close the memory; the next frame goes to other memory."""
+        if self.slots is not None:
+            self.slots.close()
+            self.slots = None
 
 
 class Mapping:
@@ -150,3 +200,8 @@ class Mapping:
         """Return (number of the last message received, bits of the slots held), for the peer."""
         self.num_released = 0
         return self.number, sum(1 << slot for slot in list(self._held))
+
+
+def address(values: NDArray[np.uint8]) -> int:
+    """Return the address of an array's first byte."""
+    return int(values.__array_interface__["data"][0])

@@ -245,10 +245,24 @@ class Router(_Socket):
 
     _peer_frames = 1
 
+    def share(self, peer: bytes, group: bytes) -> bool:
+        """Put a peer into a group of peers that get the same frames, through one copy in shared memory.
+
+        A frame is copied once as long as a peer of the group holds it. It must be the same memory in each ``send``, and
+        read-only: the router cannot see changes to memory that the caller may write to, and copies it each time. The
+        router keeps the frame until all peers have given it back.
+
+        A peer that was in another group leaves it. Call this again for a peer that has connected again, as it has a new
+        id. Returns False if the peer has not announced that it knows shared memory, or cannot read it. It then gets the
+        same messages, without the group.
+        """
+        return self._links is not None and self._links.share(peer, group)
+
     def room(self, peer: bytes, num_bytes: int) -> NDArray[np.uint8] | None:
         """Return memory that the peer can read, uint8 [num_bytes], for a frame of the next message to the peer.
 
-        A frame in this memory is not copied again. None if there is no shared memory, or none is free.
+        A frame in this memory is not copied again. None if there is no shared memory, or none is free, or the peer is
+        in a group.
         """
         return self._links.room(peer, num_bytes) if self._links is not None else None
 
