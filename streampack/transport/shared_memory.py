@@ -15,10 +15,10 @@ Every message of this module stands before, or in place of, the frames of one of
     "SPM1" "S"                                                                    I know all this
     name: token, u32 pid, u32 fd, u16 slots, u32 bytes of a slot
 
-Messages state facts, so that a lost message does no harm. ``number`` counts messages about the memory, to any peer. An answer "up to
-number 7 I hold slots 1 and 4" frees every other slot that was lent up to number 7. A receiver that was killed holds
-nothing; the next one says so when it is asked. A message that comes after one of a higher number is from an earlier
-connection of the same peer. It counts as lost, since its slots may hold another message by now.
+Messages state facts, so that a lost message does no harm. ``number`` counts the messages about a memory, to any peer.
+An answer "up to number 7 I hold slots 1 and 4" frees every other slot that was lent up to number 7. A receiver that was
+killed holds nothing; the next one says so when it is asked. A message that comes after one of a higher number is from
+an earlier connection of the same peer. It counts as lost, since its slots may hold another message by now.
 
 Peers of a ``Group`` have one memory. A frame that is in use there is lent to the next peer without a copy. A peer
 refuses a slot that it holds already, so a frame that is sent to it again is copied to another slot.
