@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from streampack.transport import shared_memory
 from streampack.transport.shared_memory import ASK_S, Known, Link
-from streampack.transport.slots import Group
+from streampack.transport.slots import PeerGroup
 
 MOST_LINKS = 256
 """The most peers that memory is shared with; other peers' frames go over the socket."""
@@ -42,7 +42,7 @@ class Links:
         self._by_peer = OrderedDict((peer, Link(num_slots)) for peer in peers)
         """The peer heard last is the last one."""
         self._known: Known = WeakValueDictionary()
-        self._groups: WeakValueDictionary[bytes, Group] = WeakValueDictionary()
+        self._groups: WeakValueDictionary[bytes, PeerGroup] = WeakValueDictionary()
         """The groups of linked peers, by name."""
 
     def receive(self, peer: bytes, frames: list[Any]) -> list[Any] | None:
@@ -82,7 +82,7 @@ class Links:
     def share(self, peer: bytes, group: bytes) -> bool:
         """Put a peer into a group, as ``Router.share`` does."""
         link = self._by_peer.get(peer)
-        return link is not None and link.join(self._groups.setdefault(group, Group()))
+        return link is not None and link.join(self._groups.setdefault(group, PeerGroup()))
 
     def room(self, peer: bytes, num_bytes: int) -> NDArray[np.uint8] | None:
         """Return memory for a frame of the next message to a peer, uint8 [num_bytes], or None if none is free."""
@@ -105,7 +105,7 @@ class Links:
         for peer in list(self._by_peer):
             self.forget(peer)
 
-    def _ask_group(self, group: Group, now: float) -> None:
+    def _ask_group(self, group: PeerGroup, now: float) -> None:
         """Ask all peers of a group which slots they hold, if no slot is free.
 
         The peer that holds them may be one that nothing else is sent to, because it is gone.

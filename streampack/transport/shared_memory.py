@@ -20,7 +20,7 @@ An answer "up to number 7 I hold slots 1 and 4" frees every other slot that was 
 killed holds nothing; the next one says so when it is asked. A message that comes after one of a higher number is from
 an earlier connection of the same peer. It counts as lost, since its slots may hold another message by now.
 
-Peers of a ``Group`` have one memory. A frame that is in use there is lent to the next peer without a copy. A peer
+Peers of a ``PeerGroup`` have one memory. A frame that is in use there is lent to the next peer without a copy. A peer
 refuses a slot that it holds already, so a frame that is sent to it again is copied to another slot.
 """
 
@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.transport.slots import NUM_SLOTS, TOKEN_BYTES, Group, Mapping, Name, Slots, address
+from streampack.transport.slots import NUM_SLOTS, TOKEN_BYTES, Mapping, Name, PeerGroup, Slots, address
 
 MAGIC = b"SPM1"
 SPEAKS = MAGIC + b"S"
@@ -62,7 +62,7 @@ class Link:
 
     num_slots: int = NUM_SLOTS
     slots: Slots | None = None
-    group: Group | None = None
+    group: PeerGroup | None = None
     """The peers that ``slots`` are shared with, if any."""
     lends: bool = False
     """True once the peer has said that it can read ``slots``."""
@@ -75,7 +75,7 @@ class Link:
     _prepared: tuple[int, int] | None = None
     """(address, slot) of the frame that ``room`` returned memory for, to be sent next."""
 
-    def join(self, group: Group) -> bool:
+    def join(self, group: PeerGroup) -> bool:
         """Share the memory of a group from now on; return False if the peer cannot read this process's memory."""
         if self.group is not group and not self.refused:
             self.close()

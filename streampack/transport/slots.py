@@ -5,8 +5,8 @@ The memory is a ``memfd``, which has no name that a killed process could leave b
 its reader. A random token at its head tells it from other memory with the same numbers.
 
 A slot may be lent to several peers, and is free again once each of them has given it back. Only an answer of the peer
-gives a slot back. A peer that is gone may be a process that was frozen and still reads. So a slot that such a peer has
-not given back is never written to again: the memory is closed, and other memory takes its place.
+gives a slot back. A peer that is gone may be a process that was frozen and still reads. If it has not given all slots
+back, none of the memory is written to again. The memory is closed, and other memory takes its place.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Slots:
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
-class Group:
+class PeerGroup:
     """Peers that get the same frames, and the memory that they share; None until a frame is sent to one of them."""
 
     slots: Slots | None = None

@@ -248,9 +248,9 @@ class Router(_Socket):
     def share(self, peer: bytes, group: bytes) -> bool:
         """Put a peer into a group of peers that get the same frames, through one copy in shared memory.
 
-        A frame is copied once as long as a peer of the group holds it. It must be the same memory in each ``send``, and
-        read-only: the router cannot see changes to memory that the caller may write to, and copies it each time. The
-        router keeps the frame until all peers have given it back.
+        A frame is copied once as long as a peer of the group holds it. The frame must be the same memory in each
+        ``send``, and read-only. The router cannot see changes to memory that may be written to, and copies such a frame
+        each time. The router keeps the frame until all peers have given it back.
 
         A peer that was in another group leaves it. Call this again for a peer that has connected again, as it has a new
         id. Returns False if the peer has not announced that it knows shared memory, or cannot read it. It then gets the
