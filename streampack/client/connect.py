@@ -6,6 +6,7 @@ client without references, as after ``for pack in connect(...): break``, therefo
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import weakref
@@ -27,9 +28,12 @@ from streampack.packs.batch_type import BatchT
 from streampack.packs.pack import Pack
 from streampack.packs.step import Step
 from streampack.transport.keys import find_key
+from streampack.transport.relay_socket import ENVIRONMENT, find_relay, is_served
 from streampack.transport.rendezvous import read_rendezvous
 from streampack.views.formats import TorchFormat, Views
 from streampack.views.view import View
+
+log = logging.getLogger("streampack.client")
 
 
 class ConnectOptions(TypedDict, total=False):
@@ -84,6 +88,9 @@ def connect(
     """Attach this rank to a broker and return a loader of the rank's packs.
 
     The loader prefetches in a thread of its own. Iterate it for packs, or iterate ``loader.steps()`` for steps.
+
+    If a relay runs on this host ('streampack relay'), the loader reads through the relay, and from the broker itself
+    while the relay does not work. The environment variable STREAMPACK_RELAY names a relay's address, or ``off``.
 
     A finite feed can be iterated again: each ``for`` and each ``steps()`` begins at the first step, once all ranks have
     begun the same iteration. On an infinite feed, a new ``for`` goes on with the next step.
@@ -147,7 +154,15 @@ def connect(
     introduce_to_torch(Client)
     patience, key = Patience(stall_timeout_s, join_timeout_s, timeout_s), find_key(key_file)
     at, read_by = _endpoint(endpoint, timeout_s), _readers(readers)
-    return Client(Reading(at, feed, place, read_by, prefetch, patience, views, bool(variable_lengths), key))
+    relay, named = find_relay(at)
+    if named and relay is not None and not is_served(relay):
+        log.warning(
+            "%s names %s, but no relay listens there. Start one on this host: streampack relay --broker %s --listen "
+            "%s", ENVIRONMENT, relay, at, relay,
+        )  # fmt: skip
+    return Client(
+        Reading(at, feed, place, read_by, prefetch, patience, views, bool(variable_lengths), key, relay, named)
+    )
 
 
 def _readers(readers: Mapping[str, Sequence[int]] | None) -> ReadBy:
@@ -315,6 +330,7 @@ class Client(Generic[BatchT]):
             - ``starved_forming_s``: seconds of wait for the packer.
             - ``starved_log_s``: seconds of wait for the broker's disk.
             - ``starved_network_s``: seconds of wait for the network, or for a silent broker.
+            - ``starved_relay_s``: seconds of wait for the relay of this host.
             - ``starved_fraction``: data wait as a share of the time since the third step arrived, 0 to 1.
             - ``next_p50_ms``, ``next_p99_ms``, ``next_p999_ms``: percentiles of the wait for a step, in milliseconds.
             - ``trainer_s``: seconds between a step's arrival at the trainer and the request for the next step.

@@ -1,9 +1,12 @@
 """The client's thread: it owns the socket, decodes messages and keeps a few steps ready.
 
-This is a thin shell around ``client_session``, which makes all decisions. Steps and answers wait in ``ready`` and
+This is a thin shell around ``routed_client``, which makes all decisions. Steps and answers wait in ``ready`` and
 ``answers`` until the trainer's thread takes them; both threads hold ``_changed`` to touch them. A wait longer than 5 s
 is logged with its cause. An error of the session is raised in the trainer's thread, where it waits. Steps of an
 iteration that has ended are dropped.
+
+With a relay on this host, the thread has a connection to the relay. It has one to the broker only while the relay does
+not work.
 """
 
 from __future__ import annotations
@@ -18,9 +21,12 @@ from typing import Any
 from streampack.client.reading_stats import ReadingFigures
 from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick, Unsent
+from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.trainer_messages import AskState, Attached, Commit, Committed, State
 from streampack.core.sessions.client_events import Answered, Ask, Broken, Damaged, Deliver, Detach, Ended, Waiting
 from streampack.core.sessions.client_session import ClientSession
+from streampack.core.sessions.route import RelayLost, Reroute, Route
+from streampack.core.sessions.routed_client import FromRelay, RoutedClient, SendProbe
 from streampack.errors import (
     DataStall,
     InternalError,
@@ -38,6 +44,7 @@ from streampack.packs.kernel_loader import kernels
 from streampack.packs.lazy import Ahead, LazyPacks
 from streampack.packs.slabs import Slabs
 from streampack.packs.step import Step
+from streampack.transport import relay_socket
 from streampack.transport.keys import Key
 from streampack.transport.sockets import Dealer, Poller, drain
 from streampack.transport.waker import Waker
@@ -62,14 +69,18 @@ class Prefetching:
     The thread runs from the constructor to ``close``. Use the object from one other thread, in the same process.
 
     ``answer_s``: seconds until the thread fails with Unreachable if no broker answers. ``figures``: counters that
-    the thread sends to the broker.
+    the thread sends to the broker. ``relay``: address of this host's relay; None if there is none. ``insists``: wait
+    for the relay as long as for a step, because the user has named it.
     """
 
     def __init__(
         self, endpoint: str, session: ClientSession, mesh: Mesh, views: Views, answer_s: float,
-        figures: ReadingFigures, key: Key | None = None,
+        figures: ReadingFigures, key: Key | None = None, relay: str | None = None, insists: bool = False,
     ) -> None:  # fmt: skip
         self.session = session
+        self._relay_address, self._key = relay, key
+        route = Route(session.reader, insists=insists) if relay is not None else None
+        self._client = RoutedClient(session, route)
         self.ready: deque[Step] = deque()
         self.round = 0
         """Number of the current iteration, or of the next one if none has begun."""
@@ -85,10 +96,16 @@ class Prefetching:
         self._error: StreampackError | None = None
         self._closing = False
         self._started = time.monotonic()
-        dealer = Dealer(endpoint, MAX_MESSAGE_BYTES, linger_ms=500, key=key)
+        self._broker: Dealer | None = None
+        """The connection to the broker; None while messages go through the relay."""
+        self._relay: Dealer | None = None
+        if relay is None:
+            self._broker = self._connect(endpoint)
+        else:
+            self._relay = Dealer(relay, MAX_MESSAGE_BYTES, linger_ms=500)
         self._waker = Waker()
         self._ahead = Ahead(self._waker.wake)
-        self._thread = threading.Thread(target=self._run, args=(dealer,), name="streampack-client", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="streampack-client", daemon=True)
         self._thread.start()
 
     # Called by the trainer's thread
@@ -177,16 +194,28 @@ class Prefetching:
 
     # The thread
 
-    def _run(self, dealer: Dealer) -> None:
-        """Pass messages between ``dealer`` and the session until ``close`` or an error."""
-        poller = Poller([dealer], self._waker)
+    def _connect(self, endpoint: str) -> Dealer:
+        """Return a connection to the broker."""
+        return Dealer(endpoint, MAX_MESSAGE_BYTES, linger_ms=500, key=self._key)
+
+    def _poll(self) -> Poller:
+        """Return a poller of the connections that are open."""
+        return Poller([dealer for dealer in (self._relay, self._broker) if dealer is not None], self._waker)
+
+    def _run(self) -> None:
+        """Pass messages between the connections and the session until ``close`` or an error."""
+        self._poller = self._poll()
         ticked = counted = 0.0
         try:
             while not self._closing:
-                poller.wait(TICK_S)
-                for frames in drain(dealer, 64):
-                    self._perform(dealer, self._receive(frames))
-                self._handle_told(dealer)
+                self._poller.wait(TICK_S)
+                for frames in drain(self._relay, 64) if self._relay is not None else ():
+                    self._perform(self._receive(frames, FromRelay))
+                for frames in drain(self._broker, 64) if self._broker is not None else ():
+                    self._perform(self._receive(frames, FromBroker))
+                    if self._broker is None:  # the route leads through the relay again
+                        break
+                self._handle_told()
                 self._ahead.make()
                 self._figures.set_cause(*self.session.cause)
                 now = time.monotonic()
@@ -196,11 +225,11 @@ class Prefetching:
                     self.session.starvation = self._figures.starvation()
                 if now - ticked >= TICK_S:
                     ticked = now
-                    dealer.check()
-                    self._perform(dealer, self.session.handle(Tick(now)))
+                    self._check_connections()
+                    self._perform(self._client.handle(Tick(now)))
                     self._check_reached(now)
-            self._handle_told(dealer)
-            self._perform(dealer, self.session.handle(Detach()))
+            self._handle_told()
+            self._perform(self._client.handle(Detach()))
         except StreampackError as error:
             self.fail(error)
         except Exception as error:  # a bug must not leave the trainer waiting for a thread that has ended
@@ -208,28 +237,65 @@ class Prefetching:
             self.fail(InternalError(f"the client's thread failed: {error!r}"))
         finally:
             self._ahead.stop()
-            dealer.close()
+            for dealer in (self._relay, self._broker):
+                if dealer is not None:
+                    dealer.close()
             self._waker.close()
 
-    def _handle_told(self, dealer: Dealer) -> None:
+    def _check_connections(self) -> None:
+        """Notice a relay that is gone. Raises Rejected if the broker does not admit this process."""
+        if self._broker is not None:
+            self._broker.check()
+        if self._relay is not None:
+            self._relay.check()
+            if self._relay.disconnects > self._lost:
+                self._lost = self._relay.disconnects
+                self._perform(self._client.handle(RelayLost()))
+
+    _lost = 0
+    """Number of connections to the relay that have ended."""
+
+    def _follow(self, route: Reroute) -> None:
+        """Open or close the connection to the broker, as the route leads there or through the relay."""
+        about = {"feed": self.session.feed, "rank": self._mesh.rank}
+        if route.by_relay:
+            log.info("%s: reads through the relay again: %s", self._mesh, route.why, extra={"about": about})
+            if self._broker is not None:
+                self._broker.close()
+                self._broker = None
+        else:
+            log.warning("%s: reads from the broker itself: %s", self._mesh, route.why, extra={"about": about})
+            self._broker = self._broker or self._connect(self._endpoint)
+        self._poller = self._poll()
+
+    def _send(self, dealer: Dealer | None, envelope: Envelope) -> None:
+        """Send a message of the session over a connection; tell the session if it did not leave."""
+        if dealer is None or not dealer.send(wire.encode(envelope)):
+            self.session.handle(Unsent(envelope))
+
+    def _handle_told(self) -> None:
         """Let the session handle the events that the trainer's thread has queued."""
         while self._told:
-            self._perform(dealer, self.session.handle(self._told.popleft()))
+            self._perform(self._client.handle(self._told.popleft()))
 
-    def _receive(self, frames: list[Any]) -> list[Effect]:
+    def _receive(self, frames: list[Any], kind: type[FromBroker] | type[FromRelay]) -> list[Effect]:
         """Decode a message of the broker and return the session's effects."""
         try:
-            return self.session.handle(FromBroker(wire.decode(frames)))
+            return self._client.handle(kind(wire.decode(frames)))
         except WireError as error:
             log.warning("dropped a message of the broker: %s", error)
-            return self.session.handle(Damaged())
+            return self._client.handle(Damaged())
 
-    def _perform(self, dealer: Dealer, effects: list[Effect]) -> None:
+    def _perform(self, effects: list[Effect]) -> None:
         """Carry out the session's effects: send messages, build steps, hand answers and errors to the trainer."""
         for effect in effects:
             if isinstance(effect, Send):
-                if not dealer.send(wire.encode(effect.envelope)):
-                    self.session.handle(Unsent(effect.envelope))
+                self._send(self._relay if self._client.by_relay else self._broker, effect.envelope)
+            elif isinstance(effect, SendProbe):
+                if self._relay is not None:
+                    self._relay.send(wire.encode(effect.envelope))
+            elif isinstance(effect, Reroute):
+                self._follow(effect)
             elif isinstance(effect, Deliver):
                 step = build_step(effect.parts, effect.attached, self._mesh, self._slabs)
                 step = self._views.make(step, effect.attached.rules)
@@ -264,7 +330,14 @@ class Prefetching:
 
     def _check_reached(self, now: float) -> None:
         """Raise Unreachable if no broker has answered within the time limit."""
-        if not self.session.reached and now - self._started > self._answer_s:
+        limit = self.session.patience.stall_s if self._client.awaits_relay else self._answer_s
+        if self._client.awaits_relay and now - self._started > limit:
+            raise Unreachable(
+                f"{self._relay_address}: got no answer in {limit:g} s, expected an answer from a relay. Start one on "
+                f"this host with 'streampack relay --broker {self._endpoint} --listen {self._relay_address}', or set "
+                f"{relay_socket.ENVIRONMENT}={relay_socket.OFF}"
+            )
+        if not self.session.reached and now - self._started > limit:
             raise Unreachable(
                 f"{self._endpoint}: got no answer in {self._answer_s:g} s, expected an answer from a broker. Check "
                 "that 'streampack broker' is running and listens for trainers at this address"

@@ -45,7 +45,7 @@ class Reading:
 
     def __init__(
         self, endpoint: str, feed: str, mesh: Mesh, readers: ReadBy, prefetch: int, patience: Patience, views: Views,
-        variable_lengths: bool = False, key: Key | None = None,
+        variable_lengths: bool = False, key: Key | None = None, relay: str | None = None, insists: bool = False,
     ) -> None:  # fmt: skip
         self._views = views
         self._session = ClientSession(
@@ -63,7 +63,9 @@ class Reading:
         self._packs: deque[Any] = deque()
         self._source: LazyPacks | None = None
         self._group = self._left = self._packs_of = 0
-        self._prefetching = Prefetching(endpoint, self._session, mesh, views, patience.answer_s, self._figures, key)
+        self._prefetching = Prefetching(
+            endpoint, self._session, mesh, views, patience.answer_s, self._figures, key, relay, insists
+        )
         try:
             self._prefetching.wait_for(lambda: self._prefetching.attached is not None)
             self._begin_as(views)

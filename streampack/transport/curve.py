@@ -49,6 +49,7 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_DISCONNECTED
 )
 
 
@@ -147,6 +148,8 @@ class HandshakeMonitor:
         self._monitor: zmq.Socket[bytes] = sock.get_monitor_socket(_EVENTS)
         self._failed = 0
         """Failed handshakes since one succeeded, each soon after the last."""
+        self.disconnects = 0
+        """Number of connections that have ended."""
         self._first_at = self._last_at = self._looked_at = 0.0
         self._said = ""
 
@@ -168,6 +171,8 @@ class HandshakeMonitor:
                 )
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._failed = failed = 0
+            elif event == zmq.EVENT_DISCONNECTED:
+                self.disconnects += 1
             else:
                 if now - self._last_at > QUICK_S:
                     self._failed, failed, self._first_at = 0, 0, now

@@ -207,14 +207,16 @@ class Router(_Socket):
         door: The keys that are admitted; None admits all peers, without a key.
         unread: Bounds the bytes that are read ahead of this process. It is not used on ``ipc://``, where only the
             same user can connect.
+        linger_ms: Milliseconds that messages may still be sent after the socket is closed.
 
     Raises:
         UserError: The address cannot be used, e.g. because another process serves it.
     """
 
     def __init__(
-        self, endpoint: str, max_message_bytes: int, door: Door | None = None, unread: Unread | None = None
-    ) -> None:
+        self, endpoint: str, max_message_bytes: int, door: Door | None = None, unread: Unread | None = None,
+        linger_ms: int = 0,
+    ) -> None:  # fmt: skip
         check_endpoint(endpoint)
         self._lock: TextIO | None = None
         self._monitor: zmq.Socket[bytes] | None = None
@@ -224,6 +226,7 @@ class Router(_Socket):
             _randomize_ids()
         super().__init__(zmq.ROUTER, max_message_bytes)
         self.raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.raw.setsockopt(zmq.LINGER, linger_ms)
         self._links = Links(self._raw_send, NUM_SLOTS) if self._lock is not None else None
         self.raw.setsockopt(zmq.BACKLOG, BACKLOG)
         if unread is not None and self._lock is None:
@@ -356,6 +359,11 @@ class Dealer(_Socket):
         """Raise Rejected if the broker does not admit this process. Call it from time to time while nothing comes."""
         if why := self._watch.refusal(self.endpoint):
             raise Rejected("key", f"{self.endpoint}: {why}")
+
+    @property
+    def disconnects(self) -> int:
+        """Number of connections that have ended, as of the last ``check``."""
+        return self._watch.disconnects
 
     def close(self) -> None:
         if os.getpid() == self._pid and not self.raw.closed:

@@ -11,7 +11,7 @@ A message is its header and its meta, as in ``frames``, with their own checksums
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from streampack.core.protocol.message import Envelope
@@ -22,8 +22,33 @@ MAGIC = b"SPB1"
 MOST_MESSAGES = 4096
 """Most messages in a bundle."""
 MOST_NAME_BYTES = 800
+FULL_BYTES, FULL_MESSAGES = 256 << 10, 256
+"""Size of a bundle to which no further message is added."""
 _HEAD = struct.Struct("<4sH")
 _ITEM = struct.Struct("<HI")
+
+
+def encode_bundles(items: Iterable[tuple[str, Envelope]]) -> Iterator[list[bytes]]:
+    """Yield bundles of messages in their order; a new bundle begins after ``FULL_BYTES`` or ``FULL_MESSAGES``."""
+    held: list[bytes] = []
+    size = count = 0
+    for reader, envelope in items:
+        item = _item(reader, envelope)
+        held += item
+        size += sum(map(len, item))
+        count += 1
+        if size >= FULL_BYTES or count >= FULL_MESSAGES:
+            yield [_HEAD.pack(MAGIC, count), b"".join(held)]
+            held, size, count = [], 0, 0
+    if count:
+        yield [_HEAD.pack(MAGIC, count), b"".join(held)]
+
+
+def _item(reader: str, envelope: Envelope) -> list[bytes]:
+    """Return the bytes of one message of a bundle."""
+    header, meta = wire.encode(envelope)
+    name = reader.encode()
+    return [_ITEM.pack(len(name), len(header) + len(meta)), name, header, meta]
 
 
 def is_bundle(frames: Sequence[Any]) -> bool:
@@ -39,13 +64,8 @@ def encode_bundle(items: Iterable[tuple[str, Envelope]]) -> list[bytes]:
     >>> decode_bundle(encode_bundle([("rank 0", who)])) == [("rank 0", who)]
     True
     """
-    body, count = [], 0
-    for reader, envelope in items:
-        header, meta = wire.encode(envelope)
-        name = reader.encode()
-        body += [_ITEM.pack(len(name), len(header) + len(meta)), name, header, meta]
-        count += 1
-    return [_HEAD.pack(MAGIC, count), b"".join(body)]
+    encoded = [_item(reader, envelope) for reader, envelope in items]
+    return [_HEAD.pack(MAGIC, len(encoded)), b"".join(part for item in encoded for part in item)]
 
 
 def decode_bundle(frames: Sequence[Any]) -> list[tuple[str, Envelope]]:

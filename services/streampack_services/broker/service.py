@@ -53,12 +53,14 @@ from streampack.core.protocol.effects import (
 )
 from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.protocol.message import Envelope, Reject
+from streampack.core.protocol.relay_messages import relay_of, relayed
 from streampack.errors import ConfigError, InternalError, WireError
 from streampack.transport.curve import Door
 from streampack.transport.sockets import Poller, Router, drain
 from streampack.transport.unread import STRANGERS_BYTES, CutConnection, Unread
 from streampack.transport.waker import Waker
 from streampack.version import __version__
+from streampack.wire import bundles
 from streampack.wire import frames as wire
 from streampack_services.broker.arena import Arena
 from streampack_services.broker.authorization import Allowed
@@ -119,6 +121,8 @@ class BrokerService:
         self._drain_asked = threading.Event()
         self._stop_now = False
         self._events: deque[Event] = deque()
+        self._bundled: dict[bytes, list[tuple[str, Envelope]]] = {}
+        """Messages for the readers of each relay, which are sent together at the end of a turn."""
         self._to_form: SimpleQueue[Form | None] = SimpleQueue()
         """Requests for the thread that runs FORM; None ends it."""
         self._forming = threading.Thread(target=self._form_steps, name="streampack-form", daemon=True)
@@ -325,6 +329,7 @@ class BrokerService:
             log.info("draining: serving the steps that are formed, for at most %.0f s", self.config.drain_timeout_s)
             self._handle(Drain())
             self._publish(self._reporter.take(now))
+        self._send_all_bundles()
 
     def _publish(self, snapshot: BrokerStatus) -> None:
         """Replace ``snapshot`` and call ``on_snapshot``."""
@@ -342,19 +347,24 @@ class BrokerService:
 
     def _receive(self, router: Router, frames: list[Any], kind: type[FromProducer] | type[FromTrainer]) -> None:
         """Decode a message and hand it to the core as an event of ``kind``; count a message that cannot be decoded."""
+        peer = frames[0].bytes
         try:
-            envelope = wire.decode(frames[1:])
+            if kind is FromTrainer and bundles.is_bundle(frames[1:]):
+                received = [(relayed(peer, name), each) for name, each in bundles.decode_bundle(frames[1:])]
+            else:
+                received = [(peer, wire.decode(frames[1:]))]
         except WireError as error:
             self.counters.damaged += 1
-            router.note_damaged(frames[0].bytes)
+            router.note_damaged(peer)
             if time.monotonic() >= self._say_damaged_at:  # anyone who reaches the port may send many
                 self._say_damaged_at = time.monotonic() + SAY_S
                 log.warning("dropped a message that cannot be decoded (%d so far): %s", self.counters.damaged, error)
             if isinstance(error, wire.OtherVersion):
-                self._refuse_version(frames[0].bytes, error.version, kind)
+                self._refuse_version(peer, error.version, kind)
             return
-        peer = frames[0].bytes
-        self._handle(kind(peer, envelope, self._allowed.rights(peer) if self._allowed is not None else None))
+        rights = self._allowed.rights(peer) if self._allowed is not None else None
+        for address, envelope in received:
+            self._handle(kind(address, envelope, rights))
 
     def _refuse_version(self, peer: bytes, version: int, kind: type[FromProducer] | type[FromTrainer]) -> None:
         """Reject a peer of another protocol version, in a message whose header has the peer's version."""
@@ -387,6 +397,11 @@ class BrokerService:
         while self._events:
             for effect in self.core.handle(self._events.popleft()):
                 self._perform(effect)
+
+    def _send_all_bundles(self) -> None:
+        """Send the messages that wait for the readers of relays."""
+        for relay in list(self._bundled):
+            self._send_bundles(relay)
 
     def _keep_log(self) -> None:
         """Write appended records to the log, and tell the core which are safe."""
@@ -451,10 +466,20 @@ class BrokerService:
             self.counters.sent_tokens += payload[0].size
 
     def _send_trainer(self, peer: bytes, envelope: Envelope) -> None:
-        """Send a message to a trainer; tell the core if it cannot be sent."""
+        """Send a message to a trainer; tell the core if it cannot be sent. Readers of a relay get theirs together."""
+        if (at := relay_of(peer)) is not None:
+            self._bundled.setdefault(at[0], []).append((at[1], envelope))
+            return
+        if peer in self._bundled:  # connections keep the order of messages
+            self._send_bundles(peer)
         if not self._trainers.send(peer, wire.encode(envelope)):
             self.counters.unsent += 1
             self._events.append(NotSent(peer, msgspec.structs.replace(envelope, payload=())))
+
+    def _send_bundles(self, relay: bytes) -> None:
+        """Send the messages that wait for the readers of a relay. A lost one does no harm: peers repeat themselves."""
+        for frames in bundles.encode_bundles(self._bundled.pop(relay)):
+            self.counters.unsent += not self._trainers.send(relay, frames)
 
     def _form_steps(self) -> None:
         """Run the packer for each queued request, until the queue gives None; called in a separate thread."""

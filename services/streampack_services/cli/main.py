@@ -155,6 +155,60 @@ def produce(
     producer.produce(read_producer(config), timeout_s=timeout, level=log_level, as_json=log_json)
 
 
+@app.command(cls=Command)
+def relay(
+    broker: Annotated[
+        str | None,
+        typer.Option("--broker", metavar="ADDRESS", show_default=False,
+                     help="The broker's address for trainers, tcp://host:port, or file:///path of its rendezvous file. "
+                          "Default: STREAMPACK_ENDPOINT."),
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option("--listen", metavar="ADDRESS", show_default=False,
+                     help="Address for the ranks of this host, ipc:///path. Default: STREAMPACK_RELAY, or a socket "
+                          "that ranks of this user find by the broker's address."),
+    ] = None,
+    memory: Annotated[
+        str, typer.Option("--memory", metavar="SIZE", help="Most memory for steps. A step for this host must fit.")
+    ] = "1GiB",
+    key_file: Annotated[
+        Path | None,
+        typer.Option("--key-file", metavar="FILE", show_default=False,
+                     help="Key file, if the broker requires a key. Default: STREAMPACK_KEY_FILE."),
+    ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option("--timeout", metavar="SECONDS", rich_help_panel=ADVANCED,
+                     help="Seconds to wait for the broker's rendezvous file."),
+    ] = 60.0,
+    log_level: LogLevel = "info",
+    log_json: LogJson = False,
+) -> None:  # fmt: skip
+    """Read from the broker once for all ranks of this host.
+
+    Start one relay per trainer host, before its ranks. Each byte crosses the network
+    once, and ranks that read the same data share one copy in memory. Ranks find
+    the relay by themselves. If it stops, they continue with the broker at the same
+    step, and return once it works again.
+
+    \b
+    Example:
+        streampack relay --broker tcp://node0:7402
+    """
+    import os
+
+    from streampack.config.typed_yaml import parse_size
+    from streampack.transport.keys import find_key
+    from streampack.transport.relay_socket import ENVIRONMENT, default_relay
+    from streampack_services.daemons import relay as daemon
+
+    logs.set_up(log_level, as_json=log_json)
+    address = daemon.broker_address(broker, timeout)
+    at = listen or os.environ.get(ENVIRONMENT) or default_relay(address)
+    daemon.serve(address, at, parse_size(memory, "--memory"), find_key(key_file))
+
+
 @app.command(cls=Command, context_settings={"allow_interspersed_args": False})
 def run(
     command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="The command to run, with its arguments.")],

@@ -2,6 +2,7 @@
 
 - ``broker``: ``streampack broker``: a broker's service with HTTP beside it, its rendezvous file, and signals.
 - ``producer``: ``streampack produce``: processes that read and send samples, and the parent that watches them.
+- ``relay``: ``streampack relay``: reads once for all ranks of a host, and serves them.
 - ``progress``: adds up the progress of a producer's processes, and shows it.
 - ``rendezvous``: the file that tells others a broker's addresses.
 - ``systemd``: tells systemd the state of a daemon.

@@ -43,6 +43,11 @@ class RoutedClient:
         """True while messages go through the relay."""
         return self.route is not None and self.route.by_relay
 
+    @property
+    def awaits_relay(self) -> bool:
+        """True while the client waits for a relay that its user has named and that has not answered yet."""
+        return self.route is not None and self.route.insists and not self.route.answered
+
     def handle(self, event: Event) -> list[Effect]:
         """Return the effects of an event, for the shell to perform in order."""
         route = self.route

@@ -1,0 +1,211 @@
+"""``streampack relay``: reads from the broker once for all ranks of a host, and serves them through shared memory.
+
+A thin shell around ``core.sessions.relay_session``, which makes all decisions. One thread owns both sockets. On SIGTERM
+or SIGINT the relay sends its ranks to the broker and exits with 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from streampack.core.protocol.events import Effect, FromBroker, Report, Send, Tick, Unsent
+from streampack.core.protocol.message import Envelope
+from streampack.core.sessions.relay_events import ForReaders, FromReader, NotDelivered, SendFor, SendReader, Stop
+from streampack.core.sessions.relay_session import RelaySession
+from streampack.errors import InternalError, UserError, WireError
+from streampack.transport import relay_socket
+from streampack.transport.keys import Key
+from streampack.transport.rendezvous import read_rendezvous
+from streampack.transport.sockets import Dealer, Poller, Router, drain
+from streampack.transport.waker import Waker
+from streampack.wire import bundles
+from streampack.wire import frames as wire
+from streampack_services.daemons.systemd import Systemd
+
+log = logging.getLogger("streampack.relay")
+
+TICK_S = 0.2
+SAY_S = 5.0
+"""Seconds between two log lines about the same kind of trouble."""
+MAX_MESSAGE_BYTES = 1 << 30
+DRAIN_AT_MOST = 64
+"""Messages that are read from one socket before the other has its turn."""
+LINGER_MS = 500
+
+
+class RelayService:
+    """One relay; ``run`` serves in the calling thread until ``stop``.
+
+    Args:
+        broker: The broker's address for trainers.
+        listen: The relay's address for the ranks of this host, ``ipc://``.
+        memory_bytes: Most bytes of steps that the relay keeps.
+        key: The key that the broker requires; None for no key.
+
+    Raises:
+        UserError: An address cannot be used, e.g. because another relay serves it.
+    """
+
+    def __init__(self, broker: str, listen: str, memory_bytes: int = 1 << 30, key: Key | None = None) -> None:
+        self.broker, self.listen = broker, listen
+        self.session = RelaySession(f"{socket.gethostname()}:{os.getpid()}", memory_bytes)
+        self._stopping = threading.Event()
+        self._bundled: list[tuple[str, Envelope]] = []
+        self._damaged = 0
+        self._say_at = 0.0
+        self._connected = False
+        relay_socket.make_folder(listen)
+        self._router = Router(listen, MAX_MESSAGE_BYTES, linger_ms=LINGER_MS)
+        try:
+            self._dealer = Dealer(broker, MAX_MESSAGE_BYTES, linger_ms=LINGER_MS, key=key)
+        except BaseException:
+            self._router.close()
+            raise
+        self._waker = Waker()
+
+    def stop(self) -> None:
+        """End ``run``; safe in any thread and in signal handlers."""
+        self._stopping.set()
+        self._waker.wake()
+
+    def run(self) -> None:
+        """Serve until ``stop``, then send the ranks to the broker. Raises Rejected if the broker refuses the key."""
+        poller = Poller([self._router, self._dealer], self._waker)
+        systemd, ticked = Systemd(), 0.0
+        try:
+            while not self._stopping.is_set():
+                poller.wait(TICK_S)
+                for frames in drain(self._dealer, DRAIN_AT_MOST):
+                    self._from_broker(frames)
+                for frames in drain(self._router, DRAIN_AT_MOST):
+                    self._from_reader(frames)
+                now = time.monotonic()
+                if now - ticked >= TICK_S:
+                    ticked = now
+                    self._dealer.check()
+                    self._perform(self.session.handle(Tick(now)))
+                    self._say(now)
+                    systemd.tell(ready=True, status=f"{len(self.session.readers)} ranks of {self.broker}")
+                self._send_bundles()
+            systemd.tell(stopping=True)
+            self._perform(self.session.handle(Stop()))
+            self._send_bundles()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the sockets; idempotent."""
+        self._router.close()
+        self._dealer.close()
+        self._waker.close()
+
+    def _say(self, now: float) -> None:
+        """Log that the broker answers, or does not answer any more."""
+        connected = self.session.is_connected
+        if connected == self._connected or now < self._say_at or not self.session.readers:
+            return
+        self._connected, self._say_at = connected, now + SAY_S
+        if connected:
+            log.info("the broker at %s answers; reading for %d ranks", self.broker, len(self.session.readers))
+        else:
+            log.warning("the broker at %s has not answered for %.0f s", self.broker, self.session.silent_s)
+
+    def _from_broker(self, frames: list[object]) -> None:
+        """Decode a message of the broker, for the relay or for its readers."""
+        try:
+            if bundles.is_bundle(frames):
+                items = tuple(bundles.decode_bundle(frames))
+                self._perform(self.session.handle(ForReaders(items)))
+            else:
+                self._perform(self.session.handle(FromBroker(wire.decode(frames))))
+        except WireError as error:
+            self._note_damaged("the broker", error)
+
+    def _from_reader(self, frames: list[object]) -> None:
+        """Decode a message of a local reader."""
+        peer: bytes = frames[0].bytes  # type: ignore[attr-defined]
+        try:
+            self._perform(self.session.handle(FromReader(peer, wire.decode(frames[1:]))))
+        except WireError as error:
+            self._note_damaged("a rank", error)
+
+    def _note_damaged(self, sender: str, error: WireError) -> None:
+        """Count a message that cannot be decoded, and log it at most every few seconds."""
+        self._damaged += 1
+        if time.monotonic() >= self._say_at:
+            self._say_at = time.monotonic() + SAY_S
+            log.warning("dropped a message of %s that cannot be decoded (%d so far): %s", sender, self._damaged, error)
+
+    def _perform(self, effects: list[Effect]) -> None:
+        """Carry out the session's effects: send messages, and write log lines."""
+        for effect in effects:
+            if isinstance(effect, SendReader):
+                if effect.group:
+                    self._router.share(effect.peer, effect.group)
+                if not self._router.send(effect.peer, wire.encode(effect.envelope)):
+                    self._perform(self.session.handle(NotDelivered(effect.peer, effect.envelope)))
+            elif isinstance(effect, SendFor):
+                self._bundled.append((effect.reader, effect.envelope))
+            elif isinstance(effect, Send):
+                self._send_bundles()  # connections keep the order of messages
+                if not self._dealer.send(wire.encode(effect.envelope)):
+                    self._perform(self.session.handle(Unsent(effect.envelope)))
+            elif isinstance(effect, Report):
+                log.log(logging.getLevelName(effect.level.upper()), effect.text, extra={"about": effect.about})
+            else:
+                raise InternalError(f"the relay cannot perform effect {type(effect).__name__}")
+
+    def _send_bundles(self) -> None:
+        """Send the messages of the readers that wait; a lost one does no harm, because readers repeat themselves."""
+        waiting, self._bundled = self._bundled, []
+        for frames in bundles.encode_bundles(waiting):
+            self._dealer.send(frames)
+
+
+def broker_address(given: str | None, timeout_s: float) -> str:
+    """Return the broker's address for trainers, from the option, the environment or a rendezvous file.
+
+    Raises UserError if there is none, and Unreachable if the rendezvous file does not come within ``timeout_s``.
+    """
+    found = given or os.environ.get("STREAMPACK_ENDPOINT", "")
+    if not found:
+        raise UserError(
+            "got no broker, expected its address for trainers. Pass --broker tcp://host:port, or set "
+            "STREAMPACK_ENDPOINT"
+        )
+    if found.startswith("file://"):
+        return read_rendezvous(Path(found.removeprefix("file://")), "trainers", timeout_s)
+    return found
+
+
+def serve(broker: str, listen: str, memory_bytes: int, key: Key | None) -> None:
+    """Run a relay until SIGTERM or SIGINT. Raises UserError for an address that cannot be used."""
+    service = RelayService(broker, listen, memory_bytes, key)
+    with _stopped_by_signals(service):
+        log.info("reading from %s for the ranks of this host; ranks connect to %s", broker, listen)
+        service.run()
+        log.info("stopped; ranks continue with the broker")
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(service: RelayService) -> Iterator[None]:
+    """Stop the service on SIGTERM or SIGINT, within the block."""
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        service.stop()
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
