@@ -1,8 +1,8 @@
 """Measure load balance and its cost: ``joint`` packs of heavy-tailed lengths, and DEAL on a large mesh.
 
 - *squares*, *cost*: the sum of squared lengths of a pack (attention's work), or 24576 * s + s * s for each sample s:
-  the dearest pack of a group (what ranks run at one moment, M = 1) over the mean, mean over groups. *dealt* is that of
-  ``exact_fill``'s packs, every 16 groups of them sorted by cost and dealt out, the best that dealing can do at M = 16;
+  the costliest pack of a group (what ranks run at one moment, M = 1) over the mean, mean over groups. *dealt* is the
+  same for the packs of ``exact_fill``: each 16 groups are sorted by cost and dealt, the best that dealing can do;
 - *wait*: by how many groups later a sample leaves than the first younger one, so since it was surely in sight;
 - *samples/s*: CPU time of one process.
 """

@@ -1,6 +1,6 @@
 """Measure the log against plain files: the same bytes by write and fdatasync, in the same run.
 
-The log appends records of one size as fast as it can, with at most 64 MB on their way, as the broker's credits bound
+The log appends records of one size as fast as it can, with at most 64 MB in flight, as the broker's credits bound
 them. Plain is a preallocated file, one buffer a write of 1 MiB and an fdatasync after each (``os``), or none
 (``process``). They take turns on the same disk; the clock stops when all is safe. Reading is ``Log.open`` (every record
 checked), from the page cache.

@@ -9,7 +9,7 @@ where lengths shift.
   make it higher (Knapsack Problems, 1990, ch. 8), in percent;
 - *wait*: how many packs later a sample leaves than the first younger one, so since it was surely in sight;
 - *cost*: the sum of squared lengths, what attention works on, over data-parallel ranks after DEAL: in steps of
-  ``MICRO_BATCHES`` packs a rank, ranks in lock step, the dearest pack of each micro-batch over the mean;
+  ``MICRO_BATCHES`` packs a rank, ranks in lock step, the costliest pack of each micro-batch over the mean;
 - *samples/s*: CPU time of one process. numba's and plain Python's are told apart by their names' ``*``.
 
 At the end the two bounds that ``exact_fill`` has to keep: on lengths that stay the same no more packs than first fit

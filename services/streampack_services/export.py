@@ -39,7 +39,7 @@ _WORDS = {
         r"[A-Za-z0-9][A-Za-z0-9._-]*",
         "letters, digits and . _ - because units and jobs are named after the run",
     ),
-    "namespace": (r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", "small letters, digits and -"),
+    "namespace": (r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", "lowercase letters, digits and -"),
     "prefix": (r"(/[A-Za-z0-9._-]+)+/?", "an absolute path of letters, digits and . _ - such as /opt/streampack"),
 }
 """By option, the pattern that its value must match, and its description for an error.

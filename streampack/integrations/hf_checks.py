@@ -60,7 +60,7 @@ def arguments(args: Any, given: Mapping[str, Any], steps_per_epoch: int | None) 
     for name in _OF_DATASETS:
         if given.get(name) is not None:
             raise UserError(
-                f"got {name} together with a loader, expected no {name}. Pass batches only with loader= and "
+                f"got {name} together with a loader, expected no {name}. Pass the data only with loader= and "
                 f"eval_loader="
             )
     if args is None or not (args.max_steps > 0 or (steps_per_epoch or 0) > 0):

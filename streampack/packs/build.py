@@ -85,7 +85,7 @@ class Content:
     count: int
     """Number of packs."""
     rest: Mapping[str, Column | list[Any]]
-    """The packs' attributes that are neither by token nor declared fields, by name."""
+    """Attributes of the packs by name, except those with a value per token and declared fields."""
     rows: Sequence[list[Any]]
     """The values of ``rest`` by pack, one list for each attribute, in the order of a pack's attributes."""
     num_tokens: int

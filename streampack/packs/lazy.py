@@ -27,7 +27,7 @@ from streampack.packs.pack import Pack
 GROUP_TOKENS = 1 << 16
 """Tokens of a group, which has at least one pack. Smaller groups cost Python time; larger ones leave the cache."""
 SLOW_S = 0.01
-"""Seconds of work on a group from which the next one is made ahead; a faster trainer would only wait for it."""
+"""If work on a group takes this many seconds, the next group is made ahead. A faster trainer would wait for it."""
 
 Show = Callable[[Columns, list[Pack]], Sequence[Any]]
 """Function of a format that turns some packs of a message into its views."""

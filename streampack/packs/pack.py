@@ -14,7 +14,7 @@ from streampack.core.layout.labels import positions_of
 from streampack.core.model.samples import I32, I64
 
 
-@dataclass(slots=True, eq=False)  # not frozen: that makes one six times dearer
+@dataclass(slots=True, eq=False)  # not frozen: that makes one six times costlier
 class Pack(Mapping[str, Any]):
     """One micro-batch of one rank: samples that share one token budget, as numpy arrays.
 

@@ -33,7 +33,7 @@ from streampack.packs.forward_packs import ForwardPacks
 from streampack.packs.pack import Pack
 
 UNKNOWN = -1
-"""Loss tokens of a forward pack with a part of a pack, where other ranks hold labels of it."""
+"""Stands for the loss tokens of a forward pack with a part of a pack whose labels other ranks hold, too."""
 
 
 def as_it_is(pack: Pack, rules: Rules) -> Any:

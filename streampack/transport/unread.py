@@ -34,21 +34,21 @@ from dataclasses import dataclass
 STRANGERS_BYTES = 256 << 10
 MAX_DAMAGED = 16
 COMMANDS_A_SECOND = 64
-"""Bytes of heartbeats of a connection. ZeroMQ answers them itself, so they are never taken."""
+"""Bytes of heartbeats on a connection per second. ZeroMQ answers heartbeats itself, and never passes them on."""
 HANDSHAKE_BYTES = 2048
 LEAST_BLAMED = 64 << 10
 """A connection with fewer unread bytes is not blamed for the process's memory."""
 MEMORY_SLACK = 32 << 20
-"""Memory may grow by this much more than is known."""
+"""Bytes by which memory may grow for unknown reasons before connections are cut."""
 ADMITTED = 64
-"""Connections that are let in before the socket has to be drained again."""
+"""Connections to accept before the socket has to be drained again."""
 ADMIT_S = 1.0
-"""A socket that is never drained lets connections in this often, while memory allows it."""
+"""Seconds between accepted connections on a socket that is never drained, while memory allows them."""
 SWEEP_S = 0.01
 SWEEPS_SHARE = 0.02
 """Sweeps take at most this share of the thread's time, unless memory grows."""
 LEFT_BYTES = 224 << 20
-"""Memory that connections which have ended may have left: no open connection is blamed for it."""
+"""Bytes that ended connections may still occupy. No open connection is cut for these bytes."""
 GROWN_BYTES = 8 << 20
 """Growth of memory after which a sweep does not wait for its time."""
 _BYTES_RECEIVED = 128
@@ -143,9 +143,9 @@ class Unread:
     """The TCP connections of one bound socket.
 
     Args:
-        limit: The most bytes that honest peers together have on their way.
-        strangers: The most bytes that honest peers together send before their first message is taken.
-        held: Returns the bytes of memory that the process itself uses.
+        limit: Limit of the unread bytes of all connections together.
+        strangers: Limit of the unread bytes of all new connections together, before their first valid message.
+        held: Returns the bytes of memory that the process uses for other data.
         slack: Bytes of memory that the process may use in addition.
     """
 
@@ -162,7 +162,7 @@ class Unread:
         """A connection has ended since the socket was drained, and may have left messages."""
         self._cuts: list[CutConnection] = []
         self._drained = self._swept_empty = True
-        """True if the socket was drained since connections were admitted; since the last sweep."""
+        """True if the socket was drained since connections were admitted, and since the last sweep."""
         self._memory_over = False
         self._resident = self._floor = 0
         """Memory, and memory beside ``held`` when nothing was unread; 0 before the first sweep."""

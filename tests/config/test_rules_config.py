@@ -541,7 +541,7 @@ def test_fields_with_a_meaning_need_no_more_than_their_names() -> None:
             {"dtype": "int32"},
             "got the name 'input_ids', expected another name, because every pack has its",
         ),
-        ("a b", {"dtype": "int8"}, "this is no identifier"),
+        ("a b", {"dtype": "int8"}, "it is not an identifier"),
         ("a", {"dtype": "int8", "pad": 128}, "got the value 128, expected a value of dtype int8"),
         ("a", {"dtype": "int8", "default": 0.5}, "got the value 0.5, expected a value of dtype int8"),
         (

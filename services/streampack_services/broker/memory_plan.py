@@ -1,8 +1,8 @@
 """How a broker's ``memory`` is divided: a share for each feed's merged samples, a share for each partition's credit.
 
-The needs of the rules come first. Partitions get up to a quarter of the arena; by so much producers may be ahead. The
-feeds divide the rest by their needs. A ``memory`` that cannot hold the needs of the rules is an error before anything
-starts.
+The needs of the rules come first. Partitions get up to a quarter of the arena; this limits how far producers may be
+ahead. The feeds divide the rest by their needs. A ``memory`` that cannot hold the needs of the rules is an error before
+anything starts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from streampack_services.broker.machine_memory import machine_memory
 LEAST_CHUNK_BYTES = 1 << 20
 """Least bytes of a chunk, unless ``limits.chunk`` is less. A partition's share of memory holds two chunks of this size.
 If the share is larger, chunks grow up to ``limits.chunk`` and the share holds four. A producer then always has a chunk
-on its way."""
+in flight."""
 LEAVING = 8
 """``memory`` / bytes that may be sent to trainers and not confirmed."""
 LEAST_LEAVING = 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 BURST = 5000
 """Lines that are allowed at once."""
 PER_SECOND = 10.0
-"""Lines that are allowed per second after that."""
+"""Lines that are allowed per second after the burst."""
 
 
 class ReportLimit:

@@ -73,7 +73,7 @@ RATE_OVER_S = 5.0
 LOG_AFTER_S = 5.0
 """A wait for a step is logged after this time, in seconds."""
 LOG_BUSY_AFTER_S = 60.0
-"""The same while every rank is attached and the broker waits for training, which is normal."""
+"""A wait for training, which is normal while every rank is attached, is logged after this time, in seconds."""
 LOG_AT_MOST_EVERY_S = 30.0
 """Longest time between two lines about the same wait, in seconds."""
 LOG_IDLE_EVERY_S = 3600.0

@@ -119,7 +119,7 @@ class FeedFigures(PackFigures, frozen=True, kw_only=True):
 
 
 class LostTokens(Struct, frozen=True, kw_only=True):
-    """Tokens that came and that no rank trains, by cause."""
+    """Received tokens that no rank trains on, by cause."""
 
     truncated: int
     """Tokens cut off by ``overlong: truncate``."""
@@ -150,7 +150,7 @@ class RankTokens(Struct, frozen=True, kw_only=True):
     """Tokens of a rank's step, before and after DEAL balances the ranks."""
 
     before: TokenSpread
-    """With packs dealt in the order of their numbers."""
+    """Before balancing: with packs dealt in the order of their numbers."""
     after: TokenSpread
     """With packs as they were dealt."""
 
@@ -308,7 +308,7 @@ class FeedStatus(Struct, frozen=True, kw_only=True):
     delivered_tokens: int
     """Tokens of the packs delivered, padding included."""
     lost_tokens: LostTokens
-    """Tokens that came and that no rank trains."""
+    """Received tokens that no rank trains on."""
     rank_tokens: RankTokens
     """Tokens of a rank's step."""
     dealt: DealtPacks

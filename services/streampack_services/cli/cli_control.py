@@ -28,7 +28,7 @@ Config = Annotated[
                  help="The broker.yaml of the run to change. The command finds the broker of this run and changes no "
                  "other run."),
 ]  # fmt: skip
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Change the run without a question.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Change the run without asking for confirmation.")]
 ChangedFeed = Annotated[
     str | None,
     typer.Option("--feed", metavar="NAME", show_default=False, rich_help_panel=ADVANCED,

@@ -212,7 +212,7 @@ class _Supervisor:
     """(stream, reason or error) of the rejected samples that were logged."""
     systemd: Systemd = field(default_factory=Systemd)
     over: tuple[str, float] | None = None
-    """``done`` or ``stopped``, and the time, once the broker has told the first process so."""
+    """(reason, time) of the first process whose work is over, ``done`` or ``stopped``; None before."""
 
     def until_done(self, asked: Callable[[], bool], show: Callable[[Overall], None], every_s: float) -> None:
         """Watch the processes until all have ended well or ``asked`` returns True. Raises ProcessFailed.

@@ -41,7 +41,7 @@ PRODUCERS = 2
 MICRO_BATCHES = 2
 SEED = 17
 START_TIMEOUT_S = 600.0
-"""A busy machine compiles the kernels for minutes; a broker that ends is noticed at once."""
+"""Limit for the broker's start, in seconds: a busy machine compiles the kernels for minutes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ EX_IOERR = 74
 """Exit code of the process after an error of the disk."""
 fdatasync = os.fdatasync
 fsync = os.fsync
-"""For the folder, because fdatasync may leave out a file's name."""
+"""Sync the folder by this function, because fdatasync may leave out a file's name."""
 end_process = os._exit
 log = logging.getLogger("streampack.log")
 

@@ -87,7 +87,7 @@ def default_budgets(budget: int) -> tuple[int, ...]:
 
 
 def default_windows(window: int) -> tuple[int, ...]:
-    """Return a window, then 256, 1024 and 4096 samples without it."""
+    """Return ``window``, then those of 256, 1024 and 4096 samples that differ from it."""
     return (window, *(each for each in (256, 1024, 4096) if each != window))
 
 

@@ -123,10 +123,10 @@ def options_of(given: PlanInputs, base: PlanBase) -> PlanOptions:
 
 
 def _with_step(given: PlanInputs, rules: Rules, base: PlanBase) -> tuple[Rules, dict[str, Any]]:
-    """Return the rules with the step that the arguments ask for, and a batch's ``step`` as broker.yaml has it.
+    """Return the rules with the requested step, and the setting ``step`` for broker.yaml.
 
-    The second value is empty for steps that are numbers of packs. Raises UserError for contradicting arguments, and
-    for batches whose number of samples is not known.
+    The second value is empty if a step is a number of packs. Raises UserError if arguments contradict each other, or
+    if the number of samples in a batch is not known.
     """
     if given.packs is not None and given.batch is not None:
         raise UserError(

@@ -97,7 +97,10 @@ def attempt(env: Mapping[str, str]) -> str:
 
 
 def with_secrets(listen: Mapping[str, str], env: Mapping[str, str]) -> Mapping[str, str]:
-    """Return ``env`` with the broker's own key and HTTP token, as far as ``listen`` names them and ``env`` does not."""
+    """Return ``env`` with the paths of the broker's own key and HTTP token that ``listen`` names.
+
+    Variables that ``env`` already has stay unchanged.
+    """
     found = dict(env)
     if "keys" in listen:
         found.setdefault(KEY_FILE, str((Path(listen["keys"]) / "broker.key").absolute()))

@@ -14,11 +14,11 @@ Measure = Literal["waits", "cost"]
 MOST_ROWS = 16
 """Most ranks of a table; more ranks are a map."""
 LEAST = 0.001
-"""Least share of its time that a rank waits for its cause to be shown."""
+"""The cause of a rank's wait is shown if the rank waits for at least this share of its time."""
 _SHADES = ("·", "░", "▒", "▓", "█")
 _COLOURS = ("green", "green", "yellow", "dark_orange", "red")
 _BOUNDS: dict[Measure, tuple[float, ...]] = {"waits": (0.01, 0.05, 0.15, 0.40), "cost": (0.95, 1.02, 1.05, 1.15)}
-"""Values from which on a cell has the next shade."""
+"""Least value for each shade of a cell but the first."""
 _TITLES = {"waits": "data wait, share of time", "cost": "cost of the last step / mean of all ranks"}
 _WORST = 8
 

@@ -1,6 +1,6 @@
 """The view of a broker that ``streampack top`` and ``streampack status`` show: its status and recent rates.
 
-A status counts from the start of the broker. A figure "lately" is the difference to a status about 10 s earlier, of the
+A status counts from the start of the broker. A *recent* figure is the difference to a status about 10 s earlier, of the
 same broker and of the same process of a rank. Without an earlier status, it counts from the start. Time is the broker's
 uptime.
 """
@@ -22,7 +22,7 @@ Point = tuple[float, float]
 """(uptime in seconds, tokens since the start)."""
 
 LATELY_S = 10.0
-"""Time over which figures "lately" are taken, in seconds."""
+"""Time over which recent figures are taken, in seconds."""
 HISTORY_S = 300.0
 """Time that the chart of tokens/s shows, in seconds."""
 SMOOTH_S = 10.0
@@ -47,7 +47,7 @@ class Rank:
     ahead: int
     """Steps received and not returned."""
     waits: float | None
-    """Data wait lately, as a share of its time; None if not known."""
+    """Recent data wait, as a share of the rank's time; None if not known."""
     cause: str
     """Main cause of the data wait; empty without a wait."""
     cost: float | None
@@ -96,7 +96,7 @@ class FeedView:
     rates: tuple[Point, ...]
     """Points for ``rates_of``."""
     starved: dict[str, float]
-    """Data wait lately by cause, as a share of all ranks' time."""
+    """Recent data wait by cause, as a share of all ranks' time."""
     starved_streams: dict[str, float]
     """The part of the cause ``stream``, by stream."""
     ranks: tuple[Rank, ...]

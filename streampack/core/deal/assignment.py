@@ -2,7 +2,7 @@
 
 In stream mode these are the packs that FORM made. In batch mode the number of FORM's packs depends on the samples, but
 every rank must get the same number of packs (``num_packs``). So packs are split in two, then empty packs are added. A
-split pack keeps its number and the dearer part of its samples; the other part gets a number behind all of FORM's.
+split pack keeps its number and the costlier part of its samples; the other part gets a number behind all of FORM's.
 Samples keep their order, so a part fits the budget that the whole pack fitted. A split never divides a group that is
 kept in one pack.
 
@@ -56,7 +56,7 @@ def split(bounds: I64, costs: I64, keeps: NDArray[np.uint8], count: int) -> tupl
     first = np.searchsorted(begins, bounds)  # items of each pack
     item_costs = np.add.reduceat(costs, begins)
     sums = np.append(0, np.cumsum(item_costs))[first]
-    # Only the dearest packs are split: as many as there are packs to add. Ties: the pack that comes first.
+    # Only the costliest packs are split: as many as there are packs to add. Ties: the pack that comes first.
     can = np.flatnonzero(np.diff(first) > 1)
     dearest = np.sort(can[np.argsort(-np.diff(sums)[can], kind="stable")[: count - len(bounds) + 1]])
     spans = [range(first[pack], first[pack + 1]) for pack in dearest.tolist()]

@@ -1,22 +1,22 @@
 """Packs of one step that take equally long: samples are assigned to ranks and micro-batches by their cost.
 
 Ranks wait for each other at each micro-batch, so a step takes as long as its *critical path*. That is the cost of the
-dearest pack of each micro-batch, summed over the micro-batches. If packs are filled first and dealt afterwards, samples
-cannot move to make them alike. Here packs are formed by cost:
+costliest pack of each micro-batch, summed over the micro-batches. If packs are filled first and dealt afterwards,
+samples cannot move to make them alike. Here packs are formed by cost:
 
 - *By rank*: samples go to ranks by largest differencing, once with equal numbers of samples and once with any numbers.
   Then each rank's samples go to its packs by largest differencing again (``karmarkar_karp``). If that breaks the
-  budget, they go dearest first, each to the rank's cheapest pack with room ("longest processing time": Graham, SIAM J.
-  Appl. Math. 17, 1969). The dearest packs of all ranks share a micro-batch, so do the second dearest, and so on. Both
-  results are leveled, and the one with the shorter critical path is taken. Any sizes are allowed only if the dearest
-  rank gets no more work.
-- *By cost*: samples go dearest first, each to the cheapest pack of all with room, and packs of similar cost share a
+  budget, they go costliest first, each to the rank's cheapest pack with room ("longest processing time": Graham, SIAM
+  J. Appl. Math. 17, 1969). The costliest packs of all ranks share a micro-batch, so do the second costliest, and so on.
+  Both results are leveled, and the one with the shorter critical path is taken. Any sizes are allowed only if the
+  costliest rank gets no more work.
+- *By cost*: samples go costliest first, each to the cheapest pack of all with room, and packs of similar cost share a
   micro-batch. This has room where a rank has too many tokens, and long samples need not be spread over all ranks.
-- Then packs are *leveled* by exchanges of samples. A sample of the dearest pack of a micro-batch goes to any other
+- Then packs are *leveled* by exchanges of samples. A sample of the costliest pack of a micro-batch goes to any other
   pack, and a cheaper sample, or none, comes back. The exchange that shortens the critical path most is made. Among
-  equal ones, the one that leaves both packs furthest below the dearest of their micro-batches is made. Leveling ends
+  equal ones, the one that leaves both packs furthest below the costliest of their micro-batches is made. Leveling ends
   when no exchange helps, or after ``LOOKS`` pairs of samples for each sample. In packs by rank no rank's work grows
-  beyond that of the dearest rank, so ranks stay as alike as differencing made them.
+  beyond that of the costliest rank, so ranks stay as alike as differencing made them.
 
 All values are integers, and ties go to the longer sample, then to the first: packs are a function of the lengths. The
 arguments ``work`` and ``slots`` int64 [n] are each sample's cost and padded tokens; a longer sample never costs less.
@@ -38,9 +38,9 @@ from streampack.core.packers.blocks.karmarkar_karp import karmarkar_karp
 LOOKS = 128
 """Pairs of samples that leveling looks at, for each sample."""
 MAX_DIFFERENCED = 2**16
-"""The most samples of a rank times its packs for which differencing is used; it takes time and memory for each."""
+"""Differencing is used up to this product of a rank's samples and packs: its time and memory grow with the product."""
 MAX_PLACED = 2**22
-"""The most samples times packs for which samples are placed by cost; placing looks at each pack."""
+"""Samples are placed by cost up to this product of samples and packs, because placing a sample looks at each pack."""
 MAX_TWICE = 2**7
 """The most samples of a step for which packs by rank are formed twice: few samples leave more to chance."""
 MAX_SAMPLES = 2**13

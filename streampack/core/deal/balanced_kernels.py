@@ -19,12 +19,12 @@ from streampack.core.model.samples import I64
 def difference(costs: I64, parts: int, step: int) -> I64:
     """Split items into ``parts`` of nearly equal cost by largest differencing; return the part of each, int64 [n].
 
-    ``costs`` int64 [n], dearest first. ``step``: 1, or ``parts`` for parts of equal sizes. Parts are numbered as
+    ``costs`` int64 [n], costliest first. ``step``: 1, or ``parts`` for parts of equal sizes. Parts are numbered as
     ``karmarkar_karp`` returns them.
     """
     num_items = len(costs)
     num_partitions = -(-num_items // step)
-    # The parts of each partition that are not empty, dearest first, and the items of each as a chain.
+    # The parts of each partition that are not empty, costliest first, and the items of each as a chain.
     sums = np.zeros((num_partitions, parts), np.int64)
     first = np.zeros((num_partitions, parts), np.int64)
     last = np.zeros((num_partitions, parts), np.int64)
@@ -79,7 +79,7 @@ def difference(costs: I64, parts: int, step: int) -> I64:
 
 @njit(nogil=True, cache=True)
 def place(work: I64, slots: I64, rank_of: I64, dp: int, rows: int, budget: int, cap: int) -> tuple[I64, bool]:
-    """Put each sample, dearest first, into the cheapest pack that has room.
+    """Put each sample, costliest first, into the cheapest pack that has room.
 
     Returns the samples' packs, int64 [n], and True if all samples fit. The m-th pack of rank r is number m * dp + r. A
     sample goes to the rank in ``rank_of`` int64 [n], or to any rank where that is -1.
@@ -109,14 +109,14 @@ def best_by_arrays(
     Args:
         work: int64 [n], the cost of each sample.
         slots: int64 [n], the padded tokens of each sample.
-        mine: int64 [k], samples of the dearest pack of a micro-batch.
+        mine: int64 [k], samples of the costliest pack of a micro-batch.
         others: int64 [m], samples of other packs.
         theirs: int64 [m], the packs of ``others``.
         spare: int64 [packs], the most that each pack's work may grow.
         room: int64 [packs], free tokens of each pack.
-        slack: int64 [packs], cost of the dearest pack of the same micro-batch minus the pack's own.
+        slack: int64 [packs], cost of the costliest pack of the same micro-batch minus the pack's own.
         halves: int64 [packs], ``slack`` in the micro-batch of ``mine``, ``MOST`` elsewhere.
-        gap: Cost of the pack of ``mine`` minus that of the next dearest in its micro-batch.
+        gap: Cost of the pack of ``mine`` minus that of the next costliest in its micro-batch.
     """
     less = work[mine][:, None] - work[others]
     gain = np.minimum(np.minimum(less, gap), halves[theirs] - less) - np.maximum(less - slack[theirs], 0)

@@ -2,13 +2,14 @@
 
 Ranks run in lock step, so the packs of one micro-batch index, which run at the same moment, should cost the same. The
 ranks' totals come second. Packs are sorted by cost, ties by number, and each ``dp`` consecutive packs share an index.
-No other assignment has a smaller sum of the dearest packs of all indices. The totals decide which rank gets which pack:
+No other assignment has a smaller sum of the costliest packs of all indices. The totals decide which rank gets which
+pack:
 
-- ``deal``: within an index the dearest pack goes to the rank with the least load so far;
+- ``deal``: within an index the costliest pack goes to the rank with the least load so far;
 - ``karmarkar_karp``: by largest differencing with equal sizes, whole indices at a time. This leaves totals more alike
   (see ``karmarkar_karp``; ROLL and verl balance a batch so).
 
-In batch mode the packs of a step may not be a multiple of dp. Then ``split_dearest`` splits the dearest pack in two,
+In batch mode the packs of a step may not be a multiple of dp. Then ``split_dearest`` splits the costliest pack in two,
 again and again. It adds empty packs only when no pack can be split, because a rank runs a whole forward pass for an
 empty pack. A pack's parts fit its budget. ``arrange`` sets the order of the micro-batches, the same on all ranks. DEAL
 permutes, splits and pads with empty packs; it never moves a sample to another step.
@@ -81,10 +82,10 @@ def num_packs(packs: int, dp: int, micro_batch_multiple: int = 1, min_micro_batc
 
 
 def split_dearest(packs: Sequence[Sequence[int]], costs: I64, count: int) -> list[list[int]]:
-    """Split the dearest pack in two until there are ``count`` packs; add empty packs if none can be split.
+    """Split the costliest pack in two until there are ``count`` packs; add empty packs if none can be split.
 
     ``packs`` hold positions in ``costs`` int64 [n], the cost of each sample. Largest differencing halves a pack, and
-    samples keep their order. The dearer half keeps the pack's place, the other goes to the end. Ties go to the pack
+    samples keep their order. The costlier half keeps the pack's place, the other goes to the end. Ties go to the pack
     that comes first. No pack becomes empty, and none grows. Raises ValueError if there are more packs than ``count``.
 
     >>> split_dearest([[0, 1, 2], [3]], np.array([5, 3, 2, 4]), 4)
@@ -112,8 +113,8 @@ def split_dearest(packs: Sequence[Sequence[int]], costs: I64, count: int) -> lis
 def arrange(dealt: I64, costs: I64, order: str) -> I64:
     """Return ``dealt`` (int64 [m, dp]) with its rows, the micro-batches, in another ``order``.
 
-    ``packer`` orders by the first pack of each row. ``largest_first`` orders by the dearest pack of each, so that
-    memory is claimed once. ``small_at_edges`` puts the dearest in the middle, where a pipeline is full (ROLL, verl).
+    ``packer`` orders by the first pack of each row. ``largest_first`` orders by the costliest pack of each, so that
+    memory is claimed once. ``small_at_edges`` puts the costliest in the middle, where a pipeline is full (ROLL, verl).
     Whole rows move, so ranks stay in lock step; ``costs`` int64 [packs].
 
     >>> arrange(np.array([[0], [1], [2], [3], [4]]), np.array([8, 7, 6, 5, 4]), "small_at_edges").ravel().tolist()

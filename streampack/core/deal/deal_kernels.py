@@ -55,7 +55,7 @@ def loads(costs: I64, tokens: I64, dealt: I64, sums: I64, found: I64) -> tuple[f
     in the order of their numbers. It fills in ``found`` int64 [3, 3] with the least, the greatest and the sum of each
     row of ``sums``.
 
-    Returns a sum over the micro-batches with a cost above 0, and their number. The sum adds the dearest pack's cost
+    Returns a sum over the micro-batches with a cost above 0, and their number. The sum adds the costliest pack's cost
     divided by the mean cost.
     """
     ratios, rows, ranks = 0.0, 0, dealt.shape[1]

@@ -179,7 +179,7 @@ class Feed:
         return effects + self._outbox.hand_out() + self.steps.tell_starving(forming=False)
 
     def formed(self, event: Formed) -> list[Effect]:
-        """Make and serve the steps of a packer's choice; ignore it if the feed went back or forward since."""
+        """Make and serve the steps of a packer's choice; ignore the choice if the feed has moved to another step."""
         if event.generation != self.planner.generation:
             return []
         return self._publish(self.planner.formed(event))

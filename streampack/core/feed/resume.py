@@ -24,7 +24,7 @@ def snapshot(rules: Rules, merge: AnyMerge, former: Former, floors: list[Floor] 
 
 
 def restore(taken: Snapshot, rules: Rules, merge: AnyMerge, former: Former) -> None:
-    """Restore a snapshot into a new merge and a new former; raise ValueError if its rules differ."""
+    """Restore a snapshot into a new merge and a new ``Former``; raise ValueError if its rules differ."""
     if taken.rules != rules.digest:
         raise ValueError(
             f"got a snapshot with rules digest {taken.rules}, expected {rules.digest}. The snapshot is from another run"

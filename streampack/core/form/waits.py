@@ -17,7 +17,7 @@ AT_ONCE = 1 << 14
 
 
 class Waits:
-    """Counts of the steps that a former's samples waited.
+    """Counts of the steps that the samples of a ``Former`` waited.
 
     ``window`` is the window's size in samples, ``packs`` the number of packs in a step. ``packs`` is None in batch
     mode, which has no window.

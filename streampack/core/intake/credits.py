@@ -1,7 +1,7 @@
 """Leases and credit: tell the holder of each partition where to begin, how much to send, and which samples are safe.
 
 A lease begins a *session*, at the next missing sample. When that position jumps, a new session begins, so that chunks
-on their way belong to an old session. Credit is absolute within a session; ``Intake.grant_seq`` and
+in flight belong to an old session. Credit is absolute within a session; ``Intake.grant_seq`` and
 ``Intake.grant_bytes`` compute it. Credit is sent when it has grown by a quarter, and repeated, so that a lost message
 does no harm. ``rebalance`` decides which producer holds a partition.
 """

@@ -30,7 +30,7 @@ from streampack.core.protocol.events import Effect
 from streampack.core.protocol.producer_messages import Mark
 
 DISCARDED = "discarded"
-"""Reason of pushed samples that are lost because trainers went back to before they add_chunk."""
+"""Reason of pushed samples that are lost because trainers went back to an earlier step."""
 
 
 class PartitionRecords:

@@ -169,7 +169,7 @@ class Producers:
         if p in self.failures:
             return f"{text}: {self.failures[p]}"
         if holder is None:
-            how = "a streampack.Producer of it" if stream.terms.pushed else "one with 'streampack produce'"
+            how = "a streampack.Producer for it" if stream.terms.pushed else "one with 'streampack produce'"
             return f"{text} (no producer offers it; start {how})"
         return f"{text} (held by the producer at {holder.where})"
 

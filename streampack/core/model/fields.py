@@ -75,7 +75,7 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
                 f"reserved for images, which this version does not support"
             )
         if not _NAME.fullmatch(self.name) or self.name in DERIVED:
-            why = "every pack has its own attribute with this name" if self.name in DERIVED else "this is no identifier"
+            why = "packs have their own attribute with this name" if self.name in DERIVED else "it is not an identifier"
             raise ValueError(f"got the name {self.name!r}, expected another name, because {why}")
         if self.axis == "sample" and (self.align != "token" or self.cp != "slice"):
             raise ValueError(

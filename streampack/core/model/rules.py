@@ -54,9 +54,9 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
 
     Attributes:
         kind: ``none`` deals packs in order, ``deal`` by cost. ``joint`` forms packs of equal cost (``packers.joint``).
-        order: Order of each rank's micro-batches. ``packer`` is that of forming, the default with kind ``none``. The
-            default with other kinds is ``largest_first``. With ``small_at_edges`` the dearest micro-batches are in the
-            middle, where a pipeline is full.
+        order: Order of each rank's micro-batches. ``packer`` keeps the packer's order, the default with kind ``none``.
+            The default with other kinds is ``largest_first``. With ``small_at_edges`` the costliest micro-batches are
+            in the middle, where a pipeline is full.
         hidden_size: Hidden size of the model; it replaces ``a`` and ``b``.
         a: Cost of a token.
         b: Cost of a pair of tokens.

@@ -80,8 +80,7 @@ def way_back(packs: Iterable[Sequence[int]]) -> I64:
     counts = np.bincount(order[(order >= 0) & (order < len(order))], minlength=len(order))
     if (wrong := np.flatnonzero(counts != 1)).size:
         raise SampleError(
-            f"got sample {wrong[0]} {counts[wrong[0]]} times in packs of {len(order)} samples, expected each sample "
-            f"once"
+            f"sample {wrong[0]}: got {counts[wrong[0]]} occurrences in packs of {len(order)} samples, expected 1"
         )
     back = np.empty(len(order), np.int64)
     back[order] = np.arange(len(order))

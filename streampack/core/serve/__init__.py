@@ -19,7 +19,7 @@ pure (R4). A step goes to a rank once four things hold:
 - The log is safe up to the step's record (``feed.outbox``), so the step is formed.
 - The rank takes part in the attempt, which begins when all ranks are ready (``RankRegistry.all_wait``).
 - The rank has asked for the step (``Get``).
-- Bytes on their way to this rank, and to all ranks, are below their limits (``deal.part_flow``).
+- Bytes in flight to this rank, and to all ranks, are below their limits (``deal.part_flow``).
 
 A rank is dead after ``READER_SILENT_S`` or three ping intervals of silence (``Readers.tick``). If another process
 claims the rank, ``CLAIM_S`` is enough (``AttemptCoordinator._decide``).

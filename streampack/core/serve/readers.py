@@ -233,7 +233,7 @@ class Readers:
         return effects + self.steps.tell_starving()
 
     def _is_behind(self, receiver: Receiver) -> bool:
-        """Return whether a receiver waits for parts that are on their way, not for a step to be formed."""
+        """Return whether a receiver waits for parts that are in flight, not for a step to be formed."""
         flow = receiver.flow
         return bool(flow.queued) and not self.steps.formed_upto <= flow.sent_upto < flow.want_stop
 

@@ -36,7 +36,7 @@ from streampack.core.serve.step_source import StepSource
 from streampack.core.stats.data_wait import Missing, NextWaits, Starvation
 
 MOST_QUEUED = 8 << 20
-"""Most bytes on their way to one reader: later messages wait behind them, for 8 s on a link of 1 MB/s."""
+"""Most bytes in flight to one reader: later messages wait behind them, for 8 s on a link of 1 MB/s."""
 KEPT_CHAINS = 4096
 """Number of the last steps whose digests are remembered."""
 OUT = 1 << 62
@@ -47,7 +47,7 @@ class RankProgress(NamedTuple):
     """The progress of one rank's reader, with the metrics of its client.
 
     Steps count in iteration ``round``; ``silent_s`` is the seconds since the reader's last message. ``queued_bytes`` is
-    0 if ``by_relay``: the parts are on their way to the relay.
+    0 if ``by_relay``: the parts are in flight to the relay.
     """
 
     ranks: Ranks
@@ -285,7 +285,7 @@ class StepServer:
         return relay
 
     def move(self, reader: Reader, step: int, host: str) -> None:
-        """Send to a reader over its new connection; the parts on their way to the old one are lost.
+        """Send to a reader over its new connection; the parts in flight to the old one are lost.
 
         ``step`` is the first step that the reader's trainer is not done with.
         """
@@ -335,7 +335,7 @@ class StepServer:
             self.flows.not_sent(receiver.flow, (message.step, message.part), message.resend)
 
     def most_queued(self, receiver: Receiver) -> int:
-        """Return the most bytes that may be on their way to one reader, or to one relay."""
+        """Return the most bytes that may be in flight to one reader, or to one relay."""
         share = self.flows.leaving_bytes // max(self._registry.num_ranks, 1)
         return min(MOST_QUEUED, share * max(len(receiver.readers), 1))
 
@@ -484,7 +484,7 @@ class StepServer:
             return served
         if not wants or flow.sent_upto < self.formed_upto:
             to = "the relay of this rank" if receiver.is_relay else "this rank"
-            detail = f"step {flow.sent_upto}: {flow.queued_bytes} bytes are on their way to {to}"
+            detail = f"step {flow.sent_upto}: {flow.queued_bytes} bytes are in flight to {to}"
             return self._send_wait(receiver, Missing("network", detail))
         if self._missing is None:
             self._missing = self._source.waiting_for()

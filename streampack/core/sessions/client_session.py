@@ -193,7 +193,7 @@ class ClientSession:
     _done_upto: int = 0
     """The trainer is done with every step before."""
     _going_on: int = -1
-    """Lineage in which this reader was attached since it began; -1 if it was not."""
+    """Lineage of the last ``Attached`` message since this reader began to read; -1 before that message."""
     _resend: int = 0
     """Number of the last request to send again."""
     _next: tuple[int, int] = (0, 0)

@@ -216,7 +216,7 @@ def _slot(buffer: bytes, table: int, slot: int) -> int:
     """Return the offset of field number ``slot`` of the flatbuffer table at ``table``; 0 if the field is absent."""
     vtable = table - struct.unpack_from("<i", buffer, table)[0]
     if vtable < 0:
-        raise ValueError("a table outside of the buffer")
+        raise ValueError("a table lies outside the buffer")
     if 4 + 2 * slot >= struct.unpack_from("<H", buffer, vtable)[0]:
         return 0
     offset = struct.unpack_from("<H", buffer, vtable + 4 + 2 * slot)[0]

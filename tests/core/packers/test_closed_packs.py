@@ -135,9 +135,9 @@ def test_the_way_back_restores_the_order_of_samples(name: str, lengths: list[int
 @pytest.mark.parametrize(
     ("packs", "message"),
     [
-        ([[0, 1], [1]], "got sample 1 2 times in packs of 3 samples, expected each sample once"),
-        ([[0], [2]], "got sample 1 0 times in packs of 2 samples, expected each sample once"),
-        ([[-1], [0]], "got sample 1 0 times in packs of 2 samples, expected each sample once"),
+        ([[0, 1], [1]], "sample 1: got 2 occurrences in packs of 3 samples, expected 1"),
+        ([[0], [2]], "sample 1: got 0 occurrences in packs of 2 samples, expected 1"),
+        ([[-1], [0]], "sample 1: got 0 occurrences in packs of 2 samples, expected 1"),
     ],
 )
 def test_packs_that_are_no_permutation_have_no_way_back(packs: list[list[int]], message: str) -> None:

@@ -1,8 +1,9 @@
 """``best_fit_decreasing``: longest first, each into the fullest pack with room.
 
 The packs are those of TRL's ``bfd`` packing. Ties of length go to the earlier sample. Among equally full packs, the one
-that became so first is taken. It needs at most 11/9 of the best number of packs, plus 4: Johnson, Demers, Ullman, Garey
-and Graham, SIAM J. Comput. 3 (1974), "Worst-case performance bounds for simple one-dimensional packing algorithms".
+that reached this fill first is taken. It needs at most 11/9 of the best number of packs, plus 4: Johnson, Demers,
+Ullman, Garey and Graham, SIAM J. Comput. 3 (1974), "Worst-case performance bounds for simple one-dimensional packing
+algorithms".
 
 The room left in packs is a set of integers up to the budget, kept as a trie of bitmaps. That is van Emde Boas's idea
 (1975) with a fixed width. The smallest sufficient room is found in O(log budget / 10), so n samples take O(n log n)

@@ -3,7 +3,7 @@
 Karmarkar and Karp, "The differencing method of set partitioning", UC Berkeley 1982. For k parts: Michiels, Korst, Aarts
 and van Leeuwen, "Performance ratios for the differencing method", STACS 2003. Each item begins as a partition of
 its own: one part holds the item, k - 1 parts are empty. Then the two partitions with the greatest spread between their
-parts are merged, again and again. A merge joins the dearest part of one with the cheapest of the other, and so on, so
+parts are merged, again and again. A merge joins the costliest part of one with the cheapest of the other, and so on, so
 that their differences cancel. With *equal sizes* each first partition
 holds k consecutive items by cost, one in each part. Then parts have as many items as each other, or one less.
 
@@ -52,7 +52,7 @@ class KarmarkarKarp(Tumbling):
     def pack(self, lengths: Sequence[int], budget: int, sizes: Sequence[int]) -> list[list[int]]:
         """Pack one block: return lists of positions in ``lengths``, which lie in 1..``budget``.
 
-        No pack is empty, and the dearest pack is last. Inside a pack, positions ascend. ``sizes`` are the samples in
+        No pack is empty, and the costliest pack is last. Inside a pack, positions ascend. ``sizes`` are the samples in
         each item.
         """
         cap = self.max_samples_per_pack or sum(sizes)
@@ -78,7 +78,7 @@ def karmarkar_karp(costs: Sequence[int], parts: int, *, equal_sizes: bool = Fals
         return []
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     step = parts if equal_sizes else 1
-    # A partition: negated spread, number (breaks ties), and its parts that are not empty, dearest first.
+    # A partition: negated spread, number (breaks ties), and its parts that are not empty, costliest first.
     partitions: list[tuple[int, int, list[Part]]] = []
     for number, start in enumerate(range(0, len(order), step)):
         first: list[Part] = [(costs[i], (i,)) for i in order[start : start + step]]
@@ -94,14 +94,14 @@ def karmarkar_karp(costs: Sequence[int], parts: int, *, equal_sizes: bool = Fals
 
 
 def _spread(partition: list[Part], parts: int) -> int:
-    """Return the cost of the dearest part minus that of the cheapest; parts not in the list are empty and cost 0."""
+    """Return the cost of the costliest part minus that of the cheapest; parts not in the list are empty and cost 0."""
     return partition[0][0] - (partition[-1][0] if len(partition) == parts else 0)
 
 
 def _merge(one: list[Part], other: list[Part], parts: int) -> list[Part]:
-    """Merge two partitions: the dearest part of ``one`` with the cheapest part of ``other``, and so on.
+    """Merge two partitions: the costliest part of ``one`` with the cheapest part of ``other``, and so on.
 
-    Lists are dearest first and leave out empty parts; ``parts`` is the number of parts with the empty ones.
+    Lists are costliest first and leave out empty parts; ``parts`` is the number of parts with the empty ones.
     """
     alone = parts - len(other)  # the first of ``one`` meet empty parts
     merged = [*one[:alone], *other[: parts - len(one)]]
@@ -127,14 +127,14 @@ def _flat(items: Items) -> list[int]:
 def difference_columns(rows: I64) -> I64:
     """Assign each number of a row to a column so that the columns' sums are nearly equal; return int64 [m, k].
 
-    ``rows`` int64 [m, k], each from dearest to cheapest. Every row of the result is a permutation: ``result[m, j]`` is
-    the column of ``rows[m, j]``. The method is largest differencing with equal sizes, a row at a time: O(m k log k).
+    ``rows`` int64 [m, k], each from costliest to cheapest. Every row of the result is a permutation: ``result[m, j]``
+    is the column of ``rows[m, j]``. The method is largest differencing with equal sizes, a row at a time: O(m k log k).
 
     >>> difference_columns(np.array([[9, 7], [4, 1]])).tolist()
     [[1, 0], [0, 1]]
     """
     count, width = rows.shape
-    # A partition: negated spread, number (breaks ties), and its columns' sums from dearest to cheapest.
+    # A partition: negated spread, number (breaks ties), and its columns' sums from costliest to cheapest.
     # Each merge adds to ``merged`` the two partitions, and the order that sorts their added sums.
     partitions = [(int(row[-1] - row[0]), m, row) for m, row in enumerate(rows)]
     heapify(partitions)
