@@ -109,9 +109,9 @@ def read_messages(messages: object) -> list[ChatMessage] | str:
 
 
 def pair_messages(prompt: object, completion: object) -> list[Any] | None:
-    """Join a prompt and its completion to one chat in which only the completion is learned; None if not chats.
+    """Join a prompt and its completion to one chat in which only the completion is learned.
 
-    ``prompt``: a list of messages. ``completion``: another list, or the text of an answer.
+    ``prompt``: a list of messages. ``completion``: another list, or the text of an answer. None for others.
     """
     if not isinstance(prompt, list):
         return None

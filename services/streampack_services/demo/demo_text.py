@@ -59,7 +59,8 @@ def write_shards(folder: Path, num_tokens: int, max_bytes: int) -> tuple[str, in
                 count += 1
             if count == before:
                 raise SourceError(
-                    "This machine has no sources of the Python standard library. Pass your own files with --source."
+                    "This machine does not have the source files of the Python standard library. Pass your own files "
+                    "with --source."
                 )
     return pattern, count
 

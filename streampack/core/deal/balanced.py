@@ -70,9 +70,10 @@ def balanced_packs(
 ) -> list[list[int]]:
     """Return the samples of each pack of a step, with a short critical path.
 
-    The step gets ``fewest`` packs, a multiple of dp. If the samples do not fit, it gets as many packs as ``full``
-    makes. ``full`` makes packs of the same samples by filling them. Packs by rank are taken if their critical path is
-    no longer than that of full packs. Otherwise the shorter of full packs and packs by cost is leveled.
+    The function ``full`` packs the same samples as full as possible. The step gets ``fewest`` packs, a multiple of
+    dp. If the samples do not fit, it gets as many packs as ``full`` returns. Packs by rank are returned if their
+    critical path is at most that of the full packs. Otherwise the function compares the full packs with packs by cost,
+    and levels those with the shorter path.
     """
     order = np.argsort(-slots, kind="stable")
     work, slots = work[order], slots[order]

@@ -12,12 +12,12 @@ from streampack.core.model.snapshot import Floor, Snapshot
 
 
 def snapshot(rules: Rules, merge: AnyMerge, former: Former, floors: list[Floor] | None = None) -> Snapshot:
-    """Return a snapshot of a merge and a former, which must not wait for a packer's choice.
+    """Return a snapshot of a merge and a ``Former``, which must not wait for a packer's choice.
 
     Args:
         rules: The rules with which the feed began.
         merge: The feed's merge.
-        former: The former, with the window and the pending packs.
+        former: The ``Former``, with the window and the pending packs.
         floors: Place to read each partition from after a restart.
     """
     return Snapshot(rules.digest, merge.state(), former.state(), floors or [])

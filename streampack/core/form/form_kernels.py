@@ -1,4 +1,4 @@
-"""The hot loops of FORM, compiled by numba if it is installed; each loop passes once over all samples in the former.
+"""The hot loops of FORM, compiled by numba if it is installed; each passes once over all samples in the ``Former``.
 
 Each kernel is plain Python over numpy arrays, so tests compare the kernel with its ``py_func``.
 """

@@ -1,13 +1,13 @@
-"""The former, which makes steps of admitted samples: it decides which samples are in a step, and in which packs.
+"""The ``Former``, which makes steps of admitted samples: it decides which samples are in a step, and in which packs.
 
 Steps are a function of the admitted order and the recorded rules. They never depend on the mesh, the clock or the speed
-of a producer. The former holds the samples in merge order: the window and the samples behind it. Choosing packs is the
-costly part, so it may run on another thread. ``request`` gives the arrays that a packer needs and ``apply`` takes its
-choice. Samples may be admitted in between, since they only join the end.
+of a producer. The ``Former`` holds the samples in merge order: the window and the samples behind it. Choosing packs is
+the costly part, so it may run on another thread. ``request`` gives the arrays that a packer needs and ``apply`` takes
+its choice. Samples may be admitted in between, since they only join the end.
 
 In batch mode (``Rules.batch``) a step is one batch, packed as a closed set. Samples behind the batch have no influence
-on its packs, and the number of packs depends on its samples. A batch consists of the first samples in the former. Their
-number is fixed, or the merge tells where the batch ends.
+on its packs, and the number of packs depends on its samples. A batch consists of the first samples in the ``Former``.
+Their number is fixed, or the merge tells where the batch ends.
 
 A group that is kept in one pack is one item of the packers (``items``). The window counts a group as one sample, and a
 group is packed only once all of its samples have come. A batch of a fixed number of samples ends with the group that
@@ -99,7 +99,7 @@ class Former:
 
     @property
     def lacks_samples(self) -> bool:
-        """True if the packer needed more samples than the former has, and no sample has come since."""
+        """True if the packer needed more samples than it got, and no sample has come since."""
         return self._asked_held == self.num_samples
 
     @property
@@ -132,7 +132,7 @@ class Former:
 
     @property
     def finished(self) -> bool:
-        """True if the former is closed, and every sample is in a step or dropped."""
+        """True if the ``Former`` is closed, and every sample is in a step or dropped."""
         return self.closed and not self.num_samples and not self._pending
 
     def held(self) -> I64:
@@ -171,7 +171,7 @@ class Former:
     def apply(self, choice: Choice) -> list[PlannedStep]:
         """Move the samples that the packer chose for the last ``request`` into packs; return the completed steps.
 
-        Raises InternalError if the former does not have a chosen item.
+        Raises InternalError if the ``Former`` does not have a chosen item.
         """
         num_held = len(self._handles)
         taken, waited = np.empty(num_held, np.int64), np.empty(len(choice.indices), np.int64)
@@ -250,7 +250,7 @@ class Former:
         )  # fmt: skip
 
     def load(self, state: FormState) -> None:
-        """Restore a state in an empty former of the same rules; add the state's samples to the table."""
+        """Restore a state in an empty ``Former`` of the same rules; add the state's samples to the table."""
         self.next_step, self.chain, self.closed = state.next_step, state.chain, state.closed
         rows = np.concatenate([np.frombuffer(each, ROW) for each in (state.window, state.pending)])
         handles, pending = np.split(self._table.enter(rows, state.keeps), [len(state.ages)])

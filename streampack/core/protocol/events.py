@@ -1,4 +1,4 @@
-"""Events and effects that the state machines of both ends share: the roots, time, and one connection."""
+"""Events and effects that all state machines share: the base classes, the time, and messages of the broker."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ class TarShard:
         return dict.fromkeys((key for _, key in self._fields.keys), row) if isinstance(row, str) else row
 
     def where(self, sample: int) -> str:
-        """Return the file and key of a sample, for messages; the error's text for a damaged one."""
+        """Return the file and key of a sample, for messages; for a damaged sample, the text of the error."""
         return self._damage if self._ranks[sample] == _DAMAGED else f"{self._file.name}:{self._keys[sample]}"
 
 
