@@ -205,7 +205,8 @@ class AttemptCoordinator:
         members = [reader for reader in readers if reader.round == self.round]
         self._steps.begin(reader.mesh.ranks for reader in readers)
         step = min(reader.first_step for reader in members)
-        text = f"attempt {self.number} of feed {self._feed!r} begins at step {step}: all {len(readers)} ranks are ready"
+        ready = f"all {len(readers)} ranks are ready" if len(readers) > 1 else "its only rank is ready"
+        text = f"attempt {self.number} of feed {self._feed!r} begins at step {step}: {ready}"
         effects: list[Effect] = [Report("info", text, feed=self._feed, attempt=self.number, step=step)]
         brought = [reader.snapshot for reader in members if reader.snapshot is not None]
         away = step < self._steps.released_upto or (step > self._steps.formed_upto and self._steps.end is None)
