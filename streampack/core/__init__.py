@@ -41,19 +41,6 @@ To add something:
 - A metric: one field in ``streampack_services.broker.status``, its value in ``Reporter.take``, and one row in
   ``streampack_services.http.metrics``.
 
-Ten rules keep delivery exactly once. Modules cite them by number. Each test of ``tests/simulation/test_mutants.py``
-breaks one rule in the code, and shows that the simulation notices.
-
-- R1. ``durable_seq`` covers only entries of the log that are safe. Until then the producer of a stream that cannot be
-  read again keeps its samples.
-- R2. The digest of a step, and every decision before it, are safe in the log before the step, or the end, is sent.
-- R3. A step is published whole: all its packs, to all ranks, or not at all.
-- R4. Reads are pure. Asking for step k again gives the same bytes. Only ``done_upto`` moves, and only upward.
-- R5. Fencing: broker epoch over attempt (trainers) over session (producers). A message of a lower number is dropped, a
-  higher number is adopted. Every hello, gap and rewind begins a new session.
-- R6. Credits are absolute: a producer sends only below ``grant_seq`` and ``grant_bytes`` of its session.
-- R7. A record is deleted from the log only if neither the oldest kept checkpoint nor the slowest rank needs it.
-- R8. The end of a feed is recorded once, and nothing follows it.
-- R9. Control messages are idempotent, carry state and are repeated. Every client pings from its main loop, always.
-- R10. A snapshot holds the window, delayed outliers and pending packs, as references with checksums.
+Ten rules, R1 to R10, keep delivery exactly once; modules cite them by number. ``docs/concepts/exactly-once.md`` defines
+each rule, and names a test of ``tests/simulation/test_mutants.py``, which breaks the rule in the code.
 """

@@ -408,12 +408,15 @@ def test_every_failure_that_is_promised_has_tests_that_are_there() -> None:
     assert set(named) <= there | {path.stem for path in paths if path.parts[0] == "integration"}
 
 
-def test_every_rule_is_on_the_page_once_with_a_mutant_that_breaks_it() -> None:
-    """Rules are those of ``streampack.core``; each names a mutant that breaks it."""
-    stated = re.findall(r"^- (R\d+)\. ((?:.+\n?)(?:  .+\n?)*)", streampack.core.__doc__ or "", re.M)
+def test_every_rule_is_defined_once_on_the_page_with_a_mutant_that_breaks_it() -> None:
+    """No other page or module defines a rule, and modules cite only rules of the page."""
     mutants = (ROOT / "tests/simulation/test_mutants.py").read_text()
     page = PAGES[ROOT / "docs/concepts/exactly-once.md"]
     rows = re.findall(r"^\| (R\d+) \|(?:[^|]+\|){2} \[`(\w+)`\]\(.*test_mutants.py\) \|$", page, re.M)
-    assert [rule for rule, _ in rows] == [rule for rule, _ in stated]
-    assert len(rows) == 10
+    assert [rule for rule, _ in rows] == [f"R{number}" for number in range(1, 11)]
     assert [name for rule, name in rows if not re.search(rf'@mutant\("{rule}".*\)\ndef {name}\(', mutants)] == []
+    code = {path: path.read_text() for top in ("streampack", "services") for path in (ROOT / top).rglob("*.py")}
+    defined = [path for path, text in (PAGES | code).items() if re.search(r"^\W*R\d+(?:\.| \|)", text, re.M)]
+    assert defined == [ROOT / "docs/concepts/exactly-once.md"]
+    cited = {rule for text in code.values() for rule in re.findall(r"\bR\d+\b", text)}
+    assert cited <= {rule for rule, _ in rows}
