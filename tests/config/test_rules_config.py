@@ -539,7 +539,7 @@ def test_fields_with_a_meaning_need_no_more_than_their_names() -> None:
         (
             "input_ids",
             {"dtype": "int32"},
-            "got the name 'input_ids', expected another name, because every pack has its",
+            "got the name 'input_ids', expected another name, because packs have their own",
         ),
         ("a b", {"dtype": "int8"}, "it is not an identifier"),
         ("a", {"dtype": "int8", "pad": 128}, "got the value 128, expected a value of dtype int8"),

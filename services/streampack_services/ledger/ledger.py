@@ -234,7 +234,7 @@ class Ledger:
             self._tables.insert("rejected", (lsn, stream, lo, hi, indices.astype("<i8").tobytes(), said))
 
     def _add_chunk(self, lsn: int, chunk: ChunkAdmitted) -> None:
-        """Add how far a partition was admitted, and the samples of the chunk that were rejected or dropped."""
+        """Add the partition's number of admitted samples, and the chunk's samples that were rejected or dropped."""
         lengths = np.frombuffer(chunk.lengths_u32, "<u4").astype(np.int64)
         feed = self.history.feed_of(chunk.stream)
         if feed is None:

@@ -178,8 +178,8 @@ def _read_index(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], SourceError | None]:
     """Return (sizes in ids, pointers in bytes, error) of the sequences of ``run``.
 
-    The error is None if the sequences lie end to end. Else it applies unless the whole index covers the .bin once, in
-    another order. Raises SourceError for a sequence outside the .bin.
+    The error is None if the sequences lie end to end. Otherwise, ignore the error if the whole index covers the .bin
+    exactly once, in another order. Raises SourceError for a sequence outside the .bin.
     """
     more = min(len(run) + 1, pair.sequences - run.start)  # the last must end where the next run begins
     sizes, pointers = _entries(file, pair, run.start, more)
