@@ -4,7 +4,7 @@
 - ``deal``: the order of packs and micro-batches, so that packs of equal cost run at the same moment.
 - ``dynamic_batches``: padded micro-batches, for models that do not take packs.
 - ``dealt_steps``: steps dealt on a mesh, with all packs of a rank together.
-- ``part_flow``: the flow of a step's parts to one receiver, and the bytes on their way.
+- ``part_flow``: the flow of a step's parts to one receiver, and the bytes in flight.
 - ``step_cache``: steps that are dealt once for a mesh, and the messages of a step for each rank or host.
 - ``node_parts``: messages for a whole host, and their split into those that each rank would get directly.
 - ``mesh_validation``: the reasons that the rules cannot serve a mesh.

@@ -331,7 +331,7 @@ class ClientSession:
 
     @property
     def has_all_requested(self) -> bool:
-        """True if no requested step is on its way to this client."""
+        """True if no requested step is in flight to this client."""
         return self.phase.attached and not self._assembling and not self._wants_steps() and self._question is None
 
     def _unsent(self, message: Message) -> None:

@@ -49,7 +49,7 @@ SILENT_S = 15.0
 BROKER_SILENT_S = 5.0
 """Seconds without a message of the broker after which the relay reports this to its readers."""
 MOST_QUEUED = 32 << 20
-"""Most bytes on their way to one local reader."""
+"""Most bytes in flight to one local reader."""
 _TICK_S = 1.0
 """Most seconds that one tick adds to the broker's silence: more means that the process was stopped."""
 
@@ -421,9 +421,9 @@ class RelaySession:
         elif said is not None:
             reason, detail = said.reason, said.detail
         elif self._is_starving(reader):
-            reason, detail = "network", f"step {flow.sent_upto}: its parts are on their way to the relay"
+            reason, detail = "network", f"step {flow.sent_upto}: its parts are in flight to the relay"
         else:
-            reason, detail = "relay", f"step {flow.sent_upto}: {flow.queued_bytes} bytes are on their way to this rank"
+            reason, detail = "relay", f"step {flow.sent_upto}: {flow.queued_bytes} bytes are in flight to this rank"
         stream, batch = (said.stream, said.batch) if said is not None and not silent_s else (None, False)
         wait = Wait(
             feed=feed.name, step=flow.sent_upto, part=flow.sent_part, resend=flow.resend, reason=reason, detail=detail,

@@ -58,7 +58,7 @@ class RoutedClient:
         if isinstance(event, FromRelay):
             return self._from_relay(route, event.envelope)
         if isinstance(event, FromBroker) and route.by_relay:
-            return []  # it was on its way when the route changed
+            return []  # it was in flight when the route changed
         effects = self.session.handle(event)
         if isinstance(event, Tick):
             effects += self._follow(route.tick(event.now, self.session.has_all_requested))
