@@ -4,7 +4,7 @@ The bytes that are sent and not confirmed are bounded, for each receiver and for
 fill the memory. A part is sent again only if the receiver proves that it was lost: its request has a higher ``resend``
 than before.
 
-The broker has a flow for each reader that it sends to directly and for each relay; a relay has one for each of its
+The broker has a flow for each relay, and for each reader that it sends to directly. A relay has a flow for each of its
 readers. The module knows places and sizes of parts, and no steps.
 """
 

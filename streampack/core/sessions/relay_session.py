@@ -1,11 +1,11 @@
 """A relay's side of the protocol, as a pure state machine: ``handle(event) -> effects``.
 
-A relay is one reader to the broker and a broker to the readers of its host. Towards the broker it behaves as a client
-(``client_session``) for all its readers: one request and one ping, and proof of loss before parts are sent again.
-Towards readers it behaves as the broker's step server: it sends the parts that they request, and bounds the bytes on
-their way (``deal.part_flow``).
+A relay is one reader to the broker and a broker to the readers of its host. To the broker it behaves as one client
+(``client_session``). It sends one request and one ping for all its readers, and proves a loss before parts are sent
+again. To readers it behaves as the broker's step server: it sends the parts that they request, and bounds the bytes in
+flight (``deal.part_flow``).
 
-It decides nothing about ranks, attempts or checkpoints. Those messages pass unchanged between the reader and the
+It decides nothing about ranks, attempts or checkpoints. Messages about them pass unchanged between the reader and the
 broker, under the reader's name. ``done_upto`` of a reader is always what the reader returned, never what the relay has.
 """
 

@@ -1,10 +1,11 @@
-"""The way of a client's messages: through the relay of its host, or to the broker itself. A pure state machine.
+"""The route of a client's messages: through the relay of its host, or to the broker itself. A pure state machine.
 
-A client with a relay begins there. It continues with the broker if the relay's connection ends, if the relay sends it
-away (``Elsewhere``), if the relay does not answer its pings, or if the broker has not answered the relay for long. It
-asks the relay from time to time whether it works again. Once the relay has answered for ``HEALTHY_S`` without a gap,
-the client returns when it has every step that it has requested, so that nothing is sent twice. Clients return at
-different times, which depend on their names.
+A client with a relay begins there. It continues with the broker if the relay's connection ends, or if the relay
+sends it away (``Elsewhere``). It also does so if the relay does not answer its pings, or if the broker has not answered
+the relay for long. Then it asks the relay from time to time whether the relay works again. The client returns once the
+relay has answered for ``HEALTHY_S`` without a gap. It first waits for every step that it has requested, so that nothing
+is sent twice.
+Clients return at different times, which depend on their names.
 """
 
 from __future__ import annotations
