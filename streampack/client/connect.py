@@ -89,8 +89,9 @@ def connect(
 
     The loader prefetches in a thread of its own. Iterate it for packs, or iterate ``loader.steps()`` for steps.
 
-    If a relay runs on this host ('streampack relay'), the loader reads through the relay, and from the broker itself
-    while the relay does not work. The environment variable STREAMPACK_RELAY names a relay's address, or ``off``.
+    If a relay runs on this host ('streampack relay'), the loader reads through the relay. While the relay does not
+    work, it reads from the broker itself. The environment variable STREAMPACK_RELAY names a relay's address, or
+    ``off``.
 
     A finite feed can be iterated again: each ``for`` and each ``steps()`` begins at the first step, once all ranks have
     begun the same iteration. On an infinite feed, a new ``for`` goes on with the next step.
