@@ -498,6 +498,7 @@ def test_a_peer_that_is_gone_with_all_slots_does_not_starve_the_others() -> None
         node.ranks[0].connection.down.clear()
         node.now += 2 * ASK_S
         for _ in range(2):
+            node.make(0, LEAST_BYTES)  # one that is in no slot
             node.send(1, [0])
             node.settle()
         assert node.by_reference == 1
