@@ -59,32 +59,27 @@ class DealtStep:
     widths_u32: bytes
     rows_u32: bytes
 
-    def columns(self, spans: list[tuple[int, int]]) -> tuple[dict[str, bytes], Contents]:
+    def columns(self, spans: list[tuple[int, int]]) -> tuple[tuple[bytes, ...], Contents]:
         """Return the columns of the packs [a, b) of each span, one span after another, and the packs.
 
         ``spans`` are ascending. Spans that meet are one slice of each column.
         """
-        found = [self._slice(a, b) for a, b in _joined(spans)]
-        if len(found) == 1:
-            return found[0]
+        spans = spans if len(spans) == 1 else _joined(spans)
+        if len(spans) == 1:
+            return self._slice(*spans[0])
+        found = [self._slice(a, b) for a, b in spans]
         columns, packs = zip(*found, strict=True)
-        joined = {name: b"".join(each[name] for each in columns) for name in columns[0]}
+        joined = tuple(map(b"".join, zip(*columns, strict=True)))
         return joined, Contents(*map(np.concatenate, zip(*packs, strict=True)))
 
-    def _slice(self, a: int, b: int) -> tuple[dict[str, bytes], Contents]:
+    def _slice(self, a: int, b: int) -> tuple[tuple[bytes, ...], Contents]:
         """Return the columns of packs [a, b), and the packs."""
         c, d = self.bounds[a], self.bounds[b]
-        columns = {
-            "packs_u32": self.numbers_u32[4 * a : 4 * b],
-            "counts_u32": self.counts_u32[4 * a : 4 * b],
-            "loss_tokens_u32": self.loss_tokens_u32[4 * a : 4 * b],
-            "lengths_u32": self.lengths_u32[4 * c : 4 * d],
-            "streams_u32": self.streams_u32[4 * c : 4 * d],
-            "indices_u64": self.indices_u64[8 * c : 8 * d],
-            "parts_u32": self.parts_u32[4 * c : 4 * d],
-            "widths_u32": self.widths_u32[4 * a : 4 * b],
-            "rows_u32": self.rows_u32[4 * a : 4 * b],
-        }
+        columns = (
+            self.numbers_u32[4 * a : 4 * b], self.counts_u32[4 * a : 4 * b], self.loss_tokens_u32[4 * a : 4 * b],
+            self.lengths_u32[4 * c : 4 * d], self.streams_u32[4 * c : 4 * d], self.indices_u64[8 * c : 8 * d],
+            self.parts_u32[4 * c : 4 * d], self.widths_u32[4 * a : 4 * b], self.rows_u32[4 * a : 4 * b],
+        )  # fmt: skip
         handles, counts, widths, aligns = self.contents
         return columns, Contents(handles[c:d], counts[a:b], widths[a:b], aligns[a:b])
 

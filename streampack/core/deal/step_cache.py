@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import asdict
 
 from streampack.core.deal.deal_stats import DealtFigures
 from streampack.core.deal.dealt_steps import DealtStep, StepDealer
@@ -29,11 +29,6 @@ PART_BYTES = 2 << 20
 """Bytes of payload in one message, about; a larger step is sent as several messages, its parts."""
 
 NOTHING = Contents(*[np.zeros(0, np.int64)] * 4)
-_SKIPPED: dict[str, Any] = {
-    "part": 0, "parts": 1, "first": 0, "micro_batches": 0, "frames": [], "packs_u32": b"", "counts_u32": b"",
-    "loss_tokens_u32": b"", "lengths_u32": b"", "streams_u32": b"", "indices_u64": b"", "parts_u32": b"",
-}  # fmt: skip
-"""Values of the message of a skipped step, which has no packs."""
 
 
 @dataclass(slots=True)
@@ -43,16 +38,6 @@ class _Kept:
     step: PlannedStep
     skipped: bool = False
     dealt: DealtStep | None = None
-
-
-class _MessageValues(NamedTuple):
-    """A message to be made: the values of a ``StepPart``, and those that a ``NodePart`` has beside them."""
-
-    values: dict[str, Any]
-    packs: Contents
-    dp_ranks: tuple[int, ...]
-    rank_part: int
-    rank_parts: int
 
 
 class KeptSteps:
@@ -96,10 +81,17 @@ class KeptSteps:
 
         If the step has fewer messages than ``begin``, all of them are yielded. ``resend`` is copied to the messages.
         """
-        frames = frames_for(self._rules.fields, mesh, self._layout)
-        rank = NodeRanks(mesh, (mesh.dp_rank,), (mesh.cp_rank,), frames)
-        for cut in self._cut(number, rank, begin, resend):
-            yield StepPart(**cut.values), cut.packs
+        kept = self._steps[number]
+        if kept.skipped:
+            yield self._skipped_part(kept.step, resend), NOTHING
+            return
+        dealt, frames = self._deal(kept, mesh), frames_for(self._rules.fields, mesh, self._layout)
+        each, most = dealt.each, self._most(mesh)
+        mine, parts = mesh.dp_rank * each, -(-each // most)
+        for part in range(begin if begin < parts else 0, parts):
+            first = part * most
+            spans = [(mine + first, mine + min(first + most, each))]
+            yield self._part(kept.step, dealt, spans, part, parts, first, frames, resend)
 
     def node_parts(
         self, number: int, node: NodeRanks, begin: int = 0, resend: int = 0
@@ -109,40 +101,63 @@ class KeptSteps:
         A message has one part of ``parts`` for a group of dp ranks, so that it holds about ``part_bytes`` of payload
         in all. The messages of all groups come before the next part. A step that is skipped is one message.
         """
-        for cut in self._cut(number, node, begin, resend):
-            yield NodePart(
-                **cut.values, dp_ranks=cut.dp_ranks, cp_ranks=node.cp_ranks, cp=node.mesh.cp, rank_part=cut.rank_part,
-                rank_parts=cut.rank_parts,
-            ), cut.packs  # fmt: skip
-
-    def _cut(self, number: int, node: NodeRanks, begin: int, resend: int) -> Iterator[_MessageValues]:
-        """Yield the messages of a step for the ranks of ``node``, from message ``begin`` on."""
-        kept, mesh = self._steps[number], node.mesh
-        step = kept.step
-        values = {
-            "feed": self._feed, "lineage": self.lineage, "step": step.number, "digest": step.digest,
-            "chain": step.chain, "num_loss_tokens": step.num_loss_tokens, "num_samples": step.num_samples,
-            "resend": resend,
-        }  # fmt: skip
+        kept, ranks = self._steps[number], node.dp_ranks
         if kept.skipped:
-            yield _MessageValues({**values, **_SKIPPED}, NOTHING, node.dp_ranks, 0, 1)
+            yield _for_node(self._skipped_part(kept.step, resend), node, ranks, 0, 1), NOTHING
             return
-        dealt = self._deal(kept, mesh)
-        each = dealt.each
-        pack_bytes = self._rules.budget // self._shares(mesh) * self._rules.token_bytes
-        most = max(1, self.part_bytes // pack_bytes)
-        size = max(1, self.part_bytes // (min(most, each) * pack_bytes * self._shards(node)))
-        groups = [node.dp_ranks[i : i + size] for i in range(0, len(node.dp_ranks), size)]
+        dealt = self._deal(kept, node.mesh)
+        each, most = dealt.each, self._most(node.mesh)
+        size = max(1, self.part_bytes // (min(most, each) * self._pack_bytes(node.mesh) * self._shards(node)))
+        groups = [ranks[i : i + size] for i in range(0, len(ranks), size)]
         rank_parts = -(-each // most)
         parts = rank_parts * len(groups)
-        values |= {"parts": parts, "micro_batches": each, "frames": node.frames}
         for part in range(begin if begin < parts else 0, parts):
             rank_part, group = divmod(part, len(groups))
-            first, stop = rank_part * most, min(rank_part * most + most, each)
-            columns, packs = dealt.columns([(rank * each + first, rank * each + stop) for rank in groups[group]])
-            yield _MessageValues(
-                {**values, **columns, "part": part, "first": first}, packs, groups[group], rank_part, rank_parts
-            )
+            first = rank_part * most
+            stop = min(first + most, each)
+            spans = [(rank * each + first, rank * each + stop) for rank in groups[group]]
+            plan, packs = self._part(kept.step, dealt, spans, part, parts, first, node.frames, resend)
+            yield _for_node(plan, node, groups[group], rank_part, rank_parts), packs
+
+    def _part(
+        self,
+        step: PlannedStep,
+        dealt: DealtStep,
+        spans: list[tuple[int, int]],
+        part: int,
+        parts: int,
+        first: int,
+        frames: list[str],
+        resend: int,
+    ) -> tuple[StepPart, Contents]:
+        """Return the message with the packs [a, b) of each span, and the packs."""
+        columns, packs = dealt.columns(spans)
+        numbers, counts, loss_tokens, lengths, streams, indices, pieces, widths, rows = columns
+        plan = StepPart(
+            feed=self._feed, lineage=self.lineage, step=step.number, part=part, parts=parts, first=first,
+            micro_batches=dealt.each, digest=step.digest, chain=step.chain, num_loss_tokens=step.num_loss_tokens,
+            num_samples=step.num_samples, frames=frames, packs_u32=numbers, counts_u32=counts,
+            loss_tokens_u32=loss_tokens, lengths_u32=lengths, streams_u32=streams, indices_u64=indices,
+            parts_u32=pieces, widths_u32=widths, rows_u32=rows, resend=resend,
+        )  # fmt: skip
+        return plan, packs
+
+    def _skipped_part(self, step: PlannedStep, resend: int) -> StepPart:
+        """Return the message of a skipped step, which has no packs."""
+        return StepPart(
+            feed=self._feed, lineage=self.lineage, step=step.number, part=0, parts=1, first=0, micro_batches=0,
+            digest=step.digest, chain=step.chain, num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples,
+            frames=[], packs_u32=b"", counts_u32=b"", loss_tokens_u32=b"", lengths_u32=b"", streams_u32=b"",
+            indices_u64=b"", parts_u32=b"", resend=resend,
+        )  # fmt: skip
+
+    def _pack_bytes(self, mesh: Mesh) -> int:
+        """Return the most payload bytes of a pack for one rank, without fields of axis ``sample``."""
+        return self._rules.budget // self._shares(mesh) * self._rules.token_bytes
+
+    def _most(self, mesh: Mesh) -> int:
+        """Return the most micro-batches of one rank in a message."""
+        return max(1, self.part_bytes // self._pack_bytes(mesh))
 
     def _shares(self, mesh: Mesh) -> int:
         """Return the number of cp ranks that share the tokens of a pack."""
@@ -176,3 +191,13 @@ class KeptSteps:
         if kept.dealt is None or kept.dealt.sizes != (mesh.dp, mesh.pp):
             kept.dealt = self._dealer.deal(kept.step, mesh, kept.dealt is None)
         return kept.dealt
+
+
+def _for_node(
+    plan: StepPart, node: NodeRanks, dp_ranks: tuple[int, ...], rank_part: int, rank_parts: int
+) -> NodePart:  # fmt: skip
+    """Return the message ``plan`` as one for the ranks of a host."""
+    return NodePart(
+        **asdict(plan), dp_ranks=dp_ranks, cp_ranks=node.cp_ranks, cp=node.mesh.cp, rank_part=rank_part,
+        rank_parts=rank_parts,
+    )  # fmt: skip

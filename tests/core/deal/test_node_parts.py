@@ -174,6 +174,21 @@ def test_a_host_gets_each_number_once(host: tuple[Formed, list[Mesh]]) -> None:
             assert all(any(view.obj is frame for frame in payload) for view in views if view.nbytes), "no copy"
 
 
+@settings(max_examples=60, deadline=None)
+@given(hosts())
+def test_the_arena_gives_the_shards_of_the_first_rank_then_of_the_next(host: tuple[Formed, list[Mesh]]) -> None:
+    job, ranks = host
+    node = NodeRanks.of(ranks, job.rules.fields, job.layout)
+    once = {field.name for field in job.rules.fields if field.axis == "sample" or field.cp == "replicate"}
+    for step in job.steps:
+        for part, packs in job.kept.node_parts(step, node):
+            found = job.arena.gather(packs, part.frames, part.cp, part.cp_ranks, job.layout)
+            alone = [job.arena.gather(packs, part.frames, part.cp, (rank,), job.layout) for rank in part.cp_ranks]
+            for i, name in enumerate(part.frames):
+                expected = [each[i] for each in alone[: 1 if name in once or job.layout == "whole" else None]]
+                assert found[i].tobytes() == np.concatenate(expected).tobytes()
+
+
 @settings(max_examples=80, deadline=None)
 @given(hosts(), st.integers(0, 12))
 def test_messages_of_a_host_are_numbered_by_part_then_group(host: tuple[Formed, list[Mesh]], begin: int) -> None:
