@@ -91,8 +91,8 @@ class Formed:
 @st.composite
 def jobs(draw: st.DrawFn) -> Formed:
     """Steps of each kind, on a mesh that the rules fit: fixed and variable packs, packs of batches, padded batches."""
-    kind: Literal["packs", "batch", "padded"] = draw(st.sampled_from(["packs", "packs", "batch", "padded"]))
-    mesh = Mesh(dp=draw(st.integers(1, 8)), cp=draw(st.integers(1, 4)), pp=draw(st.integers(1, 3)))
+    kind: Literal["packs", "batch", "padded"] = draw(st.sampled_from(["packs", "packs", "packs", "batch", "padded"]))
+    mesh = Mesh(dp=draw(st.integers(1, 8)), cp=draw(st.sampled_from([2, 3, 4, 1])), pp=draw(st.integers(1, 3)))
     layout = draw(st.sampled_from(["zigzag", "whole"] if kind == "padded" else LAYOUTS))
     unit = 2 * mesh.cp if mesh.cp > 1 and layout == "zigzag" else 1
     align = unit * draw(st.integers(1, 3))
@@ -114,7 +114,8 @@ def jobs(draw: st.DrawFn) -> Formed:
         tokens=draw(st.sampled_from(["uint16", "int32"])), **own,
     )  # fmt: skip
     assert not mesh_refusal(mesh, rules, layout)
-    part_bytes = draw(st.sampled_from([1, budget * rules.token_bytes, 3 * budget * rules.token_bytes, 1 << 20]))
+    pack_bytes = budget // (1 if layout == "whole" else mesh.cp) * rules.token_bytes
+    part_bytes = draw(st.sampled_from([1, *(count * pack_bytes for count in (1, 2, 4, 9, 20, 40)), 1 << 20, 1 << 20]))
     return Formed(rules, lengths, layout, mesh, part_bytes)
 
 
@@ -122,8 +123,10 @@ def jobs(draw: st.DrawFn) -> Formed:
 def hosts(draw: st.DrawFn) -> tuple[Formed, list[Mesh]]:
     """Steps, and the ranks of a host: any dp, cp and pp ranks."""
     job = draw(jobs())
-    sizes = job.mesh.dp, job.mesh.cp, job.mesh.pp
-    held = [sorted(draw(st.sets(st.integers(0, size - 1), min_size=1))) for size in sizes]
+    held = []
+    for size in (job.mesh.dp, job.mesh.cp, job.mesh.pp):
+        absent = draw(st.one_of(st.just(set()), st.sets(st.integers(0, size - 1), max_size=size - 1)))
+        held.append([rank for rank in range(size) if rank not in absent])
     return job, [job.rank(*ranks) for ranks in product(*held)]
 
 
@@ -203,11 +206,14 @@ def test_messages_of_a_host_are_numbered_by_part_then_group(host: tuple[Formed, 
         assert [(part.rank_part, part.dp_ranks) for part in parts] == [*product(range(parts[0].rank_parts), groups)]
         assert [(part.part, part.parts) for part in parts] == [(i, len(parts)) for i in range(len(parts))]
         assert all(part.cp_ranks == node.cp_ranks for part in parts)
-        sizes = [job.kept.node_bytes(packs, node) for _, packs in found]
-        assert all(
-            size <= job.part_bytes or (len(part.counts_u32) // 4, len(part.dp_ranks)) == (1, 1) or len(groups[0]) == 1
-            for part, size in zip(parts, sizes, strict=True)
-        )
+        shards = 1 if job.layout == "whole" else len(node.cp_ranks)
+        shares = 1 if job.layout == "whole" else job.mesh.cp
+        for part, packs in found:
+            num_bytes = int(part.widths(job.rules).sum()) // shares * shards * job.rules.token_bytes
+            assert job.kept.node_bytes(packs, node) == num_bytes
+            assert num_bytes <= job.part_bytes or len(groups[0]) == 1, "one dp rank alone may need more"
+        rank_parts = [part.parts for part, _ in job.kept.parts(step, ranks[0])]
+        assert rank_parts == [parts[0].rank_parts] * parts[0].rank_parts
         if job.part_bytes == 1 << 20:
             assert len(parts) == 1, "a small step is one message"
         again = [part for part, _ in job.kept.node_parts(step, node, begin)]
