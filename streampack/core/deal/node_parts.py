@@ -198,6 +198,6 @@ def _message(part: NodePart, a: int, b: int, c: int, d: int) -> StepPart:
 
 
 def _bytes_of(frame: Any) -> memoryview:
-    """Return a one-dimensional buffer as a view of its bytes."""
+    """Return a one-dimensional buffer as a read-only view of its bytes, which several ranks may share."""
     view = memoryview(frame)
-    return view.cast("B") if view.nbytes else memoryview(b"")
+    return view.cast("B").toreadonly() if view.nbytes else memoryview(b"")
