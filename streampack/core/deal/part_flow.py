@@ -93,6 +93,7 @@ class PartFlows:
         flow.resend, flow.resent_at = resend, now
         self.forget_queue(flow)
         flow.place = place
+        flow.ever_sent = max(flow.ever_sent, place)
 
     def confirm(self, flow: PartFlow, step: int, part: int) -> None:
         """Record a message of the receiver, which has every part before part ``part`` of ``step``."""
