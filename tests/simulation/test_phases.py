@@ -12,16 +12,25 @@ from streampack.core.model.phases import Phases
 from streampack.core.serve.rank_reader import READER_PHASES, ReaderPhase
 from streampack.core.sessions.client_session import CLIENT_PHASES, ClientPhase
 from streampack.core.sessions.producer_session import LEASE_PHASES, LeasePhase
+from streampack.core.sessions.push_session import END_PHASES, PUSH_PHASES
 from streampack.errors import InternalError
 from tests.simulation.attaching import Walk
+from tests.simulation.pushing import PushWalk
 from tests.simulation.world import run
 
 MAX_SEEDS, MAX_WALKS, TURNS = 30, 2000, 400
-TABLES: tuple[dict[Any, frozenset[Any]], ...] = (CLIENT_PHASES, READER_PHASES, LEASE_PHASES)
+WALKS: tuple[tuple[type[Walk | PushWalk], tuple[dict[Any, frozenset[Any]], ...]], ...] = (
+    (Walk, (CLIENT_PHASES, READER_PHASES)),
+    (PushWalk, (PUSH_PHASES, END_PHASES)),
+)
+"""Each kind of walk, and the tables whose transitions it makes; the worlds make those of leases."""
+
+
+def transitions(*tables: dict[Any, frozenset[Any]]) -> set[tuple[Enum, Enum]]:
+    return {(before, after) for table in tables for before, following in table.items() for after in following}
 
 
 def test_every_transition_is_reached_in_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = {(before, after) for table in TABLES for before, following in table.items() for after in following}
     worlds: Counter[tuple[Enum, Enum]] = Counter()
     walks: Counter[tuple[Enum, Enum]] = Counter()
     counts = worlds
@@ -35,10 +44,13 @@ def test_every_transition_is_reached_in_the_simulation(monkeypatch: pytest.Monke
     for seed in range(MAX_SEEDS):
         run(seed)
     counts = walks
-    for seed in range(MAX_WALKS):
-        Walk(seed).run(TURNS)
-        if wanted <= walks.keys():
-            break
+    wanted = transitions(LEASE_PHASES)
+    for walk, tables in WALKS:
+        wanted |= transitions(*tables)
+        for seed in range(MAX_WALKS):
+            walk(seed).run(TURNS)
+            if transitions(*tables) <= walks.keys():
+                break
     print(f"{'':40}{'worlds':>8} {'walks':>8}")
     for before, after in sorted(wanted, key=lambda pair: (type(pair[0]).__name__, pair[0].name, pair[1].name)):
         print(f"{before.name:16} -> {after.name:16}    {worlds[before, after]:8,} {walks[before, after]:8,}")

@@ -14,6 +14,7 @@ The shell, the program around a session, passes events to its ``handle``: messag
 effects that come back: messages to send, chunks to read, steps to deliver.
 
 Every message of a session states what holds ("I have returned 7 steps") and is repeated until it is confirmed. So a
-lost message does no harm. A client, and each lease of a ``ProducerSession``, is in one phase of an enum; a table lists
-the phases that may follow. A session knows the protocol. It does not know the inside of the broker, sockets or clocks.
+lost message does no harm. A client, a pushing process, and each lease of a ``ProducerSession`` are in a phase of an
+enum. A table lists the phases that may follow. A session knows the protocol. It does not know the inside of the broker,
+sockets or clocks.
 """

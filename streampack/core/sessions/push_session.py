@@ -8,12 +8,18 @@ The broker counts a partition's samples over all processes that ever pushed to i
 that count on, but only once every earlier sample is safe. Otherwise a broker that lost some would count again from a
 number that this process does not know. After that, a lease must begin within the samples of the buffer. A lease that
 begins elsewhere is an error: the log was lost, or another process pushes to the same partition.
+
+The session is in a ``PushPhase``, and the end of its partition in an ``EndPhase``. ``PUSH_PHASES`` and ``END_PHASES``
+have the phases that may follow each. They are two machines, because the broker confirms the end for good, while leases
+come and go.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
+from streampack.core.model.phases import Phases
 from streampack.core.model.snapshot import Cursor
 from streampack.core.protocol.events import Effect, Event, Report
 from streampack.core.protocol.message import Bye, Message, Reject, Who
@@ -41,6 +47,46 @@ class EndPartition(Event, frozen=True):
     """The program ends the partition: no process will push to it again."""
 
 
+class PushPhase(Enum):
+    """The phases of a pushing process. In phases that are ``leased``, it holds the lease of its partition."""
+
+    UNLEASED = ("the process has no lease", False)
+    STOPPING = ("the broker has said goodbye, and no other has come yet", False)
+    NUMBERING = ("samples of an earlier process are not safe, so the process's own samples have no numbers yet", True)
+    SENDING = ("samples are sent; the next mark or end was not sent in this session", True)
+    MARKED = ("the first mark that is not safe, or the end if there is no mark, was sent in this session", True)
+
+    def __init__(self, text: str, leased: bool) -> None:
+        self.text, self.leased = text, leased
+
+
+_LEASE_LOST = frozenset({PushPhase.UNLEASED, PushPhase.STOPPING})
+PUSH_PHASES = {
+    PushPhase.UNLEASED: frozenset({PushPhase.NUMBERING, PushPhase.SENDING, PushPhase.STOPPING}),
+    PushPhase.STOPPING: frozenset({PushPhase.UNLEASED}),
+    PushPhase.NUMBERING: _LEASE_LOST | {PushPhase.NUMBERING, PushPhase.SENDING},
+    PushPhase.SENDING: _LEASE_LOST | {PushPhase.SENDING, PushPhase.MARKED},
+    PushPhase.MARKED: _LEASE_LOST | {PushPhase.SENDING},
+}
+"""The phases that may follow each. A new lease begins with ``NUMBERING`` or ``SENDING``."""
+
+
+class EndPhase(Enum):
+    """The phases of the end of the partition."""
+
+    OPEN = "the program may push more samples"
+    REQUESTED = "the program has ended the partition, and the broker has not confirmed that in the newest session"
+    CONFIRMED = "the broker has confirmed the end, or takes no more samples"
+
+
+END_PHASES = {
+    EndPhase.OPEN: frozenset({EndPhase.REQUESTED}),
+    EndPhase.REQUESTED: frozenset({EndPhase.CONFIRMED}),
+    EndPhase.CONFIRMED: frozenset({EndPhase.REQUESTED}),
+}
+"""The phases that may follow each. A new lease takes a confirmation back: the broker may have lost the end."""
+
+
 @dataclass(slots=True, kw_only=True)
 class PushSession(Sender):
     """State of one process that pushes to ``partition`` of ``stream``; ``buffer`` holds its unsafe samples.
@@ -55,23 +101,28 @@ class PushSession(Sender):
     buffer: PushBuffer
     lease: Lease | None = None
     """The newest lease, with the broker's requirements for samples."""
-    begun: bool = False
-    """True once this process may push: every sample of earlier processes is safe, so that its own can be numbered."""
-    first_seq: int = 0
-    """Number of this process's first sample."""
-    _end_requested: bool = False
-    """The program has ended the partition."""
-    _end_confirmed: bool = False
-    """The broker has confirmed the end in the newest session."""
-    _session: Session | None = None
-    """The session of the lease, if there is one."""
-    _last_session: Session = (0, 0)
+    first_seq: int | None = None
+    """Number of this process's first sample; None while samples of earlier processes are not safe."""
+    phases: Phases[PushPhase] = field(init=False)
+    end_phases: Phases[EndPhase] = field(init=False)
+    _session: Session = (0, 0)
     """The newest session so far."""
-    _mark_or_end_sent: bool = False
-    """The first mark that is not safe, or the end if there is none, was sent in this session."""
     _window: SendWindow = field(default_factory=lambda: SendWindow(0))
-    _stopping: bool = False
-    """The broker has said goodbye, and no other has come yet."""
+
+    def __post_init__(self) -> None:
+        Sender.__post_init__(self)
+        self.phases = Phases(f"the pushing process of {self._name}", PUSH_PHASES, PushPhase.UNLEASED)
+        self.end_phases = Phases(f"the end of {self._name}", END_PHASES, EndPhase.OPEN)
+
+    @property
+    def begun(self) -> bool:
+        """True once this process may push: every sample of earlier processes is safe, so its own have numbers."""
+        return self.first_seq is not None
+
+    @property
+    def end_requested(self) -> bool:
+        """True once the program has ended the partition."""
+        return self.end_phases.now is not EndPhase.OPEN
 
     def room(self, size: int) -> bool:
         """Return whether a chunk of ``size`` bytes may be pushed now."""
@@ -80,15 +131,15 @@ class PushSession(Sender):
     @property
     def flushed(self) -> bool:
         """True if all pushed samples are safe, and also the end of the partition, if the program has ended it."""
-        return self.buffer.empty and self._end_confirmed >= self._end_requested
+        return self.buffer.empty and self.end_phases.now is not EndPhase.REQUESTED
 
     def waiting_for(self) -> str:
         """Return a text that names the reason that samples are not safe yet; empty if all are safe."""
         if not self.reached or self.silent_s > BROKER_SILENT_S:
             return "an answer of the broker"
-        if self._stopping:
+        if self.phases.now is PushPhase.STOPPING:
             return "another broker, because the current broker is stopping"
-        if self._session is None:
+        if not self._has_lease:
             return f"a lease of partition {self.partition}, which another process holds or which has ended"
         if not self.begun:
             return "the broker's log to store the samples that an earlier process pushed"
@@ -115,7 +166,7 @@ class PushSession(Sender):
     @property
     def _has_lease(self) -> bool:
         """True if the process holds the lease of its partition."""
-        return self._session is not None
+        return self.phases.now.leased
 
     def _handle_own(self, event: Event) -> list[Effect]:
         """Handle a chunk, the end of a batch or the end of the partition from the program."""
@@ -124,14 +175,16 @@ class PushSession(Sender):
         elif isinstance(event, EndBatch):
             self.buffer.end_batch(event.batch)
         elif isinstance(event, EndPartition):
-            self._end_requested = True
+            if not self.end_requested:
+                self.end_phases.go(EndPhase.REQUESTED)
         else:
             return []
         return self._send_allowed()
 
     def _forget_sessions(self) -> list[Effect]:
         """Drop the lease of the previous broker; the buffer keeps its samples."""
-        self._session, self._stopping = None, False
+        if self.phases.now is not PushPhase.UNLEASED:
+            self.phases.go(PushPhase.UNLEASED)
         return []
 
     def _handle_message(self, message: Message, fence: int) -> list[Effect]:
@@ -143,7 +196,8 @@ class PushSession(Sender):
         if isinstance(message, Flow):
             return self._on_flow(message, fence)
         if isinstance(message, Revoke):
-            self._session = None if self._session == (self.epoch, fence) else self._session
+            if self._has_lease and self._session == (self.epoch, fence):
+                self.phases.go(PushPhase.UNLEASED)
         elif isinstance(message, Who):
             return self._hello_if_due()
         elif isinstance(message, Bye):
@@ -156,26 +210,28 @@ class PushSession(Sender):
 
     def _on_lease(self, lease: Lease, number: int) -> list[Effect]:
         """Begin session ``number``: the buffer sends again from the first sample of the lease."""
-        if self._last_session >= (self.epoch, number):
+        if self._session >= (self.epoch, number) or self.phases.now is PushPhase.STOPPING:
             return []
         wrong = self._misplaced(lease.first_seq, lease.cursor)
         if wrong:
             return self._end_session(wrong, "sequence")
-        self._last_session = self._session = (self.epoch, number)
-        self.lease = lease
+        self._session, self.lease = (self.epoch, number), lease
         self.buffer.resend_from(lease.first_seq)
         self._window = SendWindow(lease.first_seq, lease.first_seq)
-        self._mark_or_end_sent = self._end_confirmed = False
+        self.phases.go(PushPhase.SENDING if self.begun else PushPhase.NUMBERING)
+        if self.end_phases.now is EndPhase.CONFIRMED:
+            self.end_phases.go(EndPhase.REQUESTED)
         return []  # nothing may be sent before there is credit
 
     def _on_flow(self, flow: Flow, number: int) -> list[Effect]:
         """Take the credit of session ``number``, and send the samples that it allows."""
         session = (self.epoch, number)
-        if self._session != session or self.lease is None:
-            return self._hello_if_due() if self._last_session < session else []
-        if not self.begun and flow.durable_seq >= self.lease.first_seq:
-            self.begun, self.first_seq = True, self.lease.first_seq
+        if not self._has_lease or self._session != session or self.lease is None:
+            return self._hello_if_due() if self._session < session else []
+        if self.phases.now is PushPhase.NUMBERING and flow.durable_seq >= self.lease.first_seq:
+            self.first_seq = self.lease.first_seq
             self.buffer.number_from(self.first_seq, flow.durable_marks)
+            self.phases.go(PushPhase.SENDING)
         self._window.widen(flow)
         return self._note_progress(flow) if self.begun else []
 
@@ -187,18 +243,21 @@ class PushSession(Sender):
         buffer.drop_safe(flow.durable_seq)
         while buffer.marks and buffer.marks[0].number < flow.durable_marks:
             buffer.marks.popleft()
-            self._mark_or_end_sent = False
-        if flow.ended and (not self._end_requested or self._window.known_seq < buffer.next_seq or buffer.marks):
-            return self._ended_early()
-        self._end_confirmed = self._end_confirmed or flow.ended
+            if self.phases.now is PushPhase.MARKED:
+                self.phases.go(PushPhase.SENDING)
+        if flow.ended:
+            if not self.end_requested or self._window.known_seq < buffer.next_seq or buffer.marks:
+                return self._ended_early()
+            self._confirm_end()
         return self._send_allowed()
 
     def _wait_for_restart(self, message: Bye) -> list[Effect]:
         """Answer the goodbye of a broker that stops, and wait for its restart; the buffer keeps its samples."""
-        first, self._stopping = not self._stopping, True
-        self._session = None
         goodbye = self._send(Bye(reason="goodbye"))  # the broker waits for it
-        return [Report("info", message.reason), goodbye] if first else [goodbye]
+        if self.phases.now is PushPhase.STOPPING:
+            return [goodbye]
+        self.phases.go(PushPhase.STOPPING)
+        return [Report("info", message.reason), goodbye]
 
     def _end_session(self, error: str, code: str) -> list[Effect]:
         """End the session with an error text and its code."""
@@ -207,17 +266,22 @@ class PushSession(Sender):
 
     def _ended_early(self) -> list[Effect]:
         """End the session with an error: the broker takes no more, but samples are left."""
-        self._end_confirmed = self._end_requested
+        self._confirm_end()
         return self._end_session(
             f"{self._name}: got samples after the end of the partition or of its feed. "
             f"The broker accepts no more samples of this partition.",
             "ended",
         )
 
+    def _confirm_end(self) -> None:
+        """Record that the end needs no further message, if the program has ended the partition."""
+        if self.end_phases.now is EndPhase.REQUESTED:
+            self.end_phases.go(EndPhase.CONFIRMED)
+
     def _misplaced(self, seq: int, cursor: Cursor | None) -> str:
         """Return an error text if a lease cannot begin at sample ``seq``, after ``cursor``; empty if it can."""
         safe = self.buffer.durable_seq
-        if not self.begun:
+        if self.first_seq is None:
             return ""
         by_another = cursor is not None and cursor[2] == seq > self.first_seq and cursor[0] != self.incarnation
         if by_another or seq > self.buffer.ever_sent_seq:
@@ -238,9 +302,14 @@ class PushSession(Sender):
 
     # Sending
 
+    @property
+    def _may_send(self) -> bool:
+        """True if the process holds a lease and its samples have numbers."""
+        return self.phases.now in (PushPhase.SENDING, PushPhase.MARKED)
+
     def _send_allowed(self) -> list[Effect]:
         """Send the samples that credits and marks allow, then the next mark, or the end."""
-        if self._session is None or not self.begun:
+        if not self._may_send:
             return []
         effects: list[Effect] = []
         while (kept := self.buffer.next_chunk()) is not None and self._window.allows(
@@ -249,8 +318,8 @@ class PushSession(Sender):
             self._window.sent_bytes += kept.chunk.num_bytes
             effects.append(self._send(self._samples(kept), self._session, kept.chunk))
             self.buffer.next_was_sent()
-        if not self._mark_or_end_sent and (last := self._next_mark_or_end()) is not None:
-            self._mark_or_end_sent = True
+        if self.phases.now is PushPhase.SENDING and (last := self._next_mark_or_end()) is not None:
+            self.phases.go(PushPhase.MARKED)
             effects.append(self._send(last, self._session))
         return effects
 
@@ -274,18 +343,18 @@ class PushSession(Sender):
             return Mark(
                 stream=self.stream, partition=self.partition, number=mark.number, seq=mark.seq, batch=mark.batch
             )
-        if not self._end_requested or not buffer.all_sent or self._end_confirmed:
+        if self.end_phases.now is not EndPhase.REQUESTED or not buffer.all_sent:
             return None
         return Eos(stream=self.stream, partition=self.partition, total=self.buffer.next_seq)
 
     def _repeat_unconfirmed(self) -> list[Effect]:
         """Repeat messages that the broker may have missed: a mark, the end, or the number of sent samples."""
-        if self._session is None or not self.begun:
+        if not self._may_send:
             return []
         words: list[Message] = []
         if self._window.seems_lost(self.buffer.sent_seq):
             words.append(Sent(stream=self.stream, partition=self.partition, next_seq=self.buffer.sent_seq))
-        if self._mark_or_end_sent and (last := self._next_mark_or_end()) is not None:
+        if self.phases.now is PushPhase.MARKED and (last := self._next_mark_or_end()) is not None:
             words.append(last)
         return [self._send(word, self._session) for word in words]
 

@@ -67,7 +67,7 @@ class Rollouts(Live):
             chunk = chunk_of(partition, first, min(first + self.rng.randint(1, 3), self.wanted))
             if session.room(size_of(chunk)):
                 self._to_producer(b"push%d" % partition, Push(chunk))
-        elif session.begun and self.over and not session._end_requested:
+        elif session.begun and self.over and not session.end_requested:
             self._to_producer(b"push%d" % partition, EndPartition())
         super().turn()
 
@@ -199,7 +199,7 @@ def check(live: Rollouts) -> None:
     """To the end: what was dropped is counted, all else is in the steps."""
     live.over = True
     chains = live.finish()
-    assert all("of a partition that has ended" in error for error in live.errors), "one whose end was safe asks again"
+    assert all("after the end of the partition" in error for error in live.errors), "one whose end was safe asks again"
     chunks, dropped = live.recorded()
     lost = [index_of(np.arange(first, first + count), p, PARTITIONS) for p, first, count, gone in chunks if gone]
     assert dropped == Counter(index for part in lost for index in np.asarray(part).tolist())

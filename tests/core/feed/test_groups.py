@@ -379,7 +379,7 @@ class Pushed(Rollouts):
         partition = self.rng.randrange(PARTITIONS)
         session, peer = self.pushers[partition], b"push%d" % partition
         first, sent = session.buffer.next_seq, self.sent[partition]
-        if not session.begun or session._end_requested:
+        if not session.begun or session.end_requested:
             pass
         elif self.marks and session.buffer.next_mark < sent // 5:
             self._to_producer(peer, EndBatch(sent // 5))
@@ -532,7 +532,7 @@ class Leaving(Pushed):
         return super().start_producer(streams)
 
     def turn(self) -> None:
-        if self.over and self.spare.begun and not self.spare._end_requested:
+        if self.over and self.spare.begun and not self.spare.end_requested:
             self._to_producer(b"spare", EndPartition())
         super().turn()
 

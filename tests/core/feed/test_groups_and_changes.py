@@ -55,7 +55,7 @@ class TwoStreams(Live):
             chunk = msgspec.structs.replace(chunk_of(0, first, first + self.next_size()), keep=self.keep)
             if session.room(size_of(chunk)):
                 self._to_producer(peer, Push(chunk))
-        elif session.begun and self.over and not session._end_requested:
+        elif session.begun and self.over and not session.end_requested:
             self._to_producer(peer, EndPartition())
         super().turn()
 

@@ -44,11 +44,7 @@ class Batches(Rollouts):
         session, ends = self.pushers[partition], np.cumsum([size[partition] for size in self.sizes]).tolist()
         peer, first = b"push%d" % partition, session.buffer.next_seq
         marked = session.buffer.next_mark if self.marks else sum(end <= first for end in ends)
-        if (
-            not session.begun
-            or session._end_requested
-            or (self.waits and self.client is not None and marked > self.had)
-        ):
+        if not session.begun or session.end_requested or (self.waits and self.client is not None and marked > self.had):
             pass
         elif marked == len(ends):
             self._to_producer(peer, EndPartition())
@@ -161,7 +157,7 @@ class OneThread(Batches):
     def turn(self) -> None:
         if not self.plan:
             for peer in (b"push0", b"push1"):
-                if not self.pushers[int(peer[-1:])]._end_requested:
+                if not self.pushers[int(peer[-1:])].end_requested:
                     self._to_producer(peer, EndPartition())
         elif self.pushers[self.plan[0][0]].begun:
             self.push(*self.plan[0])
@@ -197,7 +193,7 @@ def test_a_wait_for_a_partition_that_neither_pushes_nor_ends_its_batch_says_both
     live = Batches(Batch(samples=10), [(4, 0), (4, 0)], 1, marks=True, waits=False)
     live.until(lambda: live.pushers[1].begun)
     del live.producers[b"push1"]  # its program does nothing
-    live.until(lambda: live.pushers[0]._end_requested and live.pushers[0].flushed)
+    live.until(lambda: live.pushers[0].end_requested and live.pushers[0].flushed)
     waits = live.feed.waiting_for()
     assert waits.reason == "stream"
     assert waits.detail == (

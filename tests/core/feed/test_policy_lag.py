@@ -40,7 +40,7 @@ class Policies(Rollouts):
                 if self.rng.random() < 0.8:
                     chunk = msgspec.structs.replace(chunk, policy_version=first // self.pace[partition])
                 self._to_producer(peer, Push(chunk))
-        elif session.begun and self.over and not session._end_requested:
+        elif session.begun and self.over and not session.end_requested:
             self._to_producer(peer, EndPartition())
         super(Rollouts, self).turn()
 

@@ -234,6 +234,7 @@ class World:
         self.check()
         if any(isinstance(effect, Finish) for effect in effects):
             me, first = self.session.incarnation, self.session.first_seq
+            assert first is not None
             assert any(seq >= first and self.pushed_by[number] != me for seq, number in self.ever), effects
             self.begin()
 
