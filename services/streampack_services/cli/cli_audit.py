@@ -11,14 +11,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from streampack.errors import UserError
-from streampack_services.cli.cli_options import ADVANCED, AsJson, Command, Feed, Produce, print_result
+from streampack_services.cli.cli_options import (
+    ADVANCED,
+    AsJson,
+    BrokerYaml,
+    Command,
+    Cp,
+    Dp,
+    Feed,
+    Produce,
+    StateDir,
+    print_result,
+)
 
 if TYPE_CHECKING:
     from streampack.sources import OpenedSource
 
-StateDir = Annotated[
-    Path | None, typer.Option("--state-dir", metavar="FOLDER", help="The broker's state_dir.", show_default=False)
-]
 Config = Annotated[
     Path | None,
     typer.Option("--config", "-c", metavar="FILE", show_default=False,
@@ -108,11 +116,11 @@ def why(
 
 def replay(
     step: Annotated[int, typer.Option("--step", metavar="K", min=0, help="Step to replay.", show_default=False)],
-    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The run's broker.yaml.")],
+    config: BrokerYaml,
     produce: Produce = None,
     feed: Feed = None,
-    dp: Annotated[int, typer.Option("--dp", metavar="N", min=1, help="Number of data-parallel ranks.")] = 1,
-    cp: Annotated[int, typer.Option("--cp", metavar="N", min=1, help="Number of context-parallel ranks.")] = 1,
+    dp: Dp = 1,
+    cp: Cp = 1,
     pp: Annotated[
         int,
         typer.Option("--pp", metavar="N", min=1, rich_help_panel=ADVANCED,
@@ -130,11 +138,7 @@ def replay(
                      help="Number of the lineage to replay the step from. Default: the lineage in effect at this "
                      "step."),
     ] = None,
-    state_dir: Annotated[
-        Path | None,
-        typer.Option("--state-dir", metavar="FOLDER", show_default=False, rich_help_panel=ADVANCED,
-                     help="The broker's state_dir. Default: state_dir in broker.yaml."),
-    ] = None,
+    state_dir: StateDir = None,
     timeout: Annotated[
         float,
         typer.Option("--timeout", metavar="SECONDS", rich_help_panel=ADVANCED,

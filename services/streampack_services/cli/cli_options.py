@@ -29,6 +29,10 @@ class Command(TyperCommand):
                     formatter.write_dl(records)
 
 
+DEFAULT_BROKER = (
+    "Default: STREAMPACK_HTTP, else the rendezvous file in STREAMPACK_ENDPOINT, else http://127.0.0.1:7400."
+)
+"""The broker that a command asks if no argument names one."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Timeout = Annotated[
     float,
@@ -36,6 +40,16 @@ Timeout = Annotated[
         "--timeout", metavar="SECONDS", help="Seconds to wait for the broker's answer.", rich_help_panel=ADVANCED
     ),
 ]
+BrokerYaml = Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The run's broker.yaml.")]
+StateDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--state-dir", metavar="FOLDER", show_default=False,
+        help="The broker's state_dir. Default: state_dir in broker.yaml.",
+    ),
+]  # fmt: skip
+Dp = Annotated[int, typer.Option("--dp", metavar="N", min=1, help="Number of data-parallel ranks.")]
+Cp = Annotated[int, typer.Option("--cp", metavar="N", min=1, help="Number of context-parallel ranks.")]
 Feed = Annotated[
     str | None,
     typer.Option(

@@ -14,7 +14,7 @@ import typer
 from streampack.config.alignment import Precision
 from streampack.core.model.rules import Overlong
 from streampack.errors import UserError
-from streampack_services.cli.cli_options import ADVANCED, AsJson, Feed, Timeout, print_result
+from streampack_services.cli.cli_options import ADVANCED, DEFAULT_BROKER, AsJson, Feed, Timeout, print_result
 
 
 def _png(file: Path | None) -> Path | None:
@@ -162,8 +162,7 @@ def report(
         typer.Argument(
             metavar="STATE_DIR|ENDPOINT", show_default=False,
             help="A run's state_dir, to report all steps in its log. A broker's HTTP address, or its rendezvous file "
-            "as file://PATH, to report the steps since the broker started. Default: STREAMPACK_HTTP, else the "
-            "rendezvous file in STREAMPACK_ENDPOINT, else http://127.0.0.1:7400.",
+            f"as file://PATH, to report the steps since the broker started. {DEFAULT_BROKER}",
         ),
     ] = None,
     gpus: Annotated[

@@ -8,14 +8,13 @@ from typing import Annotated
 
 import typer
 
-from streampack_services.cli.cli_options import AsJson, Timeout, print_result
+from streampack_services.cli.cli_options import DEFAULT_BROKER, AsJson, Timeout, print_result
 
 Endpoint = Annotated[
     str | None,
     typer.Argument(
         metavar="ENDPOINT", show_default=False,
-        help="The broker's HTTP address, http://host:port, or its rendezvous file as file://PATH. "
-        "Default: STREAMPACK_HTTP, else the rendezvous file in STREAMPACK_ENDPOINT, else http://127.0.0.1:7400.",
+        help=f"The broker's HTTP address, http://host:port, or its rendezvous file as file://PATH. {DEFAULT_BROKER}",
     ),
 ]  # fmt: skip
 

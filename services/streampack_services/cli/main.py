@@ -22,7 +22,7 @@ from streampack.errors import InternalError, StreampackError, UserError
 from streampack.version import __version__
 from streampack_services import logs
 from streampack_services.cli import cli_audit, cli_control, cli_export, cli_keys, cli_plan, cli_watch
-from streampack_services.cli.cli_options import ADVANCED, AsJson, Command
+from streampack_services.cli.cli_options import ADVANCED, AsJson, BrokerYaml, Command, Cp, Dp
 
 app = typer.Typer(
     name="streampack", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -92,7 +92,7 @@ def _root(
 
 @app.command(cls=Command)
 def broker(
-    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The run's broker.yaml.")],
+    config: BrokerYaml,
     http: Annotated[
         str | None,
         typer.Option("--http", metavar="HOST:PORT", show_default=False,
@@ -212,7 +212,7 @@ def relay(
 @app.command(cls=Command, context_settings={"allow_interspersed_args": False})
 def run(
     command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="The command to run, with its arguments.")],
-    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The run's broker.yaml.")],
+    config: BrokerYaml,
     produce: Annotated[
         list[Path] | None,
         typer.Option("--produce", "-p", metavar="FILE", show_default=False,
@@ -309,8 +309,8 @@ def check(
 def demo(
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Approximate number of steps.")] = 300,
     budget: Annotated[int, typer.Option("--budget", metavar="TOKENS", min=8, help="Tokens per pack.")] = 8192,
-    dp: Annotated[int, typer.Option("--dp", metavar="N", min=1, help="Number of data-parallel ranks.")] = 2,
-    cp: Annotated[int, typer.Option("--cp", metavar="N", min=1, help="Number of context-parallel ranks.")] = 2,
+    dp: Dp = 2,
+    cp: Cp = 2,
     source: Annotated[
         str | None,
         typer.Option("--source", metavar="FILES", show_default=False,
