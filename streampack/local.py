@@ -6,89 +6,50 @@ does not need it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Iterator, Mapping
-from types import TracebackType
-from typing import Any, Literal, Protocol, Unpack, overload
+import os
+import weakref
+from collections.abc import Mapping
+from typing import Any, Literal, Unpack, overload
 
-from streampack.client.connect import ConnectOptions
-from streampack.core.model.mesh import Mesh
-from streampack.core.model.rules import Rules
+from streampack.client.connect import Client, ConnectOptions
 from streampack.errors import UserError
 from streampack.packs.batch_type import BatchT
 from streampack.packs.pack import Pack
-from streampack.packs.step import Step
 from streampack.views.formats import TorchFormat
 from streampack.views.view import View
 
 
-class LocalLoader(Protocol[BatchT]):
-    """Loader returned by ``local``, with the interface of ``Client``.
+class LocalLoader(Client[BatchT]):
+    """Loader returned by ``local``: a ``Client`` whose broker and producer are threads of this process.
+
+    Args:
+        client: The client of the broker in this process.
+        threads: The exit stack that ends the threads and removes their files.
+        http: URL of the status page and the metrics, or None.
 
     Example:
-        >>> loader: LocalLoader = streampack.local("corpus/*.jsonl", tokenizer="tokenizer.json")  # doctest: +SKIP
+        >>> loader = streampack.local("corpus/*.jsonl", tokenizer="tokenizer.json")  # doctest: +SKIP
         >>> for step in loader.steps():  # doctest: +SKIP
         ...     train(step)
     """
 
-    http: str | None
-    """URL of the status page and the metrics; None unless ``http`` was given."""
-
-    def __iter__(self) -> Iterator[BatchT]: ...
-    def __next__(self) -> BatchT: ...
-
-    def steps(self) -> Iterator[Step[BatchT]]:
-        """Iterate the steps; see ``Client.steps``."""
-
-    @property
-    def rules(self) -> Rules:
-        """The recorded rules of the run."""
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of the trainers: one rank."""
-
-    @property
-    def format(self) -> str:
-        """Name of the packs' format, such as ``thd``."""
-
-    def state_dict(self, step: int | None = None) -> dict[str, Any]:
-        """Return the loader's position, to save with the model; see ``Client.state_dict``.
-
-        Args:
-            step: Index of the last trained step. Default: the last step whose packs were all handed out.
-
-        Returns:
-            A dict that holds only what JSON can hold.
-        """
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state; see ``Client.load_state_dict``.
-
-        Args:
-            state: The dict that ``state_dict`` returned.
-
-        Raises:
-            StateError: The state is of another version, run or rules.
-        """
-
-    def commit(self, step: int) -> None:
-        """Report that the checkpoint after ``step`` is durable; see ``Client.commit``.
-
-        Args:
-            step: Index of the last trained step in the checkpoint.
-        """
-
-    def stats(self) -> dict[str, float]:
-        """Return counts and times by name; see ``Client.stats``."""
+    def __init__(self, client: Client[BatchT], threads: contextlib.ExitStack, http: str | None) -> None:
+        super().__init__(client._reading)
+        self.http = http
+        """URL of the status page and the metrics; None unless ``local`` was given ``http``."""
+        self._end_threads = weakref.finalize(self, _close_here, os.getpid(), threads)
 
     def close(self) -> None:
         """End the threads of the client, the broker and the producer; further calls have no effect."""
+        self._end_threads()
 
-    def __enter__(self) -> LocalLoader[BatchT]: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+
+def _close_here(pid: int, stack: contextlib.ExitStack) -> None:
+    """Close ``stack`` in the process ``pid``; do nothing in its forks, which have no threads and own no files."""
+    if os.getpid() == pid:
+        stack.close()
 
 
 class LocalOptions(ConnectOptions, total=False):

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Literal, TypedDict, Unpack, overload
+from typing import Any, Generic, Literal, Self, TypedDict, Unpack, overload
 
 import msgspec
 
@@ -152,7 +152,7 @@ def connect(
             raise UserError(f"got {name}={seconds!r}, expected seconds, more than 0")
     place = mesh_of(mesh, order)
     views = Views(format, place, device, verify)
-    introduce_to_torch(Client)
+    _introduce_to_torch()
     patience, key = Patience(stall_timeout_s, join_timeout_s, timeout_s), find_key(key_file)
     at, read_by = _endpoint(endpoint, timeout_s), _readers(readers)
     relay, named = find_relay(at)
@@ -176,8 +176,8 @@ def _readers(readers: Mapping[str, Sequence[int]] | None) -> ReadBy:
         ) from None
 
 
-def introduce_to_torch(kind: type) -> None:
-    """Register a loader class as an IterableDataset, if torch is imported, so that torch's DataLoader accepts it.
+def _introduce_to_torch() -> None:
+    """Register ``Client`` as an IterableDataset, if torch is imported, so that torch's DataLoader accepts it.
 
     Raises UserError in one of several DataLoader workers, since each worker would read all data.
     """
@@ -191,7 +191,7 @@ def introduce_to_torch(kind: type) -> None:
             f"got a call in one of {worker.num_workers} DataLoader workers, expected a call in the trainer's own "
             f"process. Each worker {TWICE}"
         )
-    IterableDataset.register(kind)
+    IterableDataset.register(Client)
 
 
 def _endpoint(endpoint: str | None, timeout_s: float) -> str:
@@ -356,7 +356,7 @@ class Client(Generic[BatchT]):
         """
         self._reading.fail(error)
 
-    def __enter__(self) -> Client[BatchT]:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -35,7 +35,7 @@ class Guarded(deque[Any]):
 
 def test_steps_and_answers_are_taken_under_the_lock_that_guards_them() -> None:
     with streampack.local([[1, 2, 3]] * 40, budget=16, format="numpy") as loader:
-        prefetching = loader._client._reading._prefetching  # type: ignore[attr-defined]
+        prefetching = loader._reading._prefetching
         unguarded: list[str] = []
         prefetching.ready = Guarded(prefetching._changed, unguarded)
         prefetching.answers = Guarded(prefetching._changed, unguarded)

@@ -14,21 +14,18 @@ import os
 import shutil
 import tempfile
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import TracebackType
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from msgspec.structs import fields, replace
 
-from streampack.client.connect import Client, connect, introduce_to_torch
+from streampack.client.connect import Client, connect
 from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig, StreamSettings
 from streampack.config.typed_yaml import convert
 from streampack.core.model.mesh import Mesh
-from streampack.core.model.rules import Rules
 from streampack.errors import InternalError, StreampackError, UserError
-from streampack.packs.step import Step
+from streampack.local import LocalLoader
 from streampack.producer.first_rows import refuse_chats, refuse_chats_in
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Source, SourceSettings, TokenizerSettings, open_source, open_tokenizer
@@ -55,92 +52,12 @@ FORMAT_OF_EXTENSION = {
     ".bin": "megatron", ".idx": "megatron",
 }  # fmt: skip
 """Name of the source format, by the extension of a file."""
-Open = Callable[[contextlib.ExitStack], tuple[Client, str | None]]
-
-
-class Local:
-    """The loader that ``streampack.local`` returns. Use it in one thread of the process that made it."""
-
-    def __init__(self, start: Open) -> None:
-        with contextlib.ExitStack() as stack:
-            self._client, self.http = start(stack)
-            self._close = weakref.finalize(self, _close_all, os.getpid(), stack.pop_all())
-        introduce_to_torch(Local)
-
-    def __iter__(self) -> Iterator[Any]:
-        iter(self._client)
-        return self
-
-    def __next__(self) -> Any:
-        """Return the next pack. Raises StopIteration at the end."""
-        return next(self._client)
-
-    def steps(self) -> Iterator[Step]:
-        """Iterate the steps; see ``Client.steps``."""
-        steps = self._client.steps()
-        while (step := next(steps, None)) is not None:  # from here, so that the loader lives as long as its steps
-            yield step
-
-    @property
-    def rules(self) -> Rules:
-        """The run's recorded rules."""
-        return self._client.rules
-
-    @property
-    def mesh(self) -> Mesh:
-        """The trainers' mesh, and this rank's place in it."""
-        return self._client.mesh
-
-    @property
-    def format(self) -> str:
-        """Name of the packs' format, as passed to ``connect``."""
-        return self._client.format
-
-    def state_dict(self, step: int | None = None) -> dict[str, Any]:
-        """Return the loader's position, to save with the model; see ``Client.state_dict``."""
-        return self._client.state_dict(step)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state; see ``Client.load_state_dict``."""
-        self._client.load_state_dict(state)
-
-    def commit(self, step: int) -> None:
-        """Report that the checkpoint after ``step`` is durable; see ``Client.commit``."""
-        self._client.commit(step)
-
-    def stats(self) -> dict[str, float]:
-        """Return counts and times by name; see ``Client.stats``."""
-        return self._client.stats()
-
-    def close(self) -> None:
-        """End all threads and remove their files; a second call has no effect."""
-        self._close()
-
-    def __enter__(self) -> Local:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __len__(self) -> int:
-        return len(self._client)
-
-    def __reduce__(self) -> str:
-        return self._client.__reduce__()
-
-
-def _close_all(pid: int, stack: contextlib.ExitStack) -> None:
-    """Close ``stack`` in the process ``pid``; do nothing in its forks, which have no threads and own no files."""
-    if os.getpid() == pid:
-        stack.close()
 
 
 def open_local(
     source: Any, run: dict[str, Any], stream: dict[str, Any], weights: Mapping[str, float], tokenizer: Any,
     http: str | None, client: dict[str, Any],
-) -> Local:  # fmt: skip
+) -> LocalLoader[Any]:  # fmt: skip
     """Start a broker, a producer and a client for ``source``, and return the loader.
 
     ``run``: settings of broker.yaml. ``stream``: settings of every stream. ``http``: the broker's HTTP address, or
@@ -169,7 +86,9 @@ def open_local(
         if name in weights:
             streams[name]["weight"] = weights[name]
     config = with_enough_memory(checked(convert({"run": "local", **run, "streams": streams}, BrokerConfig, "local")))
-    return Local(lambda stack: _start(stack, config, sources, http, client))
+    with contextlib.ExitStack() as stack:
+        reader, url = _start(stack, config, sources, http, client)
+        return LocalLoader(reader, stack.pop_all(), url)
 
 
 def open_stream(name: str, given: Any, defaults: dict[str, Any], tokenizer: Any) -> tuple[Source, dict[str, Any]]:
