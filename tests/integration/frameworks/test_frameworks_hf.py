@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: runs that are killed go on. Two ranks: ``tests/training/test_hf_ranks.py``."""
+"""Hugging Face's Trainer: runs that are killed go on. Two ranks: ``tests/training/hf/test_hf_ranks.py``."""
 
 from __future__ import annotations
 

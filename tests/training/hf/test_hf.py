@@ -18,13 +18,13 @@ import streampack
 from streampack.errors import MeshError, StateError, UserError
 
 hf: Any
-"""``tests.training.hf_trainers``, once tests run."""
+"""``tests.training.hf.hf_trainers``, once tests run."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _frameworks() -> None:
     global hf
-    hf = import_module("tests.training.hf_trainers")
+    hf = import_module("tests.training.hf.hf_trainers")
 
 
 BATCHES: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.integration.running import PATIENCE_S
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.training.trainers", "torch._dynamo"])  # which DDP imports
+_SERVER.set_forkserver_preload(["tests.training.proofs.trainers", "torch._dynamo"])  # which DDP imports
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, dies: int | None = None) -> list[Any]:

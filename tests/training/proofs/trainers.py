@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 import streampack
 from streampack.training.attention import varlen_attention
 from streampack.training.loss import packed_loss
-from tests.training.ring import by_positions, ring_attention, zigzag
-from tests.training.tiny import Attention, Found, Tiny, found, summed_loss
+from tests.training.proofs.ring import by_positions, ring_attention, zigzag
+from tests.training.proofs.tiny import Attention, Found, Tiny, found, summed_loss
 
 EVERY = 3
 """Steps between two checkpoints."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.training.tiny import DIM, HEADS, KV_HEADS, Attention
+from tests.training.proofs.tiny import DIM, HEADS, KV_HEADS, Attention
 
 Masks = Sequence[Tensor]
 """By rank of the ring that keys came from: bool [T', T'], which of them each query sees."""

@@ -23,7 +23,7 @@ from streampack.training.loss import packed_loss
 from streampack.views.bshd import thd_chunks
 from streampack.views.megatron import packed_seq_params
 from tests.integration.running import RunningBroker, producing_here, running_broker, write_jsonl
-from tests.training.tiny import (
+from tests.training.proofs.tiny import (
     FIELDS,
     LONGEST,
     Alone,

@@ -95,7 +95,7 @@ def test_ranks_of_which_one_is_killed_at_every_step_have_the_same_steps_and_end_
     with running_broker(settings) as broker:
         config = write(tmp_path / "p.yaml", {"broker": broker.producers, "processes": 1, "streams": streams})
         with running("producer", "produce", "-c", config):
-            paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+            paths = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
             done = subprocess.run(
                 [sys.executable, "-c", LAUNCHER, str(tmp_path), str(RANKS), str(EVERY)],
                 capture_output=True, text=True, timeout=PATIENCE_S,

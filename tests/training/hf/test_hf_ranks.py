@@ -75,7 +75,7 @@ def test_two_ranks_have_the_losses_gradients_and_evaluations_of_one(tmp_path: Pa
         streams = {name: {"source": "jsonl", "shards": shards} for name, shards in files.items()}
         config = write(tmp_path / "p.yaml", {"broker": broker.producers, "processes": 1, "streams": streams})
         with running("producer", "produce", "-c", config):
-            paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+            paths = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
             done = subprocess.run(
                 [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_S,
                 env=os.environ | {"STREAMPACK_ENDPOINT": broker.trainers, "PYTHONPATH": paths},

@@ -14,9 +14,9 @@ import pytest
 from streampack.config.typed_yaml import convert
 from streampack.sources import SourceSettings, open_source
 from tests.integration.running import RunningBroker, producing_here, running_broker, write_jsonl
-from tests.training.processes import on_ranks
-from tests.training.tiny import FIELDS, TOLERANCE, Alone, assert_same, rows, together
-from tests.training.trainers import EVERY, Seen, averaged, summed, train
+from tests.training.proofs.processes import on_ranks
+from tests.training.proofs.tiny import FIELDS, TOLERANCE, Alone, assert_same, rows, together
+from tests.training.proofs.trainers import EVERY, Seen, averaged, summed, train
 
 SAMPLES = rows(60)
 FEW = 32
