@@ -66,8 +66,9 @@ class LeaseLimits:
     def apply_policies(self, record: RawSample | Records) -> tuple[Values, str | None]:
         """Return a record's tokens and fields, and None; or empty values and the reason if a policy drops the record.
 
-        Several records together come from ``split`` and are valid. Raises SampleError or DamagedFile if the policy is
-        ``error``, and SampleError for a loss mask that the run does not declare.
+        The policies are the lease's ``poison``, for samples that cannot be used, and ``overlong``. ``Records`` hold
+        only valid samples, because ``split`` has yielded all others one by one. Raises SampleError or DamagedFile if
+        the policy is ``error``, and SampleError for a loss mask that the run does not declare.
         """
         if isinstance(record, Records):
             tokens, lengths, _, fields = record.samples

@@ -28,10 +28,10 @@ class Books:
         """Number of samples in steps; a split sample counts once."""
 
     def begin(self, upto: list[int], held_index: I64, held_part: I64) -> None:
-        """Mark as ``BEFORE`` all samples that were merged, are in no step so far and are not held in the window.
+        """Begin at a snapshot: mark as ``BEFORE`` the samples that were merged by then and not in its window.
 
-        ``upto``: for each partition, the number of samples that were merged. ``held_index``, ``held_part``: samples in
-        the window, int64 [n] each.
+        Samples that are in a recorded step keep their state. ``upto``: for each partition, the number of samples that
+        were merged. ``held_index``, ``held_part``: samples in the window, int64 [n] each.
         """
         heads = held_index[held_part == 0]
         for partition, stop in enumerate(upto):

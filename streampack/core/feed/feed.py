@@ -350,7 +350,10 @@ class Feed:
         return effects + self.planner.restore(given)
 
     def _branch(self, step: int, why: str, since: int | None = None) -> list[Effect]:
-        """Begin a new lineage at ``step``, without samples pushed in records from LSN ``since`` on."""
+        """Begin a new lineage at ``step``, and record the reason ``why``.
+
+        Pushed samples that the log admitted in records from number ``since`` on are dropped. With None, none are.
+        """
         effects = self._recorder.begin_lineage(step, why, since)
         self.steps.lineage = self.history.lineage
         self.steps.forget_chains(step)

@@ -110,7 +110,7 @@ class FormedFigures:
         return self._lengths
 
     def _count(self) -> None:
-        """Count the gathered steps."""
+        """Add the steps that wait since the last call to the totals, the padding and the histograms."""
         if not self._packs:
             return
         packs = PlannedPacks.joined(self._packs)

@@ -18,7 +18,7 @@ from streampack.core.intake.admission_kernels import enter
 from streampack.core.intake.chunk_check import Frames, ReceivedChunk, Unfit, malformed, unwanted
 from streampack.core.intake.intake import Intake
 from streampack.core.intake.lease_terms import StreamTerms
-from streampack.core.intake.overlong import Pieces, apply_terms, drop_all
+from streampack.core.intake.overlong import Pieces, apply_terms, drop_chunk
 from streampack.core.layout.step_frames import INPUT_IDS
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.fields import LABELS, LOSS_MASK, Field
@@ -118,7 +118,7 @@ class Admission:
         if known < stop:
             skip = known - message.base_seq
             terms = self._streams[stream]
-            pieces = drop_all(every[skip:]) if stale else apply_terms(terms, every, message.keep, skip)
+            pieces = drop_chunk(every[skip:]) if stale else apply_terms(terms, every, message.keep, skip)
             store, kept_tokens = self._enter(stream, p, chunk, skip, pieces)
             effects.append(store)
             if message.pass_ended and self._streams[stream].barriers:

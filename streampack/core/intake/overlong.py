@@ -38,8 +38,11 @@ class Pieces:
     lost_tokens: int
 
 
-def drop_all(lengths: I64) -> Pieces:
-    """Drop all samples of a chunk, of ``lengths`` tokens, int64 [n]."""
+def drop_chunk(lengths: I64) -> Pieces:
+    """Return the pieces of a chunk that is dropped as a whole: for each sample, one piece of length 0.
+
+    ``lengths``: tokens of each sample, int64 [n].
+    """
     source, none = np.arange(len(lengths), dtype=np.int64), np.zeros(len(lengths), np.int64)
     return Pieces(source, none, none, none, int((lengths > 0).sum()), int(lengths.sum()))
 
@@ -81,5 +84,5 @@ def apply_terms(terms: StreamTerms, lengths: I64, keep: Keep | UnsetType = msgsp
         skip: Samples at the chunk's beginning for which no pieces are returned.
     """
     if keep == "pack" and not terms.fits(apply_overlong(lengths, terms.limit, terms.overlong).length):
-        return drop_all(lengths[skip:])
+        return drop_chunk(lengths[skip:])
     return apply_overlong(lengths[skip:], terms.limit, terms.overlong)

@@ -108,7 +108,7 @@ class PartitionAccounts:
         while intake.behind and not intake.recalling and not intake.unwanted:
             place = intake.places[intake.place]
             if place.mark >= 0:
-                if isinstance(merge, Arrival) and place.mark >= merge.marks[number]:
+                if isinstance(merge, Arrival) and place.mark >= merge.num_barriers_pushed[number]:
                     merge.end_pass(number)
             elif place.lost and place.stop_seq > max(intake.expected_seq, intake.known_seq):
                 begin = max(place.base_seq, intake.known_seq)

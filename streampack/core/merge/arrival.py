@@ -102,17 +102,17 @@ class Arrival(Queues):
         super().__init__(partitions, block, removed)
         self._script = Script()
         # For each partition: barriers passed, barriers pushed, samples pushed, samples in the script.
-        self._passed, self._marks = list[int](), list[int]()
+        self._passed, self._barriers_pushed = list[int](), list[int]()
         self._pushed, self._scripted = list[int](), list[int]()
         self._extend(sum(partitions))
 
     @property
-    def marks(self) -> list[int]:
-        """Number of barriers pushed to each partition, including barriers before a loaded state.
+    def num_barriers_pushed(self) -> list[int]:
+        """Number of barriers (ends of passes) pushed to each partition, including barriers before a loaded state.
 
-        To replay recorded barriers, push the barriers whose number is at least this number.
+        A partition's barriers are numbered from 0. To replay recorded barriers, push only those from this number on.
         """
-        return list(self._marks)
+        return list(self._barriers_pushed)
 
     def script(self, partition: int, first_seq: int, count: int) -> None:
         """Add admitted samples to the script, the order of arrival: ``count`` of a partition, from ``first_seq`` on.
@@ -145,7 +145,7 @@ class Arrival(Queues):
     def end_pass(self, partition: int) -> None:
         """End a partition's pass: entries that follow belong to its next pass."""
         super().end_pass(partition)
-        self._marks[partition] += 1
+        self._barriers_pushed[partition] += 1
 
     def take(self, max_tokens: int, max_position: int = NOWHERE) -> Taken:
         """Take samples in merge order, until one is missing, or ``max_tokens`` or ``max_position`` is reached.
@@ -198,7 +198,7 @@ class Arrival(Queues):
         self._ended[:], self._fresh, self._passes = state.ended, state.fresh, state.passes
         self.merged_samples[:], self.merged_tokens[:] = state.merged_samples, state.merged_tokens
         count = len(self._ended)
-        self._passed[:count] = self._marks[:count] = state.turn
+        self._passed[:count] = self._barriers_pushed[:count] = state.turn
         self._pushed[:count] = state.merged_samples
         self._scripted = [max(pair) for pair in zip(self._scripted, self._pushed, strict=True)]
         for partition in np.flatnonzero(state.at_barrier).tolist():
@@ -220,8 +220,8 @@ class Arrival(Queues):
 
     def _extend(self, count: int) -> None:
         """Extend the counters and the script to at least ``count`` partitions."""
-        more = max(count - len(self._marks), 0)
-        for each in (self._passed, self._marks, self._pushed, self._scripted):
+        more = max(count - len(self._barriers_pushed), 0)
+        for each in (self._passed, self._barriers_pushed, self._pushed, self._scripted):
             each += [0] * more
         self._script.grow(more)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.core.intake.admission_kernels import enter, measure
-from streampack.core.intake.overlong import apply_overlong, drop_all
+from streampack.core.intake.overlong import apply_overlong, drop_chunk
 from streampack.core.model.samples import SampleTable
 
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=20)
@@ -39,7 +39,7 @@ def test_a_chunk_is_measured_as_it_is(samples: list[tuple[int, int]]) -> None:
 @given(LENGTHS, st.sampled_from(["truncate", "split", "drop", "stale"]), st.integers(0, 3), st.integers(0, 2))
 def test_each_piece_gets_a_row_and_a_place_in_the_chunk(lengths: list[int], policy: str, skip: int, keep: int) -> None:
     every, skip = np.array(lengths, np.int64), min(skip, len(lengths))
-    pieces = drop_all(every[skip:]) if policy == "stale" else apply_overlong(every[skip:], 12, policy)
+    pieces = drop_chunk(every[skip:]) if policy == "stale" else apply_overlong(every[skip:], 12, policy)
     kept = [i for i, length in enumerate(pieces.length.tolist()) if length]
     found = []
     kernels: list[Any] = [enter, plain(enter)]

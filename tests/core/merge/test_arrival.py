@@ -217,7 +217,7 @@ def test_a_state_taken_anywhere_goes_on_with_the_same_rest(data: st.DataObject) 
         recite(resumed.merge, story[:at])
     resumed.sent = list(state.merged_samples)
     seen, marked = [0] * 3, [0] * 3
-    marks = resumed.merge.marks
+    marks = resumed.merge.num_barriers_pushed
     for kind, p, samples in by_partition(story[:at], data) + story[at:]:
         if kind == "mark":
             marked[p] += 1
@@ -282,7 +282,7 @@ def test_an_empty_pass_is_one_too() -> None:
     assert feed.merge.state().turn == [1, 1]
     resumed = Arrival([2])
     resumed.load(feed.merge.state())
-    assert resumed.marks == [2, 1]
+    assert resumed.num_barriers_pushed == [2, 1]
     assert not feed.merge.between_passes
     feed.take(2**60)
     assert feed.order == [(1, 0, 0)]

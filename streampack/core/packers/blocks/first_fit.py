@@ -30,7 +30,10 @@ class FirstFitShuffle(Tumbling):
     seed: int = 0
 
     def pack(self, lengths: Sequence[int], budget: int, sizes: Sequence[int]) -> list[list[int]]:
-        """Pack one block: return lists of positions in ``lengths``; ``sizes`` are the samples in each item.
+        """Pack one block of items, and return the packs as lists of positions in ``lengths``.
+
+        An item is a sample, or a group of samples that stay together. ``lengths``: tokens of each item. ``sizes``:
+        number of samples in each item.
 
         Packs are in the order they were opened; inside a pack samples are in the shuffled order.
         """

@@ -29,7 +29,11 @@ class Unpacked(Tumbling):
             raise ValueError(f"got micro_batch_size={self.micro_batch_size}, expected at least 1")
 
     def pack(self, lengths: Sequence[int], budget: int, sizes: Sequence[int]) -> list[list[int]]:
-        """Pack one block: return lists of adjacent positions in ``lengths``; ``sizes`` are the samples in each item."""
+        """Pack one block of items, and return the packs as lists of adjacent positions in ``lengths``.
+
+        An item is a sample, or a group of samples that stay together. ``lengths``: tokens of each item. ``sizes``:
+        number of samples in each item.
+        """
         num_packs = max(len(lengths) // self.micro_batch_size, 1)
         least, longer = divmod(len(lengths), num_packs)
         starts = {pack * least + min(pack, longer) for pack in range(num_packs)}
