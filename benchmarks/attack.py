@@ -86,9 +86,9 @@ class Service:
             "streams": {"web": {"source": "jsonl", "shards": str(folder / "a.jsonl")}},
         })  # fmt: skip
         self.broker = self._start("broker")
-        self._start("produce", STREAMPACK_KEY_FILE=str(folder / "keys" / "producer.key") if keys else "")
         while not (folder / "where.json").exists():
             time.sleep(0.05)
+        self._start("produce", STREAMPACK_KEY_FILE=str(folder / "keys" / "producer.key") if keys else "")
         self.where: dict[str, str] = json.loads((folder / "where.json").read_text())
 
     @property
