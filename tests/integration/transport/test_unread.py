@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import socket
+import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +21,7 @@ from streampack.transport.keys import Key
 from streampack.transport.sockets import Dealer, Poller, Router, drain
 from streampack.transport.unread import ADMITTED, HANDSHAKE_BYTES, MEMORY_SLACK, Unread, bytes_read
 from tests.integration.running import PATIENCE_S, until
-from tests.integration.transport.raw_peer import MORE, RawPeer, frame
+from tests.integration.transport.raw_peer import COMMAND, MORE, RawPeer, frame
 
 LIMIT = 1 << 20
 BROKER, FRIEND = curve.new_secret(), curve.new_secret()
@@ -149,3 +153,37 @@ def test_memory_that_grows_while_nothing_is_unread_is_nobodys_fault() -> None:
         assert not sock.take_cuts()
         assert _take(poller, sock) == 1
         assert len(grown)
+
+
+TAKES_NOTHING = """
+import sys, time
+from streampack.transport.sockets import Router
+router = Router("tcp://127.0.0.1:*", 1 << 20)
+print(router.endpoint, flush=True)
+sys.stdin.readline()
+taken = 0
+while router.raw.poll(1000):
+    router.raw.recv_multipart()
+    taken += 1
+print(taken)
+"""
+
+
+def test_a_connection_that_breaks_while_nothing_is_taken_ends_no_process() -> None:
+    """8 KB and a reset ended a process whose socket had a receive high-water mark: ZeroMQ had stopped the input of the
+    connection, and aborted when it broke. A broker that was frozen ended in the same way.
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-c", TAKES_NOTHING],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    peer = RawPeer(child.stdout.readline().strip())
+    assert peer.send(frame(b"") * 3500 + frame(b"\x04PING\0\0", COMMAND) * 20 + frame(b"") * 400)
+    time.sleep(0.5)  # ZeroMQ reads ahead meanwhile
+    peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    peer.close()
+    time.sleep(0.5)
+    said, errors = child.communicate("go on\n", timeout=PATIENCE_S)
+    assert child.returncode == 0, errors
+    assert int(said) == 3900
