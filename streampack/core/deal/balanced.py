@@ -33,7 +33,6 @@ import numpy as np
 
 from streampack.core.deal.deal import MOST, deal
 from streampack.core.model.samples import I64
-from streampack.core.packers.blocks.karmarkar_karp import karmarkar_karp
 
 LOOKS = 128
 """Pairs of samples that leveling looks at, for each sample."""
@@ -99,12 +98,12 @@ def balanced_packs(
 def _by_rank(work: I64, slots: I64, bounds: Bounds, rows: int) -> BalancedPacks | None:
     """Deal samples to ranks, then to packs; return the leveled packs, or None if a rank's samples do not fit."""
     dp = bounds.dp
-    rank_of = dp - 1 - _differenced(work, dp, dp)
+    rank_of = dp - 1 - _kernel().difference(work, dp, dp)
     most = int(_sums(rank_of, work, dp).max())
     found = _within_ranks(rank_of, work, slots, bounds, rows, most)
     if len(work) > MAX_TWICE:
         return found
-    rank_of = dp - 1 - _differenced(work, dp, 1)
+    rank_of = dp - 1 - _kernel().difference(work, dp, 1)
     least = int(_sums(rank_of, work, dp).max())
     if least > most or _sums(rank_of, 1, dp).min() < rows:
         return found
@@ -122,11 +121,9 @@ def _within_ranks(rank_of: I64, work: I64, slots: I64, bounds: Bounds, rows: int
     dp, budget, cap = bounds
     if len(work) * rows > MAX_PLACED or _sums(rank_of, slots, dp).max() > rows * budget:
         return None
-    where, fits = np.empty(len(work), np.int64), False
+    where, fits = np.empty(0, np.int64), False
     if -(-len(work) // dp) * rows <= MAX_DIFFERENCED:
-        for rank in range(dp):
-            mine = np.flatnonzero(rank_of == rank)
-            where[mine] = _differenced(work[mine], rows, 1) * dp + rank
+        where = _kernel().difference_within(work, rank_of, dp, rows)
         fits = bool(_sums(where, slots, rows * dp).max() <= budget and _sums(where, 1, rows * dp).max() <= cap)
     if not fits:
         where, fits = _kernel().place(work, slots, rank_of, dp, rows, budget, cap)
@@ -168,11 +165,9 @@ def _in_rows(packs: BalancedPacks, work: I64, bounds: Bounds, most: int) -> Bala
     Packs stay on their rank, unless ``most`` is ``MOST``: then a rank's work is not bounded.
     """
     where, rows = packs
-    cost = _sums(where, work, rows * bounds.dp)
-    if most == MOST:
-        dealt = deal(cost, bounds.dp, "deal")
-    else:
-        dealt = np.argsort(-cost.reshape(rows, -1), axis=0, kind="stable") * bounds.dp + np.arange(bounds.dp)
+    if most != MOST:
+        return BalancedPacks(_kernel().sort_rows(where, work, bounds.dp, rows), rows)
+    dealt = deal(_sums(where, work, rows * bounds.dp), bounds.dp, "deal")
     number = np.empty(rows * bounds.dp, np.int64)
     number[dealt.ravel()] = np.arange(rows * bounds.dp)
     return BalancedPacks(number[where], rows)
@@ -181,21 +176,6 @@ def _in_rows(packs: BalancedPacks, work: I64, bounds: Bounds, most: int) -> Bala
 def _path(packs: BalancedPacks, work: I64, bounds: Bounds) -> int:
     """Return the critical path of packs: the largest cost of each micro-batch, summed."""
     return int(_sums(packs.where, work, packs.rows * bounds.dp).reshape(packs.rows, -1).max(axis=1).sum())
-
-
-def _differenced(work: I64, parts: int, step: int) -> I64:
-    """Return the part of each sample by largest differencing, int64 [n]; ``karmarkar_karp`` does it without numba.
-
-    ``step``: 1, or ``parts`` for parts of equal sizes.
-    """
-    difference = _kernel().difference
-    if hasattr(difference, "py_func"):
-        found: I64 = difference(work, parts, step)
-        return found
-    part_of = np.empty(len(work), np.int64)
-    for number, part in enumerate(karmarkar_karp(work.tolist(), parts, equal_sizes=step > 1)):
-        part_of[part] = number
-    return part_of
 
 
 @cache

@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 
 from streampack.core.deal import balanced_kernels
 from streampack.core.deal.balanced import LOOKS, MAX_SAMPLES
-from streampack.core.deal.balanced_kernels import best_by_arrays, best_by_loops, difference, level
+from streampack.core.deal.balanced_kernels import (
+    best_by_arrays,
+    best_by_loops,
+    difference_by_lists,
+    difference_by_loops,
+    level,
+)
 from streampack.core.deal.deal import MOST
 from streampack.core.model.samples import I64
 from streampack.core.packers.blocks.karmarkar_karp import karmarkar_karp
@@ -108,9 +114,10 @@ def test_the_plan_is_the_same_without_numba(step: tuple[list[int], dict[str, Any
     lengths, options = step
     expected = plan_step(lengths, **options).packs
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("place", "level", "difference"):
+        for name in ("place", "level", "difference_within", "sort_rows"):
             kernel = getattr(balanced_kernels, name)
             patch.setattr(balanced_kernels, name, getattr(kernel, "py_func", kernel))
+        patch.setattr(balanced_kernels, "difference", difference_by_lists)
         patch.setattr(balanced_kernels, "best_exchange", best_by_arrays)
         assert plan_step(lengths, **options).packs == expected
 
@@ -118,7 +125,7 @@ def test_the_plan_is_the_same_without_numba(step: tuple[list[int], dict[str, Any
 @given(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 9), st.booleans())
 def test_differencing_by_arrays_is_karmarkar_karp(costs: list[int], parts: int, equal_sizes: bool) -> None:
     costs = sorted(costs, reverse=True)
-    found = difference(np.array(costs, np.int64), parts, parts if equal_sizes else 1)
+    found = difference_by_loops(np.array(costs, np.int64), parts, parts if equal_sizes else 1)
     packs = karmarkar_karp(costs, parts, equal_sizes=equal_sizes)
     assert [np.flatnonzero(found == part).tolist() for part in range(parts)] == packs
 
