@@ -116,6 +116,13 @@ def test_rules_exist_only_where_their_multiples_fit(budget: int, sample: int, pa
             Rules(budget=budget, align=align)
 
 
+def test_wrong_settings_are_a_value_error_too() -> None:
+    """Code that validates settings with ``except ValueError`` catches them."""
+    with pytest.raises(ValueError, match="rules.budget") as error:
+        checked(convert(yaml.safe_load(WEB + "rules: {budget: -1}"), BrokerConfig))
+    assert isinstance(error.value, ConfigError)
+
+
 def test_a_budget_that_is_no_multiple_is_told_one_that_is() -> None:
     with pytest.raises(ValueError, match=r"got budget 100, expected a multiple of align.pack, 64. Use 64"):
         Rules(budget=100, align=Align(pack=64))
