@@ -118,7 +118,7 @@ def test_rules_exist_only_where_their_multiples_fit(budget: int, sample: int, pa
 
 def test_wrong_settings_are_a_value_error_too() -> None:
     """Code that validates settings with ``except ValueError`` catches them."""
-    with pytest.raises(ValueError, match="rules.budget") as error:
+    with pytest.raises(ValueError, match=r"rules\.budget") as error:
         checked(convert(yaml.safe_load(WEB + "rules: {budget: -1}"), BrokerConfig))
     assert isinstance(error.value, ConfigError)
 
