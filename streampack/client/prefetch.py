@@ -89,6 +89,8 @@ class Prefetching:
         self.answers: deque[State | Committed] = deque()
         self._endpoint, self._mesh, self._views, self._answer_s = endpoint, mesh, views, answer_s
         self._figures = figures
+        self.received_bytes = 0
+        """Bytes of payload of the delivered steps."""
         self._forks = forks.passed
         self._slabs = Slabs()
         self._told: deque[Event] = deque()
@@ -164,6 +166,11 @@ class Prefetching:
         finally:
             if told:
                 self.tell(Waiting(False))
+
+    @property
+    def by_relay(self) -> bool:
+        """True while messages go through this host's relay."""
+        return self._client.by_relay
 
     def check_usable(self) -> None:
         """Raise PeerError in a forked child, and UserError if the client is closed."""
@@ -297,6 +304,7 @@ class Prefetching:
             elif isinstance(effect, Reroute):
                 self._follow(effect)
             elif isinstance(effect, Deliver):
+                self.received_bytes += sum(len(frame) for part in effect.parts for frame in part.payload)
                 step = build_step(effect.parts, effect.attached, self._mesh, self._slabs)
                 step = self._views.make(step, effect.attached.rules)
                 if isinstance(step.packs, LazyPacks):

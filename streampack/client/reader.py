@@ -12,6 +12,7 @@ import logging
 import operator
 import os
 import socket
+import time
 import uuid
 from collections import deque
 from typing import Any
@@ -34,6 +35,9 @@ from streampack.transport.keys import Key
 from streampack.views.formats import Views
 
 log = logging.getLogger("streampack.client")
+
+ADVISE_AFTER_STEPS = 50
+"""Steps after which one rank logs what fewer readers would save."""
 
 
 class Reading:
@@ -59,6 +63,7 @@ class Reading:
         self._upto: int | None = None  # this iteration has handed out all packs of the steps before; None: of no step
         self._delivered = False
         self._in_use: int | None = None
+        self._num_taken, self._first_taken = 0, 0.0
         # Iterating packs: ``_left`` packs remain of step ``_packs_of``. ``_packs`` are made, later groups are not yet.
         self._packs: deque[Any] = deque()
         self._source: LazyPacks | None = None
@@ -150,7 +155,27 @@ class Reading:
         self._delivered = True
         self._in_use = step.index
         self._figures.note_step(len(step), step.num_tokens)
+        self._advise()
         return step
+
+    def _advise(self) -> None:
+        """Log once, on the first rank, what it would save if fewer tensor-parallel ranks read from the broker."""
+        self._num_taken += 1
+        if self._num_taken == 1:
+            self._first_taken = time.monotonic()
+        if self._num_taken != ADVISE_AFTER_STEPS:
+            return
+        mesh, readers = self.mesh, self._session.readers
+        if mesh.tp == 1 or readers.tp is not None or any(mesh.ranks) or self._prefetching.by_relay:
+            return
+        _, pp = readers.ranks(mesh)
+        seconds = max(time.monotonic() - self._first_taken, 1e-3)
+        saved = self._prefetching.received_bytes / seconds * (mesh.tp - 1) * mesh.dp * mesh.cp * len(pp)
+        log.info(
+            "feed %s: %d tensor-parallel ranks each read the same packs from the broker. A relay on each host "
+            "('streampack relay') would save about %.1f MB/s. So would readers={'tp': [0]}, if the framework "
+            "broadcasts batches", self._session.feed, mesh.tp, saved / 1e6,
+        )  # fmt: skip
 
     # Checkpoints
 
