@@ -160,7 +160,7 @@ class RelaySession:
             return self._attach(peer, envelope, message)
         reader = self._peers.get(peer)
         if reader is None:
-            return self._answer_stranger(peer) if not isinstance(message, Bye) else []
+            return self._answer_stranger(peer, envelope)
         self._note_heard(reader, envelope)
         if isinstance(message, Bye):
             self._forget(reader)
@@ -183,11 +183,18 @@ class RelaySession:
         reader.heard = self._now
         reader.said_fence = envelope.fence if envelope.epoch == self.epoch else 0
 
-    def _answer_stranger(self, peer: bytes) -> list[Effect]:
-        """Tell an unknown reader to attach. It also learns that this relay works, so say nothing if it does not."""
-        if not self.is_connected:
-            return []
-        return [SendReader(peer, Envelope(run=self.run, epoch=self.epoch, fence=0, message=Who()))]
+    def _answer_stranger(self, peer: bytes, envelope: Envelope) -> list[Effect]:
+        """Tell an unknown reader to attach. It also learns that this relay works, so say nothing if it does not.
+
+        A relay without readers sends nothing to the broker. It then passes a ping on, which the broker answers.
+        """
+        message = envelope.message
+        effects: list[Effect] = []
+        if isinstance(message, ReaderPing) and (not self.run or self.silent_s >= LOCAL_PING_S):
+            effects.append(SendFor(message.reader, envelope))
+        if self.is_connected and not isinstance(message, Bye):
+            effects.append(SendReader(peer, Envelope(run=self.run, epoch=self.epoch, fence=0, message=Who())))
+        return effects
 
     def _attach(self, peer: bytes, envelope: Envelope, message: Attach) -> list[Effect]:
         """Pass a reader's ``Attach`` on; until the broker answers, the reader gets no steps."""
