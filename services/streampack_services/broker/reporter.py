@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import msgspec
 
@@ -23,15 +22,14 @@ from streampack.core.feed.feed import Feed
 from streampack.core.form.form_stats import FILL_BOUNDS, ValueCounts
 from streampack.core.form.former import Former
 from streampack.core.model.rules import Rules
-from streampack.core.serve.step_server import RankProgress
-from streampack.core.stats.data_wait import CAUSES as STARVED_BY
-from streampack.core.stats.data_wait import Missing, NextWaits, Starvation
+from streampack.core.stats.data_wait import Missing, NextWaits
 from streampack.core.stats.fill import Figures, Totals, from_moments
 from streampack.core.stats.padding import CAUSES
 from streampack.version import __version__
 from streampack_services.broker.arena import Arena
 from streampack_services.broker.log_keeper import Keeper
 from streampack_services.broker.memory_plan import Plan
+from streampack_services.broker.rank_table import RankTable
 from streampack_services.broker.status import (
     BrokerStatus,
     DealtPacks,
@@ -46,7 +44,8 @@ from streampack_services.broker.status import (
     MessageCounts,
     PackFigures,
     PackTotals,
-    RankStatus,
+    RankPage,
+    RanksStatus,
     RankTokens,
     State,
     StepCounts,
@@ -61,13 +60,12 @@ from streampack_services.broker.status import (
 from streampack_services.broker.steps_left import steps_left
 
 log = logging.getLogger("streampack.broker")
-Row = TypeVar("Row")
 
 EVERY_S = 0.5
 """Time between two snapshots, in seconds."""
 ROW_S = 0.002
-"""Longest age of the rows of ranks and streams, in seconds per row. A row takes about 10 us, so all rows take half a
-percent of the broker's time."""
+"""Longest age of the rows of streams, in seconds per row. A row takes about 10 us, so all rows take half a percent of
+the broker's time."""
 RATE_OVER_S = 5.0
 """Time over which ``tokens_per_s`` is the mean, in seconds."""
 LOG_AFTER_S = 5.0
@@ -132,9 +130,22 @@ class Reporter:
         self._taken = 0.0
         self._rates: dict[str, deque[tuple[float, int]]] = {name: deque() for name in core.feeds}
         self._watches = {name: _Watch() for name in core.feeds}
-        self._ranks = {name: _Rows(rank_rows) for name in core.feeds}
-        self._streams = {name: _Rows(self._stream_rows) for name in core.feeds}
+        self._ranks = {name: RankTable(feed) for name, feed in core.feeds.items()}
+        self._streams = {name: _StreamRows(self._stream_rows) for name in core.feeds}
         self._rules = {name: _feed_rules(feed.rules) for name, feed in core.feeds.items()}
+
+    def rank_page(self, feed: str, node: str | None, first: int) -> RankPage | None:
+        """Return some ranks of a feed, as of the last pass over its ranks. Any thread may call this.
+
+        Args:
+            feed: Name of the feed, which must exist.
+            node: Host whose ranks are listed; None for all ranks.
+            first: Number of ranks to leave out before the first that is listed.
+
+        Returns:
+            At most ``PAGE_RANKS`` ranks in their order; None if no rank was on the node.
+        """
+        return self._ranks[feed].figures.page(feed, node, first)
 
     def tick(self, now: float) -> BrokerStatus | None:
         """Return a new snapshot if one is due, else None; ``now``: seconds of the monotonic clock."""
@@ -187,7 +198,11 @@ class Reporter:
         """Return the snapshot of one feed; ``now``: seconds of the monotonic clock."""
         steps, former, formed = feed.readers.steps, feed.planner.former, feed.figures
         counted = steps.dealt.padded_totals if feed.rules.padded else formed.totals
-        reasons, stalled_s = waiting_for(feed), self._stalled_s(now, feed)
+        reasons = waiting_for(feed)
+        stalled_s = self._stalled_s(now, feed, reasons)
+        table = self._ranks[feed.name]
+        table.turn(now)
+        figures = table.figures
         return FeedStatus(
             state="ended" if steps.end is not None else "serving" if stalled_s is None else "waiting",
             stalled_s=stalled_s,
@@ -219,7 +234,8 @@ class Reporter:
                 next_wait_seconds=_histogram(steps.next_waits),
             ),
             tokens_per_s=self._tokens_per_s(now, feed),
-            readers=self._ranks[feed.name].at(now, feed),
+            readers=figures.readers,
+            ranks=_ranks_status(now, feed, table),
             queued_bytes=steps.flows.queued_bytes,
             queued_limit_bytes=steps.flows.leaving_bytes,
             resent_bytes=steps.flows.resent_bytes,
@@ -262,9 +278,9 @@ class Reporter:
             )
         return rows
 
-    def _stalled_s(self, now: float, feed: Feed) -> float | None:
-        """Return the seconds since the feed's last step; None if no rank waits for data."""
-        still_s, reasons = now - self._watches[feed.name].since, waiting_for(feed)
+    def _stalled_s(self, now: float, feed: Feed, reasons: Missing | None) -> float | None:
+        """Return the seconds since the feed's last step; None if no rank waits for data, for these ``reasons``."""
+        still_s = now - self._watches[feed.name].since
         if still_s < STALLED_AFTER_S or feed.readers.steps.end is not None or reasons is None:
             return None
         return still_s if reasons.reason not in ("peers", "memory") and feed.readers.steps.any_starved else None
@@ -334,53 +350,36 @@ def waiting_for(feed: Feed) -> Missing | None:
     return feed.waiting_for()
 
 
-class _Rows(Generic[Row]):
-    """A cache of one feed's rows, which expires after ``ROW_S`` seconds for each row in the cache."""
+class _StreamRows:
+    """A cache of one feed's streams, which expires after ``ROW_S`` seconds for each stream."""
 
-    def __init__(self, take: Callable[[Feed], list[Row]]) -> None:
+    def __init__(self, take: Callable[[Feed], list[StreamStatus]]) -> None:
         self._take = take
         self._taken = -math.inf
-        self._rows: list[Row] = []
+        self._rows: list[StreamStatus] = []
 
-    def at(self, now: float, feed: Feed) -> list[Row]:
+    def at(self, now: float, feed: Feed) -> list[StreamStatus]:
         """Return the cached rows, or new rows if the cache has expired at ``now`` (monotonic clock, seconds)."""
         if now - self._taken >= len(self._rows) * ROW_S:
             self._taken, self._rows = now, self._take(feed)
         return self._rows
 
 
-def rank_rows(feed: Feed) -> list[RankStatus]:
-    """Return a row for each attached rank."""
-    streams, costs = {stream.name for stream in feed.latest_rules.streams}, feed.readers.steps.dealt.costs_by_rank()
-    return [_rank_status(row, costs, streams) for row in feed.readers.steps.stats()]
-
-
-def _rank_status(row: RankProgress, costs: list[list[float]], streams: set[str]) -> RankStatus:
-    """Return a rank's row. Leave out figures of the client that are not finite, and unknown causes and streams."""
-    dp_rank, cp_rank, tp_rank, pp_rank = row.ranks
-    starved = row.starvation or _NOT_STARVED
-    return RankStatus(
-        dp_rank=dp_rank,
-        cp_rank=cp_rank,
-        tp_rank=tp_rank,
-        pp_rank=pp_rank,
-        where=row.where,
-        host=row.where.rpartition(":")[0],
-        round=row.round,
-        done_upto=row.done_upto,
-        have_upto=row.have_upto,
-        queued_bytes=row.queued_bytes,
-        silent_s=row.silent_s,
-        stats={key: value for key, value in row.stats.items() if math.isfinite(value)},
-        cost=costs[dp_rank] if dp_rank < len(costs) else [],
-        starved_s={cause: starved.causes_s.get(cause, 0.0) for cause in STARVED_BY},
-        starved_streams={name: seconds for name, seconds in starved.streams_s.items() if name in streams},
-        trainer_s=starved.trainer_s,
-        step_s=starved.step_s,
+def _ranks_status(now: float, feed: Feed, table: RankTable) -> RanksStatus:
+    """Return what a snapshot says of all ranks; ``now``: seconds of the monotonic clock."""
+    figures = table.figures
+    return RanksStatus(
+        attached=len(feed.readers.registry.held),
+        left_out=figures.attached - len(figures.readers),
+        num_nodes=figures.num_nodes,
+        nodes=figures.nodes,
+        nodes_left_out=figures.num_nodes - len(figures.nodes),
+        age_s=max(now - figures.began, 0.0) if figures.attached else 0.0,
+        mesh=figures.mesh,
+        longest_silence_s=figures.longest_silence_s,
+        longest_waits=figures.longest_waits,
+        starved_s=table.waited_s,
     )
-
-
-_NOT_STARVED = Starvation()
 
 
 def _waiting_for(missing: Missing) -> WaitingFor:

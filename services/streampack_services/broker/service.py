@@ -152,6 +152,7 @@ class BrokerService:
             )
             self.snapshot: BrokerStatus = self._reporter.take(self.counters.started)
             """Replaced twice a second; any thread may read it."""
+            self.rank_page = self._reporter.rank_page
             opened.pop_all()
         self.on_snapshot: Callable[[BrokerStatus], None] = lambda _: None
         """Called with each snapshot, in the broker's thread."""

@@ -269,6 +269,94 @@ class RankStatus(Struct, frozen=True, kw_only=True):
         return bool(self.stats)
 
 
+class NodeStatus(Struct, frozen=True, kw_only=True):
+    """The ranks of one host. Figures of an attached rank are None while no rank is attached."""
+
+    host: str
+    """Host."""
+    ranks: int
+    """Ranks of the mesh that are attached from the host, or were last."""
+    attached: int
+    """Ranks that are attached."""
+    data_wait: float | None
+    """Longest data wait of a rank over the last 10 to 20 s, as a share of its time; None if not known."""
+    cause: str
+    """Main cause of that wait, one of ``data_wait.CAUSES``; empty without a wait."""
+    stream: str | None
+    """The stream that this rank has waited for longest; None if it has waited for none."""
+    worst_rank: list[int] | None
+    """The rank with that wait: its numbers along dp, cp, tp and pp; None without a wait."""
+    silent_s: float | None
+    """Longest time since the broker heard a rank, in seconds."""
+    done_upto: int | None
+    """Fewest steps of this iteration that a rank has returned."""
+    ahead: int | None
+    """Fewest steps that a rank has received and not returned."""
+    step_s: float | None
+    """Longest time from one step to the next, in seconds; None until a rank has sent it."""
+    cost: float | None
+    """Highest cost of a rank's last step / mean over the step; None before a step was dealt."""
+    queued_bytes: int
+    """Bytes sent to the ranks and not confirmed."""
+
+
+class MeshExtent(Struct, frozen=True, kw_only=True):
+    """Sizes of a mesh, as far as its ranks are attached: 1 + the highest number along each axis."""
+
+    dp: int
+    """Data-parallel ranks."""
+    cp: int
+    """Context-parallel ranks."""
+    tp: int
+    """Tensor-parallel ranks."""
+    pp: int
+    """Pipeline stages."""
+
+
+class RanksStatus(Struct, frozen=True, kw_only=True):
+    """The ranks of a feed in bounded bytes, by node.
+
+    Nodes are listed worst first. Missing ranks count first, then silence of several pings, then data wait that other
+    ranks do not cause. If these are equal, the fewest steps returned count, then data wait.
+    """
+
+    attached: int
+    """Ranks that are attached."""
+    left_out: int
+    """Attached ranks that ``readers`` leaves out. ``/status?ranks=FIRST`` lists all, 256 at a time."""
+    num_nodes: int
+    """Hosts with a rank that is attached, or was last."""
+    nodes: list[NodeStatus]
+    """The 64 worst nodes, worst first."""
+    nodes_left_out: int
+    """Nodes that ``nodes`` leaves out. ``/status?node=HOST`` shows any node with its ranks."""
+    age_s: float
+    """Age of the oldest figure of a rank, in seconds: the broker reads 1,024 ranks every half second."""
+    mesh: MeshExtent | None
+    """The mesh of the attached ranks; None without one."""
+    longest_silence_s: float
+    """Longest time since the broker heard an attached rank, in seconds."""
+    longest_waits: dict[str, float]
+    """Longest data wait of a rank over the last 3 to 5 minutes as a share of its time, by each of ``CAUSES``."""
+    starved_s: dict[str, float]
+    """Seconds that ranks have waited for data since this broker began, by cause, ranks that left included."""
+
+
+class RankPage(Struct, frozen=True, kw_only=True):
+    """Some ranks of a feed, in their order: the answer to ``/status?node=HOST`` and ``/status?ranks=FIRST``."""
+
+    feed: str
+    """Name of the feed."""
+    node: NodeStatus | None
+    """The node that was asked for."""
+    first: int
+    """Attached ranks of the node, or of the feed, before the first that is listed."""
+    attached: int
+    """Attached ranks of the node, or of the feed."""
+    readers: list[RankStatus]
+    """At most 256 ranks."""
+
+
 class FeedRules(Rules, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=False):
     """The rules of a feed, without those that have their default, and their digest."""
 
@@ -324,7 +412,9 @@ class FeedStatus(Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     """Tokens formed per second over the last 5 seconds, without padding."""
     readers: list[RankStatus]
-    """The ranks that are attached. A snapshot may be some seconds old here: at most 2 ms for each rank."""
+    """The ranks that are attached, in order. If there are more than 1,024: the 64 worst, worst first."""
+    ranks: RanksStatus
+    """All ranks, by node."""
     queued_bytes: int
     """Bytes sent to ranks and not confirmed."""
     queued_limit_bytes: int

@@ -43,7 +43,9 @@ def serve(config: BrokerConfig, *, exit_when_finished: bool = False, ring: Ring 
     with _drained_by_signals(service), _closing(service):
         anybody = config.listen.control == "any"
         token = find_token(config.listen.token_file)
-        http = HttpServer(config.listen.http, lambda: service.snapshot, service.ask, anybody, ring, token)
+        http = HttpServer(
+            config.listen.http, lambda: service.snapshot, service.ask, anybody, ring, token, service.rank_page
+        )
         http.start()
         try:
             where = service.endpoints

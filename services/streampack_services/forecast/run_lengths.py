@@ -190,16 +190,16 @@ def from_status(status: BrokerStatus, feed: str | None) -> Served:
         f"{status.run}, feed {name}, {totals.steps:,} steps", lengths, rules, totals.samples, totals.packs,
         totals.empty_packs, totals.tokens, slots, np.linspace(0, len(lengths), batches + 1).astype(np.int64),
         totals.steps, found.state == "ended", "in random order (3% buckets)", found.tokens_per_s,
-        len(found.readers), _mesh_of(found),
+        found.ranks.attached, _mesh_of(found),
     )  # fmt: skip
 
 
 def _mesh_of(feed: FeedStatus) -> PlanMesh | None:
     """Return the mesh of the attached ranks; None if some are missing."""
-    if not feed.all_ranks_attached or not feed.readers:
+    mesh = feed.ranks.mesh
+    if not feed.all_ranks_attached or mesh is None:
         return None
-    names = PlanMesh.__struct_fields__
-    return PlanMesh(**{name: 1 + max(getattr(row, f"{name}_rank") for row in feed.readers) for name in names})
+    return PlanMesh(**{name: getattr(mesh, name) for name in PlanMesh.__struct_fields__})
 
 
 def spread(buckets: Sequence[Sequence[int]], seed: int) -> I64:

@@ -14,8 +14,7 @@ import msgspec
 
 from streampack.core.stats.data_wait import CAUSES as STARVED_BY
 from streampack.core.stats.padding import CAUSES
-from streampack_services.broker.status import BrokerStatus, FeedStatus, RankStatus
-from streampack_services.http.metric_rows import Labels, rank_labels
+from streampack_services.broker.status import BrokerStatus, FeedStatus
 from streampack_services.http.timeline import TIERS, Row, Timeline
 
 EVERY_S = 1.0
@@ -42,7 +41,6 @@ class Timelines:
     def __init__(self, snapshot: Callable[[], BrokerStatus]) -> None:
         self._snapshot = snapshot
         self._timelines: dict[str, Timeline] = {}
-        self._starved: dict[str, DataWaitSums] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="streampack-history", daemon=True)
@@ -81,8 +79,7 @@ class Timelines:
     def add(self, now: BrokerStatus) -> None:
         """Add a row for each feed of a snapshot."""
         for name, feed in now.feeds.items():
-            starved = self._starved.setdefault(name, DataWaitSums()).add(now.uptime_s, feed.readers)
-            row = row_of(now, feed, starved)
+            row = row_of(now, feed)
             with self._lock:
                 self._timelines.setdefault(name, Timeline()).add(row)
 
@@ -92,44 +89,11 @@ class Timelines:
             self.add(self._snapshot())
 
 
-class DataWaitSums:
-    """Data wait of all ranks of a feed, in seconds by cause, since this broker began.
-
-    A sum never falls when a rank leaves. Time that a rank waited before it attached to this broker does not count.
-    """
-
-    def __init__(self) -> None:
-        self._sums = dict.fromkeys(STARVED_BY, 0.0)
-        self._ranks: dict[Labels, tuple[float, dict[str, float] | None]] = {}
-        """By process and rank: the time at which it attached, and its last reported seconds by cause."""
-
-    def add(self, second: float, readers: list[RankStatus]) -> dict[str, float]:
-        """Add what the ranks have waited since the last call, and return the sums.
-
-        A rank's first report counts for no more than the time for which it has been attached.
-
-        Args:
-            second: Uptime of the broker, in seconds.
-            readers: The attached ranks.
-        """
-        before, self._ranks = self._ranks, {}
-        for row in readers:
-            who = rank_labels(row.where, row)
-            came, last = before.get(who, (second, None))
-            said = row.starved_s if row.has_reported else None
-            self._ranks[who] = came, said or last
-            if said is None:
-                continue
-            share = 1.0 if last is not None else min(1.0, (second - came) / max(sum(said.values()), 1e-9))
-            for cause, seconds in said.items():
-                self._sums[cause] += share * max(seconds - (last or {}).get(cause, 0.0), 0.0)
-        return dict(self._sums)
-
-
-def row_of(now: BrokerStatus, feed: FeedStatus, starved: dict[str, float]) -> Row:
-    """Return a feed's row of ``COLUMNS``; ``starved``: seconds of data wait by cause."""
+def row_of(now: BrokerStatus, feed: FeedStatus) -> Row:
+    """Return a feed's row of ``COLUMNS``."""
     return (
         now.uptime_s, feed.totals.tokens, feed.delivered_tokens, *(feed.waste_tokens[cause] for cause in CAUSES),
-        feed.steps.formed, feed.steps.returned, len(feed.readers), *starved.values(), feed.window.tokens,
-        feed.held_tokens, now.memory.live_tokens,
+        feed.steps.formed, feed.steps.returned, feed.ranks.attached,
+        *(feed.ranks.starved_s[cause] for cause in STARVED_BY), feed.window.tokens, feed.held_tokens,
+        now.memory.live_tokens,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from streampack_services.broker.status import (
     Histogram,
     Histograms,
     LogStatus,
+    NodeStatus,
     RankStatus,
     StreamStatus,
 )
@@ -55,16 +56,62 @@ def of_log(value: Callable[[LogStatus], float]) -> Callable[[BrokerStatus], Rows
 
 
 def of_readers(value: Callable[[RankStatus], float | None]) -> Callable[[BrokerStatus], Rows]:
-    """Return a function that yields a row for each rank; a rank whose ``value`` is None has none."""
+    """Return a function that yields a row for each rank; a rank whose ``value`` is None has none.
+
+    A feed with more ranks than ``/status`` lists has no rows: ``of_nodes`` has rows for its worst nodes.
+    """
 
     def rows(status: BrokerStatus) -> Rows:
         """Yield a row for each rank that has a value."""
         for name, feed in status.feeds.items():
-            for row in feed.readers:
+            for row in _listed(feed):
                 if (found := value(row)) is not None:
                     yield rank_labels(name, row), float(found)
 
     return rows
+
+
+def of_nodes(value: Callable[[NodeStatus], float | None]) -> Callable[[BrokerStatus], Rows]:
+    """Return a function that yields a row for each of the worst nodes, of feeds with too many ranks for ``of_readers``.
+
+    A node whose ``value`` is None has no row.
+    """
+
+    def rows(status: BrokerStatus) -> Rows:
+        """Yield a row for each listed node that has a value."""
+        for name, feed in status.feeds.items():
+            for node in feed.ranks.nodes if feed.ranks.left_out else ():
+                if (found := value(node)) is not None:
+                    yield (name, node.host), float(found)
+
+    return rows
+
+
+def _listed(feed: FeedStatus) -> list[RankStatus]:
+    """Return the ranks of a feed that have series of their own: all, or none of too many."""
+    return [] if feed.ranks.left_out else feed.readers
+
+
+def node_waits(status: BrokerStatus) -> Rows:
+    """Return the longest data wait of each of the worst nodes, labeled with its main cause."""
+    for name, feed in status.feeds.items():
+        for node in feed.ranks.nodes if feed.ranks.left_out else ():
+            if node.data_wait is not None:
+                yield (name, node.host, node.cause), node.data_wait
+
+
+def longest_waits(status: BrokerStatus) -> Rows:
+    """Return the longest data wait of a rank, a row for each feed and cause."""
+    for name, feed in status.feeds.items():
+        for cause, share in feed.ranks.longest_waits.items():
+            yield (name, cause), share
+
+
+def starved(status: BrokerStatus) -> Rows:
+    """Return the data wait of all ranks in seconds, a row for each feed and cause."""
+    for name, feed in status.feeds.items():
+        for cause, seconds in feed.ranks.starved_s.items():
+            yield (name, cause), seconds
 
 
 def client_figure(key: str, scale: float = 1.0) -> Callable[[BrokerStatus], Rows]:
@@ -162,7 +209,7 @@ def data_wait(status: BrokerStatus) -> Rows:
     look like a reset of the counter after a broker's restart, and old seconds would count again.
     """
     for name, feed in status.feeds.items():
-        for row in feed.readers:
+        for row in _listed(feed):
             if not row.has_reported:
                 continue
             rank, by_stream = rank_labels(name, row), row.starved_streams

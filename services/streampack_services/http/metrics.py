@@ -30,9 +30,12 @@ from streampack_services.http.metric_rows import (
     ended,
     histograms,
     last_seen,
+    longest_waits,
+    node_waits,
     of_broker,
     of_feeds,
     of_log,
+    of_nodes,
     of_readers,
     of_streams,
     padding,
@@ -40,6 +43,7 @@ from streampack_services.http.metric_rows import (
     rejected,
     removed_ratio,
     run_info,
+    starved,
     steps_left,
     trainer_seconds,
     untrained,
@@ -56,6 +60,9 @@ class Metric:
     rows: Callable[[BrokerStatus], Iterable[tuple[Labels, float | Histogram]]]
     labels: tuple[str, ...] = ()
 
+
+_FEW_RANKS = "Not with more than 1,024 ranks."
+_MANY_RANKS = "Only with more than 1,024 ranks, of the 64 worst hosts."
 
 METRICS: tuple[Metric, ...] = (
     Metric("build_info", "gauge", "Always 1; the labels are the versions of streampack and Python.", build_info,
@@ -194,7 +201,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("vanished_producers", "counter", "Producers that disconnected without notice: silent or restarted.",
            of_broker(lambda status: status.vanished_producers)),
     Metric("readers_connected", "gauge", "Ranks attached.",
-           of_feeds(lambda feed: len(feed.readers)), ("feed",)),
+           of_feeds(lambda feed: feed.ranks.attached), ("feed",)),
     Metric("readers_expected", "gauge", "Ranks of the trainers' mesh that read the feed.",
            of_feeds(lambda feed: feed.num_ranks), ("feed",)),
     Metric("round", "gauge", "Number of the current iteration over the feed, from 0.",
@@ -206,7 +213,7 @@ METRICS: tuple[Metric, ...] = (
            ("feed",)),
     Metric("held_limit_tokens", "gauge", "Limit of tokens that the feed holds.",
            of_feeds(lambda feed: feed.held_limit_tokens), ("feed",)),
-    Metric("reader_returned_steps", "gauge", "Steps of this iteration that the rank has returned.",
+    Metric("reader_returned_steps", "gauge", f"Steps of this iteration that the rank has returned. {_FEW_RANKS}",
            of_readers(lambda row: row.done_upto), ("feed", *RANKS)),
     Metric("committed_step", "gauge", "Step at which a resume from the last durable checkpoint begins.",
            of_feeds(lambda feed: feed.committed), ("feed",)),
@@ -215,19 +222,42 @@ METRICS: tuple[Metric, ...] = (
            steps_left, ("feed", "bound")),
     Metric("reader_starved_seconds", "counter",
            "Data wait of a rank, by cause. For the cause stream, the label stream names the stream whose samples were "
-           "missing.", data_wait, ("feed", *RANKS, "cause", "stream")),
+           f"missing. {_FEW_RANKS}", data_wait, ("feed", *RANKS, "cause", "stream")),
     Metric("next_wait_seconds", "histogram", "Data wait of each rank for each step.",
            histograms(lambda each: each.next_wait_seconds), ("feed",)),
-    Metric("reader_trainer_seconds", "counter", "Time from a step's delivery to the rank's next request.",
+    Metric("reader_trainer_seconds", "counter", f"Time from a step's delivery to the rank's next request. {_FEW_RANKS}",
            of_readers(trainer_seconds), ("feed", *RANKS)),
-    Metric("reader_step_seconds", "gauge", "Time between two steps of the rank, mean of the last steps.",
+    Metric("reader_step_seconds", "gauge", f"Time between two steps of the rank, mean of the last steps. {_FEW_RANKS}",
            of_readers(lambda row: row.step_s), ("feed", *RANKS)),
-    Metric("reader_silent_seconds", "gauge", "Time since the broker last heard from the rank.",
+    Metric("reader_silent_seconds", "gauge", f"Time since the broker last heard from the rank. {_FEW_RANKS}",
            of_readers(lambda row: row.silent_s), ("feed", *RANKS)),
-    Metric("reader_starved_ratio", "gauge", "Data wait of the rank as a share of its time.",
+    Metric("reader_starved_ratio", "gauge", f"Data wait of the rank as a share of its time. {_FEW_RANKS}",
            client_figure("starved_fraction"), ("feed", *RANKS)),
-    Metric("reader_next_p99_seconds", "gauge", "99th percentile of the rank's data wait for a step.",
+    Metric("reader_next_p99_seconds", "gauge", f"99th percentile of the rank's data wait for a step. {_FEW_RANKS}",
            client_figure("next_p99_ms", 1e-3), ("feed", *RANKS)),
+    # Ranks in sum and by node
+    Metric("starved_seconds", "counter", "Data wait of all ranks since this broker began, by cause.",
+           starved, ("feed", "cause")),
+    Metric("longest_data_wait_ratio", "gauge",
+           "Longest data wait of a rank over the last 3 to 5 minutes as a share of its time, by cause.",
+           longest_waits, ("feed", "cause")),
+    Metric("longest_silence_seconds", "gauge", "Longest time since the broker last heard from an attached rank.",
+           of_feeds(lambda feed: feed.ranks.longest_silence_s), ("feed",)),
+    Metric("node_missing_ranks", "gauge", f"Ranks last attached from the host that are not attached. {_MANY_RANKS}",
+           of_nodes(lambda node: node.ranks - node.attached), ("feed", "host")),
+    Metric("node_data_wait_ratio", "gauge",
+           f"Longest data wait of a rank of the host as a share of its time, with its main cause. {_MANY_RANKS}",
+           node_waits, ("feed", "host", "cause")),
+    Metric("node_returned_steps", "gauge",
+           f"Fewest steps of this iteration that a rank of the host has returned. {_MANY_RANKS}",
+           of_nodes(lambda node: node.done_upto), ("feed", "host")),
+    Metric("node_step_seconds", "gauge", f"Longest time between two steps of a rank of the host. {_MANY_RANKS}",
+           of_nodes(lambda node: node.step_s), ("feed", "host")),
+    Metric("node_silent_seconds", "gauge",
+           f"Longest time since the broker last heard from a rank of the host. {_MANY_RANKS}",
+           of_nodes(lambda node: node.silent_s), ("feed", "host")),
+    Metric("node_queued_bytes", "gauge", f"Bytes sent to the host's ranks and not yet confirmed. {_MANY_RANKS}",
+           of_nodes(lambda node: node.queued_bytes), ("feed", "host")),
 )  # fmt: skip
 
 
@@ -289,6 +319,10 @@ _HEAD = """# Metrics
 
 All metrics of the broker's `/metrics`. Scrape only the broker: producers and trainers send their figures to it. A
 histogram has `_bucket`, `_sum` and `_count`. The Prometheus client adds `process_*`.
+
+The broker shows at most 1,024 ranks of a feed one by one, in `streampack_reader_*`. For a feed with more ranks, these
+series are replaced by `streampack_node_*`: the worst rank of each of the 64 worst hosts. So a scrape of 30,000 ranks
+takes about 50 kB. The order of the hosts is in [observe.md](../../docs/how-to/observe.md#thousands-of-ranks).
 
 | metric | kind | labels | description |
 |---|---|---|---|"""

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from streampack.errors import UserError
-from streampack_services.broker.status import BrokerStatus
+from streampack_services.broker.status import BrokerStatus, RankPage
 from streampack_services.http import control, page
 from streampack_services.http.control import AskBroker
 from streampack_services.http.history import Timelines
@@ -31,6 +31,8 @@ from streampack_services.http.http_limits import Bounded
 from streampack_services.http.metrics import CONTENT_TYPE, exposition
 from streampack_services.logs import Ring
 
+RankPages = Callable[[str, str | None, int], RankPage | None]
+"""Returns ranks of a feed, all or those of one node, from a number on; None if no rank was on the node."""
 STUCK_AFTER_S = 30.0
 """``/livez`` fails after this time without a new snapshot, in seconds."""
 
@@ -38,7 +40,7 @@ STUCK_AFTER_S = 30.0
 def make_app(
     snapshot: Callable[[], BrokerStatus], history: Timelines, ask_broker: AskBroker | None = None,
     any_host: bool = False,
-    ring: Ring | None = None,
+    ring: Ring | None = None, rank_page: RankPages | None = None,
 ) -> Starlette:  # fmt: skip
     """Return the ASGI application.
 
@@ -48,6 +50,7 @@ def make_app(
         ask_broker: Asks the broker for a change; None: changes over HTTP are off.
         any_host: Accept changes from other machines, too.
         ring: The last log events, for ``/events``.
+        rank_page: Returns some ranks, for ``/status?node=`` and ``/status?ranks=``; None: there are no such answers.
     """
 
     def metrics(_: Request) -> Response:
@@ -69,10 +72,12 @@ def make_app(
 
     encoded: tuple[BrokerStatus | None, bytes] = (None, b"")
 
-    def status(_: Request) -> Response:
-        """Answer ``/status`` with the last snapshot as JSON."""
+    def status(request: Request) -> Response:
+        """Answer ``/status`` with the last snapshot as JSON, or with some ranks if ``node`` or ``ranks`` is given."""
         nonlocal encoded
         now = snapshot()
+        if rank_page is not None and {"node", "ranks"} & request.query_params.keys():
+            return _ranks(now, request, rank_page)
         if now is not encoded[0]:  # encode each snapshot once for all clients
             encoded = now, msgspec.json.encode(now)
         return Response(encoded[1], media_type="application/json")
@@ -94,6 +99,23 @@ def make_app(
     return Starlette(routes=routes)
 
 
+def _ranks(now: BrokerStatus, request: Request, rank_page: RankPages) -> Response:
+    """Answer with ranks of a feed: from number ``ranks`` on, all or those of ``node``, as JSON."""
+    asked = request.query_params
+    feed, node, first = asked.get("feed", next(iter(now.feeds))), asked.get("node"), asked.get("ranks", "0")
+    if feed not in now.feeds:
+        return JSONResponse({"error": f"feed: got {feed[:100]!r}, expected the name of a feed in /status"}, 404)
+    if not first.isascii() or not first.isdigit() or len(first) > 9:
+        error = f"ranks: got {first[:40]!r}, expected the number of ranks to leave out, such as 0 or 256"
+        return JSONResponse({"error": error}, 400)
+    found = rank_page(feed, node, int(first))
+    if found is None:
+        return JSONResponse(
+            {"error": f"node: got {str(node)[:100]!r}, expected a part of the name of a host that has a rank"}, 404
+        )
+    return Response(msgspec.json.encode(found), media_type="application/json")
+
+
 class HttpServer:
     """Serves ``make_app`` in a thread of its own; ``url`` is the address.
 
@@ -104,6 +126,7 @@ class HttpServer:
         any_host: Accept changes from other machines, too.
         ring: The last log events.
         token: Token that requests must have; None for no token.
+        rank_page: Returns some ranks, for ``/status?node=`` and ``/status?ranks=``.
 
     Raises:
         UserError: The address cannot be used.
@@ -112,6 +135,7 @@ class HttpServer:
     def __init__(
         self, address: str, snapshot: Callable[[], BrokerStatus], ask_broker: AskBroker | None = None,
         any_host: bool = False, ring: Ring | None = None, token: str | None = None,
+        rank_page: RankPages | None = None,
     ) -> None:  # fmt: skip
         host, port = parse_address(address)
         self._socket = _listen(host, port, address)
@@ -119,9 +143,10 @@ class HttpServer:
         shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{bound}"
         self._history = Timelines(snapshot)
+        app = make_app(snapshot, self._history, ask_broker, any_host, ring, rank_page)
         self._server = uvicorn.Server(
             uvicorn.Config(
-                Guard(make_app(snapshot, self._history, ask_broker, any_host, ring), token, is_loopback(bound_to)),
+                Guard(app, token, is_loopback(bound_to)),
                 log_config=None,
                 log_level="error",  # clients can cause any number of warnings
                 http=Bounded,

@@ -243,7 +243,7 @@ def _start(
     start_thread(stack, serve, stop_broker, "streampack-broker")
     url = None
     if http is not None:
-        server = HttpServer(http, lambda: service.snapshot, token=find_token())
+        server = HttpServer(http, lambda: service.snapshot, token=find_token(), rank_page=service.rank_page)
         stack.callback(server.close)
         server.start()
         url = server.url

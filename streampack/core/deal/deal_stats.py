@@ -7,9 +7,11 @@ all dealt steps; a step that is dealt again, on another mesh, counts again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streampack.core.deal.deal_kernels import loads
 from streampack.core.deal.dynamic_batches import PaddedFigures
@@ -18,8 +20,38 @@ from streampack.core.model.steps import PlannedPacks
 from streampack.core.stats.fill import Totals
 from streampack.core.stats.padding import CAUSES
 
+F64 = NDArray[np.float64]
 MOST_SHOWN = 64
+"""Most micro-batches of a rank whose costs are shown."""
 _OF_RANKS = ("min", "max", "mean", "spread")
+
+
+class RankCosts:
+    """The micro-batch costs of one dealt step, by rank. It never changes, so any thread may read it.
+
+    Args:
+        costs: Cost of each pack, int64 [packs].
+        dealt: The m-th pack of rank r is ``dealt[m, r]``, int64 [m, ranks].
+    """
+
+    def __init__(self, costs: I64, dealt: I64) -> None:
+        self._costs, self._dealt = costs, dealt
+        self._mean = max(float(np.take(costs, dealt).mean()), 1e-9)
+
+    def of(self, ranks: Sequence[int]) -> list[list[float]]:
+        """Return the costs of the micro-batches of some ranks, divided by the mean over the step, as [ranks][m].
+
+        The lists hold at most ``MOST_SHOWN`` micro-batches. A rank that the step was not dealt to has an empty list.
+        """
+        known = [rank for rank in ranks if rank < self._dealt.shape[1]]
+        costs = self._costs[self._dealt[:MOST_SHOWN, known]] / self._mean
+        found = dict(zip(known, costs.round(3).T.tolist(), strict=True))
+        return [found.get(rank, []) for rank in ranks]
+
+    def means(self) -> F64:
+        """Return the mean cost of each rank, divided by the mean over the step, float64 [ranks]."""
+        found: F64 = np.take(self._costs, self._dealt[:MOST_SHOWN]).mean(axis=0) / self._mean
+        return found
 
 
 class DealtFigures:
@@ -101,16 +133,10 @@ class DealtFigures:
         self._before = [old + new for old, new in zip(self._before, before, strict=True)]
         self._after = [old + new for old, new in zip(self._after, after, strict=True)]
 
-    def costs_by_rank(self) -> list[list[float]]:
-        """Return the micro-batch costs of the last dealt step, divided by their mean, as [ranks][micro-batches].
-
-        The lists hold at most ``MOST_SHOWN`` micro-batches, and are empty before a step was dealt.
-        """
-        if self._latest is None:
-            return []
-        costs = np.take(*self._latest)
-        of_each: list[list[float]] = (costs[:MOST_SHOWN] / max(costs.mean(), 1e-9)).round(3).T.tolist()
-        return of_each
+    @property
+    def latest_costs(self) -> RankCosts | None:
+        """The micro-batch costs of the last dealt step, by rank; None before a step was dealt."""
+        return None if self._latest is None else RankCosts(*self._latest)
 
     def rank_tokens(self) -> dict[str, dict[str, float]]:
         """Return the real tokens per rank and step, ``before`` and ``after`` balancing, averaged over steps.

@@ -76,6 +76,10 @@ class RankRegistry:
         last = self._last.get(ranks)
         return last if last is not None and last.name == name else None
 
+    def last_holders(self) -> list[Reader]:
+        """Return the last reader of each rank of this mesh that ever had one. A rank keeps its index in the list."""
+        return list(self._last.values())
+
     def move(self, reader: Reader, peer: bytes) -> None:
         """Record the new connection of a reader."""
         self._peers.pop(reader.peer, None)

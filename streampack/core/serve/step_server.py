@@ -164,14 +164,16 @@ class StepServer:
 
     def stats(self) -> list[RankProgress]:
         """Return the progress of each reader that holds a rank, in the order of the ranks."""
-        return [
-            RankProgress(
-                ranks, reader.where, reader.round, self.returned[ranks] if reader.entered else 0, reader.have_upto,
-                0 if reader.receiver.is_relay else reader.receiver.flow.queued_bytes,
-                round(self._registry.now - reader.heard, 3), reader.stats, reader.starvation, reader.receiver.is_relay,
-            )
-            for ranks, reader in sorted(self._registry.held.items())
-        ]  # fmt: skip
+        return [self.progress_of(reader) for _, reader in sorted(self._registry.held.items())]
+
+    def progress_of(self, reader: Reader) -> RankProgress:
+        """Return the progress of a reader that holds its rank."""
+        ranks = reader.mesh.ranks
+        return RankProgress(
+            ranks, reader.where, reader.round, self.returned[ranks] if reader.entered else 0, reader.have_upto,
+            0 if reader.receiver.is_relay else reader.receiver.flow.queued_bytes,
+            round(self._registry.now - reader.heard, 3), reader.stats, reader.starvation, reader.receiver.is_relay,
+        )  # fmt: skip
 
     def skip(self, first: int, last: int) -> None:
         """Skip steps ``first`` to ``last``, including kept steps: readers get only the digests of these steps."""

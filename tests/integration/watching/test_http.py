@@ -27,11 +27,11 @@ from streampack_services.http.server import HttpServer
 
 import streampack as sp
 from streampack.config.daemon_settings import BrokerConfig, Listen, StreamSettings
-from streampack.core.serve.step_server import RankProgress
 from streampack.core.stats.data_wait import CAUSES, WAIT_BOUNDS_S, Starvation
 from tests.blank import blank
 from tests.integration.programs import program
 from tests.integration.running import PATIENCE_S, RunningBroker, running, running_broker, until, write, write_jsonl
+from tests.integration.simulated_ranks import SimulatedRanks
 
 BUDGET, PACKS = 256, 4
 LENGTHS = [1 + (7 * i) % 300 for i in range(200)]
@@ -306,17 +306,16 @@ def test_readiness_follows_the_state_and_liveness_the_loop() -> None:
         service.close()
 
 
-def test_figures_of_a_client_that_are_no_numbers_or_nobody_knows_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    listen = Listen(producers="tcp://127.0.0.1:*", trainers="tcp://127.0.0.1:*")
-    service = BrokerService(BrokerConfig(streams={"web": StreamSettings()}, listen=listen, memory="64MiB"))
+def test_figures_of_a_client_that_are_no_numbers_or_nobody_knows_are_left_out() -> None:
+    simulated = SimulatedRanks(2)
+    service = simulated.service
     stats = {"starved_fraction": math.nan, "next_p99_ms": math.inf, "steps": 3.0}
     said = Starvation(causes_s={"stream": 2.5, "made up": 1.0}, streams_s={"web": 2.5, "made up": 1.0}, trainer_s=0.5)
     server = HttpServer("127.0.0.1:0", lambda: service.snapshot)
     server.start()
     try:
-        row = RankProgress((0, 0, 0, 0), "node1:7", 0, 0, 0, 0, 0.1, stats, said)
-        rows = [row, row._replace(ranks=(1, 0, 0, 0), stats={}, starvation=None)]
-        monkeypatch.setattr(service.core.feeds["train"].readers.steps, "stats", lambda: rows)
+        simulated.attach()
+        simulated.report(0, stats, said)
         service.snapshot = service._reporter.take(time.monotonic())
         code, text = answer(server.url + "/status")
         assert code == 200
@@ -330,7 +329,7 @@ def test_figures_of_a_client_that_are_no_numbers_or_nobody_knows_are_left_out(mo
         assert 'dp_rank="0"' in lines[0]
     finally:
         server.close()
-        service.close()
+        simulated.close()
 
 
 def answer(url: str | urllib.request.Request) -> tuple[int, str]:
