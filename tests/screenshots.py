@@ -1,4 +1,6 @@
-"""Pictures of the live page, of real brokers with 4 and 512 ranks: ``python -m tests.screenshots DIR``.
+"""Pictures of the live page: ``python -m tests.screenshots DIR``.
+
+Real brokers serve 4 and 512 ranks. 30,000 ranks are simulated: their broker forms no step.
 
 The pictures of ``docs/how-to/observe.md`` are ``page-4-ranks-light.png`` and ``page-512-ranks-dark.png``, in ``docs/``.
 """
@@ -12,7 +14,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from tests.integration.watched import Watched, large, small, watched
+from tests.integration.simulated_ranks import simulated
+from tests.integration.watched import large, small, watched
 from tests.integration.watching.chromium import Browser
 
 WINDOWS = {"": (1440, 900), "-phone": (390, 844)}
@@ -24,21 +27,23 @@ def main(folder: Path, seconds: float = 25) -> None:
     browser = Browser()
     try:
         with watched({"streams": {"web": {}}, "rules": {"budget": 4096, "step": {"packs": 8}}}) as broker:
-            take(browser, broker, folder, "empty", 2)
+            take(browser, broker.url, folder, "empty", 2)
         with tempfile.TemporaryDirectory() as state, small(Path(state)) as broker:
-            take(browser, broker, folder, "4-ranks", seconds)
+            take(browser, broker.url, folder, "4-ranks", seconds)
         with large(512) as broker:
-            take(browser, broker, folder, "512-ranks", seconds)
+            take(browser, broker.url, folder, "512-ranks", seconds)
+        with simulated(30_000, [17, *range(80, 88)]) as url:
+            take(browser, url, folder, "30000-ranks", 2)
     finally:
         browser.close()
 
 
-def take(browser: Browser, broker: Watched, folder: Path, name: str, seconds: float) -> None:
+def take(browser: Browser, url: str, folder: Path, name: str, seconds: float) -> None:
     """Of one broker, in both themes, on both screens, after so many seconds."""
     time.sleep(seconds)
     for window, (width, height) in WINDOWS.items():
         for theme in ("light", "dark"):
-            page = browser.page(broker.url, width, height, dark=theme == "dark")
+            page = browser.page(url, width, height, dark=theme == "dark")
             shown = 1 if name == "empty" else 7  # the page knows the ranks' data wait after 5 s
             page.until(f"document.body.dataset.shown > {shown}")
             path = folder / f"page-{name}-{theme}{window}.png"

@@ -6,10 +6,16 @@ number and the time, so that two runs show the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
+from msgspec.structs import replace
+from streampack_services.broker.rank_table import RANKS_A_TURN
 from streampack_services.broker.service import BrokerService
+from streampack_services.broker.status import BrokerStatus
+from streampack_services.http.server import HttpServer
 
 from streampack.client.reading_stats import ReadingFigures
 from streampack.config.daemon_settings import BrokerConfig
@@ -112,6 +118,14 @@ class SimulatedRanks:
         self.second += seconds
         self.core.handle(Tick(self.second))
 
+    def snapshot(self) -> BrokerStatus:
+        """Return a snapshot after at least one whole pass over the ranks."""
+        now = time.monotonic()
+        for turn in range(2 + 2 * -(-self.ranks // RANKS_A_TURN)):
+            found = self.service._reporter.take(now + 1000 + turn)
+        self.service.snapshot = found
+        return found
+
     def leave(self, ranks: Iterable[int]) -> None:
         """Let ranks leave without a word."""
         for rank in ranks:
@@ -124,6 +138,37 @@ class SimulatedRanks:
             run=self.core.run, epoch=self.core.epoch, fence=reader.fence if reader is not None else 0, message=message
         )
         self.core.handle(FromTrainer(b"%d" % rank, envelope))
+
+
+@contextmanager
+def simulated(ranks: int, gone: Iterable[int] = ()) -> Iterator[str]:
+    """Yield the address of a broker whose ranks have read for half a minute, and of which some are ``gone``.
+
+    Its figures stay as they are, but its time goes on.
+    """
+    found = SimulatedRanks(ranks)
+    try:
+        found.attach()
+        found.deal()
+        for _ in range(3):
+            found.ping(10.0)
+        found.leave(gone)
+        last = found.snapshot()
+        began = time.monotonic()
+
+        def shown() -> BrokerStatus:
+            """Return the snapshot, as taken now."""
+            passed = time.monotonic() - began
+            return replace(last, taken_at=time.time(), uptime_s=found.second + passed, ready=True, state="serving")
+
+        server = HttpServer("127.0.0.1:0", shown, rank_page=found.service.rank_page)
+        server.start()
+        try:
+            yield server.url
+        finally:
+            server.close()
+    finally:
+        found.close()
 
 
 def few_wait(rank: int, second: float) -> dict[str, float]:

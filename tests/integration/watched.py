@@ -89,7 +89,7 @@ def watched(settings: dict[str, Any], http: str = "127.0.0.1:0", token: str | No
     service = BrokerService(checked(convert(tree, BrokerConfig)))
     ring = Ring(service.config.run)
     found = Watched(service)
-    server = HttpServer(http, found.shown, ring=ring, token=token)
+    server = HttpServer(http, found.shown, ring=ring, token=token, rank_page=service.rank_page)
     found.url = server.url
     log = logging.getLogger("streampack")
     before = log.level

@@ -2,9 +2,9 @@
 
 ``RankTable`` makes ``RankFigures`` from one pass over all ranks. Any thread may read them.
 
-*Worst first* is: missing ranks (nodes only), then silence of several pings, then data wait that other ranks do not
-cause, then the fewest steps returned, then data wait. In lock step, a rank that is slow makes all others wait for
-``peers``. So a wait for ``peers`` or ``join`` is a sign of trouble elsewhere.
+The lists are worst first. Missing ranks of a node count first, then silence of several pings, then data wait that
+other ranks do not cause. If these are equal, the fewest steps returned count, then data wait. In lock step, a slow rank
+makes all others wait for ``peers``. So a wait for ``peers`` or ``join`` is a sign of trouble elsewhere.
 """
 
 from __future__ import annotations
@@ -241,11 +241,11 @@ class RankFigures:
         """Return the status of one node."""
         nodes, waits = self._nodes, self._columns.lately
         row = self._progress[nodes.worst[at]] if nodes.attached[at] else None
-        share = float(waits.share[nodes.worst[at]]) if row is not None else math.nan
-        waiting = not math.isnan(share) and share > 0
+        share = _share(waits.share[nodes.worst[at]]) if row is not None else None
+        waiting = share is not None and share > 0
         return NodeStatus(
             host=self._hosts[at], ranks=int(nodes.ranks[at]), attached=int(nodes.attached[at]),
-            data_wait=None if math.isnan(share) else round(share, 4),
+            data_wait=share,
             cause=CAUSES[waits.cause[nodes.worst[at]]] if waiting else "",
             stream=self._stream(row) if row is not None and waiting else None,
             worst_rank=list(row.ranks) if row is not None and waiting else None,
@@ -265,9 +265,13 @@ class RankFigures:
 
     def _rows(self, at: Sequence[int]) -> list[RankStatus]:
         """Return the rows of some attached ranks."""
-        rows = [row for row in map(self._progress.__getitem__, at) if row is not None]
-        costs = [] if self._costs is None else self._costs.of([row.ranks[0] for row in rows])
-        return [_rank_status(row, costs[n] if costs else [], self._streams) for n, row in enumerate(rows)]
+        rows = [(n, row) for n in at if (row := self._progress[n]) is not None]
+        costs = [] if self._costs is None else self._costs.of([row.ranks[0] for _, row in rows])
+        waits = self._columns.lately.share
+        return [
+            _rank_status(row, _share(waits[at]), costs[n] if costs else [], self._streams)
+            for n, (at, row) in enumerate(rows)
+        ]
 
     def _extent(self) -> MeshExtent | None:
         """Return the mesh of the attached ranks."""
@@ -312,7 +316,12 @@ def _badness(missing: F64 | I64, silent_s: F64, own: F64, lag: I64, share: F64) 
     return found
 
 
-def _rank_status(row: RankProgress, cost: list[float], streams: Iterable[str]) -> RankStatus:
+def _share(value: float) -> float | None:
+    """Return a share of time as a snapshot has it; None for NaN."""
+    return None if math.isnan(value) else round(float(value), 4)
+
+
+def _rank_status(row: RankProgress, data_wait: float | None, cost: list[float], streams: Iterable[str]) -> RankStatus:
     """Return a rank's row. Leave out figures of the client that are not finite, and unknown causes and streams."""
     dp_rank, cp_rank, tp_rank, pp_rank = row.ranks
     starved = row.starvation or _NOT_STARVED
@@ -328,6 +337,7 @@ def _rank_status(row: RankProgress, cost: list[float], streams: Iterable[str]) -
         have_upto=row.have_upto,
         queued_bytes=row.queued_bytes,
         silent_s=row.silent_s,
+        data_wait=data_wait,
         stats={key: value for key, value in row.stats.items() if math.isfinite(value)},
         cost=cost,
         starved_s={cause: starved.causes_s.get(cause, 0.0) for cause in CAUSES},

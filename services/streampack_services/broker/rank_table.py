@@ -65,6 +65,8 @@ class RankTable:
             if now - self._began < listed * ROW_S:
                 return
             self._begin(now)
+            if not self._readers and not self.figures.num_nodes:
+                return  # no rank has attached: the figures are those of no rank
         if self._at < len(self._readers):
             self._columns.append(self._read(now, self._readers[self._at : self._at + RANKS_A_TURN]))
             self._at += len(self._columns[-1].host)
@@ -124,8 +126,8 @@ class Window:
     def begin(self, now: float, least_s: float, ranks: int) -> None:
         """Begin a pass over so many ranks at the time ``now``, in seconds.
 
-        The data waits of the pass are those of the last ``least_s`` to twice as many seconds, or of a longer time if
-        the passes are further apart.
+        The data waits of the pass cover ``least_s`` to twice as many seconds. Passes that are further apart cover
+        more.
         """
         if now - self._newer_at >= least_s:
             self._older, self._newer, self._newer_at = self._newer, self._next, now

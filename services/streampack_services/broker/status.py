@@ -250,6 +250,8 @@ class RankStatus(Struct, frozen=True, kw_only=True):
     """Bytes sent to the rank and not confirmed."""
     silent_s: float
     """Seconds since the broker heard the rank."""
+    data_wait: float | None
+    """Data wait over the last 10 to 20 s, as a share of the rank's time; None if not known."""
     stats: dict[str, float]
     """Figures that the client sends, by name; empty until it has sent any."""
     cost: list[float]

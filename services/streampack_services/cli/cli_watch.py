@@ -19,11 +19,20 @@ Endpoint = Annotated[
 ]  # fmt: skip
 
 
-def status(endpoint: Endpoint = None, as_json: AsJson = False, timeout: Timeout = 5.0) -> None:
+Node = Annotated[
+    str | None,
+    typer.Option(
+        "--node", metavar="HOST", help="Show the ranks of this host only, or of the worst host with HOST in its name."
+    ),
+]
+
+
+def status(endpoint: Endpoint = None, node: Node = None, as_json: AsJson = False, timeout: Timeout = 5.0) -> None:
     """Show the state of a broker once.
 
     Use this command to see the progress of a run, the memory in use, and the reason
-    that the broker waits.
+    that the broker waits. With more than 1,024 ranks, it lists the worst hosts;
+    --node shows the ranks of one host.
 
     \b
     Example:
@@ -33,7 +42,14 @@ def status(endpoint: Endpoint = None, as_json: AsJson = False, timeout: Timeout 
     from streampack_services.watch import status_report
 
     snapshot = http_client.fetch_status(endpoint, timeout)
-    print_result(snapshot, as_json, lambda found: status_report.show_status(http_client.parse_status(found)))
+    if node is None:
+        print_result(snapshot, as_json, lambda found: status_report.show_status(http_client.parse_status(found)))
+        return
+    pages = http_client.fetch_node(endpoint, snapshot["feeds"], node, timeout)
+    print_result(
+        pages, as_json,
+        lambda found: status_report.show_status(http_client.of_node(http_client.parse_status(snapshot), found)),
+    )  # fmt: skip
 
 
 def top(
@@ -42,6 +58,7 @@ def top(
         float, typer.Option("--interval", metavar="SECONDS", min=0.1, max=3600, help="Time between two updates.")
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one update and exit.")] = False,
+    node: Node = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per update, each on one line.")
     ] = False,
@@ -52,8 +69,10 @@ def top(
     Use this command to find out why a run is slow. The page updates until you press
     q or Ctrl-C. Without a terminal, the command prints the page once. A few ranks
     appear as a table, and many ranks appear as a map with one cell per rank. A list
-    names the ranks with the longest data wait and the cause. Rates cover the last
-    10 seconds. With --once, rates cover the time since the broker started.
+    names the ranks with the longest data wait and the cause. More than 1,024 ranks
+    appear as a table of the worst hosts; --node shows the ranks of one host. Rates
+    cover the last 10 seconds. With --once, rates cover the time since the broker
+    started.
 
     \b
     Example:
@@ -61,7 +80,7 @@ def top(
     """
     from streampack_services.watch import top as watching
 
-    watching.top(endpoint, interval_s=interval, timeout_s=timeout, once=once, as_json=as_json)
+    watching.top(endpoint, interval_s=interval, timeout_s=timeout, once=once, as_json=as_json, node=node)
 
 
 def health(

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import urllib.error
+import urllib.parse
 import urllib.request
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from streampack.config.daemon_settings import BrokerConfig
 from streampack.errors import PeerError, Rejected, StreampackError, Unreachable, UserError
 from streampack.transport.rendezvous import read_rendezvous
 from streampack.version import __version__
-from streampack_services.broker.status import BrokerStatus
+from streampack_services.broker.status import BrokerStatus, RankPage
 from streampack_services.http.http_guard import find_token, parse_address
 
 DEFAULT_ENDPOINT = "http://127.0.0.1:7400"
@@ -178,6 +180,41 @@ def parse_status(tree: Tree) -> BrokerStatus:
         )
         part = "installation" if tree.get("version") == __version__ else "version"
         raise PeerError(f"{got}. Use the streampack command of the broker's {part}, or pass --json") from None
+
+
+def fetch_node(endpoint: str | None, feeds: Iterable[str], node: str, timeout_s: float) -> dict[str, Tree]:
+    """Return the ranks of one node as JSON (``RankPage``), by feed; without the feeds that have no rank there.
+
+    Args:
+        endpoint: HTTP address, or None.
+        feeds: Names of the feeds.
+        node: The node's host, or a part of its name.
+        timeout_s: Seconds to wait for an answer.
+
+    Raises:
+        UserError: No feed has a rank there.
+        Unreachable: The broker does not answer.
+    """
+    base, found = _base(endpoint, timeout_s), {}
+    for feed in feeds:
+        query = urllib.parse.urlencode({"feed": feed, "node": node})
+        code, text = _fetch(base, f"/status?{query}", timeout_s)
+        if code == 200 and "readers" in (page := json.loads(text)):
+            found[feed] = page
+    if not found:
+        raise UserError(f"got node {node!r}, but no rank is on a host with this name. 'streampack status' lists hosts")
+    return found
+
+
+def of_node(status: BrokerStatus, pages: Mapping[str, Tree]) -> BrokerStatus:
+    """Return a status whose ranks are only those of one node; ``pages``: what ``fetch_node`` returned."""
+    feeds = {}
+    for name, feed in status.feeds.items():
+        page = msgspec.convert(pages[name], RankPage) if name in pages else None
+        nodes = [page.node] if page is not None and page.node is not None else []
+        ranks = msgspec.structs.replace(feed.ranks, left_out=0, num_nodes=len(nodes), nodes=nodes, nodes_left_out=0)
+        feeds[name] = msgspec.structs.replace(feed, readers=page.readers if page is not None else [], ranks=ranks)
+    return msgspec.structs.replace(status, feeds=feeds)
 
 
 def fetch_events(endpoint: str | None, since: int, timeout_s: float) -> list[Tree]:

@@ -36,8 +36,9 @@ STUCK_AFTER_S = 5.0
 class StatusPoller:
     """Fetches a broker's status every ``interval_s`` seconds, in a thread of its own after ``start``."""
 
-    def __init__(self, endpoint: str | None, interval_s: float, timeout_s: float) -> None:
+    def __init__(self, endpoint: str | None, interval_s: float, timeout_s: float, node: str | None = None) -> None:
         self._endpoint, self._interval_s, self._timeout_s = endpoint, interval_s, timeout_s
+        self._node = node
         self._watch = Watch()
         self._stopping = threading.Event()
         self.news, self._tell = os.pipe()
@@ -54,6 +55,9 @@ class StatusPoller:
     def fetch(self) -> BrokerView:
         """Fetch the status, events and history once, and return the new view. Raise StreampackError on failure."""
         status = http_client.read_status(self._endpoint, self._timeout_s)
+        if self._node is not None:
+            pages = http_client.fetch_node(self._endpoint, status.feeds, self._node, self._timeout_s)
+            status = http_client.of_node(status, pages)
         now, history = time.monotonic(), {}
         if status.taken_at != self._taken_at:
             self._taken_at, self._turned = status.taken_at, now
@@ -86,7 +90,9 @@ class StatusPoller:
             os.write(self._tell, b"n")
 
 
-def top(endpoint: str | None, *, interval_s: float, timeout_s: float, once: bool, as_json: bool) -> None:
+def top(
+    endpoint: str | None, *, interval_s: float, timeout_s: float, once: bool, as_json: bool, node: str | None = None
+) -> None:
     """Show a broker's status until the user presses q or Ctrl-C.
 
     Args:
@@ -95,11 +101,12 @@ def top(endpoint: str | None, *, interval_s: float, timeout_s: float, once: bool
         timeout_s: Seconds to wait for an answer.
         once: Print the page once.
         as_json: Print one JSON object per line.
+        node: Host whose ranks are shown; None for all ranks.
 
     Raises:
         StreampackError: The broker does not answer the first request. Later failures are shown on the page.
     """
-    poller = StatusPoller(endpoint, interval_s, timeout_s)
+    poller = StatusPoller(endpoint, interval_s, timeout_s, node)
     poller.fetch()
     console = Console(highlight=False, markup=False, emoji=False)
     with contextlib.suppress(KeyboardInterrupt):

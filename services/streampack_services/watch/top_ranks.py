@@ -1,4 +1,4 @@
-"""The ranks of a feed in a terminal: a table, or a map with a list of the worst ranks."""
+"""The ranks of a feed in a terminal: a table, a map with the worst ranks, or a table of the worst nodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from rich.text import Text
 
-from streampack_services.amounts import counted
+from streampack_services.amounts import counted, duration_text
 from streampack_services.watch.top_text import Cell, fitted, table, title
 from streampack_services.watch.view_model import FeedView, Rank
 
@@ -36,7 +36,11 @@ def rank_lines(feed: FeedView, measure: Measure, width: int, room: int | None) -
         feed.ranks,
         "" if feed.status.all_ranks_attached or not feed.ranks else "; other ranks are not attached yet",
     )
-    name = counted(len(ranks), "rank") + missing
+    if feed.status.ranks.left_out:
+        return _node_lines(feed, missing, width, room)
+    name, nodes = counted(len(ranks), "rank") + missing, feed.status.ranks.nodes
+    if len(nodes) == 1 and len(ranks) < feed.status.ranks.attached:  # the user asked for one node
+        name = f"{len(ranks)} of {counted(nodes[0].ranks, 'rank')} on {nodes[0].host}"
     if not ranks:
         return [title(name, "", width)]
     if len(ranks) <= MOST_ROWS and (room is None or len(ranks) + 2 <= room):
@@ -47,6 +51,29 @@ def rank_lines(feed: FeedView, measure: Measure, width: int, room: int | None) -
     rows = None if left is None else left - len(worst) - 1
     cells = _map(ranks, measure, width, rows) if rows is None or rows > 0 else []
     return [head, *cells, *worst][:room]
+
+
+def _node_lines(feed: FeedView, missing: str, width: int, room: int | None) -> list[Text]:
+    """Return a title and a table of the worst nodes; ``room``: most lines, at least 2; None for any number."""
+    ranks = feed.status.ranks
+    shown = ranks.nodes[: MOST_ROWS if room is None else max(min(MOST_ROWS, room - 3), 0)]
+    rows: list[list[Cell]] = [
+        [
+            node.host, (f"{node.attached} of {node.ranks}", "" if node.attached == node.ranks else "bold red"),
+            (share_text(node.data_wait), shade(node.data_wait, "waits")[1]) if node.data_wait is not None else "-",
+            (f"stream {node.stream}" if node.cause == "stream" and node.stream else node.cause)
+            if (node.data_wait or 0) >= LEAST else "",
+            "-" if node.done_upto is None else f"{node.done_upto:,}",
+            "-" if node.silent_s is None else duration_text(node.silent_s),
+            "-" if node.step_s is None else f"{node.step_s:.2f} s", "-" if node.cost is None else f"{node.cost:.3f}",
+        ]
+        for node in shown
+    ]  # fmt: skip
+    head = title(f"{ranks.attached:,} ranks on {ranks.num_nodes:,} nodes{missing}", "worst first", width)
+    header = ("node", "ranks", "data wait", "cause", "step", "silent", "step time", "cost")
+    lines = [head, *(table(header, rows, width, left=(0, 3)) if rows else [])]
+    more = f"{ranks.num_nodes - len(shown):,} more nodes; --node HOST shows the ranks of one"
+    return [*lines, fitted(Text(more, style="dim"), width)][:room]
 
 
 def shade(value: float | None, measure: Measure) -> tuple[str, str]:

@@ -154,7 +154,7 @@ def _keys(view: BrokerView, feed: FeedView, options: PageOptions) -> Text:
     """Return a line with the keys that the user can press."""
     other = "data wait" if options.measure == "cost" else "cost"
     feeds = "f next feed" if len(view.feeds) > 1 else ""
-    ranks = f"c ranks by {other}" if len(feed.ranks) > MOST_ROWS else ""  # a table shows both
+    ranks = f"c ranks by {other}" if len(feed.ranks) > MOST_ROWS and not feed.status.ranks.left_out else ""
     return Text("  ".join(each for each in ("q quit", feeds, ranks) if each), style="dim")
 
 

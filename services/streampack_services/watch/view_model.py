@@ -203,8 +203,11 @@ class Watch:
     def view(self) -> BrokerView:
         """Return the view of the last status; call ``add`` first."""
         now, then = self._seen[-1], self._seen[0]
+        earlier = then.feeds if now.uptime_s > then.uptime_s else {}
+        seconds = now.uptime_s - (then.uptime_s if earlier else 0.0)
         feeds = (
-            _feed_view(name, feed, then.feeds.get(name), tuple(self._rates[name])) for name, feed in now.feeds.items()
+            _feed_view(name, feed, earlier.get(name), seconds, tuple(self._rates[name]))
+            for name, feed in now.feeds.items()
         )
         return BrokerView(now, tuple(feeds), _stream_views(now, then), tuple(self._events))
 
@@ -228,12 +231,25 @@ def rates_of(points: Sequence[Point], columns: int) -> list[float | None]:
     return found
 
 
-def _feed_view(name: str, now: FeedStatus, then: FeedStatus | None, rates: tuple[Point, ...]) -> FeedView:
-    """Return the view of a feed: its status ``now``, with differences to ``then``."""
+def _feed_view(
+    name: str, now: FeedStatus, then: FeedStatus | None, seconds: float, rates: tuple[Point, ...]
+) -> FeedView:
+    """Return the view of a feed: its status ``now``, with differences to ``then``, so many seconds before."""
     changes = [_Waited(row, before) for row, before in _same_ranks(now, then)]
-    whole = sum(each.seconds for each in changes)
-    starved, by_stream = (_shares((getattr(each, part) for each in changes), whole) for part in ("causes", "streams"))
+    if now.ranks.left_out:
+        starved, by_stream = _shares_of_all(now, then, seconds), dict[str, float]()
+    else:
+        whole = sum(each.seconds for each in changes)
+        starved, by_stream = (
+            _shares((getattr(each, part) for each in changes), whole) for part in ("causes", "streams")
+        )
     return FeedView(name, now, rates, starved, by_stream, _rank_views(now.readers, changes))
+
+
+def _shares_of_all(now: FeedStatus, then: FeedStatus | None, seconds: float) -> dict[str, float]:
+    """Return the data wait of all ranks by cause, as a share of their time in the last ``seconds``, without 0."""
+    waited = _increase(now.ranks.starved_s, then.ranks.starved_s if then else {})
+    return _shares([waited], max(now.ranks.attached * seconds, 1e-9))
 
 
 class _Waited:
@@ -336,6 +352,8 @@ def _feed_tree(feed: FeedView) -> Tree:
         "starved_streams": feed.starved_streams, "cost_max_over_mean": now.figures.cost_max_over_mean or None,
         "window_samples": now.window.samples, "oldest_steps": now.window.oldest_steps,
         "ranks": list(map(asdict, feed.ranks)), "all_attached": now.all_ranks_attached,
+        "attached": now.ranks.attached, "ranks_left_out": now.ranks.left_out,
+        "nodes": msgspec.to_builtins(now.ranks.nodes), "nodes_left_out": now.ranks.nodes_left_out,
     }  # fmt: skip
 
 

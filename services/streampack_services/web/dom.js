@@ -25,13 +25,26 @@ export function fill(parent, items, create, update) {
 
 // Set the rows of a table's body; a cell is a text or [text, class].
 export function fillTable(table, rows) {
-  fill(table.tBodies[0], rows, () => make("tr"), (line, cells) => {
-    fill(line, cells, () => make("td"), (cell, content) => {
-      const [text, kind] = Array.isArray(content) ? content : [content, ""];
-      setText(cell, text);
-      if (cell.className !== kind) cell.className = kind;
-    });
+  fill(table.tBodies[0], rows, () => make("tr"), (line, cells) => fill(line, cells, () => make("td"), fillCell));
+}
+
+// The same, with a button in the first cell of each row; a click calls `chosen(name)`, the row of `name` is marked.
+export function fillChoices(table, rows, name, chosen) {
+  const row = () => make("tr", {}, make("td", {}, make("button", { type: "button" })));
+  fill(table.tBodies[0], rows, row, (line, [own, ...cells]) => {
+    const button = line.firstElementChild.firstElementChild;
+    line.classList.toggle("chosen", own === name);
+    setText(button, own);
+    setAttribute(button, "aria-pressed", String(own === name));
+    button.onclick = () => chosen(own);
+    cells.forEach((cell, index) => fillCell(line.children[index + 1] ?? line.appendChild(make("td")), cell));
   });
+}
+
+function fillCell(cell, content) {
+  const [text, kind] = Array.isArray(content) ? content : [content, ""];
+  setText(cell, text);
+  if (cell.className !== kind) cell.className = kind;
 }
 
 // Set buttons of which one is pressed: [[value, label], ...]; a click calls `chosen(value)`.

@@ -51,8 +51,9 @@ export class Heat {
     place.addEventListener("pointerleave", () => this.#hide());
   }
 
-  draw(readers, measure) {
-    const { lines, columns, note } = laidOut(readers);
+  // `partial`: the ranks of one node; ranks that are not among them have no cell.
+  draw(readers, measure, partial = false) {
+    const { lines, columns, note } = laidOut(readers, partial);
     const figure = MEASURES[measure];
     const all = readers.flatMap((row) => figure.parts?.(row) ?? [figure.of(row)]).filter((value) => value !== null);
     const [low, high] = figure.scale(all.length ? all : [0]);
@@ -154,24 +155,26 @@ function told({ name, row }) {
 }
 
 // The lines of the map: {lines: [{name, first, cells: [{name, row or null}]}], columns, note}
-function laidOut(readers) {
+function laidOut(readers, partial) {
   const key = (row) => AXES.slice(1).map((axis) => row[`${axis}_rank`]).join(".");
   const inner = [...new Map(readers.map((row) => [key(row), row])).entries()].sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true }));
-  const dps = Math.max(0, ...readers.map((row) => row.dp_rank + 1));
+  const all = Math.max(0, ...readers.map((row) => row.dp_rank + 1));
+  const dps = partial ? [...new Set(readers.map((row) => row.dp_rank))] : [...Array(all).keys()];
   const known = new Map(readers.map((row) => [`${row.dp_rank}/${key(row)}`, row]));
   const nameOf = namer(readers);
   let together = 1;
-  while (together * 2 * inner.length <= Math.sqrt(2 * dps * inner.length)) together *= 2;
+  while (together * 2 * inner.length <= Math.sqrt(2 * dps.length * inner.length)) together *= 2;
   const lines = [];
-  for (let first = 0; first < dps; first += together) {
-    const last = Math.min(first + together, dps) - 1;
+  for (let first = 0; first < dps.length; first += together) {
+    const some = dps.slice(first, first + together);
     const cells = [];
-    for (let dp = first; dp <= last; dp++) {
+    for (const dp of some) {
       for (const [of, row] of inner) {
         cells.push({ name: nameOf({ ...row, dp_rank: dp }), row: known.get(`${dp}/${of}`) ?? null });
       }
     }
-    lines.push({ name: last > first ? `dp ${first}-${last}` : `dp ${first}`, first: first * inner.length, cells });
+    const name = some.length > 1 ? `dp ${some[0]}-${some.at(-1)}` : `dp ${some[0]}`;
+    lines.push({ name, first: first * inner.length, cells });
   }
   const others = AXES.slice(1).filter((axis) => readers.some((row) => row[`${axis}_rank`]));
   const note = others.length ? `The ${others.join(", ")} ranks of each dp rank are side by side.` : "";

@@ -9,7 +9,7 @@ import { History, RANGES } from "./history.js";
 import { gone, noticeOf, Waits } from "./notice.js";
 import { Recent } from "./recent.js";
 import { CHARTS, drawCharts } from "./views.js";
-import { showEvents, showHead, showLongestWaits, showNotice, showRoom, showStreams, showTiles } from "./words.js";
+import { aboutRanks, showEvents, showHead, showLongestWaits, showNodes, showNotice, showRoom, showStreams, showTiles } from "./words.js";
 
 const EVERY_MS = 1000;
 const STUCK_MS = 10_000; // a broker takes a new snapshot twice a second
@@ -19,8 +19,8 @@ const [histories, recent, waits] = [0, 1, 2].map(() => Object.create(null)); // 
 const events = new Events();
 const charts = Object.fromEntries(Object.entries(CHARTS).map(([id, spec]) => [id, new Chart(byId(id), spec)]));
 const heat = new Heat(byId("heat"), byId("scale"), byId("about-ranks"));
-const chosen = { feed: null, range: RANGES[0][0], measure: "wait" };
-let last = null; // the last {status, events}
+const chosen = { feed: null, range: RANGES[0][0], measure: "wait", node: null };
+let last = null; // the last {status, events, page}; page: the ranks of a node, null if all ranks are in the status
 let moved = { second: -1, at: 0 }; // the broker's last uptime, and when it changed
 let goneSince = 0; // time of the last answer, in seconds of the wall clock; 0 while the broker answers
 
@@ -40,14 +40,27 @@ async function ask() {
     const status = await get("/status");
     if (status.epoch !== last?.status.epoch) events.forget();
     if (!(chosen.feed in status.feeds)) [chosen.feed] = Object.keys(status.feeds);
-    const [found] = await Promise.all([events.catchUp(), historyOf(chosen.feed).catchUp()]);
-    last = { status, events: found };
+    const asked = [events.catchUp(), pageOf(status.feeds[chosen.feed]), historyOf(chosen.feed).catchUp()];
+    const [found, page] = await Promise.all(asked);
+    last = { status, events: found, page };
     if (status.uptime_s !== moved.second) moved = { second: status.uptime_s, at: Date.now() };
     goneSince = Date.now() - moved.at > STUCK_MS ? moved.at / 1000 : 0;
   } catch {
     goneSince ||= Date.now() / 1000;
   }
   document.body.classList.toggle("gone", goneSince > 0);
+}
+
+// The ranks of the chosen node, or of the worst one; null if all ranks are in the status, or no rank is on the node.
+async function pageOf({ ranks }) {
+  if (!ranks.left_out) return null;
+  const node = chosen.node ?? (ranks.nodes.find((each) => each.attached) ?? ranks.nodes[0]).host;
+  return get(`/status?feed=${encodeURIComponent(chosen.feed)}&node=${encodeURIComponent(node)}`).catch(() => null);
+}
+
+function chooseNode(node) {
+  chosen.node = node || null;
+  ask().then(show);
 }
 
 const historyOf = (feed) => (histories[feed] ??= new History(feed));
@@ -65,6 +78,7 @@ function show() {
     (waits[name] ??= new Waits()).note(status.uptime_s, status.feeds[name]);
   }
   for (const row of feed.readers) row.waiting = recent[chosen.feed].share(status.uptime_s, row);
+  for (const row of last.page?.readers ?? []) row.waiting = row.data_wait; // the broker's: this page has not followed the rank
   byId("feeds").hidden = names.length < 2;
   choice("feeds", names.map((name) => [name, name]), "feed");
   choice("ranges", RANGES, "range");
@@ -73,7 +87,9 @@ function show() {
   showNotice(goneSince ? gone(status, clock(goneSince)) : noticeOf(status, feed, waits[chosen.feed]));
   showTiles(status, feed);
   drawCharts(charts, historyOf(chosen.feed).window(chosen.range), feed);
-  heat.draw(feed.readers, chosen.measure);
+  showNodes(feed, last.page, chooseNode);
+  heat.draw(feed.ranks.left_out ? last.page?.readers ?? [] : feed.readers, chosen.measure, feed.ranks.left_out > 0);
+  if (feed.ranks.left_out) setText(byId("about-ranks"), aboutRanks(feed));
   showLongestWaits(feed);
   showStreams(status.streams.filter((row) => row.feed === chosen.feed));
   showRoom(status, feed);
@@ -84,6 +100,7 @@ function show() {
 function choice(id, choices, key) {
   fillSwitch(byId(id), choices, chosen[key], (value) => {
     chosen[key] = value;
+    if (key === "feed") chosen.node = null;
     show();
     if (key === "feed") historyOf(value).catchUp().then(show, () => {}); // the next turn retries
   });
@@ -96,6 +113,11 @@ function theme(next) {
   for (const chart of Object.values(charts)) chart.restyle();
 }
 
+byId("find").onsubmit = (event) => {
+  event.preventDefault();
+  chooseNode(byId("node").value);
+};
+byId("node").oninput = show;
 byId("theme").onclick = () => theme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length]);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => theme(document.documentElement.dataset.theme));
 theme(THEMES.find((each) => each === localStorage.getItem("streampack-theme")) ?? "auto");

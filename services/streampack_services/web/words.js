@@ -1,6 +1,6 @@
 // The page's texts, tiles and tables, from the broker's status.
 
-import { byId, fill, fillTable, make, setAttribute, setText } from "./dom.js";
+import { byId, fill, fillChoices, fillTable, make, setAttribute, setText } from "./dom.js";
 import { bytes, clock, count, duration, percent, short } from "./format.js";
 import { namer } from "./heat.js";
 
@@ -26,25 +26,26 @@ export function showNotice([text, kind]) {
 }
 
 export function showTiles(status, feed) {
-  const waits = feed.readers.map((row) => row.stats.starved_fraction ?? 0);
+  const some = feed.ranks.left_out > 0; // the status lists only the worst ranks
+  const waits = some ? Object.values(feed.ranks.longest_waits) : feed.readers.map((row) => row.stats.starved_fraction ?? 0);
   const { formed, returned, end } = feed.steps;
   const steps = [`${count(formed)} formed`, ...(end === null ? leftOf(feed) : [`${count(end)} in total`])];
   tiles(byId("tiles"), [
     ["tokens_per_s", "tokens / s", short(feed.tokens_per_s), `${short(feed.totals.tokens)} in total`],
     ["utilization", "utilization", feed.figures.packs ? percent(feed.figures.utilization) : "", `${count(feed.totals.packs)} packs of ${count(feed.rules.budget)} tokens`],
     ["returned", "steps returned", count(returned), steps.join(", ")],
-    ["data_wait", "longest data wait", waits.length ? percent(Math.max(...waits), 2) : "", "as a share of that rank's time since the start"],
+    ["data_wait", "longest data wait", waits.length ? percent(Math.max(...waits), 2) : "", `as a share of that rank's time ${some ? "in the last minutes, by one cause" : "since the start"}`],
     ["cost", "load imbalance", feed.figures.step_cost_max_over_mean ? feed.figures.step_cost_max_over_mean.toFixed(4) : "", "max / mean cost; 1 is perfect"],
-    ["ranks", "ranks attached", count(feed.readers.length), feed.num_ranks ? `of ${count(feed.num_ranks)} ranks that read the feed` : "none so far"],
+    ["ranks", "ranks attached", count(feed.ranks.attached), feed.num_ranks ? `of ${count(feed.num_ranks)} ranks that read the feed` : "none so far"],
     ["producers", "producers", count(status.producers), status.vanished_producers ? `${count(status.vanished_producers)} vanished so far` : "no producer has vanished"],
     ["committed", "last checkpoint", feed.committed === null ? "" : count(feed.committed), "first step after the checkpoint"],
   ]);
 }
 
 // The steps left, and the time that they take at the pace of the slowest rank; [] without an estimate.
-function leftOf({ steps_left: left, readers }) {
+function leftOf({ steps_left: left, readers, ranks }) {
   if (!left) return [];
-  const pace = Math.max(0, ...readers.map((row) => row.step_s ?? 0));
+  const pace = Math.max(0, ...[...readers, ...ranks.nodes].map((row) => row.step_s ?? 0));
   const time = pace ? `: ${duration(left.estimate * pace)}` : "";
   const about = left.low === left.high ? short(left.estimate) : `${short(left.low)} to ${short(left.high)}`;
   return [`${about} left${time}`];
@@ -59,6 +60,30 @@ function tiles(list, rows) {
     tile.children[1].classList.toggle("none", !value);
     setText(tile.children[2], note);
   });
+}
+
+// The worst nodes, if there are too many ranks for a map; `page`: the ranks of the chosen node, null if there is none.
+export function showNodes({ ranks }, page, chosen) {
+  byId("nodes").hidden = !ranks.left_out;
+  if (!ranks.left_out) return;
+  const text = byId("node").value;
+  const rows = ranks.nodes.filter((node) => node.host.includes(text)).map((node) => [
+    node.host, [`${count(node.attached)} of ${count(node.ranks)}`, node.attached < node.ranks ? "n bad" : "n"],
+    [node.data_wait === null ? "" : percent(node.data_wait, 1), "n"], node.data_wait ? causeOfNode(node) : "",
+    [node.done_upto === null ? "" : count(node.done_upto), "n"],
+    [node.silent_s === null ? "" : duration(node.silent_s), "n"], [node.step_s === null ? "" : duration(node.step_s), "n"],
+    [node.cost === null ? "" : node.cost.toFixed(3), "n"], [bytes(node.queued_bytes), "n"],
+  ]);
+  fillChoices(byId("node-table"), rows, page?.node.host, chosen);
+  const listed = page && page.readers.length < page.attached ? `, the first ${count(page.readers.length)}` : "";
+  setText(byId("about-node"), page ? `${count(page.attached)} of ${count(page.node.ranks)} ranks on ${page.node.host}${listed}:` : "No rank is on a host with this name.");
+}
+
+const causeOfNode = ({ cause, stream }) => (cause === "stream" && stream ? `stream ${stream}` : cause);
+
+// What the section of ranks shows.
+export function aboutRanks({ ranks }) {
+  return `${count(ranks.attached)} ranks on ${count(ranks.num_nodes)} nodes. The ${count(ranks.nodes.length)} worst nodes, worst first:`;
 }
 
 // The four ranks with the longest data wait.

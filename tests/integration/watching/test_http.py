@@ -225,6 +225,20 @@ def test_status_agrees_with_metrics(served: RunningBroker) -> None:
     until(lambda: served.status()["taken_at"] > status["taken_at"])
 
 
+def test_ranks_are_listed_on_request(served: RunningBroker) -> None:
+    page = json.loads(served.get("/status?ranks=0"))
+    assert (page["feed"], page["node"], page["first"], page["attached"]) == ("train", None, 0, 1)
+    assert [row["host"] for row in page["readers"]] == [HOST]
+    assert json.loads(served.get("/status?ranks=1"))["readers"] == []
+    node = json.loads(served.get(f"/status?feed=train&node={HOST}"))
+    assert node["node"] == served.feed()["ranks"]["nodes"][0] | {"silent_s": node["node"]["silent_s"]}
+    assert len(node["readers"]) == 1
+    for path, code in (("node=elsewhere", 404), ("ranks=-1", 400), ("ranks=0&feed=none", 404), ("ranks=1e3", 400)):
+        got, text = answer(f"{served.http}/status?{path}")
+        assert got == code
+        assert "expected" in json.loads(text)["error"]
+
+
 def test_the_last_events_say_what_they_are_about(served: RunningBroker) -> None:
     events = json.loads(served.get("/events"))
     assert [event["seq"] for event in events] == list(range(1, len(events) + 1))

@@ -14,6 +14,7 @@ import pytest
 
 from tests.integration.many_ranks import many_ranks
 from tests.integration.running import PATIENCE_S, producing_here, until
+from tests.integration.simulated_ranks import simulated
 from tests.integration.watched import Texts, Watched, large, small, watched
 from tests.integration.watching.chromium import Browser, Page
 
@@ -394,6 +395,38 @@ def test_512_ranks_are_cells_that_keys_go_through_and_tell_of(browser: Browser) 
         assert page.value("document.querySelector('#tip').hidden") is True
         check_layout(page)
         assert page.problems == []
+        page.close()
+
+
+def test_30_000_ranks_are_their_worst_nodes_and_the_ranks_of_one_of_them(browser: Browser) -> None:
+    with simulated(30_000, [17, *range(80, 88)]) as url:
+        page = browser.page(url)
+        page.until("document.body.dataset.shown > 1")
+        assert tile(page, "ranks") == "29,991"
+        assert page.text("#about-ranks").startswith("29,991 ranks on 3,750 nodes.")
+        names = "[...document.querySelectorAll('#node-table tbody tr')].map((row) => row.cells[0].textContent)"
+        status = fetched(url + "/status")["feeds"]["train"]["ranks"]["nodes"]
+        assert page.value(names) == [node["host"] for node in status]
+        assert len(status) == 64
+        assert page.value(names)[:2] == ["node0010.cluster", "node0002.cluster"], "nodes without all of their ranks"
+        assert page.text("#about-node") == "7 of 8 ranks on node0002.cluster:", "the worst node that has a rank"
+        cells = "[...document.querySelectorAll('.cell')].map((cell) => cell.getAttribute('aria-label'))"
+        assert [label.split(":")[0] for label in page.value(cells)] == [f"dp 2, tp {n}" for n in (0, *range(2, 8))]
+        page.value("document.querySelectorAll('#node-table button')[0].click()")
+        page.until("document.querySelector('#about-node').textContent.startsWith('0 of 8 ranks on node0010')")
+        assert page.value("document.querySelectorAll('.cell').length") == 0
+        page.value("document.querySelector('#node').value = '3333'")
+        page.value("document.querySelector('#find').requestSubmit()")
+        page.until("document.querySelector('#about-node').textContent.startsWith('8 of 8 ranks on node3333')")
+        assert page.value("document.querySelectorAll('.cell').length") == 8
+        assert page.value(names) == [], "the table lists the nodes with this text in their names"
+        page.value("document.querySelector('#node').value = 'nowhere'")
+        page.value("document.querySelector('#find').requestSubmit()")
+        page.until("document.querySelector('#about-node').textContent === 'No rank is on a host with this name.'")
+        page.value("document.querySelector('#node').value = ''")
+        page.value("document.querySelector('#find').requestSubmit()")
+        page.until("document.querySelector('#about-node').textContent.startsWith('7 of 8 ranks')")
+        check_layout(page)
         page.close()
 
 

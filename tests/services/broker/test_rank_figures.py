@@ -56,10 +56,7 @@ def many() -> Iterator[SimulatedRanks]:
 
 def status(simulated: SimulatedRanks) -> BrokerStatus:
     """Return a snapshot after at least one whole pass over the ranks."""
-    now = simulated.service.counters.started
-    for turn in range(2 + 2 * -(-simulated.ranks // RANKS_A_TURN)):
-        found = simulated.service._reporter.take(now + 1000 + turn)
-    return found
+    return simulated.snapshot()
 
 
 def feed_of(simulated: SimulatedRanks) -> FeedStatus:
