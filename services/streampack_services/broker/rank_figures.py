@@ -86,7 +86,7 @@ class Columns:
     have: I64
     """Steps received."""
     queued: I64
-    """Bytes sent to the rank and not confirmed."""
+    """Bytes sent to the rank and not confirmed; the bytes of a relay count for the first of its ranks."""
     silent_s: F64
     """Seconds since the rank's last message."""
     step_s: F64

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.feed.feed import Feed
-from streampack.core.serve.rank_reader import Reader
+from streampack.core.serve.rank_reader import Reader, Receiver
 from streampack.core.serve.step_server import RankProgress
 from streampack.core.stats.data_wait import CAUSES, Starvation
 from streampack_services.broker.rank_figures import MOST_RANKS, Columns, RankFigures, Waits
@@ -48,6 +48,7 @@ class RankTable:
         self._progress: list[RankProgress | None] = []
         self._columns: list[Columns] = []
         self._hosts: dict[str, int] = {}
+        self._relays: set[Receiver] = set()
         self._began = -math.inf
         self._lately, self._long = Window(), Window()
         self._sums = DataWaitSums()
@@ -77,7 +78,7 @@ class RankTable:
     def _begin(self, now: float) -> None:
         """Begin a pass over all ranks that are or were attached."""
         self._readers = self._feed.readers.registry.last_holders()
-        self._at, self._columns, self._hosts, self._began = 0, [], {}, now
+        self._at, self._columns, self._hosts, self._relays, self._began = 0, [], {}, set(), now
         mesh = tuple((reader.mesh.sizes, reader.readers) for reader in self._readers[:1])
         if mesh != self._mesh:  # other ranks have the indices now
             self._mesh, self._progress = mesh, []
@@ -101,8 +102,12 @@ class RankTable:
             self._progress[at] = row = steps.progress_of(reader)
             said = row.starvation or _NOT_STARVED
             causes, step_s = said.causes_s, said.step_s
+            queued, receiver = row.queued_bytes, reader.receiver
+            if receiver.is_relay and receiver not in self._relays:  # its bytes are for all ranks of the host
+                self._relays.add(receiver)
+                queued = receiver.flow.queued_bytes
             rows.append((
-                hash((where, ranks)) & _KEY, *ranks, row.done_upto, row.have_upto, row.queued_bytes, row.silent_s,
+                hash((where, ranks)) & _KEY, *ranks, row.done_upto, row.have_upto, queued, row.silent_s,
                 math.nan if step_s is None else step_s, *[causes.get(cause, 0.0) for cause in CAUSES], said.trainer_s,
             ))  # fmt: skip
         table = np.array(rows, np.float64).T

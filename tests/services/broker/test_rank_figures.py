@@ -22,6 +22,7 @@ from streampack_services.broker.rank_table import RANKS_A_TURN, DataWaitSums, Ra
 from streampack_services.broker.status import BrokerStatus, FeedStatus, NodeStatus
 from streampack_services.http.metrics import exposition
 
+from streampack.core.serve.rank_reader import Receiver
 from streampack.core.serve.step_server import RankProgress
 from streampack.core.stats.data_wait import CAUSES
 from tests.integration.simulated_ranks import NODE_RANKS, SimulatedRanks
@@ -138,6 +139,15 @@ def test_a_turn_reads_a_limited_number_of_ranks(many: SimulatedRanks, monkeypatc
         assert len(read) - before <= RANKS_A_TURN
     assert turns == -(-MANY // RANKS_A_TURN)
     assert len(read) == MANY
+
+
+def test_the_bytes_of_a_relay_count_once_for_its_node(few: SimulatedRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    relay = Receiver(b"relay", is_relay=True)
+    relay.flow.queued_bytes = 1000
+    for reader in few.feed.readers.registry.held.values():
+        monkeypatch.setattr(reader, "receiver", relay)
+    (node,) = feed_of(few).ranks.nodes
+    assert node.queued_bytes == 1000
 
 
 # On request
