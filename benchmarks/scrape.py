@@ -17,7 +17,7 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from streampack_services.broker.rank_table import RANKS_A_TURN
+from streampack_services.broker.ranks.rank_table import RANKS_A_TURN
 from streampack_services.http.history import Timelines
 from streampack_services.http.metrics import METRICS, exposition
 

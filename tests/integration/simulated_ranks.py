@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import numpy as np
 from msgspec.structs import replace
-from streampack_services.broker.rank_table import RANKS_A_TURN
+from streampack_services.broker.ranks.rank_table import RANKS_A_TURN
 from streampack_services.broker.service import BrokerService
 from streampack_services.broker.status import BrokerStatus
 from streampack_services.http.server import HttpServer

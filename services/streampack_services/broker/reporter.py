@@ -29,7 +29,7 @@ from streampack.version import __version__
 from streampack_services.broker.arena import Arena
 from streampack_services.broker.log_keeper import Keeper
 from streampack_services.broker.memory_plan import Plan
-from streampack_services.broker.rank_table import RankTable
+from streampack_services.broker.ranks.rank_table import RankTable
 from streampack_services.broker.status import (
     BrokerStatus,
     DealtPacks,

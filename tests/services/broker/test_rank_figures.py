@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from streampack_services.broker.rank_figures import (
+from streampack_services.broker.ranks.rank_figures import (
     MOST_RANKS,
     PAGE_RANKS,
     WORST_NODES,
     WORST_RANKS,
-    Columns,
+    RankColumns,
     RankFigures,
-    Waits,
 )
-from streampack_services.broker.rank_table import RANKS_A_TURN, DataWaitSums, RankTable, Window
+from streampack_services.broker.ranks.rank_table import RANKS_A_TURN, RankTable
+from streampack_services.broker.ranks.recent_waits import DataWaitSums, RecentWaits, WaitWindow
 from streampack_services.broker.status import BrokerStatus, FeedStatus, NodeStatus
 from streampack_services.http.metrics import exposition
 
@@ -262,16 +262,16 @@ def check_node(node: NodeStatus, rows: list[tuple[int, bool, int, float, float, 
     assert node.queued_bytes == 10 * len(there)
 
 
-def columns_of(rows: list[tuple[int, bool, int, float, float, float]]) -> Columns:
+def columns_of(rows: list[tuple[int, bool, int, float, float, float]]) -> RankColumns:
     """Return the columns of these ranks, each with a second of time."""
     waits = np.zeros((len(rows), len(CAUSES) + 1))
     waits[:, 0], waits[:, PEERS] = [row[4] for row in rows], [row[5] for row in rows]
     waits[:, -1] = 1.0 - waits.sum(axis=1)
     host, attached, done = (np.array([row[n] for row in rows]) for n in range(3))
     ranks = np.stack([np.arange(len(rows)), *[np.zeros(len(rows), np.int64)] * 3])
-    return Columns(
+    return RankColumns(
         ranks, host, attached, done, done + 2, np.full(len(rows), 10), np.array([row[3] for row in rows]),
-        np.full(len(rows), np.nan), Waits.of(waits), Waits.of(waits),
+        np.full(len(rows), np.nan), RecentWaits.of(waits), RecentWaits.of(waits),
     )  # fmt: skip
 
 
@@ -284,7 +284,7 @@ def progress_at(at: int, row: tuple[int, bool, int, float, float, float]) -> Ran
 
 
 def test_data_waits_are_those_of_the_last_seconds_and_of_the_same_process() -> None:
-    window, keys = Window(), np.array([1, 2, 3])
+    window, keys = WaitWindow(), np.array([1, 2, 3])
     seconds = np.zeros((3, len(CAUSES) + 1))
     for now in range(0, 100, 5):
         if now == 80:

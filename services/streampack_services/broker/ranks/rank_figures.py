@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from streampack.core.feed.feed import Feed
 from streampack.core.serve.step_server import RankProgress
 from streampack.core.stats.data_wait import CAUSES, Starvation
+from streampack_services.broker.ranks.recent_waits import RecentWaits
 from streampack_services.broker.status import MeshExtent, NodeStatus, RankPage, RankStatus
 
 F64 = NDArray[np.float64]
@@ -35,44 +36,10 @@ PAGE_RANKS = 256
 """Most ranks of an answer to ``/status?node=`` and ``/status?ranks=``."""
 SILENT_AFTER_S, SILENT_PINGS = 5.0, 3
 """A rank counts as silent after this time, in seconds and in pings."""
-_OTHERS = tuple(CAUSES.index(cause) for cause in ("peers", "join"))
-"""Causes of a wait for other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
-    """Data waits of ranks over some time."""
-
-    share: F64
-    """Data wait as a share of the rank's time, float64 [n]; NaN if not known."""
-    cause: I64
-    """Index of the main cause, int64 [n]."""
-    own: F64
-    """The part of ``share`` that other ranks do not cause, float64 [n]; 0 if not known."""
-    longest: F64
-    """Longest data wait of a rank as a share of its time, by cause, float64 [CAUSES]."""
-
-    @classmethod
-    def of(cls, seconds: F64) -> Waits:
-        """Return the waits of ranks with these seconds of data wait by cause, and of the trainer [n, CAUSES + 1]."""
-        whole = seconds.sum(axis=1)
-        shares = seconds[:, :-1] / np.maximum(whole, 1e-9)[:, None]
-        share = shares.sum(axis=1)
-        own = np.maximum(share - shares[:, _OTHERS].sum(axis=1), 0.0)
-        longest = shares.max(axis=0) if len(shares) else np.zeros(len(CAUSES))
-        return cls(np.where(whole > 0, share, np.nan), shares.argmax(axis=1), own, longest)
-
-    @classmethod
-    def joined(cls, parts: Sequence[Waits]) -> Waits:
-        """Return the waits of the ranks of all parts."""
-        share, cause, own = (
-            np.concatenate([getattr(part, name) for part in parts]) for name in ("share", "cause", "own")
-        )
-        return cls(share, cause, own, np.max([part.longest for part in parts], axis=0))
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
+class RankColumns:
     """The figures of the ranks that are or were attached, a column for each figure and an element for each rank."""
 
     ranks: I64
@@ -91,23 +58,23 @@ class Columns:
     """Seconds since the rank's last message."""
     step_s: F64
     """Seconds from one step to the next; NaN if not known."""
-    lately: Waits
+    lately: RecentWaits
     """Data waits over the last seconds."""
-    long: Waits
+    long: RecentWaits
     """Data waits over the last minutes."""
 
     @classmethod
-    def joined(cls, parts: Sequence[Columns]) -> Columns:
+    def joined(cls, parts: Sequence[RankColumns]) -> RankColumns:
         """Return the figures of the ranks of all parts."""
         if not parts:
             none, whole = np.zeros(0), np.zeros(0, np.int64)
-            waits = Waits.of(np.zeros((0, len(CAUSES) + 1)))
+            waits = RecentWaits.of(np.zeros((0, len(CAUSES) + 1)))
             return cls(np.zeros((4, 0), np.int64), whole, whole > 0, whole, whole, whole, none, none, waits, waits)
         if len(parts) == 1:
             return parts[0]
         arrays = [name for name in cls.__dataclass_fields__ if name not in ("lately", "long")]
         found = {name: np.concatenate([getattr(part, name) for part in parts], axis=-1) for name in arrays}
-        lately, long = (Waits.joined([getattr(part, name) for part in parts]) for name in ("lately", "long"))
+        lately, long = (RecentWaits.joined([getattr(part, name) for part in parts]) for name in ("lately", "long"))
         return cls(**found, lately=lately, long=long)
 
 
@@ -124,7 +91,7 @@ class RankFigures:
     """
 
     def __init__(
-        self, feed: Feed, began: float, hosts: list[str], columns: Columns, progress: list[RankProgress | None]
+        self, feed: Feed, began: float, hosts: list[str], columns: RankColumns, progress: list[RankProgress | None]
     ) -> None:
         self.began, self._hosts, self._columns, self._progress = began, hosts, columns, progress
         self._streams = {stream.name for stream in feed.latest_rules.streams}
@@ -151,7 +118,7 @@ class RankFigures:
     @classmethod
     def none(cls, feed: Feed) -> RankFigures:
         """Return the figures of a feed without ranks."""
-        return cls(feed, math.inf, [], Columns.joined([]), [])
+        return cls(feed, math.inf, [], RankColumns.joined([]), [])
 
     def page(self, name: str, node: str | None, first: int) -> RankPage | None:
         """Return some ranks in their order, at most ``PAGE_RANKS``; None if no rank was on the node.

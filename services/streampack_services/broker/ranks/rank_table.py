@@ -12,16 +12,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
 from streampack.core.feed.feed import Feed
 from streampack.core.serve.rank_reader import Reader, Receiver
 from streampack.core.serve.step_server import RankProgress
 from streampack.core.stats.data_wait import CAUSES, Starvation
-from streampack_services.broker.rank_figures import MOST_RANKS, Columns, RankFigures, Waits
-
-F64 = NDArray[np.float64]
-I64 = NDArray[np.int64]
+from streampack_services.broker.ranks.rank_figures import MOST_RANKS, RankColumns, RankFigures
+from streampack_services.broker.ranks.recent_waits import UNHEARD, DataWaitSums, WaitWindow
 
 RANKS_A_TURN = 1024
 """Most ranks that a turn reads, at about 4 us each."""
@@ -33,8 +30,6 @@ LONG_S = 150.0
 """The same for the data wait that alerts use, in seconds."""
 LATELY_PINGS = 2
 """The same for both, in pings of a rank."""
-_UNHEARD = -1
-"""Number of the process of a rank that is not attached."""
 
 
 class RankTable:
@@ -46,11 +41,11 @@ class RankTable:
         self._at = 0
         self._mesh: tuple[object, ...] = ()
         self._progress: list[RankProgress | None] = []
-        self._columns: list[Columns] = []
+        self._columns: list[RankColumns] = []
         self._hosts: dict[str, int] = {}
         self._relays: set[Receiver] = set()
         self._began = -math.inf
-        self._lately, self._long = Window(), Window()
+        self._lately, self._long = WaitWindow(), WaitWindow()
         self._sums = DataWaitSums()
         self.figures = RankFigures.none(feed)
 
@@ -72,7 +67,7 @@ class RankTable:
             self._columns.append(self._read(now, self._readers[self._at : self._at + RANKS_A_TURN]))
             self._at += len(self._columns[-1].host)
         if self._at == len(self._readers):
-            columns = Columns.joined(self._columns)
+            columns = RankColumns.joined(self._columns)
             self.figures = RankFigures(self._feed, self._began, list(self._hosts), columns, self._progress)
 
     def _begin(self, now: float) -> None:
@@ -87,7 +82,7 @@ class RankTable:
         self._lately.begin(now, max(LATELY_S, pings_s), len(self._readers))
         self._long.begin(now, max(LONG_S, pings_s), len(self._readers))
 
-    def _read(self, now: float, readers: list[Reader]) -> Columns:
+    def _read(self, now: float, readers: list[Reader]) -> RankColumns:
         """Return the figures of the next ranks."""
         first, steps, hosts = self._at, self._feed.readers.steps, self._hosts
         rows, host, reported = [], [], []
@@ -97,7 +92,7 @@ class RankTable:
             reported.append(reader.holds and bool(reader.stats))
             if not reader.holds:
                 self._progress[at] = None
-                rows.append((_UNHEARD, *ranks, *_NOTHING))
+                rows.append((UNHEARD, *ranks, *_NOTHING))
                 continue
             self._progress[at] = row = steps.progress_of(reader)
             said = row.starvation or _NOT_STARVED
@@ -114,97 +109,11 @@ class RankTable:
         keys, *whole = table[:8].astype(np.int64)
         waits = table[10:].T.copy()
         self._sums.add(now, first, keys, np.array(reported), waits[:, :-1])
-        return Columns(
-            ranks=np.stack(whole[:4]), host=np.array(host), attached=keys != _UNHEARD, done=whole[4], have=whole[5],
+        return RankColumns(
+            ranks=np.stack(whole[:4]), host=np.array(host), attached=keys != UNHEARD, done=whole[4], have=whole[5],
             queued=whole[6], silent_s=table[8], step_s=table[9], lately=self._lately.since(first, keys, waits),
             long=self._long.since(first, keys, waits),
         )  # fmt: skip
-
-
-class Window:
-    """Data waits over the last seconds: the increase since earlier figures, which are replaced from time to time."""
-
-    def __init__(self) -> None:
-        self._older = self._newer = self._next = _no_figures(0)
-        self._newer_at = -math.inf
-
-    def begin(self, now: float, least_s: float, ranks: int) -> None:
-        """Begin a pass over so many ranks at the time ``now``, in seconds.
-
-        The data waits of the pass cover ``least_s`` to twice as many seconds. Passes that are further apart cover
-        more.
-        """
-        if now - self._newer_at >= least_s:
-            self._older, self._newer, self._newer_at = self._newer, self._next, now
-            self._next = _no_figures(ranks)
-        elif ranks > len(self._next[0]):
-            self._next = _no_figures(ranks)
-
-    def since(self, first: int, keys: I64, waits: F64) -> Waits:
-        """Return the data waits of some ranks, or their data waits since a client began that was not there before.
-
-        Args:
-            first: Index of the first of these ranks.
-            keys: Number of the process at each rank, int64 [n].
-            waits: Seconds of data wait of each rank by cause, and seconds of its trainer, float64 [n, CAUSES + 1].
-        """
-        part = slice(first, first + len(keys))
-        self._next[0][part], self._next[1][part] = keys, waits
-        before, (old_keys, old) = np.zeros_like(waits), (each[part] for each in self._older)
-        same = old_keys == keys[: len(old_keys)]
-        before[: len(old)][same] = old[same]
-        return Waits.of(np.maximum(waits - before, 0.0))
-
-
-def _no_figures(ranks: int) -> tuple[I64, F64]:
-    """Return the process at each rank, int64 [n], and its figures, float64 [n, CAUSES + 1], before any is known."""
-    return np.full(ranks, _UNHEARD), np.zeros((ranks, len(CAUSES) + 1))
-
-
-class DataWaitSums:
-    """Data wait of all ranks of a feed, in seconds by cause, since this broker began: ``sums``, float64 [CAUSES].
-
-    A sum never falls when a rank leaves. Time that a rank waited before it attached to this broker does not count.
-    """
-
-    def __init__(self) -> None:
-        self.sums: F64 = np.zeros(len(CAUSES))
-        self._keys: I64 = np.zeros(0, np.int64)
-        self._came: F64 = np.zeros(0)
-        self._last: F64 = np.zeros((0, len(CAUSES)))
-        self._known: NDArray[np.bool_] = np.zeros(0, bool)
-
-    def add(self, now: float, first: int, keys: I64, reported: NDArray[np.bool_], waits: F64) -> None:
-        """Add what some ranks have waited since the last call.
-
-        A rank's first report counts for no more than the time for which it has been attached.
-
-        Args:
-            now: The time, in seconds.
-            first: Index of the first of these ranks.
-            keys: Number of the process at each rank, or -1 without one, int64 [n].
-            reported: True for each rank that has reported its data wait, bool [n].
-            waits: Data wait since the rank's client began, in seconds by cause, float64 [n, CAUSES].
-        """
-        self._grow(first + len(keys))
-        part = slice(first, first + len(keys))
-        same = (self._keys[part] == keys) & (keys != _UNHEARD)
-        came = np.where(same, self._came[part], now)
-        known = self._known[part] & same
-        last = np.where(known[:, None], self._last[part], 0.0)
-        share = np.where(known, 1.0, np.minimum(1.0, (now - came) / np.maximum(waits.sum(axis=1), 1e-9)))
-        self.sums = self.sums + (share[:, None] * np.maximum(waits - last, 0.0))[reported].sum(axis=0)
-        self._keys[part], self._came[part] = keys, came
-        self._last[part] = np.where(reported[:, None], waits, last)
-        self._known[part] = known | reported
-
-    def _grow(self, ranks: int) -> None:
-        """Make room for so many ranks."""
-        if (more := ranks - len(self._keys)) > 0:
-            self._keys = np.concatenate([self._keys, np.full(more, _UNHEARD)])
-            self._came = np.concatenate([self._came, np.zeros(more)])
-            self._last = np.concatenate([self._last, np.zeros((more, len(CAUSES)))])
-            self._known = np.concatenate([self._known, np.zeros(more, bool)])
 
 
 _KEY = (1 << 48) - 1
