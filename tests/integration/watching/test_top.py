@@ -31,6 +31,7 @@ from streampack_services.watch.top_view import PageOptions, page
 from streampack_services.watch.view_model import HISTORY_S, BrokerView, Watch, rates_of
 
 import streampack as sp
+from streampack.core.stats.data_wait import CAUSES
 from streampack.errors import PeerError
 from streampack.sources import SourceSettings, open_source
 from tests.integration.running import (
@@ -48,7 +49,6 @@ from tests.integration.running import (
 
 Tree = dict[str, Any]
 STEPS = 20
-CAUSES = ("stream", "peers", "join", "memory", "forming", "log", "network")
 
 
 @pytest.fixture(scope="module")
