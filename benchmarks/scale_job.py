@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, cast
@@ -21,7 +21,7 @@ from benchmarks.traffic import MEAN_SAMPLE_TOKENS, SAMPLE_SIGMA
 from streampack.core.broker import Broker
 from streampack.core.journal.journal import Journal
 from streampack.core.journal.log_effects import Append, Safe
-from streampack.core.model.capacity import Capacity, FeedPlan, needed_tokens
+from streampack.core.model.capacity import MAX_PEERS, Capacity, FeedPlan, needed_tokens
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Rules, StreamRules
 from streampack.core.protocol.effects import (
@@ -64,17 +64,24 @@ class Shape:
     packs: int
     cp: int = 1
     pp: int = 1
+    tp: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.cp * self.pp
+        return self.dp * self.cp * self.pp * self.tp
+
+    def meshes(self) -> Iterator[Mesh]:
+        """The place of each rank; the ranks of one host come one after another."""
+        sizes = {"dp": self.dp, "cp": self.cp, "tp": self.tp, "pp": self.pp}
+        for dp, pp, cp, tp in product(range(self.dp), range(self.pp), range(self.cp), range(self.tp)):
+            yield Mesh(**sizes, dp_rank=dp, cp_rank=cp, tp_rank=tp, pp_rank=pp)
 
     @property
     def step_tokens(self) -> int:
         return self.dp * self.packs * C
 
     def __str__(self) -> str:
-        more = "".join(f" {name}={size}" for name, size in (("cp", self.cp), ("pp", self.pp)) if size > 1)
+        more = "".join(f" {name}={size}" for name, size in (("cp", self.cp), ("pp", self.pp), ("tp", self.tp)) if size > 1)
         return f"dp={self.dp}{more} x {self.packs}"
 
 
@@ -109,16 +116,18 @@ class Chunks:
 class Job:
     """A broker, its producers and every rank of a mesh; the broker's work is metered by what it was for."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(
+        self, shape: Shape, window: int = 1024, max_readers: int = MAX_PEERS, leaving_bytes: int = 64 << 20
+    ) -> None:
         self.shape = shape
         unit = 2 * shape.cp if shape.cp > 1 else 1
         rules = Rules(
-            budget=C, packs=shape.dp * shape.packs, align=Align(sample=unit, pack=unit),
+            budget=C, packs=shape.dp * shape.packs, align=Align(sample=unit, pack=unit), window=window,
             streams=(StreamRules("web", partitions=PARTITIONS, passes=None, overlong="truncate"),),
         )  # fmt: skip
         merged = needed_tokens(rules, C + 1) + 2 * shape.step_tokens
         self.arena_bytes = TOKEN_BYTES * (merged + QUOTA_TOKENS * PARTITIONS)
-        plan = FeedPlan("train", rules, merged)
+        plan = FeedPlan("train", rules, merged, max_readers=max_readers, leaving_bytes=leaving_bytes)
         capacity = Capacity(QUOTA_TOKENS, C + 1, CHUNK_TOKENS * TOKEN_BYTES)
         self.core = Broker(run=1, epoch=1, feeds=[plan], capacity=capacity, journal=Journal(keeps=True))
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -159,8 +168,7 @@ class Job:
         shape, chain = self.shape, self.chains.get(self.returned - 1, b"")
         self.clients.clear()
         self.delivered.clear()
-        for n, (dp, pp, cp) in enumerate(product(range(shape.dp), range(shape.pp), range(shape.cp))):
-            mesh = Mesh(dp=shape.dp, cp=shape.cp, pp=shape.pp, dp_rank=dp, cp_rank=cp, pp_rank=pp)
+        for n, mesh in enumerate(shape.meshes()):
             name = b"%d.%d" % (life, n)
             self.clients[name] = ClientSession(
                 run=1, feed="train", reader=name.decode(), host="host", pid=n, mesh=mesh, next_step=self.returned,
