@@ -12,7 +12,7 @@ time of this thread: each event in the core, and each message that is encoded or
 from __future__ import annotations
 
 import gc
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,10 @@ class RelayJob(Job):
         self._from_relay: dict[bytes, list[tuple[str, Envelope]]] = {}
         self._bundled: dict[bytes, list[tuple[str, Envelope]]] = {}
         self._to_relay: deque[tuple[bytes, Envelope | tuple[tuple[str, Envelope], ...]]] = deque()
-        self._zeros = memoryview(bytes(max(node_ranks, 1) * shape.packs * C * TOKEN_BYTES))
+        self.events: Counter[str] = Counter()
+        """Messages by kind that came in bundles."""
+        self.zero_bytes = max(node_ranks, 1) * shape.packs * C * TOKEN_BYTES
+        self._zeros = memoryview(bytes(self.zero_bytes))
         self._log: dict[int, tuple[Any, tuple[Any, ...]]] = {}
         self._lsn = 0
         self._state: State | None = None
@@ -120,6 +123,11 @@ class RelayJob(Job):
             digest = found.digest
             found = KnownSnapshot(**{name: getattr(found, name) for name in Snapshot.__struct_fields__}, known=digest)
         return Checkpoint(self.returned, self._state.chain, found)
+
+    def clear(self) -> None:
+        """Begin to count anew."""
+        super().clear()
+        self.events.clear()
 
     def tick(self, seconds: float = 0.0) -> None:
         """Time passes, for all, and what follows from it."""
@@ -210,6 +218,7 @@ class RelayJob(Job):
             decoded = self._timed("wire", bundles.decode_bundle, frames)
             self._count("in", "bundle", frames, 0)
             for reader, envelope in decoded:
+                self.events[type(envelope.message).__name__] += 1
                 self._handle(type(envelope.message).__name__, FromTrainer(relayed(relay, reader), envelope))
 
     def _send_bundles(self, relay: bytes) -> None:
