@@ -81,7 +81,9 @@ class Shape:
         return self.dp * self.packs * C
 
     def __str__(self) -> str:
-        more = "".join(f" {name}={size}" for name, size in (("cp", self.cp), ("pp", self.pp), ("tp", self.tp)) if size > 1)
+        more = "".join(
+            f" {name}={size}" for name, size in (("cp", self.cp), ("pp", self.pp), ("tp", self.tp)) if size > 1
+        )
         return f"dp={self.dp}{more} x {self.packs}"
 
 
