@@ -33,7 +33,9 @@ def test_every_rank_gets_exactly_the_offline_steps_whatever_fails(seeds: range) 
         run(seed)
 
 
-@pytest.mark.parametrize("seed", [70333, 553609, 801371, 900339, 900935, 951905, 5002785, 5004234])
+@pytest.mark.parametrize(
+    "seed", [70333, 553609, 801371, 900339, 900935, 951905, 5002785, 5004234, 7000133, 7000523, 7001047, 7001108]
+)
 def test_a_seed_that_once_failed_passes(seed: int) -> None:
     run(seed)
 
