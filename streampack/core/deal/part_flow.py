@@ -1,11 +1,11 @@
-"""The flow of parts to one receiver: which parts were sent, and how many bytes are in flight.
+"""The flow of parts to one receiver: which parts were sent, and how many bytes are on their way.
 
 The bytes that are sent and not confirmed are bounded, for each receiver and for all together. So a slow link does not
 fill the memory. A part is sent again only if the receiver proves that it was lost: its request has a higher ``resend``
 than before.
 
-The broker has a flow for each relay, and for each reader that it sends to directly. A relay has a flow for each of its
-readers. The module knows places and sizes of parts, and no steps.
+The broker has a flow for each relay, and for each reader that has none. A relay has a flow for each of its readers. The
+module knows places and sizes of parts, and no steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RESEND_S = 1.0
 MAX_AHEAD = 64
 """Most steps that one request may ask for."""
 ACKS = 4
-"""Confirmations that a receiver sends while it receives as many bytes as may be in flight to it."""
+"""Confirmations that a receiver sends while it receives as many bytes as may be on their way to it."""
 
 Place = tuple[int, int]
 """(step, part)."""
@@ -64,11 +64,11 @@ class PartFlow:
 
 
 class PartFlows:
-    """The limits of the bytes in flight to all receivers of one sender.
+    """The limits of the bytes on their way to all receivers of one sender.
 
     Attributes:
-        leaving_bytes: Most bytes that may be in flight to all receivers together.
-        queued_bytes: Bytes that are in flight to all receivers together.
+        leaving_bytes: Most bytes that may be on their way to all receivers together.
+        queued_bytes: Bytes that are on their way to all receivers together.
         resent_bytes: Bytes that were sent again because they were lost.
     """
 
@@ -121,24 +121,24 @@ class PartFlows:
             flow.place = place
 
     def forget_queue(self, flow: PartFlow) -> None:
-        """Forget the parts that are in flight to a receiver, and do not count their bytes any more."""
+        """Forget the parts that are on their way to a receiver, and do not count their bytes any more."""
         self._count_out(flow, flow.queued_bytes)
         flow.queued.clear()
         flow.unreached = False
 
     @property
     def is_full(self) -> bool:
-        """True if no more bytes may be in flight to all receivers together."""
+        """True if no more bytes may be on their way to all receivers together."""
         return self.queued_bytes >= self.leaving_bytes
 
     def may_send(self, flow: PartFlow, most_queued: int) -> bool:
-        """Return whether ``most_queued``, the limit of bytes in flight to this receiver, allows another part.
+        """Return whether ``most_queued``, the limit of bytes on their way to this receiver, allows another part.
 
         ``is_full`` is checked separately.
         """
         return not flow.unreached and (not flow.queued or flow.queued_bytes < most_queued)
 
     def _count_out(self, flow: PartFlow, num_bytes: int) -> None:
-        """Subtract bytes from those that are in flight to a receiver."""
+        """Subtract bytes from those that are on their way to a receiver."""
         flow.queued_bytes -= num_bytes
         self.queued_bytes -= num_bytes

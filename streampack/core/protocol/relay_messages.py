@@ -77,7 +77,11 @@ class ReaderReport(Struct, frozen=True, kw_only=True):
 
 
 class NodePing(Message, frozen=True, kw_only=True):
-    """A relay is alive, has every part before part ``part`` of step ``have_upto``, and reports its readers."""
+    """A relay is alive, has every part before part ``part`` of step ``have_upto``, and reports its readers.
+
+    A relay without readers sends it when readers ask whether it works. The broker answers with a ``NodePing`` without
+    readers, unless it has something else to say. So the relay knows that the broker is alive.
+    """
 
     TYPE: ClassVar[int] = 41
     feed: Name

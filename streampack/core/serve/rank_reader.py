@@ -1,7 +1,7 @@
 """A reader of one rank, its phases, and the connection that receives its steps.
 
-A *receiver* is a reader's own connection, or a relay's for the readers of its host. The readers behind a relay keep
-their ranks, names and progress. The parts of steps go to the relay once, for all of its readers.
+A *receiver* is a reader's own connection, or a relay's for the readers of its host. The readers keep their ranks, names
+and progress; the parts of steps go to the relay once, for all of them together.
 """
 
 from __future__ import annotations

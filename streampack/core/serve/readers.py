@@ -11,7 +11,7 @@ from streampack.core.model.capacity import MAX_PEERS
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import SampleTable
 from streampack.core.model.steps import PlannedStep
-from streampack.core.protocol.effects import SendTrainer
+from streampack.core.protocol.effects import SendShard, SendTrainer
 from streampack.core.protocol.events import Effect
 from streampack.core.protocol.message import Bye, Envelope, Who
 from streampack.core.protocol.relay_messages import NodeGet, NodePing, ReaderReport, relayed
@@ -145,6 +145,9 @@ class Readers:
         effects = [e for report in message.ranks for e in self._note_report(peer, envelope.epoch, report)]
         if relay is not None and current:
             effects += self.steps.confirm(relay, message.have_upto, message.part)
+        if not any(isinstance(effect, SendTrainer | SendShard) and effect.peer == peer for effect in effects):
+            answer = NodePing(feed=self._feed, have_upto=self.steps.released_upto)
+            effects.append(SendTrainer(peer, self.link.envelope(answer, envelope.fence)))
         return effects
 
     def _note_report(self, relay: bytes, epoch: int, report: ReaderReport) -> list[Effect]:

@@ -265,10 +265,10 @@ class StepServer:
     def _join(self, reader: Reader, step: int) -> None:
         """Send the steps from ``step`` on to the receiver of a reader that takes part in the attempt.
 
-        A relay asks for the parts of a further reader by itself, from the step that it lacks.
+        A relay that had readers in this attempt asks for the parts of a further reader by itself, where it lacks some.
         """
         receiver = reader.receiver
-        if receiver.is_relay and receiver.fence == reader.fence and receiver.readers:
+        if receiver.is_relay and receiver.fence == reader.fence:
             receiver.flow.resent_at = -RESEND_S
         else:
             self.flows.begin(receiver.flow, step)
@@ -310,7 +310,6 @@ class StepServer:
             self._starving.pop(receiver, None)
             self._held_back.pop(receiver, None)
             self.flows.forget_queue(receiver.flow)
-            receiver.node = None
 
     def forget_relays(self, silent_s: float) -> None:
         """Forget the relays that were silent for ``silent_s`` seconds and for which no reader is registered."""

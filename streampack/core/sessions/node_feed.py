@@ -54,10 +54,11 @@ class NodeFeed:
         ack_bytes: Bytes after which received parts are confirmed.
         wait: Cause of the wait for the next step, as the broker reports it.
         end: The end of the feed, once the broker has told it.
-        resend: Number of the last request to send parts again.
+        resend: Number of the last request to send parts again. It never falls, so that no part answers two requests.
         next: (step, part) that is expected next.
         stop: The steps before this one are requested.
         num_bytes: Bytes of the kept parts.
+        largest_step: Most bytes of the parts of one step so far.
         told_done: Least number of returned steps that a request has reported.
         unconfirmed_bytes: Bytes that came since the last request.
     """
@@ -71,16 +72,16 @@ class NodeFeed:
         self.again = Backoff(f"{relay} get", RETRY_S, MOST_RETRY_S)
         self.ping_at = 0.0
         self.num_pings = 0
+        self.resend = 0
         self._drop()
 
     def _drop(self) -> None:
         """Forget all parts and requests."""
         self.wait: Wait | None = None
         self.end: End | None = None
-        self.resend = 0
         self.next: Place = (0, 0)
         self.stop = 0
-        self.num_bytes = 0
+        self.num_bytes = self.largest_step = 0
         self.told_done = 0
         self.unconfirmed_bytes = 0
         self._steps: dict[int, _Step] = {}
@@ -132,6 +133,8 @@ class NodeFeed:
         """
         if part.resend != self.resend or (part.step, part.part) < self.next or self.rules is None:
             return True
+        if part.step >= self.stop:
+            return True  # no broker sends this
         if (part.step, part.part) > self.next:
             return False
         self.wait = None
@@ -140,6 +143,7 @@ class NodeFeed:
             step.parts.setdefault(pair, {})[message.part] = message, payload
         size = sum(len(frame) for frame in envelope.payload)
         step.num_bytes += size
+        self.largest_step = max(self.largest_step, step.num_bytes)
         self.num_bytes += size
         self.unconfirmed_bytes += size
         self.next = (part.step + 1, 0) if part.part + 1 >= part.parts else (part.step, part.part + 1)

@@ -1,11 +1,11 @@
 """A relay's side of the protocol, as a pure state machine: ``handle(event) -> effects``.
 
-A relay is one reader to the broker and a broker to the readers of its host. To the broker it behaves as one client
-(``client_session``). It sends one request and one ping for all its readers, and proves a loss before parts are sent
-again. To readers it behaves as the broker's step server: it sends the parts that they request, and bounds the bytes in
-flight (``deal.part_flow``).
+A relay is one reader to the broker and a broker to the readers of its host. Towards the broker it behaves as a client
+(``client_session``), for all its readers at once. It sends one request and one ping, and asks for parts again only if
+it can prove a loss. Towards readers it behaves as the broker's step server: it sends the parts that they request, and
+bounds the bytes on their way (``deal.part_flow``).
 
-It decides nothing about ranks, attempts or checkpoints. Messages about them pass unchanged between the reader and the
+It decides nothing about ranks, attempts or checkpoints. Messages about these pass unchanged between the reader and the
 broker, under the reader's name. ``done_upto`` of a reader is always what the reader returned, never what the relay has.
 """
 
@@ -49,7 +49,7 @@ SILENT_S = 15.0
 BROKER_SILENT_S = 5.0
 """Seconds without a message of the broker after which the relay reports this to its readers."""
 MOST_QUEUED = 32 << 20
-"""Most bytes in flight to one local reader."""
+"""Most bytes on their way to one local reader."""
 _TICK_S = 1.0
 """Most seconds that one tick adds to the broker's silence: more means that the process was stopped."""
 
@@ -117,7 +117,7 @@ class RelaySession:
         self._peers: dict[bytes, LocalReader] = {}
         self._states: dict[tuple[str, int], tuple[float, set[str]]] = {}
         """(time of the last request, names of the readers that wait) of each requested state, by feed and step."""
-        self._now = 0.0
+        self._now = self._ask_at = 0.0
 
     def handle(self, event: Event) -> list[Effect]:
         """Return the effects of an event, for the shell to perform in order."""
@@ -160,7 +160,7 @@ class RelaySession:
             return self._attach(peer, envelope, message)
         reader = self._peers.get(peer)
         if reader is None:
-            return self._answer_stranger(peer, envelope)
+            return self._answer_stranger(peer, message)
         self._note_heard(reader, envelope)
         if isinstance(message, Bye):
             self._forget(reader)
@@ -183,17 +183,20 @@ class RelaySession:
         reader.heard = self._now
         reader.said_fence = envelope.fence if envelope.epoch == self.epoch else 0
 
-    def _answer_stranger(self, peer: bytes, envelope: Envelope) -> list[Effect]:
+    def _answer_stranger(self, peer: bytes, message: Message) -> list[Effect]:
         """Tell an unknown reader to attach. It also learns that this relay works, so say nothing if it does not.
 
-        A relay without readers sends nothing to the broker. It then passes a ping on, which the broker answers.
+        A relay without readers asks the broker from time to time whether it answers.
         """
-        message = envelope.message
+        if isinstance(message, Bye):
+            return []
         effects: list[Effect] = []
-        if isinstance(message, ReaderPing) and (not self.run or self.silent_s >= LOCAL_PING_S):
-            effects.append(SendFor(message.reader, envelope))
-        if self.is_connected and not isinstance(message, Bye):
-            effects.append(SendReader(peer, Envelope(run=self.run, epoch=self.epoch, fence=0, message=Who())))
+        if isinstance(message, ReaderPing) and not self.readers and self._now >= self._ask_at:
+            self._ask_at = self._now + LOCAL_PING_S
+            effects.append(self._send(NodePing(feed=message.feed, have_upto=0), 0))
+        if self.is_connected:
+            who = Envelope(run=self.run, epoch=self.epoch, fence=0, message=Who())
+            effects.append(SendReader(peer, who))
         return effects
 
     def _attach(self, peer: bytes, envelope: Envelope, message: Attach) -> list[Effect]:
@@ -359,15 +362,7 @@ class RelaySession:
                 f"memory of the relay. Start the relay with more --memory"
             )
             return effects + self._give_up(feed, why)
-        return effects + (self._send_get(feed) if self._should_confirm(feed) else [])
-
-    def _should_confirm(self, feed: NodeFeed) -> bool:
-        """Return whether to confirm parts now: the memory allows more, or a reader lacks its next step."""
-        if feed.unconfirmed_bytes < feed.ack_bytes:
-            return False
-        return feed.num_bytes <= self.memory_bytes or any(
-            not feed.has_all(reader.have_upto, reader.pair) for reader in self._of(feed)
-        )
+        return effects + (self._send_get(feed) if feed.unconfirmed_bytes >= feed.ack_bytes else [])
 
     def _note_sent(self, feed: NodeFeed, resend: int, place: tuple[int, int]) -> list[Effect]:
         """Request lost parts again: the broker reports that it has sent every part before ``place``."""
@@ -428,9 +423,9 @@ class RelaySession:
         elif said is not None:
             reason, detail = said.reason, said.detail
         elif self._is_starving(reader):
-            reason, detail = "network", f"step {flow.sent_upto}: its parts are in flight to the relay"
+            reason, detail = "network", f"step {flow.sent_upto}: its parts are on their way to the relay"
         else:
-            reason, detail = "relay", f"step {flow.sent_upto}: {flow.queued_bytes} bytes are in flight to this rank"
+            reason, detail = "relay", f"step {flow.sent_upto}: {flow.queued_bytes} bytes are on their way to this rank"
         stream, batch = (said.stream, said.batch) if said is not None and not silent_s else (None, False)
         wait = Wait(
             feed=feed.name, step=flow.sent_upto, part=flow.sent_part, resend=flow.resend, reason=reason, detail=detail,
@@ -453,11 +448,23 @@ class RelaySession:
         covered = all(feed.covers(reader.pair, reader.frames) for reader in readers)
         if needs and (not covered or min(needs) < feed.next[0]):
             return self._ask_again(feed)
-        starving = bool(needs) and max(needs) >= feed.stop and max(r.flow.want_stop for r in readers) > feed.stop
         done_upto = min(reader.done_upto for reader in readers)
-        if starving or done_upto > feed.told_done or self._should_confirm(feed):
+        short = any(feed.stop <= reader.have_upto <= reader.done_upto + 1 for reader in readers)
+        if done_upto > feed.told_done or (short and self._stop(feed) > feed.stop):
             return self._send_get(feed)
         return []
+
+    def _stop(self, feed: NodeFeed) -> int:
+        """Return the step before which steps are requested: readers want them, and the memory has room for them.
+
+        The next step of a reader is requested even if there is no room.
+        """
+        readers = [reader for reader in self._of(feed) if reader.flow.want_stop]
+        wanted = max((reader.flow.want_stop for reader in readers), default=0)
+        lacked = [reader.have_upto for reader in readers if not feed.has_all(reader.have_upto, reader.pair)]
+        room = self.memory_bytes - sum(each.num_bytes for each in self.feeds.values())
+        allowed = feed.next[0] + room // feed.largest_step if feed.largest_step else wanted
+        return max(feed.stop, min(wanted, max([allowed, *(step + 1 for step in lacked)])))
 
     def _needs(self, feed: NodeFeed) -> list[int]:
         """Return the first step that each reader needs and that is not here, of readers that have requested steps."""
@@ -475,7 +482,7 @@ class RelaySession:
     def _send_get(self, feed: NodeFeed, repeated: bool = False) -> list[Effect]:
         """Send the relay's request for steps, which confirms the parts that have come."""
         readers = self._of(feed)
-        feed.stop = max([feed.stop, *(reader.flow.want_stop for reader in readers)])
+        feed.stop = self._stop(feed)
         feed.told_done = min((reader.done_upto for reader in readers), default=0)
         feed.unconfirmed_bytes = 0
         (feed.again.sent if repeated else feed.again.answered)(self._now)

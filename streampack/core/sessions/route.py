@@ -1,10 +1,10 @@
-"""The route of a client's messages: through the relay of its host, or to the broker itself. A pure state machine.
+"""The way of a client's messages: through the relay of its host, or to the broker itself. A pure state machine.
 
-A client with a relay begins there. It continues with the broker if the relay's connection ends, or if the relay
-sends it away (``Elsewhere``). It also does so if the relay does not answer its pings, or if the broker has not answered
-the relay for long. Then it asks the relay from time to time whether the relay works again. The client returns once the
-relay has answered for ``HEALTHY_S`` without a gap. It first waits for every step that it has requested, so that nothing
-is sent twice.
+A client with a relay begins there. It continues with the broker if the relay's connection ends, or if the relay sends
+it away (``Elsewhere``). It does the same if the relay does not answer its pings, or has not heard the broker for long.
+
+The client asks the relay from time to time whether it works again. It may return once the relay has answered for
+``HEALTHY_S`` without a gap. It does so when it has every step that it has requested, so that nothing is sent twice.
 Clients return at different times, which depend on their names.
 """
 
@@ -52,6 +52,7 @@ class Route:
         insists: True if the client waits for the relay until it has answered once, because its user has named it.
         answered: True if the relay has answered at least once.
         silent_s: Seconds since the relay's last message.
+        healthy_s: Seconds for which the relay must answer before the client returns.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Route:
     insists: bool = False
     answered: bool = False
     silent_s: float = 0.0
+    healthy_s: float = HEALTHY_S
     _healthy_s: float = 0.0
     _probe_at: float = 0.0
     _now: float = 0.0
@@ -95,7 +97,7 @@ class Route:
                 else self._leave(f"the relay has not answered for {self.silent_s:.0f} s")
             )
         self._healthy_s = self._healthy_s + passed if self.silent_s <= RELAY_TIMEOUT_S else 0.0
-        if may_return and self._healthy_s >= HEALTHY_S * (1.0 + spread(self.name, 1)):
+        if may_return and self._healthy_s >= self.healthy_s * (1.0 + spread(self.name, 1)):
             self.by_relay, self._healthy_s = True, 0.0
             return [Reroute(True, "the relay works again")]
         if now < self._probe_at:
