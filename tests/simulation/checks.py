@@ -5,13 +5,16 @@ The checks read the books of the core; they never change them. Each names the ru
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
+from streampack.core.feed.feed import Feed
 from streampack.core.journal.log_records import ChunkAdmitted, FeedEnded, Record, StepFormed
 from streampack.core.protocol.effects import FromProducer, FromTrainer, SendProducer, SendShard, SendTrainer
 from streampack.core.protocol.events import Effect, Event
 from streampack.core.protocol.message import Bye
 from streampack.core.protocol.producer_messages import Eos, Flow, Hello, Mark, Samples, Sent
+from streampack.core.protocol.relay_messages import NodeGet, NodePart, NodePing, relay_of, relayed
 from streampack.core.protocol.trainer_messages import (
     AskState,
     Attach,
@@ -23,7 +26,7 @@ from streampack.core.protocol.trainer_messages import (
     ReaderPing,
     StepPart,
 )
-from streampack.core.serve.rank_reader import ReaderPhase
+from streampack.core.serve.rank_reader import Reader, ReaderPhase
 from streampack.core.serve.readers import Readers
 
 if TYPE_CHECKING:
@@ -83,6 +86,8 @@ class BrokerChecks:
         if isinstance(event, FromProducer):
             if self._is_stale(event):
                 return self._leases(event)
+        elif isinstance(event, FromTrainer) and isinstance(event.envelope.message, NodeGet | NodePing):
+            return self._others(event, event.envelope.message)
         elif isinstance(event, FromTrainer) and not isinstance(event.envelope.message, NOT_FENCED):
             readers = self._readers_of(event)
             reader = readers.registry.at(event.peer)
@@ -92,7 +97,10 @@ class BrokerChecks:
 
     def after(self, event: Event, before: Any, effects: list[Effect]) -> None:
         """R3 (whole steps), R5 (fences), R6 (credits)."""
-        if before is not None:
+        if isinstance(before, dict):
+            wrong = [name for name, was in before.items() if self._progress_of(event, name) not in (was, None)]
+            assert not wrong, f"R5: a relay spoke for {wrong}: {event}"
+        elif before is not None:
             now = self._leases(event) if isinstance(event, FromProducer) else self._readers(self._readers_of(event))
             assert now == before, f"R5: a stale message changed something: {event}"
         for effect in effects:
@@ -127,10 +135,24 @@ class BrokerChecks:
                 assert phase.holds != (reader.name in registry.claims), reader.phases
                 waits = phase in (ReaderPhase.CLAIMS_SNAPSHOT, ReaderPhase.HOLDS_SNAPSHOT)
                 assert waits == (reader.pending is not None), reader.phases
+                assert registry.at(reader.peer) is reader, f"{reader.name} has two peers"
+                at = relay_of(reader.peer)
+                assert reader.receiver.peer == (reader.peer if at is None else at[0]), f"{reader.name} has two peers"
                 if phase is ReaderPhase.ENTERED:
+                    self._returned(feed, reader)
                     assert reader.fence == attempts.number, f"{reader.name} is in attempt {reader.fence}"
                     assert reader.round == attempts.round, f"{reader.name} is in iteration {reader.round}"
                     assert ranks in returned, f"{reader.name} is not counted"
+
+    def _returned(self, feed: Feed, reader: Reader) -> None:
+        """What the broker believes that a rank has returned, its process has, and so no step is given up that it may
+        ask for again.
+        """
+        steps, client = feed.readers.steps, self._process.world.jobs[feed.name].started[reader.name]
+        if client.round == reader.round:
+            believed = steps.returned[reader.mesh.ranks]
+            assert believed <= client.done, f"R4: {reader.name} has returned {client.done} steps and not {believed}"
+            assert steps.released_upto <= client.done, f"R4: {reader.name} has not returned {steps.released_upto} steps"
 
     def memory(self) -> None:
         """Waiting, merged and live tokens are within their bounds, and the books agree with the arena."""
@@ -188,7 +210,7 @@ class BrokerChecks:
     def _readers_of(self, event: Event) -> Readers:
         assert isinstance(event, FromTrainer)
         message = event.envelope.message
-        assert isinstance(message, Get | ReaderPing)
+        assert isinstance(message, Get | ReaderPing | NodeGet | NodePing)
         readers: Readers = self._core.feeds[message.feed].readers
         return readers
 
@@ -196,6 +218,36 @@ class BrokerChecks:
         flows = [(r.name, r.heard, r.receiver.flow) for r in readers.registry]
         rows = [(name, heard, flow.sent_upto, flow.want_stop) for name, heard, flow in flows]
         return [readers.steps.released_upto, dict(readers.steps.returned), *rows]
+
+    def _others(self, event: FromTrainer, message: NodeGet | NodePing) -> Any:
+        """What a relay's message must not change: what is known of each reader that the relay does not speak for now;
+        all, if it speaks for none.
+        """
+        readers, epoch, fence = self._readers_of(event), event.envelope.epoch, event.envelope.fence
+        relay = readers.steps.relays.get(event.peer)
+        named = {report.reader: report.fence for report in message.ranks} if isinstance(message, NodePing) else {}
+        if isinstance(message, NodeGet):
+            named = {name: fence for name, _ in message.done}
+        mine = {
+            reader.name
+            for reader in readers.registry
+            if reader.peer == relayed(event.peer, reader.name)
+            and epoch == self._core.epoch
+            and named.get(reader.name) == reader.fence
+        }
+        current = relay is not None and (epoch, fence) == (self._core.epoch, relay.fence)
+        if not mine and not current:
+            return self._readers(readers)
+        others = [reader.name for reader in readers.registry if reader.name not in mine]
+        return {name: self._progress_of(event, name) for name in others}
+
+    def _progress_of(self, event: Event, name: str) -> Any:
+        """When a reader was heard, and what it has returned; None once it is gone."""
+        readers = self._readers_of(event)
+        reader = readers.registry.named(name)
+        if reader is None:
+            return None
+        return reader.heard, readers.steps.returned[reader.mesh.ranks] if reader.entered else None
 
     def _flow(self, session: int, flow: Flow) -> None:
         key = (flow.stream, flow.partition, session)
@@ -232,12 +284,16 @@ class BrokerChecks:
         lsn, _ = self._steps.get((message.feed, message.step), (-1, b""))
         safe = self._process.disk is None or self._is_safe(lsn) or self._is_before_log(message.feed, message.step)
         assert safe, f"R2: step {message.step} went out before the log had it"
-        reader = readers.registry.at(effect.peer)
-        assert reader is not None
-        assert reader.name not in readers.registry.fenced, f"R5: {reader.name} is served, which lost its rank"
+        if isinstance(message, NodePart):
+            served = list(readers.steps.relays[effect.peer].readers.values())
+        else:
+            served = [reader] if (reader := readers.registry.at(effect.peer)) is not None else []
+        assert served
+        for each in served:
+            assert each.name not in readers.registry.fenced, f"R5: {each.name} is served, which lost its rank"
         published, key = self._process.published, (message.feed, envelope.fence, message.step)
         if key not in published:
             here = len(readers.steps.returned)
-            there = reader.mesh.dp * reader.mesh.cp
+            there = prod(served[0].mesh.sizes)
             assert here == there, "R3: a step went out before all ranks were there"
             published.add(key)

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING
 
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.snapshot import Snapshot
-from streampack.core.protocol.events import Effect, Event
+from streampack.core.protocol.events import Effect, Event, Unsent
+from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.trainer_messages import AskState, Commit, State
 from streampack.core.sessions.client_events import Again, Answered, Ask, Begin, Broken, Deliver, Detach, Ended, Returned
 from streampack.core.sessions.client_session import ClientPhase, ClientSession
+from streampack.core.sessions.route import RelayLost, Reroute, Route
+from streampack.core.sessions.routed_client import RoutedClient, SendProbe
 from tests.simulation.processes import TICK_S, Process
 
 if TYPE_CHECKING:
@@ -40,11 +43,17 @@ class ClientProcess(Process):
 
     def __init__(self, job: Job, name: str, mesh: Mesh, begin: Checkpoint) -> None:
         self.job, self.name, self.mesh, self.life = job, name, mesh, job.life
+        relays = job.world.relays
+        self.host = relays.host_of(job, mesh.ranks) if relays is not None else None
         self.session = ClientSession(
-            run=0, feed=job.feed, reader=name, host="host", pid=1, mesh=mesh, prefetch=job.prefetch,
-            next_step=begin.step, chain=begin.chain, round=begin.round, snapshot=begin.snapshot,
-            ready=not job.world.claims_first,
+            run=0, feed=job.feed, reader=name, host="host" if self.host is None else self.host.name, pid=1, mesh=mesh,
+            prefetch=job.prefetch, next_step=begin.step, chain=begin.chain, round=begin.round,
+            snapshot=begin.snapshot, ready=not job.world.claims_first, variable_lengths=mesh.pp > 1,
         )  # fmt: skip
+        route = None
+        if relays is not None and self.host is not None and self.host.has_relay:
+            route = Route(name, insists=relays.rng.random() < 0.1, healthy_s=relays.healthy_s)
+        self.routed = RoutedClient(self.session, route)
         self.begin = begin
         self.fenced_by = 0
         """The broker, by its epoch, that must tell it that its rank is another's."""
@@ -73,6 +82,29 @@ class ClientProcess(Process):
         ended = phase in (ClientPhase.ENDED, ClientPhase.ENDED_ATTACHING)
         assert ended == (self.ended is not None) or phase is ClientPhase.OVER, session.phases
 
+    def decide(self, event: Event) -> list[Effect]:
+        return self.routed.handle(event)
+
+    def send(self, envelope: Envelope) -> None:
+        if not self.routed.by_relay:
+            super().send(envelope)
+        elif self.host is not None and not self.host.to_relay(self, envelope):
+            assert not self.session.handle(Unsent(envelope))
+
+    def reconnect(self) -> None:
+        """New connections; while the route leads through a relay, there is none to the broker."""
+        super().reconnect()
+        if self.routed.by_relay:
+            self.world.disconnect(self)
+        if self.host is not None and self.host.has_relay and self in self.host.links.values():
+            self.host.leave(self)
+            self.world.clock.after(0.0, self.handle, RelayLost())
+
+    def kill(self) -> None:
+        super().kill()
+        if self.host is not None:
+            self.host.leave(self)
+
     @property
     def in_job(self) -> bool:
         """It is the rank's process, and not one that was replaced and does not know it yet."""
@@ -96,6 +128,14 @@ class ClientProcess(Process):
         elif isinstance(effect, Answered):
             self.asked_at = None
             self._answered(effect)
+        elif isinstance(effect, Reroute):
+            self.world.note("route", self.name, effect.by_relay, effect.why)
+            self.world.disconnect(self)
+            if not effect.by_relay:
+                self.peer = self.world.connect(self)
+        elif isinstance(effect, SendProbe):
+            if self.host is not None:
+                self.host.to_relay(self, effect.envelope)
         else:
             assert isinstance(effect, Broken), effect
             self.job.refused(self, effect)

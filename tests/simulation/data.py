@@ -36,6 +36,8 @@ from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.trainer_messages import StepPart
 
 FIRST_ARRIVAL, FIRST_PUSHED, FIRST_BATCH, FIRST_READ_BATCH, FIRST_PADDED, NUM_CASES = 8, 10, 12, 14, 16, 18
+WIDE = (NUM_CASES, NUM_CASES + 1)
+"""Cases for meshes with eight data-parallel ranks, which no seed has of itself."""
 """Cases from the first on are merged in the order of arrival, from the second on pushed, that before the third in part.
 Then steps are batches: of pushed samples, so many or up to marks, then of samples that are read, at last padded."""
 BATCH = 13
@@ -99,7 +101,8 @@ class Case:
     @property
     def meshes(self) -> list[tuple[int, int]]:
         """(dp, cp) that may read it."""
-        return [(dp, cp) for dp in (1, 2, 4) for cp in (1, 2)[: self.cp]]
+        dps = (1, 2, 4, 8) if self.number in WIDE else (1, 2, 4)
+        return [(dp, cp) for dp in dps for cp in (1, 2)[: self.cp]]
 
     def widths(self, counts: list[int], lengths: list[int]) -> list[int]:
         """Tokens of packs with so many samples each: the first length of the shape that holds them."""
@@ -164,7 +167,7 @@ def case(number: int, prefix: str = "") -> Case:
         for s, sizes in enumerate(counts)
     )  # fmt: skip
     rules = Rules(
-        budget=BUDGET, packs=4, window=int(draw.integers(8, 17)),
+        budget=BUDGET, packs=8 if number in WIDE else 4, window=int(draw.integers(8, 17)),
         packer="exact_fill" if number in _JOINT else _PACKERS[number % 4], balance=_JOINT.get(number, Balance()),
         align=Align(2 * cp, 2 * cp) if cp > 1 else Align(), tokens="int32" if number % 2 else "uint16",
         tail="drop" if number in (5, 9, 15, 17) else "pad",
@@ -172,25 +175,25 @@ def case(number: int, prefix: str = "") -> Case:
         weight_unit="samples" if number in (2, 5) else "tokens", seed=number, streams=streams,
         merge="arrival" if arrival else "schedule", shape=_SHAPES.get(number, "fixed"),
     )  # fmt: skip
-    if number >= FIRST_PADDED:
+    if FIRST_PADDED <= number < NUM_CASES:
         alone = {"packer": "none", "micro_batch_size": 1, "shape": "exact", "window": Rules().window}
         rules = msgspec.structs.replace(rules, padded=True, **alone)
     return Case(
-        number, rules, counts, dp=(1, 2, 4)[number % 3], cp=cp, steps_ahead=int(draw.integers(2, 9)),
-        pass_samples=23,
+        number, rules, counts, dp=8 if number in WIDE else (1, 2, 4)[number % 3], cp=cp,
+        steps_ahead=int(draw.integers(2, 9)), pass_samples=23,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Shard:
     """What one rank got of one pack of T tokens, ``width``: tokens [T / cp] that lie at ``positions`` of the whole
-    pack, whose samples are padded to multiples of ``align``.
+    pack, whose samples are padded to multiples of ``align``. A middle stage of a pipeline gets no tokens.
     """
 
     number: int
     ids: list[Id]
     num_loss_tokens: int
-    tokens: NDArray[Any]
+    tokens: NDArray[Any] | None
     positions: I64
     width: int
     align: int
@@ -215,7 +218,9 @@ def shards_of(parts: tuple[Envelope, ...], this: Case, mesh: Mesh) -> list[Shard
         else:
             widths, aligns = this.widths(counts, lengths), [this.rules.align.sample] * len(counts)
             assert part.widths_u32 == (b"" if this.rules.shape == "fixed" else np.array(widths, "<u4").tobytes())
-        rows = np.split(np.frombuffer(envelope.payload[0], this.dtype), np.cumsum(widths)[:-1] // mesh.cp)
+        rows: list[Any] = [None] * len(counts)
+        if envelope.payload:
+            rows = np.split(np.frombuffer(envelope.payload[0], this.dtype), np.cumsum(widths)[:-1] // mesh.cp)
         at = 0
         for i, count in enumerate(counts):
             positions = _positions(lengths[at : at + count], widths[i], aligns[i], mesh)

@@ -6,6 +6,7 @@ with a job that nobody reads is there to be in the way of the others, and must n
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,6 +47,7 @@ class Job:
         self._seen: dict[int, list[tuple[StepPart, list[Shard]]]] = {}
         """Deliveries that are still to be compared with it."""
         self.dp, self.cp = self.case.dp, self.case.cp
+        self.tp = self.pp = 1
         self.prefetch = rng.randint(1, 3)
         self.work_s = rng.choice((0.02, 0.1, 0.5)) if rounds == 1 else 0.02
         self.lockstep = rng.random() < 0.6
@@ -73,25 +75,39 @@ class Job:
         self._given_up = 0
         """Checkpoints before this step were given up in an earlier life, and stay so."""
         self._returned_before = 0
-        self._dealt: dict[tuple[int, int, int], list[tuple[int, list[Id]]]] = {}
-        """By step, dp and rank, of each pack its number and its samples."""
-        self._shapes: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        """By step and dp, of each padded micro-batch its tokens and those of a row."""
+        self._dealt: dict[tuple[int, int, int, int], list[tuple[int, list[Id]]]] = {}
+        """By step, dp, pp and dp rank, of each pack its number and its samples."""
+        self._shapes: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+        """By step, dp and pp, of each padded micro-batch its tokens and those of a row."""
         self._had: dict[int, set[tuple[int, int, int]]] = {}
         self._taken: dict[tuple[int, int], set[Ranks]] = {}
 
     @property
     def num_ranks(self) -> int:
-        return self.dp * self.cp if self.rounds else 0
+        return self.dp * self.cp * self.tp * self.pp if self.rounds else 0
 
     @property
     def over(self) -> bool:
         return len(self.ended) == self.num_ranks
 
+    def choose_tp_and_pp(self) -> None:
+        """With relays, several ranks may read the same packs; without, the simulation would show nothing new."""
+        relays = self.world.relays
+        if relays is not None:
+            rng, few = relays.rng, self.dp * self.cp <= 4
+            self.tp = rng.choice((1, 2, 2) if few else (1, 1, 2))
+            staged = self.case.rules.shape == "fixed" and self.dp * self.cp * self.tp <= 4
+            self.pp = rng.choice((1, 1, 1, 2, 3)) if staged else 1
+
     def meshes(self) -> list[Mesh]:
         """Of every rank."""
-        dp, cp = self.dp, self.cp
-        return [Mesh(dp=dp, cp=cp, dp_rank=rank // cp, cp_rank=rank % cp) for rank in range(self.num_ranks)]
+        if not self.rounds:
+            return []
+        sizes = {"dp": self.dp, "cp": self.cp, "tp": self.tp, "pp": self.pp}
+        return [
+            Mesh(**sizes, dp_rank=dp, cp_rank=cp, tp_rank=tp, pp_rank=pp)
+            for pp, dp, cp, tp in product(range(self.pp), range(self.dp), range(self.cp), range(self.tp))
+        ]
 
     def check(self) -> None:
         """All ranks have ended alike, and every iteration was dealt whole, up to where it was broken off.
@@ -115,11 +131,11 @@ class Job:
                 had = self._had[round_]
                 whole = any(all((step, dp, rank) in had for rank in range(dp)) for dp, _ in self.case.meshes)
                 assert whole, f"conservation: step {step} of iteration {round_} was not dealt whole"
-        for step, dp, rank in self._dealt:
+        for step, dp, pp, rank in self._dealt:
             if step >= len(self.reference.steps):
                 raise AssertionError(f"R8: step {step} was served after the end")
-            if rank == 0 and all((step, dp, other) in self._dealt for other in range(dp)):
-                self._check_dealt(self.reference, step, [self._dealt[step, dp, d] for d in range(dp)])
+            if rank == 0 and all((step, dp, pp, other) in self._dealt for other in range(dp)):
+                self._check_dealt(self.reference, step, [self._dealt[step, dp, pp, d] for d in range(dp)])
         dropped, left = self.world.broker.core.feeds[self.feed].figures.totals.dropped_samples, len(self.reference.left)
         if self.rounds == 1 and not self.life:  # a broker counts what is cut from where it began
             counted = dropped == left if self.world.broker.epoch == FIRST_EPOCH else dropped <= left
@@ -169,7 +185,7 @@ class Job:
         """Exactly the reference's step: digests, samples, tokens, denominators; the same packs each time."""
         step = parts[0].message
         assert isinstance(step, StepPart)
-        number, dp = step.step, client.mesh.dp
+        number, dp, pp = step.step, client.mesh.dp, client.mesh.pp
         of = {self.world.rounds[self.feed, part.epoch, part.fence] for part in parts}
         assert of == {client.round}, f"R5: step {number} of iterations {of} was taken in iteration {client.round}"
         shards = shards_of(parts, self.case, client.mesh)
@@ -181,11 +197,11 @@ class Job:
             first = seen[0][0]
             assert (step.digest, step.chain) == (first.digest, first.chain), f"immutability: step {number} is another"
         numbers = [(shard.number, shard.ids) for shard in shards]
-        dealt = self._dealt.setdefault((number, dp, client.mesh.dp_rank), numbers)
+        dealt = self._dealt.setdefault((number, dp, pp, client.mesh.dp_rank), numbers)
         assert dealt == numbers, f"R4: step {number} was dealt otherwise the second time"
         if self.case.rules.padded:
             shapes = [(shard.width, shard.align) for shard in shards]
-            assert self._shapes.setdefault((number, dp), shapes) == shapes, f"DEAL: step {number}: shapes differ"
+            assert self._shapes.setdefault((number, dp, pp), shapes) == shapes, f"DEAL: step {number}: shapes differ"
         self._had.setdefault(client.round, set()).add((number, dp, client.mesh.dp_rank))
         if client.in_job:
             self._check_joined(client, parts[0])
@@ -208,7 +224,9 @@ class Job:
             else:
                 assert is_part(shard.ids, reference.ids[number]), "DEAL: a pack is no part of one that was formed"
             row = row_of(self.case, samples, shard.align)
-            assert np.array_equal(row[shard.positions], shard.tokens), "immutability: a pack has other tokens"
+            assert shard.tokens is None or np.array_equal(row[shard.positions], shard.tokens), (
+                "immutability: a pack has other tokens"
+            )
             assert shard.num_loss_tokens == sum(len(sample) - 1 for sample in samples)
 
     def _chain(self, step: int) -> bytes:
@@ -345,6 +363,7 @@ class Job:
         self.ended.clear()
         if rng.random() < 0.5:
             self.dp, self.cp = rng.choice(self.case.meshes)
+            self.choose_tp_and_pp()
         world.note("goes back", self.feed, begin.round, begin.step, self.dp, self.cp)
         for mesh in self.meshes():
             snapshot = begin.snapshot if rng.random() < 0.7 else None

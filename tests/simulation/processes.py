@@ -12,11 +12,13 @@ import numpy as np
 from crc32c import crc32c
 
 from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick
+from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Offer
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.producer_base import Chunk, Finish, Leave, PartitionKey, Session
 from streampack.core.sessions.producer_session import EndOfPartition, Forget, LeasePhase, ProducerSession, Read
 from streampack.core.sessions.push_session import PushSession
+from streampack.core.sessions.relay_session import RelaySession
 from tests.simulation.data import Case
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ class Process:
 
     name = ""
 
-    def __init__(self, world: World, machine: ProducerSession | PushSession | ClientSession) -> None:
+    def __init__(self, world: World, machine: ProducerSession | PushSession | ClientSession | RelaySession) -> None:
         self.world, self._machine = world, machine
         self.alive, self.frozen = True, False
         self._inbox: list[Event] = []
@@ -62,15 +64,21 @@ class Process:
             return
         stale = isinstance(event, FromBroker) and event.envelope.epoch < self._machine.epoch
         before = repr(self._machine) if stale else ""
-        effects = self._machine.handle(event)
+        effects = self.decide(event)
         if stale:
             assert not effects, f"R5: a message of an older broker had effects {effects}"
             assert repr(self._machine) == before, "R5: a message of an older broker changed something"
         for effect in effects:
             if isinstance(effect, Send):
-                self.world.to_broker(self, effect.envelope)
+                self.send(effect.envelope)
             else:
                 self.perform(effect)
+
+    def decide(self, event: Event) -> list[Effect]:
+        return self._machine.handle(event)
+
+    def send(self, envelope: Envelope) -> None:
+        self.world.to_broker(self, envelope)
 
     def perform(self, effect: Effect) -> None:
         raise NotImplementedError

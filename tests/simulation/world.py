@@ -14,16 +14,19 @@ from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.events import FromBroker
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Samples
+from streampack.core.protocol.relay_messages import relay_of, relayed
 from streampack.core.protocol.trainer_messages import Attach
+from streampack.core.sessions.relay_events import ForReaders
 from tests.simulation.broker import FIRST_EPOCH, BrokerProcess
 from tests.simulation.client import Checkpoint, ClientProcess
-from tests.simulation.data import NUM_CASES, case
+from tests.simulation.data import NUM_CASES, WIDE, case
 from tests.simulation.disk import Disk
 from tests.simulation.faults import Faults
 from tests.simulation.job import Job
 from tests.simulation.network import Clock, Network, Weather
 from tests.simulation.processes import Process, ProducerProcess
 from tests.simulation.pushers import Births, PusherProcess
+from tests.simulation.relay import Relays
 
 PATIENCE_S = 120.0
 """Virtual time in which a job ends once its faults have."""
@@ -57,10 +60,14 @@ class World:
     """State of one run. ``rng`` decides all that the data does not."""
 
     def __init__(
-        self, seed: int, case_number: int | None = None, work_s: float | None = None, slow: Slow | None = None
-    ) -> None:
+        self, seed: int, case_number: int | None = None, work_s: float | None = None, slow: Slow | None = None,
+        relays: bool = False,
+    ) -> None:  # fmt: skip
         self.seed, self.rng, self.clock = seed, random.Random(seed), Clock()
+        self.relays = Relays(self) if relays else None
         number = seed % NUM_CASES if case_number is None else case_number
+        if self.relays is not None and case_number is None and seed % 11 == 0:
+            number = WIDE[seed // 11 % 2]
         self.jobs = {job.feed: job for job in self._make_jobs(number)}
         for job in self.jobs.values():
             job.work_s = work_s or job.work_s
@@ -114,6 +121,8 @@ class World:
         self.producers: list[ProducerProcess | PusherProcess] = []
         self.faults = Faults(self, slow is None)
         self.broker = BrokerProcess(self, FIRST_EPOCH, self.disk)
+        if self.relays is not None:
+            self.relays.start(list(self.jobs.values()))
         self._start()
         self.clock.after(0.0, self._calm)
 
@@ -150,7 +159,11 @@ class World:
         self._num_peers += 1
         peer = b"%d" % self._num_peers
         self._peers[peer] = process
-        if self.slow.bytes_per_s and process.kind == "client" and self._num_peers % 10 < 10 * self.slow.share:
+        if (
+            self.slow.bytes_per_s
+            and process.kind in ("client", "relay")
+            and self._num_peers % 10 < 10 * self.slow.share
+        ):
             self.network.rates[b"<" + peer] = self.slow.bytes_per_s
         return peer
 
@@ -159,8 +172,10 @@ class World:
         if peer is not None:
             self._peers.pop(peer, None)
 
-    def to_broker(self, process: Process, envelope: Envelope) -> None:
-        message, peer, is_producer = envelope.message, process.peer, process.kind == "producer"
+    def to_broker(self, process: Process, envelope: Envelope, reader: str | None = None) -> None:
+        """Carry a message to the broker, of a process or of the ``reader`` of a relay."""
+        message, link, is_producer = envelope.message, process.peer, process.kind == "producer"
+        peer = link if reader is None else relayed(link, reader)
         if isinstance(message, Samples):
             self._check_credit(process, envelope, message)
 
@@ -172,20 +187,22 @@ class World:
             self.note("broker", peer, type(arrived.message).__name__, arrived.epoch, arrived.fence)
             self.broker.receive(peer, arrived, is_producer)
 
-        self.network.carry(b">" + peer, envelope, arrive)
+        self.network.carry(b">" + link, envelope, arrive)
 
     def to_peer(self, peer: bytes, envelope: Envelope) -> bool:
         """Whether there is a connection; a message may be lost on it nevertheless."""
-        if peer not in self._peers:
-            return False
+        at = relay_of(peer)
+        link = peer if at is None else at[0]
+        if link not in self._peers:
+            return at is not None  # what was bundled for the readers of a relay is lost without a word
 
         def arrive(arrived: Envelope) -> None:
-            process = self._peers.get(peer)
+            process = self._peers.get(link)
             if process is not None:
                 self.note(peer, type(arrived.message).__name__, arrived.epoch, arrived.fence)
-                process.handle(FromBroker(arrived))
+                process.handle(FromBroker(arrived) if at is None else ForReaders(((at[1], arrived),)))
 
-        self.network.carry(b"<" + peer, envelope, arrive)
+        self.network.carry(b"<" + link, envelope, arrive)
         return True
 
     def _check_credit(self, process: Process, envelope: Envelope, message: Samples) -> None:
@@ -316,13 +333,14 @@ class World:
         return "; ".join([*waits, *held, str([feed.waiting_for() for feed in self.broker.core.feeds.values()])])
 
 
-def run(seed: int, case_number: int | None = None, work_s: float | None = None) -> Outcome:
-    """Run a seed, perhaps of another case, or with ranks that work so long on a step.
+def run(seed: int, case_number: int | None = None, work_s: float | None = None, *, relays: bool = False) -> Outcome:
+    """Run a seed, perhaps of another case, with ranks that work so long on a step, or with relays.
 
     Raises AssertionError, with the seed, for whatever does not hold.
     """
     try:
-        return World(seed, case_number, work_s).run()
+        return World(seed, case_number, work_s, relays=relays).run()
     except Exception as error:
-        again = f"SIM_SEEDS={seed}:{seed + 1} .venv/bin/python -m pytest tests/simulation/test_simulation.py"
+        name = "test_relays" if relays else "test_simulation"
+        again = f"SIM_SEEDS={seed}:{seed + 1} .venv/bin/python -m pytest tests/simulation/{name}.py"
         raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}\nto run it alone: {again}") from error
