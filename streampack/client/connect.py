@@ -28,7 +28,7 @@ from streampack.packs.batch_type import BatchT
 from streampack.packs.pack import Pack
 from streampack.packs.step import Step
 from streampack.transport.keys import find_key
-from streampack.transport.relay_socket import ENVIRONMENT, find_relay, is_served
+from streampack.transport.relay_socket import ENVIRONMENT, broker_of, find_relay, is_served
 from streampack.transport.rendezvous import read_rendezvous
 from streampack.views.formats import TorchFormat, Views
 from streampack.views.view import View
@@ -156,11 +156,18 @@ def connect(
     patience, key = Patience(stall_timeout_s, join_timeout_s, timeout_s), find_key(key_file)
     at, read_by = _endpoint(endpoint, timeout_s), _readers(readers)
     relay, named = find_relay(at)
-    if named and relay is not None and not is_served(relay):
-        log.warning(
-            "%s names %s, but no relay listens there. Start one on this host: streampack relay --broker %s --listen "
-            "%s", ENVIRONMENT, relay, at, relay,
-        )  # fmt: skip
+    if named and relay is not None:
+        start = f"streampack relay --broker {at} --listen {relay}"
+        if not is_served(relay):
+            log.warning(
+                "%s names %s, but no relay listens there. Start one on this host: %s", ENVIRONMENT, relay, start
+            )
+        elif (other := broker_of(relay)) not in (None, at):
+            log.warning(
+                "the relay at %s reads from %s, not from %s. Reading from the broker itself. Start another relay on "
+                "this host: %s", relay, other, at, start,
+            )  # fmt: skip
+            relay = None
     return Client(
         Reading(at, feed, place, read_by, prefetch, patience, views, bool(variable_lengths), key, relay, named)
     )

@@ -158,7 +158,11 @@ class Prefetching:
                     if told:
                         about = {"feed": self.session.feed, "rank": self._mesh.rank}
                         level = logging.INFO if self.session.waits_for_batch() else logging.WARNING
-                        waiting_for = self.session.waiting_for()
+                        waiting_for = (
+                            f"an answer of the relay at {self._relay_address}"
+                            if self._client.awaits_relay
+                            else self.session.waiting_for()
+                        )
                         log.log(level, "%s: waiting for %s", self._mesh, waiting_for, extra={"about": about})
                     else:
                         told = True

@@ -39,6 +39,27 @@ def make_folder(relay: str) -> None:
         raise UserError(f"{folder}: cannot create the folder of the relay's socket: {error.strerror}") from None
 
 
+def check_address(relay: str, name: str) -> None:
+    """Raise UserError unless the address, which the option ``name`` gives, is one that a relay can have."""
+    if not relay.startswith("ipc:///"):
+        raise UserError(f"{name}: got {relay[:200]!r}, expected ipc:///path/of/a/socket")
+
+
+def note_broker(relay: str, broker: str) -> None:
+    """Write the address of a relay's broker to a file beside the relay's socket, for ``broker_of``."""
+    path = Path(relay.removeprefix("ipc://"))
+    path.with_name(f"{path.name}.broker").write_text(broker)
+
+
+def broker_of(relay: str) -> str | None:
+    """Return the address of a relay's broker, as the relay was started with; None if it is not known."""
+    path = Path(relay.removeprefix("ipc://"))
+    try:
+        return path.with_name(f"{path.name}.broker").read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
 def is_served(relay: str) -> bool:
     """Return whether a process listens at the address of a relay."""
     with socket.socket(socket.AF_UNIX) as sock:
@@ -60,8 +81,8 @@ def find_relay(broker: str) -> tuple[str | None, bool]:
     if named in (OFF, broker):
         return None, False
     if named:
-        if not named.startswith("ipc://"):
-            raise UserError(f"{ENVIRONMENT}: got {named!r}, expected ipc:///path/of/a/socket, or {OFF!r}")
+        if not named.startswith("ipc:///"):
+            raise UserError(f"{ENVIRONMENT}: got {named[:200]!r}, expected ipc:///path/of/a/socket, or {OFF!r}")
         return named, True
     relay = default_relay(broker)
     return (relay, False) if Path(relay.removeprefix("ipc://")).exists() and is_served(relay) else (None, False)

@@ -18,15 +18,16 @@ from pathlib import Path
 from types import FrameType
 
 from streampack.core.protocol.events import Effect, FromBroker, Report, Send, Tick, Unsent
-from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.message import Envelope, Reject
 from streampack.core.sessions.relay_events import ForReaders, FromReader, NotDelivered, SendFor, SendReader, Stop
 from streampack.core.sessions.relay_session import RelaySession
-from streampack.errors import InternalError, UserError, WireError
+from streampack.errors import InternalError, Rejected, UserError, WireError
 from streampack.transport import relay_socket
 from streampack.transport.keys import Key
 from streampack.transport.rendezvous import read_rendezvous
 from streampack.transport.sockets import Dealer, Poller, Router, drain
 from streampack.transport.waker import Waker
+from streampack.version import __version__
 from streampack.wire import bundles
 from streampack.wire import frames as wire
 from streampack_services.daemons.systemd import Systemd
@@ -63,6 +64,7 @@ class RelayService:
         self._damaged = 0
         self._say_at = 0.0
         self._connected = False
+        relay_socket.check_address(listen, "--listen")
         relay_socket.make_folder(listen)
         self._router = Router(listen, MAX_MESSAGE_BYTES, linger_ms=LINGER_MS)
         try:
@@ -71,6 +73,7 @@ class RelayService:
             self._router.close()
             raise
         self._waker = Waker()
+        relay_socket.note_broker(listen, broker)
 
     def stop(self) -> None:
         """End ``run``; safe in any thread and in signal handlers."""
@@ -78,7 +81,7 @@ class RelayService:
         self._waker.wake()
 
     def run(self) -> None:
-        """Serve until ``stop``, then send the ranks to the broker. Raises Rejected if the broker refuses the key."""
+        """Serve until ``stop``, then send the ranks to the broker. Raises Rejected if the broker refuses the relay."""
         poller = Poller([self._router, self._dealer], self._waker)
         systemd, ticked = Systemd(), 0.0
         try:
@@ -97,9 +100,9 @@ class RelayService:
                     systemd.tell(ready=True, status=f"{len(self.session.readers)} ranks of {self.broker}")
                 self._send_bundles()
             systemd.tell(stopping=True)
+        finally:
             self._perform(self.session.handle(Stop()))
             self._send_bundles()
-        finally:
             self.close()
 
     def close(self) -> None:
@@ -125,8 +128,11 @@ class RelayService:
             if bundles.is_bundle(frames):
                 items = tuple(bundles.decode_bundle(frames))
                 self._perform(self.session.handle(ForReaders(items)))
-            else:
-                self._perform(self.session.handle(FromBroker(wire.decode(frames))))
+                return
+            envelope = wire.decode(frames)
+            if isinstance(envelope.message, Reject) and envelope.message.code == "version":
+                raise Rejected("version", f"{self.broker}: {envelope.message.detail}")
+            self._perform(self.session.handle(FromBroker(envelope)))
         except WireError as error:
             self._note_damaged("the broker", error)
 
@@ -137,6 +143,17 @@ class RelayService:
             self._perform(self.session.handle(FromReader(peer, wire.decode(frames[1:]))))
         except WireError as error:
             self._note_damaged("a rank", error)
+            if isinstance(error, wire.OtherVersion):
+                self._refuse_version(peer, error.version)
+
+    def _refuse_version(self, peer: bytes, version: int) -> None:
+        """Send a rank of another protocol version to the broker, in a message whose header has the rank's version."""
+        detail = (
+            f"this process uses protocol version {version}, but the relay at {self.listen} (streampack {__version__}) "
+            f"uses version {wire.VERSION}. Install the same version of streampack everywhere, and start the relay again"
+        )
+        reject = Envelope(run=0, epoch=0, fence=0, message=Reject(code="version", detail=detail))
+        self._router.send(peer, wire.encode(reject, version))
 
     def _note_damaged(self, sender: str, error: WireError) -> None:
         """Count a message that cannot be decoded, and log it at most every few seconds."""

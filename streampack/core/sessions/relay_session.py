@@ -156,6 +156,9 @@ class RelaySession:
     def _from_reader(self, peer: bytes, envelope: Envelope) -> list[Effect]:
         """Handle a message of the local reader at ``peer``."""
         message = envelope.message
+        if self.run and envelope.run not in (0, self.run):
+            why = "the relay reads another run. Start a relay for this run's broker"
+            return [SendReader(peer, Envelope(run=envelope.run, epoch=0, fence=0, message=Elsewhere(detail=why)))]
         if isinstance(message, Attach):
             return self._attach(peer, envelope, message)
         reader = self._peers.get(peer)

@@ -7,7 +7,7 @@ the relay (``FromRelay``). ``Send`` goes where the route leads; ``Reroute`` tell
 from __future__ import annotations
 
 from streampack.core.protocol.events import Effect, Event, FromBroker, Tick
-from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.message import Envelope, Reject
 from streampack.core.protocol.relay_messages import Elsewhere
 from streampack.core.protocol.trainer_messages import Wait
 from streampack.core.sessions.client_events import Rerouted
@@ -67,7 +67,7 @@ class RoutedClient:
     def _from_relay(self, route: Route, envelope: Envelope) -> list[Effect]:
         """Handle a message that came through the relay; while the route leads to the broker, it is a sign of life."""
         message = envelope.message
-        if isinstance(message, Elsewhere):
+        if isinstance(message, Elsewhere) or (isinstance(message, Reject) and message.code == "version"):
             return self._follow(route.sent_away(message.detail))
         by_relay = route.by_relay
         effects = self._follow(route.heard(message.silent_s if isinstance(message, Wait) else 0.0))
