@@ -154,6 +154,8 @@ class BrokerProcess:
             )  # fmt: skip
             if not world.to_peer(effect.peer, whole):
                 self._events.append(NotSent(effect.peer, effect.envelope))
+            else:
+                self.checks.sent(effect)
         elif isinstance(effect, SendProducer | SendTrainer):
             if not world.to_peer(effect.peer, effect.envelope) and isinstance(effect, SendTrainer):
                 self._events.append(NotSent(effect.peer, effect.envelope))

@@ -9,6 +9,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from streampack.core.feed.feed import Feed
+import msgspec
+import numpy as np
+
 from streampack.core.journal.log_records import ChunkAdmitted, FeedEnded, Record, StepFormed
 from streampack.core.protocol.effects import FromProducer, FromTrainer, SendProducer, SendShard, SendTrainer
 from streampack.core.protocol.events import Effect, Event
@@ -49,6 +52,8 @@ class BrokerChecks:
         self._ends: dict[str, int] = {}
         self._chunks: dict[tuple[str, int], list[tuple[int, int]]] = {}
         """(record, stop) of each chunk in the log."""
+        self._sent_packs: dict[tuple[bytes, int, str, int, int], set[int]] = {}
+        """Packs that went to a relay: by its peer, attempt, feed, number of the request and step."""
         disk = process.disk
         for lsn in range(len(disk.records) if disk is not None else 0):
             assert disk is not None
@@ -183,6 +188,27 @@ class BrokerChecks:
             assert receiver.readers.keys() == entered, "a receiver has other readers than those of the attempt"
         assert steps.flows.queued_bytes == total, "a queue is counted twice"
         assert total <= steps.flows.leaving_bytes + largest, f"{total} bytes are queued"
+
+    def _compare_bytes(self, effect: SendShard, message: NodePart, readers: list[Reader]) -> None:
+        """What each reader of a relay would get directly is noted, to be compared with what it gets."""
+        job, kept = self._process.world.jobs[message.feed], self._core.feeds[message.feed].readers.steps.kept
+        for mesh in {(r.mesh.ranks[:2], r.mesh.pp_rank): r.mesh for r in readers}.values():
+            if mesh.dp_rank in message.dp_ranks:
+                part, packs = next(kept.parts(message.step, mesh, message.rank_part))
+                payload = self._process.arena.gather(packs, part.frames, mesh.cp, (mesh.cp_rank,), effect.layout)
+                job.compare_bytes(mesh, msgspec.structs.replace(effect.envelope, message=part, payload=payload))
+
+    def sent(self, effect: SendShard) -> None:
+        """Every pack of a step goes to a relay once, unless it asks for lost parts."""
+        message = effect.envelope.message
+        if isinstance(message, NodePart):
+            readers = self._core.feeds[message.feed].readers.steps.relays[effect.peer].readers
+            self._compare_bytes(effect, message, list(readers.values()))
+            key = effect.peer, effect.envelope.fence, message.feed, message.resend, message.step
+            before = self._sent_packs.setdefault(key, set())
+            packs = np.frombuffer(message.packs_u32, "<u4").tolist()
+            assert len(packs) == len(before | {*packs}) - len(before), f"bytes: packs {packs} went twice to a relay"
+            before.update(packs)
 
     def granted(self, stream: str, partition: int, session: int) -> tuple[int, int]:
         """(samples, bytes) that this broker ever granted to a session."""

@@ -118,6 +118,7 @@ class ClientProcess(Process):
     def perform(self, effect: Effect) -> None:
         if isinstance(effect, Deliver):
             step = self.job.delivered(self, effect.parts)
+            assert step.lineage == effect.attached.lineage, "R5: a step of another lineage was delivered"
             self._ready.append((step.step, step.chain))
             self._work()
         elif isinstance(effect, Ended):

@@ -7,9 +7,11 @@ with a job that nobody reads is there to be in the way of the others, and must n
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
+from crc32c import crc32c
 
 from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.message import Envelope
@@ -79,6 +81,8 @@ class Job:
         """By step, dp, pp and dp rank, of each pack its number and its samples."""
         self._shapes: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
         """By step, dp and pp, of each padded micro-batch its tokens and those of a row."""
+        self._bytes: dict[tuple[Any, ...], int] = {}
+        """Checksum of each message of a step for the ranks of one pair of a dp rank and a cp rank."""
         self._had: dict[int, set[tuple[int, int, int]]] = {}
         self._taken: dict[tuple[int, int], set[Ranks]] = {}
 
@@ -185,6 +189,8 @@ class Job:
         """Exactly the reference's step: digests, samples, tokens, denominators; the same packs each time."""
         step = parts[0].message
         assert isinstance(step, StepPart)
+        for part in parts:
+            self.compare_bytes(client.mesh, part)
         number, dp, pp = step.step, client.mesh.dp, client.mesh.pp
         of = {self.world.rounds[self.feed, part.epoch, part.fence] for part in parts}
         assert of == {client.round}, f"R5: step {number} of iterations {of} was taken in iteration {client.round}"
@@ -207,6 +213,19 @@ class Job:
             self._check_joined(client, parts[0])
         self.world.note("step", client.name, client.round, number, step.digest)
         return step
+
+    def compare_bytes(self, mesh: Mesh, envelope: Envelope) -> None:
+        """A message of a step is the same, byte for byte, each time and over each way: a rank gets through a relay what
+        it would get directly.
+        """
+        part = envelope.message
+        assert isinstance(part, StepPart)
+        ranks = mesh.dp, mesh.cp, mesh.pp, mesh.dp_rank, mesh.cp_rank
+        key = part.step, part.part, *ranks, *part.frames
+        crc = crc32c(msgspec.msgpack.encode(msgspec.structs.replace(part, resend=0, lineage=0)))
+        for frame in envelope.payload:
+            crc = crc32c(memoryview(frame), crc)
+        assert self._bytes.setdefault(key, crc) == crc, f"bytes: part {part.part} of step {part.step} for {mesh} differs"
 
     def _compare(self, reference: Reference, step: StepPart, shards: list[Shard]) -> None:
         number = step.step

@@ -7,6 +7,7 @@ through the real codec. What the relay and the broker say to each other goes ove
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from streampack.core.protocol.events import Effect, Event, Report
@@ -133,6 +134,59 @@ class Relays:
         count = self.rng.randint(1, 4)
         without = self.rng.randrange(count) if count > 1 and self.rng.random() < 0.4 else -1
         self.hosts = [Host(self, f"host{n}", n != without) for n in range(count)]
+        self.world.clock.after(0.0, self._plan)
+
+    # Faults
+
+    def _plan(self) -> None:
+        faults = [self.kill, self.freeze, self.stop, self.outage, self.reconnect]
+        for fault in self.rng.sample(faults, self.rng.choice((0, 1, 1, 2, 3))):
+            for _ in range(self.rng.randint(1, 3)):
+                self.world.clock.after(self.rng.uniform(0.1, self.world.quiet_at), self._happens, fault)
+
+    def _happens(self, fault: Callable[[RelayProcess], float]) -> None:
+        """Let a fault happen to any relay that works; it lasts some seconds, and heals."""
+        relays = [host.relay for host in self.hosts if host.relay is not None]
+        relays = [relay for relay in relays if relay.alive and not relay.frozen]
+        if relays:
+            relay = self.rng.choice(relays)
+            seconds = fault(relay)
+            self.world.note(fault.__name__, relay.name, seconds)
+            self.world.quiet_at = max(self.world.quiet_at, self.world.clock.now + seconds)
+
+    def kill(self, relay: RelayProcess) -> float:
+        """The relay is killed, and another is started later."""
+        relay.kill()
+        return self._start_again(relay)
+
+    def stop(self, relay: RelayProcess) -> float:
+        """The relay is stopped, as a service is."""
+        relay.stop()
+        return self._start_again(relay)
+
+    def _start_again(self, relay: RelayProcess) -> float:
+        seconds = self.rng.choice((0.0, self.rng.uniform(0, 2), self.rng.uniform(0, 10)))
+        self.world.clock.after(seconds, relay.host.start)
+        return seconds
+
+    def freeze(self, relay: RelayProcess) -> float:
+        """The relay hangs, and wakes up with what it knew and what was said to it."""
+        seconds = self.rng.choice((2.0, 6.0, 20.0))
+        relay.freeze(seconds)
+        return seconds
+
+    def outage(self, relay: RelayProcess) -> float:
+        """The link to the broker carries nothing for a while, in one direction or in both."""
+        seconds, cut = self.rng.uniform(0.5, 18.0), self.world.network.cut
+        for link in self.rng.choice(((b"<",), (b">",), (b"<", b">"))):
+            cut.add(link + relay.peer)
+            self.world.clock.after(seconds, cut.discard, link + relay.peer)
+        return seconds
+
+    def reconnect(self, relay: RelayProcess) -> float:
+        """The relay has another connection to the broker, and does not notice."""
+        relay.reconnect()
+        return 0.0
 
     def host_of(self, job: Job, ranks: tuple[int, int, int, int]) -> Host:
         """Return the host where a rank's process is started: neighbors are on one, mostly."""
