@@ -42,8 +42,8 @@ from streampack.core.protocol.effects import (
 from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.protocol.message import WRONG_SIDE, Bye, Envelope, Message, Reject, Who
 from streampack.core.protocol.producer_messages import Eos, Hello, Mark, ProducerPing, Samples
-from streampack.core.protocol.relay_messages import NodeGet, NodePing
-from streampack.core.protocol.rights import Rights, forbidden, key_of
+from streampack.core.protocol.relay_messages import NodeGet, NodePing, relay_of
+from streampack.core.protocol.rights import Rights, forbidden, key_of, not_its_rank
 from streampack.core.protocol.trainer_messages import Attach, Get, ReaderPing
 from streampack.core.serve.attempts import Departure
 
@@ -151,19 +151,23 @@ class Broker:
 
     def _forbidden(self, event: FromProducer | FromTrainer, rights: Rights) -> str:
         """Return an error text if the key of a message does not allow that message; empty if the key does."""
-        message = event.envelope.message
-        why = forbidden(rights, message, "trainer" if isinstance(event, FromTrainer) else "producer")
-        known = None
+        message, for_rank = event.envelope.message, relay_of(event.peer) is not None
+        if why := forbidden(rights, message, "trainer" if isinstance(event, FromTrainer) else "producer", for_rank):
+            return why
+        known, moves = None, False
         if isinstance(message, Attach) and message.feed in self.feeds:
-            known = self.feeds[message.feed].readers.peer_of(message.reader)
+            reader = self.feeds[message.feed].readers.registry.named(message.reader)
+            if reader is not None:  # a rank and the relay of its host may have different keys
+                known, by_relay = reader.peer, for_rank or relay_of(reader.peer) is not None
+                moves = by_relay and not not_its_rank(rights, message.feed, reader.mesh, reader.host)
         elif isinstance(message, Hello) and (producer := self.leases.producers.named(message.producer)):
             known = producer.peer
-        if not why and known is not None and key_of(known) != key_of(event.peer):
-            why = (
-                f"key {rights.name!r}: got the name of a process that uses another key, expected a name that no "
-                f"other key uses"
-            )
-        return why
+        if known is None or moves or key_of(known) == key_of(event.peer):
+            return ""
+        return (
+            f"key {rights.name!r}: got the name of a process that uses another key, expected a name that no other key "
+            f"uses"
+        )
 
     def _forbid(self, event: FromProducer | FromTrainer, why: str) -> list[Effect]:
         """Reject a peer whose key does not allow its message; it loses its leases or its rank."""

@@ -11,6 +11,7 @@
     tokenizers: {key: 58e1..., role: producer, streams: [web, code]}
     trainers: {key: c07a..., role: trainer, feeds: [train]}
     rank-3: {key: 9ad2..., role: trainer, feeds: [train], ranks: {dp: 3}}
+    relay-0: {key: 41b3..., role: relay, hosts: [gpu0]}
 
 The broker looks at allowed.yaml twice a second. It reads a changed file once two checks in a row find the same file, so
 that it does not read half of a file. A file that is missing, empty or invalid is logged, and the last valid keys stay
@@ -35,7 +36,7 @@ from msgspec import Meta, Struct
 
 from streampack.config.typed_yaml import convert, parse_tree
 from streampack.core.model.bounded import Name, Small
-from streampack.core.protocol.rights import NO_RIGHTS, Rights, Side, key_of
+from streampack.core.protocol.rights import NO_RIGHTS, Rights, Role, key_of
 from streampack.errors import ConfigError, StreampackError, UserError
 from streampack.transport.curve import new_secret, public_of
 from streampack.transport.keys import HEX, NAME, Key, load_key
@@ -60,14 +61,22 @@ _HEAD = (
 class Entry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A line of allowed.yaml: a public key and its rights.
 
-    Without ``streams``, ``feeds`` and ``ranks`` the key may do all that its role allows. An empty list is an error.
+    Without ``streams``, ``feeds``, ``ranks`` and ``hosts`` the key may do all that its role allows. An empty list is an
+    error.
     """
 
     key: Annotated[str, Meta(pattern=f"^{HEX.pattern}$")]
-    role: Side
+    role: Role
     streams: Annotated[tuple[Name, ...], Meta(min_length=1)] = ()
     feeds: Annotated[tuple[Name, ...], Meta(min_length=1)] = ()
     ranks: Annotated[dict[Name, Small], Meta(min_length=1)] = {}
+    hosts: Annotated[tuple[Name, ...], Meta(min_length=1)] = ()
+
+
+_LIMITS: dict[str, tuple[Role, ...]] = {
+    "streams": ("producer",), "feeds": ("trainer", "relay"), "ranks": ("trainer", "relay"), "hosts": ("relay",),
+}  # fmt: skip
+"""The roles whose keys may have each limit."""
 
 
 def read_allowed(folder: Path) -> dict[str, Entry]:
@@ -102,11 +111,10 @@ def _check_entry(where: str, name: str, entry: Entry) -> None:
             f"{where}: got name {name!r}. Choose a name that begins with a letter and has only letters, digits, '.', "
             f"'-' and '_'. The name {BROKER!r} and words with a meaning in YAML, such as 'yes', are reserved"
         )
-    foreign = ("feeds", "ranks") if entry.role == "producer" else ("streams",)
-    other = "trainer" if entry.role == "producer" else "producer"
-    if given := [key for key in foreign if getattr(entry, key)]:
+    if given := [key for key, roles in _LIMITS.items() if entry.role not in roles and getattr(entry, key)]:
         raise ConfigError(
-            f"{where}: got {given[0]} for a {entry.role}, expected no {given[0]}, which only a {other} can have. "
+            f"{where}: got {given[0]} for a {entry.role}, expected no {given[0]}, which only a "
+            f"{' or '.join(_LIMITS[given[0]])} can have. "
             f"Remove {given[0]}"
         )
     if unknown := set(entry.ranks) - {"dp", "cp", "tp", "pp"}:
@@ -116,7 +124,7 @@ def _check_entry(where: str, name: str, entry: Entry) -> None:
 def rights_of(allowed: Mapping[str, Entry], broker: Key) -> dict[str, Rights]:
     """Return the rights of each public key. The broker's own key has all rights."""
     found = {
-        entry.key: Rights(name, entry.role, entry.streams, entry.feeds, entry.ranks)  # type: ignore[arg-type]
+        entry.key: Rights(name, entry.role, entry.streams, entry.feeds, entry.ranks, entry.hosts)  # type: ignore[arg-type]
         for name, entry in allowed.items()
     }
     return {**found, broker.public: Rights(broker.name, "any")}
@@ -133,8 +141,8 @@ def new_key(folder: Path, name: str, role: str, limits: Mapping[str, Any]) -> li
     Args:
         folder: The folder of keys.
         name: Name of the peer.
-        role: ``producer`` or ``trainer``.
-        limits: Values for ``streams``, ``feeds`` and ``ranks``; empty ones are left out.
+        role: ``producer``, ``trainer`` or ``relay``.
+        limits: Values for ``streams``, ``feeds``, ``ranks`` and ``hosts``; empty ones are left out.
 
     Raises:
         UserError: The name is taken or not allowed, or a limit is invalid.
@@ -237,7 +245,8 @@ def keys_table(rows: Sequence[Mapping[str, Any]]) -> Any:
     found = Table("name", "role", "may", "public key")
     for row in rows:
         axes = [f"{axis}_rank={rank}" for axis, rank in row["ranks"].items()]
-        may = [*(f"stream {name}" for name in row["streams"]), *(f"feed {name}" for name in row["feeds"]), *axes]
+        may = [*(f"stream {name}" for name in row["streams"]), *(f"feed {name}" for name in row["feeds"]), *axes,
+               *(f"host {name}" for name in row["hosts"])]  # fmt: skip
         found.add_row(row["name"], row["role"], ", ".join(may) or "all", f"{row['key'][:16]}...")
     return found
 

@@ -22,7 +22,7 @@ keys = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @keys.callback()
 def _keys() -> None:
-    """Make, list and revoke the keys of producers and trainers.
+    """Make, list and revoke the keys of producers, trainers and relays.
 
     \b
     Example:
@@ -38,7 +38,9 @@ def new(
     folder: Folder,
     name: Name,
     role: Annotated[
-        str, typer.Option("--role", metavar="ROLE", help="producer (sends samples) or trainer (reads steps).")
+        str,
+        typer.Option("--role", metavar="ROLE", help="producer (sends samples), trainer (reads steps) or relay (reads "
+                     "steps for all ranks of a host)."),
     ],
     stream: Annotated[
         list[str] | None,
@@ -49,34 +51,42 @@ def new(
     feed: Annotated[
         list[str] | None,
         typer.Option("--feed", metavar="NAME", show_default=False,
-                     help="Feed that this trainer may read. Repeat the option for several feeds. Default: all feeds."),
+                     help="Feed that this trainer or relay may read. Repeat the option for several feeds. Default: all "
+                     "feeds."),
     ] = None,
     rank: Annotated[
         list[str] | None,
         typer.Option("--rank", metavar="AXIS=N", show_default=False,
-                     help="Rank that this trainer may have on an axis (dp, cp, tp or pp). Repeat the option for "
-                     "several axes. Default: any rank."),
+                     help="Rank that this trainer, or each rank of this relay, may have on an axis (dp, cp, tp or "
+                     "pp). Repeat the option for several axes. Default: any rank."),
+    ] = None,
+    host: Annotated[
+        list[str] | None,
+        typer.Option("--host", metavar="NAME", show_default=False,
+                     help="Host whose ranks this relay may read for, as the host names itself. Repeat the option for "
+                     "several hosts. Default: any host."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Make a key that lets a producer or trainer connect.
+    """Make a key that lets a producer, trainer or relay connect.
 
     Use this command before you give a broker an address that other hosts can reach.
     For a new folder, the command also makes the broker's own key. A running broker
     accepts the new key within a second. Copy only the file NAME.key to the host of
-    the producer or trainer. On this host, set STREAMPACK_KEY_FILE, or key_file in
+    its owner. On this host, set STREAMPACK_KEY_FILE, or key_file in
     producer.yaml or connect(), to the path of the file.
 
     \b
     Example:
-        streampack keys new keys tokenizers --role producer --stream web --stream code
-        streampack keys new keys rank-3 --role trainer --feed train --rank dp=3
+        streampack keys new keys tokenizers --role producer --stream web
+        streampack keys new keys relay-0 --role relay --host gpu0
     """
     from streampack_services.broker import authorization
 
     written = authorization.new_key(
-        folder, name, role, {"streams": stream, "feeds": feed, "ranks": dict(map(_rank, rank or []))}
-    )
+        folder, name, role,
+        {"streams": stream, "feeds": feed, "ranks": dict(map(_rank, rank or [])), "hosts": host},
+    )  # fmt: skip
     if as_json:
         print(json.dumps({"name": name, "written": list(map(str, written))}))
     else:
@@ -101,8 +111,8 @@ def _rank(text: str) -> tuple[str, int]:
 def list_(folder: Folder, as_json: AsJson = False) -> None:
     """List the keys that may connect, and the rights of each key.
 
-    Use this command to see which streams, feeds and ranks each producer and
-    trainer may use.
+    Use this command to see which streams, feeds, ranks and hosts each
+    producer, trainer and relay may use.
 
     \b
     Example:
@@ -113,7 +123,7 @@ def list_(folder: Folder, as_json: AsJson = False) -> None:
     authorization.check_has_keys(folder)
     rows = [
         {"name": name, "role": entry.role, "streams": list(entry.streams), "feeds": list(entry.feeds),
-         "ranks": entry.ranks, "key": entry.key}
+         "ranks": entry.ranks, "hosts": list(entry.hosts), "key": entry.key}
         for name, entry in authorization.read_allowed(folder).items()
     ]  # fmt: skip
     if as_json:

@@ -204,11 +204,6 @@ class Readers:
         """Return whether ``peer`` has attached to this feed."""
         return self.registry.at(peer) is not None
 
-    def peer_of(self, name: str) -> bytes | None:
-        """Return the connection of the reader of this name; None if there is none."""
-        reader = self.registry.named(name)
-        return None if reader is None else reader.peer
-
     @property
     def peers(self) -> list[bytes]:
         """The connections of all readers that hold or claim a rank."""

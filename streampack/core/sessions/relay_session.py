@@ -115,6 +115,8 @@ class RelaySession:
         self.flows = PartFlows(leaving_bytes=1 << 62)
         self.stopped = False
         self._peers: dict[bytes, LocalReader] = {}
+        self._not_allowed: set[bytes] = set()
+        """Connections of readers for which the relay's key does not allow it to read."""
         self._states: dict[tuple[str, int], tuple[float, set[str]]] = {}
         """(time of the last request, names of the readers that wait) of each requested state, by feed and step."""
         self._now = self._ask_at = 0.0
@@ -191,7 +193,7 @@ class RelaySession:
 
         A relay without readers asks the broker from time to time whether it answers.
         """
-        if isinstance(message, Bye):
+        if isinstance(message, Bye) or peer in self._not_allowed:
             return []
         effects: list[Effect] = []
         if isinstance(message, ReaderPing) and not self.readers and self._now >= self._ask_at:
@@ -288,6 +290,9 @@ class RelaySession:
                 continue
             if reader is None:
                 continue
+            if isinstance(message, Reject) and message.code == "forbidden":
+                effects += self._not_allow(reader, message.detail)
+                continue
             if isinstance(message, Attached):
                 self._enter(reader, envelope, message)
             elif isinstance(message, Probe):
@@ -298,6 +303,14 @@ class RelaySession:
             effects.append(SendReader(reader.peer, envelope))
             if isinstance(message, Reject | Fenced):
                 self._forget(reader)
+        return effects
+
+    def _not_allow(self, reader: LocalReader, why: str) -> list[Effect]:
+        """Send a reader to the broker: the key of this relay does not allow it to read for the reader."""
+        self._not_allowed.add(reader.peer)
+        text = f"cannot read for rank {reader.mesh}, which continues with the broker: {why}"
+        effects = [Report("error", text, feed=reader.feed, rank=reader.mesh.rank), *self._send_away(reader, why)]
+        self._forget(reader)
         return effects
 
     def _pass_state(self, envelope: Envelope, message: State, name: str) -> list[Effect]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from streampack.core.protocol.effects import FromProducer, FromTrainer, Withdraw
 from streampack.core.protocol.events import Tick
 from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who
 from streampack.core.protocol.producer_messages import Eos, Hello, Mark, Samples, Sent
+from streampack.core.protocol.relay_messages import NodeGet, NodePing, relay_of, relayed
 from streampack.core.protocol.rights import KEY_DIGITS, NO_RIGHTS, Rights, Side, forbidden, key_of
 from streampack.core.protocol.trainer_messages import Attach
 from streampack.wire import frames as wire
@@ -19,9 +21,10 @@ from tests.core.sessions.test_sessions import _EVENTS, EPOCH, RUN, Bench, attach
 
 KEYS = (b"a" * KEY_DIGITS, b"b" * KEY_DIGITS, b"c" * KEY_DIGITS)
 RIGHTS = st.builds(
-    Rights, st.sampled_from(["web", "rank-3"]), st.sampled_from(["producer", "trainer", "any", "none"]),
+    Rights, st.sampled_from(["web", "rank-3"]), st.sampled_from(["producer", "trainer", "relay", "any", "none"]),
     st.sampled_from([(), ("a",), ("b", "a"), ("elsewhere",)]), st.sampled_from([(), ("train",), ("valid",)]),
     st.sampled_from([{}, {"dp": 0}, {"dp": 1, "cp": 0}, {"tp": 0, "pp": 0}]),
+    st.sampled_from([(), (), ("a",), ("b", "a")]),
 )  # fmt: skip
 
 
@@ -46,15 +49,20 @@ class Guarded(Bench):
         return there | {("trainer", each.name): key_of(each.peer) for each in self.feed.readers.registry}
 
 
-def spelled_out(rights: Rights, message: Message, side: Side) -> bool:
+def spelled_out(rights: Rights, message: Message, side: Side, for_rank: bool = False) -> bool:
     """May it be said? The same in other words."""
-    allowed = rights.role in {"producer": ("producer", "any"), "trainer": ("trainer", "any")}[side]
+    allowed = rights.role in {"producer": ("producer", "any"), "trainer": ("trainer", "relay", "any")}[side]
+    if for_rank or isinstance(message, NodeGet | NodePing):
+        allowed &= rights.role in ("relay", "any")
+    if isinstance(message, NodeGet | NodePing):
+        return allowed & (message.feed in (rights.feeds or [message.feed]))
     if isinstance(message, Hello):
         allowed &= all(offer.stream in (rights.streams or [offer.stream]) for offer in message.offers)
     elif isinstance(message, Samples | Eos | Sent | Mark):
         allowed &= message.stream in (rights.streams or [message.stream])
     if isinstance(message, Attach):
         allowed &= message.feed in (rights.feeds or [message.feed])
+        allowed &= message.host in (rights.hosts or [message.host])
         allowed &= all(getattr(message.mesh, f"{axis}_rank") == rank for axis, rank in rights.ranks.items())
     return allowed
 
@@ -64,7 +72,9 @@ def peers(event: Any) -> tuple[bytes, bool, Envelope]:
     peer, is_producer, fence, epoch, run, (message, payload), _ = event
     frames = (payload,) if isinstance(message, Samples) else ()
     envelope = Envelope(run=run, epoch=epoch, fence=fence, message=message, payload=frames)
-    return KEYS[int(peer) - 1] + peer, is_producer, wire.decode(wire.encode(envelope))
+    address = KEYS[int(peer) - 1] + peer
+    for_rank = not is_producer and not isinstance(message, NodeGet | NodePing) and fence % 2 == 1
+    return relayed(address, "r") if for_rank else address, is_producer, wire.decode(wire.encode(envelope))
 
 
 @settings(max_examples=80, deadline=None)
@@ -80,7 +90,9 @@ def test_nobody_holds_or_sends_what_its_key_does_not_allow(
         peer, is_producer, envelope = peers(event)
         before, stored = bench.holders(), len(bench.stored)
         side: Side = "producer" if is_producer else "trainer"
-        may = spelled_out(bench.rights[key_of(peer)], envelope.message, side)
+        own = bench.rights[key_of(peer)]
+        may = spelled_out(own, envelope.message, side, relay_of(peer) is not None)
+        readers = {reader.name: (reader, reader.peer) for reader in bench.feed.readers.registry}
         was_forbidden = bench.say(peer, envelope, is_producer)
         assert was_forbidden or may
         if not may:
@@ -89,7 +101,12 @@ def test_nobody_holds_or_sends_what_its_key_does_not_allow(
                 who: key for who, key in before.items() if key != key_of(peer)
             }
         after = bench.holders()
-        assert all(after[who] == key for who, key in before.items() if who in after), "a key took another's name"
+        for _, name in (who for who, key in before.items() if who in after and after[who] != key):
+            reader, was_at = readers[name]
+            assert relay_of(was_at) or relay_of(peer), "a key took another's name"
+            ranks = dict(zip(("dp", "cp", "tp", "pp"), reader.mesh.ranks, strict=True))
+            assert own.ranks.items() <= ranks.items(), "a key took the name of a rank that it may not read"
+            assert reader.host in (own.hosts or [reader.host])
         now += event[-1]
         bench.handle(Tick(now))
     for key, of in bench.rights.items():
@@ -99,7 +116,8 @@ def test_nobody_holds_or_sends_what_its_key_does_not_allow(
                 assert set(producer.offers) <= set(of.streams or producer.offers)
         for reader in bench.feed.readers.registry:
             if key_of(reader.peer) == key:
-                assert of.role in ("trainer", "any")
+                assert of.role in (("relay", "any") if relay_of(reader.peer) else ("trainer", "relay", "any"))
+                assert reader.host in (of.hosts or [reader.host])
                 ranks = dict(zip(("dp", "cp", "tp", "pp"), reader.mesh.ranks, strict=True))
                 assert of.ranks.items() <= ranks.items()
 
@@ -116,7 +134,8 @@ def test_what_is_allowed_has_the_same_effects_as_without_keys(events: list[Any],
             del guarded.said[said:]
             bye = Envelope(run=RUN, epoch=plain.core.epoch, fence=0, message=Bye())
             before = len(plain.said)
-            plain.handle(kind(peer, bye))
+            if is_producer or plain.feed.readers.knows(peer):  # the goodbye of a relay concerns its ranks
+                plain.handle(kind(peer, bye))
             plain.said = [*plain.said[:before], *[(to, e) for to, e in plain.said[before:] if to != peer]]
         else:
             plain.handle(kind(peer, envelope))
@@ -132,7 +151,9 @@ def test_what_is_allowed_has_the_same_effects_as_without_keys(events: list[Any],
 
 @given(RIGHTS, st.builds(lambda event: peers(event)[2].message, _EVENTS), st.sampled_from(get_args(Side)))
 def test_a_key_may_say_what_its_rights_spell_out(rights: Rights, message: Message, side: Side) -> None:
-    assert (forbidden(rights, message, side) == "") == spelled_out(rights, message, side)
+    for for_rank in (False, True):
+        may = forbidden(rights, message, side, for_rank) == ""
+        assert may == spelled_out(rights, message, side, for_rank)
     assert forbidden(NO_RIGHTS, message, side)
 
 
@@ -164,3 +185,44 @@ def test_no_key_takes_the_name_of_another_keys_process(is_producer: bool) -> Non
     assert bench.say(KEYS[1] + b"1", Envelope(message=theirs, **envelope), is_producer)
     assert bench.holders() == before
     assert not bench.say(KEYS[0] + b"2", Envelope(message=mine, **envelope), is_producer), "its own, connected anew"
+
+
+def test_the_name_of_a_rank_moves_between_its_own_key_and_the_relays() -> None:
+    bench = Guarded([Rights("rank", "trainer"), Rights("relay", "relay", hosts=("r-host",)), Rights("other", "relay")])
+    own, by_relay, other = KEYS[0] + b"1", relayed(KEYS[1] + b"2", "r"), relayed(KEYS[2] + b"3", "r")
+
+    def says(peer: bytes, path: int, **changed: Any) -> bool:
+        message = msgspec.structs.replace(attach("r", dp=2, dp_rank=1), path=path, **changed)
+        return not bench.say(peer, Envelope(run=RUN, epoch=EPOCH, fence=0, message=message), False)
+
+    assert says(by_relay, 0)
+    for path, peer in enumerate((own, by_relay, other, own), start=1):
+        assert says(peer, path)
+        assert bench.holders() == {("trainer", "r"): key_of(peer)}
+    assert not says(by_relay, 5, host="another"), "of a host that the key may not read for"
+    assert bench.holders() == {("trainer", "r"): key_of(own)}
+
+
+@pytest.mark.parametrize("narrow", [{"hosts": ("s-host",)}, {"ranks": {"dp": 0}}, {"feeds": ("valid",)}])
+def test_a_relays_key_takes_no_name_of_a_rank_that_it_may_not_read(narrow: dict[str, Any]) -> None:
+    bench = Guarded([Rights("rank", "trainer"), Rights("relay", "relay", **narrow), Rights("other", "relay")])
+    mine, theirs = attach("r", dp=2, dp_rank=1), attach("r", dp=2, dp_rank=0)
+    theirs = msgspec.structs.replace(theirs, host="s-host", path=1)
+    assert not bench.say(KEYS[0] + b"1", Envelope(run=RUN, epoch=EPOCH, fence=0, message=mine), False)
+    assert bench.say(relayed(KEYS[1] + b"2", "r"), Envelope(run=RUN, epoch=EPOCH, fence=0, message=theirs), False)
+    assert bench.holders() == {("trainer", "r"): KEYS[0]}
+
+
+def test_a_trainers_key_speaks_for_no_other_rank() -> None:
+    bench = Guarded([Rights("rank", "trainer"), Rights("relay", "relay"), Rights("other", "trainer")])
+    get = NodeGet(feed="train", lineage=0, start=0, stop=1, resend=0)
+    for message in (get, NodePing(feed="train", have_upto=0)):
+        envelope = Envelope(run=RUN, epoch=EPOCH, fence=0, message=message)
+        assert bench.say(KEYS[0] + b"1", envelope, False)
+        assert not bench.say(KEYS[1] + b"1", envelope, False)
+    claim = Envelope(run=RUN, epoch=EPOCH, fence=0, message=attach("r"))
+    assert bench.say(relayed(KEYS[0] + b"1", "r"), claim, False)
+    assert bench.holders() == {}
+    assert not bench.say(relayed(KEYS[1] + b"1", "r"), claim, False)
+    assert bench.say(relayed(KEYS[2] + b"1", "r"), claim, False), "another key's relay, without the role"
+    assert bench.holders() == {("trainer", "r"): KEYS[1]}

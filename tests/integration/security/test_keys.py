@@ -125,7 +125,12 @@ def test_keys_are_made_for_their_users_alone_and_say_what_they_may(tmp_path: Pat
         rank.public: Rights("rank-3", "trainer", feeds=("train",), ranks={"dp": 3}),
         broker.public: Rights("broker", "any"),
     }
+    in_process("keys", "new", folder, "nodes", "--role", "relay", "--feed", "train", "--host", "gpu0", "--host", "gpu1")
+    nodes = load_key(folder / "nodes.key").public
+    of_nodes = Rights("nodes", "relay", feeds=("train",), hosts=("gpu0", "gpu1"))
+    assert authorization.rights_of(read_allowed(folder), broker)[nodes] == of_nodes
     shown = in_process("keys", "list", folder)
+    assert "host gpu0" in shown.stdout
     assert "feed train, dp_rank=3" in shown.stdout
     assert f'"key": "{rank.public}"' in in_process("keys", "list", folder, "--json").stdout
 
@@ -163,7 +168,7 @@ def test_a_folder_that_has_no_keys_is_not_one_that_lets_nobody_in(words: tuple[s
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("x", "--role", "tester"), "expected one of: producer, trainer"),
+        (("x", "--role", "tester"), "expected one of: producer, trainer, relay"),
         (("broker", "--role", "trainer"), "got name 'broker'"),
         (("../x", "--role", "trainer"), "got name '../x'"),
         (("yes", "--role", "trainer"), "got name 'yes'"),
@@ -173,7 +178,11 @@ def test_a_folder_that_has_no_keys_is_not_one_that_lets_nobody_in(words: tuple[s
         ),
         (
             ("x", "--role", "producer", "--rank", "dp=1"),
-            "got ranks for a producer, expected no ranks, which only a trainer can have",
+            "got ranks for a producer, expected no ranks, which only a trainer or relay can have",
+        ),
+        (
+            ("x", "--role", "trainer", "--host", "gpu0"),
+            "got hosts for a trainer, expected no hosts, which only a relay can have",
         ),
         (("x", "--role", "trainer", "--rank", "dp3"), "--rank is 'dp3'. Pass an axis and a rank"),
         (("x", "--role", "trainer", "--rank", "ep=3"), "got 'ep', expected some of dp, cp, tp, pp"),
