@@ -117,11 +117,13 @@ class AttemptCoordinator:
         self._of_all = ([], 0.0, False)
         effects = self._probe()
         effects += [effect for reader in list(self._registry.claims.values()) for effect in self._decide(reader)]
-        entered = [reader for reader in self._registry.held.values() if reader.entered]
-        heard = max((reader.heard for reader in entered), default=0.0)
-        for reader in list(self._registry.held.values()):
-            if self._is_late(reader) and heard > reader.since + RESTART_S:
-                effects += self.refuse(reader, *self._too_late(reader, entered))
+        held = self._registry.held.values()
+        if late := [reader for reader in held if not reader.entered and self._is_late(reader)]:
+            entered = [reader for reader in held if reader.entered]
+            heard = max((reader.heard for reader in entered), default=0.0)
+            for reader in late:
+                if heard > reader.since + RESTART_S:
+                    effects += self.refuse(reader, *self._too_late(reader, entered))
         return effects + (self._begin() if self._registry.all_wait() else [])  # a claim may have held the attempt back
 
     def _probe(self) -> list[Effect]:

@@ -218,12 +218,7 @@ class StepServer:
         if not relay.readers:
             return []
         self._request(relay, message)
-        effects: list[Effect] = []
-        for name, done_upto in message.done:
-            if (reader := relay.readers.get(name)) is not None:
-                reader.have_upto = max(reader.have_upto, done_upto)
-                effects += self.note_alive(reader) + self._note_done(reader, done_upto)
-        effects += self.serve_held_back()
+        effects = self._note_all_done(relay, message.done) + self.serve_held_back()
         served = self.serve(relay)
         if served or message.start > min(self.returned[reader.mesh.ranks] for reader in relay.readers.values()):
             return effects + served
@@ -393,6 +388,22 @@ class StepServer:
             return []
         self.returned[reader.mesh.ranks] = done_upto
         return self.release()
+
+    def _note_all_done(self, relay: Receiver, done: tuple[tuple[str, int], ...]) -> list[Effect]:
+        """Record that readers of a relay are alive and have returned steps; delete steps that all ranks returned."""
+        changed, ever_sent, returned = False, relay.flow.ever_sent[0], self.returned
+        for name, done_upto in done:
+            if (reader := relay.readers.get(name)) is None:
+                continue
+            ranks = reader.mesh.ranks
+            reader.have_upto = max(reader.have_upto, done_upto)
+            if ranks in self.unheard:
+                self.unheard.remove(ranks)
+                changed = True
+            if (upto := min(done_upto, ever_sent)) > returned[ranks]:
+                returned[ranks] = upto
+                changed = True
+        return self.release() if changed else []
 
     def release(self) -> list[Effect]:
         """Delete the steps that every rank has returned, unless a rank may still request such a step again."""
