@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo    the whole service on this machine, on text that is already there"
 	@echo "make test    lint, then every test"
-	@echo "make tools   what the tests run and pip has not: prometheus, a headless Chromium, systemd-analyze, curl"
+	@echo "make tools   what the tests run and pip has not: prometheus, a headless Chromium, systemd-analyze, curl, ip"
 	@echo "make soak    10 minutes (SOAK_MINUTES): thousands of simulated runs, then real processes killed, frozen and slowed,"
 	@echo "             against offline golden runs"
 	@echo "make fuzz    10 minutes (FUZZ_MINUTES): changed inputs for everything that reads what others say"

@@ -87,6 +87,12 @@ class Processes:
         except EOFError:
             raise RuntimeError("a process closed its reports and gave none: it is ending") from None
 
+    def check_alive(self) -> None:
+        """Raise RuntimeError if a child has ended."""
+        if ended := wait(list(self._ends.values()), 0):
+            names = [name for name, end in self._ends.items() if end in ended]
+            raise RuntimeError(f"{' and '.join(names)} ended early")
+
     def cpu_seconds(self) -> dict[str, float]:
         """User and system, of each process so far."""
         times = {name: psutil.Process(process.pid).cpu_times() for name, process in self._running.items()}
