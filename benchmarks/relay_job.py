@@ -20,7 +20,7 @@ import msgspec
 from streampack_services.broker.memory_plan import LEAVING
 from streampack_services.broker.service import DRAIN_AT_MOST
 
-from benchmarks.scale_job import STATS, TOKEN_BYTES, C, Job, Shape
+from benchmarks.scale_job import STATS, TICK_S, TOKEN_BYTES, C, Job, Shape
 from streampack.core.journal.log_effects import Append, Recall, Recalled, Safe
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.effects import FromTrainer, SendShard, SendTrainer
@@ -35,6 +35,8 @@ from streampack.core.sessions.relay_session import RelaySession
 from streampack.wire import bundles
 from streampack.wire import frames as wire
 
+OTHERS_S = 1.0
+"""Virtual seconds between two ticks of ranks and relays; the broker has ``TICK_S``, as it has in a process."""
 JOIN_AT_MOST_S = 60.0
 """Virtual seconds in which all ranks must be attached."""
 
@@ -74,6 +76,7 @@ class RelayJob(Job):
         self.events: Counter[str] = Counter()
         """Messages by kind that came in bundles."""
         self.zero_bytes = max(node_ranks, 1) * shape.packs * C * TOKEN_BYTES
+        self._others_at = 0.0
         self._zeros = memoryview(bytes(self.zero_bytes))
         self._log: dict[int, tuple[Any, tuple[Any, ...]]] = {}
         self._lsn = 0
@@ -102,13 +105,13 @@ class RelayJob(Job):
                 self._relay_of[name] = relay
                 if relay not in self.relays:
                     self.relays[relay] = RelaySession(relay.decode())
-        began = self.now
+        began, self._others_at = self.now, self.now
         while True:
             self.tick()
             if all(client.attached is not None and client.attempt for client in self.clients.values()):
                 return self.now - began
             assert self.now - began < JOIN_AT_MOST_S, "a rank has not joined"
-            self.now += 0.2
+            self.now += TICK_S
 
     def checkpoint(self) -> Checkpoint:
         """The checkpoint before the next step, as the broker tells a rank that asks for it."""
@@ -130,16 +133,22 @@ class RelayJob(Job):
         self.events.clear()
 
     def tick(self, seconds: float = 0.0) -> None:
-        """Time passes, for all, and what follows from it."""
-        for name, relay in self.relays.items():
-            self._of_relay(name, relay.handle(Tick(self.now)))
-        if seconds:
-            stop = self.now + seconds
-            while self.now < stop:
-                self.now += 0.2
-                self.tick()
-            return
-        super().tick()
+        """Time passes, for all, and what follows from it. Ranks and relays notice it once a second."""
+        stop = self.now + seconds
+        while True:
+            if self.now >= self._others_at:
+                self._others_at = self.now + OTHERS_S - TICK_S / 2
+                for name, relay in self.relays.items():
+                    self._of_relay(name, relay.handle(Tick(self.now)))
+                for name, client in self.clients.items():
+                    self._of_client(name, client.handle(Tick(self.now)))
+            for name, producer in self.producers.items():
+                self._of_producer(name, producer.handle(Tick(self.now)))
+            self._handle("tick", Tick(self.now))
+            self.settle()
+            if self.now + TICK_S / 2 > stop:
+                return
+            self.now += TICK_S
 
     def settle(self) -> None:
         """Carry messages until there are none; the broker reads ``DRAIN_AT_MOST`` in a turn."""

@@ -35,6 +35,8 @@ RANKS = (512, 4096, 16_384, 30_000)
 NODE_RANKS = 8
 WINDOW = 65_536
 STEPS = 3
+MOST_TRACED = 4096
+"""Most ranks for which memory is traced, which takes several times as long; it grows with the ranks."""
 REQUESTS = ("Get", "NodeGet", "merge")
 """What the broker does for requests of steps; "merge" is the request that also frees a step."""
 
@@ -64,7 +66,7 @@ def main() -> None:
 def measure(shape: Shape, node_ranks: int, window: int = WINDOW) -> dict[str, Any]:
     """Return the figures of one mesh: ranks read directly (0), or through relays of ``node_ranks`` ranks."""
     row: dict[str, Any] = {"ranks": shape.ranks, "tp": shape.tp, "relays_of": node_ranks}
-    row["rank_bytes"] = _rank_bytes(shape, node_ranks)
+    row["rank_bytes"] = _rank_bytes(shape, node_ranks) if shape.ranks <= MOST_TRACED else 0
     gc.collect()
     gc.disable()
     try:
@@ -164,7 +166,7 @@ def _more(row: dict[str, Any]) -> str:
             f"{found['messages_in'] + found['messages_out']:>11}{found['core_ms'] + found['wire_ms']:>8.0f}"
             f"{(found['bytes_in'] + found['bytes_out']) / 2**20:>7.1f}"
         )
-    return line + f"{row['restart']['brought']:>11}{row['rank_bytes'] / 1024:>9.1f}"
+    return line + f"{row['restart']['brought']:>11}{row['rank_bytes'] / 1024 or '-':>9.3}"
 
 
 if __name__ == "__main__":
