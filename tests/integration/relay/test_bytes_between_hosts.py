@@ -1,4 +1,4 @@
-"""What crosses the network for one node of eight tensor-parallel ranks: counted by the kernel, between two namespaces."""
+"""What crosses the network for a node of eight tensor-parallel ranks, counted by the kernel between two namespaces."""
 
 from __future__ import annotations
 
