@@ -225,7 +225,9 @@ class Job:
         crc = crc32c(msgspec.msgpack.encode(msgspec.structs.replace(part, resend=0, lineage=0)))
         for frame in envelope.payload:
             crc = crc32c(memoryview(frame), crc)
-        assert self._bytes.setdefault(key, crc) == crc, f"bytes: part {part.part} of step {part.step} for {mesh} differs"
+        assert self._bytes.setdefault(key, crc) == crc, (
+            f"bytes: part {part.part} of step {part.step} for {mesh} differs"
+        )
 
     def _compare(self, reference: Reference, step: StepPart, shards: list[Shard]) -> None:
         number = step.step
