@@ -1,6 +1,6 @@
 """Relays with real sockets, for ``relays.py``: a crowd of simulated ranks, and real ranks beside a relay.
 
-- ``run_crowd``: a real broker over TCP, as many simulated ranks as wanted. A rank, or a relay with its ranks, is a state
+- ``run_crowd``: a real broker over TCP, and any number of simulated ranks. A rank, or a relay and its ranks, is a state
   machine with a socket of its own; some processes have many of them. Packs are tiny. This is the broker's CPU time of a
   rank and step, with sockets.
 - ``run_ranks``: real ranks, a real relay and a real broker, as users start them. A rank reads through the relay or from
@@ -12,16 +12,13 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import threading
 import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from streampack_services.broker.memory_plan import keep_freed_memory
 from streampack_services.broker.service import BrokerService
 from streampack_services.daemons.relay import RelayService
@@ -81,7 +78,7 @@ def _ask(processes: Processes, crowds: Sequence[Connection]) -> int:
     """Return the steps that all simulated ranks have taken."""
     for crowd in crowds:
         crowd.send("how far")
-    return min(processes.receive(crowd, START_TIMEOUT_S) for crowd in crowds)
+    return min(int(processes.receive(crowd, START_TIMEOUT_S)) for crowd in crowds)
 
 
 def _broker(report: Connection, folder: str, packs: int) -> None:

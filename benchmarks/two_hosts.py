@@ -190,7 +190,7 @@ def _read(endpoint: str, rank: int, ranks: int, steps: int, folder: Path, relay:
         crc = num_bytes = 0
         for _ in range(steps):
             for pack in next(found):
-                crc = zlib.crc32(pack.input_ids, crc)
+                crc = zlib.crc32(pack.input_ids.tobytes(), crc)
                 num_bytes += TOKEN_BYTES * pack.input_ids.size
         file = folder / f"read-{rank}.new"
         file.write_text(json.dumps({"crc": crc, "bytes": num_bytes}))

@@ -2,6 +2,7 @@
 
 - ``endpoints``, ``ipc_files``: addresses, and the files of an ``ipc://`` address.
 - ``rendezvous``: reads a broker's addresses from its rendezvous file.
+- ``relay_socket``: the address of the relay of a host.
 - ``keys``, ``secret_files``: key files, written for their user alone.
 - ``curve``: encrypts connections, and authenticates peers by key.
 - ``sockets``: a ``Router`` for many peers, and a ``Dealer`` for one. A single thread uses a socket, which never blocks.

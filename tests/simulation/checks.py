@@ -8,10 +8,10 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from streampack.core.feed.feed import Feed
 import msgspec
 import numpy as np
 
+from streampack.core.feed.feed import Feed
 from streampack.core.journal.log_records import ChunkAdmitted, FeedEnded, Record, StepFormed
 from streampack.core.protocol.effects import FromProducer, FromTrainer, SendProducer, SendShard, SendTrainer
 from streampack.core.protocol.events import Effect, Event
