@@ -233,6 +233,12 @@ def run(
         typer.Option("--timeout", metavar="SECONDS", rich_help_panel=ADVANCED,
                      help="Seconds to wait until the broker on host 0 has started."),
     ] = 600.0,
+    relay: Annotated[
+        bool | None,
+        typer.Option("--relay/--no-relay", show_default=False,
+                     help="Start a relay for the ranks of this host, or none. Default: start one if the broker is on "
+                          "another host and torchrun's --nproc-per-node is more than 1."),
+    ] = None,
 ) -> None:  # fmt: skip
     """Run a training command together with its broker and producers.
 
@@ -245,6 +251,10 @@ def run(
     broker.yaml that all hosts can read, and run the same command on each host. Host
     0 starts the broker.
 
+    On other hosts than the broker's, this command also starts a relay if COMMAND
+    starts several ranks there. Ranks find it in STREAMPACK_RELAY. If the relay ends,
+    it is started again, and its ranks read from the broker meanwhile.
+
     \b
     Example:
         streampack run -c broker.yaml -p producer.yaml -- torchrun train.py
@@ -253,7 +263,7 @@ def run(
     from streampack_services.run.command import run as run_all
 
     logs.set_up()
-    raise typer.Exit(run_all(RunOptions(command, config, produce or [], node_rank, log_dir, timeout)))
+    raise typer.Exit(run_all(RunOptions(command, config, produce or [], node_rank, log_dir, timeout, relay)))
 
 
 @app.command(cls=Command)

@@ -2,6 +2,7 @@
 
 - ``command``: ``streampack run``: starts a broker, producers and a command, watches them and ends them together.
 - ``child``: one daemon as a child process, with its log lines.
+- ``host_relay``: the relay of this host, for ranks that read from a broker on another host.
 - ``orphans``: the guard process, which ends all processes below it, so that none outlives ``streampack run``.
 - ``local``: ``streampack.local``: a broker and a producer in threads, and the client that reads from them.
 

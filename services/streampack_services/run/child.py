@@ -39,16 +39,21 @@ class Child:
 def start(
     name: str, command: str, tree: dict[str, Any], *, folder: Path, log_dir: Path | None, env: Mapping[str, str]
 ) -> Child:
-    """Start ``streampack COMMAND -c FILE``, with ``tree`` written to FILE in ``folder``.
+    """Start ``streampack COMMAND -c FILE``, with ``tree`` written to FILE in ``folder``."""
+    config = folder / f"{name.replace(' ', '-')}.yaml"
+    config.write_text(json.dumps(tree))  # JSON is YAML
+    return start_words(name, [command, "-c", str(config)], log_dir=log_dir, env=env)
 
-    Log lines go to a file in ``log_dir``, or to standard error if it is None. With ``-P`` the child does not import
-    from the working folder, where a user's http.py would replace the standard library's.
+
+def start_words(name: str, arguments: list[str], *, log_dir: Path | None, env: Mapping[str, str]) -> Child:
+    """Start ``streampack ARGUMENTS``.
+
+    Log lines go to the end of a file in ``log_dir``, or to standard error if it is None. With ``-P`` the child does not
+    import from the working folder, where a user's http.py would replace the standard library's.
     """
     word = name.replace(" ", "-")
-    config = folder / f"{word}.yaml"
-    config.write_text(json.dumps(tree))  # JSON is YAML
-    words = [sys.executable, "-P", "-m", "streampack", command, "-c", str(config)]
-    into = (log_dir / f"{word}.log").open("wb") if log_dir else None
+    words = [sys.executable, "-P", "-m", "streampack", *arguments]
+    into = (log_dir / f"{word}.log").open("ab") if log_dir else None
     process = subprocess.Popen(
         words, stdin=subprocess.DEVNULL, stdout=into or subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True, env=env,

@@ -6,6 +6,8 @@ user's files. Addresses that broker.yaml does not name are free ones, so that tw
 On several hosts, host 0 starts the broker. The others read its address from the rendezvous file. They accept the file
 only if it is of this attempt and its broker answers, since an earlier run may have left it.
 
+``host_relay`` starts a relay for the ranks of this host, where it saves bytes.
+
 If the broker has keys, the other processes use the broker's own key, unless the environment or a producer.yaml names
 another. ``orphans`` makes sure that no process is left over.
 """
@@ -30,8 +32,10 @@ from streampack.config.config_files import read_broker, read_producer
 from streampack.config.typed_yaml import read_tree
 from streampack.errors import ConfigError, StreampackError, Unreachable, UserError
 from streampack.transport.keys import KEY_FILE, find_key
+from streampack.transport.relay_socket import ENVIRONMENT, OFF
 from streampack_services.daemons import rendezvous
 from streampack_services.run import child
+from streampack_services.run.host_relay import HostRelay, wants_relay
 from streampack_services.run.orphans import ASKED_BY_CTRL_C, exit_code, guarded
 
 log = logging.getLogger("streampack.run")
@@ -63,6 +67,8 @@ class RunOptions:
     node_rank: int | None
     log_dir: Path | None
     timeout_s: float
+    relay: bool | None = None
+    """Start a relay on this host; None: if several of its ranks read from a broker on another host."""
 
 
 def run(options: RunOptions) -> int:
@@ -117,6 +123,7 @@ class _Run:
     folder: Path
     env: Mapping[str, str]
     daemons: list[child.Child] = field(default_factory=list)
+    relay: HostRelay | None = None
     signals: list[int] = field(default_factory=list)
     guard: int = field(default_factory=os.getppid)
 
@@ -138,6 +145,8 @@ class _Run:
         try:
             found = self._start_broker(tree, path) if rank == 0 else self._find_broker(path)
             self._start_producers(found, rank)
+            if wants_relay(self.options.relay, self.options.command, self.env, rank, found["trainers"]):
+                self._start_relay(found["trainers"])
             code = self._command(found, path if rank else None)
             good = code == 0
             return code
@@ -216,6 +225,16 @@ class _Run:
         env = {**self.env, "STREAMPACK_ATTEMPT": attempt(self.env)}
         self.daemons.append(child.start(name, command, tree, folder=self.folder, log_dir=self.options.log_dir, env=env))
 
+    def _start_relay(self, broker: str) -> None:
+        """Start a relay for the ranks of this host; without one, they read from the broker itself."""
+
+        def start(words: list[str]) -> child.Child:
+            env = {name: value for name, value in self.env.items() if name != ENVIRONMENT}
+            return child.start_words("relay", words, log_dir=self.options.log_dir, env=env)
+
+        self.relay = HostRelay(broker, self.folder, start)
+        self.env = {**self.env, ENVIRONMENT: self.relay.listen if self.relay.start(self._pause) else OFF}
+
     # The command
 
     def _command(self, found: dict[str, Any], watched: Path | None) -> int:
@@ -242,6 +261,8 @@ class _Run:
                 if os.getppid() != self.guard:
                     break
                 self._check_daemons()
+                if self.relay is not None and env[ENVIRONMENT] != OFF:
+                    self.relay.look()
                 if watched is not None and time.monotonic() - looked > 1:
                     looked = time.monotonic()
                     now = rendezvous.read(watched) or {}
@@ -267,11 +288,12 @@ class _Run:
             raise _Stopped(signal.SIGTERM)
 
     def _stop(self, good: bool) -> None:
-        """End the producers, then the broker; after a good end, the broker may first serve other hosts.
+        """End the relay, the producers, then the broker; after a good end, the broker may first serve other hosts.
 
         Unless the end is ``good``, a second SIGTERM ends the broker at once.
         """
-        for daemon in reversed(self.daemons):
+        relay = self.relay.child if self.relay is not None else None
+        for daemon in ([relay] if relay is not None else []) + self.daemons[::-1]:
             if daemon.process.poll() is None:
                 daemon.process.terminate()
                 if not good:

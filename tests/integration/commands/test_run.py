@@ -18,6 +18,7 @@ import pytest
 from streampack_services.broker.authorization import new_key
 from streampack_services.daemons.rendezvous import answers
 from streampack_services.run.command import attempt, node_rank
+from streampack_services.run.host_relay import local_ranks, wants_relay
 
 from streampack.transport.secret_files import write_secret
 from tests.integration.running import PATIENCE_S, STREAMPACK, running_broker, the_error, until, write, write_jsonl
@@ -308,3 +309,65 @@ def test_the_rank_and_the_attempt_come_from_the_environment() -> None:
     assert attempt({}) == ""
     assert attempt({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == "7.2"
     assert attempt({"STREAMPACK_ATTEMPT": "x", "SLURM_JOB_ID": "7"}) == "x"
+
+
+# A relay
+
+
+@pytest.mark.parametrize(
+    ("command", "env", "ranks"),
+    [
+        (["torchrun", "--nproc-per-node", "8", "train.py"], {}, 8),
+        (["torchrun", "--nproc_per_node=4", "train.py"], {}, 4),
+        (["torchrun", "--nproc-per-node=gpu", "train.py"], {"PET_NPROC_PER_NODE": "2"}, None),
+        (["torchrun", "--nproc-per-node"], {}, None),
+        (["torchrun", "train.py"], {"PET_NPROC_PER_NODE": "2"}, 2),
+        (["python", "train.py"], {"SLURM_NTASKS_PER_NODE": "8"}, None),
+    ],
+)
+def test_the_number_of_local_ranks_is_known_or_not(command: list[str], env: dict[str, str], ranks: int | None) -> None:
+    assert local_ranks(command, env) == ranks
+
+
+def test_a_relay_is_for_several_ranks_of_another_host_than_the_brokers() -> None:
+    eight, far = ["torchrun", "--nproc-per-node=8", "train.py"], "tcp://node0:7402"
+    assert wants_relay(None, eight, {}, 1, far)
+    assert not wants_relay(None, eight, {}, 0, far)
+    assert not wants_relay(None, ["torchrun", "--nproc-per-node=1", "train.py"], {}, 1, far)
+    assert not wants_relay(None, ["python", "train.py"], {}, 1, far)
+    assert not wants_relay(None, eight, {"STREAMPACK_RELAY": "off"}, 1, far)
+    for near in ("ipc:///tmp/t", "tcp://127.0.0.1:7402", "tcp://localhost:7402", "tcp://[::1]:7402"):
+        assert not wants_relay(None, eight, {}, 1, near)
+        assert wants_relay(True, ["python", "train.py"], {}, 0, near)
+    assert not wants_relay(False, eight, {}, 1, far)
+
+
+def test_a_relay_that_is_killed_is_started_again_and_ends_with_the_command(files: list[str], tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib, streampack, sys, time\n"
+        "with streampack.connect(format='numpy') as loader:\n"
+        "    for number, step in enumerate(loader.steps()):\n"
+        "        if number == 3:\n"
+        "            print('begun', flush=True)\n"
+        "        while number == 3 and not pathlib.Path(sys.argv[1]).exists():\n"
+        "            time.sleep(0.05)\n"
+        "    print('ended', os.environ['STREAMPACK_RELAY'][:6])\n"
+    )
+    go = tmp_path / "go"
+    logs = tmp_path / "logs"
+    with started([*files, "--relay", "--log-dir", str(logs)], python(code, str(go))) as it:
+        relay = named(below(it), "relay")
+        relay.kill()
+        until(lambda: (logs / "relay.log").read_text().count("ranks connect to") == 2)
+        processes = below(it)
+        go.touch()
+        out, err = it.communicate(timeout=PATIENCE_S)
+        assert (it.returncode, out) == (0, "ended ipc://\n"), err
+        assert all_gone(processes)
+    assert "relay was killed by SIGKILL" in err
+    assert "starting it again in 1 s, and its ranks read from the broker meanwhile" in err
+
+
+def test_no_relay_is_started_where_it_saves_nothing(files: list[str]) -> None:
+    done = run(files, python("import os; print(os.environ.get('STREAMPACK_RELAY'))"), PET_NPROC_PER_NODE="8")
+    assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
