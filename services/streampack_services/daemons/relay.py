@@ -41,6 +41,9 @@ MAX_MESSAGE_BYTES = 1 << 30
 DRAIN_AT_MOST = 64
 """Messages that are read from one socket before the other has its turn."""
 LINGER_MS = 500
+GOODBYE_S = 1.0
+"""Seconds from the relay's last messages to the end of its connections. A rank that has not read a message by then
+loses it: ZeroMQ drops what is unread when a connection ends (``ZMQ_IMMEDIATE``)."""
 
 
 class RelayService:
@@ -101,8 +104,11 @@ class RelayService:
                 self._send_bundles()
             systemd.tell(stopping=True)
         finally:
+            readers = len(self.session.readers)
             self._perform(self.session.handle(Stop()))
             self._send_bundles()
+            if readers:
+                time.sleep(GOODBYE_S)
             self.close()
 
     def close(self) -> None:
