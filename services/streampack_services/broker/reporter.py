@@ -6,11 +6,12 @@ and replaced whole, so readers never see a state between two events and never ma
 
 from __future__ import annotations
 
+import heapq
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -42,11 +43,14 @@ from streampack_services.broker.status import (
     LostTokens,
     MemoryStatus,
     MessageCounts,
+    NodeStatus,
     PackFigures,
     PackTotals,
     RankPage,
     RanksStatus,
     RankTokens,
+    RelaysStatus,
+    RelayStatus,
     State,
     StepCounts,
     StreamCredits,
@@ -68,6 +72,8 @@ ROW_S = 0.002
 the broker's time."""
 RATE_OVER_S = 5.0
 """Time over which ``tokens_per_s`` is the mean, in seconds."""
+MOST_RELAYS = 64
+"""Most relays that a snapshot lists."""
 LOG_AFTER_S = 5.0
 """A wait for a step is logged after this time, in seconds."""
 LOG_BUSY_AFTER_S = 60.0
@@ -174,6 +180,7 @@ class Reporter:
             streams=[row for name, feed in core.feeds.items() for row in self._streams[name].at(now, feed)],
             producers=core.leases.num_producers,
             vanished_producers=core.leases.rebalancer.vanished,
+            relays=_relays_status(core.feeds.values()),
             memory=MemoryStatus(
                 arena_bytes=self._plan.memory_bytes,
                 token_bytes=self._plan.token_bytes,
@@ -365,6 +372,36 @@ class _StreamRows:
         return self._rows
 
 
+def _relays_status(feeds: Iterable[Feed]) -> RelaysStatus:
+    """Return what a snapshot says of the relays; a relay reads several feeds at once."""
+    found: dict[str, RelayStatus] = {}
+    for feed in feeds:
+        for row in feed.readers.steps.relay_stats():
+            other = found.get(row.host)
+            found[row.host] = RelayStatus(
+                host=row.host,
+                lost=row.lost and (other is None or other.lost),
+                ranks=row.ranks + (0 if other is None else other.ranks),
+                queued_bytes=row.queued_bytes + (0 if other is None else other.queued_bytes),
+            )
+    lost = sum(relay.lost for relay in found.values())
+    return RelaysStatus(
+        connected=len(found) - lost,
+        lost=lost,
+        ranks=sum(relay.ranks for relay in found.values()),
+        hosts=heapq.nsmallest(MOST_RELAYS, found.values(), key=lambda each: (not each.lost, -each.queued_bytes)),
+    )
+
+
+def _with_relays(nodes: list[NodeStatus], feed: Feed) -> list[NodeStatus]:
+    """Return nodes with the state of their relays."""
+    lost = {row.host: row.lost for row in feed.readers.steps.relay_stats()}
+    return [
+        msgspec.structs.replace(node, relay="lost" if lost[node.host] else "connected") if node.host in lost else node
+        for node in nodes
+    ]
+
+
 def _ranks_status(now: float, feed: Feed, table: RankTable) -> RanksStatus:
     """Return what a snapshot says of all ranks; ``now``: seconds of the monotonic clock."""
     figures = table.figures
@@ -372,7 +409,7 @@ def _ranks_status(now: float, feed: Feed, table: RankTable) -> RanksStatus:
         attached=len(feed.readers.registry.held),
         left_out=figures.attached - len(figures.readers),
         num_nodes=figures.num_nodes,
-        nodes=figures.nodes,
+        nodes=_with_relays(figures.nodes, feed),
         nodes_left_out=figures.num_nodes - len(figures.nodes),
         age_s=max(now - figures.began, 0.0) if figures.attached else 0.0,
         mesh=figures.mesh,

@@ -15,6 +15,7 @@ from typing import Literal
 from msgspec import Struct
 
 from streampack.core.model.rules import Rules
+from streampack_services.amounts import counted
 
 State = Literal["starting", "serving", "waiting", "draining", "ended"]
 FeedState = Literal["serving", "waiting", "ended"]
@@ -300,6 +301,8 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     """Highest cost of a rank's last step / mean over the step; None before a step was dealt."""
     queued_bytes: int
     """Bytes sent to the ranks and not confirmed."""
+    relay: Literal["connected", "lost"] | None = None
+    """The relay of the host; ``lost`` if it has gone without a goodbye in the last hour; None without one."""
 
 
 class MeshExtent(Struct, frozen=True, kw_only=True):
@@ -549,6 +552,42 @@ class MessageCounts(Struct, frozen=True, kw_only=True):
     """Connections that the broker cut because the peer sent too much."""
 
 
+class RelayStatus(Struct, frozen=True, kw_only=True):
+    """The relay of one host."""
+
+    host: str
+    """Host."""
+    lost: bool
+    """True if it has gone without a goodbye in the last hour, and is not back."""
+    ranks: int
+    """Ranks that read through it."""
+    queued_bytes: int
+    """Bytes sent to it and not confirmed."""
+
+
+class RelaysStatus(Struct, frozen=True, kw_only=True):
+    """The relays of all feeds in bounded bytes."""
+
+    connected: int
+    """Relays that are connected."""
+    lost: int
+    """Relays that have gone without a goodbye in the last hour."""
+    ranks: int
+    """Ranks that read through a relay."""
+    hosts: list[RelayStatus]
+    """At most 64 relays: lost ones first, then those with the most queued bytes."""
+
+    @property
+    def text(self) -> str:
+        """One line, such as ``2 relays, 16 ranks; lost: gpu3``; empty without a relay."""
+        if not self.connected and not self.lost:
+            return ""
+        said = f"{counted(self.connected, 'relay')}, {counted(self.ranks, 'rank')}"
+        named = ", ".join(relay.host for relay in self.hosts[:3] if relay.lost)
+        more = f" and {self.lost - 3} more" if self.lost > 3 else ""
+        return f"{said}; lost: {named}{more}" if named else said
+
+
 class BrokerStatus(Struct, frozen=True, kw_only=True):
     """A snapshot of a broker."""
 
@@ -578,6 +617,8 @@ class BrokerStatus(Struct, frozen=True, kw_only=True):
     """Producers that are connected."""
     vanished_producers: int
     """Producers that went without a goodbye: they fell silent or started again."""
+    relays: RelaysStatus
+    """The relays of trainer hosts."""
     memory: MemoryStatus
     """The arena."""
     log: LogStatus | None

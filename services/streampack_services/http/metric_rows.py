@@ -16,6 +16,7 @@ from streampack_services.broker.status import (
     LogStatus,
     NodeStatus,
     RankStatus,
+    RelayStatus,
     StreamStatus,
 )
 
@@ -85,6 +86,11 @@ def of_nodes(value: Callable[[NodeStatus], float | None]) -> Callable[[BrokerSta
                     yield (name, node.host), float(found)
 
     return rows
+
+
+def of_relays(value: Callable[[RelayStatus], float]) -> Callable[[BrokerStatus], Rows]:
+    """Return a function that yields a row for each listed relay."""
+    return lambda status: [((relay.host,), float(value(relay))) for relay in status.relays.hosts]
 
 
 def _listed(feed: FeedStatus) -> list[RankStatus]:

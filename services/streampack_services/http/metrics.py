@@ -37,6 +37,7 @@ from streampack_services.http.metric_rows import (
     of_log,
     of_nodes,
     of_readers,
+    of_relays,
     of_streams,
     padding,
     rank_tokens,
@@ -258,6 +259,15 @@ METRICS: tuple[Metric, ...] = (
            of_nodes(lambda node: node.silent_s), ("feed", "host")),
     Metric("node_queued_bytes", "gauge", f"Bytes sent to the host's ranks and not yet confirmed. {_MANY_RANKS}",
            of_nodes(lambda node: node.queued_bytes), ("feed", "host")),
+    # Relays
+    Metric("relay_up", "gauge",
+           "1 while the relay of a host is connected. 0 after it has gone without a goodbye, until it is back or 1 h "
+           "has passed. At most 64 relays, lost ones first.",
+           of_relays(lambda relay: not relay.lost), ("host",)),
+    Metric("relay_ranks", "gauge", "Ranks that read through the relay of a host. At most 64 relays.",
+           of_relays(lambda relay: relay.ranks), ("host",)),
+    Metric("relay_queued_bytes", "gauge", "Bytes sent to the relay of a host and not yet confirmed. At most 64 relays.",
+           of_relays(lambda relay: relay.queued_bytes), ("host",)),
 )  # fmt: skip
 
 

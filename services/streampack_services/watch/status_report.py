@@ -40,6 +40,8 @@ def show_status(status: BrokerStatus) -> None:
         "bad messages", ", ".join(f"{what} {count}" for what, count in msgspec.structs.asdict(status.messages).items())
     )
     facts.add_row("producers", str(status.producers))
+    if status.relays.text:
+        facts.add_row("relays", status.relays.text)
     console.print(facts)
     for feed in view.feeds:
         _show_feed(console, feed)

@@ -128,7 +128,8 @@ def _head(view: BrokerView, feed: FeedView, options: PageOptions, width: int) ->
         else (state_text(now.state, now.stalled_s), STATES.get(now.state, "bold"))
     )
     clock = time.strftime("%H:%M:%S", time.localtime(now.taken_at))
-    first = row((now.run, "bold"), state, f"up {duration_text(now.uptime_s)}")
+    relays = (now.relays.text, "bold red" if now.relays.lost else "")
+    first = row((now.run, "bold"), state, f"up {duration_text(now.uptime_s)}", relays)
     about = Text(f"streampack {now.version}  {clock}", style="dim")
     if first.cell_len + about.cell_len + 2 <= width:
         first.pad_right(width - first.cell_len - about.cell_len)

@@ -68,7 +68,7 @@ export function showNodes({ ranks }, page, chosen) {
   if (!ranks.left_out) return;
   const text = byId("node").value;
   const rows = ranks.nodes.filter((node) => node.host.includes(text)).map((node) => [
-    node.host, [`${count(node.attached)} of ${count(node.ranks)}`, node.attached < node.ranks ? "n bad" : "n"],
+    node.host, [node.relay ?? "", node.relay === "lost" ? "warn" : ""], [`${count(node.attached)} of ${count(node.ranks)}`, node.attached < node.ranks ? "n bad" : "n"],
     [node.data_wait === null ? "" : percent(node.data_wait, 1), "n"], node.data_wait ? causeOfNode(node) : "",
     [node.done_upto === null ? "" : count(node.done_upto), "n"],
     [node.silent_s === null ? "" : duration(node.silent_s), "n"], [node.step_s === null ? "" : duration(node.step_s), "n"],
@@ -139,6 +139,8 @@ export function showRoom(status, feed) {
     rows.push(["not durable yet", `${count(log.unsafe_records)} records (durability: ${log.durability})`, null]);
     rows.push(["disk", `${bytes(log.free_bytes)} free`, null]);
   }
+  const relays = aboutRelays(status.relays);
+  if (relays) rows.push(["relays", relays, null]);
   const bad = Object.entries(messages).filter(([, number]) => number).map(([why, number]) => `${count(number)} ${why}`);
   rows.push(["bad messages", bad.join(", ") || "none", null]);
   const lost = Object.entries(feed.lost_tokens).filter(([, tokens]) => tokens).map(([why, tokens]) => `${short(tokens)} ${why.replace("_", " ")}`);
@@ -150,6 +152,13 @@ export function showRoom(status, feed) {
     line.children[2].value = share ?? 0;
     setAttribute(line.children[2], "aria-label", label);
   });
+}
+
+// One line about the relays, such as "2 for 16 ranks; lost: gpu3"; empty without a relay.
+function aboutRelays({ connected, lost, ranks, hosts }) {
+  if (!connected && !lost) return "";
+  const named = hosts.filter((relay) => relay.lost).slice(0, 3).map((relay) => relay.host);
+  return `${count(connected)} for ${count(ranks)} ranks${lost ? `; lost: ${named.join(", ")}${lost > 3 ? ` and ${count(lost - 3)} more` : ""}` : ""}`;
 }
 
 const oldest = (window) => (window.oldest_steps ? `, oldest ${inSteps(window.oldest_steps)}` : "");

@@ -166,7 +166,7 @@ class Readers:
 
     def leave_relay(self, peer: bytes) -> None:
         """Handle the goodbye of a relay; its readers attach again by themselves."""
-        self.steps.relays.pop(peer, None)
+        self.steps.leave_relay(peer)
 
     def tell_states(self) -> list[Effect]:
         """Answer the readers that wait for a checkpoint's state, if the state is known now."""
@@ -220,6 +220,7 @@ class Readers:
         for reader in self.registry:
             if now - reader.heard > silent_s:
                 effects += self.attempts.leave(reader, Departure.SILENT, now - reader.heard)
+                self.steps.note_lost(reader.receiver)
         effects += self.attempts.settle() + self.steps.serve_held_back()  # readers that others waited for may have left
         if now - self._told >= max(TELL_S, ping_s):
             self._told = now

@@ -39,6 +39,8 @@ MOST_QUEUED = 8 << 20
 """Most bytes in flight to one reader: later messages wait behind them, for 8 s on a link of 1 MB/s."""
 KEPT_CHAINS = 4096
 """Number of the last steps whose digests are remembered."""
+LOST_S = 3600.0
+"""Seconds for which a relay that has gone without a goodbye is remembered."""
 OUT = 1 << 62
 """Number of returned steps of a rank outside the round: more than any step, so that no step is kept for it."""
 
@@ -62,6 +64,18 @@ class RankProgress(NamedTuple):
     by_relay: bool = False
 
 
+class RelayProgress(NamedTuple):
+    """A relay: the host of its ranks, their number in the attempt, and the bytes in flight to it.
+
+    ``lost`` is True if the relay has gone without a goodbye.
+    """
+
+    host: str
+    ranks: int
+    queued_bytes: int
+    lost: bool
+
+
 class StepServer:
     """Keeps steps, sends them to the readers of the attempt, and deletes each when every rank has returned it."""
 
@@ -82,6 +96,8 @@ class StepServer:
         """Cause of the wait for the next step, computed once a tick for all readers."""
         self.relays: dict[bytes, Receiver] = {}
         """The relays, by the name of their connection."""
+        self._lost_relays: dict[str, float] = {}
+        """Hosts whose relay has gone without a goodbye, and when, in seconds."""
         self._starving: dict[Receiver, None] = {}
         """Receivers that have reported that a reader has no step to read."""
         self._said: tuple[str, str | None] | None = None
@@ -271,6 +287,7 @@ class StepServer:
             receiver.node = None
         receiver.fence = reader.fence
         receiver.readers[reader.name] = reader
+        self._lost_relays.pop(receiver.host, None)
 
     def receiver_of(self, peer: bytes, host: str) -> Receiver:
         """Return the receiver of a reader on ``host`` whose connection is ``peer``: a new one, or its relay."""
@@ -279,6 +296,7 @@ class StepServer:
             return Receiver(peer)
         relay = self.relays.setdefault(at[0], Receiver(at[0], is_relay=True, heard=self._registry.now))
         relay.host = relay.host or host
+        self._lost_relays.pop(relay.host, None)
         return relay
 
     def move(self, reader: Reader, step: int, host: str) -> None:
@@ -293,6 +311,7 @@ class StepServer:
             before.flow.resent_at = -RESEND_S
             return
         self.leave_attempt(reader)
+        self.note_lost(before)
         reader.receiver = self.receiver_of(reader.peer, host)
         if reader.entered:
             self._join(reader, step)
@@ -306,6 +325,26 @@ class StepServer:
             self._held_back.pop(receiver, None)
             self.flows.forget_queue(receiver.flow)
 
+    def note_lost(self, receiver: Receiver) -> None:
+        """Record that a relay has lost its last reader, which has moved or fallen silent, without a goodbye."""
+        if receiver.is_relay and receiver.peer in self.relays and not receiver.readers:
+            self._lost_relays.setdefault(receiver.host, self._registry.now)
+
+    def leave_relay(self, peer: bytes) -> None:
+        """Handle the goodbye of a relay; its readers attach again by themselves."""
+        if (relay := self.relays.pop(peer, None)) is not None:
+            self._lost_relays.pop(relay.host, None)
+
+    def relay_stats(self) -> list[RelayProgress]:
+        """Return the relays that are connected, and those that were lost in the last hour."""
+        lost = self._lost_relays
+        found = [
+            RelayProgress(relay.host, len(relay.readers), relay.flow.queued_bytes, False)
+            for relay in self.relays.values()
+            if relay.host not in lost
+        ]
+        return found + [RelayProgress(host, 0, 0, True) for host in lost]
+
     def forget_relays(self, silent_s: float) -> None:
         """Forget the relays that were silent for ``silent_s`` seconds and for which no reader is registered."""
         used = {reader.receiver for reader in self._registry}
@@ -313,6 +352,7 @@ class StepServer:
         self.relays = {
             peer: relay for peer, relay in self.relays.items() if relay in used or now - relay.heard <= silent_s
         }
+        self._lost_relays = {host: since for host, since in self._lost_relays.items() if now - since < LOST_S}
 
     def await_others(self, ranks: Ranks) -> None:
         """Keep steps until every rank but ``ranks``, whose process was replaced, has sent a message."""
