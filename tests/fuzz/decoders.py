@@ -25,6 +25,7 @@ from streampack.config.config_files import read_either
 from streampack.core.model.rules import Rules
 from streampack.core.protocol.message import Bye, Envelope, Message, Reject
 from streampack.core.protocol.producer_messages import Done, Mark, ProducerPing, Sent
+from streampack.core.protocol.relay_messages import Elsewhere, NodeGet, NodePart, NodePing, ReaderReport
 from streampack.core.protocol.trainer_messages import (
     AskSnapshot,
     AskState,
@@ -34,6 +35,7 @@ from streampack.core.protocol.trainer_messages import (
     Fenced,
     Probe,
     State,
+    StepPart,
 )
 from streampack.errors import LedgerDamaged, LogDamaged, StateError, StreampackError, Unreachable, UserError, WireError
 from streampack.transport.rendezvous import read_rendezvous
@@ -69,11 +71,16 @@ def messages() -> list[Envelope]:
         Sent(stream="a", partition=0, next_seq=3), Mark(stream="p", partition=0, number=0, seq=3, batch=7),
         Reject(code="mesh", detail="no"), Done(), AskState(feed="train", step=2), Commit(feed="train", step=2),
         Committed(feed="train", step=2), Fenced(feed="train", detail="over"), Bye(reason="goodbye"),
+        NodeGet(feed="train", lineage=0, start=2, stop=5, resend=1, done=(("r", 2),)), Elsewhere(detail="it stops"),
+        NodePing(feed="train", have_upto=3, ranks=(ReaderReport(reader="r", fence=1, done_upto=2, have_upto=3),)),
         ProducerPing(producer="x"), Probe(feed="train"), AskSnapshot(feed="train", digest=b"d"),
         *([state] if isinstance(state, State) else []),
     ]  # fmt: skip
     if isinstance(state, State) and state.snapshot is not None:
         others.append(Brought(feed="train", digest=state.snapshot.digest, snapshot=state.snapshot))
+    part = next(envelope for envelope in said if isinstance(envelope.message, StepPart) and envelope.payload)
+    whole = NodePart(**msgspec.structs.asdict(part.message), dp_ranks=(0,), cp_ranks=(0,))
+    found[NodePart] = msgspec.structs.replace(part, message=whole)
     for message in others:
         found.setdefault(type(message), Envelope(run=RUN, epoch=7, fence=1, message=message))
     return list(found.values())
