@@ -16,8 +16,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from streampack.core.deal import step_cache
+from streampack.core.deal import dealt_steps
 from streampack.core.deal.assignment import PaddedStep, deal_padded, split
+from streampack.core.deal.dealt_steps import StepDealer
+from streampack.core.deal.part_flow import PartFlows
 from streampack.core.deal.step_cache import KeptSteps
 from streampack.core.feed.feed import Feed
 from streampack.core.feed.merged_memory import MergedMemory
@@ -154,10 +156,10 @@ def a_step_is_dealt_anew_each_time_it_is_read(patch: Patch) -> None:
         self._steps[number].dealt = None
         return original(self, number, mesh, *more)
 
-    def in_order(original: Any, self: KeptSteps, packs: Any, dealt: Any, *args: Any) -> Any:
+    def in_order(original: Any, self: StepDealer, packs: Any, dealt: Any, *args: Any) -> Any:
         return original(self, packs, np.roll(dealt, next(times)), *args)
 
-    _wrap(patch, KeptSteps, "_in_order", in_order)
+    _wrap(patch, StepDealer, "_in_order", in_order)
     _wrap(patch, KeptSteps, "parts", parts)
 
 
@@ -321,26 +323,27 @@ def what_was_sent_before_a_word_proves_no_loss(patch: Patch) -> None:
 
 @mutant("loss")
 def a_proof_of_loss_is_not_believed(patch: Patch) -> None:
-    patch.setattr(StepServer, "_send_again", lambda self, reader, message: None)
+    patch.setattr(PartFlows, "send_again", lambda self, flow, place, resend, now: None)
 
 
 @mutant("queues")
 def any_number_of_bytes_is_on_its_way(patch: Patch) -> None:
-    patch.setattr(StepServer, "_may_send", lambda self, reader: True)
+    patch.setattr(PartFlows, "may_send", lambda self, flow, most_queued: True)
+    patch.setattr(PartFlows, "is_full", False)
 
 
 @mutant("queues")
 def what_a_reader_confirms_is_not_heard(patch: Patch) -> None:
-    patch.setattr(StepServer, "_confirm", lambda self, reader, step, part: None)
+    patch.setattr(PartFlows, "confirm", lambda self, flow, step, part: None)
 
 
 @mutant("queues")
 def what_is_queued_for_a_reader_that_is_gone_counts_for_ever(patch: Patch) -> None:
-    def forget(original: Any, self: StepServer, reader: Any) -> None:
+    def leave(original: Any, self: StepServer, reader: Any) -> None:
         if reader.name in self._registry._names:
             original(self, reader)
 
-    _wrap(patch, StepServer, "forget_queue", forget)
+    _wrap(patch, StepServer, "leave_attempt", leave)
 
 
 @mutant("brought", first=949)
@@ -526,7 +529,7 @@ def a_pack_that_is_split_for_a_mesh_splits_a_group(patch: Patch) -> None:
     def split_anywhere(bounds: I64, costs: I64, _: Any, count: int) -> Any:
         return split(bounds, costs, np.zeros(len(costs), np.uint8), count)
 
-    patch.setattr(step_cache, "split", split_anywhere)
+    patch.setattr(dealt_steps, "split", split_anywhere)
 
 
 @mutant("groups", GROUPS)
@@ -559,7 +562,7 @@ def a_rank_pads_its_rows_to_its_own_longest(patch: Patch) -> None:
         own = [-(-int(lengths[pack].max(initial=1)) // each) * each for pack in found.packs]
         return dataclasses.replace(found, widths=np.array(own, np.int64))
 
-    patch.setattr(step_cache, "deal_padded", deal)
+    patch.setattr(dealt_steps, "deal_padded", deal)
 
 
 @mutant("R10")
