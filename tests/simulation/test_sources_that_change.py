@@ -8,7 +8,7 @@ from streampack.core.intake.admission import Admission
 from tests.simulation.data import Case
 from tests.simulation.world import World
 
-SEEDS = (2, 4, 8, 14)
+SEEDS = (2, 4, 14, 18)
 """Of runs with a log and samples in their window when the broker is killed; they go back to no snapshot before."""
 
 BY_THEN_S = 60.0

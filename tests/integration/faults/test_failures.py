@@ -10,7 +10,7 @@ Tests in other modules::
       integration/samples/test_pushed: a_broker_that_is_killed_loses_no_rollout
       integration/faults/test_checkpoints: a_broker_without_the_disk_of_the_first_goes_on_from_the_trainers_state
     rank killed; trainers restart from step j
-      training/test_restarts: ranks_of_which_one_is_killed_at_every_step_have_the_same_steps_and_end_together
+      training/proofs/test_restarts: ranks_of_which_one_is_killed_at_every_step_have_the_same_steps_and_end_together
       core/serve/test_attempts: a_process_that_takes_over_gets_the_same_steps_and_the_others_notice_nothing
     slow trainer
       integration/faults/test_memory: a_million_samples_through_slow_clients_leave_the_brokers_memory_alone
@@ -34,7 +34,7 @@ Tests in other modules::
     corrupt or hostile message
       integration/commands/test_bad_input: a_flood_of_what_is_no_message_is_counted_and_told_in_a_line_or_two
     uneven tails
-      training/test_restarts: ranks_of_which_one_is_killed_at_every_step_have_the_same_steps_and_end_together
+      training/proofs/test_restarts: ranks_of_which_one_is_killed_at_every_step_have_the_same_steps_and_end_together
 
 Real processes; what they do to a network is ``proxy``'s, or network namespaces'.
 """
