@@ -54,6 +54,8 @@ class BrokerChecks:
         """(record, stop) of each chunk in the log."""
         self._sent_packs: dict[tuple[bytes, int, str, int, int], set[int]] = {}
         """Packs that went to a relay: by its peer, attempt, feed, number of the request and step."""
+        self._peers: dict[str, tuple[int, bytes]] = {}
+        """The newest way of each reader: its number and its peer."""
         disk = process.disk
         for lsn in range(len(disk.records) if disk is not None else 0):
             assert disk is not None
@@ -93,6 +95,8 @@ class BrokerChecks:
                 return self._leases(event)
         elif isinstance(event, FromTrainer) and isinstance(event.envelope.message, NodeGet | NodePing):
             return self._others(event, event.envelope.message)
+        elif isinstance(event, FromTrainer) and isinstance(event.envelope.message, Attach):
+            return self._ways(event.envelope.message)
         elif isinstance(event, FromTrainer) and not isinstance(event.envelope.message, NOT_FENCED):
             readers = self._readers_of(event)
             reader = readers.registry.at(event.peer)
@@ -105,6 +109,10 @@ class BrokerChecks:
         if isinstance(before, dict):
             wrong = [name for name, was in before.items() if self._progress_of(event, name) not in (was, None)]
             assert not wrong, f"R5: a relay spoke for {wrong}: {event}"
+        elif isinstance(before, Reader):
+            assert before.peer == self._peers[before.name][1] or not before.entered, (
+                f"R5: an old way of {before.name} was taken: {event}"
+            )
         elif before is not None:
             now = self._leases(event) if isinstance(event, FromProducer) else self._readers(self._readers_of(event))
             assert now == before, f"R5: a stale message changed something: {event}"
@@ -244,6 +252,15 @@ class BrokerChecks:
         flows = [(r.name, r.heard, r.receiver.flow) for r in readers.registry]
         rows = [(name, heard, flow.sent_upto, flow.want_stop) for name, heard, flow in flows]
         return [readers.steps.released_upto, dict(readers.steps.returned), *rows]
+
+    def _ways(self, message: Attach) -> Any:
+        """The reader that an ``Attach`` is about, if the reader has come by a newer way; it must not go back."""
+        feed = self._core.feeds.get(message.feed)
+        reader = feed.readers.registry.named(message.reader) if feed is not None else None
+        path, _ = self._peers.get(message.reader, (0, b""))
+        if reader is not None and reader.path >= path:
+            self._peers[message.reader] = reader.path, reader.peer
+        return reader if reader is not None and message.path < reader.path else None
 
     def _others(self, event: FromTrainer, message: NodeGet | NodePing) -> Any:
         """What a relay's message must not change: what is known of each reader that the relay does not speak for now;

@@ -52,7 +52,7 @@ class ClientProcess(Process):
         )  # fmt: skip
         route = None
         if relays is not None and self.host is not None and self.host.has_relay:
-            route = Route(name, insists=relays.rng.random() < 0.1, healthy_s=relays.healthy_s)
+            route = Route(name, insists=relays.rng.random() < relays.insists, healthy_s=relays.healthy_s)
         self.routed = RoutedClient(self.session, route)
         self.begin = begin
         self.fenced_by = 0

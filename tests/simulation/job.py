@@ -220,8 +220,8 @@ class Job:
         """
         part = envelope.message
         assert isinstance(part, StepPart)
-        ranks = mesh.dp, mesh.cp, mesh.pp, mesh.dp_rank, mesh.cp_rank
-        key = part.step, part.part, *ranks, *part.frames
+        is_middle = 0 < mesh.pp_rank < mesh.pp - 1
+        key = part.step, part.part, mesh.dp, mesh.cp, mesh.pp, mesh.dp_rank, mesh.cp_rank, is_middle
         crc = crc32c(msgspec.msgpack.encode(msgspec.structs.replace(part, resend=0, lineage=0)))
         for frame in envelope.payload:
             crc = crc32c(memoryview(frame), crc)

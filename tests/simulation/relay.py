@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tests.simulation.job import Job
     from tests.simulation.world import World
 
+MOST_STEPS = 5
+"""Steps that a relay may have beyond its memory: those of its first request, and the next step of a reader."""
 LOCAL_S = 0.0005
 """Delay of a message between a relay and a rank of its host."""
 
@@ -121,10 +123,14 @@ class Relays:
     def __init__(self, world: World) -> None:
         self.world, self.rng = world, random.Random(f"{world.seed} relays")
         rng = self.rng
-        self.memory_bytes = rng.choice((64 << 20, 64 << 20, 5000, 1500, 300))
+        self.memory_bytes = rng.choice((64 << 20,) * 5 + (8000, 4000, 4000, 300))
         self.full = rng.choice((0.0, 0.0, 0.02))
         """Share of messages to ranks that find their queue full."""
         self.healthy_s = rng.choice((1.0, 3.0, 8.0))
+        self.isolates = rng.random() < 0.1
+        """Relays lose the broker for good. A rank that insists on its relay could not go on."""
+        self.insists = 0.0 if self.isolates else 0.1
+        """Share of ranks that wait until their relay has answered once."""
         self.hosts: list[Host] = []
 
     def start(self, jobs: list[Job]) -> None:
@@ -140,7 +146,9 @@ class Relays:
 
     def _plan(self) -> None:
         faults = [self.kill, self.freeze, self.stop, self.outage, self.reconnect]
-        for fault in self.rng.sample(faults, self.rng.choice((0, 1, 1, 2, 3))):
+        if self.isolates:
+            faults = [self.isolate]
+        for fault in self.rng.sample(faults, min(self.rng.choice((0, 1, 1, 2, 3)), len(faults))):
             for _ in range(self.rng.randint(1, 3)):
                 self.world.clock.after(self.rng.uniform(0.1, self.world.quiet_at), self._happens, fault)
 
@@ -183,6 +191,11 @@ class Relays:
             self.world.clock.after(seconds, cut.discard, link + relay.peer)
         return seconds
 
+    def isolate(self, relay: RelayProcess) -> float:
+        """The relay and the broker never hear of each other again; their ranks must do without."""
+        self.world.network.cut |= {b"<" + relay.peer, b">" + relay.peer}
+        return 0.0
+
     def reconnect(self, relay: RelayProcess) -> float:
         """The relay has another connection to the broker, and does not notice."""
         relay.reconnect()
@@ -200,5 +213,7 @@ class Relays:
         for feed in session.feeds.values():
             kept = sum(step.num_bytes for step in feed._steps.values())
             assert kept == feed.num_bytes, "a relay counts its memory wrongly"
+            most = self.memory_bytes + MOST_STEPS * feed.largest_step
+            assert feed.num_bytes <= most, f"a relay keeps {feed.num_bytes} bytes"
         queued = sum(reader.flow.queued_bytes for reader in session.readers.values())
         assert session.flows.queued_bytes == queued, "a relay counts the bytes on their way wrongly"

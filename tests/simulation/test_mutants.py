@@ -105,7 +105,7 @@ def test_a_rule_that_is_taken_out_is_missed(
     pytest.fail(f"{MAX_SEEDS} seeds passed without the rule")
 
 
-def _wrap(patch: Patch, kind: type, name: str, around: Callable[..., Any]) -> None:
+def wrap(patch: Patch, kind: type, name: str, around: Callable[..., Any]) -> None:
     """Replace a method by ``around(original, self, *args)``."""
     original = getattr(kind, name)
     patch.setattr(kind, name, lambda self, *args, **more: around(original, self, *args, **more))
@@ -124,7 +124,7 @@ def the_end_of_a_pass_is_not_told(patch: Patch) -> None:
     def chunk(original: Any, self: ProducerSession, chunk: Any) -> Any:
         return original(self, msgspec.structs.replace(chunk, pass_ended=False))
 
-    _wrap(patch, ProducerSession, "_hold_chunk", chunk)
+    wrap(patch, ProducerSession, "_hold_chunk", chunk)
 
 
 @mutant("passes")
@@ -145,7 +145,7 @@ def a_step_is_forgotten_when_the_fastest_rank_returned_it(patch: Patch) -> None:
             self.returned[ranks] = most
         return original(self, reader, done_upto)
 
-    _wrap(patch, StepServer, "_note_done", note_done)
+    wrap(patch, StepServer, "_note_done", note_done)
 
 
 @mutant("R4")
@@ -159,8 +159,8 @@ def a_step_is_dealt_anew_each_time_it_is_read(patch: Patch) -> None:
     def in_order(original: Any, self: StepDealer, packs: Any, dealt: Any, *args: Any) -> Any:
         return original(self, packs, np.roll(dealt, next(times)), *args)
 
-    _wrap(patch, StepDealer, "_in_order", in_order)
-    _wrap(patch, KeptSteps, "parts", parts)
+    wrap(patch, StepDealer, "_in_order", in_order)
+    wrap(patch, KeptSteps, "parts", parts)
 
 
 @mutant("R5")
@@ -172,7 +172,7 @@ def samples_of_an_old_session_are_taken(patch: Patch) -> None:
             envelope = _changed(envelope, fence=self.partitions.intakes[p].session)
         return original(self, peer, envelope, now)
 
-    _wrap(patch, Leases, "receive", receive)
+    wrap(patch, Leases, "receive", receive)
 
 
 @mutant("R5")
@@ -180,7 +180,7 @@ def producers_of_an_old_broker_are_believed(patch: Patch) -> None:
     def receive(original: Any, self: Leases, peer: bytes, envelope: Envelope, now: float) -> Any:
         return original(self, peer, _changed(envelope, epoch=self.credits.epoch), now)
 
-    _wrap(patch, Leases, "receive", receive)
+    wrap(patch, Leases, "receive", receive)
 
 
 @mutant("R5")
@@ -190,7 +190,7 @@ def readers_of_an_old_broker_or_attempt_are_believed(patch: Patch) -> None:
         fence = envelope.fence if reader is None else reader.fence
         return original(self, peer, _changed(envelope, epoch=self.link.epoch, fence=fence), now)
 
-    _wrap(patch, Readers, "receive", receive)
+    wrap(patch, Readers, "receive", receive)
 
 
 @mutant("R5")
@@ -198,7 +198,7 @@ def a_producer_believes_an_old_broker(patch: Patch) -> None:
     def receive(original: Any, self: ProducerSession, envelope: Envelope) -> Any:
         return original(self, _changed(envelope, epoch=max(envelope.epoch, self.epoch)))
 
-    _wrap(patch, ProducerSession, "_receive", receive)
+    wrap(patch, ProducerSession, "_receive", receive)
 
 
 @mutant("R5", first=42)
@@ -206,7 +206,7 @@ def a_client_believes_an_old_broker(patch: Patch) -> None:
     def receive(original: Any, self: ClientSession, envelope: Envelope) -> Any:
         return original(self, _changed(envelope, epoch=max(envelope.epoch, self.epoch)))
 
-    _wrap(patch, ClientSession, "_receive", receive)
+    wrap(patch, ClientSession, "_receive", receive)
 
 
 @mutant("R5")
@@ -215,7 +215,7 @@ def a_partition_moves_without_a_new_session(patch: Patch) -> None:
         if not self._partitions.intakes[p].session:
             original(self, p)
 
-    _wrap(patch, Credits, "begin", begin)
+    wrap(patch, Credits, "begin", begin)
 
 
 @mutant("R6")
@@ -225,7 +225,7 @@ def credits_are_added_up(patch: Patch) -> None:
         granted = held.window.grant_bytes if held is not None else 0
         return original(self, msgspec.structs.replace(flow, grant_bytes=granted + flow.grant_bytes), session)
 
-    _wrap(patch, ProducerSession, "_on_flow", flow)
+    wrap(patch, ProducerSession, "_on_flow", flow)
 
 
 @mutant("R6")
@@ -239,17 +239,17 @@ def credits_of_an_old_session_count(patch: Patch) -> None:
         held = self.held.get((flow.stream, flow.partition))
         return original(self, flow, held.session[1] if held is not None else session)
 
-    _wrap(patch, ProducerSession, "_on_flow", flow)
+    wrap(patch, ProducerSession, "_on_flow", flow)
 
 
 @mutant("R9")
 def a_client_does_not_ping(patch: Patch) -> None:
-    _wrap(patch, ClientSession, "_tick", lambda original, self, now: _without(original(self, now), ReaderPing))
+    wrap(patch, ClientSession, "_tick", lambda original, self, now: _without(original(self, now), ReaderPing))
 
 
 @mutant("R9")
 def a_client_does_not_ask_again(patch: Patch) -> None:
-    _wrap(patch, ClientSession, "_tick", lambda original, self, now: _without(original(self, now), Get))
+    wrap(patch, ClientSession, "_tick", lambda original, self, now: _without(original(self, now), Get))
 
 
 @mutant("R9", first=14)
@@ -261,7 +261,7 @@ def a_producer_does_not_say_how_far_it_has_sent(patch: Patch) -> None:
 
 @mutant("R9", first=85)
 def a_producer_says_the_end_once(patch: Patch) -> None:
-    _wrap(
+    wrap(
         patch,
         ProducerSession,
         "_repeat_end_or_sent",
@@ -271,7 +271,7 @@ def a_producer_says_the_end_once(patch: Patch) -> None:
 
 @mutant("R9", first=29)
 def a_producer_does_not_ping(patch: Patch) -> None:
-    _wrap(patch, ProducerSession, "_tick", lambda original, self, now: _without(original(self, now), ProducerPing))
+    wrap(patch, ProducerSession, "_tick", lambda original, self, now: _without(original(self, now), ProducerPing))
 
 
 @mutant("R9")
@@ -280,7 +280,7 @@ def a_producer_says_hello_once(patch: Patch) -> None:
         effects = original(self, event)
         return effects if self._now < 0.6 else _without(effects, Hello)
 
-    _wrap(patch, ProducerSession, "handle", handle)
+    wrap(patch, ProducerSession, "handle", handle)
 
 
 @mutant("R9")
@@ -288,7 +288,7 @@ def credits_are_said_once(patch: Patch) -> None:
     def flow(original: Any, self: Credits, p: int, repeat: bool = False) -> Any:
         return original(self, p, repeat and not self._granted[p])
 
-    _wrap(patch, Credits, "flow", flow)
+    wrap(patch, Credits, "flow", flow)
 
 
 @mutant("go-back-N")
@@ -304,7 +304,7 @@ def a_chunk_is_taken_whatever_its_number(patch: Patch) -> None:
         placed = msgspec.structs.replace(message, base_seq=self.partitions.intakes[p].expected_seq)
         return original(self, producer, p, envelope, placed)
 
-    _wrap(patch, Leases, "_samples", samples)
+    wrap(patch, Leases, "_samples", samples)
 
 
 @mutant("go-back-N")
@@ -313,7 +313,7 @@ def a_client_takes_a_step_with_parts_missing_before_it(patch: Patch) -> None:
         self._have_upto = max(self._have_upto, message.step)
         return original(self, envelope, message)
 
-    _wrap(patch, ClientSession, "_on_part", part)
+    wrap(patch, ClientSession, "_on_part", part)
 
 
 @mutant("loss")
@@ -343,7 +343,7 @@ def what_is_queued_for_a_reader_that_is_gone_counts_for_ever(patch: Patch) -> No
         if reader.name in self._registry._names:
             original(self, reader)
 
-    _wrap(patch, StepServer, "leave_attempt", leave)
+    wrap(patch, StepServer, "leave_attempt", leave)
 
 
 @mutant("brought", first=949)
@@ -352,7 +352,7 @@ def a_snapshot_is_asked_for_once_even_if_the_question_is_lost(patch: Patch) -> N
         known = reader.pending is not None and self.expects(reader.pending.snapshot_digest)
         return None if known else original(self, reader, now)
 
-    _wrap(patch, SnapshotRequests, "should_ask", should_ask)
+    wrap(patch, SnapshotRequests, "should_ask", should_ask)
 
 
 @mutant("no timer touches FORM")
@@ -361,7 +361,7 @@ def packs_are_formed_of_what_is_there(patch: Patch) -> None:
         found = original(self, max_steps)
         return None if found is None else dataclasses.replace(found, closed=True)
 
-    _wrap(patch, Former, "request", request)
+    wrap(patch, Former, "request", request)
 
 
 @mutant("in place", first=28)
@@ -371,7 +371,7 @@ def a_client_forgets_where_it_was_when_it_attaches_again(patch: Patch) -> None:
             self._have_upto = self._done_upto
         return original(self, event)
 
-    _wrap(patch, ClientSession, "handle", handle)
+    wrap(patch, ClientSession, "handle", handle)
 
 
 @mutant("rounds", first=31)
@@ -383,7 +383,7 @@ def an_iteration_begins_before_all_ranks_are_through_with_the_one_before(patch: 
                 other.phases.go(ReaderPhase.HOLDS_READY)
         return original(self, reader)
 
-    _wrap(patch, AttemptCoordinator, "arrive", arrive)
+    wrap(patch, AttemptCoordinator, "arrive", arrive)
 
 
 @mutant("rounds")
@@ -392,7 +392,7 @@ def an_iteration_has_no_attempt_of_its_own(patch: Patch) -> None:
         self.number = max(self.number - 1, 0)
         return original(self)
 
-    _wrap(patch, AttemptCoordinator, "_begin", opened)
+    wrap(patch, AttemptCoordinator, "_begin", opened)
 
 
 @mutant("rounds")
@@ -405,7 +405,7 @@ def a_client_takes_the_steps_of_any_iteration(patch: Patch) -> None:
         self.attempt = before
         return effects
 
-    _wrap(patch, ClientSession, "_receive", receive)
+    wrap(patch, ClientSession, "_receive", receive)
 
 
 @mutant("rounds")
@@ -422,7 +422,7 @@ def a_feed_goes_back_without_new_sessions(patch: Patch) -> None:
             intake.session = session
         return [e for p in self.partitions.of_feed(feed) for e in self.credits.lease(p)]
 
-    _wrap(patch, Leases, "go_to", go_to)
+    wrap(patch, Leases, "go_to", go_to)
 
 
 @mutant("rounds")
@@ -430,12 +430,12 @@ def a_choice_from_before_a_feed_went_back_is_taken(patch: Patch) -> None:
     def formed(original: Any, self: Feed, event: Formed) -> Any:
         return original(self, msgspec.structs.replace(event, generation=self.planner.generation))
 
-    _wrap(patch, Feed, "formed", formed)
+    wrap(patch, Feed, "formed", formed)
 
 
 @mutant("feeds")
 def producers_go_when_everything_is_taken(patch: Patch) -> None:
-    _wrap(patch, Leases, "dismiss", lambda original, self, done: original(self, self.partitions.ended))
+    wrap(patch, Leases, "dismiss", lambda original, self, done: original(self, self.partitions.ended))
 
 
 @mutant("feeds")
@@ -445,7 +445,7 @@ def a_feed_takes_more_than_its_share_of_the_memory(patch: Patch) -> None:
 
 @mutant("R1", PUSHED)
 def samples_are_said_to_be_safe_before_they_are(patch: Patch) -> None:
-    _wrap(patch, Intake, "note_safe", lambda original, self, upto: original(self, 1 << 60))
+    wrap(patch, Intake, "note_safe", lambda original, self, upto: original(self, 1 << 60))
 
 
 @mutant("R1", PUSHED)
@@ -462,7 +462,7 @@ def a_step_goes_out_before_its_record_is_safe(patch: Patch) -> None:
         self._waiting = deque((-1 if isinstance(what, PlannedStep) else lsn, what) for lsn, what in self._waiting)
         return original(self)
 
-    _wrap(patch, Outbox, "hand_out", hand_out)
+    wrap(patch, Outbox, "hand_out", hand_out)
 
 
 def ranks_get_other_steps_when_the_record_of_the_first_is_lost(patch: Patch) -> None:
@@ -491,7 +491,7 @@ def the_end_is_recorded_each_time(patch: Patch) -> None:
         self.history.end = None
         return original(self)
 
-    _wrap(patch, Feed, "_close", close)
+    wrap(patch, Feed, "_close", close)
 
 
 @mutant("R8")
@@ -500,7 +500,7 @@ def the_end_goes_out_before_its_record_is_safe(patch: Patch) -> None:
         self._waiting = deque((lsn if isinstance(what, PlannedStep) else -1, what) for lsn, what in self._waiting)
         return original(self)
 
-    _wrap(patch, Outbox, "hand_out", hand_out)
+    wrap(patch, Outbox, "hand_out", hand_out)
 
 
 @mutant("R8")
@@ -508,7 +508,7 @@ def the_end_is_recorded_before_the_last_step(patch: Patch) -> None:
     def publish(original: Any, self: Feed, steps: Any) -> Any:
         return original(self, steps[:-1] if self.planner.former.finished else steps)
 
-    _wrap(patch, Feed, "_publish", publish)
+    wrap(patch, Feed, "_publish", publish)
 
 
 @mutant("batch", BATCHES)
@@ -516,7 +516,7 @@ def what_waits_behind_a_batch_is_packed_with_it(patch: Patch) -> None:
     def batch_size(original: Any, self: Former) -> Any:
         return len(self._handles) if original(self) else 0
 
-    _wrap(patch, Former, "_batch_size", batch_size)
+    wrap(patch, Former, "_batch_size", batch_size)
 
 
 @mutant("groups", GROUPS)
@@ -544,7 +544,7 @@ def a_group_that_comes_out_of_the_log_is_none(patch: Patch) -> None:
         record = msgspec.structs.replace(event.record, keep=msgspec.UNSET)
         return original(self, msgspec.structs.replace(event, record=record))
 
-    _wrap(patch, PartitionAccounts, "recalled", recalled)
+    wrap(patch, PartitionAccounts, "recalled", recalled)
 
 
 @mutant("groups", GROUPS)
@@ -552,7 +552,7 @@ def a_snapshot_knows_no_groups(patch: Patch) -> None:
     def state(original: Any, self: Former) -> Any:
         return msgspec.structs.replace(original(self), keeps=msgspec.UNSET)
 
-    _wrap(patch, Former, "state", state)
+    wrap(patch, Former, "state", state)
 
 
 @mutant("batch", PADDED)
@@ -570,7 +570,7 @@ def a_snapshot_holds_no_window(patch: Patch) -> None:
     def state(original: Any, self: Former) -> Any:
         return msgspec.structs.replace(original(self), window=b"", ages=[])
 
-    _wrap(patch, Former, "state", state)
+    wrap(patch, Former, "state", state)
 
 
 @mutant("R10", first=52)
@@ -578,12 +578,12 @@ def a_snapshot_holds_no_pending_packs(patch: Patch) -> None:
     def state(original: Any, self: Former) -> Any:
         return msgspec.structs.replace(original(self), pending=b"", counts=[])
 
-    _wrap(patch, Former, "state", state)
+    wrap(patch, Former, "state", state)
 
 
 @mutant("R10")
 def a_partition_is_read_again_from_behind_the_window(patch: Patch) -> None:
-    _wrap(patch, PartitionAccounts, "floors", lambda original, self, feed, held: original(self, feed, held[:0]))
+    wrap(patch, PartitionAccounts, "floors", lambda original, self, feed, held: original(self, feed, held[:0]))
 
 
 @mutant("script", ARRIVAL)
@@ -595,4 +595,4 @@ def the_merge_is_not_told_the_recorded_order(patch: Patch) -> None:
         finally:
             self._history.order = order
 
-    _wrap(patch, Planner, "restore", restore)
+    wrap(patch, Planner, "restore", restore)

@@ -32,6 +32,8 @@ PATIENCE_S = 120.0
 """Virtual time in which a job ends once its faults have."""
 LONGEST_S = 600.0
 """A job that is started again and again because of its faults has ended by then, too."""
+ISOLATED_S = 60.0
+"""For so long a rank waits for a relay that has lost the broker."""
 ANSWER_S = 30.0
 """What a trainer asks is answered by then, whatever happened meanwhile."""
 
@@ -140,7 +142,8 @@ class World:
             job.check()
         for client in self.clients():
             since = self.clock.now if client.asked_at is None or not client.alive else client.asked_at
-            assert self.clock.now - since < ANSWER_S, f"liveness: {client.name} has had no answer since {since:.0f} s"
+            most = ANSWER_S + (ISOLATED_S if self.relays is not None and self.relays.isolates else 0.0)
+            assert self.clock.now - since < most, f"liveness: {client.name} has had no answer since {since:.0f} s"
         for births in self.births.values():
             assert self.disk is not None
             births.check(self.disk)

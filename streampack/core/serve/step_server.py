@@ -472,8 +472,7 @@ class StepServer:
         if not receiver.readers or (receiver.is_relay and receiver.node is None):
             return []
         effects: list[Effect] = []
-        while flow.sent_upto < min(flow.want_stop, self.formed_upto):
-            number = max(flow.sent_upto, self.released_upto)
+        while (number := max(flow.sent_upto, self.released_upto)) < min(flow.want_stop, self.formed_upto):
             if unfit := self.kept.unfit(number, receiver.mesh):
                 return effects + self._send_all(receiver, Reject(code="too_few", detail=unfit))
             effects += self._send_parts(receiver, number)

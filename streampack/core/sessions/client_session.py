@@ -240,6 +240,7 @@ class ClientSession:
             return []
         if isinstance(event, Rerouted):
             self.path += 1
+            self._ask_again.reset()
             return self._reattach()
         if isinstance(event, Damaged):
             return self._ping() if self.reached else []  # the answer shows what is missing

@@ -10,8 +10,8 @@ begins with whole steps again, when a part was lost or a further rank needs part
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from streampack.core.deal.node_parts import split
 from streampack.core.deal.part_flow import Place
@@ -31,6 +31,21 @@ Pair = tuple[int, int]
 RankPart = tuple[StepPart, tuple[memoryview, ...]]
 
 
+class Share(NamedTuple):
+    """What a rank gets of a step: the packs and shards of its ``pair``, with the payload ``frames``."""
+
+    pair: Pair
+    frames: tuple[str, ...]
+
+    def fits(self, part: StepPart) -> bool:
+        """Return whether a part for the ranks of this pair has every frame that this rank gets."""
+        return not part.micro_batches or {*part.frames} >= {*self.frames}
+
+
+NOTHING = Share((0, 0), ())
+"""The share of a rank that takes no part yet."""
+
+
 @dataclass(slots=True)
 class _Step:
     """The parts of one step that have come, by pair and number of the part, and their bytes."""
@@ -38,10 +53,11 @@ class _Step:
     parts: dict[Pair, dict[int, RankPart]] = field(default_factory=dict)
     num_bytes: int = 0
 
-    def has_all(self, pair: Pair) -> bool:
-        """Return whether every part for the ranks of ``pair`` has come."""
-        found = self.parts.get(pair, {})
-        return any(len(found) == part.parts for part, _ in found.values())
+    def has_all(self, share: Share) -> bool:
+        """Return whether every part of a rank's share has come."""
+        found = self.parts.get(share.pair, {})
+        whole = any(len(found) == part.parts for part, _ in found.values())
+        return whole and all(share.fits(part) for part, _ in found.values())
 
 
 class NodeFeed:
@@ -85,8 +101,8 @@ class NodeFeed:
         self.told_done = 0
         self.unconfirmed_bytes = 0
         self._steps: dict[int, _Step] = {}
-        self._pairs: set[Pair] = set()
-        self._frames: set[str] = set()
+        self._asked: dict[str, Share] = {}
+        """The readers whose parts the broker was asked for, by name."""
 
     def begin(self, fence: int, attached: Attached) -> None:
         """Take the broker's answer to a reader that takes part in the attempt ``fence``."""
@@ -103,28 +119,31 @@ class NodeFeed:
 
     # Parts
 
-    def covers(self, pair: Pair, frames: Iterable[str]) -> bool:
-        """Return whether the broker was asked for the parts of a rank."""
-        return pair in self._pairs and self._frames >= set(frames)
+    def joins(self, reader: str) -> None:
+        """Record that a reader takes part from now on: the broker did not know it when it was asked last."""
+        self._asked.pop(reader, None)
 
-    def has_all(self, step: int, pair: Pair) -> bool:
-        """Return whether every part of ``step`` for the ranks of ``pair`` is here."""
+    def covers(self, share: Share) -> bool:
+        """Return whether the broker was asked for the parts of a rank, for this rank or for another."""
+        return any(share.pair == asked.pair and {*asked.frames} >= {*share.frames} for asked in self._asked.values())
+
+    def has_all(self, step: int, share: Share) -> bool:
+        """Return whether every part of ``step`` for a rank is here."""
         kept = self._steps.get(step)
-        return kept is not None and kept.has_all(pair)
+        return kept is not None and kept.has_all(share)
 
-    def first_missing(self, step: int, pair: Pair) -> int:
-        """Return the first step from ``step`` on of which a part for the ranks of ``pair`` is missing."""
-        while self.has_all(step, pair):
+    def first_missing(self, step: int, share: Share) -> int:
+        """Return the first step from ``step`` on of which a part for a rank is missing."""
+        while self.has_all(step, share):
             step += 1
         return step
 
-    def ask_again(self, step: int, ranks: Iterable[tuple[Pair, Sequence[str]]]) -> None:
-        """Prepare a request for all parts from ``step`` on, for these ranks with the names of their frames."""
+    def ask_again(self, step: int, shares: dict[str, Share]) -> None:
+        """Prepare a request for all parts from ``step`` on, for the readers of these names."""
         self.resend += 1
         self.next = (step, 0)
         self.unconfirmed_bytes = 0
-        self._pairs = {pair for pair, _ in ranks}
-        self._frames = {name for _, frames in ranks for name in frames}
+        self._asked = shares
 
     def take(self, envelope: Envelope, part: NodePart) -> bool:
         """Take a part; return False if parts before it were lost.
@@ -149,10 +168,11 @@ class NodeFeed:
         self.next = (part.step + 1, 0) if part.part + 1 >= part.parts else (part.step, part.part + 1)
         return True
 
-    def part(self, step: int, number: int, pair: Pair) -> RankPart | None:
-        """Return part ``number`` of ``step`` for the ranks of ``pair``; None if it has not come."""
+    def part(self, step: int, number: int, share: Share) -> RankPart | None:
+        """Return part ``number`` of ``step`` for a rank; None if it has not come."""
         kept = self._steps.get(step)
-        return None if kept is None else kept.parts.get(pair, {}).get(number)
+        found = None if kept is None else kept.parts.get(share.pair, {}).get(number)
+        return found if found is not None and share.fits(found[0]) else None
 
     def bytes_of(self, step: int) -> int:
         """Return the bytes of the parts of ``step`` that have come."""

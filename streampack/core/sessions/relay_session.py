@@ -38,7 +38,7 @@ from streampack.core.protocol.trainer_messages import (
     Wait,
 )
 from streampack.core.sessions.backoff import spread
-from streampack.core.sessions.node_feed import RETRY_S, NodeFeed, Pair
+from streampack.core.sessions.node_feed import NOTHING, RETRY_S, NodeFeed, Share
 from streampack.core.sessions.relay_events import ForReaders, FromReader, NotDelivered, SendFor, SendReader, Stop
 from streampack.core.stats.data_wait import Starvation
 
@@ -64,7 +64,7 @@ class LocalReader:
         epoch, fence: The broker and the attempt in which it takes part; ``fence`` is 0 if it does not.
         said_fence: The attempt that its own last message named.
         flow: The parts that were sent to it.
-        frames: Names of the payload frames that it gets.
+        share: What it gets of a step, once it takes part.
         done_upto, have_upto: The steps before these are returned, and received.
         heard: Time of its last message, in seconds.
         probed: True if the broker waits for a sign of life of the reader.
@@ -78,18 +78,13 @@ class LocalReader:
     fence: int = 0
     said_fence: int = 0
     flow: PartFlow = field(default_factory=PartFlow)
-    frames: list[str] = field(default_factory=list)
+    share: Share = NOTHING
     done_upto: int = 0
     have_upto: int = 0
     heard: float = 0.0
     probed: bool = False
     stats: dict[str, float] = field(default_factory=dict)
     starvation: Starvation | None = None
-
-    @property
-    def pair(self) -> Pair:
-        """(dp rank, cp rank)."""
-        return self.mesh.dp_rank, self.mesh.cp_rank
 
 
 class RelaySession:
@@ -119,6 +114,8 @@ class RelaySession:
         """Connections of readers for which the relay's key does not allow it to read."""
         self._states: dict[tuple[str, int], tuple[float, set[str]]] = {}
         """(time of the last request, names of the readers that wait) of each requested state, by feed and step."""
+        self._given_up: dict[str, str] = {}
+        """Why the relay cannot serve a feed, by the feed's name."""
         self._now = self._ask_at = 0.0
 
     def handle(self, event: Event) -> list[Effect]:
@@ -144,7 +141,7 @@ class RelaySession:
             return []
         if isinstance(event, Stop):
             self.stopped = True
-            effects = [e for reader in self.readers.values() for e in self._send_away(reader, "the relay stops")]
+            effects = [self._elsewhere(reader.peer, "the relay stops") for reader in self.readers.values()]
             return [*effects, self._send(Bye(reason="the relay stops"), 0)]
         return []
 
@@ -193,7 +190,8 @@ class RelaySession:
 
         A relay without readers asks the broker from time to time whether it answers.
         """
-        if isinstance(message, Bye) or peer in self._not_allowed:
+        given_up = getattr(message, "feed", "") in self._given_up
+        if isinstance(message, Bye) or peer in self._not_allowed or given_up:
             return []
         effects: list[Effect] = []
         if isinstance(message, ReaderPing) and not self.readers and self._now >= self._ask_at:
@@ -206,6 +204,8 @@ class RelaySession:
 
     def _attach(self, peer: bytes, envelope: Envelope, message: Attach) -> list[Effect]:
         """Pass a reader's ``Attach`` on; until the broker answers, the reader gets no steps."""
+        if (why := self._given_up.get(message.feed)) is not None:
+            return [self._elsewhere(peer, why)]
         reader = self.readers.get(message.reader)
         if reader is None or (reader.feed, reader.mesh) != (message.feed, message.mesh):
             if reader is not None:
@@ -309,7 +309,7 @@ class RelaySession:
         """Send a reader to the broker: the key of this relay does not allow it to read for the reader."""
         self._not_allowed.add(reader.peer)
         text = f"cannot read for rank {reader.mesh}, which continues with the broker: {why}"
-        effects = [Report("error", text, feed=reader.feed, rank=reader.mesh.rank), *self._send_away(reader, why)]
+        effects = [Report("error", text, feed=reader.feed, rank=reader.mesh.rank), self._elsewhere(reader.peer, why)]
         self._forget(reader)
         return effects
 
@@ -330,7 +330,9 @@ class RelaySession:
                     other.fence = 0
         feed.begin(envelope.fence, message)
         reader.epoch, reader.fence = envelope.epoch, envelope.fence
-        reader.frames = frames_for(message.rules.fields, reader.mesh, message.layout)
+        frames = frames_for(message.rules.fields, reader.mesh, message.layout)
+        reader.share = Share((reader.mesh.dp_rank, reader.mesh.cp_rank), tuple(frames))
+        feed.joins(reader.name)
         self.flows.begin(reader.flow, reader.done_upto)
 
     def _feed_of(self, reader: LocalReader) -> NodeFeed:
@@ -388,10 +390,11 @@ class RelaySession:
         return self._ask_again(feed) if place > feed.next else []
 
     def _give_up(self, feed: NodeFeed, why: str) -> list[Effect]:
-        """Send the readers of a feed to the broker, because the relay cannot serve them."""
+        """Send the readers of a feed to the broker for good, because the relay cannot serve them."""
+        self._given_up[feed.name] = why
         effects: list[Effect] = [Report("error", f"cannot serve feed {feed.name!r}: {why}", feed=feed.name)]
         for reader in [reader for reader in self.readers.values() if reader.feed == feed.name]:
-            effects += self._send_away(reader, why)
+            effects.append(self._elsewhere(reader.peer, why))
             self._forget(reader)
         feed.leave()
         return effects
@@ -407,18 +410,18 @@ class RelaySession:
         feed, flow = self.feeds[reader.feed], reader.flow
         if feed.end is not None and flow.sent_upto >= feed.end.num_steps:
             return False
-        return flow.sent_upto < flow.want_stop and feed.part(flow.sent_upto, flow.sent_part, reader.pair) is None
+        return flow.sent_upto < flow.want_stop and feed.part(flow.sent_upto, flow.sent_part, reader.share) is None
 
     def _serve(self, reader: LocalReader) -> list[Effect]:
         """Send to a reader the parts that it wants and that have come, then the end of the feed."""
         feed, flow = self.feeds[reader.feed], reader.flow
         effects: list[Effect] = []
-        group = f"{feed.name} {reader.mesh.dp_rank} {reader.mesh.cp_rank} {len(reader.frames)}".encode()
+        group = f"{feed.name} {reader.mesh.dp_rank} {reader.mesh.cp_rank} {len(reader.share.frames)}".encode()
         while flow.sent_upto < flow.want_stop and self.flows.may_send(flow, MOST_QUEUED):
-            found = feed.part(flow.sent_upto, flow.sent_part, reader.pair)
+            found = feed.part(flow.sent_upto, flow.sent_part, reader.share)
             if found is None:
                 break
-            part, payload = for_frames(*found, reader.frames)
+            part, payload = for_frames(*found, list(reader.share.frames))
             part = msgspec.structs.replace(part, resend=flow.resend)
             size = sum(len(frame) for frame in payload)
             self.flows.sent(flow, (part.step, part.part), part.part + 1 >= part.parts, size)
@@ -461,7 +464,7 @@ class RelaySession:
         if not readers:
             return []
         needs = self._needs(feed)
-        covered = all(feed.covers(reader.pair, reader.frames) for reader in readers)
+        covered = all(feed.covers(reader.share) for reader in readers)
         if needs and (not covered or min(needs) < feed.next[0]):
             return self._ask_again(feed)
         done_upto = min(reader.done_upto for reader in readers)
@@ -477,7 +480,7 @@ class RelaySession:
         """
         readers = [reader for reader in self._of(feed) if reader.flow.want_stop]
         wanted = max((reader.flow.want_stop for reader in readers), default=0)
-        lacked = [reader.have_upto for reader in readers if not feed.has_all(reader.have_upto, reader.pair)]
+        lacked = [reader.have_upto for reader in readers if not feed.has_all(reader.have_upto, reader.share)]
         room = self.memory_bytes - sum(each.num_bytes for each in self.feeds.values())
         allowed = feed.next[0] + room // feed.largest_step if feed.largest_step else wanted
         return max(feed.stop, min(wanted, max([allowed, *(step + 1 for step in lacked)])))
@@ -485,14 +488,14 @@ class RelaySession:
     def _needs(self, feed: NodeFeed) -> list[int]:
         """Return the first step that each reader needs and that is not here, of readers that have requested steps."""
         readers = [reader for reader in self._of(feed) if reader.flow.want_stop]
-        return [feed.first_missing(reader.flow.sent_upto, reader.pair) for reader in readers]
+        return [feed.first_missing(reader.flow.sent_upto, reader.share) for reader in readers]
 
     def _ask_again(self, feed: NodeFeed) -> list[Effect]:
         """Request every part again, from the first step on that a reader lacks."""
         needs = self._needs(feed)
         if not needs:
             return []
-        feed.ask_again(min(needs), [(reader.pair, reader.frames) for reader in self._of(feed)])
+        feed.ask_again(min(needs), {reader.name: reader.share for reader in self._of(feed)})
         return self._send_get(feed)
 
     def _send_get(self, feed: NodeFeed, repeated: bool = False) -> list[Effect]:
@@ -561,10 +564,10 @@ class RelaySession:
         """Return a message for a reader in its attempt."""
         return Envelope(run=self.run, epoch=self.epoch, fence=reader.fence, message=message)
 
-    def _send_away(self, reader: LocalReader, why: str) -> list[Effect]:
-        """Tell a reader to go on with the broker itself."""
+    def _elsewhere(self, peer: bytes, why: str) -> SendReader:
+        """Return the effect that tells the reader at ``peer`` to go on with the broker itself."""
         elsewhere = Envelope(run=self.run, epoch=self.epoch, fence=0, message=Elsewhere(detail=why[:2000]))
-        return [SendReader(reader.peer, elsewhere)]
+        return SendReader(peer, elsewhere)
 
 
 def _with(envelope: Envelope, message: Message) -> Envelope:

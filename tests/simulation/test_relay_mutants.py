@@ -1,0 +1,165 @@
+"""The test of the simulation with relays: take a rule of relays away, and some seed must fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.relay_messages import NodePart, relay_of
+from streampack.core.protocol.trainer_messages import Attach
+from streampack.core.serve.rank_reader import Reader
+from streampack.core.serve.rank_registry import RankRegistry
+from streampack.core.serve.readers import Readers
+from streampack.core.serve.step_server import StepServer
+from streampack.core.sessions import relay_session
+from streampack.core.sessions.node_feed import NodeFeed
+from streampack.core.sessions.relay_session import RelaySession
+from streampack.core.sessions.route import Route
+from tests.simulation.test_mutants import wrap
+from tests.simulation.world import run
+
+MAX_SEEDS = 150
+Patch = pytest.MonkeyPatch
+MUTANTS: list[Any] = []
+
+
+def mutant(first: int = 0) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    """Register a mutant; the search begins at seed ``first``, one that showed it, and goes on from there."""
+
+    def register(patch: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        MUTANTS.append(pytest.param(patch, first, id=patch.__name__))
+        return patch
+
+    return register
+
+
+@pytest.mark.parametrize(("patch", "first"), MUTANTS)
+def test_a_rule_of_relays_that_is_taken_out_is_missed(
+    patch: Callable[[Patch], None], first: int, monkeypatch: Patch
+) -> None:
+    patch(monkeypatch)
+    for seed in range(first, first + MAX_SEEDS):
+        try:
+            run(seed, relays=True)
+        except AssertionError as error:
+            if isinstance(error.__cause__, TypeError | AttributeError | NameError):
+                raise  # the mutant does not fit the code any more, so it says nothing about the rule
+            print(f"{patch.__name__}: seed {seed}: {str(error)[:160]}")
+            return
+    pytest.fail(f"{MAX_SEEDS} seeds passed without the rule")
+
+
+@mutant()
+def a_relay_reports_the_steps_that_it_has_as_returned(patch: Patch) -> None:
+    def report(original: Any, self: RelaySession, feed: NodeFeed, *more: Any) -> Any:
+        for reader in self.readers.values():
+            reader.done_upto = max(reader.done_upto, reader.have_upto)
+        return original(self, feed, *more)
+
+    wrap(patch, RelaySession, "_send_get", report)
+    wrap(patch, RelaySession, "_ping", report)
+
+
+@mutant()
+def a_relay_says_that_it_returned_what_it_holds(patch: Patch) -> None:
+    def report(original: Any, self: RelaySession, feed: NodeFeed, *more: Any) -> Any:
+        for reader in self.readers.values():
+            reader.done_upto = feed.first_missing(reader.done_upto, reader.share)
+        return original(self, feed, *more)
+
+    wrap(patch, RelaySession, "_send_get", report)
+
+
+@mutant()
+def an_attach_by_an_old_way_is_taken(patch: Patch) -> None:
+    def again(original: Any, self: Readers, reader: Reader, peer: bytes, message: Attach) -> Any:
+        return original(self, reader, peer, msgspec.structs.replace(message, path=max(reader.path, message.path)))
+
+    wrap(patch, Readers, "_attach_again", again)
+
+
+@mutant()
+def a_relay_speaks_for_readers_that_have_left_it(patch: Patch) -> None:
+    def at(original: Any, self: RankRegistry, peer: bytes) -> Any:
+        by = relay_of(peer)
+        return original(self, peer) or (None if by is None else self.named(by[1]))
+
+    wrap(patch, RankRegistry, "at", at)
+
+
+@mutant()
+def a_relay_serves_the_steps_of_an_earlier_attempt(patch: Patch) -> None:
+    def leave(self: NodeFeed) -> None:
+        self.fence = 0
+
+    patch.setattr(NodeFeed, "leave", leave)
+
+
+@mutant()
+def a_relay_does_not_ask_again_when_a_reader_joins(patch: Patch) -> None:
+    patch.setattr(NodeFeed, "covers", lambda self, share: True)
+
+
+@mutant(101)
+def a_relay_hides_that_the_broker_is_silent(patch: Patch) -> None:
+    def heard(original: Any, self: Route, broker_silent_s: float = 0.0) -> Any:
+        return original(self)
+
+    wrap(patch, Route, "heard", heard)
+
+
+@mutant(10)
+def a_client_waits_for_a_relay_that_is_silent(patch: Patch) -> None:
+    wrap(patch, Route, "tick", lambda original, self, now, may: [] if self.by_relay else original(self, now, may))
+    patch.setattr(Route, "lost", lambda self: [])
+
+
+@mutant(39)
+def a_relay_takes_parts_with_others_missing_before(patch: Patch) -> None:
+    def take(original: Any, self: NodeFeed, envelope: Envelope, part: NodePart) -> bool:
+        original(self, envelope, part)
+        return True
+
+    wrap(patch, NodeFeed, "take", take)
+
+
+@mutant()
+def every_rank_gets_the_frames_of_all(patch: Patch) -> None:
+    patch.setattr(relay_session, "for_frames", lambda part, payload, frames: (part, payload))
+
+
+@mutant()
+def a_reader_that_moves_keeps_its_old_connection(patch: Patch) -> None:
+    patch.setattr(StepServer, "move", lambda self, reader, step, host: None)
+
+
+@mutant()
+def a_relay_is_believed_whatever_attempt_it_names(patch: Patch) -> None:
+    def receive(original: Any, self: Readers, peer: bytes, envelope: Envelope, now: float) -> Any:
+        relay = self.steps.relays.get(peer)
+        fence = envelope.fence if relay is None else relay.fence
+        return original(self, peer, msgspec.structs.replace(envelope, epoch=self.link.epoch, fence=fence), now)
+
+    wrap(patch, Readers, "receive_node", receive)
+
+
+@mutant(37)
+def a_relay_requests_more_than_its_memory_holds(patch: Patch) -> None:
+    def stop(self: RelaySession, feed: NodeFeed) -> int:
+        return max([feed.stop, *(reader.flow.want_stop for reader in self._of(feed))])
+
+    patch.setattr(RelaySession, "_stop", stop)
+
+
+@mutant()
+def a_relay_does_not_ask_twice(patch: Patch) -> None:
+    def tick(original: Any, self: RelaySession, now: float) -> Any:
+        for feed in self.feeds.values():
+            feed.again.answered(now)
+        return original(self, now)
+
+    wrap(patch, RelaySession, "_tick", tick)
