@@ -1,15 +1,14 @@
 """Relays with real sockets, for ``relays.py``: a crowd of simulated ranks, and real ranks beside a relay.
 
-- ``run_crowd``: a real broker over TCP, and any number of simulated ranks. A rank, or a relay and its ranks, is a state
-  machine with a socket of its own; some processes have many of them. Packs are tiny. This is the broker's CPU time of a
-  rank and step, with sockets.
+- ``run_crowd``: a real broker over TCP, as many simulated ranks as wanted. A rank, or a relay with its ranks, is a
+  state machine with a socket of its own; some processes have many of them. Packs are tiny. This is the CPU time of the
+  broker for a rank and step, with sockets.
 - ``run_ranks``: real ranks, a real relay and a real broker, as users start them. A rank reads through the relay or from
   the broker itself, also in one run.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
@@ -28,7 +27,7 @@ from benchmarks.processes import START_TIMEOUT_S, Processes
 from benchmarks.scale_job import STATS
 from benchmarks.scale_sockets import BUDGET, TinySamples
 from benchmarks.streampack_pipe import MemorySource, quantiles_ms
-from benchmarks.traffic import NUM_PRODUCERS, PACK_TOKENS, WARM_UP_S, Traffic
+from benchmarks.traffic import NUM_PRODUCERS, PACK_TOKENS, Traffic
 from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import convert
@@ -45,6 +44,7 @@ from streampack.wire import bundles
 from streampack.wire import frames as wire
 
 RANKS_A_PROCESS = 128
+WARM_STEPS = 20
 MAX_MESSAGE_BYTES = 1 << 30
 TICK_S = 0.2
 
@@ -78,7 +78,8 @@ def _ask(processes: Processes, crowds: Sequence[Connection]) -> int:
     """Return the steps that all simulated ranks have taken."""
     for crowd in crowds:
         crowd.send("how far")
-    return min(int(processes.receive(crowd, START_TIMEOUT_S)) for crowd in crowds)
+    steps: list[int] = [processes.receive(crowd, START_TIMEOUT_S) for crowd in crowds]
+    return min(steps)
 
 
 def _broker(report: Connection, folder: str, packs: int) -> None:
@@ -285,10 +286,7 @@ def _rank(report: Connection, endpoint: str, relay: str, setup: Setup, n: int, s
     mesh = {"dp": ranks // setup.tp, "tp": setup.tp, "dp_rank": n // setup.tp, "tp_rank": n % setup.tp}
     with streampack.connect(endpoint, mesh=mesh, format="numpy", timeout_s=START_TIMEOUT_S) as loader:
         packs = iter(loader)
-        until = time.perf_counter() + WARM_UP_S
-        for _ in range(4 * setup.packs):
-            next(packs)
-        while time.perf_counter() < until:
+        for _ in range(WARM_STEPS * setup.packs):  # the same for all: a rank that stands still stops the others
             next(packs)
         report.send("warm")
         report.recv()
@@ -303,18 +301,3 @@ def _rank(report: Connection, endpoint: str, relay: str, setup: Setup, n: int, s
         report.send((tokens, quantiles_ms(waits)))
         while True:  # the others must be able to end their step
             next(packs)
-
-
-def main() -> None:
-    """Print one line of JSON for each measurement."""
-    import argparse
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("crowd", "latency", "local", "hosts"))
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--ranks", type=int, default=512)
-    args = parser.parse_args()
-    if args.what == "crowd":
-        for tp in (1, 8):
-            for node_ranks in (0, 8):
-                print(json.dumps(run_crowd(args.ranks, node_ranks, tp, args.seconds)), flush=True)

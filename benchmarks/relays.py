@@ -13,24 +13,38 @@ tensor-parallel ranks of its host. Only the broker's work is timed, as CPU time.
   whose snapshot has a window of 65,536 samples.
 - *memory*: what the core holds for each rank (tracemalloc), in a run of its own.
 
-``--sockets`` measures real sockets as well (``relay_sockets.py``): a real broker over TCP with simulated ranks behind
-real sockets, and real ranks in two network namespaces.
+``--only`` chooses parts. *table* is the above; the others use real brokers, relays and sockets:
+
+- *crowd*: the broker's CPU time over TCP; simulated ranks and relays have real sockets (``relay_sockets.py``).
+- *hosts*: bytes between two network namespaces for a node of 8 tensor-parallel ranks (``two_hosts.py``); needs root.
+- *local*: 4 ranks on one host, through a relay and directly: CPU time a million tokens.
+- *latency*: how long ``next()`` takes for a rank behind a relay and for a direct one of the same run, which work 20 ms
+  on each pack.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import sys
 import tracemalloc
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.relay_job import RelayJob
+from benchmarks.relay_sockets import Setup, run_crowd, run_ranks
 from benchmarks.report import arguments, head, say
 from benchmarks.scale_job import Shape
+from benchmarks.two_hosts import measure as two_hosts_measure
+from benchmarks.two_hosts import two_hosts
 
+PARTS = ("table", "crowd", "hosts", "local", "latency")
+TRANSPORTS: tuple[Literal["ipc", "tcp"], ...] = ("ipc", "tcp")
+WORK_S = 0.02
 RANKS = (512, 4096, 16_384, 30_000)
 NODE_RANKS = 8
 WINDOW = 65_536
@@ -44,23 +58,85 @@ REQUESTS = ("Get", "NodeGet", "merge")
 def main() -> None:
     parser = arguments(__doc__, "512 and 4,096 ranks")
     parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help=f"default: {' '.join(map(str, RANKS))}")
+    parser.add_argument("--only", action="append", choices=PARTS, help="one part; may be repeated. Default: table")
+    parser.add_argument("--seconds", type=float, metavar="S", help="time of each run of the parts with sockets")
     args = parser.parse_args()
     for ranks in args.ranks or ():
         if ranks < NODE_RANKS or ranks % NODE_RANKS:
             parser.error(f"--ranks: got {ranks}, expected a multiple of {NODE_RANKS}")
     report = head("relays", node_ranks=NODE_RANKS, window=WINDOW, steps=STEPS)
+    parts: dict[str, Callable[[argparse.Namespace], Any]] = {
+        "table": _table, "crowd": _crowd, "hosts": _hosts, "local": _local, "latency": _latency
+    }  # fmt: skip
+    for part in args.only or PARTS[:1]:
+        report[part] = parts[part](args)
+    say(report, args.json)
+
+
+def _table(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Simulated ranks, by number of ranks, mesh and way of reading."""
     measure(Shape(NODE_RANKS, 1), NODE_RANKS, window=64)  # compiles
-    print(HEADINGS)
+    print(HEADINGS + "\n\n" + MORE_HEADINGS)
     rows = []
     for ranks in args.ranks or (RANKS[:2] if args.quick else RANKS):
         for shape in (Shape(ranks, 1), Shape(ranks // NODE_RANKS, 1, tp=NODE_RANKS)):
             for node_ranks in (0, NODE_RANKS):
                 rows.append(measure(shape, node_ranks))
-                print(_line(rows[-1]), flush=True)
-    print("\n" + MORE_HEADINGS)
-    for row in rows:
-        print(_more(row))
-    say(report | {"rows": rows}, args.json)
+                print(_line(rows[-1]), _more(rows[-1]), sep="\n", flush=True)
+    return rows
+
+
+def _crowd(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Simulated ranks with real sockets."""
+    rows = []
+    for ranks in args.ranks or RANKS[:1]:
+        for tp in (1, NODE_RANKS):
+            for node_ranks in (0, NODE_RANKS):
+                rows.append(row := run_crowd(ranks, node_ranks, tp, args.seconds or (3.0 if args.quick else 10.0)))
+                print(
+                    f"{_name(row)}  broker over TCP: {row['broker_us_a_rank']} us a rank and step, "
+                    f"{row['rank_steps_per_s']} rank-steps/s a core",
+                    flush=True,
+                )
+    return rows
+
+
+def _hosts(args: argparse.Namespace) -> dict[str, Any]:
+    """Bytes between two hosts."""
+    found: dict[str, Any] = {}
+    with two_hosts() as hosts:
+        for relay in (False, True):
+            run = two_hosts_measure(hosts, NODE_RANKS, 50 if args.quick else 400, relay)
+            found["relay" if relay else "direct"] = asdict(run) | {"ratio": round(run.ratio, 4)}
+            print(
+                f"{'behind a relay' if relay else 'directly':<15} {run.ratio:.3f} bytes sent for each unique byte; "
+                f"CPU ms a step: {run.cpu_ms}",
+                flush=True,
+            )
+    return found
+
+
+def _local(args: argparse.Namespace) -> dict[str, Any]:
+    """Four ranks of one host, in turns through a relay and directly."""
+    found: dict[str, Any] = {}
+    for tp in (1, 4):
+        for transport in TRANSPORTS:
+            for relay in (False, True) * (1 if args.quick else 3):
+                setup = Setup((relay,) * 4, tp, transport)
+                run = run_ranks(setup, args.seconds or (3.0 if args.quick else 5.0))
+                name = f"{transport} {'tp' if tp > 1 else 'dp'}=4 {'relay' if relay else 'direct'}"
+                found.setdefault(name, []).append(run)
+                print(f"{name:<18} CPU ms/M tokens: {run['cpu_ms_per_million_tokens']}", flush=True)
+    return found
+
+
+def _latency(args: argparse.Namespace) -> dict[str, Any]:
+    """Two ranks of one mesh and one broker: the first reads directly, the second through a relay."""
+    setup = Setup((False, True), work_s=WORK_S)
+    run = run_ranks(setup, args.seconds or (5.0 if args.quick else 60.0))
+    direct, relay = run["next_ms"]
+    print(f"next() in ms, {1000 * WORK_S:.0f} ms of work a pack: direct {direct}, behind a relay {relay}")
+    return {"direct": direct, "relay": relay, "p99_ratio": round(relay["p99"] / direct["p99"], 3)}
 
 
 def measure(shape: Shape, node_ranks: int, window: int = WINDOW) -> dict[str, Any]:
