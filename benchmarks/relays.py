@@ -59,6 +59,7 @@ def main() -> None:
     parser = arguments(__doc__, "512 and 4,096 ranks")
     parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help=f"default: {' '.join(map(str, RANKS))}")
     parser.add_argument("--only", action="append", choices=PARTS, help="one part; may be repeated. Default: table")
+    parser.add_argument("--brief", action="store_true", help="table: leave out idle and restart, which take longest")
     parser.add_argument("--seconds", type=float, metavar="S", help="time of each run of the parts with sockets")
     args = parser.parse_args()
     for ranks in args.ranks or ():
@@ -81,8 +82,9 @@ def _table(args: argparse.Namespace) -> list[dict[str, Any]]:
     for ranks in args.ranks or (RANKS[:2] if args.quick else RANKS):
         for shape in (Shape(ranks, 1), Shape(ranks // NODE_RANKS, 1, tp=NODE_RANKS)):
             for node_ranks in (0, NODE_RANKS):
-                rows.append(measure(shape, node_ranks))
-                print(_line(rows[-1]), _more(rows[-1]), sep="\n", flush=True)
+                rows.append(measure(shape, node_ranks, brief=args.brief))
+                print(_line(rows[-1]), flush=True)
+                print(_more(rows[-1]), flush=True) if not args.brief else None
     return rows
 
 
@@ -139,10 +141,10 @@ def _latency(args: argparse.Namespace) -> dict[str, Any]:
     return {"direct": direct, "relay": relay, "p99_ratio": round(relay["p99"] / direct["p99"], 3)}
 
 
-def measure(shape: Shape, node_ranks: int, window: int = WINDOW) -> dict[str, Any]:
+def measure(shape: Shape, node_ranks: int, window: int = WINDOW, brief: bool = False) -> dict[str, Any]:
     """Return the figures of one mesh: ranks read directly (0), or through relays of ``node_ranks`` ranks."""
     row: dict[str, Any] = {"ranks": shape.ranks, "tp": shape.tp, "relays_of": node_ranks}
-    row["rank_bytes"] = _rank_bytes(shape, node_ranks) if shape.ranks <= MOST_TRACED else 0
+    row["rank_bytes"] = _rank_bytes(shape, node_ranks) if shape.ranks <= MOST_TRACED and not brief else 0
     gc.collect()
     gc.disable()
     try:
@@ -155,6 +157,8 @@ def measure(shape: Shape, node_ranks: int, window: int = WINDOW) -> dict[str, An
             job.step()
         row["step"] = _of_step(job, shape.ranks)
         job.clear()
+        if brief:
+            return row
         idle_s = max(1.0, min(shape.ranks / 1000, 10.0))
         job.tick(idle_s)
         row["idle"] = {name: round(value / idle_s, 2) for name, value in _totals(job).items()}
