@@ -338,7 +338,7 @@ class Broker:
     def _on_trainer(self, peer: bytes, envelope: Envelope) -> list[Effect]:
         """Pass a client's message to the feed that the client reads or asks for."""
         message = envelope.message
-        if isinstance(message, NodeGet | NodePing):
+        if isinstance(message, (NodeGet, NodePing)):
             return self._on_relay(peer, envelope, message)
         reads = next((feed for feed in self.feeds.values() if feed.readers.knows(peer)), None)
         if isinstance(message, Attach):

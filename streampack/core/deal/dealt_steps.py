@@ -64,10 +64,11 @@ class DealtStep:
 
         ``spans`` are ascending. Spans that meet are one slice of each column.
         """
-        spans = spans if len(spans) == 1 else _joined(spans)
         if len(spans) == 1:
             return self._slice(*spans[0])
-        found = [self._slice(a, b) for a, b in spans]
+        found = [self._slice(a, b) for a, b in _joined(spans)]
+        if len(found) == 1:
+            return found[0]
         columns, packs = zip(*found, strict=True)
         joined = tuple(map(b"".join, zip(*columns, strict=True)))
         return joined, Contents(*map(np.concatenate, zip(*packs, strict=True)))

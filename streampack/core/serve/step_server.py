@@ -20,6 +20,7 @@ import msgspec
 from streampack.core.deal.deal_stats import DealtFigures
 from streampack.core.deal.part_flow import RESEND_S, PartFlows
 from streampack.core.deal.step_cache import KeptSteps
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import SampleTable
 from streampack.core.model.steps import PlannedStep
@@ -472,10 +473,11 @@ class StepServer:
         if not receiver.readers or (receiver.is_relay and receiver.node is None):
             return []
         effects: list[Effect] = []
+        mesh = receiver.mesh
         while (number := max(flow.sent_upto, self.released_upto)) < min(flow.want_stop, self.formed_upto):
-            if unfit := self.kept.unfit(number, receiver.mesh):
+            if unfit := self.kept.unfit(number, mesh):
                 return effects + self._send_all(receiver, Reject(code="too_few", detail=unfit))
-            effects += self._send_parts(receiver, number)
+            effects += self._send_parts(receiver, mesh, number)
             if flow.sent_upto <= number:
                 return effects
         if self.end is not None and flow.sent_upto >= self.end.num_steps:
@@ -488,10 +490,10 @@ class StepServer:
         """Send a message to every reader of a receiver."""
         return [e for reader in list(receiver.readers.values()) for e in self._link.send(reader, message)]
 
-    def _send_parts(self, receiver: Receiver, number: int) -> list[Effect]:
+    def _send_parts(self, receiver: Receiver, mesh: Mesh, number: int) -> list[Effect]:
         """Send the next parts of step ``number`` to a receiver, as far as the limits allow."""
         effects: list[Effect] = []
-        flow, node, mesh = receiver.flow, receiver.node, receiver.mesh
+        flow, node = receiver.flow, receiver.node
         begin = flow.sent_part if flow.sent_upto == number else 0
         parts = (
             self.kept.parts(number, mesh, begin, flow.resend)
