@@ -158,6 +158,8 @@ class AttemptCoordinator:
         if not others or (self._registry.now - heard > silent_s and self._registry.now > claim.since + probed_s):
             effects = [e for other in others for e in self.leave(other, Departure.TAKEN_OVER, silent_s)]
             return effects + self.take_rank(claim)
+        if heard <= claim.since:
+            return []
         late, foreign = self._is_late(claim), self._registry.is_foreign(claim)
         restarts = (late or foreign) and entered  # the old processes may be about to end
         if heard <= claim.since + (RESTART_S if restarts else 0.0):

@@ -42,6 +42,8 @@ class SnapshotRequests:
 
     def is_full(self, digest: bytes) -> bool:
         """Return whether readers use ``MOST_BROUGHT`` snapshots besides ``digest``, after forgetting unused ones."""
+        if digest in self._asked and len(self._here.keys() | self._asked.keys()) <= MOST_BROUGHT:
+            return False  # thousands of readers attach with one snapshot before it comes
         held = {id(reader.snapshot) for reader in self._registry}
         self._here = {known: snapshot for known, snapshot in self._here.items() if id(snapshot) in held}
         pending = {reader.pending.snapshot_digest for reader in self._registry if reader.pending is not None}

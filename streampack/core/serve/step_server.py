@@ -91,6 +91,8 @@ class StepServer:
         """Number of steps that each rank of the attempt has returned; empty before the first attempt."""
         self.unheard: set[Ranks] = set()
         """Ranks without a message since a process was replaced: all processes may be restarting."""
+        self._heard: list[Ranks] = []
+        """The other ranks of the attempt, if a process was replaced in it."""
         self._chains: dict[int, bytes] = {}
         """Digest of all steps before a step, by its number."""
         self._missing: Missing | None = None
@@ -213,8 +215,13 @@ class StepServer:
         """Record that a reader is alive and has not gone back; delete steps that were kept in case it had."""
         if reader.mesh.ranks not in self.unheard:
             return []
-        self.unheard.remove(reader.mesh.ranks)
+        self._hear(reader.mesh.ranks)
         return self.release()
+
+    def _hear(self, ranks: Ranks) -> None:
+        """Record that a rank has sent a message since a process was replaced."""
+        self.unheard.remove(ranks)
+        self._heard.append(ranks)
 
     def get(self, reader: Reader, message: Get) -> list[Effect]:
         """Answer a reader's request for steps: send parts, or tell the reader why its next step waits."""
@@ -262,6 +269,7 @@ class StepServer:
         """Forget the ranks of the attempt."""
         self.returned.clear()
         self.unheard.clear()
+        self._heard.clear()
 
     def begin(self, ranks: Iterable[Ranks]) -> None:
         """Begin an attempt of these ranks; no steps are kept for a rank until ``enter``."""
@@ -357,8 +365,14 @@ class StepServer:
 
     def await_others(self, ranks: Ranks) -> None:
         """Keep steps until every rank but ``ranks``, whose process was replaced, has sent a message."""
-        if self.returned:
-            self.unheard = self.returned.others(ranks)
+        if not self.returned:
+            return
+        if len(self.unheard) + len(self._heard) == len(self.returned):
+            self.unheard.update(self._heard)  # thousands of processes may be replaced one after another
+        else:
+            self.unheard = set(self.returned)
+        self.unheard.discard(ranks)
+        self._heard = [ranks]
 
     def leave_round(self, ranks: Ranks) -> None:
         """Stop keeping steps for a rank that asks for a later round."""
@@ -439,7 +453,7 @@ class StepServer:
             ranks = reader.mesh.ranks
             reader.have_upto = max(reader.have_upto, done_upto)
             if ranks in self.unheard:
-                self.unheard.remove(ranks)
+                self._hear(ranks)
                 changed = True
             if (upto := min(done_upto, ever_sent)) > returned[ranks]:
                 returned[ranks] = upto
