@@ -32,7 +32,7 @@ RankPart = tuple[StepPart, tuple[memoryview, ...]]
 
 
 class Share(NamedTuple):
-    """What a rank gets of a step: the packs and shards of its ``pair``, with the payload ``frames``."""
+    """A rank's part of a step: the packs and shards of its ``pair``, with the payload ``frames``."""
 
     pair: Pair
     frames: tuple[str, ...]

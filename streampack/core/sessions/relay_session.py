@@ -64,7 +64,7 @@ class LocalReader:
         epoch, fence: The broker and the attempt in which it takes part; ``fence`` is 0 if it does not.
         said_fence: The attempt that its own last message named.
         flow: The parts that were sent to it.
-        share: What it gets of a step, once it takes part.
+        share: Its part of each step, once it takes part.
         done_upto, have_upto: The steps before these are returned, and received.
         heard: Time of its last message, in seconds.
         probed: True if the broker waits for a sign of life of the reader.
@@ -115,7 +115,7 @@ class RelaySession:
         self._states: dict[tuple[str, int], tuple[float, set[str]]] = {}
         """(time of the last request, names of the readers that wait) of each requested state, by feed and step."""
         self._given_up: dict[str, str] = {}
-        """Why the relay cannot serve a feed, by the feed's name."""
+        """Reasons for which the relay cannot serve a feed, by the feed's name."""
         self._now = self._ask_at = 0.0
 
     def handle(self, event: Event) -> list[Effect]:
