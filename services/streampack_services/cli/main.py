@@ -351,6 +351,9 @@ def demo(
         typer.Option("--keys", help="Use encrypted TCP connections with keys, as a run on several hosts does.",
                      rich_help_panel=ADVANCED),
     ] = False,
+    relay: Annotated[
+        bool, typer.Option("--relay", help="Read through a relay, with two tensor-parallel ranks for each shard.")
+    ] = False,
     as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the result.")] = False,
 ) -> None:  # fmt: skip
@@ -368,7 +371,7 @@ def demo(
     module: Any = importlib.import_module("streampack_services.demo.demo")
     options = module.DemoOptions(
         steps=steps, budget=budget, window=window, packer=packer, dp=dp, cp=cp, source=source,
-        tokenizer=tokenizer, work_ms=work_ms, json=as_json, quiet=quiet, keys=keys,
+        tokenizer=tokenizer, work_ms=work_ms, json=as_json, quiet=quiet, keys=keys, relay=relay,
     )  # fmt: skip
     raise typer.Exit(module.run_demo(options))
 

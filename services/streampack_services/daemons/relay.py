@@ -13,9 +13,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from streampack.core.protocol.events import Effect, FromBroker, Report, Send, Tick, Unsent
 from streampack.core.protocol.message import Envelope, Reject
@@ -62,6 +63,8 @@ class RelayService:
     def __init__(self, broker: str, listen: str, memory_bytes: int = 1 << 30, key: Key | None = None) -> None:
         self.broker, self.listen = broker, listen
         self.session = RelaySession(f"{socket.gethostname()}:{os.getpid()}", memory_bytes)
+        self.received_bytes = self.sent_bytes = 0
+        """Bytes that came from the broker, and that the ranks were given."""
         self._stopping = threading.Event()
         self._bundled: list[tuple[str, Envelope]] = []
         self._damaged = 0
@@ -130,6 +133,7 @@ class RelayService:
 
     def _from_broker(self, frames: list[object]) -> None:
         """Decode a message of the broker, for the relay or for its readers."""
+        self.received_bytes += _size(frames)
         try:
             if bundles.is_bundle(frames):
                 items = tuple(bundles.decode_bundle(frames))
@@ -174,7 +178,9 @@ class RelayService:
             if isinstance(effect, SendReader):
                 if effect.group:
                     self._router.share(effect.peer, effect.group)
-                if not self._router.send(effect.peer, wire.encode(effect.envelope)):
+                frames = wire.encode(effect.envelope)
+                self.sent_bytes += _size(frames)
+                if not self._router.send(effect.peer, frames):
                     self._perform(self.session.handle(NotDelivered(effect.peer, effect.envelope)))
             elif isinstance(effect, SendFor):
                 self._bundled.append((effect.reader, effect.envelope))
@@ -216,7 +222,16 @@ def serve(broker: str, listen: str, memory_bytes: int, key: Key | None) -> None:
     with _stopped_by_signals(service):
         log.info("reading from %s for the ranks of this host; ranks connect to %s", broker, listen)
         service.run()
-        log.info("stopped; ranks continue with the broker")
+        found = {"received_bytes": service.received_bytes, "sent_bytes": service.sent_bytes}
+        log.info(
+            "stopped after receiving %.1f MB and giving %.1f MB to ranks; they continue with the broker",
+            found["received_bytes"] / 1e6, found["sent_bytes"] / 1e6, extra={"figures": found},
+        )  # fmt: skip
+
+
+def _size(frames: Iterable[Any]) -> int:
+    """Return the bytes of all frames of a message."""
+    return sum(memoryview(frame).nbytes for frame in frames)
 
 
 @contextlib.contextmanager

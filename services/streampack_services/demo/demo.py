@@ -7,6 +7,7 @@ must have arrived exactly once, with the same tokens.
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import shutil
@@ -29,6 +30,7 @@ from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import convert
 from streampack.core.model.mesh import Mesh
 from streampack.errors import StreampackError
+from streampack.transport.relay_socket import OFF, is_served
 from streampack.transport.rendezvous import read_rendezvous
 from streampack_services.broker.authorization import new_key
 from streampack_services.demo.demo_rank import RankReport, run_rank
@@ -39,6 +41,8 @@ from streampack_services.run.child import last_line
 PARTITIONS = 4
 PRODUCERS = 2
 MICRO_BATCHES = 2
+TP = 2
+"""Tensor-parallel ranks with a relay."""
 SEED = 17
 START_TIMEOUT_S = 600.0
 """Limit for the broker's start, in seconds: a busy machine compiles the kernels for minutes."""
@@ -64,7 +68,14 @@ class DemoOptions:
     json: bool
     quiet: bool
     keys: bool = False
+    relay: bool = False
+    """Read through a relay, with ``TP`` tensor-parallel ranks for each shard."""
     tokenizer: str | None = None
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel ranks that read the same data."""
+        return TP if self.relay else 1
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -122,14 +133,22 @@ def _run(
     producer = {"broker": f"file://{rendezvous}", "key_file": key_file, "streams": {"text": source}}
     for i in range(PRODUCERS):
         _start(processes, folder, f"producer-{i}", producer, "produce")
+    relay = f"ipc://{folder}/relay" if options.relay else OFF
+    if options.relay:
+        words = ["--broker", endpoint, "--listen", relay, "--log-json", *(["--key-file", key_file] if key_file else [])]
+        _start_words(processes, folder, "relay", "relay", *words)
+        _wait_for_relay(relay, processes[-1], folder)
     with _bar(console) as bar:
         task = bar.add_task("reading and checking", total=steps)
         reports, seconds = _train(
-            options, endpoint, key_file, processes, folder, lambda n: bar.update(task, completed=n)
+            options, endpoint, key_file, relay, processes, folder, lambda n: bar.update(task, completed=n)
         )
         bar.update(task, completed=max(report.steps for report in reports))
     console.print()
-    found = judged(reports, expected, rules, options.dp, options.cp, seconds)
+    found = judged(reports, expected, rules, Mesh(dp=options.dp, cp=options.cp, tp=options.tp), seconds)
+    if options.relay:
+        _stop(processes[-1:])
+        found |= _relayed(folder / "relay.log")
     return found | {"metrics": f"{http}/metrics"}
 
 
@@ -168,9 +187,29 @@ def _start(
     """
     config = folder / f"{name}.yaml"
     config.write_text(json.dumps(tree))  # JSON is YAML
+    _start_words(processes, folder, name, command[0], "-c", str(config), *command[1:])
+
+
+def _start_words(processes: list[subprocess.Popen[bytes]], folder: Path, name: str, *command: str) -> None:
+    """Start ``streampack COMMAND``, which logs to ``NAME.log`` in ``folder``; append the process to ``processes``."""
     with (folder / f"{name}.log").open("wb") as log:
-        words = [sys.executable, "-P", "-m", "streampack", command[0], "-c", str(config), *command[1:]]
+        words = [sys.executable, "-P", "-m", "streampack", *command]
         processes.append(subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
+
+
+def _wait_for_relay(relay: str, process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Wait until the relay listens. Raises StreampackError if it ends, or does not start in time."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not is_served(relay):
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise StreampackError(f"The relay did not start. Its last log line: {last_line(folder / 'relay.log')}")
+        time.sleep(0.02)
+
+
+def _relayed(log: Path) -> dict[str, int]:
+    """Return the bytes that a stopped relay received from the broker, and those that its ranks got, from its log."""
+    figures = json.loads(last_line(log))["figures"]
+    return {"relay_received_bytes": figures["received_bytes"], "relay_sent_bytes": figures["sent_bytes"]}
 
 
 def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
@@ -200,8 +239,8 @@ def _wait_for_broker(rendezvous: Path, broker: subprocess.Popen[bytes], folder: 
 
 
 def _train(
-    options: DemoOptions, endpoint: str, key_file: str, daemons: list[subprocess.Popen[bytes]], folder: Path,
-    progress: Any,
+    options: DemoOptions, endpoint: str, key_file: str, relay: str, daemons: list[subprocess.Popen[bytes]],
+    folder: Path, progress: Any,
 ) -> tuple[list[RankReport], float]:  # fmt: skip
     """Run a process per rank of the mesh; return the ranks' reports and the time from the first step on, in seconds.
 
@@ -209,13 +248,14 @@ def _train(
     """
     context = multiprocessing.get_context("spawn")
     ranks, pipes = [], []
-    for dp_rank in range(options.dp):
+    tp = options.tp
+    for dp_rank, tp_rank in itertools.product(range(options.dp), range(tp)):
         links = [context.Pipe() for _ in range(options.cp - 1)]
         for cp_rank in range(options.cp):
             ours, theirs = context.Pipe(duplex=False)
-            mesh = Mesh(dp=options.dp, cp=options.cp, dp_rank=dp_rank, cp_rank=cp_rank)
+            mesh = Mesh(dp=options.dp, cp=options.cp, tp=tp, dp_rank=dp_rank, cp_rank=cp_rank, tp_rank=tp_rank)
             peers = [links[cp_rank - 1][1]] if cp_rank else [near for near, _ in links]
-            arguments = (endpoint, key_file, mesh, options.work_ms, peers, theirs)
+            arguments = (endpoint, key_file, relay, mesh, options.work_ms, peers, theirs)
             rank = context.Process(target=run_rank, args=arguments, daemon=True)
             rank.start()
             theirs.close()
@@ -238,7 +278,7 @@ def _gather(
 ) -> tuple[list[RankReport], float]:
     """Receive the progress and the report of every rank; return the reports and the time in seconds.
 
-    Return early if a rank reports an error. Raises StreampackError if the broker or a producer fails.
+    Return early if a rank reports an error. Raises StreampackError if a daemon fails.
     """
     reports: list[RankReport] = []
     open_ = list(pipes)
@@ -261,7 +301,7 @@ def _gather(
                 return reports, 0.0
         failed = [process for process in daemons if process.poll() not in (None, 0)]
         if failed:
-            name = ["broker", *(f"producer-{i}" for i in range(PRODUCERS))][daemons.index(failed[0])]
+            name = ["broker", *(f"producer-{i}" for i in range(PRODUCERS)), "relay"][daemons.index(failed[0])]
             raise StreampackError(f"The process {name} failed. Its last log line: {last_line(folder / f'{name}.log')}")
     return reports, time.monotonic() - (first or began)
 
@@ -307,6 +347,10 @@ def _table(found: dict[str, Any], options: DemoOptions) -> Table:
         ("data wait", percent(found["starved_fraction"]), "share of time, worst rank"),
         ("shards verified", f"{found['shards_verified']:,}", "labels, positions, boundaries"),
     ]  # fmt: skip
+    if options.relay:
+        received, sent = found["relay_received_bytes"], found["relay_sent_bytes"]
+        meaning = f"{options.tp} tp ranks share each byte"
+        rows.append(("through the relay", f"{received / 1e6:,.1f} MB for {sent / 1e6:,.1f}", meaning))
     for row in rows:
         table.add_row(*row)
     return table

@@ -6,6 +6,7 @@ again, checks labels, positions and boundaries, and takes the checksum of each s
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -18,6 +19,7 @@ from streampack.core.model.samples import I64, IGNORE_INDEX
 from streampack.errors import StreampackError
 from streampack.packs.pack import Pack
 from streampack.packs.step import Step
+from streampack.transport.relay_socket import ENVIRONMENT
 from streampack.wire.checksums import crc32c
 
 REPORT_EVERY_S = 0.1
@@ -30,6 +32,7 @@ class RankReport:
     """Steps, packs, samples and waiting times of one rank, and its error."""
 
     error: str = ""
+    tp_rank: int = 0
     steps: int = 0
     samples: list[tuple[int, int, int, int]] = field(default_factory=list)
     """(stream, index, part, crc32c of the tokens) of each sample; only rank 0 of each context-parallel group has it."""
@@ -45,14 +48,16 @@ class RankReport:
 
 
 def run_rank(
-    endpoint: str, key_file: str, mesh: Mesh, work_ms: float, peers: list[Connection], report: Connection
+    endpoint: str, key_file: str, relay: str, mesh: Mesh, work_ms: float, peers: list[Connection], report: Connection
 ) -> None:
     """Read and check all steps as one rank, in a process of its own; send a RankReport through ``report``.
 
+    ``relay``: the address of the relay to read through, or ``off``.
     ``peers``: on rank 0 of a context-parallel group, the pipes to all other ranks of the group; on the other ranks, the
     pipe to rank 0.
     """
-    found = RankReport()
+    os.environ[ENVIRONMENT] = relay
+    found = RankReport(tp_rank=mesh.tp_rank)
     try:
         with connect(endpoint, mesh=mesh, format="numpy", key_file=key_file) as loader:
             _train(loader, mesh, work_ms / 1000, peers, report, found)

@@ -5,12 +5,14 @@ This module starts no process and opens no socket.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
 import numpy as np
 
 from streampack.config.typed_yaml import convert
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import index_of
 from streampack.core.stats.fill import figures
@@ -57,15 +59,18 @@ def expected_samples(settings: dict[str, Any], budget: int, partitions: int, see
     return found
 
 
-def judged(
-    reports: list[RankReport], expected: Expected, rules: Rules, dp: int, cp: int, seconds: float
-) -> dict[str, Any]:
+def judged(reports: list[RankReport], expected: Expected, rules: Rules, mesh: Mesh, seconds: float) -> dict[str, Any]:
     """Return the demo's result: counts of lost, repeated and damaged samples, and figures of the packing.
 
-    ``ok`` is True if every expected sample arrived exactly once and all ranks read the same steps.
-    ``seconds``: time during which the ranks read.
+    ``ok`` is True if every expected sample arrived exactly once, all ranks of ``mesh`` read the same steps, and
+    tensor-parallel ranks read the same samples. ``seconds``: time during which the ranks read.
     """
     errors = [report.error for report in reports if report.error]
+    verified = sum(report.shards_verified for report in reports)
+    same = len({(report.chain, report.steps) for report in reports}) == 1 and len(reports) == math.prod(mesh.sizes)
+    by_tp_rank = [sorted(s for r in reports if r.tp_rank == rank for s in r.samples) for rank in range(mesh.tp)]
+    same = same and all(samples == by_tp_rank[0] for samples in by_tp_rank)
+    all_reports, reports = reports, [report for report in reports if report.tp_rank == 0]
     arrived = Counter((stream, index, part) for report in reports for stream, index, part, _ in report.samples)
     wrong = sum(
         expected.get((stream, index, part), (None, 0))[0] != crc
@@ -78,15 +83,12 @@ def judged(
     full = figures(real, rules.budget)
     capacity = max(full.packs * rules.budget, 1)
     empty = int((real == 0).sum())
-    waits = np.array([ms for report in reports for ms in report.next_ms] or [0.0])
+    waits = np.array([ms for report in all_reports for ms in report.next_ms] or [0.0])
     chains = {report.chain for report in reports}
-    ranks = dp * cp
     steps = max((report.steps for report in reports), default=0)
-    starved = max((report.stats.get("starved_fraction", 1.0) for report in reports), default=1.0)
-    verified = sum(report.shards_verified for report in reports)
-    same = len(chains) == 1 and len({report.steps for report in reports}) == 1 and len(reports) == ranks
+    starved = max((report.stats.get("starved_fraction", 1.0) for report in all_reports), default=1.0)
     return {
-        "ok": not (errors or lost or repeated or wrong) and same and verified == full.packs * cp,
+        "ok": not (errors or lost or repeated or wrong) and same and verified == full.packs * mesh.cp * mesh.tp,
         "error": errors[0] if errors else "",
         "samples_produced": len(expected),
         "samples_delivered": sum(arrived.values()),

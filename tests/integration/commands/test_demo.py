@@ -28,6 +28,16 @@ def test_the_demo_delivers_every_sample_once() -> None:
     assert abs(sum(found["waste"].values()) - found["waste_ratio"]) < 1e-9
 
 
+def test_the_demo_reads_each_byte_once_through_a_relay() -> None:
+    result = streampack("demo", "--json", "--steps", "12", "--work-ms", "5", "--relay", "--keys")
+    assert result.returncode == 0, result.stderr + result.stdout
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["samples_delivered"] == found["samples_produced"] > 150
+    assert found["samples_lost"] == found["samples_duplicated"] == found["samples_damaged"] == 0
+    assert found["shards_verified"] == 4 * found["packs"], "2 cp and 2 tp ranks check each pack"
+    assert found["tokens"] * 2 < found["relay_received_bytes"] < 0.6 * found["relay_sent_bytes"]
+
+
 def test_the_demo_reads_the_users_own_files_on_another_mesh(tmp_path: Path) -> None:
     rows = [{"text": "x" * (1 + 37 * i % 900)} for i in range(700)]
     files = write_jsonl(tmp_path / "mine.jsonl", rows)
