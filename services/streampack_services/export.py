@@ -74,7 +74,7 @@ PLACES: dict[str, Place] = {
     "k8s": Place(
         ("kubernetes", "RUNBOOK.md"),
         "kubectl apply -k {dir}/standalone; for a sidecar, put your Job into {dir}/sidecar/job.yaml "
-        "and apply {dir}/sidecar",
+        "and apply {dir}/sidecar. Trainers in several Pods: put your Job into {dir}/trainers/job.yaml",
         "kubernetes", ("image", "namespace", *_RUN),
     ),
     "systemd": Place(

@@ -115,6 +115,17 @@ def pods(kubernetes: Path, sidecar: Tree) -> dict[str, Tree]:
     }
 
 
+RELAYS = ("relay", "relay-of-node")
+"""Components that let trainers' Pods read through a relay."""
+
+
+def trainers(kubernetes: Path, component: str) -> Tree:
+    """The example's Job of trainers with a component patched in."""
+    (job,) = loaded(kubernetes / "trainers/job.yaml")
+    (patch,) = loaded(kubernetes / f"components/{component}/job.yaml")
+    return dict(merged(job, patch | {"metadata": {}}))
+
+
 def containers(pod: Tree) -> list[Tree]:
     return [*pod.get("initContainers", []), *pod["containers"]]
 
@@ -125,13 +136,15 @@ def test_every_manifest_is_one_that_kubernetes_knows(kubernetes: Path, sidecar: 
     known = [tree for path in (kubernetes / "standalone").glob("*.yaml") for tree in loaded(path) if "kind" in tree]
     native = [tree for tree in [*known, sidecar] if "kustomize" not in tree["apiVersion"]]
     assert {tree["kind"] for tree in native} == {"StatefulSet", "Service", "Job", "NetworkPolicy"}
+    (relays,) = loaded(kubernetes / "relays/daemonset.yaml")
+    native += [relays, *(trainers(kubernetes, component) for component in RELAYS)]
     for tree in native:
         kubernetes_validate.validate(tree, KUBERNETES, strict=True)
 
 
 def test_a_kustomization_names_files_that_are_there(kubernetes: Path) -> None:
     files = sorted(kubernetes.rglob("kustomization.yaml"))
-    assert len(files) == 5
+    assert len(files) == 9
     for name in ("producers", "trainers"):  # as the component says
         result = in_process("keys", "new", kubernetes / "components/keys/keys", name, "--role", name[:-1])
         assert result.returncode == 0, result.stderr
@@ -165,8 +178,9 @@ def test_with_keys_every_process_has_its_own_and_no_other(kubernetes: Path) -> N
         assert files == [f"{mount}/{file}" for file in secrets[secret] if secret != "streampack-broker"]
 
 
-def test_a_job_set_gets_what_a_job_gets(kubernetes: Path) -> None:
-    (job,), (operations,) = (loaded(kubernetes / f"components/sidecar/{name}.yaml") for name in ("job", "jobset"))
+@pytest.mark.parametrize("component", ["sidecar", "relay"])
+def test_a_job_set_gets_what_a_job_gets(kubernetes: Path, component: str) -> None:
+    (job,), (operations,) = (loaded(kubernetes / f"components/{component}/{name}.yaml") for name in ("job", "jobset"))
     found: Tree = {}
     for each in operations:
         path = each["path"].removeprefix("/spec/replicatedJobs/0/template/spec/template/").split("/")
@@ -179,7 +193,7 @@ def test_a_job_set_gets_what_a_job_gets(kubernetes: Path) -> None:
     pod = template["spec"]
     (trainer,) = pod["containers"]
     both = {key: value for key, value in (pod | trainer).items() if key not in ("containers", "name")}
-    assert found == both | {"metadata": template["metadata"]}
+    assert found == both | ({"metadata": template["metadata"]} if "metadata" in template else {})
 
 
 def test_a_sidecar_is_native_and_the_trainer_waits_for_it(sidecar: Tree) -> None:
@@ -238,6 +252,42 @@ def test_a_trainer_beside_the_broker_finds_its_sockets(kubernetes: Path, sidecar
     assert sidecar["spec"]["template"]["spec"]["shareProcessNamespace"] is True
 
 
+@pytest.mark.parametrize("component", RELAYS)
+def test_a_trainer_finds_its_relay_and_both_find_the_broker(kubernetes: Path, component: str) -> None:
+    job = trainers(kubernetes, component)
+    pod = job["spec"]["template"]["spec"]
+    (trainer,) = pod["containers"]
+    if component == "relay":
+        relays = pod
+        (relay,) = pod["initContainers"]
+        assert relay["restartPolicy"] == "Always", "native, so the Job can complete"
+        assert pod["shareProcessNamespace"] is True
+    else:
+        (daemons,) = loaded(kubernetes / "relays/daemonset.yaml")
+        relays = daemons["spec"]["template"]["spec"]
+        (relay,) = relays["containers"]
+        labels = daemons["spec"]["template"]["metadata"]["labels"]
+        assert daemons["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        assert "streampack" in labels, "the broker's network policy lets it in"
+        assert labels["streampack"] == job["spec"]["template"]["metadata"]["labels"]["streampack"]
+    assert relay["env"] == trainer["env"]
+    where = {each["name"]: each["value"] for each in relay["env"]}
+    (service,) = loaded(kubernetes / "standalone/service.yaml")
+    port = read_broker(kubernetes / "standalone/broker.yaml").listen.trainers.rpartition(":")[2]
+    assert where["STREAMPACK_ENDPOINT"] == f"tcp://{service['metadata']['name']}:{port}"
+    folder = str(Path(where["STREAMPACK_RELAY"].removeprefix("ipc://")).parent)
+    volumes = []
+    for of, each in ((relays, relay), (pod, trainer)):
+        (name,) = (mount["name"] for mount in each["volumeMounts"] if mount["mountPath"] == folder)
+        volumes += [{key: value for key, value in volume.items() if key != "name"}
+                    for volume in of["volumes"] if volume["name"] == name]  # fmt: skip
+        assert (of.get("securityContext", {}) | each["securityContext"])["runAsUser"] == 10001
+    assert len(volumes) == 2
+    assert volumes[0] == volumes[1]
+    memory = float(relay["resources"]["limits"]["memory"].removesuffix("Gi"))
+    assert memory >= 1 + float(str(parse(relay["args"])[1]["memory"]).removesuffix("GiB"))
+
+
 def test_selectors_select_what_they_mean(kubernetes: Path, sidecar: Tree) -> None:
     """A sidecar's Pod, which is a trainer's, is neither in the Service nor under the broker's network policy."""
     trees = {each["kind"]: each for path in (kubernetes / "standalone").glob("*.yaml") for each in loaded(path)
@@ -278,18 +328,18 @@ def commands() -> Iterator[tuple[str, list[str]]]:
         name = str(path.relative_to(FILES))
         if path.suffix in (".service", ".sbatch"):
             joined = text.replace("\\\n", " ")
-            for line in re.findall(r"^(?!#).*?\bstreampack ((?:broker|produce|run) --.*)$", joined, re.M):
+            for line in re.findall(r"^(?!#).*?\bstreampack ((?:broker|produce|run|relay) --.*)$", joined, re.M):
                 yield name, shlex.split(line.rstrip("& ").replace("%i", RUN))
         if path.suffix == ".yaml":
-            for found in re.findall(r"(?:args|command): \[((?:broker|produce),.*)\]", text):
+            for found in re.findall(r"(?:args|command): \[((?:broker|produce|relay),.*)\]", text):
                 yield name, yaml.safe_load(f"[{found}]")
 
 
 def test_every_command_is_one_of_ours() -> None:
     found = list(commands())
-    assert len(found) == 13, found
+    assert len(found) == 19, found
     for name, words in found:
-        assert parse(words)[0] in ("broker", "produce", "run"), name
+        assert parse(words)[0] in ("broker", "produce", "run", "relay"), name
 
 
 def brokers() -> Iterator[tuple[str, BrokerConfig, float, float]]:
@@ -373,7 +423,7 @@ def test_a_dockerfile_copies_what_an_installation_needs() -> None:
 def test_systemd_takes_the_units(tmp_path: Path) -> None:
     folder = exported("systemd", tmp_path, "--prefix", BIN.parent)
     units = sorted(folder.glob("*.service"))
-    assert len(units) == 2
+    assert len(units) == 3
     analyze = program("systemd-analyze")
     run_tool(analyze, "verify", "--man=no", *units)
     for unit in units:

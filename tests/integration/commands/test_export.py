@@ -102,8 +102,8 @@ def test_options_are_filled_in_everywhere(tmp_path: Path) -> None:
     text = "".join(path.read_text() for path in folder.rglob("*.yaml"))
     assert IMAGE not in text
     assert RUN not in text
-    assert text.count("image: registry:5000/streampack:1.0") == 7
-    assert text.count("namespace: training") == 2
+    assert text.count("image: registry:5000/streampack:1.0") == 12
+    assert text.count("namespace: training") == 4
     assert text.count("run: sft") == 2
 
 
