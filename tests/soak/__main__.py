@@ -62,7 +62,10 @@ class Soak:
     def run(self, seed: int, fire_s: float) -> None:
         """One run, added up; its line on stderr."""
         folder = Path(tempfile.mkdtemp(prefix="sp-soak-", dir="/tmp"))
-        job = make_job(seed, folder, number=seed, in_place=seed % 3 == 2, pushers=2 if seed % 4 == 3 else 0)
+        job = make_job(
+            seed, folder, number=seed, in_place=seed % 3 == 2, pushers=2 if seed % 4 == 3 else 0,
+            relays=seed % 5 in (1, 3),
+        )  # fmt: skip
         run = Run(job, Fire(seed, EVERY_S), fire_s)
         unfinished = ""
         try:
@@ -76,8 +79,9 @@ class Soak:
         account.wrong = [unfinished, *account.wrong] if unfinished else account.wrong
         self.add(run, account)
         how = ("in place" if job.in_place else "together") + (", pushed" if job.pushers else "")
+        how += ", relays" if job.relays else ""
         print(
-            f"run {seed}: dp={job.dp} cp={job.cp} {how}: {account.steps} steps, "
+            f"run {seed}: dp={job.dp} cp={job.cp} tp={job.tp} {how}: {account.steps} steps, "
             f"{account.compared} compared, {run.fire.kills.total()} kills, {run.fire.stops.total()} stops, "
             f"{run.fire.slowed.total()} slow links, "
             f"{run.attempts} attempts, {run.seconds:.0f} s; " + ("; ".join(account.wrong[:3]) or "as the golden run"),

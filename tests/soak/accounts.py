@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from dataclasses import dataclass, field
@@ -97,11 +98,11 @@ def _difference(golden: Golden, mesh: dict[str, int], line: dict[str, Any]) -> s
 
 
 def _conserve(account: Account, job: Job, golden: Golden, last: list[dict[int, dict[str, Any]]]) -> None:
-    """Each sample exactly once over the steps that every rank had last, in each context-parallel group."""
-    for cp_rank in range(job.cp):
+    """Each sample exactly once over the steps that every rank had last, for each (cp, tp) rank."""
+    for cp_rank, tp_rank in itertools.product(range(job.cp), range(job.tp)):
         seen: Counter[Id] = Counter()
         for mesh, steps in zip(job.meshes, last, strict=True):
-            if mesh["cp_rank"] == cp_rank:
+            if (mesh["cp_rank"], mesh["tp_rank"]) == (cp_rank, tp_rank):
                 seen.update(
                     (row[0], row[1], row[2]) for line in steps.values() for pack in line["packs"] for row in pack["ids"]
                 )

@@ -33,6 +33,9 @@ ACTS: tuple[tuple[tuple[str, ...], int], ...] = (
     (("broker", "producer's child", "trainer"), 4),
     (("pusher",), 10),
     (("broker", "pusher"), 4),
+    (("relay",), 20),
+    (("broker", "relay"), 5),
+    (("relay", "trainer"), 5),
     (("lot",), 6),
     (("link",), 10),
 )
@@ -82,7 +85,7 @@ class Fire:
         """One act on those that are there and run."""
         self.wait(now)
         there = {member.kind for member in members} | ({"link"} if links else set())
-        acts = [act for act in ACTS if not {"pusher", "link"} & set(act[0]) - there]
+        acts = [act for act in ACTS if not {"pusher", "relay", "link"} & set(act[0]) - there]
         (kinds,) = self._draw.choices([kinds for kinds, _ in acts], [weight for _, weight in acts])
         stops = self._draw.random() < STOP_SHARE
         if kinds == ("link",):

@@ -6,6 +6,7 @@ of data. Every job mixes streams of several partitions and passes, with samples 
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 from dataclasses import dataclass
@@ -40,12 +41,24 @@ class Job:
     """Programs that push samples of their own, a partition each."""
     pushed: int = 0
     """Samples that each of them pushes."""
+    tp: int = 1
+    relays: int = 0
+    """Hosts, each with a relay for its share of the ranks; 0 for no relay."""
 
     @property
     def meshes(self) -> list[dict[str, int]]:
         """Of each rank, in order."""
-        sizes = {"dp": self.dp, "cp": self.cp}
-        return [sizes | {"dp_rank": d, "cp_rank": c} for d in range(self.dp) for c in range(self.cp)]
+        sizes = {"dp": self.dp, "cp": self.cp, "tp": self.tp}
+        ranks = itertools.product(range(self.dp), range(self.cp), range(self.tp))
+        return [sizes | {"dp_rank": d, "cp_rank": c, "tp_rank": t} for d, c, t in ranks]
+
+    def host_of(self, rank: int) -> int:
+        """Return the host of a rank. All ranks of a host read through its relay."""
+        return rank * self.relays // len(self.meshes)
+
+    def relay_address(self, host: int) -> str:
+        """Return the address at which the relay of a host listens."""
+        return f"ipc://{self.folder}/relay-{host}"
 
     @property
     def over_tcp(self) -> bool:
@@ -62,12 +75,13 @@ class Job:
 
 
 def make_job(
-    seed: int, folder: Path, number: int, in_place: bool = False, rows: tuple[int, int] = (500, 900), pushers: int = 0
-) -> Job:
+    seed: int, folder: Path, number: int, in_place: bool = False, rows: tuple[int, int] = (500, 900), pushers: int = 0,
+    relays: bool = False,
+) -> Job:  # fmt: skip
     """Run ``number`` of a soak: its files, of ``rows`` samples each, are written to ``folder``, which has a short path.
 
     The number chooses mesh, packer and transport (TCP where it is even), the seed all else. With ``pushers`` streams
-    are merged as they arrive.
+    are merged as they arrive. With ``relays``, small meshes get two tensor-parallel ranks for each shard.
     """
     draw = random.Random(seed)
     dp, cp = MESHES[number % len(MESHES)]
@@ -101,9 +115,11 @@ def make_job(
         settings["merge"] = "arrival"
         settings["rules"] |= {"tail": "pad", "between_passes": "continue"}  # every sample is in a step
         settings["streams"] |= {"rollouts": {"pushed": True, "partitions": pushers}}
+    tp = 2 if relays and dp * cp <= 2 else 1
     job = Job(
         seed, folder, dp, cp, settings, streams, in_place, checkpoint_every=draw.randint(3, 12),
-        step_s=draw.uniform(0.05, 0.15), pushers=pushers, pushed=1500 if pushers else 0,
+        step_s=draw.uniform(0.05, 0.15), pushers=pushers, pushed=1500 if pushers else 0, tp=tp,
+        relays=2 if relays else 0,
     )  # fmt: skip
     write(job.broker_config, settings)
     write(job.producer_config, {"broker": f"file://{settings['rendezvous']}", "processes": 2, "streams": streams})

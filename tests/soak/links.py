@@ -1,5 +1,7 @@
 """Slow links of a run over TCP: each process reaches the broker through a proxy of its own, whose rate may be bounded.
 
+A relay and the ranks of its host share a proxy, as they share a network.
+
 The proxies hold little, so that a slow link is felt by whoever sends and not stored in sockets' buffers.
 """
 
@@ -42,8 +44,11 @@ def links_of(job: Job, members: list[Member]) -> Iterator[dict[str, Link]]:
     found: dict[str, Link] = {}
     with ExitStack() as stack:
         for member in members if job.over_tcp else []:
-            if member.kind != "broker":
-                side = "trainers" if member.kind == "trainer" else "producers"
+            if member.kind == "trainer" and job.relays:
+                rank = int(member.name.rpartition("-")[2])
+                found[member.name] = found[f"relay-{job.host_of(rank)}"]
+            elif member.kind != "broker":
+                side = "trainers" if member.kind in ("trainer", "relay") else "producers"
                 proxy = stack.enter_context(Proxy(job.settings["listen"][side], held_bytes=HELD_BYTES))
                 found[member.name] = Link(member.kind, proxy)
         yield found

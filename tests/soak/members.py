@@ -85,13 +85,16 @@ class Member:
 
 
 def members_of(job: Job, producers: int) -> list[Member]:
-    """A broker, producers and trainers, none of them started."""
+    """Return a broker, producers, relays and trainers, none of them started."""
     streampack = list(STREAMPACK)
     found = [Member("broker", "broker", job.folder, [*streampack, "broker", "-c", str(job.broker_config)])]
     for number in range(producers):
         config = write(job.folder / f"producer-{number}.yaml", json.loads(job.producer_config.read_text()))
         command = [*streampack, "produce", "-c", str(config), "--timeout", "300"]
         found.append(Member("producer", f"producer-{number}", job.folder, command))
+    for host in range(job.relays):
+        address = ("--broker", job.settings["listen"]["trainers"], "--listen", job.relay_address(host))
+        found.append(Member("relay", f"relay-{host}", job.folder, [*streampack, "relay", *address]))
     for rank in range(len(job.meshes)):
         command = [sys.executable, "-m", "tests.soak.trainer", str(job.folder / f"trainer-{rank}.json")]
         found.append(Member("trainer", f"trainer-{rank}", job.folder, command))
@@ -106,9 +109,12 @@ def members_of(job: Job, producers: int) -> list[Member]:
     return found
 
 
-def reach(job: Job, name: str, endpoint: str) -> None:
-    """Have producer or pusher ``name`` reach the broker at ``endpoint``."""
-    if name.startswith("producer"):
+def reach(job: Job, member: Member, endpoint: str) -> None:
+    """Have a producer, pusher or relay reach the broker at ``endpoint``."""
+    name = member.name
+    if member.kind == "relay":
+        member.command[member.command.index("--broker") + 1] = endpoint
+    elif name.startswith("producer"):
         tree = json.loads(job.producer_config.read_text()) | {"broker": endpoint}
         write(job.folder / f"{name}.yaml", tree)
     elif name.startswith("pusher"):
@@ -124,6 +130,7 @@ def tell_trainer(job: Job, rank: int, resume: int, endpoint: str = "") -> None:
         "endpoint": endpoint or job.settings["listen"]["trainers"], "mesh": job.meshes[rank], "folder": str(job.folder),
         "rank": rank, "ranks": len(job.meshes), "every": job.checkpoint_every, "step_s": job.step_s,
         "prefetch": PREFETCH, "resume": resume,
+        "relay": job.relay_address(job.host_of(rank)) if job.relays else "off",
     }  # fmt: skip
     write(job.folder / f"trainer-{rank}.json", settings)
 

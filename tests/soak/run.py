@@ -45,8 +45,9 @@ class Run:
         self.members = members_of(self.job, PRODUCERS)
         self.trainers = [member for member in self.members if member.kind == "trainer"]
         with links_of(self.job, self.members) as self.links:
-            for name, link in self.links.items():
-                reach(self.job, name, link.proxy.endpoint)
+            for member in self.members:
+                if member.name in self.links:
+                    reach(self.job, member, self.links[member.name].proxy.endpoint)
             self._go()
 
     def _go(self) -> None:
@@ -62,7 +63,7 @@ class Run:
                 if now > began + self.fire_s:
                     burning.unlink(missing_ok=True)
                 elif now > self.fire.next_at:
-                    self.fire.act(self.members, now, list(self.links.values()))
+                    self.fire.act(self.members, now, list(dict.fromkeys(self.links.values())))
                 self._supervise(now)
                 if now > began + self.fire_s + FINISH_S:
                     raise Unfinished(f"not over {FINISH_S:.0f} s after the last shot")
@@ -128,7 +129,7 @@ class Run:
 
     def _end(self) -> None:
         """Gently: nobody needs them any more. Raises Unfinished if one does not go, or fails."""
-        for kind in ("pusher", "producer", "broker"):
+        for kind in ("pusher", "relay", "producer", "broker"):
             going = [member for member in self.members if member.kind == kind and member.alive]
             for member in going:
                 member.signal(signal.SIGCONT)

@@ -1,9 +1,10 @@
 """One rank under fire: it attaches, uses steps, writes down what it got, and checkpoints; then it may be killed.
 
 ``python -m tests.soak.trainer SETTINGS``, SETTINGS being a JSON file: ``endpoint``, ``mesh``, ``folder``, ``rank``,
-``ranks``, ``every`` (steps between two checkpoints), ``step_s``, ``resume`` (a checkpoint's step, -1 for none,
--2 for this rank's own last place). What it got goes to ``trainer-<rank>.jsonl``, one line a step and each written at
-once, so that a line is there whole or not at all. A step takes ``step_s`` while the file ``fire`` is there.
+``ranks``, ``relay`` (an address, or ``off``), ``every`` (steps between two checkpoints), ``step_s``, ``resume`` (a
+checkpoint's step, -1 for none, -2 for this rank's own last place). What it got goes to ``trainer-<rank>.jsonl``, one
+line a step and each written at once, so that a line is there whole or not at all. A step takes ``step_s`` while the
+file ``fire`` is there.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Rank:
 
 def train(rank: Rank) -> None:
     settings = rank.settings
+    os.environ["STREAMPACK_RELAY"] = settings["relay"]
     state = rank.saved()
     with streampack.connect(
         settings["endpoint"],
@@ -103,15 +105,6 @@ def train(rank: Rank) -> None:
                     loader.commit(newest)
                     committed = newest
         rank.write(kind="end")
-
-
-def _commit(loader: Any, rank: Rank, step: int, committed: int) -> int:
-    """Commit the last step whose checkpoint all ranks have, once; which one."""
-    every = rank.settings["every"]
-    newest = max(filter(rank.all_saved, range(every - 1, step + 1, every)), default=-1)
-    if newest > committed and hasattr(loader, "commit"):
-        loader.commit(newest)
-    return newest
 
 
 def _state_of(loader: Any) -> Any:
