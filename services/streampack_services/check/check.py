@@ -248,6 +248,10 @@ def _follows(config: BrokerConfig, found: Plan) -> Iterator[Value]:
     merged, waiting = sum(feed.merged_tokens for feed in found.feeds) * size, partitions * capacity.quota_tokens * size
     share = "part of memory: {}"
     yield _derived("memory.token_bytes", size, "size of one token with all its fields")
+    step_tokens = [feed.rules.packs * feed.rules.budget for feed in found.feeds if feed.rules.batch is None]
+    if step_tokens:
+        meaning = "tokens of a whole step; the option --memory of a relay must hold its host's share"
+        yield _derived("memory.step_bytes", max(step_tokens) * size, meaning)
     yield _derived(
         "memory.merged_bytes", merged, share.format("the window, and steps that some rank has not returned yet")
     )

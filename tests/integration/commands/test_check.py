@@ -163,6 +163,7 @@ def test_what_follows_is_what_the_broker_will_do(broker: Path) -> None:
     assert found["feeds.train.padding"] == 1.5
     assert found["feeds.train.producers"] == 6
     assert found["feeds.train.share.web"] == 0.7
+    assert found["memory.step_bytes"] == 16 * 4096 * found["memory.token_bytes"]
     shares = [found[f"memory.{name}_bytes"] for name in ("merged", "waiting", "spare")]
     assert sum(shares) == 64 * 2**20
     assert found["memory.partition_bytes"] * 6 == found["memory.waiting_bytes"]
