@@ -99,7 +99,7 @@ class Job:
         relays = self.world.relays
         if relays is not None:
             rng, few = relays.rng, self.dp * self.cp <= 4
-            self.tp = rng.choice((1, 2, 2) if few else (1, 1, 2))
+            self.tp = 2 if relays.wide else rng.choice((1, 2, 2) if few else (1, 1, 2))
             staged = self.case.rules.shape == "fixed" and self.dp * self.cp * self.tp <= 4
             self.pp = rng.choice((1, 1, 1, 2, 3)) if staged else 1
 

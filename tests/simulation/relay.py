@@ -120,8 +120,10 @@ class RelayProcess(Process):
 class Relays:
     """The hosts of a run, and what goes wrong with their relays. ``rng`` decides it, beside the world's."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, wide: bool) -> None:
         self.world, self.rng = world, random.Random(f"{world.seed} relays")
+        self.wide = wide
+        """There are 4 hosts, each with a relay, and 2 tensor-parallel ranks for each shard."""
         rng = self.rng
         self.memory_bytes = rng.choice((64 << 20,) * 5 + (8000, 4000, 4000, 300))
         self.full = rng.choice((0.0, 0.0, 0.02))
@@ -139,6 +141,8 @@ class Relays:
             job.choose_tp_and_pp()
         count = self.rng.randint(1, 4)
         without = self.rng.randrange(count) if count > 1 and self.rng.random() < 0.4 else -1
+        if self.wide:
+            count, without = 4, -1
         self.hosts = [Host(self, f"host{n}", n != without) for n in range(count)]
         self.world.clock.after(0.0, self._plan)
 

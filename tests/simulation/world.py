@@ -66,7 +66,7 @@ class World:
         relays: bool = False,
     ) -> None:  # fmt: skip
         self.seed, self.rng, self.clock = seed, random.Random(seed), Clock()
-        self.relays = Relays(self) if relays else None
+        self.relays = Relays(self, wide=case_number in WIDE) if relays else None
         number = seed % NUM_CASES if case_number is None else case_number
         if self.relays is not None and case_number is None and seed % 11 == 0:
             number = WIDE[seed // 11 % 2]

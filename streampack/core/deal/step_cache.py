@@ -17,7 +17,7 @@ from streampack.core.deal.deal_stats import DealtFigures
 from streampack.core.deal.dealt_steps import DealtStep, StepDealer
 from streampack.core.deal.node_parts import NodeRanks
 from streampack.core.layout.boundaries import Contents
-from streampack.core.layout.step_frames import frames_for
+from streampack.core.layout.step_frames import INPUT_IDS, frames_for
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, PACK, SampleTable
@@ -68,13 +68,16 @@ class KeptSteps:
         """Drop a step; return the handles of all its samples, int64 [n]."""
         return self._steps.pop(number).step.packs.handles
 
-    def num_bytes(self, packs: Contents, mesh: Mesh) -> int:
-        """Return the approximate payload bytes of a message with these packs, without fields of axis ``sample``."""
-        return int(packs.widths.sum()) // self._shares(mesh) * self._rules.token_bytes
+    def num_bytes(self, packs: Contents, mesh: Mesh, frames: list[str]) -> int:
+        """Return the approximate payload bytes of a message with these packs and the payload ``frames``.
+
+        Fields of axis ``sample`` and ``edges`` are not counted.
+        """
+        return int(packs.widths.sum()) // self._shares(mesh) * self._token_bytes(frames)
 
     def node_bytes(self, packs: Contents, node: NodeRanks) -> int:
         """Return the approximate payload bytes of a message with these packs for a host, as ``num_bytes`` does."""
-        return self.num_bytes(packs, node.mesh) * self._shards(node)
+        return self.num_bytes(packs, node.mesh, node.frames) * self._shards(node)
 
     def parts(self, number: int, mesh: Mesh, begin: int = 0, resend: int = 0) -> Iterator[tuple[StepPart, Contents]]:
         """Yield the messages of a step for one rank, with the packs of each, from message ``begin`` on.
@@ -150,6 +153,12 @@ class KeptSteps:
             frames=[], packs_u32=b"", counts_u32=b"", loss_tokens_u32=b"", lengths_u32=b"", streams_u32=b"",
             indices_u64=b"", parts_u32=b"", resend=resend,
         )  # fmt: skip
+
+    def _token_bytes(self, frames: list[str]) -> int:
+        """Return the bytes of one token in these payload frames; a middle pipeline stage gets no token ids."""
+        if INPUT_IDS in frames:
+            return self._rules.token_bytes
+        return sum(field.value_bytes for field in self._rules.fields if field.axis == "token" and field.name in frames)
 
     def _pack_bytes(self, mesh: Mesh) -> int:
         """Return the most payload bytes of a pack for one rank, without fields of axis ``sample``."""

@@ -330,9 +330,13 @@ class StepServer:
         receiver = reader.receiver
         receiver.readers.pop(reader.name, None)
         if not receiver.readers:
-            self._starving.pop(receiver, None)
-            self._held_back.pop(receiver, None)
-            self.flows.forget_queue(receiver.flow)
+            self._stop_sending(receiver)
+
+    def _stop_sending(self, receiver: Receiver) -> None:
+        """Forget what a receiver waits for, and the parts that are on their way to it."""
+        self._starving.pop(receiver, None)
+        self._held_back.pop(receiver, None)
+        self.flows.forget_queue(receiver.flow)
 
     def note_lost(self, receiver: Receiver) -> None:
         """Record that a relay has lost its last reader, which has moved or fallen silent, without a goodbye."""
@@ -340,9 +344,11 @@ class StepServer:
             self._lost_relays.setdefault(receiver.host, self._registry.now)
 
     def leave_relay(self, peer: bytes) -> None:
-        """Handle the goodbye of a relay; its readers attach again by themselves."""
+        """Handle the goodbye of a relay: send no more parts to it. Its readers attach again by themselves."""
         if (relay := self.relays.pop(peer, None)) is not None:
             self._lost_relays.pop(relay.host, None)
+            relay.node = None
+            self._stop_sending(relay)
 
     def relay_stats(self) -> list[RelayProgress]:
         """Return the relays that are connected, and those that were lost in the last hour."""
@@ -522,7 +528,7 @@ class StepServer:
                 break
             plan, packs = next(parts)
             is_last = plan.part + 1 >= plan.parts
-            size = self.kept.num_bytes(packs, mesh) if node is None else self.kept.node_bytes(packs, node)
+            size = self.kept.num_bytes(packs, mesh, plan.frames) if node is None else self.kept.node_bytes(packs, node)
             self.flows.sent(flow, (plan.step, plan.part), is_last, size)
             envelope = self._link.envelope(plan, receiver.fence)
             effects.append(

@@ -324,10 +324,10 @@ class RelaySession:
         feed = self._feed_of(reader)
         if envelope.fence < max(feed.fence, 1) or (envelope.epoch, envelope.fence) == (reader.epoch, reader.fence):
             return
-        if envelope.fence > feed.fence:
-            for other in self.readers.values():
-                if other.feed == reader.feed:
-                    other.fence = 0
+        for other in self.readers.values():
+            same_rank = other is not reader and other.mesh.ranks == reader.mesh.ranks  # this process replaces it
+            if other.feed == reader.feed and (envelope.fence > feed.fence or same_rank):
+                other.fence = 0
         feed.begin(envelope.fence, message)
         reader.epoch, reader.fence = envelope.epoch, envelope.fence
         frames = frames_for(message.rules.fields, reader.mesh, message.layout)
@@ -453,8 +453,20 @@ class RelaySession:
         return [SendReader(reader.peer, self._to(reader, wait))]
 
     def _forget_received(self, feed: NodeFeed) -> None:
-        """Drop the parts of steps that every reader of the feed has received."""
-        feed.forget_below(min((reader.have_upto for reader in self._of(feed)), default=0))
+        """Drop the parts of steps that every reader of the feed has received.
+
+        If the memory is full, nothing is kept for readers that have not requested any step yet. Their requests make the
+        relay request those steps again.
+        """
+        readers = self._of(feed)
+        feed.forget_below(min((reader.have_upto for reader in readers), default=0))
+        if self._room < 0:
+            feed.forget_below(min((reader.have_upto for reader in readers if reader.flow.want_stop), default=0))
+
+    @property
+    def _room(self) -> int:
+        """Bytes that the memory has left for parts; negative if more are kept."""
+        return self.memory_bytes - sum(feed.num_bytes for feed in self.feeds.values())
 
     # Requests
 
@@ -476,14 +488,18 @@ class RelaySession:
     def _stop(self, feed: NodeFeed) -> int:
         """Return the step before which steps are requested: readers want them, and the memory has room for them.
 
-        The next step of a reader is requested even if there is no room.
+        The next step of the reader that is furthest behind is requested even if there is no room. A reader that is
+        ahead of others waits for room, which the others make when they receive the steps that are here.
         """
         readers = [reader for reader in self._of(feed) if reader.flow.want_stop]
-        wanted = max((reader.flow.want_stop for reader in readers), default=0)
-        lacked = [reader.have_upto for reader in readers if not feed.has_all(reader.have_upto, reader.share)]
-        room = self.memory_bytes - sum(each.num_bytes for each in self.feeds.values())
-        allowed = feed.next[0] + room // feed.largest_step if feed.largest_step else wanted
-        return max(feed.stop, min(wanted, max([allowed, *(step + 1 for step in lacked)])))
+        if not readers:
+            return feed.stop
+        wanted = max(reader.flow.want_stop for reader in readers)
+        allowed = feed.next[0] + self._room // feed.largest_step if feed.largest_step else wanted
+        last = min(readers, key=lambda reader: reader.have_upto)
+        if not feed.has_all(last.have_upto, last.share):
+            allowed = max(allowed, last.have_upto + 1)
+        return max(feed.stop, min(wanted, allowed))
 
     def _needs(self, feed: NodeFeed) -> list[int]:
         """Return the first step that each reader needs and that is not here, of readers that have requested steps."""
