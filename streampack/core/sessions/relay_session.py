@@ -234,21 +234,26 @@ class RelaySession:
 
     def _get(self, reader: LocalReader, message: Get) -> list[Effect]:
         """Send the parts that a reader requests, and request further steps of the broker."""
-        flow, feed = reader.flow, self.feeds[reader.feed]
+        flow = reader.flow
         self.flows.request(flow, message.start, message.stop, message.part)
         if flow.may_resend(message.resend, self._now):
             self.flows.send_again(flow, (message.start, message.part), message.resend, self._now)
-        reader.have_upto = max(reader.have_upto, message.start)
-        reader.done_upto = max(reader.done_upto, message.done_upto)
-        self._forget_received(feed)
-        return self._request(feed) + (self._serve(reader) or self._wait(reader))
+        return self._note_progress(reader, message.start, message.done_upto)
 
     def _ping_of(self, reader: LocalReader, message: ReaderPing) -> list[Effect]:
         """Record a reader's progress, and answer its ping."""
         self.flows.confirm(reader.flow, message.have_upto, message.part)
-        reader.have_upto = max(reader.have_upto, message.have_upto)
-        reader.done_upto = max(reader.done_upto, message.done_upto)
-        feed = self.feeds[reader.feed]
+        return self._note_progress(reader, message.have_upto, message.done_upto)
+
+    def _note_progress(self, reader: LocalReader, have_upto: int, done_upto: int) -> list[Effect]:
+        """Record the steps that a reader has received and returned, and send what it wants or the cause of its wait.
+
+        A reader that has more than it was sent got these steps from the broker, and does not need them again.
+        """
+        feed, flow = self.feeds[reader.feed], reader.flow
+        reader.have_upto = max(reader.have_upto, have_upto)
+        reader.done_upto = max(reader.done_upto, done_upto)
+        flow.place = max(flow.place, (reader.have_upto, 0))
         self._forget_received(feed)
         return self._request(feed) + (self._serve(reader) or self._wait(reader))
 
