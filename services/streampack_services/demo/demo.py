@@ -349,8 +349,8 @@ def _table(found: dict[str, Any], options: DemoOptions) -> Table:
     ]  # fmt: skip
     if options.relay:
         received, sent = found["relay_received_bytes"], found["relay_sent_bytes"]
-        meaning = f"{options.tp} tp ranks share each byte"
-        rows.append(("through the relay", f"{received / 1e6:,.1f} MB for {sent / 1e6:,.1f}", meaning))
+        rows.append(("bytes to the relay", f"{received / 1e6:,.1f} MB", "from the broker, each once"))
+        rows.append(("bytes to the ranks", f"{sent / 1e6:,.1f} MB", f"{options.tp} tp ranks share a copy"))
     for row in rows:
         table.add_row(*row)
     return table
