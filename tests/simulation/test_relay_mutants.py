@@ -147,7 +147,7 @@ def a_relay_is_believed_whatever_attempt_it_names(patch: Patch) -> None:
     wrap(patch, Readers, "receive_node", receive)
 
 
-@mutant(37)
+@mutant(311)
 def a_relay_requests_more_than_its_memory_holds(patch: Patch) -> None:
     def stop(self: RelaySession, feed: NodeFeed) -> int:
         return max([feed.stop, *(reader.flow.want_stop for reader in self._of(feed))])
