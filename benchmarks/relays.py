@@ -84,7 +84,8 @@ def _table(args: argparse.Namespace) -> list[dict[str, Any]]:
             for node_ranks in (0, NODE_RANKS):
                 rows.append(measure(shape, node_ranks, brief=args.brief))
                 print(_line(rows[-1]), flush=True)
-                print(_more(rows[-1]), flush=True) if not args.brief else None
+                if not args.brief:
+                    print(_more(rows[-1]), flush=True)
     return rows
 
 

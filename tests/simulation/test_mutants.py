@@ -94,13 +94,18 @@ def test_a_rule_that_is_taken_out_is_missed(
     patch: Callable[[Patch], None], cases: range, work_s: float | None, first: int, monkeypatch: Patch
 ) -> None:
     patch(monkeypatch)
+    expect_failure(patch.__name__, first, lambda seed: run(seed, cases[seed % len(cases)], work_s))
+
+
+def expect_failure(mutant: str, first: int, run_seed: Callable[[int], Any]) -> None:
+    """Fail the test unless one of ``MAX_SEEDS`` seeds, from seed ``first`` on, fails with the mutant."""
     for seed in range(first, first + MAX_SEEDS):
         try:
-            run(seed, cases[seed % len(cases)], work_s)
+            run_seed(seed)
         except AssertionError as error:
             if isinstance(error.__cause__, TypeError | AttributeError | NameError):
                 raise  # the mutant does not fit the code any more, so it says nothing about the rule
-            print(f"{patch.__name__}: seed {seed}: {str(error)[:120]}")
+            print(f"{mutant}: seed {seed}: {str(error)[:160]}")
             return
     pytest.fail(f"{MAX_SEEDS} seeds passed without the rule")
 

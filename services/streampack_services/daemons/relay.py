@@ -179,8 +179,9 @@ class RelayService:
                 if effect.group:
                     self._router.share(effect.peer, effect.group)
                 frames = wire.encode(effect.envelope)
-                self.sent_bytes += _size(frames)
-                if not self._router.send(effect.peer, frames):
+                if self._router.send(effect.peer, frames):
+                    self.sent_bytes += _size(frames)
+                else:
                     self._perform(self.session.handle(NotDelivered(effect.peer, effect.envelope)))
             elif isinstance(effect, SendFor):
                 self._bundled.append((effect.reader, effect.envelope))
