@@ -46,6 +46,7 @@ class KeptSteps:
     def __init__(self, feed: str, rules: Rules, layout: str, table: SampleTable) -> None:
         self._feed, self._rules, self._layout, self._table = feed, rules, layout, table
         self._steps: dict[int, _Kept] = {}
+        self._id_bytes = np.dtype(rules.tokens).itemsize
         self.part_bytes = PART_BYTES
         self.lineage = 0
         self.figures = DealtFigures()
@@ -68,16 +69,17 @@ class KeptSteps:
         """Drop a step; return the handles of all its samples, int64 [n]."""
         return self._steps.pop(number).step.packs.handles
 
-    def num_bytes(self, packs: Contents, mesh: Mesh, frames: list[str]) -> int:
-        """Return the approximate payload bytes of a message with these packs and the payload ``frames``.
+    def num_bytes(self, packs: Contents, mesh: Mesh, frames: list[str], shards: int = 1) -> int:
+        """Return the payload bytes of a message with these packs and the payload ``frames``, for ``shards`` cp ranks.
 
         Fields of axis ``sample`` and ``edges`` are not counted.
         """
-        return int(packs.widths.sum()) // self._shares(mesh) * self._token_bytes(frames)
+        tokens, (cut, whole) = int(packs.widths.sum()), self._token_bytes(frames)
+        return tokens // self._shares(mesh) * shards * cut + tokens * whole
 
     def node_bytes(self, packs: Contents, node: NodeRanks) -> int:
-        """Return the approximate payload bytes of a message with these packs for a host, as ``num_bytes`` does."""
-        return self.num_bytes(packs, node.mesh, node.frames) * self._shards(node)
+        """Return the payload bytes of a message with these packs for a host, as ``num_bytes`` does."""
+        return self.num_bytes(packs, node.mesh, node.frames, self._shards(node))
 
     def parts(self, number: int, mesh: Mesh, begin: int = 0, resend: int = 0) -> Iterator[tuple[StepPart, Contents]]:
         """Yield the messages of a step for one rank, with the packs of each, from message ``begin`` on.
@@ -154,11 +156,19 @@ class KeptSteps:
             indices_u64=b"", parts_u32=b"", resend=resend,
         )  # fmt: skip
 
-    def _token_bytes(self, frames: list[str]) -> int:
-        """Return the bytes of one token in these payload frames; a middle pipeline stage gets no token ids."""
-        if INPUT_IDS in frames:
-            return self._rules.token_bytes
-        return sum(field.value_bytes for field in self._rules.fields if field.axis == "token" and field.name in frames)
+    def _token_bytes(self, frames: list[str]) -> tuple[int, int]:
+        """Return the bytes of a token that is cut among cp ranks, and those of a replicated one, in payload ``frames``.
+
+        A middle pipeline stage gets no token ids.
+        """
+        cut, whole = self._id_bytes if INPUT_IDS in frames else 0, 0
+        for field in self._rules.fields:
+            if field.axis == "token" and field.name in frames:
+                if field.cp == "replicate":
+                    whole += field.value_bytes
+                else:
+                    cut += field.value_bytes
+        return cut, whole
 
     def _pack_bytes(self, mesh: Mesh) -> int:
         """Return the most payload bytes of a pack for one rank, without fields of axis ``sample``."""

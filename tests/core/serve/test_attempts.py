@@ -1046,7 +1046,7 @@ def wide(dp: int = 1, leaving_bytes: int = 2 * PART) -> Desk:
     """Ranks whose steps are as large as packs are, of which only so many bytes may be on their way."""
     desk = Desk(ahead=6)
     desk.readers.steps.flows.leaving_bytes = leaving_bytes
-    desk.readers.steps.kept.num_bytes = lambda packs, mesh, frames: PART  # type: ignore[method-assign]
+    desk.readers.steps.kept.num_bytes = lambda packs, mesh, frames, shards=1: PART  # type: ignore[method-assign]
     desk.come_all("a", dp=dp)
     return desk
 
