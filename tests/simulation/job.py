@@ -301,10 +301,17 @@ class Job:
         elif last:
             assert client.ended is not None
             self.ended[client.mesh.ranks] = client.ended
-            attached = all(other.alive and other.session.attached is not None for other in self.clients.values())
-            if self.early_leavers and self.world.clock.now > self.world.quiet_at and attached:
+            if self.early_leavers and self.world.clock.now > self.world.quiet_at and self._all_attached():
                 client.leave()
         return last or client.round + 1 < self.rounds
+
+    def _all_attached(self) -> bool:
+        """Is every rank known to a broker that is alive? One that is started after a rank has left waits for it."""
+        broker = self.world.broker
+        return broker.alive and all(
+            other.alive and other.session.attached is not None and other.session.epoch == broker.epoch
+            for other in self.clients.values()
+        )
 
     # Going back
 
