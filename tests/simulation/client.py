@@ -63,6 +63,8 @@ class ClientProcess(Process):
         self._working = self._through = False
         self.asked_at: float | None = None
         """Since when a question of it is open."""
+        self.asked_state = 0
+        """The step of that question."""
         super().__init__(job.world, self.session)
         if job.world.claims_first:
             job.world.clock.after(random.Random(f"{job.world.seed} {name}").expovariate(2.0), self._begin)
@@ -163,7 +165,7 @@ class ClientProcess(Process):
         self.done = step + 1
         self.handle(Returned(self.done))
         if self.asked_at is None and self.job.wants_checkpoint():
-            self.asked_at = self.world.clock.now
+            self.asked_at, self.asked_state = self.world.clock.now, self.done
             self.handle(Ask(AskState(feed=self.job.feed, step=self.done)))
         self._work()
 
@@ -178,7 +180,7 @@ class ClientProcess(Process):
     def _commit(self, step: int) -> None:
         """Say that the checkpoint before ``step`` is durable, if there is one."""
         if step:
-            self.asked_at = self.world.clock.now
+            self.asked_at, self.asked_state = self.world.clock.now, step
             self.job.tells(step)
             self.handle(Ask(Commit(feed=self.job.feed, step=step)))
 

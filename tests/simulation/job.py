@@ -377,6 +377,13 @@ class Job:
         last = sorted(set(self._told))[-self.world.broker.core.feeds[self.feed].plan.keeps :][0]
         return max(self._given_up, last, min(self._kept) if self._kept else max(self._told))
 
+    def gave_up(self, client: ClientProcess) -> bool:
+        """Does a rank ask for a checkpoint that the job has given up since? A real rank cannot: it waits for the answer
+        before it goes on, and so no later checkpoint is durable.
+        """
+        kept = sorted(set(self._told))[-self.world.broker.core.feeds[self.feed].plan.keeps :]
+        return bool(kept) and client.asked_state < kept[0]
+
     def go_back(self, begin: Checkpoint) -> None:
         """All ranks are gone, and new ones are started from ``begin``, perhaps as another mesh."""
         rng, world = self.world.rng, self.world

@@ -141,7 +141,8 @@ class World:
         for job in self.jobs.values():
             job.check()
         for client in self.clients():
-            since = self.clock.now if client.asked_at is None or not client.alive else client.asked_at
+            waits = client.alive and client.asked_at is not None and not client.job.gave_up(client)
+            since = client.asked_at if waits and client.asked_at is not None else self.clock.now
             most = ANSWER_S + (ISOLATED_S if self.relays is not None and self.relays.isolates else 0.0)
             assert self.clock.now - since < most, f"liveness: {client.name} has had no answer since {since:.0f} s"
         for births in self.births.values():
