@@ -97,9 +97,9 @@ def test_a_rule_that_is_taken_out_is_missed(
     expect_failure(patch.__name__, first, lambda seed: run(seed, cases[seed % len(cases)], work_s))
 
 
-def expect_failure(mutant: str, first: int, run_seed: Callable[[int], Any]) -> None:
-    """Fail the test unless one of ``MAX_SEEDS`` seeds, from seed ``first`` on, fails with the mutant."""
-    for seed in range(first, first + MAX_SEEDS):
+def expect_failure(mutant: str, first: int, run_seed: Callable[[int], Any], seeds: int = MAX_SEEDS) -> None:
+    """Fail the test unless one of ``seeds`` seeds, from seed ``first`` on, fails with the mutant."""
+    for seed in range(first, first + seeds):
         try:
             run_seed(seed)
         except AssertionError as error:
@@ -107,7 +107,7 @@ def expect_failure(mutant: str, first: int, run_seed: Callable[[int], Any]) -> N
                 raise  # the mutant does not fit the code any more, so it says nothing about the rule
             print(f"{mutant}: seed {seed}: {str(error)[:160]}")
             return
-    pytest.fail(f"{MAX_SEEDS} seeds passed without the rule")
+    pytest.fail(f"{seeds} seeds passed without the rule")
 
 
 def wrap(patch: Patch, kind: type, name: str, around: Callable[..., Any]) -> None:

@@ -1,0 +1,279 @@
+"""The standby's side, as a pure state machine: ``handle(event) -> effects``.
+
+It copies the log of the active broker, and confirms each record once the record is safe on its own disk. If the active
+broker is silent for ``takeover_s``, and the standby is a member of the newest entry, it writes the next entry. From the
+moment that it asks, it confirms nothing more and hears nothing more of that broker: the entry may exist although the
+answer is lost. Whoever loses the race for the entry discards its log and follows the winner.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from streampack.core.protocol.events import Effect, Event, Report, Tick
+from streampack.core.protocol.message import Envelope, Reject
+from streampack.core.protocol.standby_messages import Follow, Lead, LogRecords, Replaced
+from streampack.core.standby.entries import (
+    CreateEntry,
+    Entry,
+    EntryWritten,
+    Newest,
+    ReadNewest,
+    first_entry,
+    may_start,
+)
+from streampack.core.standby.events import (
+    CutBelow,
+    Discard,
+    FromPeer,
+    LogState,
+    SendPeer,
+    TakeOver,
+    WriteRecords,
+)
+
+FOLLOW_S = 0.5
+"""Seconds between two messages to the active broker."""
+LOOK_S = 1.0
+"""Seconds between two looks at the newest entry, and between two tries to write one."""
+ANSWER_S = 10.0
+"""Seconds after which an entry is written again if the arbiter has not answered."""
+TICK_S = 1.0
+"""Most seconds that one tick counts: more means that the process was stopped."""
+
+
+class FollowerPhase(Enum):
+    """Phases of a standby; the value is a text for people."""
+
+    LOOKING = "looks for the active broker"
+    FOLLOWING = "copies the log"
+    ASKING = "asks the arbiter to take over"
+    ACTIVE = "is the active broker"
+
+
+class LogFollower:
+    """The state of one standby.
+
+    Args:
+        run: The run.
+        name: Name of this host.
+        process: Identifies this process.
+        address: Address at which it would ship its log.
+        log_epoch: Epoch of the broker whose log is on the own disk; 0 if there is none.
+        log_id: Identifies the log on the own disk.
+        takeover_s: Seconds of silence after which the active broker is lost.
+        goes_on: True if it would serve without a standby, once it is active.
+        config_digest: Digest of the settings that decide the steps.
+        producers, trainers: Addresses at which it would serve.
+        waits: True if it does not begin a run: it waits until there is an active broker.
+
+    Attributes:
+        phase: The phase now.
+        leader: The newest entry of the active broker that is known; None before the first look.
+        is_member: True if the standby may take over, as far as it knows.
+    """
+
+    def __init__(
+        self, run: int, name: str, process: str, address: str, *, log_epoch: int, log_id: str, takeover_s: float,
+        goes_on: bool, config_digest: bytes = b"", producers: str = "", trainers: str = "", waits: bool = True,
+    ) -> None:  # fmt: skip
+        self.run, self.name, self.process, self.address = run, name, process, address
+        self.log_epoch, self._log_id, self._takeover_s, self._goes_on = log_epoch, log_id, takeover_s, goes_on
+        self._config_digest = config_digest
+        self._producers, self._trainers, self._waits = producers, trainers, waits
+        self.phase = FollowerPhase.LOOKING
+        self.leader: Entry | None = None
+        self.is_member = False
+        self.unreachable = ""
+        """Reason why the arbiter cannot be reached; empty if it can."""
+        self.refused = ""
+        """Reason why the active broker does not accept this standby; empty if it does."""
+        self._looks = True
+        """True if the newest entry must be read at once."""
+        self._first_lsn = self._num_logs = 0
+        self._asked: Entry | None = None
+        self._silent_s = 0.0
+        self._now = self._look_at = self._follow_at = 0.0
+        self._next_lsn = self._safe_upto = 0
+
+    @property
+    def waits_for(self) -> str:
+        """A text that says what this standby does, or waits for."""
+        if self.unreachable:
+            return f"cannot reach the arbiter: {self.unreachable}"
+        if self.phase is FollowerPhase.LOOKING:
+            return "waits for an active broker"
+        if self.phase is not FollowerPhase.FOLLOWING or self.leader is None:
+            return str(self.phase.value)
+        if self.refused:
+            return self.refused
+        what = "has every safe record" if self.is_member else "copies the log"
+        silent = f"; {self.leader.active} is silent for {self._silent_s:.0f} s" if self._silent_s > 2 else ""
+        return f"{what} of {self.leader.active}{silent}"
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Return the effects of an event, for the shell to perform in order."""
+        if isinstance(event, LogState):
+            moved = event.safe_upto > self._safe_upto
+            self._next_lsn, self._safe_upto = event.next_lsn, event.safe_upto
+            return self._follow() if moved and self.phase is FollowerPhase.FOLLOWING else []
+        if isinstance(event, Tick):
+            return self._tick(event.now)
+        if isinstance(event, Newest):
+            return self._found(event)
+        if isinstance(event, EntryWritten):
+            return self._entry_written(event)
+        if isinstance(event, FromPeer) and self.phase is FollowerPhase.FOLLOWING:
+            return self._receive(event.envelope)
+        return []
+
+    # The arbiter
+
+    def _found(self, newest: Newest) -> list[Effect]:
+        """Handle the newest entry: follow its active broker, or become active if no other broker is."""
+        self.unreachable = newest.why
+        entry = newest.entry
+        if newest.why or self.phase in (FollowerPhase.ASKING, FollowerPhase.ACTIVE):
+            return []
+        if entry is None:
+            return [] if self._waits else self._ask(None)
+        if entry.active == self.name:
+            self.phase, self.leader = FollowerPhase.LOOKING, None
+            if may_start(entry, self.name, self.log_epoch, self._log_id):
+                return self._ask(entry)
+            self.refused = (
+                f"entry {entry.number} of the arbiter says that this host has the log of epoch {entry.epoch}, but its "
+                f"state_dir has not. Restore the state_dir, or wait until the standby takes over"
+            )
+            return []
+        if self.leader is None or entry.epoch != self.leader.epoch:
+            self.phase, self._silent_s, self.refused = FollowerPhase.FOLLOWING, 0.0, ""
+        self.leader = entry
+        self.is_member = may_start(entry, self.name, self.log_epoch, self._log_id)
+        return []
+
+    def _ask(self, newest: Entry | None) -> list[Effect]:
+        """Write the next entry, to become the active broker."""
+        self.phase, self._look_at = FollowerPhase.ASKING, self._now + ANSWER_S
+        self._asked = first_entry(
+            newest, name=self.name, process=self.process, log_id=self._log_id, address=self.address,
+            epoch=self.log_epoch + 1, goes_on=self._goes_on,
+            takes_over=newest is not None and newest.active != self.name,
+        )  # fmt: skip
+        text = f"asks the arbiter for entry {self._asked.number}, to be the active broker"
+        return [Report("info", text), CreateEntry(self._asked)]
+
+    def _entry_written(self, event: EntryWritten) -> list[Effect]:
+        """Handle the arbiter's answer to this standby's own entry."""
+        if event.entry != self._asked or self.phase is not FollowerPhase.ASKING:
+            return []
+        self.unreachable = event.why
+        if event.found is None:
+            self._look_at = self._now + LOOK_S
+            return []
+        self._asked = None
+        if event.won:
+            self.phase = FollowerPhase.ACTIVE
+            return [TakeOver(event.entry)]
+        self.phase, self.leader, self.is_member, self._waits = FollowerPhase.LOOKING, None, False, True
+        self._looks = True
+        return [Report("info", f"the broker of {event.found.active} is active")]
+
+    # The active broker
+
+    def _receive(self, envelope: Envelope) -> list[Effect]:
+        """Handle a message of the active broker, unless an older one sent it."""
+        message, leader = envelope.message, self.leader
+        assert leader is not None
+        if isinstance(message, Reject):
+            self.refused = message.detail
+            return []
+        if envelope.run != self.run or envelope.epoch != leader.epoch:
+            self._looks = self._looks or (envelope.run == self.run and envelope.epoch > leader.epoch)
+            return []
+        if isinstance(message, Replaced):
+            self.refused = f"the standby {message.name} is connected already"
+            return []
+        if isinstance(message, Lead):
+            return self._lead(message)
+        if isinstance(message, LogRecords):
+            return self._write(message, envelope.payload)
+        return []
+
+    def _lead(self, message: Lead) -> list[Effect]:
+        """Handle a sign of life."""
+        assert self.leader is not None
+        if message.process != self.process:
+            return []
+        self._silent_s, self.refused = 0.0, ""
+        if message.copies_from >= 0:
+            self.is_member = False
+            if self.log_epoch == self.leader.epoch and self._next_lsn >= message.copies_from:
+                return self._follow()  # the log was discarded already
+            return self._discard(message.copies_from)
+        self._looks = self._looks or message.entry > self.leader.number
+        if message.first_lsn <= self._first_lsn:
+            return []
+        self._first_lsn = message.first_lsn
+        return [CutBelow(message.first_lsn)]
+
+    def _discard(self, first: int) -> list[Effect]:
+        """Discard the own log; the copy of the active broker's log begins with record ``first``."""
+        assert self.leader is not None
+        self._num_logs += 1
+        self.log_epoch, self._log_id = self.leader.epoch, f"{self.process}.{self._num_logs}"
+        self._first_lsn = first
+        self._next_lsn = self._safe_upto = first
+        return [Discard(first, self.leader.epoch, self._log_id), *self._follow()]
+
+    def _write(self, message: LogRecords, payload: tuple[object, ...]) -> list[Effect]:
+        """Write the records that are not on the own disk yet; records after a gap are dropped."""
+        assert self.leader is not None
+        self._silent_s = 0.0
+        count = len(message.kinds)
+        raw = message.sizes_u32
+        sizes = tuple(int.from_bytes(raw[at : at + 4], "little") for at in range(0, len(raw), 4))
+        fits = len(sizes) == count and len(payload) == 1 and memoryview(payload[0]).nbytes == sum(sizes)  # type: ignore[arg-type]
+        skip = self._next_lsn - message.first
+        if self.log_epoch != self.leader.epoch or not fits or not 0 <= skip < count:
+            return []
+        body = memoryview(payload[0]).cast("B")[sum(sizes[:skip]) :]  # type: ignore[arg-type]
+        written = WriteRecords(self._next_lsn, message.kinds[skip:], sizes[skip:], body)
+        self._next_lsn += count - skip
+        return [written, *self._follow()]
+
+    def _follow(self) -> list[Effect]:
+        """Tell the active broker what this standby has."""
+        assert self.leader is not None
+        self._follow_at = self._now + FOLLOW_S
+        message = Follow(
+            name=self.name, process=self.process, log_epoch=self.log_epoch,
+            have_upto=self._next_lsn, safe_upto=self._safe_upto, config_digest=self._config_digest,
+            producers=self._producers, trainers=self._trainers,
+        )  # fmt: skip
+        return [SendPeer(Envelope(run=self.run, epoch=self.leader.epoch, fence=0, message=message))]
+
+    # Time
+
+    def _tick(self, now: float) -> list[Effect]:
+        """Look at the newest entry, send a sign of life, and take over from a silent broker."""
+        passed = min(max(now - self._now, 0.0), TICK_S)
+        self._now = now
+        self._silent_s += passed
+        if self.phase is FollowerPhase.ASKING:
+            if now < self._look_at or self._asked is None:
+                return []
+            self._look_at = now + ANSWER_S
+            return [CreateEntry(self._asked)]
+        effects: list[Effect] = []
+        if self.phase is FollowerPhase.FOLLOWING:
+            if self.is_member and self._silent_s > self._takeover_s and not self.unreachable:
+                return self._ask(self.leader)
+            if now >= self._follow_at:
+                effects += self._follow()
+        if self.phase is FollowerPhase.LOOKING or self._silent_s > LOOK_S:
+            self._looks = self._looks or now >= self._look_at
+        if self._looks:
+            self._looks, self._look_at = False, now + LOOK_S
+            effects.append(ReadNewest())
+        return effects
