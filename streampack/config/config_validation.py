@@ -40,6 +40,7 @@ def checked(config: BrokerConfig) -> BrokerConfig:
                 f"streams.{name}: got `repeat: true` and `on_exhaust: stop`, expected only one of them. A stream that "
                 "repeats is never exhausted, so remove one of the two keys"
             )
+    _check_standby(config)
     for feed in config.feeds:
         _check_rules(config, config.plan(feed), config.feeds[feed].cp_layout)
     parse_size(config.memory, "memory")
@@ -77,6 +78,14 @@ def _check_feeds(config: BrokerConfig) -> None:
         raise ConfigError(
             f"streams.{missing[0]}: got a stream that no feed lists, expected each stream in one feed. Add the stream "
             f"to {' or '.join(f'feeds.{name}.streams' for name in config.feeds)}"
+        )
+
+
+def _check_standby(config: BrokerConfig) -> None:
+    """Raise ConfigError if a broker with these settings cannot have a standby."""
+    if config.standby is not None and config.state_dir is None:
+        raise ConfigError(
+            "state_dir: got none, expected a folder for the log, because `standby` is set. The standby copies the log"
         )
 
 

@@ -8,6 +8,7 @@ contradict each other in ``config_validation``.
 from __future__ import annotations
 
 import hashlib
+import socket
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
@@ -526,6 +527,63 @@ class Limits(_Settings, frozen=True, kw_only=True):
     ] = 16_384
 
 
+class StandbySettings(_Settings, frozen=True, kw_only=True):
+    """A second broker on another host, which has a copy of the log and takes over if the first one is lost.
+
+    Both hosts have the same broker.yaml, except for ``name``, ``address``, ``listen`` and ``state_dir``.
+    """
+
+    arbiter: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Folder that decides which broker is active. It is a path on a file system that both hosts "
+            "share, or a URL of an object store, such as `s3://bucket/my-run`. Each run needs a folder of its own",
+        ),
+    ]
+    listen: Annotated[
+        str,
+        Meta(
+            description="Address at which the active broker sends its log to the standby: `tcp://host:port` with a "
+            "fixed port"
+        ),
+    ] = "tcp://0.0.0.0:7403"
+    address: Annotated[
+        str | None,
+        Meta(
+            description="Address at which the other host reaches `listen`. Default: `listen` with this host's name in "
+            "place of `0.0.0.0`"
+        ),
+    ] = None
+    name: Annotated[
+        Name | None,
+        Meta(
+            description="Name of this host, which must differ from the other's. Default: the host name",
+        ),
+    ] = None
+    on_loss: Annotated[
+        Literal["stall", "go_on"],
+        Meta(
+            description="Behavior of the active broker when it loses the standby. `stall` serves no new steps until a "
+            "standby has the log. `go_on` serves them without a copy"
+        ),
+    ] = "stall"
+    takeover_s: Annotated[
+        float,
+        Meta(
+            ge=1.0,
+            le=600.0,
+            description="Seconds without a message after which the standby takes over, and after which the active "
+            "broker counts the standby as lost",
+        ),
+    ] = 5.0
+
+    @property
+    def host(self) -> str:
+        """The name of this host."""
+        return self.name or socket.gethostname()
+
+
 class BrokerConfig(_Settings, frozen=True, kw_only=True):
     """The settings in broker.yaml."""
 
@@ -585,6 +643,7 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
         ),
     ] = None
     retain: Retain = Retain()
+    standby: StandbySettings | None = None
     tokens: Annotated[
         TokenType,
         Meta(
@@ -639,6 +698,12 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
     def run_id(self) -> int:
         """Number that identifies the run in messages, a hash of its name."""
         return int.from_bytes(hashlib.blake2b(self.run.encode(), digest_size=7).digest(), "little") or 1
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of the settings that decide the steps, 16 bytes. Raises ConfigError if settings contradict."""
+        rules = "\n".join(f"{feed} {self.plan(feed).digest}" for feed in self.feeds)
+        return hashlib.blake2b(rules.encode(), digest_size=16).digest()
 
     def plan(self, feed: str | None = None) -> Rules:
         """Return the rules of ``feed``, by default the first feed. Raises ConfigError if settings contradict."""

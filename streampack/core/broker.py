@@ -56,12 +56,14 @@ OUTBID_BY = 2**56
 class Broker:
     """The broker of one run; ``epoch`` is higher than the epoch of every earlier broker of the run.
 
+    Without ``outbids``, an arbiter decides which broker is active, and no peer's epoch raises that of the broker.
+
     Call ``recover`` with each record of the log, if there is one, then ``begin``, then ``handle`` with events.
     """
 
     def __init__(
         self, *, run: int, epoch: int, feeds: Sequence[FeedPlan], capacity: Capacity, steps_ahead: int = 8,
-        journal: Journal | None = None, run_name: str = "",
+        journal: Journal | None = None, run_name: str = "", outbids: bool = True,
     ) -> None:  # fmt: skip
         self.run, self.run_name, self.epoch, self.capacity = run, run_name, epoch, capacity
         self.table = SampleTable()
@@ -87,7 +89,7 @@ class Broker:
         self.foreign = 0
         """Number of messages of another run or a newer broker."""
         self._refused = 0  # clients that were rejected before they came to a feed
-        self._highest_epoch = min(epoch + OUTBID_BY, MAX_EPOCH)
+        self._highest_epoch = min(epoch + OUTBID_BY, MAX_EPOCH) if outbids else 0
 
     def handle(self, event: Event) -> list[Effect]:
         """Return the effects of an event, for the shell to perform in order."""

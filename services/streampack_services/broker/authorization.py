@@ -141,7 +141,7 @@ def new_key(folder: Path, name: str, role: str, limits: Mapping[str, Any]) -> li
     Args:
         folder: The folder of keys.
         name: Name of the peer.
-        role: ``producer``, ``trainer`` or ``relay``.
+        role: ``producer``, ``trainer``, ``relay`` or ``standby``.
         limits: Values for ``streams``, ``feeds``, ``ranks`` and ``hosts``; empty ones are left out.
 
     Raises:

@@ -14,16 +14,21 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.daemon_settings import BrokerConfig, StandbySettings
 from streampack.config.typed_yaml import parse_size
 from streampack.core.broker import Broker
 from streampack.core.journal.log_effects import Append, Recall, Recalled, Safe, WasCut
 from streampack.core.journal.log_records import Record
+from streampack.core.standby.entries import Entry
 from streampack.errors import ConfigError, LogDamaged, StreampackError, WireError
+from streampack.transport.curve import Door
 from streampack.wire import record_frames
+from streampack_services.broker.authorization import Allowed
 from streampack_services.broker.status import LogStatus
 from streampack_services.ledger.state_dir import open_ledger
 from streampack_services.log.log import Log, LogEntry
+from streampack_services.standby.arbiter import Arbiter
+from streampack_services.standby.shipping import Shipping
 
 log = logging.getLogger("streampack.broker")
 
@@ -54,6 +59,8 @@ class Keeper:
         self._trimmed = False
         self._again_at = 0.0
         self._before = 0
+        self.shipping: Shipping | None = None
+        """Ships the log to a standby; None without one."""
 
     def recover(self, core: Broker) -> None:
         """Give the core every record of the log.
@@ -95,9 +102,31 @@ class Keeper:
             if self._log.cut(self._trim_to):
                 yield WasCut(self._log.first_lsn)
         self._start_trim()
-        now = (self._log.safe_upto, self._log.stalled, self._full())
+        now = (self._safe_upto, self._stalled, self._full())
         if now != (safe_upto, stalled, full):
             yield Safe(*now)
+
+    @property
+    def _safe_upto(self) -> int:
+        """Every record before this one is safe."""
+        return self._log.safe_upto if self.shipping is None else self.shipping.safe_upto
+
+    @property
+    def _stalled(self) -> str:
+        """The reason why records wait; empty if they do not."""
+        return self._log.stalled or ("" if self.shipping is None else self.shipping.waits)
+
+    def ship(
+        self, settings: StandbySettings, run: int, entry: Entry, arbiter: Arbiter, config_digest: bytes,
+        allowed: Allowed | None,
+    ) -> Shipping:  # fmt: skip
+        """Ship the log to a standby from now on; ``allowed`` are the keys that may connect. Raises UserError."""
+        door = None if allowed is None else Door(allowed.key.secret, allowed.admits)
+        rights = None if allowed is None else allowed.rights
+        self.shipping = Shipping(
+            settings, run, entry, self._log, arbiter, config_digest, self._wake, door, rights
+        )  # fmt: skip
+        return self.shipping
 
     def trim(self, lsn: int) -> None:
         """Delete the segments whose records are all below ``lsn``, once the ledger has them."""
@@ -120,15 +149,17 @@ class Keeper:
             limit_bytes=self._retain,
             records=log_.next_lsn,
             first_record=log_.first_lsn,
-            unsafe_records=log_.next_lsn - log_.safe_upto,
+            unsafe_records=log_.next_lsn - self._safe_upto,
             syncs=log_.syncs,
             sync_seconds=log_.sync_seconds,
-            stalled=log_.stalled or self._full(),
+            stalled=self._stalled or self._full(),
             free_bytes=log_.free_bytes,
         )
 
     def close(self) -> None:
         """Write appended records to the file and close it; idempotent."""
+        if self.shipping is not None:
+            self.shipping.close()
         self._log.close()
 
     def _full(self) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -54,6 +54,7 @@ from streampack.core.protocol.effects import (
 from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.protocol.message import Envelope, Reject
 from streampack.core.protocol.relay_messages import relay_of, relayed
+from streampack.core.standby.entries import Entry
 from streampack.errors import ConfigError, InternalError, WireError
 from streampack.transport.curve import Door
 from streampack.transport.sockets import Poller, Router, drain
@@ -70,6 +71,8 @@ from streampack_services.broker.memory_plan import check_machine, plan
 from streampack_services.broker.report_limit import ReportLimit
 from streampack_services.broker.reporter import Counters, Reporter
 from streampack_services.broker.status import BrokerStatus
+from streampack_services.standby.arbiter import Arbiter
+from streampack_services.standby.shipping import Shipping
 
 log = logging.getLogger("streampack.broker")
 
@@ -87,6 +90,13 @@ DRAIN_AT_MOST = 64
 """Messages that are read from one socket before the other has its turn."""
 
 
+class Lead(NamedTuple):
+    """The entry of the arbiter with which a broker is active."""
+
+    entry: Entry
+    arbiter: Arbiter
+
+
 class BrokerService:
     """One broker; ``run`` serves in the calling thread until the broker is drained.
 
@@ -94,6 +104,7 @@ class BrokerService:
 
     Args:
         config: The broker's configuration.
+        lead: The arbiter's entry with which this broker is active, if it has a standby.
         exit_when_finished: End ``run`` once all readers have left and every feed that was read has been read to its
             end.
 
@@ -103,7 +114,7 @@ class BrokerService:
         UserError: An address, the keys or the log cannot be used.
     """
 
-    def __init__(self, config: BrokerConfig, *, exit_when_finished: bool = False) -> None:
+    def __init__(self, config: BrokerConfig, *, exit_when_finished: bool = False, lead: Lead | None = None) -> None:
         self.config = config
         check_machine(config)
         self.plan = plan(config)
@@ -127,6 +138,9 @@ class BrokerService:
         """Requests for the thread that runs FORM; None ends it."""
         self._forming = threading.Thread(target=self._form_steps, name="streampack-form", daemon=True)
         self._allowed: Allowed | None = None
+        self._shipping: Shipping | None = None
+        self.over = ""
+        """The reason why ``run`` has ended, because another broker is active; empty if that is not the reason."""
         with contextlib.ExitStack() as opened:  # memory before sockets; what is open is closed if the rest fails
             self.arena = self._allocate()
             self._waker = Waker()
@@ -135,18 +149,27 @@ class BrokerService:
             if self.keeper is not None:
                 opened.callback(self.keeper.close)
             self.core = Broker(
-                run=config.run_id, epoch=time.time_ns(), feeds=self.plan.feeds, capacity=capacity,
+                run=config.run_id, epoch=time.time_ns() if lead is None else lead.entry.epoch,
+                feeds=self.plan.feeds, capacity=capacity,
                 steps_ahead=config.steps_ahead, journal=Journal(self.keeper is not None), run_name=config.run,
+                outbids=lead is None,
             )  # fmt: skip
             if config.listen.keys is not None:
                 self._allowed = Allowed(Path(config.listen.keys), self._waker.wake)
                 opened.callback(self._allowed.close)
             if self.keeper is not None:
                 self.keeper.recover(self.core)
+            if lead is not None and self.keeper is not None and config.standby is not None:
+                self._shipping = self.keeper.ship(
+                    config.standby, config.run_id, lead.entry, lead.arbiter, config.digest, self._allowed
+                )
+                self.core.journal.safe_upto = self._shipping.safe_upto
             self._producers, self._trainers = self._listen()
             opened.callback(self._producers.close)
             opened.callback(self._trainers.close)
-            self._poller = Poller([self._producers, self._trainers], self._waker)
+            sockets = [self._producers, self._trainers]
+            sockets += [self._shipping.router] if self._shipping is not None else []
+            self._poller = Poller(sockets, self._waker)
             self._reporter = Reporter(
                 config.run, self.endpoints, self.core, self.plan, self.arena, self.keeper, self.counters
             )
@@ -260,6 +283,8 @@ class BrokerService:
             log.info("ready")
             while not self._done():
                 self._turn(TICK_S)
+            if self.over:
+                return
             if not self.core.draining:
                 self._handle(Drain())  # producers with nothing left to send wait for this
             until = time.monotonic() + FAREWELL_S
@@ -286,7 +311,7 @@ class BrokerService:
 
     def _done(self) -> bool:
         """Return True if ``run`` is to end."""
-        if self._stop_now or (self._exit_when_finished and self.core.finished):
+        if self.over or self._stop_now or (self._exit_when_finished and self.core.finished):
             return True
         if self._drain_until is None:
             return False
@@ -300,7 +325,8 @@ class BrokerService:
         """Run one turn of the main loop: wait up to ``timeout_s`` for messages or a wake-up, then handle everything."""
         self._poller.wait(timeout_s)
         now = time.monotonic()
-        if now - self._ticked >= TICK_S:
+        ticks = now - self._ticked >= TICK_S
+        if ticks:
             self._clock += min(now - self._ticked, TURN_AT_MOST_S)
             self._ticked = now
             self._handle(Tick(self._clock))
@@ -318,6 +344,10 @@ class BrokerService:
         while self._formed:
             self._on_formed(self._formed.popleft())
         self._keep_log()
+        if self._shipping is not None:
+            self._shipping.turn(self._clock if ticks else None)
+            self._keep_log()
+            self.over = self._shipping.over
         for key in self._allowed.take_changed_keys() if self._allowed is not None else ():
             self._handle(Withdrawn(key))
         while self._asked:

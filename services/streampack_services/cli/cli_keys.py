@@ -39,8 +39,8 @@ def new(
     name: Name,
     role: Annotated[
         str,
-        typer.Option("--role", metavar="ROLE", help="producer (sends samples), trainer (reads steps) or relay (reads "
-                     "steps for all ranks of a host)."),
+        typer.Option("--role", metavar="ROLE", help="producer (sends samples), trainer (reads steps), relay (reads "
+                     "steps for all ranks of a host) or standby (copies the log)."),
     ],
     stream: Annotated[
         list[str] | None,

@@ -101,6 +101,11 @@ def broker(
     exit_when_finished: Annotated[
         bool, typer.Option("--exit-when-finished", help="Exit when every step is delivered and all ranks have left.")
     ] = False,
+    standby: Annotated[
+        bool,
+        typer.Option("--standby", help="Copy the log of the active broker on another host, and take over if that host "
+                                       "is lost. Needs the section `standby` in broker.yaml."),
+    ] = False,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
 ) -> None:  # fmt: skip
@@ -123,7 +128,7 @@ def broker(
         settings = replace(settings, listen=replace(settings.listen, http=http))
     from streampack_services.daemons.broker import serve
 
-    serve(settings, exit_when_finished=exit_when_finished, ring=ring)
+    serve(settings, exit_when_finished=exit_when_finished, ring=ring, standby=standby)
 
 
 @app.command(cls=Command)

@@ -19,26 +19,56 @@ from streampack.config.daemon_settings import BrokerConfig
 from streampack.errors import UserError
 from streampack.transport import ipc_files
 from streampack_services.broker.memory_plan import keep_freed_memory
-from streampack_services.broker.service import BrokerService
+from streampack_services.broker.service import BrokerService, Lead
 from streampack_services.daemons import rendezvous
+from streampack_services.daemons.standby import become_active
 from streampack_services.daemons.systemd import Systemd
 from streampack_services.http.http_guard import find_token, is_loopback, parse_address
 from streampack_services.http.server import HttpServer
 from streampack_services.logs import Ring
+from streampack_services.standby.following import standby_settings
 
 log = logging.getLogger("streampack.broker")
 _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):")
 
 
-def serve(config: BrokerConfig, *, exit_when_finished: bool = False, ring: Ring | None = None) -> None:
+def serve(
+    config: BrokerConfig, *, exit_when_finished: bool = False, ring: Ring | None = None, standby: bool = False
+) -> None:
     """Run a broker until it is drained; serve its status, and the log events in ``ring``, over HTTP.
 
-    ``exit_when_finished``: also end once every step is delivered and all ranks have left. Raises UserError or
-    ConfigError for settings with which no broker can start.
+    A broker with a standby first copies the log of the active broker, if there is one. It does so again if another
+    broker has taken over from it.
+
+    Args:
+        config: The broker's configuration.
+        exit_when_finished: Also end once every step is delivered and all ranks have left.
+        ring: The log events to serve.
+        standby: True if this broker does not begin a run, but waits for an active broker.
+
+    Raises:
+        UserError: No broker can start, e.g. because an address is in use.
+        ConfigError: No broker can start with these settings.
     """
     keep_freed_memory()
     _allow_connections()
-    service = BrokerService(config, exit_when_finished=exit_when_finished)
+    if standby:
+        standby_settings(config)
+    while config.standby is not None:
+        lead = become_active(config, waits=standby)
+        if lead is None:
+            return
+        over = _serve(config, exit_when_finished, ring, lead)
+        if not over:
+            return
+        log.warning("this broker is not active any more: %s", over)
+        standby = True
+    _serve(config, exit_when_finished, ring, None)
+
+
+def _serve(config: BrokerConfig, exit_when_finished: bool, ring: Ring | None, lead: Lead | None) -> str:
+    """Run a broker until it is drained; return the reason if it ended because another broker is active."""
+    service = BrokerService(config, exit_when_finished=exit_when_finished, lead=lead)
     service.on_snapshot = Systemd().tell_of_broker
     with _drained_by_signals(service), _closing(service):
         anybody = config.listen.control == "any"
@@ -62,9 +92,12 @@ def serve(config: BrokerConfig, *, exit_when_finished: bool = False, ring: Ring 
             service.warm_up()  # before the rendezvous file names the addresses
             with _rendezvous(service, http.url):
                 service.run()
+            if service.over:
+                return service.over
             log.info("stopped after %d steps", sum(feed.figures.totals.steps for feed in service.core.feeds.values()))
         finally:
             http.close()
+    return ""
 
 
 def exposed(endpoints: Mapping[str, str], http: str, keys: bool, token: bool) -> list[str]:

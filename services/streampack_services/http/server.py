@@ -116,8 +116,56 @@ def _ranks(now: BrokerStatus, request: Request, rank_page: RankPages) -> Respons
     return Response(msgspec.json.encode(found), media_type="application/json")
 
 
-class HttpServer:
-    """Serves ``make_app`` in a thread of its own; ``url`` is the address.
+class AppServer:
+    """Serves an ASGI application in a thread of its own; ``url`` is the address.
+
+    Args:
+        address: ``host:port`` to listen on; port 0 takes any free port.
+        app: The application.
+        token: Token that requests must have; None for no token.
+
+    Raises:
+        UserError: The address cannot be used.
+    """
+
+    def __init__(self, address: str, app: Starlette, token: str | None = None) -> None:
+        host, port = parse_address(address)
+        self._socket = _listen(host, port, address)
+        bound_to, bound = self._socket.getsockname()[:2]
+        shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{bound}"
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                Guard(app, token, is_loopback(bound_to)),
+                log_config=None,
+                log_level="error",  # clients can cause any number of warnings
+                http=Bounded,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+                ws="none",
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._thread = threading.Thread(target=self._serve, name="streampack-http", daemon=True)
+
+    def start(self) -> None:
+        """Start to serve."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening; wait up to 3 s for answers under way."""
+        self._server.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(timeout=3)
+        self._socket.close()
+
+    def _serve(self) -> None:
+        self._server.run(sockets=[self._socket])
+
+
+class HttpServer(AppServer):
+    """Serves ``make_app`` in a thread of its own.
 
     Args:
         address: ``host:port`` to listen on; port 0 takes any free port.
@@ -137,42 +185,46 @@ class HttpServer:
         any_host: bool = False, ring: Ring | None = None, token: str | None = None,
         rank_page: RankPages | None = None,
     ) -> None:  # fmt: skip
-        host, port = parse_address(address)
-        self._socket = _listen(host, port, address)
-        bound_to, bound = self._socket.getsockname()[:2]
-        shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{bound}"
         self._history = Timelines(snapshot)
-        app = make_app(snapshot, self._history, ask_broker, any_host, ring, rank_page)
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                Guard(app, token, is_loopback(bound_to)),
-                log_config=None,
-                log_level="error",  # clients can cause any number of warnings
-                http=Bounded,
-                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-                ws="none",
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=1,
-            )
-        )
-        self._thread = threading.Thread(target=self._serve, name="streampack-http", daemon=True)
+        super().__init__(address, make_app(snapshot, self._history, ask_broker, any_host, ring, rank_page), token)
 
     def start(self) -> None:
         self._history.start()
-        self._thread.start()
+        super().start()
 
     def close(self) -> None:
-        """Stop listening; wait up to 3 s for answers under way."""
         self._history.close()
-        self._server.should_exit = True
-        if self._thread.is_alive():
-            self._thread.join(timeout=3)
-        self._socket.close()
+        super().close()
 
-    def _serve(self) -> None:
-        self._server.run(sockets=[self._socket])
+
+def standby_app(run: str, status: Callable[[], dict[str, str | int | bool]]) -> Starlette:
+    """Return the ASGI application of a broker that is not active: probes, ``/status`` and ``/metrics``."""
+
+    def livez(_: Request) -> Response:
+        """Answer ``/livez``."""
+        return PlainTextResponse("alive\n")
+
+    def readyz(_: Request) -> Response:
+        """Answer ``/readyz``: 503, because producers and trainers must not connect."""
+        return PlainTextResponse(f"not ready: standby: {status()['waits_for']}\n", 503)
+
+    def state(_: Request) -> Response:
+        """Answer ``/status``."""
+        return JSONResponse({"run": run, "state": "standby", "ready": False, "standby": status()})
+
+    def metrics(_: Request) -> Response:
+        """Answer ``/metrics`` in Prometheus' text format."""
+        now, lines = status(), []
+        for name, key, text in (
+            ("member", "is_member", "1 if this standby has every safe record, so that it may take over."),
+            ("records", "records", "Records in the standby's copy of the log."),
+        ):
+            lines += [f"# HELP streampack_standby_{name} {text}", f"# TYPE streampack_standby_{name} gauge"]
+            lines.append(f"streampack_standby_{name} {int(now[key])}")
+        return Response("\n".join(lines) + "\n", media_type=CONTENT_TYPE)
+
+    handlers = {"/metrics": metrics, "/livez": livez, "/readyz": readyz, "/status": state}
+    return Starlette(routes=[Route(path, each) for path, each in handlers.items()])
 
 
 def _listen(host: str, port: int, address: str) -> socket.socket:

@@ -46,7 +46,9 @@ class LogEntry:
 class Log:
     """One run's log in ``folder``, open for writing; ``open`` makes it."""
 
-    def __init__(self, folder: Path, lock: int, segments: list[Segment], writer: Writer, segment_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, lock: int, segments: list[Segment], writer: Writer, segment_bytes: int, first_lsn: int
+    ) -> None:  # fmt: skip
         self._folder = folder
         self._lock = lock
         self._segments = segments
@@ -55,7 +57,7 @@ class Log:
         self._appended: list[Pending] = []
         self._appended_bytes = 0
         self._closed = False
-        self.next_lsn = segments[-1].next_lsn if segments else 0
+        self.next_lsn = segments[-1].next_lsn if segments else first_lsn
         """Number of the next record."""
 
     @classmethod
@@ -65,19 +67,21 @@ class Log:
         *,
         durability: Literal["os", "process"],
         segment_bytes: int = 64 << 20,
+        first_lsn: int = 0,
         on_safe: Callable[[], None],
     ) -> Log:
         """Open and recover the log in ``folder``, which is made if it is missing; all its records are then safe.
 
-        ``on_safe`` is called from another thread whenever ``safe_upto`` has grown, and must not raise. Raises UserError
-        if the folder cannot be used or another process writes there, LogDamaged as ``segments.recover`` does.
+        A log without records begins with record ``first_lsn``. ``on_safe`` is called from another thread whenever
+        ``safe_upto`` has grown, and must not raise. Raises UserError if the folder cannot be used or another process
+        writes there, LogDamaged as ``segments.recover`` does.
         """
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = _lock(folder / "lock")
             try:
                 segments = recover(folder)
-                writer = Writer(folder, segments, durability == "os", segment_bytes, on_safe)
+                writer = Writer(folder, segments, durability == "os", segment_bytes, first_lsn, on_safe)
             except BaseException:
                 os.close(lock)
                 raise
@@ -86,7 +90,7 @@ class Log:
                 f"The log in {folder} cannot be opened: {error.strerror or error}. Choose a folder that you can write "
                 f"to."
             ) from None
-        return cls(folder, lock, segments, writer, segment_bytes)
+        return cls(folder, lock, segments, writer, segment_bytes, first_lsn)
 
     @property
     def first_lsn(self) -> int:

@@ -61,11 +61,15 @@ class Pending:
 
 
 class Writer:
-    """The writing thread of a log; it continues the last of ``segments``. Raises OSError if it cannot write."""
+    """The writing thread of a log; it continues the last of ``segments``, or begins with record ``first_lsn``.
+
+    Raises OSError if it cannot write.
+    """
 
     def __init__(
-        self, folder: Path, segments: list[Segment], sync: bool, segment_bytes: int, on_safe: Callable[[], None]
-    ) -> None:
+        self, folder: Path, segments: list[Segment], sync: bool, segment_bytes: int, first_lsn: int,
+        on_safe: Callable[[], None],
+    ) -> None:  # fmt: skip
         self._folder, self._sync, self._segment_bytes, self._on_safe = folder, sync, segment_bytes, on_safe
         self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._segment = segments[-1] if segments else None
@@ -81,7 +85,7 @@ class Writer:
         self._short = False
         self.unwritten: dict[int, Pending] = {}
         """Records that are not written yet, by lsn, for readers; the appending thread adds them."""
-        self.written_upto = self.safe_upto = segments[-1].next_lsn if segments else 0
+        self.written_upto = self.safe_upto = segments[-1].next_lsn if segments else first_lsn
         self.written_bytes = 0
         self.full = ""
         """The system's error text while a lack of space stops writing; else empty."""

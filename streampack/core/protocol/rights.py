@@ -21,14 +21,14 @@ from streampack.core.protocol.trainer_messages import Attach
 
 KEY_DIGITS = 64
 Side = Literal["producer", "trainer"]
-Role = Literal["producer", "trainer", "relay"]
+Role = Literal["producer", "trainer", "relay", "standby"]
 
 
 class Rights(Struct, frozen=True):
     """Rights of the key ``name``.
 
-    The role ``producer`` sends samples. ``trainer`` reads steps, ``relay`` also for the ranks of its host. ``any`` does
-    all of this.
+    The role ``producer`` sends samples. ``trainer`` reads steps, ``relay`` also for the ranks of its host.
+    ``standby`` copies the log. ``any`` does all of this.
 
     The rights cover only the named ``streams``, ``feeds``, ``ranks`` and ``hosts``; an empty list covers all. A rank
     names its host itself, so ``hosts`` guards against mistakes.

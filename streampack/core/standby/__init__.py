@@ -1,12 +1,12 @@
 """The standby: a broker on another host that copies the log, and takes over when the active broker is lost.
 
-``entries`` defines what the arbiter keeps: numbered entries, each of which names the active broker and the *members*,
-the brokers that may write the next entry. ``log_shipper`` is the active broker's side, and ``log_follower`` the
+``entries`` defines the numbered entries that the arbiter keeps. Each names the active broker and the *members*: the
+brokers that may write the next entry. ``log_shipper`` is the active broker's side, and ``log_follower`` the
 standby's. Three rules together prevent that a run gets two histories:
 
 - Every start of a broker writes the next entry, and only a member of the newest entry may write one.
 - A record is safe only once every member has it. So the active broker removes a lost standby by an entry *before* it
   calls records safe alone.
-- A broker that is no member discards its log before it copies that of the active broker, and becomes a member only
-  after it has every safe record.
+- A broker that is no member discards its log before it copies that of the active broker. It becomes a member only
+  after it has every safe record. A log that is a copy of this very broker's log is continued instead.
 """

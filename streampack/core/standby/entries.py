@@ -1,7 +1,7 @@
 """The entries of the arbiter, and who may write the next one.
 
 The arbiter is a place outside both hosts that keeps numbered entries, and lets each number be written once. The newest
-entry decides which broker is active. Whoever loses the race for a number has lost.
+entry decides which broker is active.
 """
 
 from __future__ import annotations

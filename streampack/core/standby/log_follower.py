@@ -1,9 +1,9 @@
 """The standby's side, as a pure state machine: ``handle(event) -> effects``.
 
 It copies the log of the active broker, and confirms each record once the record is safe on its own disk. If the active
-broker is silent for ``takeover_s``, and the standby is a member of the newest entry, it writes the next entry. From the
-moment that it asks, it confirms nothing more and hears nothing more of that broker: the entry may exist although the
-answer is lost. Whoever loses the race for the entry discards its log and follows the winner.
+broker is silent for ``takeover_s``, and the standby is a member of the newest entry, it writes the next entry. From
+then on it confirms nothing more, and hears nothing more of that broker: the entry may exist although the answer is
+lost. A standby that loses the race for the entry follows the winner.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class LogFollower:
         address: Address at which it would ship its log.
         log_epoch: Epoch of the broker whose log is on the own disk; 0 if there is none.
         log_id: Identifies the log on the own disk.
+        least_epoch: Least epoch of the first active broker of a run.
         takeover_s: Seconds of silence after which the active broker is lost.
         goes_on: True if it would serve without a standby, once it is active.
         config_digest: Digest of the settings that decide the steps.
@@ -74,12 +75,13 @@ class LogFollower:
     """
 
     def __init__(
-        self, run: int, name: str, process: str, address: str, *, log_epoch: int, log_id: str, takeover_s: float,
-        goes_on: bool, config_digest: bytes = b"", producers: str = "", trainers: str = "", waits: bool = True,
+        self, run: int, name: str, process: str, address: str, *, log_epoch: int, log_id: str, least_epoch: int = 1,
+        takeover_s: float, goes_on: bool, config_digest: bytes = b"", producers: str = "", trainers: str = "",
+        waits: bool = True,
     ) -> None:  # fmt: skip
         self.run, self.name, self.process, self.address = run, name, process, address
         self.log_epoch, self._log_id, self._takeover_s, self._goes_on = log_epoch, log_id, takeover_s, goes_on
-        self._config_digest = config_digest
+        self._config_digest, self._least_epoch = config_digest, least_epoch
         self._producers, self._trainers, self._waits = producers, trainers, waits
         self.phase = FollowerPhase.LOOKING
         self.leader: Entry | None = None
@@ -157,7 +159,7 @@ class LogFollower:
         self.phase, self._look_at = FollowerPhase.ASKING, self._now + ANSWER_S
         self._asked = first_entry(
             newest, name=self.name, process=self.process, log_id=self._log_id, address=self.address,
-            epoch=self.log_epoch + 1, goes_on=self._goes_on,
+            epoch=max(self.log_epoch + 1, self._least_epoch if newest is None else 0), goes_on=self._goes_on,
             takes_over=newest is not None and newest.active != self.name,
         )  # fmt: skip
         text = f"asks the arbiter for entry {self._asked.number}, to be the active broker"

@@ -1,0 +1,10 @@
+"""The shell of a standby: the arbiter, the copy of the log on another host, and the connection between both hosts.
+
+- ``arbiter``: the places that keep numbered entries, each of which can be written once.
+- ``questions``: asks the arbiter in a thread, because a shared folder may hang.
+- ``copy_state``: the note beside a log that says which broker wrote it.
+- ``shipping``: the active broker's side: ships the log, and knows which records are safe on both hosts.
+- ``following``: the standby's side: copies the log until it takes over.
+
+``streampack.core.standby`` makes all decisions.
+"""
