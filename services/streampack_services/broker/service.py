@@ -67,7 +67,7 @@ from streampack_services.broker.arena import Arena
 from streampack_services.broker.authorization import Allowed
 from streampack_services.broker.log_keeper import Keeper
 from streampack_services.broker.memory_peak import peak
-from streampack_services.broker.memory_plan import check_machine, plan
+from streampack_services.broker.memory_plan import Plan, check_machine, plan
 from streampack_services.broker.report_limit import ReportLimit
 from streampack_services.broker.reporter import Counters, Reporter
 from streampack_services.broker.status import BrokerStatus
@@ -256,19 +256,7 @@ class BrokerService:
 
     def warm_up(self) -> None:
         """Compile or load the kernels, so that the first step is as fast as the others."""
-        for feed in self.plan.feeds:
-            schedule.warm_up(feed.rules)
-            form.warm_up(feed.rules)
-        deal_kernels.warm_up()
-        admission_kernels.warm_up()
-        rules, zero, lengths = self.plan.rules, np.zeros(1, np.int64), np.full(1, 8)
-        trial = Arena(8 * 64 * rules.token_bytes, rules.tokens, 64, rules.fields)
-        sizes = [8 * np.dtype(rules.tokens).itemsize]
-        sizes += [field.value_bytes * (8 if field.axis == "token" else 1) for field in rules.fields]
-        trial.store(zero, zero, lengths, zero, tuple(bytes(size) for size in sizes))
-        names = [INPUT_IDS, EDGES, *(field.name for field in rules.fields)]
-        trial.gather(Contents(zero, np.array([1]), np.array([16]), lengths), names, 2, (0,), "zigzag")
-        trial.release(zero)
+        warm_up(self.plan)
 
     def run(self) -> None:
         """Serve until the broker is drained, then close sockets, log and threads."""
@@ -520,6 +508,23 @@ class BrokerService:
             except BaseException as error:
                 self._formed.append(error)
             self._waker.wake()
+
+
+def warm_up(plan: Plan) -> None:
+    """Compile or load the kernels of a broker with this ``plan``."""
+    for feed in plan.feeds:
+        schedule.warm_up(feed.rules)
+        form.warm_up(feed.rules)
+    deal_kernels.warm_up()
+    admission_kernels.warm_up()
+    rules, zero, lengths = plan.rules, np.zeros(1, np.int64), np.full(1, 8)
+    trial = Arena(8 * 64 * rules.token_bytes, rules.tokens, 64, rules.fields)
+    sizes = [8 * np.dtype(rules.tokens).itemsize]
+    sizes += [field.value_bytes * (8 if field.axis == "token" else 1) for field in rules.fields]
+    trial.store(zero, zero, lengths, zero, tuple(bytes(size) for size in sizes))
+    names = [INPUT_IDS, EDGES, *(field.name for field in rules.fields)]
+    trial.gather(Contents(zero, np.array([1]), np.array([16]), lengths), names, 2, (0,), "zigzag")
+    trial.release(zero)
 
 
 def _form_step(form: Form) -> tuple[Formed, float]:

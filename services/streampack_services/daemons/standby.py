@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from types import FrameType
 
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.transport.keys import find_key
 from streampack_services.broker.memory_plan import check_machine, plan
-from streampack_services.broker.service import Lead
+from streampack_services.broker.service import Lead, warm_up
 from streampack_services.daemons.systemd import Systemd
 from streampack_services.http.http_guard import find_token
 from streampack_services.http.server import AppServer, standby_app
@@ -36,7 +37,7 @@ def become_active(config: BrokerConfig, *, waits: bool) -> Lead | None:
     """
     settings = standby_settings(config)
     check_machine(config)
-    plan(config)  # errors must show now, and not when the active broker is lost
+    needs = plan(config)  # errors must show now, and not when the active broker is lost
     arbiter = open_arbiter(settings.arbiter)
     following = Following(config, arbiter, waits=waits, key=find_key(None))
     caught: list[int] = []
@@ -51,6 +52,7 @@ def become_active(config: BrokerConfig, *, waits: bool) -> Lead | None:
         config.listen.http, standby_app(config.run, lambda: following.status), find_token(config.listen.token_file)
     )
     http.start()
+    threading.Thread(target=warm_up, args=(needs,), name="streampack-warm-up", daemon=True).start()
     try:
         log.info(
             "host %s of run %s asks the arbiter %s which broker is active (pid %d)", settings.host, config.run,
