@@ -1,6 +1,6 @@
 """Sockets, which send frames from one process to another. No other package uses ZeroMQ.
 
-- ``endpoints``, ``ipc_files``: addresses, and the files of an ``ipc://`` address.
+- ``endpoints``, ``ipc_files``: addresses, when to move to the next of several, and the files of an ``ipc://`` address.
 - ``rendezvous``: reads a broker's addresses from its rendezvous file.
 - ``relay_socket``: the address of the relay of a host.
 - ``keys``, ``secret_files``: key files, written for their user alone.

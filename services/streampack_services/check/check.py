@@ -29,7 +29,7 @@ from streampack.core.packers.joint.joint import Joint
 from streampack.errors import UserError
 from streampack.producer.first_rows import check_rows
 from streampack.sources import open_tokenizer
-from streampack.transport.endpoints import check_endpoint
+from streampack.transport.endpoints import check_endpoint, split_endpoints
 from streampack.transport.keys import find_key, load_key
 from streampack_services.amounts import size_text
 from streampack_services.broker.authorization import BROKER
@@ -75,7 +75,7 @@ def check(file: Path) -> Tree:
         follows = list(_follows(config, found))
     else:
         if not config.broker.startswith("file://"):
-            check_endpoint(config.broker, connects=True)
+            split_endpoints(config.broker)
         find_key(config.key_file)
         resolved = _resolved_producer(config)
         follows = list(_follows_producer(config))
