@@ -100,11 +100,7 @@ class Broker:
                 return self._send(event.peer, Who())  # R5: meant for an earlier broker, and may be out of date
             self._raise_epoch(event.envelope)
             if event.envelope.run not in (0, self.run) or event.envelope.epoch > self.epoch:
-                self.foreign += 1
-                if self.foreign & (self.foreign - 1):  # log only the 1st, 2nd, 4th, 8th
-                    return []
-                text = f"dropped a message from another run or a newer broker ({self.foreign} such messages so far)"
-                return [Report("warning", text)]
+                return self._on_foreign(event)
             if isinstance(event, FromTrainer):
                 return self._on_trainer(event.peer, event.envelope)
             effects = self.leases.receive(event.peer, event.envelope, self._now)
@@ -289,6 +285,19 @@ class Broker:
         """True if every feed that had a reader was read to its end, and no reader is attached any more."""
         used = [self.feeds[name] for name in self._used]
         return bool(used) and all(feed.finished for feed in used)
+
+    def _on_foreign(self, event: FromProducer | FromTrainer) -> list[Effect]:
+        """Drop a message from another run or a newer broker. The answer lets its sender look for that broker elsewhere.
+
+        Peers do nothing else with this answer, because its run or its epoch is not theirs.
+        """
+        self.foreign += 1
+        to_trainer = isinstance(event, FromTrainer)
+        who = self._send(event.peer, Who()) if to_trainer else self.leases.credits.send(event.peer, Who())
+        if self.foreign & (self.foreign - 1):  # log only the 1st, 2nd, 4th, 8th
+            return who
+        text = f"dropped a message from another run or a newer broker ({self.foreign} such messages so far)"
+        return [Report("warning", text), *who]
 
     def _raise_epoch(self, envelope: Envelope) -> None:
         """Raise this broker's epoch above the epoch in a peer's message, if the broker has just started."""

@@ -66,3 +66,7 @@ class Envelope(Struct, frozen=True, kw_only=True):
     message: Message
     payload: tuple[Any, ...] = ()
     payload_crc: int | None = None
+
+    def is_foreign(self, run: int, epoch: int) -> bool:
+        """Return whether another run's broker or one older than ``epoch`` sent this; ``run`` is 0 if not known yet."""
+        return run not in (0, self.run) or self.epoch < epoch

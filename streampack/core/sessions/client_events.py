@@ -33,7 +33,7 @@ class Again(Event, frozen=True):
 
 
 class Rerouted(Event, frozen=True):
-    """Messages take another way to the broker from now on: through the relay, or not any more."""
+    """Messages take another way to the broker from now on: through the relay or not, or to another address."""
 
 
 class Damaged(Event, frozen=True):

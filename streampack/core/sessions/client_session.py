@@ -150,7 +150,8 @@ class ClientSession:
         attached: The broker's answer, with the rules to read steps; None before the answer.
         wait: Cause of the wait for the next step, as the broker reports it.
         reached: True if the broker has answered at least once.
-        path: Number of the way to the broker; it rises when the client changes between its relay and the broker.
+        path: Number of the way to the broker. It rises when the client changes between its relay and the broker, or
+            moves to another address.
         num_skipped: Steps that the run's record marks as skipped, and that were not delivered.
     """
 
@@ -344,9 +345,9 @@ class ClientSession:
 
     def _receive(self, envelope: Envelope) -> list[Effect]:
         """Handle a message, unless an older broker or another run sent it; adopt a newer broker."""
-        self.run = self.run or envelope.run
-        if envelope.run != self.run or envelope.epoch < self.epoch:
+        if envelope.is_foreign(self.run, self.epoch):
             return []
+        self.run = envelope.run
         self.reached = True
         self.patience.broker_heard(envelope.message.silent_s if isinstance(envelope.message, Wait) else 0.0)
         if envelope.epoch > self.epoch:

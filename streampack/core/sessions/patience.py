@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+VAIN_S = 30.0
+"""Seconds of silence after which a broker that owes an answer at each ping seems to hang; pings may be 10 s apart."""
 _TICK_S = 1.0
 
 
@@ -65,6 +67,11 @@ class Patience:
         """Record whether the broker waits for ranks to join (``detail`` names the ranks), or for something else."""
         self._missing = detail
         self._joining_s = (self._joining_s or 0.0) if joining else None
+
+    @property
+    def waits_in_vain(self) -> bool:
+        """True if the trainer waits for a step, and the broker has long not said why, which it does at each ping."""
+        return self._asking_s is None and min(self._waiting_s or 0.0, self.silent_s) > VAIN_S
 
     def reason_to_stop(self) -> str:
         """Return an error text if the trainer should stop waiting; empty while it may wait."""

@@ -20,6 +20,7 @@ from streampack.core.protocol.events import Effect, Event, FromBroker, Report, S
 from streampack.core.protocol.message import Bye, Envelope, Message
 from streampack.core.protocol.producer_messages import Flow, Hello, Lease, Offer, ProducerPing, SourceSize
 from streampack.core.sessions.backoff import Backoff
+from streampack.core.sessions.patience import VAIN_S
 
 PING_S = 1.0
 """Seconds between pings."""
@@ -168,6 +169,11 @@ class Sender(ABC):
         return self._now - (self._last_heard if self._last_heard is not None else 0.0)
 
     @property
+    def waits_in_vain(self) -> bool:
+        """True if the broker has long not answered the pings of this producer, which holds a lease."""
+        return self._has_lease and self.silent_s > VAIN_S
+
+    @property
     def reached(self) -> bool:
         """True if the broker has answered at least once."""
         return self._last_heard is not None
@@ -215,9 +221,9 @@ class Sender(ABC):
 
     def _receive(self, envelope: Envelope) -> list[Effect]:
         """Handle a message, unless an older broker or another run sent it; adopt a newer broker."""
-        self.run = self.run or envelope.run
-        if envelope.run != self.run or envelope.epoch < self.epoch:
+        if envelope.is_foreign(self.run, self.epoch):
             return []
+        self.run = envelope.run
         self._last_heard = self._now
         if isinstance(envelope.message, Lease):
             self._hello_next.reset()

@@ -26,6 +26,10 @@ class NotDelivered(Event, frozen=True):
     envelope: Envelope
 
 
+class Moved(Event, frozen=True):
+    """There is a connection to another address of the broker: whoever answers there may not know the readers."""
+
+
 class Stop(Event, frozen=True):
     """The relay stops: its readers continue with the broker."""
 

@@ -39,7 +39,15 @@ from streampack.core.protocol.trainer_messages import (
 )
 from streampack.core.sessions.backoff import spread
 from streampack.core.sessions.node_feed import NOTHING, RETRY_S, NodeFeed, Share
-from streampack.core.sessions.relay_events import ForReaders, FromReader, NotDelivered, SendFor, SendReader, Stop
+from streampack.core.sessions.relay_events import (
+    ForReaders,
+    FromReader,
+    Moved,
+    NotDelivered,
+    SendFor,
+    SendReader,
+    Stop,
+)
 from streampack.core.stats.data_wait import Starvation
 
 LOCAL_PING_S = 1.0
@@ -139,6 +147,8 @@ class RelaySession:
             if isinstance(event.envelope.message, NodeGet) and (feed := self.feeds.get(event.envelope.message.feed)):
                 feed.again.unsent(self._now)
             return []
+        if isinstance(event, Moved):
+            return [effect for feed in self.feeds.values() for effect in self._ping(feed)]
         if isinstance(event, Stop):
             self.stopped = True
             effects = [self._elsewhere(reader.peer, "the relay stops") for reader in self.readers.values()]
@@ -269,9 +279,9 @@ class RelaySession:
 
     def _is_current(self, envelope: Envelope) -> bool:
         """Return whether a message is of the newest broker of the run; adopt a newer broker."""
-        self.run = self.run or envelope.run
-        if envelope.run != self.run or envelope.epoch < self.epoch:
+        if envelope.is_foreign(self.run, self.epoch):
             return False
+        self.run = envelope.run
         if envelope.epoch > self.epoch:
             self.epoch = envelope.epoch
             self._states.clear()

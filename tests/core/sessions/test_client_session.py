@@ -51,7 +51,7 @@ from streampack.core.sessions.client_events import (
     Waiting,
 )
 from streampack.core.sessions.client_session import ClientSession
-from streampack.core.sessions.patience import Patience
+from streampack.core.sessions.patience import VAIN_S, Patience
 from streampack.core.stats.data_wait import Starvation
 
 RUN, EPOCH = 9, 4
@@ -597,3 +597,21 @@ def test_a_process_that_was_stopped_for_an_hour_has_not_waited() -> None:
     session.handle(said(wait("join")))
     assert broken(session.handle(Tick(3600.0))) is None
     assert pass_time(session, 28) is None
+
+
+def test_a_broker_hangs_if_it_is_silent_while_the_trainer_waits_for_a_step() -> None:
+    heard, said, asked, idle = (Patience() for _ in range(4))
+    for each in (heard, said, asked):
+        each.trainer_waits(True)
+    asked.question_asked()  # its answer waits for a disk
+    for second in range(int(VAIN_S) + 2):
+        for each in (heard, said, asked, idle):
+            assert not each.waits_in_vain
+            each.tick(float(second))
+        if second % 10 == 0:  # the longest time between two pings
+            said.broker_heard()
+    heard.tick(VAIN_S + 2.0)
+    assert heard.waits_in_vain
+    assert not any(each.waits_in_vain for each in (said, asked, idle))
+    heard.broker_heard()
+    assert not heard.waits_in_vain

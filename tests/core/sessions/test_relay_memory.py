@@ -6,9 +6,9 @@ from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.protocol.events import Send, Tick
 from streampack.core.protocol.message import Envelope, Message
-from streampack.core.protocol.relay_messages import NodeGet
+from streampack.core.protocol.relay_messages import NodeGet, NodePing
 from streampack.core.protocol.trainer_messages import Attach, Attached, Get
-from streampack.core.sessions.relay_events import ForReaders, FromReader
+from streampack.core.sessions.relay_events import ForReaders, FromReader, Moved
 from streampack.core.sessions.relay_session import RelaySession
 
 
@@ -43,3 +43,16 @@ def test_a_process_that_was_replaced_holds_nobody_back() -> None:
     attach(relay, "new", Mesh(dp=2))
     get(relay, "other", 1)
     assert get(relay, "new", 1) == [("other", 1), ("new", 1)]
+
+
+def test_a_relay_that_has_another_address_asks_at_once_who_is_there() -> None:
+    """With thousands of ranks, its next ping might be 10 seconds away."""
+    relay = RelaySession("node0")
+    relay.handle(Tick(1.0))
+    assert relay.handle(Moved()) == []
+    attach(relay, "r0", Mesh(dp=2))
+    relay.handle(Tick(2.0))
+    (asked,) = relay.handle(Moved())
+    assert isinstance(asked, Send)
+    assert isinstance(asked.envelope.message, NodePing)
+    assert [report.reader for report in asked.envelope.message.ranks] == ["r0"]

@@ -739,14 +739,17 @@ def test_messages_of_an_older_broker_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(("run", "epoch"), [(RUN + 1, EPOCH), (RUN, EPOCH + 1)])
-def test_messages_of_another_run_or_a_newer_broker_are_dropped_and_counted(run: int, epoch: int) -> None:
+def test_messages_of_another_run_or_a_newer_broker_are_counted_and_only_their_sender_learns_of_it(
+    run: int, epoch: int
+) -> None:
     bench = Bench()
     bench.produce(b"0", hello("zero", "b"))
     bench.said.clear()
     bench.handle(FromProducer(b"1", Envelope(run=run, epoch=epoch, fence=0, message=hello("one", "a"))))
     bench.handle(FromTrainer(b"2", Envelope(run=run, epoch=epoch, fence=0, message=attach("r"))))
     assert bench.core.foreign == 2
-    assert not bench.said
+    assert [(peer, type(e.message)) for peer, e in bench.said] == [(b"1", Who), (b"2", Who)]
+    assert all(e.is_foreign(run, epoch) for _, e in bench.said)
 
 
 def test_a_broker_that_has_just_started_outbids_the_one_before_whatever_its_clock_says() -> None:
