@@ -23,7 +23,17 @@ from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick, Unsent
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.trainer_messages import AskState, Attached, Commit, Committed, State
-from streampack.core.sessions.client_events import Answered, Ask, Broken, Damaged, Deliver, Detach, Ended, Waiting
+from streampack.core.sessions.client_events import (
+    Answered,
+    Ask,
+    Broken,
+    Damaged,
+    Deliver,
+    Detach,
+    Ended,
+    Rerouted,
+    Waiting,
+)
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.route import RelayLost, Reroute, Route
 from streampack.core.sessions.routed_client import FromRelay, RoutedClient, SendProbe
@@ -158,18 +168,20 @@ class Prefetching:
                     if told:
                         about = {"feed": self.session.feed, "rank": self._mesh.rank}
                         level = logging.INFO if self.session.waits_for_batch() else logging.WARNING
-                        waiting_for = (
-                            f"an answer of the relay at {self._relay_address}"
-                            if self._client.awaits_relay
-                            else self.session.waiting_for()
-                        )
-                        log.log(level, "%s: waiting for %s", self._mesh, waiting_for, extra={"about": about})
+                        log.log(level, "%s: waiting for %s", self._mesh, self.waiting_for(), extra={"about": about})
                     else:
                         told = True
                         self.tell(Waiting(True))
         finally:
             if told:
                 self.tell(Waiting(False))
+
+    def waiting_for(self) -> str:
+        """Return a text that names the cause of the wait for the next step."""
+        if self._client.awaits_relay:
+            return f"an answer of the relay at {self._relay_address}"
+        broker = self._broker
+        return self.session.waiting_for() + (broker.seeks if broker is not None else "")
 
     @property
     def by_relay(self) -> bool:
@@ -254,9 +266,9 @@ class Prefetching:
             self._waker.close()
 
     def _check_connections(self) -> None:
-        """Notice a relay that is gone. Raises Rejected if the broker does not admit this process."""
-        if self._broker is not None:
-            self._broker.check()
+        """Notice a relay that is gone, or another broker. Raises Rejected if the broker does not admit this process."""
+        if self._broker is not None and self._broker.check(self.session.patience.waits_in_vain):
+            self._perform(self._client.handle(Rerouted()))
         if self._relay is not None:
             self._relay.check()
             if self._relay.disconnects > self._lost:
@@ -292,10 +304,17 @@ class Prefetching:
     def _receive(self, frames: list[Any], kind: type[FromBroker] | type[FromRelay]) -> list[Effect]:
         """Decode a message of the broker and return the session's effects."""
         try:
-            return self._client.handle(kind(wire.decode(frames)))
+            envelope = wire.decode(frames)
         except WireError as error:
             log.warning("dropped a message of the broker: %s", error)
             return self._client.handle(Damaged())
+        if (
+            kind is FromBroker
+            and self._broker is not None
+            and envelope.is_foreign(self.session.run, self.session.epoch)
+        ):
+            self._broker.leave()
+        return self._client.handle(kind(envelope))
 
     def _perform(self, effects: list[Effect]) -> None:
         """Carry out the session's effects: send messages, build steps, hand answers and errors to the trainer."""

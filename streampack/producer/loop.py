@@ -180,10 +180,12 @@ class ProducerLoop:
             except WireError as error:
                 log.warning("dropped a message of the broker: %s", error)
                 continue
+            if envelope.is_foreign(self._session.run, self._session.epoch):
+                self._dealer.leave()
             self._perform(self._session.handle(FromBroker(envelope)))
             if isinstance(envelope.message, Flow):
                 self._count((envelope.message.stream, envelope.message.partition))
-        self._dealer.check()
+        self._dealer.check(self._session.waits_in_vain)
         self._perform(self._session.handle(Tick(time.monotonic())))
         if self._stopping:
             self._perform(self._session.handle(Leave()))
@@ -308,7 +310,8 @@ class ProducerLoop:
     def _waiting_for(self, now: float) -> str:
         """Return a text that names what the producer waits for; empty if it is not waiting."""
         if self._reading is None:
-            return self._session.waiting_for()
+            text = self._session.waiting_for()
+            return text and text + self._dealer.seeks
         if now - self._asked_at < SLOW_S:
             return ""
         return f"a sample of stream {self._reading.stream!r}, because reading its file or tokenizing is slow"

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -69,11 +70,11 @@ class Pushing:
         self._counts = {"samples": 0, "tokens": 0, "rejected": 0, "batches": 0, "wait_s": 0.0}
         self._waker = Waker()
         try:
-            dealer = Dealer(endpoint, max_message_bytes=1 << 20, linger_ms=500, key=key)
+            self._dealer = Dealer(endpoint, max_message_bytes=1 << 20, linger_ms=500, key=key)
         except BaseException:
             self._waker.close()
             raise
-        self._thread = threading.Thread(target=self._run, args=(dealer,), name="streampack-push", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(self._dealer,), name="streampack-push", daemon=True)
         self._waker.wake()  # greets the broker at once
         self._thread.start()
         try:
@@ -147,7 +148,7 @@ class Pushing:
             log.warning(
                 "%s: closed before all samples were durable, while waiting for %s",
                 self._name,
-                self._session.waiting_for(),
+                self._waiting_for(),
             )
         if why:
             self._handle(Failed(why))
@@ -204,7 +205,12 @@ class Pushing:
                 if left <= 0:
                     self._raise_timeout(timeout_s, what)
                 if not self._changed.wait(timeout=min(left, SAY_S)) and not condition() and left > SAY_S:
-                    log.warning("%s: waiting for %s", self._name, self._session.waiting_for())
+                    log.warning("%s: waiting for %s", self._name, self._waiting_for())
+
+    def _waiting_for(self) -> str:
+        """Return a text that names the cause of the wait; empty if there is none."""
+        text = self._session.waiting_for()
+        return text and text + self._dealer.seeks
 
     def _raise_timeout(self, timeout_s: float, what: str) -> None:
         """Raise Unreachable if no broker ever answered, else DataStall."""
@@ -215,7 +221,7 @@ class Pushing:
             )
         raise DataStall(
             f"{self._name}: waited {timeout_s:g} s for {what}. The producer still waits for "
-            f"{self._session.waiting_for() or 'its turn'}"
+            f"{self._waiting_for() or 'its turn'}"
         )
 
     # The thread
@@ -227,11 +233,8 @@ class Pushing:
             while not self._leaving and self._error is None:
                 poller.wait(TICK_S)
                 for frames in drain(dealer, 64):
-                    try:
-                        self._handle(FromBroker(wire.decode(frames)))
-                    except WireError as error:
-                        log.warning("dropped a message of the broker: %s", error)
-                dealer.check()
+                    self._receive(dealer, frames)
+                dealer.check(self._session.waits_in_vain)
                 self._handle(Tick(time.monotonic()))
                 self._send_queued(dealer)
             self._handle(Leave())
@@ -244,6 +247,17 @@ class Pushing:
         finally:
             dealer.close()
             self._waker.close()
+
+    def _receive(self, dealer: Dealer, frames: list[Any]) -> None:
+        """Decode a message of the broker for the session; leave a broker that is not the newest."""
+        try:
+            envelope = wire.decode(frames)
+        except WireError as error:
+            log.warning("dropped a message of the broker: %s", error)
+            return
+        if envelope.is_foreign(self._session.run, self._session.epoch):
+            dealer.leave()
+        self._handle(FromBroker(envelope))
 
     def _send_queued(self, dealer: Dealer) -> None:
         """Send the queued messages; tell the session about those that could not be sent."""

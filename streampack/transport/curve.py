@@ -45,7 +45,8 @@ _GREETING_S = 1.0
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
 """Signature and version of ZMTP 3.0. A peer answers with its own, and its mechanism, 20 bytes padded with zeros."""
 _EVENTS = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -138,13 +139,14 @@ def prepend_key(frames: list[Any]) -> bool:
 
 
 class HandshakeMonitor:
-    """Finds the reason that a broker rejects a socket.
+    """Finds the reason that a broker rejects a socket, and reports its connections.
 
-    ``sock`` must not be connected yet; ``key`` is the name of the socket's key, empty without a key.
+    ``sock`` must not be connected yet; ``key`` is the name of the socket's key, empty without a key. ``on_event`` gets
+    each event: CONNECTED, HANDSHAKE_SUCCEEDED, DISCONNECTED, or a failed handshake.
     """
 
-    def __init__(self, sock: zmq.Socket[bytes], key: str) -> None:
-        self._sock, self._key = sock, key
+    def __init__(self, sock: zmq.Socket[bytes], key: str, on_event: Callable[[int], None]) -> None:
+        self._sock, self._key, self._on_event = sock, key, on_event
         self._monitor: zmq.Socket[bytes] = sock.get_monitor_socket(_EVENTS)
         self._failed = 0
         """Failed handshakes since one succeeded, each soon after the last."""
@@ -164,6 +166,9 @@ class HandshakeMonitor:
         failed = self._failed
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
+            self._on_event(event)
+            if event == zmq.EVENT_CONNECTED:
+                continue
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._said = (
                     f"got a broker that rejects key {self._key!r}, expected a broker whose allowed.yaml lists this "

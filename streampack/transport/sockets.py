@@ -12,6 +12,7 @@ shared memory (``links``).
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import os
 import re
@@ -28,12 +29,20 @@ from streampack.core.protocol.rights import KEY_DIGITS
 from streampack.errors import PeerError, Rejected, UserError
 from streampack.transport import ipc_files, shared_memory
 from streampack.transport.curve import Door, Gate, HandshakeMonitor, prepend_key, show_key
-from streampack.transport.endpoints import check_endpoint
+from streampack.transport.endpoints import (
+    QUICK_HEARTBEAT_MS,
+    QUICK_HEARTBEAT_TIMEOUT_MS,
+    Addresses,
+    check_endpoint,
+    split_endpoints,
+)
 from streampack.transport.keys import Key
 from streampack.transport.links import Links
 from streampack.transport.slots import FEW_SLOTS, NUM_SLOTS
 from streampack.transport.unread import Connection, CutConnection, Unread, frame_bytes
 from streampack.transport.waker import Waker
+
+log = logging.getLogger("streampack.transport")
 
 HEARTBEAT_MS = 5000
 HEARTBEAT_TIMEOUT_MS = 15_000
@@ -79,7 +88,8 @@ class _Socket:
     def __init__(self, kind: int, max_message_bytes: int) -> None:
         self._pid = os.getpid()
         self._context = zmq.Context()
-        self.raw: zmq.Socket[bytes] = self._context.socket(kind)
+        self._kind, self._max_message_bytes = kind, max_message_bytes
+        self.raw = self._new_raw()
         self.dropped = 0
         """Number of messages that could not be queued and were dropped."""
         self._gate: Gate | None = None
@@ -91,7 +101,12 @@ class _Socket:
         """Bounds the bytes that are read ahead; None: not bounded."""
         self._taking: Connection | None = None
         """The connection of the last message."""
-        _configure(self.raw, max_message_bytes)
+
+    def _new_raw(self) -> zmq.Socket[bytes]:
+        """Return a new ZeroMQ socket, which is not bound or connected yet."""
+        raw: zmq.Socket[bytes] = self._context.socket(self._kind)
+        _configure(raw, self._max_message_bytes)
+        return raw
 
     def receive(self) -> list[Any] | None:
         """Return the frames of the next message as buffers, or None if there is none now.
@@ -316,37 +331,73 @@ class Router(_Socket):
 class Dealer(_Socket):
     """A socket connected to one router. It reconnects forever, and drops messages that it cannot send.
 
+    If it has several addresses, it is connected to one at a time, and moves to the next one while that does not answer
+    (``endpoints``). Each address gets a ZeroMQ socket of its own, so nothing is read from an address that was left.
+
     Args:
-        endpoint: The router's address.
+        endpoint: The router's address, or several addresses of a broker and its standby, separated by commas.
         max_message_bytes: The most bytes of a frame.
         linger_ms: Milliseconds that messages may still be sent after the socket is closed.
         key: The key that authenticates this process; None for no key.
 
+    Attributes:
+        endpoint: The address that the socket is connected to, or tries.
+
     Raises:
-        UserError: The address cannot be connected to.
+        UserError: An address cannot be connected to.
     """
 
     def __init__(self, endpoint: str, max_message_bytes: int, linger_ms: int = 0, key: Key | None = None) -> None:
-        check_endpoint(endpoint, connects=True)
+        self._addresses = Addresses(split_endpoints(endpoint), time.monotonic())
+        self._key, self._linger_ms = key, linger_ms
         super().__init__(zmq.DEALER, max_message_bytes)
-        self._watch = HandshakeMonitor(self.raw, "" if key is None else key.name)
-        if key is not None:
-            show_key(self.raw, key.secret, key.broker)
-        self.raw.setsockopt(zmq.IMMEDIATE, 1)
-        self._links = Links(self._raw_send, FEW_SLOTS, [b""]) if endpoint.startswith("ipc://") else None
-        self._said_at = -SAY_S
-        self.raw.setsockopt(zmq.LINGER, linger_ms)
-        try:
-            self.raw.connect(endpoint)
-        except zmq.ZMQError as error:
-            self.close()
-            raise UserError(
-                f"cannot connect to {endpoint!r}: got {error.strerror or error}, expected tcp://host:port or "
-                f"ipc:///path/of/a/socket. Correct the address"
-            ) from None
+        self._came = False
+        self._check_others()
+        self._connect()
         # Messages sent before there is a connection are dropped, and repeated only much later.
         self.raw.poll(CONNECT_MS, zmq.POLLOUT)
-        self.endpoint = endpoint
+
+    @property
+    def endpoint(self) -> str:
+        """The address that the socket is connected to, or tries."""
+        return self._addresses.current
+
+    def _check_others(self) -> None:
+        """Raise UserError if ZeroMQ does not take one of the later addresses, which are not used until much later."""
+        for endpoint in self._addresses.given[1:]:
+            raw = self._new_raw()
+            try:
+                _connect(raw, endpoint)
+            except UserError:
+                self.raw.close()
+                self._context.destroy(0)
+                raise
+            finally:
+                raw.close()
+
+    def _connect(self) -> None:
+        """Connect the new ZeroMQ socket to the present address."""
+        self._watch = HandshakeMonitor(self.raw, "" if self._key is None else self._key.name, self._on_event)
+        if self._key is not None:
+            show_key(self.raw, self._key.secret, self._key.broker)
+        self.raw.setsockopt(zmq.IMMEDIATE, 1)
+        if self._addresses.several:
+            self.raw.setsockopt(zmq.HEARTBEAT_IVL, QUICK_HEARTBEAT_MS)
+            self.raw.setsockopt(zmq.HEARTBEAT_TIMEOUT, QUICK_HEARTBEAT_TIMEOUT_MS)
+        self._links = Links(self._raw_send, FEW_SLOTS, [b""]) if self.endpoint.startswith("ipc://") else None
+        self._said_at = -SAY_S
+        self.raw.setsockopt(zmq.LINGER, self._linger_ms)
+        try:
+            _connect(self.raw, self.endpoint)
+        except UserError:
+            self.close()
+            raise
+
+    def receive(self) -> list[Any] | None:
+        frames = super().receive()
+        if frames is not None and self._addresses.several:
+            self._addresses.heard(time.monotonic())
+        return frames
 
     def send(self, frames: Sequence[Any]) -> bool:
         """Queue a message; return False if it was dropped instead."""
@@ -355,15 +406,65 @@ class Dealer(_Socket):
             self._raw_send(b"", [shared_memory.SPEAKS])
         return self._send(b"", frames)
 
-    def check(self) -> None:
-        """Raise Rejected if the broker does not admit this process. Call it from time to time while nothing comes."""
+    def check(self, hangs: bool = False) -> bool:
+        """Look after the connection; call it a few times a second. Return True once after a move to another address.
+
+        ``hangs``: the broker owes an answer for so long that another address should be tried. Raises Rejected if the
+        broker does not admit this process.
+        """
         if why := self._watch.refusal(self.endpoint):
             raise Rejected("key", f"{self.endpoint}: {why}")
+        came, self._came = self._came, False
+        if came and self.endpoint != self._addresses.settled:
+            log.info("connected to %s, as %s does not answer", self.endpoint, self._addresses.settled)
+            self._addresses.settled = self.endpoint
+        now = time.monotonic()
+        if hangs:
+            self._addresses.hangs(now)
+        if self._addresses.is_move_due(now):
+            self._move()
+        return came
+
+    def leave(self) -> None:
+        """Move to the next address at the next ``check``: the broker at this address is not the newest."""
+        self._addresses.leave()
+
+    @property
+    def may_move(self) -> bool:
+        """True if there are several addresses."""
+        return self._addresses.several
+
+    @property
+    def seeks(self) -> str:
+        """End of a sentence that names the addresses tried in turn; empty with one address, or while connected."""
+        tried = self._addresses
+        return "" if tried.connected or not tried.several else f"; no connection to {' or '.join(tried.given)}"
 
     @property
     def disconnects(self) -> int:
-        """Number of connections that have ended, as of the last ``check``."""
+        """Number of connections to the present address that have ended, as of the last ``check``."""
         return self._watch.disconnects
+
+    def _on_event(self, event: int) -> None:
+        """Take an event of the connection."""
+        if event == zmq.EVENT_CONNECTED:
+            self._addresses.accepted()
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._came = self._addresses.came(time.monotonic()) or self._came
+        else:
+            self._addresses.ended(time.monotonic())
+
+    def _move(self) -> None:
+        """Connect to the next address, and drop all messages from and to the present one."""
+        self._watch.close()
+        self.raw.setsockopt(zmq.LINGER, 0)
+        self.raw.close()
+        if self._links is not None:
+            self._links.close()
+        self._came = self._surplus = False
+        self._addresses.move(time.monotonic())
+        self.raw = self._new_raw()
+        self._connect()
 
     def close(self) -> None:
         if os.getpid() == self._pid and not self.raw.closed:
@@ -378,6 +479,8 @@ class Poller:
         self._poller = zmq.Poller()
         self._waker = waker
         self._routers = [sock for sock in sockets if isinstance(sock, Router)]
+        self._moving = {sock: sock.raw for sock in sockets if isinstance(sock, Dealer) and sock.may_move}
+        """The ZeroMQ socket that is polled, by dealer with several addresses."""
         gates = [sock._gate for sock in sockets if sock._gate is not None]
         for raw in [sock.raw for sock in sockets] + [gate.raw for gate in gates]:
             self._poller.register(raw, zmq.POLLIN)
@@ -386,6 +489,11 @@ class Poller:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until something came or ``timeout_s`` has passed. Drain the sockets after every wait."""
+        for dealer, raw in self._moving.items():
+            if dealer.raw is not raw:
+                self._poller.unregister(raw)
+                self._poller.register(dealer.raw, zmq.POLLIN)
+                self._moving[dealer] = dealer.raw
         timeout_s = min([timeout_s, *(router.wake_s for router in self._routers)])
         ready = self._poller.poll(max(0, int(timeout_s * 1000)))
         if self._waker is not None and any(source == self._waker.fileno() for source, _ in ready):
@@ -401,6 +509,17 @@ def drain(sock: _Socket, at_most: int) -> Iterator[list[Any]]:
         if frames is None:
             return
         yield frames
+
+
+def _connect(raw: zmq.Socket[bytes], endpoint: str) -> None:
+    """Connect a ZeroMQ socket. Raises UserError for an address that ZeroMQ does not take."""
+    try:
+        raw.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise UserError(
+            f"cannot connect to {endpoint!r}: got {error.strerror or error}, expected tcp://host:port or "
+            f"ipc:///path/of/a/socket. Correct the address"
+        ) from None
 
 
 def _monitored(context: zmq.Context[Any], sock: zmq.Socket[bytes]) -> zmq.Socket[bytes]:

@@ -20,7 +20,15 @@ from typing import Any
 
 from streampack.core.protocol.events import Effect, FromBroker, Report, Send, Tick, Unsent
 from streampack.core.protocol.message import Envelope, Reject
-from streampack.core.sessions.relay_events import ForReaders, FromReader, NotDelivered, SendFor, SendReader, Stop
+from streampack.core.sessions.relay_events import (
+    ForReaders,
+    FromReader,
+    Moved,
+    NotDelivered,
+    SendFor,
+    SendReader,
+    Stop,
+)
 from streampack.core.sessions.relay_session import RelaySession
 from streampack.errors import InternalError, Rejected, UserError, WireError
 from streampack.transport import relay_socket
@@ -100,7 +108,8 @@ class RelayService:
                 now = time.monotonic()
                 if now - ticked >= TICK_S:
                     ticked = now
-                    self._dealer.check()
+                    if self._dealer.check():
+                        self._perform(self.session.handle(Moved()))
                     self._perform(self.session.handle(Tick(now)))
                     self._say(now)
                     systemd.tell(ready=True, status=f"{len(self.session.readers)} ranks of {self.broker}")
@@ -137,14 +146,21 @@ class RelayService:
         try:
             if bundles.is_bundle(frames):
                 items = tuple(bundles.decode_bundle(frames))
+                self._leave_if_foreign([envelope for _, envelope in items])
                 self._perform(self.session.handle(ForReaders(items)))
                 return
             envelope = wire.decode(frames)
+            self._leave_if_foreign([envelope])
             if isinstance(envelope.message, Reject) and envelope.message.code == "version":
                 raise Rejected("version", f"{self.broker}: {envelope.message.detail}")
             self._perform(self.session.handle(FromBroker(envelope)))
         except WireError as error:
             self._note_damaged("the broker", error)
+
+    def _leave_if_foreign(self, envelopes: list[Envelope]) -> None:
+        """Try another address if a broker that is not the newest has sent one of these messages."""
+        if any(envelope.is_foreign(self.session.run, self.session.epoch) for envelope in envelopes):
+            self._dealer.leave()
 
     def _from_reader(self, frames: list[object]) -> None:
         """Decode a message of a local reader."""
