@@ -98,7 +98,8 @@ def connect(
 
     Args:
         endpoint: Address of the broker for trainers: ``tcp://host:port``, ``ipc:///path``, or ``file:///path`` of the
-            broker's rendezvous file. Default: the environment variable STREAMPACK_ENDPOINT.
+            broker's rendezvous file. Addresses of a broker and of another one that may take over are separated by
+            commas. Default: the environment variable STREAMPACK_ENDPOINT.
         feed: Name of the feed in broker.yaml.
         mesh: This rank's place in the trainers' mesh. A ``Mesh``, a torch DeviceMesh, or a dict of sizes and ranks,
             such as ``{"dp": 8, "dp_rank": 3}``. With ``order``, a dict of sizes alone. Default: one rank.

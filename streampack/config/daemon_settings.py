@@ -774,7 +774,8 @@ class ProducerConfig(_Settings, frozen=True, kw_only=True):
         str,
         Meta(
             description="The broker's address for producers (`listen.producers` in broker.yaml), or `file://` "
-            "followed by the path of the broker's rendezvous file"
+            "followed by the path of the broker's rendezvous file. Addresses of a broker and of another one that may "
+            "take over are separated by commas"
         ),
     ] = "tcp://127.0.0.1:7401"
     key_file: Annotated[

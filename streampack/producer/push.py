@@ -35,7 +35,8 @@ class Producer:
 
     Args:
         endpoint: Address of the broker for producers: ``tcp://host:port``, ``ipc:///path``, or ``file:///path`` of the
-            broker's rendezvous file. Default: the environment variable STREAMPACK_PRODUCERS.
+            broker's rendezvous file. Addresses of a broker and of another one that may take over are separated by
+            commas. Default: the environment variable STREAMPACK_PRODUCERS.
         stream: Name of the stream in broker.yaml.
         partition: Number of the partition, from 0. Only one process may push to each partition.
         buffer: Size of the buffer for samples that the broker has not stored durably yet, such as ``"64MiB"`` or a

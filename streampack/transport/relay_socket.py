@@ -18,7 +18,8 @@ OFF = "off"
 def default_relay(broker: str) -> str:
     """Return the address at which a relay for the broker at ``broker`` listens if no other is given.
 
-    Only processes of the same user find it. The broker's address must be written in the same way everywhere.
+    Only processes of the same user find it. The broker's address, or the list of several, must be written in the same
+    way everywhere.
 
     >>> default_relay("tcp://node0:7402").startswith("ipc:///")
     True

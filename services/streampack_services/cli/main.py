@@ -166,7 +166,7 @@ def relay(
         str | None,
         typer.Option("--broker", metavar="ADDRESS", show_default=False,
                      help="The broker's address for trainers, tcp://host:port, or file:///path of its rendezvous file. "
-                          "Default: STREAMPACK_ENDPOINT."),
+                          "Addresses of two brokers are separated by commas. Default: STREAMPACK_ENDPOINT."),
     ] = None,
     listen: Annotated[
         str | None,
