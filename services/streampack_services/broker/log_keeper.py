@@ -24,7 +24,7 @@ from streampack.errors import ConfigError, LogDamaged, StreampackError, WireErro
 from streampack.transport.curve import Door
 from streampack.wire import record_frames
 from streampack_services.broker.authorization import Allowed
-from streampack_services.broker.status import LogStatus
+from streampack_services.broker.status import LogStatus, StandbyStatus
 from streampack_services.ledger.state_dir import open_ledger
 from streampack_services.log.log import Log, LogEntry
 from streampack_services.standby.arbiter import Arbiter
@@ -152,9 +152,19 @@ class Keeper:
             unsafe_records=log_.next_lsn - self._safe_upto,
             syncs=log_.syncs,
             sync_seconds=log_.sync_seconds,
-            stalled=self._stalled or self._full(),
+            stalled=log_.stalled or self._full(),
             free_bytes=log_.free_bytes,
         )
+
+    def standby_status(self) -> StandbyStatus | None:
+        """Return the standby's part of the broker's snapshot; None without a standby."""
+        if self.shipping is None:
+            return None
+        shipper = self.shipping.shipper
+        return StandbyStatus(
+            name=shipper.standby, is_member=shipper.is_member, lag_records=shipper.lag, stalled=shipper.waits,
+            unreachable=shipper.unreachable, entry=shipper.entry.number,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Write appended records to the file and close it; idempotent."""

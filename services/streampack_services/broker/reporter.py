@@ -189,6 +189,7 @@ class Reporter:
                 partition_limit_tokens=self._plan.capacity.quota_tokens,
             ),
             log=self._keeper.status() if self._keeper is not None else None,
+            standby=self._keeper.standby_status() if self._keeper is not None else None,
             messages=MessageCounts(
                 damaged=counters.damaged,
                 refused=core.refused,

@@ -179,6 +179,8 @@ class BrokerService:
             opened.pop_all()
         self.on_snapshot: Callable[[BrokerStatus], None] = lambda _: None
         """Called with each snapshot, in the broker's thread."""
+        self.on_endpoints: Callable[[], None] = lambda: None
+        """Called in the broker's thread when ``all_endpoints`` has changed."""
 
     def _allocate(self) -> Arena:
         """Return an arena of the planned size; raise ConfigError if the system does not give the memory."""
@@ -226,6 +228,12 @@ class BrokerService:
     def endpoints(self) -> dict[str, str]:
         """Addresses of the sockets, with ports, by ``producers`` and ``trainers``."""
         return {"producers": self._producers.endpoint, "trainers": self._trainers.endpoint}
+
+    @property
+    def all_endpoints(self) -> dict[str, str]:
+        """The addresses of ``endpoints``, each with that of the standby behind it, separated by a comma."""
+        standby = self._shipping.standby_addresses if self._shipping is not None else {}
+        return {side: ",".join([own, *filter(None, [standby.get(side)])]) for side, own in self.endpoints.items()}
 
     def drain(self) -> None:
         """Serve the steps that are formed, then stop; a second call stops at once.
@@ -333,8 +341,11 @@ class BrokerService:
             self._on_formed(self._formed.popleft())
         self._keep_log()
         if self._shipping is not None:
+            known = self._shipping.standby_addresses
             self._shipping.turn(self._clock if ticks else None)
             self._keep_log()
+            if self._shipping.standby_addresses != known:
+                self.on_endpoints()
             self.over = self._shipping.over
         for key in self._allowed.take_changed_keys() if self._allowed is not None else ():
             self._handle(Withdrawn(key))

@@ -535,6 +535,23 @@ class LogStatus(Struct, frozen=True, kw_only=True):
     """Free bytes of the log's disk."""
 
 
+class StandbyStatus(Struct, frozen=True, kw_only=True):
+    """The standby of the active broker."""
+
+    name: str
+    """Name of the standby; empty if none is connected."""
+    is_member: bool
+    """True if the standby has every safe record, so that it may take over."""
+    lag_records: int
+    """Records that the standby does not have on its disk yet."""
+    stalled: str
+    """The reason that no new steps are served; empty while they are."""
+    unreachable: str
+    """The reason that the arbiter cannot be reached; empty if it can, as far as is known."""
+    entry: int
+    """Number of the newest entry of the arbiter."""
+
+
 class MessageCounts(Struct, frozen=True, kw_only=True):
     """Messages and connections that went wrong."""
 
@@ -623,6 +640,8 @@ class BrokerStatus(Struct, frozen=True, kw_only=True):
     """The arena."""
     log: LogStatus | None
     """The log; None without ``state_dir``."""
+    standby: StandbyStatus | None
+    """The standby; None without ``standby`` in broker.yaml."""
     messages: MessageCounts
     """Messages and connections that went wrong."""
     form_seconds: float

@@ -170,10 +170,23 @@ def _rendezvous(service: BrokerService, http: str) -> Iterator[None]:
         yield
         return
     path = Path(service.config.rendezvous)
-    try:
-        rendezvous.write(path, service.config.run, service.endpoints, http, service.core.epoch)
-    except OSError as error:
-        raise UserError(f"rendezvous: {path} cannot be written: {error.strerror}. Choose another path.") from None
+
+    def write() -> None:
+        """Write the file. Raises UserError."""
+        try:
+            rendezvous.write(path, service.config.run, service.all_endpoints, http, service.core.epoch)
+        except OSError as error:
+            raise UserError(f"rendezvous: {path} cannot be written: {error.strerror}. Choose another path.") from None
+
+    def write_again() -> None:
+        """Write the file with the standby's addresses; go on without them if that fails."""
+        try:
+            write()
+        except UserError as error:
+            log.warning("%s", error)
+
+    write()
+    service.on_endpoints = write_again
     log.info("wrote the rendezvous file %s; producers and trainers can connect", path.absolute())
     near = [side for side, url in service.endpoints.items() if _LOOPBACK.match(url)]
     if near:

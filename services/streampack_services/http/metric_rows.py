@@ -17,6 +17,7 @@ from streampack_services.broker.status import (
     NodeStatus,
     RankStatus,
     RelayStatus,
+    StandbyStatus,
     StreamStatus,
 )
 
@@ -54,6 +55,11 @@ def of_streams(value: Callable[[StreamStatus], float]) -> Callable[[BrokerStatus
 def of_log(value: Callable[[LogStatus], float]) -> Callable[[BrokerStatus], Rows]:
     """Return a function that yields one row without labels: a figure of the log, if the broker has a log."""
     return lambda status: [] if status.log is None else [((), float(value(status.log)))]
+
+
+def of_standby(value: Callable[[StandbyStatus], float]) -> Callable[[BrokerStatus], Rows]:
+    """Return a function that yields one row without labels: a figure of the standby, if the run has one."""
+    return lambda status: [] if status.standby is None else [((), float(value(status.standby)))]
 
 
 def of_readers(value: Callable[[RankStatus], float | None]) -> Callable[[BrokerStatus], Rows]:

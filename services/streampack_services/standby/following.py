@@ -70,8 +70,8 @@ class Following:
             config.run_id, settings.host, f"{socket.gethostname()}-{uuid.uuid4().hex[:12]}", advertised(settings),
             log_epoch=self._state.epoch, log_id=self._state.log_id, least_epoch=time.time_ns(),
             takeover_s=settings.takeover_s, goes_on=settings.on_loss == "go_on",
-            config_digest=config.digest, producers=config.listen.producers, trainers=config.listen.trainers,
-            waits=waits,
+            config_digest=config.digest, producers=_reachable(config.listen.producers),
+            trainers=_reachable(config.listen.trainers), waits=waits,
         )  # fmt: skip
         self._dealer: Dealer | None = None
         self._poller = Poller([], self._waker)
@@ -227,6 +227,14 @@ class Following:
         self._log = self._open(effect.first)
         self._state = CopyState(effect.epoch, effect.log_id)
         write_state(self._where, self._state)
+
+
+def _reachable(address: str) -> str:
+    """Return an address of `listen` with this host's name; empty if its port is not fixed."""
+    if address.startswith("tcp://") and address.rpartition(":")[2] in ("*", "0"):
+        return ""
+    host = socket.gethostname()
+    return address.replace("0.0.0.0", host).replace("[::]", host).replace("//*:", f"//{host}:")
 
 
 def standby_settings(config: BrokerConfig) -> StandbySettings:

@@ -82,6 +82,13 @@ class Shipping:
         """The reason why records wait for the standby; empty if they do not."""
         return self.shipper.waits
 
+    @property
+    def standby_addresses(self) -> dict[str, str]:
+        """Addresses at which the standby would serve, by ``producers`` and ``trainers``; empty before it has come."""
+        if self.follower is None:
+            return {}
+        return {"producers": self.follower.producers, "trainers": self.follower.trainers}
+
     def turn(self, now: float | None) -> None:
         """Handle the standby's messages and the arbiter's answers; ``now`` is the time in seconds once a tick."""
         for frames in drain(self.router, 64):

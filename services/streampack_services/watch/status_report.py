@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streampack_services.amounts import count_text, counted, duration_text, size_text, state_text
-from streampack_services.broker.status import BrokerStatus, PackFigures
+from streampack_services.broker.status import BrokerStatus, PackFigures, StandbyStatus
 from streampack_services.watch.top_ranks import rank_lines
 from streampack_services.watch.top_text import printable
 from streampack_services.watch.top_view import PADDING_LABELS, stream_lines
@@ -36,6 +36,8 @@ def show_status(status: BrokerStatus) -> None:
         facts.add_row("log", f"{size_text(log.bytes)}, {log.records} records{safe}{free}")
         if log.stalled:
             facts.add_row("", f"The log has stopped accepting records. Cause: {log.stalled}")
+    if (standby := status.standby) is not None:
+        facts.add_row("standby", standby_text(standby))
     facts.add_row(
         "bad messages", ", ".join(f"{what} {count}" for what, count in msgspec.structs.asdict(status.messages).items())
     )
@@ -48,6 +50,16 @@ def show_status(status: BrokerStatus) -> None:
         streams = view.streams_of(feed)
         lines = stream_lines(streams, STREAM_COLUMNS, "lag: tokens that producers have not sent yet", console.width)
         _print(console, lines, _rejected(streams), rank_lines(feed, "waits", console.width, None))
+
+
+def standby_text(standby: StandbyStatus) -> str:
+    """Return a line about the standby."""
+    if standby.stalled:
+        return f"No new steps are served. Cause: {standby.stalled}"
+    if not standby.name:
+        return "none is connected"
+    behind = f", {counted(standby.lag_records, 'record')} behind" if standby.lag_records else ""
+    return f"{standby.name} {'may take over' if standby.is_member else 'copies the log'}{behind}"
 
 
 def _print(console: Console, *blocks: list[Text]) -> None:

@@ -124,6 +124,12 @@ export function showStreams(streams) {
 
 const isSilent = (row) => row.ended_partitions < row.partitions && (row.last_seen_s ?? Infinity) > STREAM_SILENT_S;
 
+function aboutStandby(standby) {
+  if (!standby.name) return "none is connected";
+  const behind = standby.lag_records ? `, ${count(standby.lag_records)} records behind` : "";
+  return standby.is_member ? `${standby.name} may take over${behind}` : `${standby.name} copies the log${behind}`;
+}
+
 export function showRoom(status, feed) {
   const { memory, log, messages } = status;
   const arrays = memory.live_tokens * memory.token_bytes;
@@ -139,6 +145,7 @@ export function showRoom(status, feed) {
     rows.push(["not durable yet", `${count(log.unsafe_records)} records (durability: ${log.durability})`, null]);
     rows.push(["disk", `${bytes(log.free_bytes)} free`, null]);
   }
+  if (status.standby) rows.push(["standby", aboutStandby(status.standby), null]);
   const relays = aboutRelays(status.relays);
   if (relays) rows.push(["relays", relays, null]);
   const bad = Object.entries(messages).filter(([, number]) => number).map(([why, number]) => `${count(number)} ${why}`);

@@ -27,6 +27,8 @@ RETRY_S = 1.0
 """Seconds without progress after which records are shipped again, and after which an entry is tried again."""
 ANSWER_S = 10.0
 """Seconds after which an entry is written again if the arbiter has not answered."""
+LATE_S = 2.0
+"""Seconds without progress after which a standby that is alive counts as late."""
 MOST_SHIPPED = 8
 """Most messages with records that are on their way to the standby."""
 TICK_S = 1.0
@@ -79,6 +81,8 @@ class LogShipper:
         self._stuck_s = 0.0
         self._asked_at: float | None = None
         """Time at which the newest entry was asked for, while the standby is silent."""
+        self._behind_s = 0.0
+        """Seconds for which the standby has confirmed nothing, although it lacks records."""
         self._cut_off_s = 0.0
         """Seconds for which neither the standby nor the arbiter has answered."""
 
@@ -98,7 +102,8 @@ class LogShipper:
         """The reason why nothing new becomes safe; empty if it does."""
         if self.is_member:
             if self.standby and self._silent_s <= self._lost_s:
-                return "" if self.acked >= self._local_safe else "the standby has not confirmed the newest records"
+                late = self._behind_s > LATE_S
+                return f"the standby {self.standby} confirms no records for {self._behind_s:.0f} s" if late else ""
             lost = next(name for name in self._members if name != self.entry.active)
             return f"the standby {lost} is silent for {self._silent_s:.0f} s{self._no_arbiter}"
         if self.entry.alone:
@@ -179,7 +184,8 @@ class LogShipper:
             self._have_upto, self._stuck_s = message.have_upto, 0.0
             self._shipped = [upto for upto in self._shipped if upto > message.have_upto]
             self._sent_upto = max(self._sent_upto, message.have_upto)
-        self.acked = max(self.acked, message.safe_upto)
+        if message.safe_upto > self.acked:
+            self.acked, self._behind_s = message.safe_upto, 0.0
         return effects + self._ship() + self._let_in()
 
     def _greet(self, message: Follow) -> list[Effect]:
@@ -286,6 +292,7 @@ class LogShipper:
         passed = min(max(now - self._now, 0.0), TICK_S)
         self._now = now
         self._silent_s += passed
+        self._behind_s = self._behind_s + passed if self.acked < self._local_safe else 0.0
         effects: list[Effect] = []
         if self._pending is not None and now >= self._again_at:
             effects += self._write(self._pending)
