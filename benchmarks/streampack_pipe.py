@@ -45,6 +45,8 @@ SCRAPE_S = 1.0
 class Service:
     """Settings of the broker, and the seconds ``work_s`` that the trainer works on each pack.
 
+    With ``standby``, a second broker on this machine copies the log.
+
     256 packs of 8,192 tokens are 2M tokens a step, a usual batch of an 8B model on hundreds of ranks.
     """
 
@@ -55,6 +57,7 @@ class Service:
     format: str = "numpy"
     work_s: float = 0.0
     keys: bool = False
+    standby: bool = False
 
     def tree(self, traffic: Traffic, folder: str, disk: str) -> dict[str, Any]:
         """broker.yaml."""
@@ -69,6 +72,16 @@ class Service:
             "rules": {"budget": PACK_TOKENS, "step": {"packs": self.packs}},
             "streams": {"web": {"repeat": True, "partitions": NUM_PRODUCERS}},
         }
+
+    def with_standby(self, tree: dict[str, Any], folder: str, disk: str, name: str) -> dict[str, Any]:
+        """broker.yaml of one of two brokers."""
+        listen = f"ipc://{folder}/ship-{name}"
+        standby = {"arbiter": f"{disk}/arbiter", "listen": listen, "address": listen, "name": name}
+        own: dict[str, Any] = {"standby": standby, "state_dir": f"{disk}/{name}"}
+        if name == "b":
+            own["listen"] = tree["listen"] | {side: f"ipc://{folder}/b-{side}" for side in ("producers", "trainers")}
+            own["rendezvous"] = None
+        return tree | own
 
 
 class MemorySource:
@@ -101,8 +114,15 @@ def run_streampack(seconds: float, traffic: Traffic, service: Service = Service(
         if service.keys:
             new_key(Path(folder) / "keys", "trainers", "trainer", {})
             key_file = f"{folder}/keys/broker.key"
-        settings.write_text(json.dumps(service.tree(traffic, folder, disk)))  # JSON is YAML
+        tree = service.tree(traffic, folder, disk)
+        if service.standby:
+            other = Path(folder) / "standby.yaml"
+            other.write_text(json.dumps(service.with_standby(tree, folder, disk, "b")))
+            tree = service.with_standby(tree, folder, disk, "a")
+        settings.write_text(json.dumps(tree))  # JSON is YAML
         processes.command("broker", broker_command(settings), Path(folder) / "broker.log")
+        if service.standby:
+            processes.command("standby", [*broker_command(other), "--standby"], Path(folder) / "standby.log")
         client = processes.start("client", _client, rendezvous, service, seconds, key_file)
         for i in range(NUM_PRODUCERS):
             processes.start(f"producer-{i}", produce, rendezvous, traffic, key_file)

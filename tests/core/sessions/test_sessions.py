@@ -1202,11 +1202,11 @@ def _field(kind: type[Message], name: str, known: dict[type, Any]) -> Any:
         return st.sampled_from([b"", b"of none", *[snapshot.digest for snapshot in _SNAPSHOTS]])
     if name in ("partition", "partitions", "part", "parts", "first", "micro_batches", "round"):
         return _SMALL
-    if name.endswith(("_u32", "_u64")) or name in ("digest", "chain"):
+    if name.endswith(("_u32", "_u64")) or name in ("digest", "chain", "kinds", "config_digest"):
         return known[bytes]
     if name in (
         "stream", "producer", "host", "failure", "reason", "dtype", "overlong", "poison", "code", "detail", "reader",
-        "layout",
+        "layout", "name", "process", "producers", "trainers",
     ):  # fmt: skip
         return known[str]
     return known[int]
