@@ -77,11 +77,15 @@ class BrokerProcess:
         self.checks = BrokerChecks(self)
         self._events: deque[Event] = deque()
         self._durable: dict[tuple[str, int], int] = {}
-        self._syncing = False
+        self._syncing = self._waits_for_standby = False
         if disk is not None:
             for lsn in range(disk.first_lsn, len(disk.records)):
                 self.core.recover(lsn, disk.read(lsn)[0])
             self.core.journal.next_lsn = self.core.journal.safe_upto = len(disk.records)
+            if world.standby is not None:  # nothing is safe before a standby has the log, not even what was
+                self._waits_for_standby = True
+                self.core.journal.safe_upto = 0
+                world.clock.after(world.standby.uniform(0.0, 5.0), self._standby_came)
         self._perform_all(self.core.begin())
         self.epoch = self.core.epoch
         world.clock.after(0.0, self._tick)
@@ -132,7 +136,13 @@ class BrokerProcess:
         if self.alive and self.disk is not None:
             self._syncing = False
             self.disk.safe_upto = upto
-            self.handle(Safe(upto))
+            if not self._waits_for_standby:
+                self.handle(Safe(upto))
+
+    def _standby_came(self) -> None:
+        if self.alive and self.disk is not None:
+            self._waits_for_standby = False
+            self.handle(Safe(self.disk.safe_upto))
 
     def _tick(self) -> None:
         self.handle(Tick(self.world.clock.now))

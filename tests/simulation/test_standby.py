@@ -20,6 +20,7 @@ from streampack.core.standby.log_follower import FollowerPhase, LogFollower
 from streampack.core.standby.log_shipper import LogShipper
 from tests.simulation.standby import run_standby
 from tests.simulation.test_mutants import expect_failure, wrap
+from tests.simulation.world import run
 
 Patch = pytest.MonkeyPatch
 CHUNK = 100
@@ -36,6 +37,13 @@ def _chunks(default: int) -> list[range]:
 def test_a_run_has_one_history_whichever_host_is_lost(seeds: range) -> None:
     for seed in seeds:
         run_standby(seed)
+
+
+@pytest.mark.parametrize("seeds", [range(at, at + 10) for at in range(0, 60, 10)], ids=str)
+def test_a_broker_that_waits_for_its_standby_serves_the_same_steps(seeds: range) -> None:
+    """After a restart it calls nothing safe, not even what was, before a standby has its log."""
+    for seed in seeds:
+        run(seed, standby=True)
 
 
 def test_a_seed_happens_the_same_way_twice() -> None:

@@ -63,8 +63,10 @@ class World:
 
     def __init__(
         self, seed: int, case_number: int | None = None, work_s: float | None = None, slow: Slow | None = None,
-        relays: bool = False,
+        relays: bool = False, standby: bool = False,
     ) -> None:  # fmt: skip
+        self.standby = random.Random(f"{seed} standby") if standby else None
+        """Decides when the standby of a broker has its log; None without standbys."""
         self.seed, self.rng, self.clock = seed, random.Random(seed), Clock()
         self.relays = Relays(self, wide=case_number in WIDE) if relays else None
         number = seed % NUM_CASES if case_number is None else case_number
@@ -337,13 +339,16 @@ class World:
         return "; ".join([*waits, *held, str([feed.waiting_for() for feed in self.broker.core.feeds.values()])])
 
 
-def run(seed: int, case_number: int | None = None, work_s: float | None = None, *, relays: bool = False) -> Outcome:
-    """Run a seed, perhaps of another case, with ranks that work so long on a step, or with relays.
+def run(
+    seed: int, case_number: int | None = None, work_s: float | None = None, *, relays: bool = False,
+    standby: bool = False,
+) -> Outcome:  # fmt: skip
+    """Run a seed, perhaps of another case, with ranks that work so long on a step, with relays, or with standbys.
 
     Raises AssertionError, with the seed, for whatever does not hold.
     """
     try:
-        return World(seed, case_number, work_s, relays=relays).run()
+        return World(seed, case_number, work_s, relays=relays, standby=standby).run()
     except Exception as error:
         name = "test_relays" if relays else "test_simulation"
         again = f"SIM_SEEDS={seed}:{seed + 1} .venv/bin/python -m pytest tests/simulation/{name}.py"
