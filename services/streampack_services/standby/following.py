@@ -7,7 +7,6 @@ Every broker with a standby starts here, the active one too: it becomes active b
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import time
@@ -79,7 +78,6 @@ class Following:
         self._entry: Entry | None = None
         self._ticked = self._clock = 0.0
         self._said, self._said_at = "", 0.0
-        self._send_failed = ""
 
     def _open(self, first_lsn: int) -> Log:
         """Open the log; an empty one begins with record ``first_lsn``."""
@@ -137,8 +135,12 @@ class Following:
         """Handle messages, answers and the clock."""
         if self._dealer is not None:
             for frames in drain(self._dealer, 64):
-                with contextlib.suppress(WireError):
+                try:
                     self._handle(FromPeer(wire.decode(frames)))
+                except wire.OtherVersion as error:
+                    self.follower.refused = f"the active broker: {error}"
+                except WireError as error:
+                    log.warning("dropped a message of the active broker: %s", error)
             try:
                 self._dealer.check()
             except Rejected as error:

@@ -5,7 +5,6 @@ The broker's thread owns the socket, and calls ``turn`` in each turn of its loop
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 from collections import deque
@@ -22,6 +21,7 @@ from streampack.core.standby.log_shipper import LogShipper
 from streampack.errors import UserError, WireError
 from streampack.transport.curve import Door
 from streampack.transport.sockets import Router, drain
+from streampack.version import __version__
 from streampack.wire import frames as wire
 from streampack_services.log.log import Log
 from streampack_services.standby.arbiter import Arbiter
@@ -96,22 +96,30 @@ class Shipping:
             if self._rights is not None and (role := self._rights(peer).role) not in ("standby", "any"):
                 self._refuse(peer, f"got a key of role {role}, expected a key of role standby")
                 continue
-            with contextlib.suppress(WireError):
+            try:
                 envelope = wire.decode(frames[1:])
-                if isinstance(envelope.message, Follow):
-                    self.follower = envelope.message
-                self._handle(FromPeer(envelope, peer))
+            except wire.OtherVersion as error:
+                self._refuse(
+                    peer, f"got a standby of another version, expected streampack {__version__}", error.version
+                )
+                continue
+            except WireError:
+                continue
+            if isinstance(envelope.message, Follow):
+                self.follower = envelope.message
+            self._handle(FromPeer(envelope, peer))
         for answer in self._questions.take():
             self._handle(answer)
         if now is not None:
             self._handle(Tick(now))
         self._handle(LogState(self._log.first_lsn, self._log.next_lsn, self._log.safe_upto))
 
-    def _refuse(self, peer: bytes, why: str) -> None:
-        """Tell a peer why it may not copy the log."""
-        reject = Reject(code="forbidden", detail=why)
-        epoch = self.shipper.entry.epoch
-        self.router.send(peer, wire.encode(Envelope(run=self._run, epoch=epoch, fence=0, message=reject)))
+    def _refuse(self, peer: bytes, why: str, version: int | None = None) -> None:
+        """Tell a peer why it may not copy the log; ``version`` is its protocol version, if that is another one."""
+        reject = Envelope(
+            run=self._run, epoch=self.shipper.entry.epoch, fence=0, message=Reject(code="standby", detail=why)
+        )
+        self.router.send(peer, wire.encode(reject, version))
 
     def close(self) -> None:
         """Close the socket, and end the thread; idempotent."""

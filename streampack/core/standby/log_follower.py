@@ -145,7 +145,8 @@ class LogFollower:
                 return self._ask(entry)
             self.refused = (
                 f"entry {entry.number} of the arbiter says that this host has the log of epoch {entry.epoch}, but its "
-                f"state_dir has not. Restore the state_dir, or wait until the standby takes over"
+                f"state_dir has not. Restore the state_dir, or wait until the standby takes over. If another host has "
+                f"the name {self.name!r}, give this one another `standby.name`"
             )
             return []
         if self.leader is None or entry.epoch != self.leader.epoch:
