@@ -42,6 +42,9 @@ def status(endpoint: Endpoint = None, node: Node = None, as_json: AsJson = False
     from streampack_services.watch import status_report
 
     snapshot = http_client.fetch_status(endpoint, timeout)
+    if snapshot.get("state") == "standby":
+        print_result(snapshot, as_json, status_report.show_standby)
+        return
     if node is None:
         print_result(snapshot, as_json, lambda found: status_report.show_status(http_client.parse_status(found)))
         return

@@ -173,6 +173,10 @@ def parse_status(tree: Tree) -> BrokerStatus:
         PeerError: A field is missing or has another type, since the broker is of another version or build.
     """
     try:
+        if tree.get("state") == "standby":
+            raise UserError(
+                f"got the address of a standby ({tree['standby']['waits_for']}), expected that of the active broker"
+            )
         return msgspec.convert(tree, BrokerStatus)
     except msgspec.ValidationError as error:
         got = (

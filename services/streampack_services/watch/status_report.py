@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -50,6 +51,19 @@ def show_status(status: BrokerStatus) -> None:
         streams = view.streams_of(feed)
         lines = stream_lines(streams, STREAM_COLUMNS, "lag: tokens that producers have not sent yet", console.width)
         _print(console, lines, _rejected(streams), rank_lines(feed, "waits", console.width, None))
+
+
+def show_standby(tree: dict[str, Any]) -> None:
+    """Print the status of a broker that is not active, as its ``/status`` has it."""
+    standby = tree["standby"]
+    console = _console()
+    console.print(printable(Text.assemble((str(tree["run"]), "bold"), f"  standby on {standby['name']}")))
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("state", str(standby["waits_for"]))
+    facts.add_row("may take over", "yes" if standby["is_member"] else "no")
+    unsafe = standby["unsafe_records"]
+    facts.add_row("log", f"{standby['records']} records" + (f", {unsafe} not durable yet" if unsafe else ""))
+    console.print(facts)
 
 
 def standby_text(standby: StandbyStatus) -> str:

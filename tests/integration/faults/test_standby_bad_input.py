@@ -6,7 +6,7 @@ import http.client
 import json
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +153,16 @@ def test_a_standby_is_alive_but_not_ready_and_says_what_it_has() -> None:
         status = json.loads(ask(address, "/status")[1])
         assert status["state"] == "standby"
         assert status["standby"]["is_member"]
+        said = in_process("status", f"http://{address}").stdout
+        assert "two-hosts  standby on b\n" in said
+        assert "has every safe record of a" in said
+        assert "expected that of the active broker" in the_error(in_process("top", "--once", f"http://{address}"), 2)
         assert "streampack_standby_member 1\n" in ask(address, "/metrics")[1]
 
 
 def ask(address: str, path: str) -> tuple[int, str]:
     """The code and the text of an answer."""
-    connection = http.client.HTTPConnection(address, timeout=30)
-    connection.request("GET", path)
-    answer = connection.getresponse()
-    return answer.status, answer.read().decode()
+    with closing(http.client.HTTPConnection(address, timeout=30)) as connection:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
