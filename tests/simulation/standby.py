@@ -162,6 +162,9 @@ class StandbyWorld:
         fault(self.hosts[self.rng.choice("ab")])
 
     def kill(self, host: Host) -> None:
+        if host.shipper is not None and self.rng.random() < 0.3:
+            for effect in host.shipper.leave(finished=False):
+                host.perform(effect)
         host.kill()
         self._start_later(host)
 
@@ -281,7 +284,7 @@ class Host:
         if machine is None:
             return
         for effect in machine.handle(event):
-            self._perform(effect)
+            self.perform(effect)
         if self.shipper is not None:
             self.world.safe(self, self.shipper.safe_upto)
 
@@ -295,7 +298,7 @@ class Host:
     def _log_state(self) -> None:
         self.handle(LogState(self.disk.first, self.disk.next, self.disk.synced))
 
-    def _perform(self, effect: Effect) -> None:
+    def perform(self, effect: Effect) -> None:
         world = self.world
         if isinstance(effect, SendPeer):
             self._send(effect.envelope)

@@ -286,6 +286,9 @@ class BrokerService:
             until = time.monotonic() + FAREWELL_S
             while self.core.leases.num_producers and time.monotonic() < until and not self._stop_now:
                 self._turn(TICK_S)
+            if self._shipping is not None:
+                self._keep_log()
+                self._shipping.leave(self._exit_when_finished and self.core.finished)
         finally:
             self.close()
 

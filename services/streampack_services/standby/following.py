@@ -18,7 +18,7 @@ from pathlib import Path
 from streampack.config.daemon_settings import BrokerConfig, StandbySettings
 from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.standby.entries import CreateEntry, Entry, ReadNewest
-from streampack.core.standby.events import CutBelow, Discard, FromPeer, LogState, SendPeer, TakeOver, WriteRecords
+from streampack.core.standby.events import CutBelow, Discard, FromPeer, LogState, Over, SendPeer, TakeOver, WriteRecords
 from streampack.core.standby.log_follower import FollowerPhase, LogFollower
 from streampack.errors import Rejected, UserError, WireError
 from streampack.transport.keys import Key
@@ -205,6 +205,9 @@ class Following:
             self._log.cut(effect.lsn)
         elif isinstance(effect, TakeOver):
             self._entry = effect.entry
+        elif isinstance(effect, Over):
+            log.info("%s", effect.why)
+            self._stopped = True
         elif isinstance(effect, Report):
             log.log(logging.getLevelName(effect.level.upper()), effect.text, extra={"about": effect.about})
 

@@ -31,6 +31,8 @@ log = logging.getLogger("streampack.standby")
 
 BATCH_BYTES = 1 << 20
 """Bytes of records in one message, unless a single record is larger."""
+LINGER_MS = 500
+"""Milliseconds that the last message may take to leave."""
 MAX_MESSAGE_BYTES = 1 << 20
 """Most bytes of a message of the standby, which sends no payload."""
 
@@ -57,7 +59,7 @@ class Shipping:
         self, settings: StandbySettings, run: int, entry: Entry, source: Log, arbiter: Arbiter, config_digest: bytes,
         wake: Callable[[], None], door: Door | None = None, rights: Callable[[bytes], Rights] | None = None,
     ) -> None:  # fmt: skip
-        self.router = Router(settings.listen, MAX_MESSAGE_BYTES, door)
+        self.router = Router(settings.listen, MAX_MESSAGE_BYTES, door, linger_ms=LINGER_MS)
         self._rights = rights
         self._log = source
         self._questions = Questions(arbiter, wake)
@@ -120,6 +122,11 @@ class Shipping:
             run=self._run, epoch=self.shipper.entry.epoch, fence=0, message=Reject(code="standby", detail=why)
         )
         self.router.send(peer, wire.encode(reject, version))
+
+    def leave(self, finished: bool) -> None:
+        """Tell the standby that this broker ends; ``finished``: and the run with it."""
+        for effect in self.shipper.leave(finished):
+            self._perform(effect)
 
     def close(self) -> None:
         """Close the socket, and end the thread; idempotent."""

@@ -80,6 +80,6 @@ class TakeOver(Effect, frozen=True):
 
 
 class Over(Effect, frozen=True):
-    """End the process, for the reason ``why``: another broker is active."""
+    """End this broker, for the reason ``why``: another broker is active, or the run has ended."""
 
     why: str

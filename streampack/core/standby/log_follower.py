@@ -12,7 +12,7 @@ from enum import Enum
 
 from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.protocol.message import Envelope, Reject
-from streampack.core.protocol.standby_messages import Follow, Lead, LogRecords, Replaced
+from streampack.core.protocol.standby_messages import Follow, Lead, Leave, LogRecords, Replaced
 from streampack.core.standby.entries import (
     CreateEntry,
     Entry,
@@ -27,6 +27,7 @@ from streampack.core.standby.events import (
     Discard,
     FromPeer,
     LogState,
+    Over,
     SendPeer,
     TakeOver,
     WriteRecords,
@@ -201,6 +202,9 @@ class LogFollower:
             return self._lead(message)
         if isinstance(message, LogRecords):
             return self._write(message, envelope.payload)
+        if isinstance(message, Leave):
+            self._silent_s = self._takeover_s + 1.0
+            return [Over("the run has ended")] if message.finished else []
         return []
 
     def _lead(self, message: Lead) -> list[Effect]:

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.protocol.message import Envelope, Message, Reject
-from streampack.core.protocol.standby_messages import Follow, Lead, Replaced
+from streampack.core.protocol.standby_messages import Follow, Lead, Leave, Replaced
 from streampack.core.standby.entries import CreateEntry, Entry, EntryWritten, Newest, ReadNewest
 from streampack.core.standby.events import FromPeer, LogState, Over, SendPeer, Ship, Shipped
 
@@ -155,6 +155,12 @@ class LogShipper:
         else:
             upto = self._local_safe if self.entry.alone else 0
         self._safe_upto = max(self._safe_upto, upto)
+
+    def leave(self, finished: bool) -> list[Effect]:
+        """Return the effects of this broker's end: the standby is told, which need not wait then."""
+        if self.over or not self.standby:
+            return []
+        return [self._send(self._peer, Leave(finished=finished))]
 
     # The standby
 

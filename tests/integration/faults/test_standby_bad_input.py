@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -69,6 +70,17 @@ def test_a_standby_joins_takes_over_and_the_other_one_follows() -> None:
             ("a", ["a"]), ("a", ["a", "b"]), ("b", ["b"]), ("b", ["b", "a"]),
         ]  # fmt: skip
         assert [each["number"] for each in entries] == [1, 2, 3, 4]
+
+
+def test_a_broker_that_is_stopped_hands_over_at_once() -> None:
+    with pair(takeover_s=120) as found:
+        first = found.start("a")
+        second = found.start("b", "--standby")
+        second.wait_for("standby: has every safe record of a")
+        first.wait_for(" broker: ready\n")
+        first.signal(signal.SIGTERM)
+        assert first.end() == 0
+        second.wait_for("this broker is active, with entry 3", timeout_s=60)
 
 
 def test_a_standby_with_other_rules_or_a_third_one_is_told_why() -> None:
