@@ -26,7 +26,7 @@ from streampack.core.model.rules import Rules
 from streampack.core.protocol.message import Bye, Envelope, Message, Reject
 from streampack.core.protocol.producer_messages import Done, Mark, ProducerPing, Sent
 from streampack.core.protocol.relay_messages import Elsewhere, NodeGet, NodePart, NodePing, ReaderReport
-from streampack.core.protocol.standby_messages import Follow, Lead, Leave, LogRecords, Replaced
+from streampack.core.protocol.standby_messages import Follow, HandOver, Lead, LogRecords, Replaced
 from streampack.core.protocol.trainer_messages import (
     AskSnapshot,
     AskState,
@@ -75,7 +75,7 @@ def messages() -> list[Envelope]:
         NodeGet(feed="train", lineage=0, start=2, stop=5, resend=1, done=(("r", 2),)), Elsewhere(detail="it stops"),
         NodePing(feed="train", have_upto=3, ranks=(ReaderReport(reader="r", fence=1, done_upto=2, have_upto=3),)),
         Follow(name="b", process="b-1", log_epoch=7, have_upto=3, safe_upto=2, config_digest=b"d"),
-        Lead(process="b-1", entry=2, is_member=True, first_lsn=0), Replaced(name="c"), Leave(finished=True),
+        Lead(process="b-1", entry=2, is_member=True, first_lsn=0), Replaced(name="c"), HandOver(finished=True),
         LogRecords(first=3, kinds=b"\x07\x08", sizes_u32=(2).to_bytes(4, "little") * 2),
         ProducerPing(producer="x"), Probe(feed="train"), AskSnapshot(feed="train", digest=b"d"),
         *([state] if isinstance(state, State) else []),

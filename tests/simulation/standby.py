@@ -16,8 +16,10 @@ import msgspec
 from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.standby_messages import LogRecords
-from streampack.core.standby.entries import CreateEntry, Entry, EntryWritten, Newest, ReadNewest
-from streampack.core.standby.events import (
+from streampack.core.standby.arbiter_entries import CreateEntry, Entry, EntryWritten, Newest, ReadNewest
+from streampack.core.standby.log_follower import LogFollower
+from streampack.core.standby.log_shipper import LogShipper
+from streampack.core.standby.standby_events import (
     CutBelow,
     Discard,
     FromPeer,
@@ -29,8 +31,6 @@ from streampack.core.standby.events import (
     TakeOver,
     WriteRecords,
 )
-from streampack.core.standby.log_follower import LogFollower
-from streampack.core.standby.log_shipper import LogShipper
 from tests.simulation.network import Clock, Network, Weather
 
 RUN = 7

@@ -210,7 +210,7 @@ def test_golden_numbers_of_messages_are_held_still() -> None:
         "Lease": 10, "Flow": 11, "Revoke": 12, "Who": 13, "Reject": 14, "Done": 15,
         "Attach": 20, "Get": 21, "ReaderPing": 22,
         "Attached": 30, "StepPart": 31, "Wait": 32, "End": 33,
-        "Follow": 50, "Lead": 51, "LogRecords": 52, "Replaced": 53, "Leave": 54,
+        "Follow": 50, "Lead": 51, "LogRecords": 52, "Replaced": 53, "HandOver": 54,
     }.items()  # fmt: skip
 
 

@@ -58,7 +58,7 @@ _HEAD = (
 )
 
 
-class Entry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class KeyEntry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A line of allowed.yaml: a public key and its rights.
 
     Without ``streams``, ``feeds``, ``ranks`` and ``hosts`` the key may do all that its role allows. An empty list is an
@@ -79,7 +79,7 @@ _LIMITS: dict[str, tuple[Role, ...]] = {
 """The roles whose keys may have each limit."""
 
 
-def read_allowed(folder: Path) -> dict[str, Entry]:
+def read_allowed(folder: Path) -> dict[str, KeyEntry]:
     """Return the entries of allowed.yaml by name; empty if the file is missing. Raise UserError if it is invalid."""
     path = folder / ALLOWED
     if not path.exists():
@@ -94,17 +94,17 @@ def read_allowed(folder: Path) -> dict[str, Entry]:
     return found
 
 
-def _parse_entries(text: str, path: Path) -> dict[str, Entry]:
+def _parse_entries(text: str, path: Path) -> dict[str, KeyEntry]:
     """Return the entries in the text of an allowed.yaml; raise ConfigError naming ``path`` if they are invalid."""
     tree = parse_tree(text, path)
     if not isinstance(tree, dict) or not all(isinstance(name, str) for name in tree):
         raise ConfigError(
             f"{path}: got no mapping of names, expected one line 'name: {{key: ..., role: ...}}' for each key"
         )
-    return {name: convert(entry, Entry, f"{path}: {name}") for name, entry in tree.items()}
+    return {name: convert(entry, KeyEntry, f"{path}: {name}") for name, entry in tree.items()}
 
 
-def _check_entry(where: str, name: str, entry: Entry) -> None:
+def _check_entry(where: str, name: str, entry: KeyEntry) -> None:
     """Raise ConfigError if the name is not allowed, or a limit does not belong to the role."""
     if not NAME.fullmatch(name) or name == BROKER or parse_tree(name, where) != name:
         raise ConfigError(
@@ -121,7 +121,7 @@ def _check_entry(where: str, name: str, entry: Entry) -> None:
         raise ConfigError(f"{where}: ranks: got {min(unknown)!r}, expected some of dp, cp, tp, pp")
 
 
-def rights_of(allowed: Mapping[str, Entry], broker: Key) -> dict[str, Rights]:
+def rights_of(allowed: Mapping[str, KeyEntry], broker: Key) -> dict[str, Rights]:
     """Return the rights of each public key. The broker's own key has all rights."""
     found = {
         entry.key: Rights(name, entry.role, entry.streams, entry.feeds, entry.ranks, entry.hosts)  # type: ignore[arg-type]
@@ -148,7 +148,7 @@ def new_key(folder: Path, name: str, role: str, limits: Mapping[str, Any]) -> li
         UserError: The name is taken or not allowed, or a limit is invalid.
     """
     tree = {"key": "0" * 64, "role": role, **{key: value for key, value in limits.items() if value}}
-    _check_entry("keys", name, convert(tree, Entry, "keys"))
+    _check_entry("keys", name, convert(tree, KeyEntry, "keys"))
     with _locked(folder):
         return _create_key(folder, name, tree)
 

@@ -19,7 +19,7 @@ from streampack.config.typed_yaml import parse_size
 from streampack.core.broker import Broker
 from streampack.core.journal.log_effects import Append, Recall, Recalled, Safe, WasCut
 from streampack.core.journal.log_records import Record
-from streampack.core.standby.entries import Entry
+from streampack.core.standby.arbiter_entries import Entry
 from streampack.errors import ConfigError, LogDamaged, StreampackError, WireError
 from streampack.transport.curve import Door
 from streampack.wire import record_frames

@@ -54,7 +54,7 @@ from streampack.core.protocol.effects import (
 from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.protocol.message import Envelope, Reject
 from streampack.core.protocol.relay_messages import relay_of, relayed
-from streampack.core.standby.entries import Entry
+from streampack.core.standby.arbiter_entries import Entry
 from streampack.errors import ConfigError, InternalError, WireError
 from streampack.transport.curve import Door
 from streampack.transport.sockets import Poller, Router, drain
@@ -90,7 +90,7 @@ DRAIN_AT_MOST = 64
 """Messages that are read from one socket before the other has its turn."""
 
 
-class Lead(NamedTuple):
+class Leadership(NamedTuple):
     """The entry of the arbiter with which a broker is active."""
 
     entry: Entry
@@ -114,7 +114,9 @@ class BrokerService:
         UserError: An address, the keys or the log cannot be used.
     """
 
-    def __init__(self, config: BrokerConfig, *, exit_when_finished: bool = False, lead: Lead | None = None) -> None:
+    def __init__(
+        self, config: BrokerConfig, *, exit_when_finished: bool = False, lead: Leadership | None = None
+    ) -> None:
         self.config = config
         check_machine(config)
         self.plan = plan(config)

@@ -19,7 +19,7 @@ from streampack.config.daemon_settings import BrokerConfig
 from streampack.errors import UserError
 from streampack.transport import ipc_files
 from streampack_services.broker.memory_plan import keep_freed_memory
-from streampack_services.broker.service import BrokerService, Lead
+from streampack_services.broker.service import BrokerService, Leadership
 from streampack_services.daemons import rendezvous
 from streampack_services.daemons.standby import become_active
 from streampack_services.daemons.systemd import Systemd
@@ -66,7 +66,7 @@ def serve(
     _serve(config, exit_when_finished, ring, None)
 
 
-def _serve(config: BrokerConfig, exit_when_finished: bool, ring: Ring | None, lead: Lead | None) -> str:
+def _serve(config: BrokerConfig, exit_when_finished: bool, ring: Ring | None, lead: Leadership | None) -> str:
     """Run a broker until it is drained; return the reason if it ended because another broker is active."""
     service = BrokerService(config, exit_when_finished=exit_when_finished, lead=lead)
     service.on_snapshot = Systemd().tell_of_broker

@@ -14,7 +14,7 @@ from types import FrameType
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.transport.keys import find_key
 from streampack_services.broker.memory_plan import check_machine, plan
-from streampack_services.broker.service import Lead, warm_up
+from streampack_services.broker.service import Leadership, warm_up
 from streampack_services.daemons.systemd import Systemd
 from streampack_services.http.http_guard import find_token
 from streampack_services.http.server import AppServer, standby_app
@@ -24,7 +24,7 @@ from streampack_services.standby.following import Following, standby_settings
 log = logging.getLogger("streampack.standby")
 
 
-def become_active(config: BrokerConfig, *, waits: bool) -> Lead | None:
+def become_active(config: BrokerConfig, *, waits: bool) -> Leadership | None:
     """Follow the active broker until this one is active; return the entry, or None if a signal ended it.
 
     Args:
@@ -69,4 +69,4 @@ def become_active(config: BrokerConfig, *, waits: bool) -> Lead | None:
         log.info("stopped before this broker was active")
         return None
     log.info("this broker is active, with entry %d of the arbiter", entry.number)
-    return Lead(entry, arbiter)
+    return Leadership(entry, arbiter)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from streampack.core.standby.entries import Entry
+from streampack.core.standby.arbiter_entries import Entry
 from streampack.errors import ConfigError, UserError
 
 _NAME = re.compile(r"(\d{10})\.json")
@@ -30,7 +30,7 @@ class Unreachable(OSError):
     """The arbiter does not answer. An entry that was being written may exist or not."""
 
 
-class Store(Protocol):
+class WriteOnceStore(Protocol):
     """A folder of small files, each of which can be written once."""
 
     def names(self) -> list[str]:
@@ -49,7 +49,7 @@ class Store(Protocol):
 class Arbiter:
     """The entries of one run in a ``store``; ``where`` names it in texts."""
 
-    def __init__(self, store: Store, where: str) -> None:
+    def __init__(self, store: WriteOnceStore, where: str) -> None:
         self._store, self.where = store, where
 
     def newest(self) -> Entry | None:
@@ -191,7 +191,7 @@ def open_arbiter(where: str) -> Arbiter:
     """
     kind, separator, rest = where.partition("://")
     try:
-        store: Store = (
+        store: WriteOnceStore = (
             Folder(Path(rest if separator else where)) if not separator or kind == "file" else ObjectStore(where)
         )
     except OSError as error:

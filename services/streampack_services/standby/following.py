@@ -17,9 +17,18 @@ from pathlib import Path
 
 from streampack.config.daemon_settings import BrokerConfig, StandbySettings
 from streampack.core.protocol.events import Effect, Event, Report, Tick
-from streampack.core.standby.entries import CreateEntry, Entry, ReadNewest
-from streampack.core.standby.events import CutBelow, Discard, FromPeer, LogState, Over, SendPeer, TakeOver, WriteRecords
+from streampack.core.standby.arbiter_entries import CreateEntry, Entry, ReadNewest
 from streampack.core.standby.log_follower import FollowerPhase, LogFollower
+from streampack.core.standby.standby_events import (
+    CutBelow,
+    Discard,
+    FromPeer,
+    LogState,
+    Over,
+    SendPeer,
+    TakeOver,
+    WriteRecords,
+)
 from streampack.errors import Rejected, UserError, WireError
 from streampack.transport.keys import Key
 from streampack.transport.sockets import Dealer, Poller, drain

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from streampack.core.standby.entries import CreateEntry, EntryWritten, Newest, ReadNewest
+from streampack.core.standby.arbiter_entries import CreateEntry, EntryWritten, Newest, ReadNewest
 from streampack.errors import UserError
 from streampack_services.standby.arbiter import Arbiter, Unreachable
 

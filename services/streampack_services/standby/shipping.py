@@ -15,9 +15,9 @@ from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.protocol.message import Envelope, Reject
 from streampack.core.protocol.rights import Rights
 from streampack.core.protocol.standby_messages import MOST_RECORDS, Follow, LogRecords
-from streampack.core.standby.entries import CreateEntry, Entry, ReadNewest
-from streampack.core.standby.events import FromPeer, LogState, Over, SendPeer, Ship, Shipped
+from streampack.core.standby.arbiter_entries import CreateEntry, Entry, ReadNewest
 from streampack.core.standby.log_shipper import LogShipper
+from streampack.core.standby.standby_events import FromPeer, LogState, Over, SendPeer, Ship, Shipped
 from streampack.errors import UserError, WireError
 from streampack.transport.curve import Door
 from streampack.transport.sockets import Router, drain

@@ -81,11 +81,11 @@ class Replaced(Message, frozen=True, kw_only=True):
     name: Name
 
 
-class Leave(Message, frozen=True, kw_only=True):
+class HandOver(Message, frozen=True, kw_only=True):
     """The active broker ends: the standby may take over at once, or ends too if the run has ``finished``."""
 
     TYPE: ClassVar[int] = 54
     finished: bool
 
 
-STANDBY_MESSAGES: tuple[type[Message], ...] = (Follow, Lead, LogRecords, Replaced, Leave)
+STANDBY_MESSAGES: tuple[type[Message], ...] = (Follow, Lead, LogRecords, Replaced, HandOver)

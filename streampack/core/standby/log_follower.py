@@ -12,8 +12,8 @@ from enum import Enum
 
 from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.protocol.message import Envelope, Reject
-from streampack.core.protocol.standby_messages import Follow, Lead, Leave, LogRecords, Replaced
-from streampack.core.standby.entries import (
+from streampack.core.protocol.standby_messages import Follow, HandOver, Lead, LogRecords, Replaced
+from streampack.core.standby.arbiter_entries import (
     CreateEntry,
     Entry,
     EntryWritten,
@@ -22,7 +22,7 @@ from streampack.core.standby.entries import (
     first_entry,
     may_start,
 )
-from streampack.core.standby.events import (
+from streampack.core.standby.standby_events import (
     CutBelow,
     Discard,
     FromPeer,
@@ -202,7 +202,7 @@ class LogFollower:
             return self._lead(message)
         if isinstance(message, LogRecords):
             return self._write(message, envelope.payload)
-        if isinstance(message, Leave):
+        if isinstance(message, HandOver):
             self._silent_s = self._takeover_s + 1.0
             return [Over("the run has ended")] if message.finished else []
         return []

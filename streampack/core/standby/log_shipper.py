@@ -17,9 +17,9 @@ from msgspec import structs
 
 from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.protocol.message import Envelope, Message, Reject
-from streampack.core.protocol.standby_messages import Follow, Lead, Leave, Replaced
-from streampack.core.standby.entries import CreateEntry, Entry, EntryWritten, Newest, ReadNewest
-from streampack.core.standby.events import FromPeer, LogState, Over, SendPeer, Ship, Shipped
+from streampack.core.protocol.standby_messages import Follow, HandOver, Lead, Replaced
+from streampack.core.standby.arbiter_entries import CreateEntry, Entry, EntryWritten, Newest, ReadNewest
+from streampack.core.standby.standby_events import FromPeer, LogState, Over, SendPeer, Ship, Shipped
 
 LEAD_S = 0.5
 """Seconds between two signs of life for the standby."""
@@ -160,7 +160,7 @@ class LogShipper:
         """Return the effects of this broker's end: the standby is told, which need not wait then."""
         if self.over or not self.standby:
             return []
-        return [self._send(self._peer, Leave(finished=finished))]
+        return [self._send(self._peer, HandOver(finished=finished))]
 
     # The standby
 

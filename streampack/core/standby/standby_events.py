@@ -6,7 +6,7 @@ from typing import Any
 
 from streampack.core.protocol.events import Effect, Event
 from streampack.core.protocol.message import Envelope
-from streampack.core.standby.entries import Entry
+from streampack.core.standby.arbiter_entries import Entry
 
 
 class FromPeer(Event, frozen=True):
