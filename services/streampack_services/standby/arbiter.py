@@ -26,7 +26,7 @@ from streampack.errors import ConfigError, UserError
 _NAME = re.compile(r"(\d{10})\.json")
 
 
-class Unreachable(OSError):
+class ArbiterUnreachable(OSError):
     """The arbiter does not answer. An entry that was being written may exist or not."""
 
 
@@ -53,7 +53,7 @@ class Arbiter:
         self._store, self.where = store, where
 
     def newest(self) -> Entry | None:
-        """Return the newest entry; None if there is none. Raises Unreachable."""
+        """Return the newest entry; None if there is none. Raises ArbiterUnreachable."""
         try:
             numbers = [int(match[1]) for name in self._store.names() if (match := _NAME.fullmatch(name))]
             return self._read(max(numbers)) if numbers else None
@@ -61,7 +61,7 @@ class Arbiter:
             raise self._unreachable(error) from None
 
     def create(self, entry: Entry) -> Entry:
-        """Write an entry unless one of its number exists; return the entry of that number. Raises Unreachable."""
+        """Write an entry unless one of its number exists; return the entry of that number. Raises ArbiterUnreachable."""
         try:
             written = self._store.create(_name(entry.number), msgspec.json.encode(entry))
             return entry if written else self._read(entry.number)
@@ -98,9 +98,9 @@ class Arbiter:
                 f"its own"
             ) from None
 
-    def _unreachable(self, error: OSError) -> Unreachable:
+    def _unreachable(self, error: OSError) -> ArbiterUnreachable:
         """Return the error for a store that does not answer."""
-        return Unreachable(f"{self.where}: {error.strerror or error}")
+        return ArbiterUnreachable(f"{self.where}: {error.strerror or error}")
 
 
 class Folder:

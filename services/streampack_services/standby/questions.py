@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 from streampack.core.standby.arbiter_entries import CreateEntry, EntryWritten, Newest, ReadNewest
 from streampack.errors import UserError
-from streampack_services.standby.arbiter import Arbiter, Unreachable
+from streampack_services.standby.arbiter import Arbiter, ArbiterUnreachable
 
 log = logging.getLogger("streampack.standby")
 
@@ -50,7 +50,7 @@ class Questions:
                     entry = self._arbiter.newest()
                 else:
                     entry = self._arbiter.create(question.entry)
-            except (Unreachable, UserError) as error:
+            except (ArbiterUnreachable, UserError) as error:
                 why = str(error)
             except Exception as error:  # a store's library may raise anything
                 log.exception("the arbiter failed")
