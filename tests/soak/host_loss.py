@@ -2,6 +2,8 @@
 
 Three network namespaces stand for three hosts: ``a`` of the active broker, ``b`` of the standby, and ``c`` with the
 trainers, the producers and a program that pushes samples. ``c`` forwards between the others. Needs root and ``ip``.
+
+``python -m tests.soak.host_loss COUNT [SEED] [without]`` prints the figures; ``without``: without a standby.
 """
 
 from __future__ import annotations
@@ -78,12 +80,13 @@ def _connect(names: dict[str, str]) -> None:
     _ip("netns", "exec", names["c"], "sysctl", "-qw", "net.ipv4.ip_forward=1")
 
 
-def lose_host(
-    seed: int, names: dict[str, str], *, pushed: bool, on_loss: str = "stall", rows: tuple[int, int] = (120, 130)
-) -> Loss:  # fmt: skip
-    """Lose host ``a`` while four ranks train, and look at what they had; with ``pushed``, one stream is pushed."""
+def lose_host(seed: int, names: dict[str, str], *, pushed: bool, on_loss: str | None = "stall") -> Loss:
+    """Lose host ``a`` while four ranks train, and look at what they had; with ``pushed``, one stream is pushed.
+
+    If ``on_loss`` is None there is no standby: a broker without a log is started on host ``b`` after ``TAKEOVER_S``.
+    """
     with folder() as path:
-        job = make_job(seed, path, number=MESH_OF_4, rows=rows, pushers=1 if pushed else 0)
+        job = make_job(seed, path, number=MESH_OF_4, rows=(120, 130), pushers=1 if pushed else 0)
         job.settings.pop("rendezvous")
         job = replace(job, pushed=200 if pushed else 0, step_s=0.15)
         run = _Run(job, names, on_loss)
@@ -98,8 +101,8 @@ def lose_host(
 class _Run:
     """One run; its processes are started at once."""
 
-    def __init__(self, job: Job, names: dict[str, str], on_loss: str) -> None:
-        self.job, self._names = job, names
+    def __init__(self, job: Job, names: dict[str, str], on_loss: str | None) -> None:
+        self.job, self._names, self._has_standby = job, names, on_loss is not None
         configs = {host: self._config(host, on_loss) for host in ADDRESSES}
         members = members_of(job, producers=1)
         self._trainers = [member for member in members if member.kind == "trainer"]
@@ -116,10 +119,11 @@ class _Run:
             host: Member("broker", f"broker-{host}", job.folder, [*command, str(config)])
             for host, config in configs.items()
         }
-        self._brokers["b"].command.append("--standby")
+        self._brokers["b"].command += ["--standby"] if self._has_standby else []
         self._others = [member for member in members if member.kind != "broker"]
         for host, member in self._brokers.items():
-            self._start(member, host)
+            if host == "a" or self._has_standby:
+                self._start(member, host)
         for member in self._others:
             self._start(member, "c")
 
@@ -129,12 +133,16 @@ class _Run:
             "producers": f"tcp://{address}:7401", "trainers": f"tcp://{address}:7402", "http": "127.0.0.1:7400",
         }  # fmt: skip
 
-    def _config(self, host: str, on_loss: str) -> Path:
+    def _config(self, host: str, on_loss: str | None) -> Path:
         standby = {
             "arbiter": str(self.job.folder / "arbiter"), "listen": f"tcp://{ADDRESSES[host]}:7403", "name": host,
             "on_loss": on_loss, "takeover_s": TAKEOVER_S,
         }  # fmt: skip
-        own = {"listen": self._listen(host), "state_dir": str(self.job.folder / host), "standby": standby}
+        own = {
+            "listen": self._listen(host),
+            "state_dir": str(self.job.folder / host),
+            "standby": standby if on_loss else None,
+        }
         return write(self.job.folder / f"broker-{host}.yaml", self.job.settings | own)
 
     def _start(self, member: Member, host: str) -> None:
@@ -143,7 +151,8 @@ class _Run:
 
     def lose(self) -> float:
         """Wait until the standby has the log and ranks train; take the host away, and return the time."""
-        until(lambda: "has every safe record" in self._brokers["b"].said())
+        if self._has_standby:
+            until(lambda: "has every safe record" in self._brokers["b"].said())
         until(lambda: all(len(lines_of(self.job, rank)) > 8 for rank in range(len(self._trainers))))
         _ip("-n", self._names["c"], "link", "del", "va")
         lost_at = time.monotonic()
@@ -153,7 +162,10 @@ class _Run:
 
     def finish(self) -> None:
         """Wait until every rank has read everything."""
-        until(lambda: "this broker is active" in self._brokers["b"].said())
+        if not self._has_standby:
+            time.sleep(TAKEOVER_S)
+            self._start(self._brokers["b"], "b")
+        until(lambda: " broker: ready" in self._brokers["b"].said())
         time.sleep(2.0)
         (self.job.folder / "fire").unlink()
         until(lambda: all(member.process is None or member.ended() is not None for member in self._trainers))
@@ -214,13 +226,14 @@ def told(losses: list[Loss]) -> dict[str, Any]:
     }
 
 
-def main(count: int, seed: int) -> None:
-    """Lose a host ``count`` times, every second time with a pushed stream."""
+def main(count: int, seed: int, standby: bool) -> None:
+    """Lose a host ``count`` times; with a ``standby``, every second time with a pushed stream."""
     losses: list[Loss] = []
     with three_hosts() as names:
         assert names is not None, "this machine allows no network namespaces"
         for number in range(count):
-            loss = lose_host(seed + number, names, pushed=number % 2 == 1, on_loss=("stall", "go_on")[number // 2 % 2])
+            on_loss = ("stall", "go_on")[number // 2 % 2] if standby else None
+            loss = lose_host(seed + number, names, pushed=standby and number % 2 == 1, on_loss=on_loss)
             losses.append(loss)
             print(f"{number}: {loss.pause_s:.2f} s, {loss.steps} steps, {loss.wrong[:3]}", flush=True)
     print(json.dumps(told(losses)))
@@ -229,4 +242,4 @@ def main(count: int, seed: int) -> None:
 if __name__ == "__main__":
     import sys
 
-    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1)
+    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1, "without" not in sys.argv)

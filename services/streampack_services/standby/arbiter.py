@@ -61,7 +61,7 @@ class Arbiter:
             raise self._unreachable(error) from None
 
     def create(self, entry: Entry) -> Entry:
-        """Write an entry unless one of its number exists; return the entry of that number. Raises ArbiterUnreachable."""
+        """Write an entry unless its number is taken; return the entry of that number. Raises ArbiterUnreachable."""
         try:
             written = self._store.create(_name(entry.number), msgspec.json.encode(entry))
             return entry if written else self._read(entry.number)
