@@ -49,6 +49,7 @@ USES = {
     "datasets": ("`streampack.integrations.hf`", "Trainer's datasets. Saved datasets are read with pyarrow alone."),
     "trl": ("examples", "SFTTrainer."),
     "lightning": ("`streampack.integrations.lightning`", "PackedDataModule."),
+    "ray": ("`streampack.integrations.ray`", "Actors that run the daemons, Ray Train and Ray Data."),
     "pyarrow": ("`streampack.sources.formats`", "Parquet and Arrow files."),
     "backports.zstd": ("`streampack.sources.files`", "Zstandard shards, before Python 3.14."),
     "fsspec": ("`streampack.sources.files`", "URLs; `remote` adds ranged reads and a bounded cache."),

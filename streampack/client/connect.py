@@ -364,6 +364,16 @@ class Client(Generic[BatchT]):
         """
         self._reading.fail(error)
 
+    def move_to(self, endpoint: str) -> None:
+        """Go on with the same broker at another address, as after its restart on another host.
+
+        Any thread may call it. The loader does not lose its place.
+
+        Args:
+            endpoint: The broker's new address for trainers.
+        """
+        self._reading.move_to(endpoint)
+
     def __enter__(self) -> Self:
         return self
 
@@ -382,6 +392,16 @@ class Client(Generic[BatchT]):
         raise UserError(
             f"got a client to pickle, expected the client to stay in its process. A client in another process {TWICE}"
         )
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the broker's last message."""
+        return self._reading.silent_s
+
+    @property
+    def is_closed(self) -> bool:
+        """True once the loader was closed."""
+        return self._reading.is_closed
 
     @property
     def rules(self) -> Rules:

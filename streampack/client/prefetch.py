@@ -104,6 +104,8 @@ class Prefetching:
         self._forks = forks.passed
         self._slabs = Slabs()
         self._told: deque[Event] = deque()
+        self._moved_to = ""
+        """The broker's new address, until the thread has connected there."""
         self._changed = threading.Condition()
         self._error: StreampackError | None = None
         self._closing = False
@@ -188,6 +190,11 @@ class Prefetching:
         """True while messages go through this host's relay."""
         return self._client.by_relay
 
+    @property
+    def is_closing(self) -> bool:
+        """True once the thread was told to end."""
+        return self._closing
+
     def check_usable(self) -> None:
         """Raise PeerError in a forked child, and UserError if the client is closed."""
         if forks.passed != self._forks:
@@ -215,6 +222,11 @@ class Prefetching:
             self._error = error
             self._changed.notify_all()
 
+    def move_to(self, endpoint: str) -> None:
+        """Connect to the broker at another address, where it listens now. For any thread."""
+        self._moved_to = endpoint
+        self._waker.wake()
+
     # The thread
 
     def _connect(self, endpoint: str) -> Dealer:
@@ -232,6 +244,8 @@ class Prefetching:
         try:
             while not self._closing:
                 self._poller.wait(TICK_S)
+                if self._moved_to:
+                    self._move()
                 for frames in drain(self._relay, 64) if self._relay is not None else ():
                     self._perform(self._receive(frames, FromRelay))
                 for frames in drain(self._broker, 64) if self._broker is not None else ():
@@ -274,6 +288,15 @@ class Prefetching:
             if self._relay.disconnects > self._lost:
                 self._lost = self._relay.disconnects
                 self._perform(self._client.handle(RelayLost()))
+
+    def _move(self) -> None:
+        """Replace the connection to the broker by one to its new address."""
+        self._endpoint, self._moved_to = self._moved_to, ""
+        log.warning("%s: the broker listens at %s now", self._mesh, self._endpoint)
+        if self._broker is not None:
+            self._broker.close()
+            self._broker = self._connect(self._endpoint)
+            self._poller = self._poll()
 
     _lost = 0
     """Number of connections to the relay that have ended."""

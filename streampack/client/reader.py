@@ -230,6 +230,20 @@ class Reading:
         """Release the rank and end the client's thread; further calls have no effect."""
         self._prefetching.close()
 
+    def move_to(self, endpoint: str) -> None:
+        """Connect to the broker at another address, where it listens now. For any thread."""
+        self._prefetching.move_to(endpoint)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the broker's last message."""
+        return self._session.patience.silent_s
+
+    @property
+    def is_closed(self) -> bool:
+        """True once the reading was closed."""
+        return self._prefetching.is_closing
+
     @property
     def mesh(self) -> Mesh:
         """The trainers' mesh and this rank's place in the mesh."""

@@ -525,6 +525,15 @@ class Limits(_Settings, frozen=True, kw_only=True):
             "Each connection uses some memory",
         ),
     ] = 16_384
+    keys: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=2**28,
+            description="Maximum number of keys that the broker remembers for each pushed stream, until the writing "
+            "job commits. Each key uses about 100 bytes of memory",
+        ),
+    ] = 1_048_576
 
 
 class StandbySettings(_Settings, frozen=True, kw_only=True):

@@ -19,10 +19,12 @@ from streampack.core.journal.log_records import (
     Base,
     BatchMarked,
     ChunkAdmitted,
+    KeysKept,
     PartitionEnded,
     Record,
     SamplesRejected,
     SourceAccepted,
+    WriteCommitted,
 )
 from streampack.core.merge.queues import NOWHERE
 from streampack.core.model.capacity import Capacity, FeedPlan
@@ -47,7 +49,7 @@ from streampack.core.protocol.rights import Rights, forbidden, key_of, not_its_r
 from streampack.core.protocol.trainer_messages import Attach, Get, ReaderPing
 from streampack.core.serve.attempts import Departure
 
-OfStream = SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded
+OfStream = SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded | WriteCommitted | KeysKept
 MAX_EPOCH = 2**62 - 1
 OUTBID_BY = 2**56
 """Most by which a peer's epoch may exceed this broker's. Epochs are nanoseconds, so a clock may be two years ahead."""
@@ -263,8 +265,9 @@ class Broker:
         if wanted <= self._cut or not self.journal.keeps:
             return []
         if self._base_lsn < wanted:
+            effects = self.leases.records.keep_keys(wanted)
             self._base_lsn = self.journal.next_lsn
-            return self.journal.append(self.base())
+            return effects + self.journal.append(self.base())
         if self._base_lsn >= self.journal.safe_upto:
             return []
         self._cut = wanted

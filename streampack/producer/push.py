@@ -16,10 +16,18 @@ from types import TracebackType
 from typing import Any, Literal, SupportsIndex
 
 from streampack.config.typed_yaml import parse_size
-from streampack.core.sessions.push_session import EndBatch
+from streampack.core.sessions.push_session import EndBatch, EndWrite
 from streampack.errors import UserError
 from streampack.producer.push_thread import Pushing
-from streampack.producer.pushed_samples import Given, as_mapping, check_declared, chunk_of_group, chunks_of
+from streampack.producer.pushed_samples import (
+    Given,
+    SampleKey,
+    as_mapping,
+    check_declared,
+    chunk_of_group,
+    chunks_of,
+    with_keys,
+)
 from streampack.transport.keys import find_key
 from streampack.transport.rendezvous import read_rendezvous
 
@@ -42,6 +50,7 @@ class Producer:
         buffer: Size of the buffer for samples that the broker has not stored durably yet, such as ``"64MiB"`` or a
             number of bytes.
         timeout_s: Seconds that any call may wait.
+        claim_timeout_s: Seconds to wait for the partition, if another process holds it. Default: ``timeout_s``.
         key_file: Key file made by ``streampack keys new``, if the broker requires a key. Default: the environment
             variable STREAMPACK_KEY_FILE.
 
@@ -49,7 +58,7 @@ class Producer:
         UserError: An argument is invalid.
         Unreachable: No broker answered within ``timeout_s``.
         Rejected: The broker does not accept this producer, for example its key.
-        DataStall: The broker did not grant the partition within ``timeout_s``.
+        DataStall: The broker did not grant the partition within ``claim_timeout_s``.
 
     Example:
         >>> with Producer(stream="rollouts", partition=worker) as rollouts:  # doctest: +SKIP
@@ -59,7 +68,7 @@ class Producer:
 
     def __init__(
         self, endpoint: str | None = None, *, stream: str, partition: int = 0, buffer: str | int = "64MiB",
-        timeout_s: float = 60.0, key_file: str | Path | None = None,
+        timeout_s: float = 60.0, claim_timeout_s: float | None = None, key_file: str | Path | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(partition, int) or not 0 <= partition < 2**20:
             raise UserError(
@@ -68,7 +77,9 @@ class Producer:
             )
         size = parse_size(buffer, "buffer")
         key = find_key(key_file)
-        self._pushing = Pushing(_endpoint(endpoint, timeout_s), stream, partition, size, timeout_s, key)
+        self._pushing = Pushing(
+            _endpoint(endpoint, timeout_s), stream, partition, size, timeout_s, key, claim_timeout_s or timeout_s
+        )
         self._close = weakref.finalize(self, self._pushing.abandon)
         self._given = threading.Lock()
         """Lock around numbering samples and making their chunks."""
@@ -99,12 +110,24 @@ class Producer:
             (chunk,) = chunks_of([given], lease, self._pushing.next_seq, policy_version)
             return self._pushing.push([chunk])
 
-    def send_many(self, samples: Iterable[Given], *, policy_version: SupportsIndex | None = None) -> range:
+    def send_many(
+        self,
+        samples: Iterable[Given],
+        *,
+        policy_version: SupportsIndex | None = None,
+        keys: Iterable[SampleKey] | None = None,
+        write: int | None = None,
+    ) -> range:
         """Send many samples in as few messages as possible. If one sample is invalid, none is sent.
+
+        With keys, a job of many processes may send samples again after a failure. The broker admits the first sample of
+        each key, and drops and counts the others, until the job calls ``commit_write``.
 
         Args:
             samples: Samples as for ``send``.
             policy_version: Version of the policy that made all of them, as for ``send``.
+            keys: Key of each sample in the stream: text, a whole number or bytes.
+            write: Number of the write to which the keys belong. Default: the current one.
 
         Returns:
             The samples' sequence numbers in the partition.
@@ -115,8 +138,10 @@ class Producer:
             DataStall: The buffer had no room within ``timeout_s``.
         """
         with self._given:
-            first = self._pushing.next_seq
-            chunks = chunks_of(list(samples), self._pushing.lease(), first, policy_version)
+            first, given = self._pushing.next_seq, list(samples)
+            chunks = chunks_of(given, self._pushing.lease(), first, policy_version)
+            if keys is not None:
+                chunks = with_keys(chunks, list(keys), len(given), self.write if write is None else write)
             self._pushing.push(chunks)
             return range(first, first + sum(chunk.num_samples for chunk in chunks))
 
@@ -156,6 +181,27 @@ class Producer:
             first = self._pushing.next_seq
             self._pushing.push([chunk_of_group(given, self._pushing.lease(), first, keep, policy_version)])
             return range(first, first + len(given))
+
+    @property
+    def write(self) -> int:
+        """Number of the stream's current write: the number of writes that were committed, as far as is known here."""
+        return self._pushing.write
+
+    def commit_write(self, write: int) -> None:
+        """Commit a write: the broker forgets the keys of its samples. Wait until that is durable.
+
+        Call it in one process, once every process of the job has flushed its samples.
+
+        Args:
+            write: Number of the write, which ``write`` returned when the job began. If it is already committed, the
+                call has no effect.
+
+        Raises:
+            DataStall: The commit was not durable within ``timeout_s``.
+            UserError: The producer is closed.
+        """
+        self._pushing.tell(EndWrite(write))
+        self.flush()
 
     def end_of_batch(self, batch: int) -> None:
         """End a batch: no later sample of this partition shares a step with an earlier one. Does not wait.

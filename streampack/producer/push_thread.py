@@ -50,12 +50,13 @@ LEAVE_S = 5.0
 class Pushing:
     """The sending thread and its session, shared with the program's threads under one lock.
 
-    The constructor claims the partition. Raises Unreachable, Rejected, or DataStall after ``timeout_s`` seconds.
+    The constructor claims the partition. Raises Unreachable, Rejected, or DataStall after ``claim_timeout_s`` seconds.
     """
 
     def __init__(
-        self, endpoint: str, stream: str, partition: int, buffer_bytes: int, timeout_s: float, key: Key | None = None
-    ) -> None:
+        self, endpoint: str, stream: str, partition: int, buffer_bytes: int, timeout_s: float, key: Key | None = None,
+        claim_timeout_s: float = 60.0,
+    ) -> None:  # fmt: skip
         self._endpoint, self._timeout_s, self._pid = endpoint, timeout_s, os.getpid()
         name = uuid.uuid4()
         self._session = PushSession(
@@ -78,7 +79,7 @@ class Pushing:
         self._waker.wake()  # greets the broker at once
         self._thread.start()
         try:
-            self._wait_for(lambda: self._session.begun and self._error is None, timeout_s, "the partition")
+            self._wait_for(lambda: self._session.begun and self._error is None, claim_timeout_s, "the partition")
         except BaseException:  # also Ctrl-C
             self._leave()
             raise
@@ -89,6 +90,11 @@ class Pushing:
     def next_seq(self) -> int:
         """Sequence number of the next sample in the partition."""
         return self._session.buffer.next_seq
+
+    @property
+    def write(self) -> int:
+        """Number of the stream's current write, as far as the broker has said."""
+        return self._session.write
 
     def lease(self) -> Lease:
         """Return the current lease, with the limits and fields of samples. Raises the session's error."""

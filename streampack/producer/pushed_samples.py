@@ -7,6 +7,7 @@ loss mask: without it, prompts would be trained on. The module knows samples and
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -16,6 +17,7 @@ import numpy as np
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from streampack.core.intake.key_index import KEY_BYTES
 from streampack.core.layout.step_frames import INPUT_IDS
 from streampack.core.model.fields import GROUP, LOSS_MASK, POLICY_VERSION, Field
 from streampack.core.model.samples import Keep
@@ -31,6 +33,8 @@ from streampack.sources.settings import SourceSettings
 from streampack.tokenizers.bytes_tokenizer import BytesTokenizer
 
 _SETTINGS = SourceSettings("python", tokens_key=INPUT_IDS)
+SampleKey = str | bytes | SupportsIndex
+"""A sample's key in its stream."""
 Given = Mapping[str, Any] | Sequence[int] | Any
 """A sample of the program: a mapping with ``input_ids``, or the ids alone as an array, a tensor or a list."""
 
@@ -49,6 +53,42 @@ def chunks_of(
     records = (_record(as_mapping(sample) | common, lease, first_seq + i, reader) for i, sample in enumerate(samples))
     chunks = [chunk_of(batch, lease, (0, 0)) for batch in batches_of(records, lease)]
     return [replace(chunk, policy_version=version) for chunk in chunks]
+
+
+def with_keys(chunks: Sequence[Chunk], keys: Sequence[SampleKey], count: int, write: int) -> list[Chunk]:
+    """Return chunks of ``count`` samples in all with the samples' keys, as keys of write ``write``.
+
+    Raises UserError if there is not one key for each sample, or a key is of another type.
+    """
+    if len(keys) != count:
+        raise UserError(f"got {len(keys)} keys for {count} samples, expected one key for each sample")
+    digests = [digest_of(key) for key in keys]
+    found, at = [], 0
+    for chunk in chunks:
+        mine = b"".join(digests[at : at + chunk.num_samples])
+        found.append(replace(chunk, keys=mine, write=write))
+        at += chunk.num_samples
+    return found
+
+
+def digest_of(key: SampleKey) -> bytes:
+    """Return the digest of a sample's key, 16 bytes. Raises UserError for a key of another type.
+
+    >>> digest_of(7) != digest_of("7")
+    True
+    """
+    if isinstance(key, str):
+        text = b"s" + key.encode("utf-8", "surrogatepass")
+    elif isinstance(key, bytes):
+        text = b"b" + key
+    else:
+        try:
+            text = b"i%d" % operator.index(key)
+        except TypeError:
+            raise UserError(
+                f"got the key {key!r:.80} of type {type(key).__name__}, expected text, a whole number or bytes"
+            ) from None
+    return hashlib.blake2b(text, digest_size=KEY_BYTES).digest()
 
 
 def chunk_of_group(

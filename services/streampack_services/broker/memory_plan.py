@@ -172,7 +172,7 @@ def plan(config: BrokerConfig) -> Plan:
         for name, rules in feeds.items()
     )
     chunk = max(wanted.least_chunk, min(limit, quota * size // 4))
-    longest = Capacity(quota, sample, max(chunk // size, sample) * size, config.limits.peers)
+    longest = Capacity(quota, sample, max(chunk // size, sample) * size, config.limits.peers, config.limits.keys)
     arriving = max(4, ARRIVING_BYTES // chunk)
     return Plan(plans, longest, memory, size, block, chunk, arriving, leaving * len(feeds))
 

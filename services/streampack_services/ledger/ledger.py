@@ -28,8 +28,10 @@ import numpy as np
 from msgspec.structs import replace
 
 from streampack.core.intake.admission import POLICY_LAG
+from streampack.core.intake.key_index import REPEATED
 from streampack.core.intake.lease_terms import terms_of
 from streampack.core.intake.overlong import apply_terms
+from streampack.core.intake.partition_records import repeated_of
 from streampack.core.journal.log_records import ChunkAdmitted, Record, SamplesRejected, SnapshotTaken, StepFormed
 from streampack.core.model.samples import I64
 from streampack.core.model.snapshot import Snapshot
@@ -246,7 +248,10 @@ class Ledger:
         self._add_rejected(lsn, chunk.stream, indices[lengths == 0], chunk.rejected)
         if chunk.stale:
             self._add_rejected(lsn, chunk.stream, indices, {POLICY_LAG: int((lengths > 0).sum())})
-        elif stream.overlong == "drop":
+        elif (repeated := repeated_of(chunk)) is not None:
+            repeated &= lengths > 0
+            self._add_rejected(lsn, chunk.stream, indices[repeated], {REPEATED: int(repeated.sum())})
+        if not chunk.stale and stream.overlong == "drop":
             (terms,) = terms_of(replace(feed.rules_at(LATEST), streams=(stream,)))
             over = (lengths > 0) & (apply_terms(terms, lengths, chunk.keep).length == 0)
             self._add_rejected(lsn, chunk.stream, indices[over], {OVERLONG: int(over.sum())})

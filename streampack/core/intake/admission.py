@@ -13,12 +13,14 @@ from dataclasses import field as field_
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streampack.core.intake.admission_kernels import enter
 from streampack.core.intake.chunk_check import Frames, ReceivedChunk, Unfit, malformed, unwanted
 from streampack.core.intake.intake import Intake
+from streampack.core.intake.key_index import REPEATED
 from streampack.core.intake.lease_terms import StreamTerms
-from streampack.core.intake.overlong import Pieces, apply_terms, drop_chunk
+from streampack.core.intake.overlong import Pieces, apply_terms, drop_chunk, drop_some
 from streampack.core.layout.step_frames import INPUT_IDS
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.fields import LABELS, LOSS_MASK, Field
@@ -96,8 +98,9 @@ class Admission:
         return unwanted(chunk, self._streams[stream])
 
     def admit(
-        self, stream: int, p: int, intake: Intake, chunk: ReceivedChunk, stale: bool = False
-    ) -> tuple[list[Effect], I64]:
+        self, stream: int, p: int, intake: Intake, chunk: ReceivedChunk, stale: bool = False,
+        repeated: NDArray[np.bool_] | None = None,
+    ) -> tuple[list[Effect], I64]:  # fmt: skip
         """Admit the samples of a chunk that were not admitted before; drop all samples of a ``stale`` chunk.
 
         Args:
@@ -106,6 +109,7 @@ class Admission:
             intake: The intake of the partition.
             chunk: A good chunk.
             stale: True if the policy that made the samples is too old.
+            repeated: bool [n], samples of the chunk to drop because of their keys; None for none.
 
         Returns:
             The effects that store tokens, and the sequence numbers of new samples that were dropped, int64 [n].
@@ -119,6 +123,9 @@ class Admission:
             skip = known - message.base_seq
             terms = self._streams[stream]
             pieces = drop_chunk(every[skip:]) if stale else apply_terms(terms, every, message.keep, skip)
+            if repeated is not None and not stale:
+                pieces = drop_some(pieces, repeated[skip:])
+                counts.count_rejected({REPEATED: int((repeated[skip:] & (every[skip:] > 0)).sum())})
             store, kept_tokens = self._enter(stream, p, chunk, skip, pieces)
             effects.append(store)
             if message.pass_ended and self._streams[stream].barriers:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from streampack.core.intake.admission_kernels import measure
+from streampack.core.intake.key_index import KEY_BYTES
 from streampack.core.intake.lease_terms import StreamTerms
 from streampack.core.model.bounded import MAX_CHUNK_SAMPLES
 from streampack.core.model.samples import I64, U32, index_of
@@ -116,6 +117,8 @@ def unwanted(chunk: ReceivedChunk, terms: StreamTerms) -> Unfit | None:
             "malformed",
             f"got a policy version with samples of stream {terms.name!r}, expected a version only for pushed streams",
         )
+    if message.keys is not msgspec.UNSET and (wrong := _unfit_keys(chunk, terms)):
+        return "malformed", wrong
     if message.keep and (wrong := _unfit_group(chunk, terms)):
         return "group", wrong
     if terms.overlong != "error" or chunk.longest <= terms.limit:
@@ -127,6 +130,18 @@ def unwanted(chunk: ReceivedChunk, terms: StreamTerms) -> Unfit | None:
         f"{terms.limit}, the budget. Set `overlong` of the rules or of the stream to truncate, split or drop, or raise "
         f"`rules.budget`."
     )
+
+
+def _unfit_keys(chunk: ReceivedChunk, terms: StreamTerms) -> str:
+    """Return an error text if the keys of a chunk's samples are not as ``Samples`` describes them; else empty."""
+    message, count = chunk.message, len(chunk.lengths)
+    if not terms.pushed:
+        return f"got keys with samples of stream {terms.name!r}, expected keys only for pushed streams"
+    if len(message.keys or b"") != KEY_BYTES * count or message.write is msgspec.UNSET:
+        return f"got {len(message.keys or b'')} bytes of keys for {count} samples, expected {KEY_BYTES} bytes a sample"
+    if message.keep:
+        return "got keys with a group of samples to keep together, expected keys only for single samples"
+    return ""
 
 
 def _unfit_group(chunk: ReceivedChunk, terms: StreamTerms) -> str:

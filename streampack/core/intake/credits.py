@@ -18,7 +18,16 @@ from streampack.core.model.capacity import Capacity
 from streampack.core.protocol.effects import SendProducer
 from streampack.core.protocol.events import Effect
 from streampack.core.protocol.message import Envelope, Message
-from streampack.core.protocol.producer_messages import Eos, Flow, Lease, Mark, Revoke, Samples, Sent
+from streampack.core.protocol.producer_messages import (
+    CommitWrite,
+    Eos,
+    Flow,
+    Lease,
+    Mark,
+    Revoke,
+    Samples,
+    Sent,
+)
 
 
 class Credits:
@@ -82,6 +91,10 @@ class Credits:
         # Chunks of the log come first; no new ones are taken while the log is full.
         if intake.behind or (self._journal.full and self._partitions.stream_of[p].in_order):
             seq = min(seq, intake.recorded_seq)  # recorded samples may come again
+        keys = self._partitions.stream_of[p].keys
+        keys_full = bool(keys) and intake.recorded_seq + keys.room < seq
+        if keys_full:
+            seq = intake.recorded_seq + keys.room
         said_seq, said_size = self._granted[p]
         if not repeat and seq - said_seq < MAX_UNMERGED // 4 and size - said_size < intake.quota_bytes // 4:
             return []
@@ -90,7 +103,8 @@ class Credits:
         flow = Flow(
             stream=stream.terms.name, partition=p - stream.first, expected_seq=self._partitions.next_seq(p),
             grant_seq=seq, grant_bytes=size, durable_seq=intake.durable_seq, durable_marks=intake.durable_marks,
-            ended=self._needs_no_more(p),
+            ended=self._needs_no_more(p), write=keys.safe_write(self._journal.safe_upto),
+            keys_full=keys_full,
         )  # fmt: skip
         return self.send(holder.peer, flow, intake.session)
 
@@ -113,7 +127,9 @@ class Credits:
         """Tell the holder of ``p`` at once that new samples are safe, if the log does not wait for the disk."""
         return self.flow(p, repeat=True) if self._partitions.intakes[p].note_safe(self._journal.safe_upto) else []
 
-    def revoke(self, producer: ConnectedProducer, session: int, message: Samples | Eos | Sent | Mark) -> list[Effect]:
+    def revoke(
+        self, producer: ConnectedProducer, session: int, message: Samples | Eos | Sent | Mark | CommitWrite
+    ) -> list[Effect]:
         """Tell a producer that the session of its message is over."""
         revoke = Revoke(stream=message.stream, partition=message.partition)
         return self.send(producer.peer, revoke, session)

@@ -155,11 +155,11 @@ class Intake:
         return self.place < len(self.places)
 
     def note_safe(self, upto: int) -> bool:
-        """Record that log records before ``upto`` are safe; return whether more samples or marks are durable now."""
-        before = (self.durable_seq, self.durable_marks)
+        """Record that log records before ``upto`` are safe; return whether a record of the partition is safe now."""
+        before = len(self.unsafe)
         while self.unsafe and self.unsafe[0][0] < upto:
             _, self.durable_seq, self.durable_marks = self.unsafe.popleft()
-        return before != (self.durable_seq, self.durable_marks)
+        return len(self.unsafe) < before
 
     @property
     def unwanted(self) -> bool:

@@ -28,7 +28,7 @@ from streampack.core.model.samples import I64, SampleTable
 from streampack.core.model.snapshot import Floor
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.message import WRONG_SIDE, Bye, Envelope, Reject, Who
-from streampack.core.protocol.producer_messages import Done, Eos, Hello, Mark, ProducerPing, Samples, Sent
+from streampack.core.protocol.producer_messages import CommitWrite, Done, Eos, Hello, Mark, ProducerPing, Samples, Sent
 from streampack.core.protocol.trainer_messages import Attach, Get, ReaderPing
 
 FAREWELL = Bye(reason="the broker is stopping")
@@ -52,7 +52,7 @@ class Leases:
 
     def __init__(self, run: int, epoch: int, capacity: Capacity, table: SampleTable, journal: Journal) -> None:
         self._max_producers = capacity.max_peers
-        self.partitions = Partitions(capacity.quota_tokens)
+        self.partitions = Partitions(capacity.quota_tokens, capacity.max_keys)
         self.records = PartitionRecords(self.partitions, journal)
         self.accounts = PartitionAccounts(run, self.partitions, self.records, table)
         self.producers = Producers(self.partitions)
@@ -192,7 +192,7 @@ class Leases:
         producer.heard = now
         if isinstance(message, ProducerPing):
             return self._ping(producer, message)
-        if isinstance(message, Samples | Eos | Sent | Mark):
+        if isinstance(message, Samples | Eos | Sent | Mark | CommitWrite):
             return self._of_partition(producer, envelope, message)
         return self._refuse(peer, "protocol", f"got {type(message).__name__} from a producer")
 
@@ -253,7 +253,7 @@ class Leases:
     # Messages of the holder of a partition
 
     def _of_partition(
-        self, producer: ConnectedProducer, envelope: Envelope, message: Samples | Eos | Sent | Mark
+        self, producer: ConnectedProducer, envelope: Envelope, message: Samples | Eos | Sent | Mark | CommitWrite
     ) -> list[Effect]:  # fmt: skip
         """Handle a producer's message about a partition; revoke its lease if the session is not the current one."""
         p = self.partitions.find(message.stream, message.partition)
@@ -268,6 +268,8 @@ class Leases:
             return self._eos(producer, p, message)
         if isinstance(message, Mark):
             return self._mark(p, message)
+        if isinstance(message, CommitWrite):
+            return self._commit_write(p, message)
         lost = message.next_seq > self.partitions.next_seq(p) and not self.credits.drained and not intake.unwanted
         return self.credits.again(p) if lost else self.credits.flow(p, repeat=True)
 
@@ -291,6 +293,8 @@ class Leases:
             return self.credits.again(p)
         if stream.terms.pushed and message.base_seq < intake.recorded_seq:
             return self.credits.again(p)  # the log has a part of the chunk
+        if message.keys and message.write == stream.keys.write and len(chunk.lengths) > stream.keys.room:
+            return self.credits.again(p)  # with credit for the keys that the index has room for
         self.producers.failures.pop(p, None)
         taken = self.accounts.take(p, chunk)
         return taken + self.credits.settle(p) + self.credits.flow(p, repeat=intake.closed)
@@ -322,6 +326,18 @@ class Leases:
         if message.number > intake.num_marks or message.seq != intake.recorded_seq:
             return self.credits.again(p)
         return self.records.append_mark(p, message) + self._pull(p) + self.credits.settle(p)
+
+    def _commit_write(self, p: int, message: CommitWrite) -> list[Effect]:
+        """Forget the keys of a stream's current write, which its job has completed."""
+        stream = self.partitions.stream_of[p]
+        if message.write != stream.keys.write or not stream.terms.pushed:
+            return self.credits.flow(p, repeat=True)
+        name = stream.terms.name
+        text = f"stream {name!r}: write {message.write} is complete; {len(stream.keys)} keys are forgotten"
+        report = Report("info", text, feed=stream.feed, stream=name)
+        effects = self.records.commit_write(p)
+        mine = self.partitions.of_stream(name)
+        return [report, *effects, *(e for each in mine for e in self.credits.settle(each) or self.credits.flow(each))]
 
     def _expel(self, producer: ConnectedProducer, code: str, detail: str, p: int) -> list[Effect]:
         """Reject a producer for a message about partition ``p``, and give its leases to others."""

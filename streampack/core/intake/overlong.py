@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 from msgspec import UnsetType
+from numpy.typing import NDArray
 
 from streampack.core.intake.lease_terms import StreamTerms
 from streampack.core.model.samples import I64, Keep
@@ -45,6 +46,22 @@ def drop_chunk(lengths: I64) -> Pieces:
     """
     source, none = np.arange(len(lengths), dtype=np.int64), np.zeros(len(lengths), np.int64)
     return Pieces(source, none, none, none, int((lengths > 0).sum()), int(lengths.sum()))
+
+
+def drop_some(pieces: Pieces, dropped: NDArray[np.bool_]) -> Pieces:
+    """Return the pieces of a chunk without some of its samples: each of these gets one piece of length 0.
+
+    Args:
+        pieces: The pieces of n samples.
+        dropped: bool [n], the samples to drop.
+    """
+    gone = dropped[pieces.source]
+    kept = ~gone | (pieces.part == 0)
+    length = np.where(gone, 0, pieces.length)
+    return Pieces(
+        pieces.source[kept], pieces.offset[kept], length[kept], pieces.part[kept], pieces.num_touched,
+        pieces.lost_tokens,
+    )  # fmt: skip
 
 
 def apply_overlong(lengths: I64, limit: int, policy: str) -> Pieces:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 from msgspec import UNSET
+from numpy.typing import NDArray
 
 from streampack.core.intake.admission import POLICY_LAG
 from streampack.core.intake.chunk_check import ReceivedChunk, parse_chunk
-from streampack.core.intake.partition_records import PartitionRecords
+from streampack.core.intake.key_index import REPEATED
+from streampack.core.intake.partition_records import PartitionRecords, repeated_of
 from streampack.core.intake.partitions import Partitions
 from streampack.core.journal.log_effects import Recall, Recalled
 from streampack.core.journal.log_records import ChunkAdmitted
@@ -46,12 +48,17 @@ class PartitionAccounts:
         """Record a good chunk in the log, and admit its samples."""
         version = chunk.message.policy_version
         stale = version is not UNSET and self._partitions.stream_of[p].history.is_stale(version)
-        return self._records.append_chunk(p, chunk, stale) + self._admit(p, chunk, stale)
+        effects, repeated = self._records.append_chunk(p, chunk, stale)
+        return effects + self._admit(p, chunk, stale, repeated)
 
-    def _admit(self, p: int, chunk: ReceivedChunk, stale: bool) -> list[Effect]:
-        """Admit the samples of a chunk, and record the dropped ones. All of a ``stale`` chunk are dropped."""
+    def _admit(
+        self, p: int, chunk: ReceivedChunk, stale: bool, repeated: NDArray[np.bool_] | None = None
+    ) -> list[Effect]:
+        """Admit the samples of a chunk, and record the dropped ones: ``repeated`` samples, or all if ``stale``."""
         intake, stream = self._partitions.intakes[p], self._partitions.stream_of[p]
-        effects, rejected = stream.admission.admit(stream.number, stream.number_in_feed(p), intake, chunk, stale)
+        effects, rejected = stream.admission.admit(
+            stream.number, stream.number_in_feed(p), intake, chunk, stale, repeated
+        )
         if self.absent:
             for effect in effects:
                 for handle in effect.handles.tolist() if isinstance(effect, Store) else ():
@@ -60,6 +67,8 @@ class PartitionAccounts:
         if len(rejected):
             intake.rejected_seq = int(rejected[-1]) + 1
             reasons = dict(chunk.message.rejected)
+            if repeated is not None and not stale:
+                reasons[REPEATED] = int((repeated & (chunk.lengths > 0)).sum())
             more = len(rejected) - sum(reasons.values())
             if more > 0:
                 why = POLICY_LAG if stale else OVERLONG
@@ -149,7 +158,7 @@ class PartitionAccounts:
         chunk = parse_chunk(envelope, message)
         assert isinstance(chunk, ReceivedChunk)  # the chunk was checked before it was recorded
         intake.place += 1
-        return p, self._admit(p, chunk, bool(record.stale))
+        return p, self._admit(p, chunk, bool(record.stale), repeated_of(record))
 
     # Reading again
 

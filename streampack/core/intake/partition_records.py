@@ -11,7 +11,8 @@ from __future__ import annotations
 from bisect import bisect_right
 
 import numpy as np
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
+from numpy.typing import NDArray
 
 from streampack.core.intake.chunk_check import ReceivedChunk
 from streampack.core.intake.partitions import Partitions
@@ -20,10 +21,13 @@ from streampack.core.journal.journal import Journal
 from streampack.core.journal.log_records import (
     BatchMarked,
     ChunkAdmitted,
+    ChunkKeys,
+    KeysKept,
     PartitionEnded,
     SamplesRejected,
     SourceAccepted,
     StreamFacts,
+    WriteCommitted,
 )
 from streampack.core.model.samples import I64, index_of
 from streampack.core.protocol.events import Effect
@@ -31,6 +35,8 @@ from streampack.core.protocol.producer_messages import Mark
 
 DISCARDED = "discarded"
 """Reason of pushed samples that are lost because trainers went back to an earlier step."""
+KEPT_BYTES = 1 << 18
+"""Most bytes of keys in one record."""
 
 
 class PartitionRecords:
@@ -56,12 +62,23 @@ class PartitionRecords:
         if not self._journal.keeps and not of.admission.counts[of.number].samples:
             self.digests.pop(stream, None)
 
-    def append_chunk(self, p: int, chunk: ReceivedChunk, stale: bool) -> list[Effect]:
-        """Record a chunk if samples are merged in the order of arrival; record a pushed chunk with its payload."""
+    def append_chunk(self, p: int, chunk: ReceivedChunk, stale: bool) -> tuple[list[Effect], NDArray[np.bool_] | None]:
+        """Record a chunk if samples are merged in the order of arrival; record a pushed chunk with its payload.
+
+        Returns:
+            The effects, and the samples to drop because of their keys, bool [n]; None if there are none.
+        """
         intake, stream, message = self._partitions.intakes[p], self._partitions.stream_of[p], chunk.message
         stop, first = chunk.stop_seq, max(message.base_seq, intake.recorded_seq)
         if not stream.in_order or first >= stop or intake.closed:
-            return []
+            return [], None
+        repeated: NDArray[np.bool_] | None = None
+        keyed: ChunkKeys | UnsetType = UNSET
+        if message.keys is not UNSET and message.write is not UNSET:  # such a chunk is recorded whole
+            found = stream.keys.add(message.keys, message.write, self._journal.next_lsn)
+            repeated = found if found.any() else None
+            flags = UNSET if repeated is None else repeated.astype(np.uint8).tobytes()
+            keyed = ChunkKeys(write=message.write, digests=message.keys, repeated=flags)
         skip = first - message.base_seq
         record = ChunkAdmitted(
             stream=message.stream, partition=message.partition, base_seq=first,
@@ -69,7 +86,7 @@ class PartitionRecords:
             loss_tokens_u32=message.loss_tokens_u32[4 * skip :], cursor=message.cursor,
             rejected=message.rejected if not skip else {}, lost_tokens=message.lost_tokens if not skip else 0,
             pass_ended=message.pass_ended, keep=message.keep, policy_version=message.policy_version,
-            stale=stale or UNSET,
+            stale=stale or UNSET, keyed=keyed,
         )  # fmt: skip
         effects = self._journal.append(record, chunk.envelope.payload if stream.terms.pushed else ())
         lsn = self._journal.next_lsn - 1
@@ -77,7 +94,7 @@ class PartitionRecords:
         if stream.terms.pushed:
             intake.place = len(intake.places)
             intake.unsafe.append((lsn, stop, intake.num_marks))
-        return effects
+        return effects, repeated
 
     def append_mark(self, p: int, message: Mark) -> list[Effect]:
         """Record that a batch of a pushed partition has ended."""
@@ -90,6 +107,26 @@ class PartitionRecords:
         lsn = self._journal.next_lsn - 1
         self._note_mark(p, message.number, message.seq, lsn)
         intake.unsafe.append((lsn, intake.recorded_seq, intake.num_marks))
+        return effects
+
+    def commit_write(self, p: int) -> list[Effect]:
+        """Record that the current write of partition ``p``'s stream is complete, and forget its keys."""
+        intake, stream = self._partitions.intakes[p], self._partitions.stream_of[p]
+        lsn = self._journal.next_lsn
+        effects = self._journal.append(WriteCommitted(stream=stream.terms.name, write=stream.keys.write))
+        stream.keys.commit(lsn)
+        intake.unsafe.append((lsn, intake.recorded_seq, intake.num_marks))
+        return effects
+
+    def keep_keys(self, lsn: int) -> list[Effect]:
+        """Record the keys of all records below ``lsn`` again, because these records will be deleted."""
+        effects: list[Effect] = []
+        for name, stream in self._partitions.streams.items():
+            keys = b"".join(stream.keys.take_below(lsn))
+            for at in range(0, len(keys), KEPT_BYTES):
+                part = keys[at : at + KEPT_BYTES]
+                stream.keys.keep(part, self._journal.next_lsn)
+                effects += self._journal.append(KeysKept(stream=name, write=stream.keys.write, keys=part))
         return effects
 
     def append_end(self, p: int, total: int) -> list[Effect]:
@@ -161,6 +198,7 @@ class PartitionRecords:
                 totals=[intake.known_total for intake in mine],
                 recorded=[intake.recorded_seq for intake in mine],
                 marks=[intake.num_marks for intake in mine],
+                write=self._partitions.streams[name].keys.write or UNSET,
             )
             for name, mine in intakes.items()
         }
@@ -169,6 +207,7 @@ class PartitionRecords:
         """Apply the facts of a stream that an earlier broker recorded."""
         if facts.source_digest:
             self.digests[stream] = facts.source_digest
+        self._partitions.streams[stream].keys.begin(facts.write or 0)
         mine = [self._partitions.intakes[p] for p in self._partitions.of_stream(stream)]
         for intake, total in zip(mine, facts.totals, strict=False):
             intake.known_total = total
@@ -178,7 +217,15 @@ class PartitionRecords:
             intake.num_marks = intake.durable_marks = max(intake.num_marks, marks)
 
     def recover(
-        self, lsn: int, record: SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded
+        self,
+        lsn: int,
+        record: SourceAccepted
+        | ChunkAdmitted
+        | SamplesRejected
+        | BatchMarked
+        | PartitionEnded
+        | WriteCommitted
+        | KeysKept,
     ) -> None:
         """Apply a record of an earlier broker while this broker starts."""
         if isinstance(record, SourceAccepted):
@@ -187,6 +234,13 @@ class PartitionRecords:
         if isinstance(record, SamplesRejected):
             self._recover_rejection(record)
             return
+        keys = self._partitions.streams[record.stream].keys
+        if isinstance(record, WriteCommitted):
+            keys.begin(record.write + 1)
+            return
+        if isinstance(record, KeysKept):
+            keys.recover(record.keys, record.write, lsn)
+            return
         p = self._partitions.streams[record.stream].first + record.partition
         intake = self._partitions.intakes[p]
         if isinstance(record, PartitionEnded):
@@ -194,6 +248,8 @@ class PartitionRecords:
             return
         if isinstance(record, ChunkAdmitted):
             self._note_chunk(p, lsn, record)
+            if record.keyed is not UNSET:
+                keys.recover(record.keyed.digests, record.keyed.write, lsn)
         else:
             self._note_mark(p, record.number, record.seq, lsn)
         intake.durable_seq, intake.durable_marks = intake.recorded_seq, intake.num_marks
@@ -215,3 +271,10 @@ class PartitionRecords:
             gone = sum(place.lsn < lsn for place in intake.places)
             del intake.places[:gone]
             intake.place = max(intake.place - gone, 0)
+
+
+def repeated_of(record: ChunkAdmitted) -> NDArray[np.bool_] | None:
+    """Return the samples of a recorded chunk that were dropped because of their keys, bool [n]; None for none."""
+    if record.keyed is UNSET or record.keyed.repeated is UNSET:
+        return None
+    return np.frombuffer(record.keyed.repeated, np.uint8).astype(np.bool_)

@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 from streampack.core.intake.admission import Admission
 from streampack.core.intake.intake import Intake
+from streampack.core.intake.key_index import KeyIndex
 from streampack.core.intake.lease_terms import StreamTerms, terms_of
 from streampack.core.journal.history import History
 from streampack.core.merge.feed_merge import FeedMerge
+from streampack.core.model.capacity import MAX_KEYS
 from streampack.core.model.rules import Rules
 
 
@@ -46,6 +48,7 @@ class Stream:
         number: Number of the stream in its feed.
         first: Number of the stream's first partition.
         first_in_feed: The feed's own number of the stream's first partition.
+        keys: Keys of the stream's pushed samples.
     """
 
     feed: str
@@ -57,6 +60,7 @@ class Stream:
     number: int
     first: int
     first_in_feed: int
+    keys: KeyIndex
 
     @property
     def in_order(self) -> bool:
@@ -73,10 +77,11 @@ class Partitions:
 
     Args:
         quota_tokens: Tokens of each partition that may wait for the merge.
+        max_keys: The most keys of each pushed stream.
     """
 
-    def __init__(self, quota_tokens: int) -> None:
-        self.quota_tokens = quota_tokens
+    def __init__(self, quota_tokens: int, max_keys: int = MAX_KEYS) -> None:
+        self.quota_tokens, self._max_keys = quota_tokens, max_keys
         self.streams: dict[str, Stream] = {}
         self.stream_of: list[Stream] = []
         """The stream of each partition."""
@@ -93,7 +98,8 @@ class Partitions:
         for number, terms in enumerate(terms_of(rules)):
             if terms.name in self.streams:
                 continue
-            stream = Stream(feed, terms, admission, merge, rules, history, number, len(self), first_in_feed)
+            keys = KeyIndex(self._max_keys)
+            stream = Stream(feed, terms, admission, merge, rules, history, number, len(self), first_in_feed, keys)
             self.streams[terms.name] = stream
             self.stream_of += [stream] * terms.partitions
             quota, size = self.quota_tokens * rules.token_bytes, rules.token_bytes

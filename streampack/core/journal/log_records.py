@@ -32,12 +32,14 @@ class StreamFacts(Struct, frozen=True, kw_only=True):
         totals: Samples of the partition; None if its end is unknown.
         recorded: Recorded samples of the partition.
         marks: Recorded marks of the partition.
+        write: Number of the stream's current write; absent before the first write was committed.
     """
 
     source_digest: str = ""
     totals: list[int | None] = []
     recorded: list[int] = []
     marks: list[int] = []
+    write: Count | UnsetType = msgspec.UNSET
 
 
 class FeedFacts(Struct, frozen=True, kw_only=True):
@@ -84,6 +86,20 @@ class SourceAccepted(Record, frozen=True, kw_only=True):
     source_digest: str
 
 
+class ChunkKeys(Struct, frozen=True, kw_only=True):
+    """Keys of a pushed chunk of n samples.
+
+    Attributes:
+        write: Number of the write to which the keys belong.
+        digests: [n], key of each sample, 16 bytes.
+        repeated: uint8 [n], 1 for a sample that was dropped because of its key; absent if there is none.
+    """
+
+    write: int
+    digests: bytes
+    repeated: bytes | UnsetType = msgspec.UNSET
+
+
 class ChunkAdmitted(Record, frozen=True, kw_only=True):
     """A chunk was admitted as the next chunk in its feed's order of arrival; the columns are those of ``Samples``.
 
@@ -105,6 +121,7 @@ class ChunkAdmitted(Record, frozen=True, kw_only=True):
     keep: Keep | UnsetType = msgspec.UNSET
     policy_version: Count | UnsetType = msgspec.UNSET
     stale: bool | UnsetType = msgspec.UNSET
+    keyed: ChunkKeys | UnsetType = msgspec.UNSET
 
 
 class SamplesRejected(Record, frozen=True, kw_only=True):
@@ -234,8 +251,25 @@ class TailDropped(Record, frozen=True, kw_only=True):
     rows: bytes
 
 
+class WriteCommitted(Record, frozen=True, kw_only=True):
+    """Write ``write`` of a pushed stream is complete, and its keys are forgotten; the next write begins."""
+
+    TYPE: ClassVar[int] = 15
+    stream: str
+    write: int
+
+
+class KeysKept(Record, frozen=True, kw_only=True):
+    """Keys of a stream's current write, 16 bytes each, repeated so that the records of their chunks can be deleted."""
+
+    TYPE: ClassVar[int] = 16
+    stream: str
+    write: int
+    keys: bytes
+
+
 ALL_RECORDS: tuple[type[Record], ...] = (
     Base, SourceAccepted, ChunkAdmitted, SamplesRejected, BatchMarked, PartitionEnded, StepFormed, SnapshotTaken,
     FeedEnded, RulesChanged, StepsSkipped, LineageBegan, CheckpointCommitted,
-    TailDropped,
+    TailDropped, WriteCommitted, KeysKept,
 )  # fmt: skip

@@ -8,6 +8,7 @@ from streampack.core.model.rules import Rules
 from streampack.core.packers.joint import joint_bounds
 
 MAX_PEERS = 16_384
+MAX_KEYS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +20,14 @@ class Capacity:
         max_sample_tokens: The most tokens in a sample.
         max_chunk_bytes: The most bytes in a message.
         max_peers: The most producers connected at a time.
+        max_keys: The most keys of a pushed stream's current write.
     """
 
     quota_tokens: int
     max_sample_tokens: int
     max_chunk_bytes: int
     max_peers: int = MAX_PEERS
+    max_keys: int = MAX_KEYS
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,8 @@ class Samples(Message, frozen=True, kw_only=True):
         pass_ended: True if the last sample is the last of its pass over the partition.
         keep: The chunk is a group that no pack, or no step, may split; for pushed samples only.
         policy_version: Version of the policy that made all samples; for pushed samples only.
+        keys: [n], key of each sample, 16 bytes; the broker admits one sample of a key. For pushed samples only.
+        write: Number of the write to which the keys belong.
     """
 
     TYPE: ClassVar[int] = 2
@@ -73,6 +75,8 @@ class Samples(Message, frozen=True, kw_only=True):
     pass_ended: bool = False
     keep: Keep | UnsetType = msgspec.UNSET
     policy_version: Count | UnsetType = msgspec.UNSET
+    keys: bytes | UnsetType = msgspec.UNSET
+    write: Count | UnsetType = msgspec.UNSET
 
 
 class Eos(Message, frozen=True, kw_only=True):
@@ -105,6 +109,18 @@ class Mark(Message, frozen=True, kw_only=True):
     number: Count
     seq: Count
     batch: Count
+
+
+class CommitWrite(Message, frozen=True, kw_only=True):
+    """Every sample of write ``write`` is durable, and no sample of it will be pushed again: its keys may be forgotten.
+
+    The holder of any partition of the stream may commit; it repeats the message until ``Flow.write`` is greater.
+    """
+
+    TYPE: ClassVar[int] = 8
+    stream: Name
+    partition: Small
+    write: Count
 
 
 class SourceSize(Struct, frozen=True, kw_only=True):
@@ -180,6 +196,8 @@ class Flow(Message, frozen=True, kw_only=True):
         durable_seq: Samples below this number are safe in the log (R1); 0 for a stream that can be read again.
         durable_marks: Marks below this number are safe in the log.
         ended: True if the broker takes no more samples of the partition.
+        write: Number of the stream's current write; all writes before are committed, safely in the log.
+        keys_full: True if there is less credit because the index of the stream's keys is full, or nearly full.
     """
 
     TYPE: ClassVar[int] = 11
@@ -191,6 +209,8 @@ class Flow(Message, frozen=True, kw_only=True):
     durable_seq: Count
     durable_marks: Count = 0
     ended: bool = False
+    write: Count = 0
+    keys_full: bool = False
 
 
 class Revoke(Message, frozen=True, kw_only=True):
@@ -208,5 +228,5 @@ class Done(Message, frozen=True, kw_only=True):
 
 
 PRODUCER_MESSAGES: tuple[type[Message], ...] = (
-    Hello, Samples, Eos, Sent, Mark, ProducerPing, Lease, Flow, Revoke, Done,
+    Hello, Samples, Eos, Sent, Mark, CommitWrite, ProducerPing, Lease, Flow, Revoke, Done,
 )  # fmt: skip

@@ -49,6 +49,8 @@ class Chunk(Event, frozen=True):
         pass_ended: True if a pass over the source ends with these samples.
         keep: Keep the samples together, in one pack or one step.
         policy_version: Version of the policy that made the samples.
+        keys: Key of each sample, 16 bytes.
+        write: Number of the write to which the keys belong.
         payload_crc: CRC32C of the payload's concatenated frames, if known.
     """
 
@@ -67,6 +69,8 @@ class Chunk(Event, frozen=True):
     keep: Keep | UnsetType = msgspec.UNSET
     policy_version: int | UnsetType = msgspec.UNSET
     payload_crc: int | None = None
+    keys: bytes | UnsetType = msgspec.UNSET
+    write: int | UnsetType = msgspec.UNSET
 
 
 class Failed(Event, frozen=True):
@@ -103,12 +107,15 @@ class SendWindow(Struct):
     grant_bytes: int = 0
     """Bytes that may be sent in the session, in all."""
     sent_bytes: int = 0
+    keys_full: bool = False
+    """The broker's index of keys is full."""
 
     def widen(self, flow: Flow) -> None:
         """Raise the limits to those of a ``Flow`` message; an older message never lowers a limit."""
         self.grant_seq = max(self.grant_seq, flow.grant_seq)
         self.grant_bytes = max(self.grant_bytes, flow.grant_bytes)
         self.known_seq = max(self.known_seq, flow.expected_seq)
+        self.keys_full = flow.keys_full
 
     def allows(self, stop_seq: int, num_bytes: int) -> bool:
         """Return whether credit allows a chunk of ``num_bytes`` that ends before sample ``stop_seq``."""

@@ -23,12 +23,25 @@ from streampack.core.model.phases import Phases
 from streampack.core.model.snapshot import Cursor
 from streampack.core.protocol.events import Effect, Event, Report
 from streampack.core.protocol.message import Bye, Message, Reject, Who
-from streampack.core.protocol.producer_messages import Done, Eos, Flow, Lease, Mark, Offer, Revoke, Samples, Sent
+from streampack.core.protocol.producer_messages import (
+    CommitWrite,
+    Done,
+    Eos,
+    Flow,
+    Lease,
+    Mark,
+    Offer,
+    Revoke,
+    Samples,
+    Sent,
+)
 from streampack.core.sessions.producer_base import BROKER_SILENT_S, Chunk, Finish, Sender, SendWindow, Session
 from streampack.core.sessions.push_buffer import KeptChunk, PushBuffer
 
 PUSHED = "pushed"
 """The source digest of a stream whose samples cannot be read again."""
+
+KEYS_FULL = "the broker's index of keys is full"
 
 
 class Push(Event, frozen=True):
@@ -45,6 +58,12 @@ class EndBatch(Event, frozen=True):
 
 class EndPartition(Event, frozen=True):
     """The program ends the partition: no process will push to it again."""
+
+
+class EndWrite(Event, frozen=True):
+    """The program commits write ``write``: every sample of it is durable, and none will be pushed again."""
+
+    write: int
 
 
 class PushPhase(Enum):
@@ -101,6 +120,8 @@ class PushSession(Sender):
     buffer: PushBuffer
     lease: Lease | None = None
     """The newest lease, with the broker's requirements for samples."""
+    write: int = 0
+    """Number of the stream's current write, as the broker has said in its newest message."""
     first_seq: int | None = None
     """Number of this process's first sample; None while samples of earlier processes are not safe."""
     phases: Phases[PushPhase] = field(init=False)
@@ -108,6 +129,8 @@ class PushSession(Sender):
     _session: Session = (0, 0)
     """The newest session so far."""
     _window: SendWindow = field(default_factory=lambda: SendWindow(0))
+    _ending_write: int = -1
+    """Number of the write that the program commits, until the broker has said so; -1 for none."""
 
     def __post_init__(self) -> None:
         Sender.__post_init__(self)
@@ -130,8 +153,8 @@ class PushSession(Sender):
 
     @property
     def flushed(self) -> bool:
-        """True if all pushed samples are safe, and also the end of the partition, if the program has ended it."""
-        return self.buffer.empty and self.end_phases.now is not EndPhase.REQUESTED
+        """True if all pushed samples are safe, and also the end of the partition or of a write that was asked for."""
+        return self.buffer.empty and self.end_phases.now is not EndPhase.REQUESTED and self._ending_write < self.write
 
     def waiting_for(self) -> str:
         """Return a text that names the reason that samples are not safe yet; empty if all are safe."""
@@ -145,6 +168,11 @@ class PushSession(Sender):
             return "the broker's log to store the samples that an earlier process pushed"
         if self._next_mark_or_end() is not None and self.buffer.marks:
             return f"the broker's log to store the end of batch {self.buffer.marks[0].batch}"
+        if not self.buffer.all_sent and self._window.keys_full:
+            return (
+                f"room for keys, because {KEYS_FULL}. It forgets keys when the writing job commits. Raise limits.keys "
+                f"in broker.yaml, or write the data in several jobs"
+            )
         if not self.buffer.all_sent:
             batch = " Or other partitions have not called end_of_batch yet." if self.buffer.next_mark else ""
             return (
@@ -154,6 +182,8 @@ class PushSession(Sender):
         if not self.buffer.empty:
             first, last = self.buffer.durable_seq, self.buffer.next_seq - 1
             return f"the broker's log to store samples {first} to {last}"
+        if self._ending_write >= self.write:
+            return f"the broker's log to store that write {self._ending_write} is complete"
         return "" if self.flushed else "the broker's log to store the end of the partition"
 
     # Events and messages
@@ -177,6 +207,9 @@ class PushSession(Sender):
         elif isinstance(event, EndPartition):
             if not self.end_requested:
                 self.end_phases.go(EndPhase.REQUESTED)
+        elif isinstance(event, EndWrite):
+            self._ending_write = event.write
+            return self._commit_write()
         else:
             return []
         return self._send_allowed()
@@ -233,6 +266,7 @@ class PushSession(Sender):
             self.buffer.number_from(self.first_seq, flow.durable_marks)
             self.phases.go(PushPhase.SENDING)
         self._window.widen(flow)
+        self.write = max(self.write, flow.write)
         return self._note_progress(flow) if self.begun else []
 
     def _note_progress(self, flow: Flow) -> list[Effect]:
@@ -330,7 +364,7 @@ class PushSession(Sender):
             stream=self.stream, partition=self.partition, base_seq=kept.base_seq, lengths_u32=chunk.lengths_u32,
             crcs_u32=chunk.crcs_u32, loss_tokens_u32=chunk.loss_tokens_u32, cursor=(self.incarnation, 0, kept.stop_seq),
             rejected=chunk.rejected, lost_tokens=chunk.lost_tokens, keep=chunk.keep,
-            policy_version=chunk.policy_version,
+            policy_version=chunk.policy_version, keys=chunk.keys, write=chunk.write,
         )  # fmt: skip
 
     def _next_mark_or_end(self) -> Mark | Eos | None:
@@ -356,7 +390,14 @@ class PushSession(Sender):
             words.append(Sent(stream=self.stream, partition=self.partition, next_seq=self.buffer.sent_seq))
         if self.phases.now is PushPhase.MARKED and (last := self._next_mark_or_end()) is not None:
             words.append(last)
-        return [self._send(word, self._session) for word in words]
+        return [self._send(word, self._session) for word in words] + self._commit_write()
+
+    def _commit_write(self) -> list[Effect]:
+        """Send the commit of a write, if the program has asked for it and the broker has not confirmed it."""
+        if not self._may_send or self._ending_write < self.write:
+            return []
+        commit = CommitWrite(stream=self.stream, partition=self.partition, write=self._ending_write)
+        return [self._send(commit, self._session)]
 
     @property
     def _key(self) -> tuple[str, int]:

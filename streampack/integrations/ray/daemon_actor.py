@@ -1,0 +1,189 @@
+"""The actor that runs a broker, a producer or a relay: the same command as without Ray, in a child process.
+
+Ray runs the constructor again when it restarts the actor, perhaps on another node. The actor keeps nothing that it
+would need then. A broker's settings without addresses get the address of the node. Their ports follow from the
+service's name, below Linux's range of ephemeral ports, and so are the same after a restart. If another process has
+such a port, the next free one is taken. Clients therefore ask the actor for the addresses when the broker is silent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import socket
+import tempfile
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from streampack.integrations.ray.daemon_child import SupervisedChild, write_config
+from streampack.integrations.ray.repeated_metrics import EVERY_S, RepeatedMetrics
+from streampack.transport.relay_socket import default_relay, is_served
+
+log = logging.getLogger("streampack.ray")
+
+NAMESPACE = "streampack"
+"""Ray's namespace of all actors, so that jobs of any namespace find them."""
+FIRST_PORT, NUM_PORTS = 20_000, 12_000
+"""Ports of brokers, which end below Linux's first ephemeral port, 32,768."""
+HEALTH = "health"
+"""Group of calls that Ray answers in threads of their own, also while the daemon is being stopped."""
+SIDES = ("producers", "trainers", "http")
+FOLLOW_S = 2.0
+"""Seconds between two looks of a producer or a relay at the broker's address."""
+
+
+def actor_name(service: str, part: str) -> str:
+    """Return the name of an actor of a service; ``part`` is ``broker``, ``producer-0`` and so on."""
+    return f"streampack/{service}/{part}"
+
+
+class DaemonActor:
+    """One daemon of a service.
+
+    Args:
+        service: Name of the service.
+        command: ``broker``, ``produce`` or ``relay``.
+        settings: Contents of broker.yaml or producer.yaml as JSON; empty for a relay.
+        folder: Working folder of the daemon, to which relative paths refer.
+    """
+
+    def __init__(self, service: str, command: str, settings: str, folder: str) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+        self._service, self._command, self._settings = service, command, settings
+        self._near = Path(tempfile.mkdtemp(prefix="streampack-ray-"))
+        self._address = ""
+        """The broker's address that a producer or a relay was started with."""
+        self._stopped = threading.Event()
+        self._child = SupervisedChild(self._words, Path(folder), command == "broker")
+        target = self._repeat_metrics if command == "broker" else self._follow
+        threading.Thread(target=target, name="streampack-follow", daemon=True).start()
+
+    # Called by others; Ray repeats a call whose answer was lost
+
+    @ray.method(concurrency_group=HEALTH)
+    def settings(self) -> str:
+        """Return the settings with which the service was started, as JSON."""
+        return self._settings
+
+    @ray.method(concurrency_group=HEALTH)
+    def where(self) -> dict[str, Any]:
+        """Return the state of the daemon.
+
+        Returns:
+            ``failures`` and ``failure``: number of ends, and the last one in words. ``pid``, ``node``: place of the
+            process. ``done``: True if the daemon has delivered everything, or was stopped. For a broker that is ready
+            also ``producers``, ``trainers`` and ``http``, its addresses. For a relay that is ready ``listen``.
+        """
+        child = self._child
+        found: dict[str, Any] = {
+            "failures": child.failures,
+            "failure": child.last_failure,
+            "pid": child.pid,
+            "actor_pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id(),
+            "done": child.is_done,
+        }
+        if self._command == "broker" and child.pid is not None:
+            found |= self._own_addresses()
+        if self._command == "relay" and self._address and is_served(default_relay(self._address)):
+            found["listen"] = default_relay(self._address)
+        return found
+
+    def stop(self) -> None:
+        """End the daemon as SIGTERM does: a broker first delivers the steps that are formed."""
+        self._stopped.set()
+        self._child.stop()
+
+    # Arguments of the daemon
+
+    def _words(self) -> list[str]:
+        """Return the arguments of the daemon's command, with the addresses that hold now."""
+        if self._command == "broker":
+            tree = json.loads(self._settings)
+            self._file = Path(tree.setdefault("rendezvous", str(self._near / "rendezvous.json")))
+            tree["listen"] = addresses(self._service) | (tree.get("listen") or {})
+            self._file.unlink(missing_ok=True)
+            return ["broker", "-c", str(write_config(tree, self._near / "broker.yaml"))]
+        side = "producers" if self._command == "produce" else "trainers"
+        self._address = self._wait_for_broker(side)
+        if self._command == "relay":
+            return ["relay", "--broker", self._address]
+        tree = json.loads(self._settings) | {"broker": self._address}
+        return ["produce", "-c", str(write_config(tree, self._near / "producer.yaml"))]
+
+    def _own_addresses(self) -> dict[str, str]:
+        """Return the addresses that this broker has written once it was ready; empty before."""
+        try:
+            found = json.loads(self._file.read_text())
+            return {side: found[side] for side in SIDES}
+        except (OSError, ValueError, KeyError, AttributeError):
+            return {}
+
+    def _repeat_metrics(self) -> None:
+        """Repeat the broker's metrics through Ray while the actor lives."""
+        metrics = RepeatedMetrics(self._service)
+        while not self._stopped.wait(EVERY_S):
+            if (url := self._own_addresses().get("http")) is not None:
+                metrics.repeat(url)
+
+    # Following the broker
+
+    def _wait_for_broker(self, side: str) -> str:
+        """Wait until the service's broker is ready, and return its address for ``side``."""
+        while not self._stopped.is_set():
+            if (found := self._broker_address(side)) is not None:
+                return found
+            self._stopped.wait(FOLLOW_S / 4)
+        raise RuntimeError("the service is stopping")
+
+    def _broker_address(self, side: str) -> str | None:
+        """Return the address of the service's broker for ``side``; None if it does not answer or is not ready."""
+        try:
+            broker = ray.get_actor(actor_name(self._service, "broker"), NAMESPACE)
+            found: str | None = ray.get(broker.where.remote(), timeout=10.0).get(side)
+        except (ValueError, ray.exceptions.RayError):  # no such actor yet, or none that answers
+            return None
+        return found
+
+    def _follow(self) -> None:
+        """Start the daemon again when its broker listens at another address."""
+        side = "producers" if self._command == "produce" else "trainers"
+        while not self._stopped.wait(FOLLOW_S):
+            if self._child.is_done:
+                return
+            found = self._broker_address(side)
+            if found is not None and self._address and found != self._address:
+                log.warning("the broker of service %r listens at %s now", self._service, found)
+                self._child.restart()
+
+
+def addresses(service: str) -> dict[str, str]:
+    """Return addresses on this node for a broker: the same ports each time, if they are free."""
+    host = ray.util.get_node_ip_address()
+    literal = f"[{host}]" if ":" in host else host
+    start = int.from_bytes(hashlib.blake2b(service.encode(), digest_size=4).digest(), "little")
+    ports: list[int] = []
+    with ExitStack() as held:
+        for i in range(NUM_PORTS):
+            port = FIRST_PORT + (start + i) % NUM_PORTS
+            sock = held.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind((host, port))
+            except OSError:
+                continue
+            ports.append(port)
+            if len(ports) == len(SIDES):
+                break
+    producers, trainers, http = ports
+    return {
+        "producers": f"tcp://{literal}:{producers}",
+        "trainers": f"tcp://{literal}:{trainers}",
+        "http": f"{literal}:{http}",
+    }
