@@ -183,6 +183,11 @@ class Producer:
             return range(first, first + len(given))
 
     @property
+    def endpoint(self) -> str:
+        """Address of the broker for producers, as the producer was made with it."""
+        return self._pushing.endpoint
+
+    @property
     def write(self) -> int:
         """Number of the stream's current write: the number of writes that were committed, as far as is known here."""
         return self._pushing.write

@@ -92,6 +92,11 @@ class Pushing:
         return self._session.buffer.next_seq
 
     @property
+    def endpoint(self) -> str:
+        """Address of the broker for producers."""
+        return self._endpoint
+
+    @property
     def write(self) -> int:
         """Number of the stream's current write, as far as the broker has said."""
         return self._session.write

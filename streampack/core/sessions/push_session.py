@@ -41,6 +41,7 @@ from streampack.core.sessions.push_buffer import KeptChunk, PushBuffer
 PUSHED = "pushed"
 """The source digest of a stream whose samples cannot be read again."""
 
+SILENT = "an answer of the broker"
 KEYS_FULL = "the broker's index of keys is full"
 
 
@@ -159,7 +160,7 @@ class PushSession(Sender):
     def waiting_for(self) -> str:
         """Return a text that names the reason that samples are not safe yet; empty if all are safe."""
         if not self.reached or self.silent_s > BROKER_SILENT_S:
-            return "an answer of the broker"
+            return SILENT
         if self.phases.now is PushPhase.STOPPING:
             return "another broker, because the current broker is stopping"
         if not self._has_lease:

@@ -31,6 +31,8 @@ NAMESPACE = "streampack"
 """Ray's namespace of all actors, so that jobs of any namespace find them."""
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """Ports of brokers, which end below Linux's first ephemeral port, 32,768."""
+OVER = "all delivered: "
+"""Text with which a producer says that no sample will be needed again."""
 HEALTH = "health"
 """Group of calls that Ray answers in threads of their own, also while the daemon is being stopped."""
 SIDES = ("producers", "trainers", "http")
@@ -60,7 +62,7 @@ class DaemonActor:
         self._address = ""
         """The broker's address that a producer or a relay was started with."""
         self._stopped = threading.Event()
-        self._child = SupervisedChild(self._words, Path(folder), command == "broker")
+        self._child = SupervisedChild(self._words, Path(folder), OVER)
         target = self._repeat_metrics if command == "broker" else self._follow
         threading.Thread(target=target, name="streampack-follow", daemon=True).start()
 

@@ -44,11 +44,11 @@ class SupervisedChild:
     Args:
         words: Returns the command's arguments, each time before it is started.
         folder: Working folder of the command.
-        runs_forever: True if the command must never end by itself, as a broker.
+        over: Text of the command's last log lines if it has done all its work; any other end is followed by a start.
     """
 
-    def __init__(self, words: Callable[[], list[str]], folder: Path, runs_forever: bool) -> None:
-        self._words, self._folder, self._runs_forever = words, folder, runs_forever
+    def __init__(self, words: Callable[[], list[str]], folder: Path, over: str) -> None:
+        self._words, self._folder, self._over = words, folder, over
         self.failures = 0
         """Number of times that the command has failed."""
         self.last_failure = ""
@@ -58,6 +58,7 @@ class SupervisedChild:
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._stopping = threading.Event()
+        self._restarting = False
         self._thread = threading.Thread(target=self._run, name="streampack-child", daemon=True)
         self._thread.start()
 
@@ -69,6 +70,7 @@ class SupervisedChild:
 
     def restart(self) -> None:
         """End the command, so that it is started again with other arguments."""
+        self._restarting = True
         if (process := self._process) is not None and process.poll() is None:
             process.terminate()
 
@@ -85,13 +87,16 @@ class SupervisedChild:
         """Body of the thread: start the command, wait for its end, and start it again if it failed."""
         delay_s = AGAIN_S
         while not self._stopping.is_set():
-            began = time.monotonic()
+            began, self._restarting = time.monotonic(), False
             try:
                 code = self._run_once()
             except Exception as error:  # such as no memory for a process, or no answer about the command's addresses
                 code, self._lines = 1, deque([repr(error)], maxlen=_KEPT_LINES)
-            if self._stopping.is_set() or (code == 0 and not self._runs_forever):
+            if self._stopping.is_set() or (code == 0 and self._over in "".join(self._lines)):
                 break
+            if self._restarting or code == 0:  # such as a producer whose broker has stopped: another will come
+                self._stopping.wait(delay_s)
+                continue
             lasted_s = time.monotonic() - began
             delay_s = AGAIN_S if lasted_s > LASTING_S else delay_s
             self.failures += 1

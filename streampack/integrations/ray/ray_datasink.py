@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import ray
@@ -21,7 +22,7 @@ import ray.data
 from ray.data.block import BlockAccessor
 
 from streampack.core.layout.step_frames import INPUT_IDS
-from streampack.core.sessions.push_session import KEYS_FULL
+from streampack.core.sessions.push_session import KEYS_FULL, SILENT
 from streampack.errors import DataStall, PeerError, Rejected, UserError
 from streampack.integrations.ray.daemon_actor import NAMESPACE
 from streampack.integrations.ray.installed_version import check_ray
@@ -32,6 +33,10 @@ log = logging.getLogger("streampack.ray")
 
 TRY_S = 5.0
 """Seconds to wait for one partition before the next is tried; a dead holder loses its partition after 3 s."""
+WAIT_S = 10.0
+"""Seconds to wait for room or for the log, before a look whether the broker has moved to another address."""
+AT_ONCE = 512
+"""Rows that are pushed by one call."""
 PAUSE_S = 0.2
 TAKEN, ENDED = "partition_taken", "ended"
 AGAIN_CODES = frozenset({TAKEN, ENDED, "sequence", "too_many"})
@@ -147,12 +152,32 @@ class Datasink(ray.data.Datasink[dict[str, int]]):
             try:
                 with self._producer(task + attempt) as producer:
                     self._check_write(producer)
-                    producer.send_many(rows, keys=keys, write=self.write_number)
-                    producer.flush()
+                    for at in range(0, len(rows), AT_ONCE):
+                        some, their_keys = rows[at : at + AT_ONCE], keys[at : at + AT_ONCE]
+                        self._insist(producer, partial(
+                            producer.send_many, some, keys=their_keys, write=self.write_number
+                        ))  # fmt: skip
+                    self._insist(producer, producer.flush)
                     self._check_write(producer)
                 return
             except PeerError as error:
                 self._pause_after(error)
+
+    def _insist(self, producer: Producer, call: Callable[[], Any]) -> None:
+        """Repeat a call that waits too long, as for room, while the broker is at the same address.
+
+        Raises DataStall if the broker has moved, or if no answer or no room for keys came within ``timeout_s``.
+        """
+        began = time.monotonic()
+        while True:
+            try:
+                call()
+                return
+            except DataStall as error:
+                if KEYS_FULL not in str(error):
+                    began = began if SILENT in str(error) else time.monotonic()
+                if time.monotonic() - began > self.timeout_s or self._endpoint() != producer.endpoint:
+                    raise
 
     def _check_write(self, producer: Producer) -> None:
         """Raise UserError if the write is committed: samples of it are not admitted any more."""
@@ -234,10 +259,13 @@ class Datasink(ray.data.Datasink[dict[str, int]]):
 
     def _claim(self, partition: int) -> Producer:
         """Return a producer for a partition. Raises PeerError if another process holds it."""
-        endpoint = wait_for_broker(self.name, self.timeout_s)["producers"]
         return Producer(
-            endpoint, stream=self.stream, partition=partition, timeout_s=self.timeout_s, claim_timeout_s=TRY_S
+            self._endpoint(), stream=self.stream, partition=partition, timeout_s=WAIT_S, claim_timeout_s=TRY_S
         )
+
+    def _endpoint(self) -> str:
+        """Return the broker's address for producers, as of now."""
+        return str(wait_for_broker(self.name, self.timeout_s)["producers"])
 
     def _end_partition(self, partition: int) -> None:
         """End a partition, unless it has ended."""
