@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from streampack.core.intake.key_index import KEY_BYTES
+from streampack.core.journal.key_index import KEY_BYTES
 from streampack.core.layout.step_frames import INPUT_IDS
 from streampack.core.model.fields import GROUP, LOSS_MASK, POLICY_VERSION, Field
 from streampack.core.model.samples import Keep

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from streampack.core.intake.admission_kernels import enter
 from streampack.core.intake.chunk_check import Frames, ReceivedChunk, Unfit, malformed, unwanted
 from streampack.core.intake.intake import Intake
-from streampack.core.intake.key_index import REPEATED
 from streampack.core.intake.lease_terms import StreamTerms
 from streampack.core.intake.overlong import Pieces, apply_terms, drop_chunk, drop_some
+from streampack.core.journal.key_index import REPEATED
 from streampack.core.layout.step_frames import INPUT_IDS
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.fields import LABELS, LOSS_MASK, Field

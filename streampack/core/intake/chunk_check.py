@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from streampack.core.intake.admission_kernels import measure
-from streampack.core.intake.key_index import KEY_BYTES
 from streampack.core.intake.lease_terms import StreamTerms
+from streampack.core.journal.key_index import KEY_BYTES
 from streampack.core.model.bounded import MAX_CHUNK_SAMPLES
 from streampack.core.model.samples import I64, U32, index_of
 from streampack.core.protocol.message import Envelope

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from streampack.core.intake.admission import POLICY_LAG
 from streampack.core.intake.chunk_check import ReceivedChunk, parse_chunk
-from streampack.core.intake.key_index import REPEATED
 from streampack.core.intake.partition_records import PartitionRecords, repeated_of
 from streampack.core.intake.partitions import Partitions
+from streampack.core.journal.key_index import REPEATED
 from streampack.core.journal.log_effects import Recall, Recalled
 from streampack.core.journal.log_records import ChunkAdmitted
 from streampack.core.merge.arrival import Arrival

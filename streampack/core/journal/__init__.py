@@ -4,6 +4,7 @@
 - ``log_records``: every kind of record.
 - ``journal``: numbers the records, and tracks which records are safe.
 - ``log_effects``: the effects that write, read and cut the log, and the events that answer.
+- ``key_index``: the recorded keys of a pushed stream, so that each sample is admitted once.
 - ``history``: the recorded steps, snapshots and chunks of one feed; a new broker fills it from the log.
 
 A record has a log sequence number (LSN), which counts all records of the run. A record is *safe* once the log has

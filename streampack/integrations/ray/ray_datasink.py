@@ -2,7 +2,7 @@
 
 Ray retries tasks, so a task may write its rows more than once, and a task that Ray believes dead may still write. Every
 sample therefore goes to the broker with the digest of its key. The broker admits the first sample of a key, and knows
-the keys until the write is committed (``core.intake.key_index``). The sink commits when Ray has all results.
+the keys until the write is committed (``core.journal.key_index``). The sink commits when Ray has all results.
 
 Each write task pushes its own rows over ZeroMQ. For this it needs a partition of the stream for itself. The tasks try
 partitions in turn, and the broker decides. A task that was killed loses its partition after 3 s.

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack.core.broker import Broker
-from streampack.core.intake.key_index import KEY_BYTES, KeyIndex
 from streampack.core.journal.journal import Journal
+from streampack.core.journal.key_index import KEY_BYTES, KeyIndex
 from streampack.core.journal.log_effects import Append
 from streampack.core.journal.log_records import ChunkAdmitted, KeysKept, SamplesRejected, StepFormed, WriteCommitted
 from streampack.core.model.capacity import Capacity, FeedPlan
