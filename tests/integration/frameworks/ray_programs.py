@@ -114,8 +114,8 @@ def delivered() -> list[tuple[int, int]]:
     with packs.connect(NAME, feed="docs", format="numpy", stall_timeout_s=300) as loader:
         for step in loader.steps():
             for pack in step:
-                starts, lengths = pack.cu_seqlens_padded[:-1].tolist(), (pack.cu_seqlens[1:] - pack.cu_seqlens[:-1])
-                found += [(int(pack.input_ids[at]), int(n)) for at, n in zip(starts, lengths, strict=True)]
+                starts, lengths = pack.cu_seqlens_padded.tolist(), (pack.cu_seqlens[1:] - pack.cu_seqlens[:-1]).tolist()
+                found += [(int(pack.input_ids[starts[i]]), lengths[i]) for i in range(pack.num_samples)]
     return found
 
 
