@@ -32,7 +32,11 @@ IMAGE, RUN, EXAMPLE_STREAM = "streampack:latest", "my-run", "web"
 FILES = Path(__file__).parent / "deploy"
 COMPILING_BYTES = 200 << 20
 """Memory that a broker needs beyond its peak while it compiles its kernels (350 MiB in all, as measured)."""
-_WHERE = {"broker.yaml": ("listen", "rendezvous", "state_dir"), "producer.yaml": ("broker",)}
+_WHERE = {"broker.yaml": ("listen", "rendezvous", "state_dir", "standby"), "producer.yaml": ("broker",)}
+_KEPT = {"listen": ("token_file", "keys"), "standby": ("on_loss", "takeover_s")}
+"""Keys of ``_WHERE``'s sections that stay the user's."""
+_CONTAINERS = ("k8s", "compose")
+"""Places where the broker does not see the user's folders."""
 _WORDS = {
     "image": (r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "letters, digits and . _ - / : @"),
     "run": (
@@ -73,7 +77,8 @@ PLACES: dict[str, Place] = {
     ),
     "k8s": Place(
         ("kubernetes", "RUNBOOK.md"),
-        "kubectl apply -k {dir}/standalone; for a sidecar, put your Job into {dir}/sidecar/job.yaml "
+        "kubectl apply -k {dir}/standalone, or {dir}/standby for two brokers. For a sidecar, put your Job into "
+        "{dir}/sidecar/job.yaml "
         "and apply {dir}/sidecar. Trainers in several Pods: put your Job into {dir}/trainers/job.yaml",
         "kubernetes", ("image", "namespace", *_RUN),
     ),
@@ -152,7 +157,7 @@ def export(name: str, folder: Path, options: Options, *, force: bool = False) ->
 
 
 def _check(name: str, place: Place, options: Options) -> None:
-    """Raise UserError for an option that the place does not have, a wrong value, or a relative path of a producer."""
+    """Raise UserError for an option that the place does not have, a wrong value, or a relative path."""
     for key, value in asdict(options).items():
         if value is not None and key not in place.options:
             known = ", ".join(f"--{each}" for each in place.options) or "no option"
@@ -167,11 +172,26 @@ def _check(name: str, place: Place, options: Options) -> None:
                     f"{options.produce}: {key} is the relative path {path}, but exported producers run elsewhere. "
                     "Use an absolute path."
                 )
+    if options.config is not None and name in _CONTAINERS:
+        listen = read_broker(options.config).listen
+        for key, named in (("listen.keys", listen.keys), ("listen.token_file", listen.token_file)):
+            if named is not None and not named.startswith("/"):
+                raise UserError(
+                    f"{options.config}: {key} is the relative path {named}, but the exported broker runs in a "
+                    "container. Use an absolute path, and mount it there."
+                )
 
 
 def _warnings(place: Place, options: Options) -> Iterator[str]:
-    """Yield a warning if the producer has streams that the broker does not know."""
-    streams = set(read_broker(options.config).streams) if options.config is not None else {EXAMPLE_STREAM}
+    """Yield a warning for streams that the broker does not know, and for a standby that the place does not have."""
+    broker = read_broker(options.config) if options.config is not None else None
+    streams = set(broker.streams) if broker is not None else {EXAMPLE_STREAM}
+    if broker is not None and broker.standby is not None and place.top != "systemd":
+        with_one = {"kubernetes": "only the folder standby has one", "slurm": "the folder standby has its own"}
+        yield (
+            f"{options.config} has a standby, whose addresses and arbiter are left out: "
+            f"{with_one.get(place.top, 'this place has one host')}"
+        )
     producer = read_producer(options.produce) if options.produce is not None else None
     sent = {EXAMPLE_STREAM} if producer is None else set(producer.streams)
     if "produce" in place.options and not sent <= streams:
@@ -227,11 +247,15 @@ def _configured(path: Path, options: Options, words: Mapping[str, str]) -> str:
     if read is None or given is None:
         return text
     read(given)
+    whole = read_tree(given)
     own = {key: value for key, value in parse_tree(text, path).items() if key in _WHERE[path.name]}
-    tree = {key: value for key, value in read_tree(given).items() if key == "listen" or key not in _WHERE[path.name]}
-    tree |= own | (
-        {"listen": tree.get("listen", {}) | own["listen"]} if "listen" in own else {}
-    )  # keep the user's token_file and keys
+    tree = {key: value for key, value in whole.items() if key not in _WHERE[path.name]}
+    for key, value in own.items():
+        kept = whole.get(key)
+        theirs = {each: kept[each] for each in _KEPT.get(key, ()) if each in kept} if isinstance(kept, dict) else {}
+        tree[key] = theirs | value if theirs else value
+    if path.parent.name == "systemd" and "standby" in whole:
+        tree["standby"] = whole["standby"]
     if path.name == "broker.yaml" and options.run is not None:
         tree["run"] = options.run
     said = f"# This is a copy of {given.name} with other values for: {', '.join(own)}.\n"

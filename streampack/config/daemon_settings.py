@@ -546,8 +546,9 @@ class StandbySettings(_Settings, frozen=True, kw_only=True):
         str,
         Meta(
             min_length=1,
-            description="Folder that decides which broker is active. It is a path on a file system that both hosts "
-            "share, or a URL of an object store, such as `s3://bucket/my-run`. Each run needs a folder of its own",
+            description="Place that decides which broker is active. It is a path on a file system that both hosts "
+            "share, a URL such as `s3://bucket/my-run`, or a Lease, `kubernetes:///NAME`. Each run "
+            "needs a place of its own",
         ),
     ]
     listen: Annotated[
@@ -560,8 +561,8 @@ class StandbySettings(_Settings, frozen=True, kw_only=True):
     address: Annotated[
         str | None,
         Meta(
-            description="Address at which the other host reaches `listen`. Default: `listen` with this host's name in "
-            "place of `0.0.0.0`"
+            description="Address at which the other host reaches `listen`; `{name}` stands for the name of this host. "
+            "Default: `listen` with this host's name in place of `0.0.0.0`"
         ),
     ] = None
     name: Annotated[

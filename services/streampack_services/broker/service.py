@@ -133,6 +133,8 @@ class BrokerService:
         self._drain_until: float | None = None
         self._drain_asked = threading.Event()
         self._stop_now = False
+        self._hands_over = False
+        """True once this broker ends and leaves its producers and trainers to the standby, without a goodbye."""
         self._events: deque[Event] = deque()
         self._bundled: dict[bytes, list[tuple[str, Envelope]]] = {}
         """Messages for the readers of each relay, which are sent together at the end of a turn."""
@@ -240,6 +242,8 @@ class BrokerService:
     def drain(self) -> None:
         """Serve the steps that are formed, then stop; a second call stops at once.
 
+        With a standby that may take over, stop at once: producers and trainers move to it.
+
         Safe in any thread and in signal handlers.
         """
         if self._drain_asked.is_set():
@@ -283,16 +287,21 @@ class BrokerService:
                 self._turn(TICK_S)
             if self.over:
                 return
-            if not self.core.draining:
-                self._handle(Drain())  # producers with nothing left to send wait for this
-            until = time.monotonic() + FAREWELL_S
-            while self.core.leases.num_producers and time.monotonic() < until and not self._stop_now:
-                self._turn(TICK_S)
+            if not self._hands_over:
+                self._say_goodbye()
             if self._shipping is not None:
                 self._keep_log()
                 self._shipping.leave(self._exit_when_finished and self.core.finished)
         finally:
             self.close()
+
+    def _say_goodbye(self) -> None:
+        """Tell producers that the broker ends, and wait a little until they have left."""
+        if not self.core.draining:
+            self._handle(Drain())  # producers with nothing left to send wait for this
+        until = time.monotonic() + FAREWELL_S
+        while self.core.leases.num_producers and time.monotonic() < until and not self._stop_now:
+            self._turn(TICK_S)
 
     def close(self) -> None:
         """Close the sockets and end the threads; idempotent."""
@@ -312,7 +321,7 @@ class BrokerService:
 
     def _done(self) -> bool:
         """Return True if ``run`` is to end."""
-        if self.over or self._stop_now or (self._exit_when_finished and self.core.finished):
+        if self.over or self._stop_now or self._hands_over or (self._exit_when_finished and self.core.finished):
             return True
         if self._drain_until is None:
             return False
@@ -361,6 +370,10 @@ class BrokerService:
         if self._drain_asked.is_set() and self._drain_until is None:
             self.counters.ready = False
             self._drain_until = now + self.config.drain_timeout_s
+            if self._shipping is not None and self._shipping.may_hand_over:
+                self._hands_over = True
+                log.info("stopping: the standby takes over, and producers and trainers move to it")
+                return
             log.info("draining: serving the steps that are formed, for at most %.0f s", self.config.drain_timeout_s)
             self._handle(Drain())
             self._publish(self._reporter.take(now))

@@ -18,8 +18,8 @@ from streampack_services.broker.service import Leadership, warm_up
 from streampack_services.daemons.systemd import Systemd
 from streampack_services.http.http_guard import find_token
 from streampack_services.http.server import AppServer, standby_app
-from streampack_services.standby.arbiter import open_arbiter
 from streampack_services.standby.following import Following, standby_settings
+from streampack_services.standby.open_arbiter import open_arbiter
 
 log = logging.getLogger("streampack.standby")
 

@@ -204,9 +204,15 @@ def standby_app(run: str, status: Callable[[], dict[str, str | int | bool]]) -> 
         """Answer ``/livez``."""
         return PlainTextResponse("alive\n")
 
-    def readyz(_: Request) -> Response:
-        """Answer ``/readyz``: 503, because producers and trainers must not connect."""
-        return PlainTextResponse(f"not ready: standby: {status()['waits_for']}\n", 503)
+    def readyz(request: Request) -> Response:
+        """Answer ``/readyz``: 503, because producers and trainers must not connect.
+
+        ``/readyz?standby=1`` is 200 once the standby may take over, so that the active broker may be stopped.
+        """
+        now = status()
+        if "standby" in request.query_params and now["is_member"]:
+            return PlainTextResponse("ready to take over\n")
+        return PlainTextResponse(f"not ready: standby: {now['waits_for']}\n", 503)
 
     def state(_: Request) -> Response:
         """Answer ``/status``."""

@@ -123,6 +123,11 @@ class Shipping:
         )
         self.router.send(peer, wire.encode(reject, version))
 
+    @property
+    def may_hand_over(self) -> bool:
+        """True if the standby may take over at once."""
+        return not self.over and self.shipper.may_hand_over
+
     def leave(self, finished: bool) -> None:
         """Tell the standby that this broker ends; ``finished``: and the run with it."""
         for effect in self.shipper.leave(finished):
@@ -175,7 +180,7 @@ class Shipping:
 def advertised(settings: StandbySettings) -> str:
     """Return the address at which a standby reaches this host. Raises UserError if the port is not fixed."""
     if settings.address is not None:
-        return settings.address
+        return settings.address.replace("{name}", settings.host)
     port = settings.listen.rpartition(":")[2]
     if settings.listen.startswith("tcp://") and port in ("*", "0"):
         raise UserError(

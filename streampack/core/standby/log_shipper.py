@@ -29,6 +29,8 @@ ANSWER_S = 10.0
 """Seconds after which an entry is written again if the arbiter has not answered."""
 LATE_S = 2.0
 """Seconds without progress after which a standby that is alive counts as late."""
+HEARD_S = 2.0
+"""Seconds of silence after which a standby is not handed over to, since it may have died."""
 MOST_SHIPPED = 8
 """Most messages with records that are on their way to the standby."""
 TICK_S = 1.0
@@ -155,6 +157,12 @@ class LogShipper:
         else:
             upto = self._local_safe if self.entry.alone else 0
         self._safe_upto = max(self._safe_upto, upto)
+
+    @property
+    def may_hand_over(self) -> bool:
+        """True if the standby may take over at once, and has been heard of in the last two seconds."""
+        written = len(self.entry.members) > 1 and self._pending is None
+        return written and bool(self.standby) and self._silent_s <= HEARD_S
 
     def leave(self, finished: bool) -> list[Effect]:
         """Return the effects of this broker's end: the standby is told, which need not wait then."""

@@ -20,8 +20,10 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from msgspec import structs
 from streampack_services.cli import main
 from streampack_services.export import FILES, RUN, limit_gib
+from streampack_services.standby.shipping import advertised
 
 from streampack.config.config_files import read_broker, read_producer
 from streampack.config.daemon_settings import BrokerConfig
@@ -126,6 +128,12 @@ def trainers(kubernetes: Path, component: str) -> Tree:
     return dict(merged(job, patch | {"metadata": {}}))
 
 
+def two_brokers(kubernetes: Path) -> Tree:
+    """The StatefulSet of a broker and its standby."""
+    (tree,), (patch,) = (loaded(kubernetes / f"{top}/statefulset.yaml") for top in ("standalone", "standby"))
+    return dict(merged(tree, patch))
+
+
 def containers(pod: Tree) -> list[Tree]:
     return [*pod.get("initContainers", []), *pod["containers"]]
 
@@ -138,13 +146,16 @@ def test_every_manifest_is_one_that_kubernetes_knows(kubernetes: Path, sidecar: 
     assert {tree["kind"] for tree in native} == {"StatefulSet", "Service", "Job", "NetworkPolicy"}
     (relays,) = loaded(kubernetes / "relays/daemonset.yaml")
     native += [relays, *(trainers(kubernetes, component) for component in RELAYS)]
+    native += [tree for name in ("account", "disruption-budget", "network-policy")
+               for tree in loaded(kubernetes / f"standby/{name}.yaml")]  # fmt: skip
+    native.append(two_brokers(kubernetes))
     for tree in native:
         kubernetes_validate.validate(tree, KUBERNETES, strict=True)
 
 
 def test_a_kustomization_names_files_that_are_there(kubernetes: Path) -> None:
     files = sorted(kubernetes.rglob("kustomization.yaml"))
-    assert len(files) == 9
+    assert len(files) == 10
     for name in ("producers", "trainers"):  # as the component says
         result = in_process("keys", "new", kubernetes / "components/keys/keys", name, "--role", name[:-1])
         assert result.returncode == 0, result.stderr
@@ -153,7 +164,7 @@ def test_a_kustomization_names_files_that_are_there(kubernetes: Path) -> None:
         named = [*tree.get("resources", []), *tree.get("components", [])]
         named += [each["path"] for each in tree.get("patches", [])]
         made = [*tree.get("configMapGenerator", []), *tree.get("secretGenerator", [])]
-        named += [name for each in made for name in each["files"]]
+        named += [name for each in made for name in each.get("files", [])]
         assert named
         assert [name for name in named if not (path.parent / name).exists()] == []
 
@@ -226,7 +237,8 @@ def test_all_that_a_container_mounts_is_a_volume_of_its_pod(kubernetes: Path, po
             if "args" in each:
                 config = Path(parse(each["args"])[1]["config"])
                 assert mounts[str(config.parent)]["configMap"] == {"name": "streampack"}
-                assert "/var/cache/streampack" in mounts
+                cached = {each["name"]: each["value"] for each in each.get("env", [])}.get("NUMBA_CACHE_DIR", "")
+                assert "/var/cache/streampack" in mounts or str(Path(cached).parent) in mounts
 
 
 def test_brokers_listen_where_they_are_looked_for(kubernetes: Path, pods: dict[str, Tree]) -> None:
@@ -271,10 +283,12 @@ def test_a_trainer_finds_its_relay_and_both_find_the_broker(kubernetes: Path, co
         assert "streampack" in labels, "the broker's network policy lets it in"
         assert labels["streampack"] == job["spec"]["template"]["metadata"]["labels"]["streampack"]
     assert relay["env"] == trainer["env"]
-    where = {each["name"]: each["value"] for each in relay["env"]}
+    (endpoint,) = (each["valueFrom"] for each in relay["env"] if each["name"] == "STREAMPACK_ENDPOINT")
+    assert endpoint == {"configMapKeyRef": {"name": "streampack-addresses", "key": "trainers"}}
+    where = {each["name"]: each.get("value") for each in relay["env"]}
     (service,) = loaded(kubernetes / "standalone/service.yaml")
     port = read_broker(kubernetes / "standalone/broker.yaml").listen.trainers.rpartition(":")[2]
-    assert where["STREAMPACK_ENDPOINT"] == f"tcp://{service['metadata']['name']}:{port}"
+    assert addresses(kubernetes, "standalone") == f"tcp://{service['metadata']['name']}:{port}"
     folder = str(Path(where["STREAMPACK_RELAY"].removeprefix("ipc://")).parent)
     volumes = []
     for of, each in ((relays, relay), (pod, trainer)):
@@ -286,6 +300,67 @@ def test_a_trainer_finds_its_relay_and_both_find_the_broker(kubernetes: Path, co
     assert volumes[0] == volumes[1]
     memory = float(relay["resources"]["limits"]["memory"].removesuffix("Gi"))
     assert memory >= 1 + float(str(parse(relay["args"])[1]["memory"]).removesuffix("GiB"))
+
+
+def addresses(kubernetes: Path, folder: str) -> str:
+    """The brokers' addresses for trainers and relays, of ``standalone`` or ``standby``."""
+    (tree,) = loaded(kubernetes / folder / "kustomization.yaml")
+    (made,) = (each for each in tree["configMapGenerator"] if each["name"] == "streampack-addresses")
+    (literal,) = made["literals"]
+    assert made["options"] == {"disableNameSuffixHash": True}, "Jobs of other kustomizations name it"
+    return str(literal.removeprefix("trainers="))
+
+
+def test_two_brokers_are_on_two_nodes_and_clients_have_both_addresses(kubernetes: Path) -> None:
+    tree = two_brokers(kubernetes)
+    pod = tree["spec"]["template"]["spec"]
+    assert (tree["spec"]["replicas"], tree["spec"]["podManagementPolicy"]) == (2, "Parallel")
+    (rule,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    labels = tree["spec"]["template"]["metadata"]["labels"]
+    assert rule["topologyKey"] == "kubernetes.io/hostname"
+    assert rule["labelSelector"]["matchLabels"].items() <= labels.items()
+    names = [f"{tree['metadata']['name']}-{number}.{tree['spec']['serviceName']}" for number in range(2)]
+    assert addresses(kubernetes, "standby") == ",".join(f"tcp://{name}:7402" for name in names)
+    producer = read_producer(kubernetes / "standby/producer.yaml")
+    assert producer.broker == ",".join(f"tcp://{name}:7401" for name in names)
+    config = read_broker(kubernetes / "standby/broker.yaml")
+    assert config.standby is not None
+    shipped = [advertised(structs.replace(config.standby, name=name.partition(".")[0])) for name in names]
+    assert shipped == [f"tcp://{name}:7403" for name in names]
+    (service,) = loaded(kubernetes / "standalone/service.yaml")
+    assert service["spec"]["publishNotReadyAddresses"] is True, "a standby that copies the log has a name"
+    (broker,) = pod["containers"]
+    ports = {each["containerPort"]: each["name"] for each in broker["ports"]}
+    listen = config.listen
+    urls = [listen.producers, listen.trainers, listen.http, config.standby.listen]
+    assert sorted(ports) == sorted(int(url.rpartition(":")[2]) for url in urls)
+
+
+def test_a_standby_is_not_restarted_while_it_waits(kubernetes: Path) -> None:
+    """Probes of a Pod that is a standby, maybe for weeks; one that may take over counts as ready."""
+    (broker,) = two_brokers(kubernetes)["spec"]["template"]["spec"]["containers"]
+    paths = {probe: broker[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert paths == {"startupProbe": "/livez", "readinessProbe": "/readyz?standby=1", "livenessProbe": "/livez"}
+    alive = broker["livenessProbe"]
+    assert alive["failureThreshold"] * alive.get("periodSeconds", 10) >= 300, "it reads its log when it takes over"
+    (budget,) = loaded(kubernetes / "standby/disruption-budget.yaml")
+    assert (budget["spec"]["minAvailable"], budget["spec"]["unhealthyPodEvictionPolicy"]) == (1, "AlwaysAllow")
+
+
+def test_the_brokers_may_change_the_lease_of_their_arbiter_and_nothing_else(kubernetes: Path) -> None:
+    trees = {tree["kind"]: tree for tree in loaded(kubernetes / "standby/account.yaml")}
+    account = trees["ServiceAccount"]["metadata"]["name"]
+    pod = two_brokers(kubernetes)["spec"]["template"]["spec"]
+    assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == (account, True)
+    assert [each["name"] for each in trees["RoleBinding"]["subjects"]] == [account]
+    config = read_broker(kubernetes / "standby/broker.yaml")
+    assert config.standby is not None
+    name = config.standby.arbiter.removeprefix("kubernetes:///")
+    (tree,) = loaded(kubernetes / "standby/kustomization.yaml")
+    made = [each["name"] for each in tree["configMapGenerator"]]
+    assert name not in made, "kustomize would add a hash to the name in the Role"
+    rules = [(rule["resources"], rule.get("resourceNames"), rule["verbs"]) for rule in trees["Role"]["rules"]]
+    assert rules == [(["leases"], None, ["create"]), (["leases"], [name], ["get", "update"])]
 
 
 def test_selectors_select_what_they_mean(kubernetes: Path, sidecar: Tree) -> None:

@@ -29,7 +29,7 @@ def mine(tmp_path: Path) -> Path:
     """A user's broker.yaml."""
     return write(
         tmp_path / "mine.yaml",
-        {"run": "sft-8b", "memory": "3GiB", "listen": {"http": "127.0.0.1:1", "token_file": "mine.token"},
+        {"run": "sft-8b", "memory": "3GiB", "listen": {"http": "127.0.0.1:1", "token_file": "/run/mine.token"},
          "state_dir": "x", "rules": {"budget": 4096}, "streams": {"code": {}}},
     )  # fmt: skip
 
@@ -44,7 +44,7 @@ def test_ones_own_configuration_takes_the_examples_place_but_for_where_things_ar
     for path, config in found.items():
         assert (config.run, config.rules.budget, list(config.streams)) == ("sft-8b", 4096, ["code"])
         assert config.listen.http != "127.0.0.1:1"
-        assert config.listen.token_file == "mine.token", "nobody is let in who was not"
+        assert config.listen.token_file == "/run/mine.token", "nobody is let in who was not"
         assert config.state_dir != "x", path
     text = "".join(path.read_text() for path in folder.rglob("*") if path.is_file())
     assert RUN not in text.replace("my-run reads", "")
@@ -66,6 +66,32 @@ def test_of_ones_own_files_no_word_is_taken_for_one_to_fill_in(what: str, mine: 
     assert {read_broker(path).memory for path in found["broker.yaml"]} == {"3GiB"}
     assert {read_broker(path).run for path in found["broker.yaml"]} == {"other"}
     assert {str(read_producer(path).streams["code"].shards) for path in found["producer.yaml"]} == {path}
+
+
+@pytest.mark.parametrize("what", ["k8s", "compose"])
+@pytest.mark.parametrize("key", ["keys", "token_file"])
+def test_a_container_sees_no_relative_path(what: str, key: str, tmp_path: Path) -> None:
+    config = write(tmp_path / "mine.yaml", {"listen": {key: "x/y"}, "streams": {"code": {}}})
+    line = the_error(in_process("export", what, tmp_path / "none", "-c", config), 2)
+    assert f"{config}: listen.{key} is the relative path x/y, but the exported broker runs in a container" in line
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_standby_gets_the_places_addresses_and_keeps_what_it_does_on_loss(tmp_path: Path) -> None:
+    standby = {"arbiter": "/shared/x", "name": "a", "on_loss": "go_on", "takeover_s": 20}
+    config = write(tmp_path / "mine.yaml", {"state_dir": "x", "streams": {"web": {}}, "standby": standby})
+    folder = exported("k8s", tmp_path / "k8s", "-c", config)
+    found = {path.parent.name: read_broker(path).standby for path in folder.rglob("broker.yaml")}
+    assert found["sidecar"] is found["standalone"] is None
+    two = found["standby"]
+    assert two is not None
+    assert (two.arbiter, two.name, two.on_loss, two.takeover_s) == (
+        "kubernetes:///streampack-active", None, "go_on", 20,
+    )  # fmt: skip
+    said = in_process("export", "compose", tmp_path / "compose", "-c", config).stdout
+    assert "has a standby, whose addresses and arbiter are left out: this place has one host" in said
+    kept = exported("systemd", tmp_path / "systemd", "-c", config) / "broker.yaml"
+    assert read_broker(kept).standby == read_broker(config).standby
 
 
 def test_what_will_not_work_there_is_said(mine: Path, tmp_path: Path) -> None:
@@ -103,8 +129,8 @@ def test_options_are_filled_in_everywhere(tmp_path: Path) -> None:
     assert IMAGE not in text
     assert RUN not in text
     assert text.count("image: registry:5000/streampack:1.0") == 12
-    assert text.count("namespace: training") == 4
-    assert text.count("run: sft") == 2
+    assert text.count("namespace: training") == 8
+    assert text.count("run: sft") == 3
 
 
 def test_a_container_may_take_a_brokers_peak_and_what_compiling_takes(tmp_path: Path) -> None:

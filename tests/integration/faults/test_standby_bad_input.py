@@ -80,6 +80,7 @@ def test_a_broker_that_is_stopped_hands_over_at_once() -> None:
         first.wait_for(" broker: ready\n")
         first.signal(signal.SIGTERM)
         assert first.end() == 0
+        assert "stopping: the standby takes over, and producers and trainers move to it" in first.said
         second.wait_for("this broker is active, with entry 3", timeout_s=60)
 
 
