@@ -86,7 +86,8 @@ class Datasink(ray.data.Datasink[dict[str, int]]):
     def on_write_start(self, schema: Any = None) -> None:
         """Make sure that no other job writes, and ask the broker for the number of the write.
 
-        The schema says nothing about the rows: it is that before a map that Ray runs in the same task.
+        Args:
+            schema: Schema of the dataset. It may be that before a map which Ray runs in the same task.
         """
         try:
             kind = ray.remote(num_cpus=0, max_restarts=-1)(WriteLock)
@@ -103,6 +104,9 @@ class Datasink(ray.data.Datasink[dict[str, int]]):
         """Commit the write, since every task has written and no key will come again; or end the stream, if asked to.
 
         An ended stream takes no more samples, so its keys need not be forgotten.
+
+        Args:
+            write_result: The results of all tasks.
         """
         if self.end:
             for partition in range(self.num_partitions):
@@ -118,7 +122,11 @@ class Datasink(ray.data.Datasink[dict[str, int]]):
         self._unlock()
 
     def on_write_failed(self, error: Exception) -> None:
-        """Let another job write. The keys are kept, so that the job can be run again."""
+        """Let another job write. The keys are kept, so that the job can be run again.
+
+        Args:
+            error: The error of the job.
+        """
         self._unlock()
 
     def _unlock(self) -> None:
@@ -130,7 +138,15 @@ class Datasink(ray.data.Datasink[dict[str, int]]):
     # Called by Ray, in each write task
 
     def write(self, blocks: Iterable[Any], ctx: Any) -> dict[str, int]:
-        """Push the rows of a task's blocks; return once the broker has stored them durably."""
+        """Push the rows of a task's blocks; return once the broker has stored them durably.
+
+        Args:
+            blocks: The blocks.
+            ctx: The context of Ray's task.
+
+        Returns:
+            The number of ``rows``.
+        """
         counts = {"rows": 0}
         for block in blocks:
             rows = list(BlockAccessor.for_block(block).iter_rows(public_row_format=True))

@@ -35,11 +35,14 @@ Config = str | os.PathLike[str] | Mapping[str, Any]
 class Service:
     """A service that was started: a broker with its producers.
 
-    Attributes:
-        name: Name of the service.
+    Example:
+        >>> service = packs.start("sft-8b", "broker.yaml", "producer.yaml")  # doctest: +SKIP
+        >>> service.where()["trainers"]  # doctest: +SKIP
+        'tcp://10.0.0.7:21402'
     """
 
     name: str
+    """Name of the service."""
 
     def where(self, timeout_s: float = 60.0) -> dict[str, Any]:
         """Return the addresses of the broker, as of now.
@@ -141,6 +144,9 @@ def shutdown(name: str) -> None:
 
     Args:
         name: Name of the service. A service that does not run is no error.
+
+    Example:
+        >>> packs.shutdown("sft-8b")  # doctest: +SKIP
     """
     check_ray()
     for part in sorted(parts_of(name), key=lambda part: part == BROKER):

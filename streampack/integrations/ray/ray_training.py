@@ -97,6 +97,10 @@ def restore(loader: Client[Any], checkpoint: Any) -> bool:
     Raises:
         UserError: The checkpoint has no state of a loader.
         StateError: The state is of another run, feed or rules.
+
+    Example:
+        >>> packs.restore(loader, ray.train.get_checkpoint())  # doctest: +SKIP
+        True
     """
     if checkpoint is None:
         return False
@@ -127,6 +131,9 @@ def report(
         loader: The loader that ``connect`` returned.
         checkpoint_dir: Folder with this worker's part of the checkpoint. Default: no checkpoint.
         options: Other keyword arguments of ``ray.train.report``.
+
+    Example:
+        >>> packs.report({"loss": 2.5}, loader, checkpoint_dir)  # doctest: +SKIP
     """
     if checkpoint_dir is None:
         ray.train.report(dict(metrics), **options)
