@@ -101,7 +101,7 @@ def test_wrong_requests_say_what_to_do(service: tuple[Any, Path]) -> None:
         packs.start("huge", broker, broker_options={"num_cpus": 99})
     with pytest.raises(UserError, match=r"got no service 'none', expected one of: tried"):
         packs.connect("none", timeout_s=1)
-    with pytest.raises(UserError, match=r"got stream 'web', expected one of: text, docs"):
+    with pytest.raises(UserError, match=r"got stream 'web', expected one of: docs, text"):
         packs.Datasink(programs.NAME, stream="web", key="doc_id")
     with pytest.raises(UserError, match=r"got a stream that is not pushed.*pushed: true"):
         packs.Datasink(programs.NAME, stream="text", key="doc_id")
