@@ -23,7 +23,7 @@ from typing import Any
 from tests.integration.frameworks import ray_programs as programs
 
 packs = programs.packs
-STEPS, ROWS, BLOCKS = 30, 600, 12
+STEPS, ROWS, BLOCKS = 20, 240, 6
 """Steps of each run of Ray Train; rows and blocks of each write."""
 READ_STEPS = 100
 
