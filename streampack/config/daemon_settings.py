@@ -653,7 +653,13 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
         ),
     ] = None
     retain: Retain = Retain()
-    standby: StandbySettings | None = None
+    standby: Annotated[
+        StandbySettings | None,
+        Meta(
+            description="Settings of a second broker on another host, which copies the log and takes over when this "
+            "host is lost. Without it, a broker whose host is lost must be started again where its `state_dir` is"
+        ),
+    ] = None
     tokens: Annotated[
         TokenType,
         Meta(

@@ -36,6 +36,7 @@ def die_at(step: int) -> None:
     def written(text: str) -> int:
         count = write(text)
         if text.startswith("{") and json.loads(text)["step"] == step:
+            write("\n")  # ends the line, before the other ranks report their errors in the same file
             sys.stdout.flush()
             os.kill(os.getpid(), signal.SIGKILL)
         return count

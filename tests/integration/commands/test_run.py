@@ -80,6 +80,11 @@ def started(options: list[str], command: list[str], **env: str) -> Iterator[subp
                 it.terminate()
 
 
+def warnings(stderr: str) -> list[str]:
+    """Lines of warnings, but for the one that says that a machine was slow to start the producer."""
+    return [line for line in stderr.splitlines() if "WARNING" in line and "no step for" not in line]
+
+
 def below(process: subprocess.Popen[str]) -> list[psutil.Process]:
     found: list[psutil.Process] = psutil.Process(process.pid).children(recursive=True)
     return found
@@ -99,7 +104,7 @@ def test_the_command_gets_every_sample_and_its_exit_code_is_passed_on(files: lis
     lines = done.stderr.splitlines()
     assert "producer | " in done.stderr
     assert all(line.startswith(("broker | ", "producer | ")) for line in lines), "its standard error is the daemons'"
-    assert "WARNING" not in done.stderr
+    assert not warnings(done.stderr)
 
 
 def test_a_broker_that_wants_keys_and_a_token_gets_them(files: list[str], tmp_path: Path) -> None:
@@ -110,7 +115,7 @@ def test_a_broker_that_wants_keys_and_a_token_gets_them(files: list[str], tmp_pa
     ask = "from streampack_services.http.http_client import fetch_status; print(fetch_status(None, 60)['run'])\n"
     done = run(files, python(ask + COUNT, "0"))
     assert (done.returncode, done.stdout) == (0, "streampack\n600\n"), done.stderr
-    assert "WARNING" not in done.stderr
+    assert not warnings(done.stderr)
 
 
 def test_two_runs_on_a_machine_do_not_meet(files: list[str]) -> None:
