@@ -1,6 +1,6 @@
 """Ray under kills: Ray Data writes, Ray Train reads with 4, 2 and 4 workers, and actors, tasks and nodes are killed.
 
-    python -m benchmarks.on_ray --kills 30
+    python -m benchmarks.on_ray --kills 30 [--standby]
 
 Three nodes on this machine, 100 MB for objects each, fractional CPUs. The digests must be those of a run without kills,
 and each written row must be in exactly one step. Then: the rows that a resume reads again, beside a Ray Data loader,
@@ -28,10 +28,10 @@ STEPS, ROWS, BLOCKS = 20, 240, 6
 READ_STEPS = 100
 
 
-def under_kills(nodes: programs.RayNodes, folder: Path, kills: int, every_s: float) -> None:
+def under_kills(nodes: programs.RayNodes, folder: Path, kills: int, every_s: float, standby: bool) -> None:
     """Train and write while things are killed, and check every step and every row."""
     calm = programs.calm(folder, 3 * STEPS)
-    broker, producers = programs.settings(folder)
+    broker, producers = programs.settings(folder, standby=standby)
     service = programs.start(broker, producers)
     began = time.monotonic()
     killer = programs.Killer(nodes, service, kills, every_s, seed=7)
@@ -44,6 +44,7 @@ def under_kills(nodes: programs.RayNodes, folder: Path, kills: int, every_s: flo
             over = len(killer.killed) >= kills and trained.is_set()
             programs.write(range(written, written + ROWS), BLOCKS, end=over)
             written += ROWS
+            print(f"{time.monotonic() - began:6.0f} s: {written} rows written, {len(killer.killed)} kills", flush=True)
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -117,10 +118,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--every", type=float, default=8.0, help="seconds between kills")
+    parser.add_argument("--standby", action="store_true", help="run a standby of the broker on another node")
+    parser.add_argument("--only", choices=["kills", "resume"], help="the kills, or the rows that a resume reads again")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other, programs.cluster() as nodes:
-        under_kills(nodes, Path(one), asked.kills, asked.every)
-        read_again(Path(other))
+        if asked.only != "resume":
+            under_kills(nodes, Path(one), asked.kills, asked.every, asked.standby)
+        if asked.only != "kills":
+            read_again(Path(other))
 
 
 if __name__ == "__main__":

@@ -252,7 +252,7 @@ def a_client_does_not_ping(patch: Patch) -> None:
     wrap(patch, ClientSession, "_tick", lambda original, self, now: _without(original(self, now), ReaderPing))
 
 
-@mutant("R9")
+@mutant("R9", first=33)
 def a_client_does_not_ask_again(patch: Patch) -> None:
     wrap(patch, ClientSession, "_tick", lambda original, self, now: _without(original(self, now), Get))
 
@@ -264,7 +264,7 @@ def a_producer_does_not_say_how_far_it_has_sent(patch: Patch) -> None:
     )
 
 
-@mutant("R9", first=85)
+@mutant("R9", first=101)
 def a_producer_says_the_end_once(patch: Patch) -> None:
     wrap(
         patch,
@@ -274,7 +274,7 @@ def a_producer_says_the_end_once(patch: Patch) -> None:
     )
 
 
-@mutant("R9", first=29)
+@mutant("R9", first=97)
 def a_producer_does_not_ping(patch: Patch) -> None:
     wrap(patch, ProducerSession, "_tick", lambda original, self, now: _without(original(self, now), ProducerPing))
 
@@ -430,7 +430,7 @@ def a_feed_goes_back_without_new_sessions(patch: Patch) -> None:
     wrap(patch, Leases, "go_to", go_to)
 
 
-@mutant("rounds")
+@mutant("rounds", first=26)
 def a_choice_from_before_a_feed_went_back_is_taken(patch: Patch) -> None:
     def formed(original: Any, self: Feed, event: Formed) -> Any:
         return original(self, msgspec.structs.replace(event, generation=self.planner.generation))
@@ -476,11 +476,11 @@ def ranks_get_other_steps_when_the_record_of_the_first_is_lost(patch: Patch) -> 
     a_step_goes_out_before_its_record_is_safe(patch)
 
 
-mutant("R2", ARRIVAL, first=188)(ranks_get_other_steps_when_the_record_of_the_first_is_lost)
+mutant("R2", ARRIVAL, first=305)(ranks_get_other_steps_when_the_record_of_the_first_is_lost)
 mutant("R2", work_s=SLOW_S)(a_step_goes_out_before_its_record_is_safe)
 
 
-@mutant("R5", first=75)
+@mutant("R5", first=113)
 def a_process_that_was_replaced_is_not_fenced(patch: Patch) -> None:
     patch.setattr(RankRegistry, "_fence", lambda self, last, by: None)
 
@@ -552,7 +552,7 @@ def a_group_that_comes_out_of_the_log_is_none(patch: Patch) -> None:
     wrap(patch, PartitionAccounts, "recalled", recalled)
 
 
-@mutant("groups", GROUPS)
+@mutant("groups", GROUPS, first=22)
 def a_snapshot_knows_no_groups(patch: Patch) -> None:
     def state(original: Any, self: Former) -> Any:
         return msgspec.structs.replace(original(self), keeps=msgspec.UNSET)
@@ -578,7 +578,7 @@ def a_snapshot_holds_no_window(patch: Patch) -> None:
     wrap(patch, Former, "state", state)
 
 
-@mutant("R10", first=52)
+@mutant("R10", first=70)
 def a_snapshot_holds_no_pending_packs(patch: Patch) -> None:
     def state(original: Any, self: Former) -> Any:
         return msgspec.structs.replace(original(self), pending=b"", counts=[])

@@ -4,6 +4,7 @@ Ray places, names and restarts processes. ZeroMQ and shared memory carry the byt
 
 - ``installed_version``: rejects a missing Ray, or another major version.
 - ``ray_service``: ``start`` and ``shutdown`` of a named service, and its addresses.
+- ``service_actors``: names of a service's actors, and questions to them.
 - ``placement``: finds a node for each actor, and says which resource no node has.
 - ``daemon_actor``: the actor. It runs one command in a child process, and starts the child again.
 - ``repeated_metrics``: the broker's metrics through Ray, which Ray's Prometheus service discovery finds.
@@ -12,7 +13,7 @@ Ray places, names and restarts processes. ZeroMQ and shared memory carry the byt
 - ``ray_datasink``: writes a dataset of Ray Data to a pushed stream, each key once.
 - ``dataset_files``: reads the files of a dataset of Ray Data in a recorded order instead.
 
-A service is the broker of one run and its producers. Its actors are detached and named
+A service is the broker of one run, its standby if it has one, and its producers. Its actors are detached and named
 ``streampack/SERVICE/broker`` and so on, in Ray's namespace ``streampack``. An actor that Ray restarts has no state of
 its own: the broker's state is its log, and a producer's place is in the broker.
 """

@@ -23,12 +23,11 @@ import ray
 
 from streampack.integrations.ray.daemon_child import SupervisedChild, write_config
 from streampack.integrations.ray.repeated_metrics import EVERY_S, RepeatedMetrics
+from streampack.integrations.ray.service_actors import STANDBY, active_broker
 from streampack.transport.relay_socket import default_relay, is_served
 
 log = logging.getLogger("streampack.ray")
 
-NAMESPACE = "streampack"
-"""Ray's namespace of all actors, so that jobs of any namespace find them."""
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """Ports of brokers, which end below Linux's first ephemeral port, 32,768."""
 OVER = "all delivered: "
@@ -36,13 +35,10 @@ OVER = "all delivered: "
 HEALTH = "health"
 """Group of calls that Ray answers in threads of their own, also while the daemon is being stopped."""
 SIDES = ("producers", "trainers", "http")
+BETWEEN = "standby"
+"""Name of the address at which the active broker sends its log to the standby."""
 FOLLOW_S = 2.0
 """Seconds between two looks of a producer or a relay at the broker's address."""
-
-
-def actor_name(service: str, part: str) -> str:
-    """Return the name of an actor of a service; ``part`` is ``broker``, ``producer-0`` and so on."""
-    return f"streampack/{service}/{part}"
 
 
 class DaemonActor:
@@ -50,14 +46,15 @@ class DaemonActor:
 
     Args:
         service: Name of the service.
+        part: Name of this actor in the service.
         command: ``broker``, ``produce`` or ``relay``.
         settings: Contents of broker.yaml or producer.yaml as JSON; empty for a relay.
         folder: Working folder of the daemon, to which relative paths refer.
     """
 
-    def __init__(self, service: str, command: str, settings: str, folder: str) -> None:
+    def __init__(self, service: str, part: str, command: str, settings: str, folder: str) -> None:
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-        self._service, self._command, self._settings = service, command, settings
+        self._service, self._part, self._command, self._settings = service, part, command, settings
         self._near = Path(tempfile.mkdtemp(prefix="streampack-ray-"))
         self._address = ""
         """The broker's address that a producer or a relay was started with."""
@@ -78,12 +75,14 @@ class DaemonActor:
         """Return the state of the daemon.
 
         Returns:
-            ``failures`` and ``failure``: number of ends, and the last one in words. ``pid``, ``node``: place of the
-            process. ``done``: True if the daemon has delivered everything, or was stopped. For a broker that is ready
-            also ``producers``, ``trainers`` and ``http``, its addresses. For a relay that is ready ``listen``.
+            ``part``: name of this actor in the service. ``failures`` and ``failure``: number of ends, and the last one
+            in words. ``pid``, ``node``: place of the process. ``done``: True if the daemon has delivered everything,
+            or was stopped. For a broker that is active also ``producers``, ``trainers`` and ``http``, its addresses,
+            and ``epoch``. For a relay that is ready ``trainers``, the broker's address with which readers find it.
         """
         child = self._child
         found: dict[str, Any] = {
+            "part": self._part,
             "failures": child.failures,
             "failure": child.last_failure,
             "pid": child.pid,
@@ -94,7 +93,7 @@ class DaemonActor:
         if self._command == "broker" and child.pid is not None:
             found |= self._own_addresses()
         if self._command == "relay" and self._address and is_served(default_relay(self._address)):
-            found["listen"] = default_relay(self._address)
+            found["trainers"] = self._address
         return found
 
     def stop(self) -> None:
@@ -107,11 +106,7 @@ class DaemonActor:
     def _words(self) -> list[str]:
         """Return the arguments of the daemon's command, with the addresses that hold now."""
         if self._command == "broker":
-            tree = json.loads(self._settings)
-            self._file = Path(tree.setdefault("rendezvous", str(self._near / "rendezvous.json")))
-            tree["listen"] = addresses(self._service) | (tree.get("listen") or {})
-            self._file.unlink(missing_ok=True)
-            return ["broker", "-c", str(write_config(tree, self._near / "broker.yaml"))]
+            return self._broker_words()
         side = "producers" if self._command == "produce" else "trainers"
         self._address = self._wait_for_broker(side)
         if self._command == "relay":
@@ -119,11 +114,25 @@ class DaemonActor:
         tree = json.loads(self._settings) | {"broker": self._address}
         return ["produce", "-c", str(write_config(tree, self._near / "producer.yaml"))]
 
-    def _own_addresses(self) -> dict[str, str]:
-        """Return the addresses that this broker has written once it was ready; empty before."""
+    def _broker_words(self) -> list[str]:
+        """Return the arguments of the broker, with addresses on this node and, for one with a standby, its own log."""
+        tree = json.loads(self._settings)
+        self._file = Path(tree.setdefault("rendezvous", str(self._near / "rendezvous.json")))
+        self._file.unlink(missing_ok=True)
+        free = addresses(self._service if self._part != STANDBY else f"{self._service}/{STANDBY}")
+        between = free.pop(BETWEEN)
+        tree["listen"] = free | (tree.get("listen") or {})
+        if tree.get("standby"):
+            tree["standby"] = {"name": self._part, "listen": between} | tree["standby"]
+            tree["state_dir"] = str(Path(tree["state_dir"]) / self._part)
+        words = ["broker", "-c", str(write_config(tree, self._near / "broker.yaml"))]
+        return [*words, "--standby"] if self._part == STANDBY else words
+
+    def _own_addresses(self) -> dict[str, Any]:
+        """Return the addresses that this broker has written once it was active, and its epoch; empty before."""
         try:
             found = json.loads(self._file.read_text())
-            return {side: found[side] for side in SIDES}
+            return {name: found[name] for name in (*SIDES, "epoch")}
         except (OSError, ValueError, KeyError, AttributeError):
             return {}
 
@@ -145,13 +154,9 @@ class DaemonActor:
         raise RuntimeError("the service is stopping")
 
     def _broker_address(self, side: str) -> str | None:
-        """Return the address of the service's broker for ``side``; None if it does not answer or is not ready."""
-        try:
-            broker = ray.get_actor(actor_name(self._service, "broker"), NAMESPACE)
-            found: str | None = ray.get(broker.where.remote(), timeout=10.0).get(side)
-        except (ValueError, ray.exceptions.RayError):  # no such actor yet, or none that answers
-            return None
-        return found
+        """Return the address of the active broker for ``side``, with that of its standby; None if none is ready."""
+        found = active_broker(self._service)
+        return None if found is None else found[side]
 
     def _follow(self) -> None:
         """Start the daemon again when its broker listens at another address."""
@@ -160,7 +165,7 @@ class DaemonActor:
             if self._child.is_done:
                 return
             found = self._broker_address(side)
-            if found is not None and self._address and found != self._address:
+            if found is not None and self._address and found.split(",")[0] not in self._address.split(","):
                 log.warning("the broker of service %r listens at %s now", self._service, found)
                 self._child.restart()
 
@@ -181,11 +186,12 @@ def addresses(service: str) -> dict[str, str]:
             except OSError:
                 continue
             ports.append(port)
-            if len(ports) == len(SIDES):
+            if len(ports) == len(SIDES) + 1:
                 break
-    producers, trainers, http = ports
+    producers, trainers, http, standby = ports
     return {
         "producers": f"tcp://{literal}:{producers}",
         "trainers": f"tcp://{literal}:{trainers}",
         "http": f"{literal}:{http}",
+        BETWEEN: f"tcp://{literal}:{standby}",
     }

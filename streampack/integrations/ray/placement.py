@@ -2,18 +2,26 @@
 
 Ray lets an actor wait forever for resources that no node has. A broker whose log is on a local disk should come back to
 its node. So the actor asks for one node, and Ray may choose another only if that node is gone.
+
+A broker and its standby must not be lost together. A placement group keeps them on two nodes, also after a loss.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from streampack.errors import UserError
 
+log = logging.getLogger("streampack.ray")
+
+LEAST_CPUS = 0.001
+"""CPUs that a placement group holds for an actor that needs no resources, since a group cannot hold none."""
 PLACED_BY = ("scheduling_strategy", "label_selector")
 """Options with which a user places an actor."""
 
@@ -50,6 +58,43 @@ def placed(options: Mapping[str, Any], what: str, nodes: list[dict[str, Any]] | 
         return dict(options)
     best = max(able, key=lambda node: (node["Resources"].get("CPU", 0), node["NodeID"]))
     return dict(options) | {"scheduling_strategy": NodeAffinitySchedulingStrategy(best["NodeID"], soft=True)}
+
+
+def placed_apart(options: Mapping[str, Any], group: str, what: str) -> list[dict[str, Any]]:
+    """Return the options of two actors, each with a place of its own on a node of its own.
+
+    Args:
+        options: Options of each actor, as for ``ray.remote``.
+        group: Name of the placement group, which is created unless it exists. ``release`` removes it.
+        what: Name of the actors' daemons, for the error.
+
+    Raises:
+        UserError: No node has the resources, however long the actors wait.
+    """
+    alone = placed(options, what)
+    if any(name in options for name in PLACED_BY):
+        return [alone, alone]
+    if sum(node["Alive"] for node in ray.nodes()) < 2:
+        log.warning("%s: the cluster has one node, so both are on it. A standby needs a second node", what)
+    found = _group(group)
+    if found is None:
+        bundle = wanted_resources(options) or {"CPU": LEAST_CPUS}
+        found = ray.util.placement_group([bundle, bundle], strategy="SPREAD", name=group, lifetime="detached")
+    return [dict(options) | {"scheduling_strategy": PlacementGroupSchedulingStrategy(found, i)} for i in range(2)]
+
+
+def release(group: str) -> None:
+    """Remove a placement group. One that does not exist is no error."""
+    if (found := _group(group)) is not None:
+        remove_placement_group(found)
+
+
+def _group(name: str) -> PlacementGroup | None:
+    """Return the placement group of this name, of any of Ray's namespaces; None if there is none."""
+    for key, each in placement_group_table().items():
+        if each["name"] == name and each["state"] != "REMOVED":
+            return PlacementGroup(ray.PlacementGroupID(bytes.fromhex(key)))
+    return None
 
 
 def waiting_text(options: Mapping[str, Any], what: str) -> str:

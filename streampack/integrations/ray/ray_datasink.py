@@ -24,9 +24,9 @@ from ray.data.block import BlockAccessor
 from streampack.core.layout.step_frames import INPUT_IDS
 from streampack.core.sessions.push_session import KEYS_FULL, SILENT
 from streampack.errors import DataStall, PeerError, Rejected, UserError
-from streampack.integrations.ray.daemon_actor import NAMESPACE
 from streampack.integrations.ray.installed_version import check_ray
-from streampack.integrations.ray.ray_service import BROKER, ask, wait_for_broker
+from streampack.integrations.ray.ray_service import wait_for_broker
+from streampack.integrations.ray.service_actors import BROKER, NAMESPACE, ask
 from streampack.producer.push import Producer
 
 log = logging.getLogger("streampack.ray")

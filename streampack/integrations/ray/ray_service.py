@@ -19,15 +19,24 @@ from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig, ProducerConfig
 from streampack.config.typed_yaml import convert, read_tree
 from streampack.errors import ConfigError, StreampackError, Unreachable, UserError
-from streampack.integrations.ray.daemon_actor import HEALTH, NAMESPACE, DaemonActor, actor_name
+from streampack.integrations.ray.daemon_actor import HEALTH, DaemonActor
 from streampack.integrations.ray.installed_version import check_ray
-from streampack.integrations.ray.placement import placed, waiting_text
+from streampack.integrations.ray.placement import placed, placed_apart, release, waiting_text
+from streampack.integrations.ray.service_actors import (
+    ANSWER_S,
+    BROKER,
+    NAMESPACE,
+    RELAY,
+    STANDBY,
+    active_broker,
+    actor_name,
+    ask,
+    parts_of,
+    services,
+)
 
 POLL_S = 0.2
-ANSWER_S = 10.0
-"""Seconds for an actor's answer before it is asked again."""
 CALLS = {"max_restarts": -1, "max_task_retries": -1, "lifetime": "detached", "namespace": NAMESPACE}
-BROKER, RELAY = "broker", "relay"
 Config = str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -51,8 +60,9 @@ class Service:
             timeout_s: Seconds to wait until the broker is ready, as after a restart.
 
         Returns:
-            ``producers`` and ``trainers``, addresses for programs without Ray; ``http``, the URL of status and
-            metrics; ``pid`` and ``node``, the place of the broker's process.
+            ``producers`` and ``trainers``, addresses for programs without Ray. ``http``, the URL of status and metrics.
+            ``pid`` and ``node``, the place of the broker's process. ``part``, ``broker`` or ``standby``. With a
+            standby that has joined, addresses are two, separated by a comma, with that of the active broker first.
 
         Raises:
             UserError: There is no such service.
@@ -86,18 +96,20 @@ def start(
 ) -> Service:
     """Start a broker and its producers as actors, or find those of a service that runs; return once they are ready.
 
-    Ray restarts the actors, and they outlive the job that started them. ``shutdown`` ends them.
+    Ray restarts the actors, and they outlive the job that started them. ``shutdown`` ends them. If the broker's
+    settings have ``standby``, a second broker starts on another node, and takes over if the first one is lost.
 
     Args:
         name: Name of the service, by which ``connect`` and ``Datasink`` find it.
         broker: Path of broker.yaml, or its contents as a dict. Relative paths refer to the current folder. Addresses
             that it does not have under ``listen`` are chosen on the actor's node. Set ``state_dir`` to a folder that
-            the nodes share, so that the log survives the loss of a node.
+            the nodes share, or set ``standby``, so that the log survives the loss of a node. With ``standby``, each
+            broker uses a folder of its own in ``state_dir``, and ``standby`` needs the key ``arbiter`` alone.
         producers: Path of producer.yaml or its contents. Default: no producers, as for streams that are only pushed.
             The key ``broker`` is not needed.
         num_producers: Number of actors that produce. Ray spreads them over the nodes.
-        broker_options: Options of the broker's actor, as for ``ray.remote``, such as ``{"num_cpus": 2}``. Default:
-            one CPU, on a node that Ray changes only if the node is gone.
+        broker_options: Options of the broker's actor and the standby's, as for ``ray.remote``, such as
+            ``{"num_cpus": 2}``. Default: one CPU, on a node that Ray changes only if the node is gone.
         producer_options: Options of each producer's actor. Default: one CPU for each of its ``processes``.
         timeout_s: Seconds to wait until the broker is ready. The first start on a machine compiles kernels, which takes
             25 s or more.
@@ -118,6 +130,8 @@ def start(
         raise UserError(f"got name={name!r}, expected a name without '/'. Choose another name")
     tree = _broker_tree(broker, name)
     parts = {BROKER: (BROKER, tree, {"num_cpus": 1} | dict(broker_options or {}))}
+    if "standby" in tree:
+        parts[STANDBY] = parts[BROKER]
     if producers is not None:
         produced, processes = _producer_tree(producers)
         options = {"num_cpus": processes, "scheduling_strategy": "SPREAD"} | dict(producer_options or {})
@@ -125,6 +139,9 @@ def start(
     if not ray.is_initialized():
         ray.init()
     places = {part: placed(options, f"the {part} of service {name!r}") for part, (_, _, options) in parts.items()}
+    if STANDBY in parts:
+        both = placed_apart(parts[BROKER][2], actor_name(name, BROKER), f"the broker and standby of service {name!r}")
+        places |= dict(zip((BROKER, STANDBY), both, strict=True))
     begun: list[str] = []
     try:
         for part, (command, settings, _) in parts.items():
@@ -135,12 +152,16 @@ def start(
     except BaseException:
         for part in begun:
             _end(name, part, gently=False)
+        if BROKER in begun:
+            release(actor_name(name, BROKER))
         raise
     return Service(name)
 
 
 def shutdown(name: str) -> None:
     """End a service: its producers and relays, then its broker, which first delivers the steps that are formed.
+
+    A standby ends before the broker that is active then, so that it does not take over.
 
     Args:
         name: Name of the service. A service that does not run is no error.
@@ -149,8 +170,11 @@ def shutdown(name: str) -> None:
         >>> packs.shutdown("sft-8b")  # doctest: +SKIP
     """
     check_ray()
-    for part in sorted(parts_of(name), key=lambda part: part == BROKER):
+    found = active_broker(name)
+    active = BROKER if found is None else found["part"]
+    for part in sorted(parts_of(name), key=lambda part: (part in (BROKER, STANDBY), part == active)):
         _end(name, part, gently=True)
+    release(actor_name(name, BROKER))
 
 
 def start_relay(service: str, node_id: str) -> None:
@@ -160,22 +184,6 @@ def start_relay(service: str, node_id: str) -> None:
     _begin(service, part, RELAY, {}, {"num_cpus": 0, "scheduling_strategy": where})
 
 
-def parts_of(service: str) -> list[str]:
-    """Return the names of a service's actors in the service, such as ``broker``."""
-    begin = actor_name(service, "")
-    named = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE]
-    return sorted(each.removeprefix(begin) for each in named if each.startswith(begin))
-
-
-def ask(service: str, part: str, method: str) -> Any:
-    """Call a method of an actor, and return the answer; None if there is no such actor, or it does not answer now."""
-    try:
-        actor = ray.get_actor(actor_name(service, part), NAMESPACE)
-        return ray.get(getattr(actor, method).remote(), timeout=ANSWER_S)
-    except (ValueError, ray.exceptions.RayError):
-        return None
-
-
 def wait_for_broker(service: str, timeout_s: float) -> dict[str, Any]:
     """Return the state of a service's broker once it is ready.
 
@@ -183,24 +191,18 @@ def wait_for_broker(service: str, timeout_s: float) -> dict[str, Any]:
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        found = ask(service, BROKER, "where")
-        if found is not None and "trainers" in found:
-            return dict(found)
-        if found is None and BROKER not in parts_of(service):
+        if (found := active_broker(service)) is not None:
+            return found
+        if not {BROKER, STANDBY} & set(parts_of(service)):
             raise UserError(
-                f"got no service {service!r}, expected one of: {', '.join(_services()) or 'none runs'}. Start it: "
+                f"got no service {service!r}, expected one of: {', '.join(services()) or 'none runs'}. Start it: "
                 f"streampack.integrations.ray.start({service!r}, ...)"
             )
         if time.monotonic() > deadline:
-            why = f": {found['failure']}" if found and found["failure"] else ""
+            state = ask(service, BROKER, "where")
+            why = f": {state['failure']}" if state and state["failure"] else ""
             raise Unreachable(f"service {service!r}: got no broker that is ready within {timeout_s:g} s{why}")
         time.sleep(POLL_S)
-
-
-def _services() -> list[str]:
-    """Return the names of the services that run."""
-    named = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE]
-    return sorted({each.split("/")[1] for each in named if each.count("/") == 2})
 
 
 def _begin(service: str, part: str, command: str, settings: dict[str, Any], options: dict[str, Any]) -> bool:
@@ -213,7 +215,7 @@ def _begin(service: str, part: str, command: str, settings: dict[str, Any], opti
     if known is None:
         kind = ray.remote(concurrency_groups={HEALTH: 4})(DaemonActor)
         kind.options(**CALLS, **options, name=actor_name(service, part), get_if_exists=True).remote(
-            service, command, wanted, os.getcwd()
+            service, part, command, wanted, os.getcwd()
         )
         return True
     if known != wanted:
@@ -229,7 +231,7 @@ def _wait_until_ready(service: str, part: str, options: Mapping[str, Any], deadl
     what = f"the {part} of service {service!r}"
     while True:
         found = ask(service, part, "where")
-        if found is not None and (part != BROKER or "trainers" in found):
+        if found is not None and (part != BROKER or active_broker(service) is not None):
             return
         if found is not None and found["failures"] > 1:
             raise StreampackError(f"{what} cannot start: {found['failure']}")
@@ -275,12 +277,22 @@ def _tree(given: Config) -> dict[str, Any]:
 
 
 def _broker_tree(given: Config, name: str) -> dict[str, Any]:
-    """Return the settings of a broker, checked, with an absolute ``state_dir`` and the service's name as its run."""
+    """Return the settings of a broker, checked, with absolute paths and the service's name as its run."""
     tree = {"run": name} | _tree(given)
-    checked(convert(tree, BrokerConfig, "broker"))
+    config = checked(convert(tree, BrokerConfig, "broker"))
     for key in ("state_dir", "rendezvous"):
         if tree.get(key):
             tree[key] = str(Path(tree[key]).absolute())
+    if config.standby is None:
+        tree.pop("standby", None)
+        return tree
+    if "rendezvous" in tree:
+        raise ConfigError(
+            "rendezvous: got a path, expected none with `standby` on Ray, because two brokers would write it. Clients "
+            "find the service by its name"
+        )
+    if "://" not in config.standby.arbiter:
+        tree["standby"] |= {"arbiter": str(Path(config.standby.arbiter).absolute())}
     return tree
 
 

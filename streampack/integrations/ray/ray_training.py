@@ -27,7 +27,8 @@ from streampack.client.ranks import mesh_of
 from streampack.core.model.mesh import Mesh
 from streampack.errors import StateError, UserError
 from streampack.integrations.ray.installed_version import check_ray
-from streampack.integrations.ray.ray_service import ask, start_relay, wait_for_broker
+from streampack.integrations.ray.ray_service import start_relay, wait_for_broker
+from streampack.integrations.ray.service_actors import active_broker, ask
 
 log = logging.getLogger("streampack.ray")
 
@@ -75,10 +76,10 @@ def connect(
     check_ray()
     found = wait_for_broker(name, timeout_s)
     place = _place(mesh, order)
-    _offer_relay(name, relay, found["node"], timeout_s)
-    loader = connect_client(found["trainers"], mesh=place, timeout_s=timeout_s, **options)
+    address = _offer_relay(name, relay, found["node"], timeout_s) or found["trainers"]
+    loader = connect_client(address, mesh=place, timeout_s=timeout_s, **options)
     watch = threading.Thread(
-        target=_follow, args=(weakref.ref(loader), name, found["trainers"]), name="streampack-follow", daemon=True
+        target=_follow, args=(weakref.ref(loader), name, address), name="streampack-follow", daemon=True
     )
     watch.start()
     return loader
@@ -159,8 +160,11 @@ def _place(mesh: Any, order: str | None) -> Mesh | Any:
     return mesh_of(mesh, order or "dp", {"RANK": str(rank), "WORLD_SIZE": str(size)})
 
 
-def _offer_relay(name: str, wanted: bool | None, broker_node: str, timeout_s: float) -> None:
-    """Start a relay on this node if it saves bytes, and wait until it listens."""
+def _offer_relay(name: str, wanted: bool | None, broker_node: str, timeout_s: float) -> str | None:
+    """Start a relay on this node if it saves bytes, and wait until it listens.
+
+    Returns the broker's address with which readers find the relay; None without a relay.
+    """
     node = ray.get_runtime_context().get_node_id()
     if wanted is None:
         try:
@@ -169,15 +173,16 @@ def _offer_relay(name: str, wanted: bool | None, broker_node: str, timeout_s: fl
             several = False
         wanted = several and node != broker_node
     if not wanted:
-        return
+        return None
     start_relay(name, node)
     stop = threading.Event()
     for _ in range(int(timeout_s / 0.2)):
         found = ask(name, f"relay-{node}", "where")
-        if found is not None and "listen" in found:
-            return
+        if found is not None and "trainers" in found:
+            return str(found["trainers"])
         stop.wait(0.2)
     log.warning("the relay of service %r on this node did not start; reading from the broker itself", name)
+    return None
 
 
 def _follow(client: weakref.ref[Client[Any]], name: str, known: str) -> None:
@@ -190,7 +195,7 @@ def _follow(client: weakref.ref[Client[Any]], name: str, known: str) -> None:
         if loader.silent_s > SILENT_S:
             found = None
             with contextlib.suppress(Exception):  # Ray ends while a program ends
-                found = ask(name, "broker", "where")
+                found = active_broker(name)
             if found is not None and found.get("trainers", known) != known:
                 known = found["trainers"]
                 loader.move_to(known)

@@ -36,7 +36,7 @@ MB = 2**20
 
 
 @contextlib.contextmanager
-def cluster(cpus: float = 1, workers: int = 2) -> Iterator[RayNodes]:
+def cluster(cpus: float = 2, workers: int = 2) -> Iterator[RayNodes]:
     """A cluster of a head and ``workers`` nodes with addresses of their own, 127.0.0.2 and so on."""
     found = RayNodes(cpus)
     try:
@@ -136,7 +136,7 @@ def calm(folder: Path, steps: int) -> dict[int, str]:
         return {step.index: step.digest for step, _ in zip(loader.steps(), range(steps), strict=False)}
 
 
-def settings(folder: Path, partitions: int = 4) -> tuple[dict[str, Any], dict[str, Any]]:
+def settings(folder: Path, partitions: int = 4, standby: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """broker.yaml and producer.yaml: a feed of files in order, and a feed of what is pushed."""
     file = folder / "text.jsonl"
     file.write_text("".join(json.dumps({"text": f"{i} " * (1 + i % 9)}) + "\n" for i in range(2000)))
@@ -147,6 +147,8 @@ def settings(folder: Path, partitions: int = 4) -> tuple[dict[str, Any], dict[st
         "streams": {"text": {"repeat": True}, "docs": {"pushed": True, "partitions": partitions}},
         "feeds": {"train": {"streams": ["text"]}, "docs": {"streams": ["docs"], "merge": "arrival"}},
     }
+    if standby:
+        broker["standby"] = {"arbiter": str(folder / "arbiter"), "on_loss": "go_on"}
     return broker, {"streams": {"text": {"source": "jsonl", "shards": str(file)}}}
 
 

@@ -1,6 +1,6 @@
 """On Ray: Ray Data writes and Ray Train reads on three nodes, while daemons, tasks and actors are killed.
 
-``benchmarks/on_ray.py`` does the same with 30 kills and with 4, 2 and 4 workers.
+``RAY_KILLS=10 pytest ...`` also kills nodes, and trains with 4, 2 and 4 workers, as ``benchmarks/on_ray.py`` does.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import urllib.request
 import warnings
@@ -29,7 +31,9 @@ from tests.integration.running import until
 
 packs, ray = programs.packs, programs.ray
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(580)]
-STEPS, ROWS = 12, 240
+ROOT = Path(__file__).parents[3]
+STEPS, ROWS = 8, 160
+KILLS = int(os.environ.get("RAY_KILLS", "0"))
 
 
 @pytest.fixture(scope="module")
@@ -41,24 +45,48 @@ def nodes() -> Iterator[programs.RayNodes]:
 @pytest.fixture(scope="module")
 def service(nodes: programs.RayNodes, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     folder = tmp_path_factory.mktemp("ray")
-    broker, producers = programs.settings(folder)
+    broker, producers = programs.settings(folder, standby=True)
     return programs.start(broker, producers), folder
 
 
 def test_kills_change_no_step_and_each_row_is_delivered_once(service: tuple[Any, Path], tmp_path: Path) -> None:
     run, folder = service
     calm = programs.calm(tmp_path, STEPS)
-    writer = threading.Thread(target=programs.write, args=(range(ROWS), 6, True), daemon=True)
+    writer = threading.Thread(target=programs.write, args=(range(ROWS), 4, True), daemon=True)
     writer.start()
-    for kind in ("daemon", "write", "actor"):  # and a node: benchmarks/on_ray.py, for a process that Ray may end
+    for kind in ("daemon", "write", "actor"):
         if kind == "write":
             programs.until_killed(("Write",), lambda: not writer.is_alive())
         else:
             os.kill(run.where(300)["actor_pid" if kind == "actor" else "pid"], signal.SIGKILL)
-    programs.train(2, folder, STEPS, every=6)
+    programs.train(2, folder, STEPS, every=4)
     writer.join()
     assert programs.notes(folder) == {step: {digest} for step, digest in calm.items()}
     assert sorted(programs.delivered()) == programs.expected(range(ROWS))
+
+
+@pytest.mark.skipif(not KILLS, reason="takes minutes; set RAY_KILLS=10")
+def test_kills_of_nodes_too_change_no_step_for_4_2_and_4_workers() -> None:
+    """In a process of its own, since Ray may end a program that loses a node."""
+    words = ["-m", "benchmarks.on_ray", "--only", "kills", "--kills", str(KILLS), "--every", "4", "--standby"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60 * KILLS, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert sum(found["kills"].values()) >= KILLS
+    assert (found["steps_that_differ"], found["rows_lost"], found["rows_twice"]) == ([], 0, 0)
+
+
+def test_a_standby_runs_on_another_node_and_takes_over(service: tuple[Any, Path]) -> None:
+    run, _ = service
+    states = run.states()
+    assert states["broker"]["node"] != states["standby"]["node"]
+    before = run.where()
+    other = {"broker": "standby", "standby": "broker"}[before["part"]]
+    until(lambda: "," in run.where()["trainers"])  # the other one has joined
+    ray.get(ray.get_actor(f"streampack/{programs.NAME}/{before['part']}", "streampack").stop.remote())
+    after = run.where()
+    assert (after["part"], after["node"]) == (other, states[other]["node"])
+    assert after["epoch"] > before["epoch"]
 
 
 def test_ray_exports_the_metrics_of_the_broker(service: tuple[Any, Path]) -> None:
@@ -80,7 +108,7 @@ def test_ray_exports_the_metrics_of_the_broker(service: tuple[Any, Path]) -> Non
 
 def test_the_same_settings_find_the_running_service_and_others_are_rejected(service: tuple[Any, Path]) -> None:
     run, folder = service
-    broker, producers = programs.settings(folder)
+    broker, producers = programs.settings(folder, standby=True)
     before = run.where()["pid"]
     assert programs.start(broker, producers).where()["pid"] == before
     broker["rules"]["budget"] = 64
@@ -90,7 +118,7 @@ def test_the_same_settings_find_the_running_service_and_others_are_rejected(serv
 
 def test_wrong_requests_say_what_to_do(service: tuple[Any, Path]) -> None:
     broker, _ = programs.settings(service[1])
-    with pytest.raises(UserError, match=r"got a request for CPU 99, expected at most what one node has.*CPU 1\b"):
+    with pytest.raises(UserError, match=r"got a request for CPU 99, expected at most what one node has.*CPU 2\b"):
         packs.start("huge", broker, broker_options={"num_cpus": 99})
     with pytest.raises(UserError, match=r"got no service 'none', expected one of: tried"):
         packs.connect("none", timeout_s=1)
