@@ -106,6 +106,16 @@ def test_ray_exports_the_metrics_of_the_broker(service: tuple[Any, Path]) -> Non
     assert packs.Service(programs.NAME).states()["broker"]["failures"] >= 0
 
 
+@pytest.mark.skipif(not KILLS, reason="takes more than a minute; set RAY_KILLS=10")
+def test_the_example_goes_on_with_more_workers(nodes: programs.RayNodes, tmp_path: Path) -> None:
+    there = os.environ | {"RAY_ADDRESS": nodes.cluster.address, "RAY_ENABLE_AUTO_CONNECT": "1"}
+    for words in (("2",), ("3", "4")):  # steps and workers
+        command = [sys.executable, "examples/ray_train.py", str(tmp_path / "run"), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=there, cwd=ROOT)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"metrics={{'step': {int(words[0]) - 1}" in done.stdout
+
+
 def test_the_same_settings_find_the_running_service_and_others_are_rejected(service: tuple[Any, Path]) -> None:
     run, folder = service
     broker, producers = programs.settings(folder, standby=True)
