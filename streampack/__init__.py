@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from streampack.producer.push import Producer
     from streampack.training.attention import varlen_attention
     from streampack.training.loss import packed_loss, per_sample, reduce_metrics
-    from streampack.training.masks import block_causal_mask, block_causal_mask_mod, document_ids
+    from streampack.training.masks import block_causal_mask, block_causal_mask_mod, block_mask, document_ids
 
 __all__ = [
     "Client",
@@ -53,6 +53,7 @@ __all__ = [
     "StreampackError",
     "block_causal_mask",
     "block_causal_mask_mod",
+    "block_mask",
     "connect",
     "document_ids",
     "local",
@@ -72,6 +73,7 @@ _LATER = {
     "Producer": "streampack.producer.push",
     "block_causal_mask": "streampack.training.masks",
     "block_causal_mask_mod": "streampack.training.masks",
+    "block_mask": "streampack.training.masks",
     "document_ids": "streampack.training.masks",
     "integrations": "streampack.integrations",
     "packed_loss": "streampack.training.loss",

@@ -44,6 +44,7 @@ class ConnectOptions(TypedDict, total=False):
     order: str | None
     readers: Mapping[str, Sequence[int]] | None
     device: Any
+    masks: Literal["flex"] | None
     key_file: str | Path | None
     variable_lengths: bool
     verify: bool
@@ -77,6 +78,7 @@ def connect(
     readers: Mapping[str, Sequence[int]] | None = None,
     format: str | None = None,
     device: Any = None,
+    masks: Literal["flex"] | None = None,
     key_file: str | Path | None = None,
     variable_lengths: bool = False,
     verify: bool = False,
@@ -117,6 +119,8 @@ def connect(
             - ``"padded"``: rows of padded samples [B, S]; the default for a feed with ``rules.padded``.
         device: torch device to which steps are copied ahead of use, such as ``"cuda"``. Default: tensors stay on the
             host.
+        masks: ``"flex"`` for batches with ``block_mask``, the ``BlockMask`` of FlexAttention in blocks of 128. Its
+            tables are computed with the pack and copied to ``device`` with it. Default: no masks.
         key_file: Key file made by ``streampack keys new``, if the broker requires a key. Default: the environment
             variable STREAMPACK_KEY_FILE.
         variable_lengths: True if the pipeline's stages exchange micro-batches of any shape. Padded micro-batches on a
@@ -152,7 +156,7 @@ def connect(
         if not isinstance(seconds, int | float) or not seconds > 0:
             raise UserError(f"got {name}={seconds!r}, expected seconds, more than 0")
     place = mesh_of(mesh, order)
-    views = Views(format, place, device, verify)
+    views = Views(format, place, device, verify, masks)
     _introduce_to_torch()
     patience, key = Patience(stall_timeout_s, join_timeout_s, timeout_s), find_key(key_file)
     at, read_by = _endpoint(endpoint, timeout_s), _readers(readers)

@@ -5,6 +5,7 @@ In the order in which data passes:
 - ``build``: checks the messages of a step, and derives the packs' arrays for many packs at once.
 - ``columns``: several packs of one message, with one long array for each attribute.
 - ``kernel_loader``: imports the compiled kernels of ``core.layout`` in a thread.
+- ``block_tables``: computes from boundaries which blocks of keys each block of queries sees.
 - ``slabs``: memory for packs, reused once the trainer has dropped them.
 - ``lazy``: makes the packs of a step on request, a few at a time.
 - ``pack``: the canonical pack, in numpy.

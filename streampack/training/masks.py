@@ -11,13 +11,49 @@ A mask takes T * T bytes. Attention by boundaries (``varlen_attention``, the for
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from streampack.errors import UserError
 from streampack.packs.pack import Pack
+from streampack.packs.slabs import Slabs
+from streampack.views.block_mask import BLOCK_SIZE, mask_of_tables, table_tensor
 from streampack.views.view import View, canonical
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+def block_mask(batch: Pack | View, block_size: int = BLOCK_SIZE) -> BlockMask:
+    """Return the ``BlockMask`` of a pack for FlexAttention: the mask of ``block_causal_mask``, in blocks.
+
+    Its tables are computed from the pack's boundaries, on the host. No mask is evaluated, and no device waits. A batch
+    of a loader with ``connect(..., masks="flex")`` brings its tables along; then nothing is computed. The shapes of the
+    tables depend on T', T and ``block_size`` alone.
+
+    Args:
+        batch: A pack in any format, as the loader returned it.
+        block_size: Number of queries, and of keys, in a block.
+
+    Returns:
+        A ``BlockMask`` [1, 1, T', T] on the batch's device. Its ``mask_mod`` is that of ``block_causal_mask_mod``.
+
+    Raises:
+        UserError: ``block_size`` is below 1, or ``batch`` is a mapping made from a view, which holds no pack.
+
+    Example:
+        >>> out = flex_attention(q, k, v, block_mask=block_mask(batch))  # doctest: +SKIP
+    """
+    if block_size < 1:
+        raise UserError(f"got block_size={block_size}, expected at least 1")
+    pack, tables = canonical(batch), None
+    if isinstance(batch, View) and block_size == BLOCK_SIZE:
+        tables = batch.rest.get("block_tables")
+    if tables is None:
+        tables = table_tensor(pack, block_size, Slabs()).to(_device(batch))
+    return mask_of_tables(tables, pack, block_size)
 
 
 def document_ids(batch: Pack | View, *, whole: bool = False) -> torch.Tensor:

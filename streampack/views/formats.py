@@ -40,24 +40,33 @@ if TYPE_CHECKING:
 TorchFormat = Literal["thd", "hf", "hf_shifted", "megatron", "bshd", "torchtitan", "padded"]
 """Formats whose packs are ``View`` objects; the packs of ``numpy`` are ``Pack`` objects."""
 FORMATS = (*get_args(TorchFormat), "numpy")
+MASKS = ("flex",)
+"""Attention masks that views can have, by the name of the attention that takes them."""
 
 
-def view(pack: Pack, format: str, rules: Rules) -> View:
+def view(pack: Pack, format: str, rules: Rules, masks: str | None = None) -> View:
     """Return ``pack`` as a view in a torch ``format``; ``rules`` name the fields in bfloat16."""
-    return views(Columns.of(dict(pack), pack.fields), (pack,), format, rules, Slabs())[0]
+    return views(Columns.of(dict(pack), pack.fields), (pack,), format, rules, Slabs(), masks)[0]
 
 
-def views(columns: Columns, packs: Sequence[Pack], format: str, rules: Rules, slabs: Slabs) -> list[View]:
-    """Return several packs of a message as views in ``format``; new arrays lie in memory of ``slabs``."""
+def views(
+    columns: Columns, packs: Sequence[Pack], format: str, rules: Rules, slabs: Slabs, masks: str | None = None
+) -> list[View]:
+    """Return several packs of a message as views in ``format``; new arrays lie in memory of ``slabs``.
+
+    With ``masks="flex"`` they have the tables of their ``BlockMask``.
+    """
     import torch
 
-    from streampack.views import tensors
+    from streampack.views import block_mask, tensors
 
     halves = frozenset(field.name for field in rules.fields if field.dtype == "bfloat16")
     with torch.inference_mode(False):  # a caller in inference mode may train on the pack later
         if rules.padded:
             return [padded_view(pack, format, rules, halves) for pack in packs]
         keys, rest = _of_framework(format, columns, tensors.thd(columns, halves), slabs, rules)
+        if masks:
+            rest["block_tables"] = [block_mask.table_tensor(pack, block_mask.BLOCK_SIZE, slabs) for pack in packs]
         found = zip(_by_pack(keys, packs), packs, _by_pack(rest, packs), strict=True)
         return [View(row, pack, others, rules) for row, pack, others in found]
 
@@ -91,11 +100,11 @@ def _by_pack(values: Mapping[str, list[Any]], packs: Sequence[Pack]) -> list[dic
     return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)] or [{} for _ in packs]
 
 
-def shown(pack: Pack, rules: Rules, *, format: str, device: Any) -> Any:
+def shown(pack: Pack, rules: Rules, *, format: str, device: Any, masks: str | None) -> Any:
     """Return ``pack`` in any ``format``, on ``device`` unless that is None."""
     if format == "numpy":
         return pack
-    found = view(pack, format, rules)
+    found = view(pack, format, rules, masks)
     return found if device is None else found.to(device)
 
 
@@ -103,10 +112,12 @@ class Views:
     """Converter of steps to one format and one device.
 
     The client's thread calls ``make``, and the trainer's thread calls ``arrive``. Raises UserError for an invalid
-    format, device or mesh.
+    format, mask, device or mesh.
     """
 
-    def __init__(self, format: str | None, mesh: Mesh, device: Any = None, verify: bool = False) -> None:
+    def __init__(
+        self, format: str | None, mesh: Mesh, device: Any = None, verify: bool = False, masks: str | None = None
+    ) -> None:
         has_torch = find_spec("torch") is not None
         self.format = format or ("thd" if has_torch else "numpy")
         if self.format not in FORMATS:
@@ -122,7 +133,11 @@ class Views:
             raise UserError(
                 f"got device={device!r} with format 'numpy', expected no device. To use a device, pass format='thd'"
             )
-        self._mesh, self._verify, self._given = mesh, verify, format
+        if masks is not None and masks not in MASKS:
+            raise UserError(f"got masks={masks!r}, expected one of: {', '.join(MASKS)}, or None")
+        if masks is not None and self.format == "numpy":
+            raise UserError(f"got masks={masks!r} with format 'numpy', expected a format with tensors, such as 'thd'")
+        self._mesh, self._verify, self._given, self._masks = mesh, verify, format, masks
         self._last: Step | None = None
         self._slabs = Slabs()
         self._stream = None if self.format == "numpy" else side_stream(device)
@@ -132,6 +147,11 @@ class Views:
         if rules.padded and self._given is None and self.format == "thd":
             self.format = "padded"
         check_feed(self.format, self._mesh, rules, layout)
+        if rules.padded and self._masks:
+            raise UserError(
+                f"got masks={self._masks!r} for a feed with rules.padded, expected no masks. Each row of a padded "
+                f"micro-batch is one sample, which causal attention does not mix with others"
+            )
 
     def make(self, step: Step, rules: Rules) -> Step:
         """Return ``step`` with views in place of packs, verified if requested, and on the device.
@@ -141,10 +161,11 @@ class Views:
         packs, regrouping = step.packs, step.regrouping
         if self.format != "numpy":
             assert isinstance(packs, LazyPacks), "as build_step has made them"
-            packs = packs.shown(partial(views, format=self.format, rules=rules, slabs=self._slabs))
+            packs = packs.shown(partial(views, format=self.format, rules=rules, slabs=self._slabs, masks=self._masks))
         if regrouping is not None:
             device = None if self._stream is None else self._stream.device
-            regrouping = replace(regrouping, show=partial(shown, format=self.format, device=device), read=canonical)
+            show = partial(shown, format=self.format, device=device, masks=self._masks)
+            regrouping = replace(regrouping, show=show, read=canonical)
         step = replace(step, packs=packs, regrouping=regrouping)
         if self._verify:
             check_step(step, self._mesh, rules)

@@ -11,6 +11,7 @@ from streampack.packs.pack import Pack, shapes_of, summary
 
 if TYPE_CHECKING:
     import torch
+    from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = ["View", "canonical"]
 
@@ -65,6 +66,9 @@ class View(dict[str, Any]):
         cp: int
         cp_rank: int
 
+    if TYPE_CHECKING:  # of a loader with ``masks="flex"``
+        block_mask: BlockMask
+
     canonical: Pack | None
     """The pack, in numpy; None in a mapping made from a view."""
     rest: dict[str, Any]
@@ -88,6 +92,10 @@ class View(dict[str, Any]):
     def __getattr__(self, name: str) -> Any:
         if name in View.__slots__:  # not set yet, in a copy
             raise AttributeError(name)
+        if name == "block_mask" and "block_tables" in self.rest:
+            from streampack.views.block_mask import BLOCK_SIZE, mask_of_tables
+
+            return mask_of_tables(self.rest["block_tables"], canonical(self), BLOCK_SIZE)
         for values in (self, self.rest):
             if name in values:
                 return values[name]
@@ -121,7 +129,10 @@ class View(dict[str, Any]):
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> View:
         """Return a new view with ``change`` applied once to each tensor that moves."""
-        changed = {key: change(tensor) for key, tensor in self.tensors().items()}
+        return self.with_tensors({key: change(tensor) for key, tensor in self.tensors().items()})
+
+    def with_tensors(self, changed: Mapping[int, torch.Tensor]) -> View:
+        """Return a new view with other tensors: ``id`` of a tensor in ``tensors`` -> the tensor that replaces it."""
         values, rest = ({k: changed.get(id(v), v) for k, v in kind.items()} for kind in (self, self.rest))
         return View(values, self.canonical, rest, self.rules, self.copied)
 
