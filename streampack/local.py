@@ -62,6 +62,7 @@ class LocalOptions(ConnectOptions, total=False):
     padded: bool
     window: int
     packer: str
+    max_samples_per_pack: int | None
     align: int
     shape: Any
     overlong: str
@@ -99,6 +100,7 @@ def local(
     padded: bool = False,
     window: int = 1024,
     packer: str = "exact_fill",
+    max_samples_per_pack: int | None = None,
     align: int = 1,
     shape: Any = "fixed",
     overlong: str = "error",
@@ -141,6 +143,7 @@ def local(
         padded: True for micro-batches of padded rows in place of packs; requires ``samples``.
         window: Number of samples from which the packer chooses.
         packer: Name of the packer, as for ``pack_lengths``.
+        max_samples_per_pack: Maximum number of samples of a pack. Default: only the budget limits a pack.
         align: Multiple of tokens to which samples and packs are padded.
         shape: Length of a pack: ``"fixed"`` (the budget), ``"exact"`` (its samples), ``{"multiple": n}`` or
             ``{"buckets": [n, ...]}``, in tokens.
@@ -190,6 +193,7 @@ def local(
         "fields": fields or {},
         "rules": {
             "packer": packer, "budget": budget, "window": {"samples": window}, "padded": padded,
+            "max_samples_per_pack": max_samples_per_pack,
             "step": {"samples": samples} if samples is not None else {"packs": packs},
             "align": {"sample": align, "pack": align}, "shape": shape, "overlong": overlong, "poison": poison,
             "tail": tail,

@@ -48,6 +48,8 @@ def canonical(batch: Any) -> Checked:
         case "torchtitan":
             found |= {"input_ids": keys["input"], "position_ids": keys["positions"]}
             _unrow(found, "input_ids", "labels", "position_ids")
+    if rules is not None and rules.shape == "fixed" and not rules.padded:
+        _drop_empty_segments(found, rules)
     if rules is not None and rules.padded and "attention_mask" in found:
         _flatten(found, rules)
     missing = {"cu_seqlens", "cu_seqlens_padded", "sample_ids", "slices", "position_ids"} - set(found)
@@ -79,6 +81,27 @@ def _unrow(found: dict[str, Any], *names: str) -> None:
         row = found[name]
         expect(row.ndim > 1 and row.shape[-2] == 1, name, f"got the shape {row.shape}, expected [1, T]")
         found[name] = row[..., 0, :]
+
+
+def _drop_empty_segments(found: dict[str, Any], rules: Rules) -> None:
+    """Remove what static shapes add at the end of boundaries and of samples' fields, in place.
+
+    Raises InvariantError if an added segment is not empty, or an added value is not the field's ``pad``.
+    """
+    samples, segments, bounds = found["num_samples"], found["num_segments"], found.get("cu_seqlens_padded")
+    if bounds is None or len(bounds) <= segments + 1:
+        return
+    for name in ("cu_seqlens", "cu_seqlens_padded"):
+        added = found[name][segments:]
+        equal(name, "empty segments at the end of a pack", added, np.full_like(added, added[0]))
+        found[name] = found[name][: segments + 1]
+    equal("max_seqlen", "a pack with static shapes", int(found["max_seqlen"]), rules.budget)
+    found["max_seqlen"] = int(np.diff(found["cu_seqlens_padded"]).max())
+    for field in rules.fields:
+        if field.axis == "sample":
+            added = found[field.name][samples:]
+            equal(field.name, "samples that a pack lacks", added, np.full_like(added, field.pad))
+            found[field.name] = found[field.name][:samples]
 
 
 def _restart_in_tail(found: dict[str, Any], rules: Rules | None) -> None:

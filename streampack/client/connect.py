@@ -45,6 +45,7 @@ class ConnectOptions(TypedDict, total=False):
     readers: Mapping[str, Sequence[int]] | None
     device: Any
     masks: Literal["flex"] | None
+    static_shapes: bool
     key_file: str | Path | None
     variable_lengths: bool
     verify: bool
@@ -79,6 +80,7 @@ def connect(
     format: str | None = None,
     device: Any = None,
     masks: Literal["flex"] | None = None,
+    static_shapes: bool = False,
     key_file: str | Path | None = None,
     variable_lengths: bool = False,
     verify: bool = False,
@@ -121,6 +123,9 @@ def connect(
             host.
         masks: ``"flex"`` for batches with ``block_mask``, the ``BlockMask`` of FlexAttention in blocks of 128. Its
             tables are computed with the pack and copied to ``device`` with it. Default: no masks.
+        static_shapes: True for tensors of the same shape in all packs, for one compilation and one CUDA graph.
+            Boundaries get empty segments at the end, and ``max_seqlen`` is the budget. Requires ``rules.shape: fixed``,
+            ``max_samples_per_pack``, and the format ``thd``, ``hf`` or ``hf_shifted``.
         key_file: Key file made by ``streampack keys new``, if the broker requires a key. Default: the environment
             variable STREAMPACK_KEY_FILE.
         variable_lengths: True if the pipeline's stages exchange micro-batches of any shape. Padded micro-batches on a
@@ -156,7 +161,7 @@ def connect(
         if not isinstance(seconds, int | float) or not seconds > 0:
             raise UserError(f"got {name}={seconds!r}, expected seconds, more than 0")
     place = mesh_of(mesh, order)
-    views = Views(format, place, device, verify, masks)
+    views = Views(format, place, device, verify, masks, bool(static_shapes))
     _introduce_to_torch()
     patience, key = Patience(stall_timeout_s, join_timeout_s, timeout_s), find_key(key_file)
     at, read_by = _endpoint(endpoint, timeout_s), _readers(readers)

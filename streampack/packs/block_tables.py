@@ -25,8 +25,8 @@ ALIGN = 16
 class BlockTables(NamedTuple):
     """Where the arrays of a block mask lie in one int32 array: name -> (begin, shape).
 
-    T' is the number of queries that this rank holds, T the number of keys, nQ and nK the numbers of their blocks. Of
-    each row of indices, the first ``num_blocks`` entries count. The others are the remaining blocks, so that the shape
+    T' is the number of queries that this rank holds, T the number of keys, nQ and nK the numbers of their blocks. The
+    first ``num_blocks`` entries of each row of indices count. The others are the remaining blocks, so that the shape
     depends on T', T and B alone.
 
     Example:

@@ -6,6 +6,7 @@
 - ``hf``, ``megatron``, ``bshd``, ``torchtitan``: one module for each framework; ``bshd`` is NeMo AutoModel's.
 - ``padded``: padded micro-batches, as rows.
 - ``block_mask``: makes the ``BlockMask`` of FlexAttention from a pack's block tables.
+- ``static_shapes``: gives boundaries and samples' fields one size in all packs.
 - ``view``: a pack in one format, with a framework's keys and the pack's other values.
 - ``device``: copies a step to a device ahead of use.
 

@@ -32,6 +32,7 @@ from streampack.packs.step import Step
 from streampack.views.device import side_stream
 from streampack.views.format_validation import check_feed, check_mesh
 from streampack.views.padded import padded_view
+from streampack.views.static_shapes import check_static_shapes, with_static_shapes
 from streampack.views.view import View, canonical
 
 if TYPE_CHECKING:
@@ -50,8 +51,9 @@ def view(pack: Pack, format: str, rules: Rules, masks: str | None = None) -> Vie
 
 
 def views(
-    columns: Columns, packs: Sequence[Pack], format: str, rules: Rules, slabs: Slabs, masks: str | None = None
-) -> list[View]:
+    columns: Columns, packs: Sequence[Pack], format: str, rules: Rules, slabs: Slabs, masks: str | None = None,
+    static_shapes: bool = False,
+) -> list[View]:  # fmt: skip
     """Return several packs of a message as views in ``format``; new arrays lie in memory of ``slabs``.
 
     With ``masks="flex"`` they have the tables of their ``BlockMask``.
@@ -64,7 +66,8 @@ def views(
     with torch.inference_mode(False):  # a caller in inference mode may train on the pack later
         if rules.padded:
             return [padded_view(pack, format, rules, halves) for pack in packs]
-        keys, rest = _of_framework(format, columns, tensors.thd(columns, halves), slabs, rules)
+        sized = with_static_shapes(columns, rules) if static_shapes else columns
+        keys, rest = _of_framework(format, columns, tensors.thd(sized, halves), slabs, rules)
         if masks:
             rest["block_tables"] = [block_mask.table_tensor(pack, block_mask.BLOCK_SIZE, slabs) for pack in packs]
         found = zip(_by_pack(keys, packs), packs, _by_pack(rest, packs), strict=True)
@@ -116,8 +119,9 @@ class Views:
     """
 
     def __init__(
-        self, format: str | None, mesh: Mesh, device: Any = None, verify: bool = False, masks: str | None = None
-    ) -> None:
+        self, format: str | None, mesh: Mesh, device: Any = None, verify: bool = False, masks: str | None = None,
+        static_shapes: bool = False,
+    ) -> None:  # fmt: skip
         has_torch = find_spec("torch") is not None
         self.format = format or ("thd" if has_torch else "numpy")
         if self.format not in FORMATS:
@@ -138,6 +142,7 @@ class Views:
         if masks is not None and self.format == "numpy":
             raise UserError(f"got masks={masks!r} with format 'numpy', expected a format with tensors, such as 'thd'")
         self._mesh, self._verify, self._given, self._masks = mesh, verify, format, masks
+        self._static_shapes = static_shapes
         self._last: Step | None = None
         self._slabs = Slabs()
         self._stream = None if self.format == "numpy" else side_stream(device)
@@ -147,6 +152,8 @@ class Views:
         if rules.padded and self._given is None and self.format == "thd":
             self.format = "padded"
         check_feed(self.format, self._mesh, rules, layout)
+        if self._static_shapes:
+            check_static_shapes(self.format, rules)
         if rules.padded and self._masks:
             raise UserError(
                 f"got masks={self._masks!r} for a feed with rules.padded, expected no masks. Each row of a padded "
@@ -161,7 +168,12 @@ class Views:
         packs, regrouping = step.packs, step.regrouping
         if self.format != "numpy":
             assert isinstance(packs, LazyPacks), "as build_step has made them"
-            packs = packs.shown(partial(views, format=self.format, rules=rules, slabs=self._slabs, masks=self._masks))
+            packs = packs.shown(
+                partial(
+                    views, format=self.format, rules=rules, slabs=self._slabs, masks=self._masks,
+                    static_shapes=self._static_shapes,
+                )
+            )  # fmt: skip
         if regrouping is not None:
             device = None if self._stream is None else self._stream.device
             show = partial(shown, format=self.format, device=device, masks=self._masks)

@@ -1,0 +1,151 @@
+"""Static shapes: every tensor has one shape in all packs, and means the same as without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from msgspec.structs import replace as changed
+from torch._dynamo.testing import CompileCounter
+
+import streampack
+from streampack.batch_checks.step_check import check_step
+from streampack.core.model.mesh import Mesh
+from streampack.core.model.rules import Rules
+from streampack.errors import InvariantError, UserError
+from streampack.views.device import SideStream
+from streampack.views.formats import Views
+from tests.packs.test_packs import Case, attached, cases
+from tests.views.test_formats import TWO, steps_of
+
+MOST = 7
+
+
+def rules_of(case: Case) -> Rules:
+    return changed(attached(case).rules, max_samples_per_pack=MOST)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_boundaries_and_fields_of_samples_have_one_size(case: Case) -> None:
+    case = replace(case, shape="fixed")
+    rules = rules_of(case)
+    for format in ("thd", "hf") if case.cp == 1 else ("thd",):
+        for number, step in enumerate(steps_of(case)):
+            views = Views(format, Mesh(), static_shapes=True)
+            views.fit(rules)
+            shown = views.make(step, rules)
+            for batch in shown:
+                pack = batch.canonical
+                assert batch.max_seqlen == case.budget
+                for name in ("cu_seqlens", "cu_seqlens_padded"):
+                    bounds = pack[name].tolist()
+                    assert getattr(batch, name).tolist() == bounds + bounds[-1:] * (MOST + 2 - len(bounds))
+                for field in rules.fields:
+                    if field.axis == "sample":
+                        values = getattr(batch, field.name)
+                        assert values.shape[0] == MOST
+                        real = torch.as_tensor(pack[field.name]).to(values.dtype)
+                        assert torch.equal(values[: pack.num_samples], real)
+                        assert (values[pack.num_samples :] == field.pad).all()
+            if number == 0 and case.cp == 1:
+                check_step(shown, Mesh(), rules)
+
+
+def test_verify_finds_a_segment_that_is_not_empty() -> None:
+    rules = rules_of(TWO)
+    shown = Views("thd", Mesh(), static_shapes=True).make(steps_of(TWO)[0], rules)
+    check_step(shown, Mesh(), rules)
+    shown[0]["cu_seqlens_padded"][-1] += 1
+    with pytest.raises(InvariantError, match="cu_seqlens_padded: empty segments at the end of a pack"):
+        check_step(shown, Mesh(), rules)
+
+
+def test_one_compilation_serves_packs_of_any_number_of_samples() -> None:
+    """Boundaries, fields of samples and ``max_seqlen`` are inputs of a compiled function; without, it recompiles."""
+    found = {}
+    for static in (True, False):
+        counter = CompileCounter()
+        torch._dynamo.reset()
+
+        @torch.compile(backend=counter, fullgraph=True, dynamic=False)
+        def used(ids: torch.Tensor, bounds: torch.Tensor, rewards: torch.Tensor, longest: int) -> torch.Tensor:
+            return (ids * longest).sum() + (bounds[1:] - bounds[:-1]).sum() + rewards.sum()
+
+        rng = np.random.default_rng(0)
+        samples = [{"tokens": [7] * int(length), "reward": 0.5} for length in rng.integers(1, 120, 500)]
+        reward = {"reward": {"dtype": "float32", "axis": "sample"}}
+        with streampack.local(
+            samples, budget=256, max_samples_per_pack=16, tail="drop", fields=reward, static_shapes=static
+        ) as loader:
+            for batch, _ in zip(loader, range(50), strict=False):
+                total = used(batch.input_ids, batch.cu_seqlens_padded, batch.reward, batch.max_seqlen)
+                assert total == batch.input_ids.sum() * batch.max_seqlen + 256 + 0.5 * batch.num_samples
+                if counter.frame_count > 1 and not static:
+                    break
+        found[static] = counter.frame_count
+    assert found == {True: 1, False: 2}
+
+
+def test_a_step_lies_in_one_array_on_its_device() -> None:
+    """All tensors that move, aligned and apart, with the values and the strides of those on the host."""
+    case = Case([[[5, 6, 7], [8, 9]], [[3]], [[1] * 9]], align=4, budget=12, cp=1)
+    step = Views("hf", Mesh(), masks="flex").make(steps_of(case)[0], attached(case).rules)
+    copied = SideStream(torch.device("cpu")).copy(step)
+    spans = {}
+    for there, here in zip(copied, step, strict=True):
+        assert list(there) == list(here)
+        assert there["cu_seq_lens_q"] is there["cu_seq_lens_k"], "no tensor is copied twice"
+        for one, other in zip(there.tensors().values(), here.tensors().values(), strict=True):
+            assert torch.equal(one, other)
+            assert (one.dtype, one.shape, one.is_contiguous()) == (other.dtype, other.shape, True)
+            assert one.data_ptr() % 64 == 0
+            assert one.untyped_storage().data_ptr() == copied[0].input_ids.untyped_storage().data_ptr()
+            spans[one.data_ptr()] = one.data_ptr() + one.numel() * one.element_size()
+        weights = torch.ones(len(there.padding_mask), requires_grad=True)
+        kept = (weights * there.labels[0]).sum()
+        copied[0].position_ids.mul_(2)
+        kept.backward()
+    begins = sorted(spans)
+    assert all(spans[begin] <= after for begin, after in pairwise(begins))
+
+
+def test_helpers_read_no_value_of_a_device() -> None:
+    """On the device ``meta``, whose tensors have no values, each read of a value is an error."""
+    rules = rules_of(TWO)
+    for batch in Views("thd", Mesh(), masks="flex", static_shapes=True).make(steps_of(TWO)[0], rules):
+        there = batch.to("meta")
+        with pytest.raises(RuntimeError, match="meta"):
+            there.cu_seqlens_padded[-1].item()
+        total = len(batch.padding_mask)
+        logits = torch.randn(total, 16, device="meta", requires_grad=True)
+
+        def loss_fn(rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(rows, labels, reduction="sum")
+
+        loss = streampack.packed_loss(loss_fn, logits, there, there.labels, denominator=there.step_num_loss_tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert logits.grad is not None
+        q = torch.randn(total, 2, 8, device="meta")
+        assert streampack.varlen_attention(q, q, q, there).shape == q.shape
+        assert streampack.block_mask(there).kv_indices.device.type == "meta"
+        assert streampack.document_ids(there).shape == (total,)
+
+
+@pytest.mark.parametrize(
+    ("format", "changes", "message"),
+    [
+        ("megatron", {}, r"got static_shapes with format 'megatron', expected one of: thd, hf, hf_shifted"),
+        ("numpy", {}, r"got static_shapes with format 'numpy'"),
+        ("thd", {"shape": "exact"}, r"got static_shapes for `rules.shape: exact`, expected `rules.shape: fixed`"),
+        ("thd", {"max_samples_per_pack": None}, r"got static_shapes for a feed without `max_samples_per_pack`"),
+    ],
+)
+def test_what_cannot_be_is_refused(format: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Views(format, Mesh(), static_shapes=True).fit(changed(rules_of(TWO), **changes))
