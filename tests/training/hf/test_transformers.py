@@ -132,6 +132,21 @@ def test_a_packed_loss_is_the_samples_own(model: LlamaForCausalLM, format: str, 
     assert torch.allclose(got[1], expected[1], atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore")  # of flex attention without a compiler
+@pytest.mark.parametrize("model", ["flex_attention"], indirect=True)
+def test_a_model_takes_the_block_mask_of_its_batch(model: LlamaForCausalLM) -> None:
+    samples = rows(20, seed=3)
+    for batch in batches(samples, "hf", masks="flex"):
+        with torch.no_grad():
+            found = model(**batch, attention_mask=batch.block_mask, use_cache=False).logits
+        model.set_attn_implementation("eager")
+        pairs = zip(streampack.per_sample(batch.input_ids, batch), streampack.per_sample(found, batch), strict=True)
+        for ids, logits in pairs:
+            with torch.no_grad():
+                assert torch.allclose(model(ids[None]).logits[0], logits, atol=1e-5)
+        model.set_attn_implementation("flex_attention")
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("format", ["hf", "hf_shifted", "padded"])
 def test_a_padded_loss_is_the_samples_own(model: LlamaForCausalLM, format: str, masked: bool) -> None:
