@@ -26,7 +26,8 @@ from streampack import errors, integrations, planning, views
 INTERNAL = {
     "streampack.integrations.hf_checks", "streampack.integrations.hf_isolation",
     "streampack.views.device", "streampack.views.format_validation", "streampack.views.formats", "streampack.views.hf",
-    "streampack.views.padded", "streampack.views.tensors", "streampack.views.torchtitan",
+    "streampack.views.block_mask", "streampack.views.padded", "streampack.views.static_shapes",
+    "streampack.views.tensors", "streampack.views.torchtitan",
 }  # fmt: skip
 """Modules of the public packages that users do not import. Every other module there declares ``__all__``."""
 RETURNED = {"streampack.packs.forward_packs": ["ForwardPacks"], "streampack.local": ["LocalLoader"]}

@@ -8,6 +8,7 @@ The folders stand in the order in which samples pass them:
 - ``packers``: the choice of samples that share a budget. Packers know only lengths.
 - ``form``: FORM, from the window to a step.
 - ``deal``: DEAL, from a step to the ranks of a mesh.
+- ``trees``: the prefix tree of a group whose samples begin alike.
 - ``layout``: the place of each token in a pack, and the rank that holds it.
 - ``serve``: the trainers' side: gives ranks to readers, and sends them steps.
 - ``feed``: one feed, from the merge to the readers; it owns most of these parts.

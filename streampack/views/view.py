@@ -132,7 +132,14 @@ class View(dict[str, Any]):
         return self.with_tensors({key: change(tensor) for key, tensor in self.tensors().items()})
 
     def with_tensors(self, changed: Mapping[int, torch.Tensor]) -> View:
-        """Return a new view with other tensors: ``id`` of a tensor in ``tensors`` -> the tensor that replaces it."""
+        """Return a new view with other tensors.
+
+        Args:
+            changed: ``id`` of each tensor in ``tensors()`` -> the tensor that replaces it.
+
+        Returns:
+            A new view with the same pack.
+        """
         values, rest = ({k: changed.get(id(v), v) for k, v in kind.items()} for kind in (self, self.rest))
         return View(values, self.canonical, rest, self.rules, self.copied)
 

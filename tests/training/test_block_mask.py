@@ -9,14 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import streampack
 from streampack.core.model.mesh import Mesh
+from streampack.core.trees.prefix_tree import build_tree
 from streampack.errors import UserError
+from streampack.packs.block_tables import BlockTables, fill_block_tables
 from streampack.training.masks import block_causal_mask, block_causal_mask_mod
 from streampack.views.formats import Views
+from tests.core.trees.test_prefix_tree import groups
 from tests.packs.test_packs import Case, attached
 from tests.views.test_formats import TWO, seen, steps_of
 
@@ -68,6 +72,39 @@ def test_tables_are_those_of_the_evaluated_mask_on_every_rank(case: Case, block_
     for step in steps_of(case):
         for batch in step:
             same_tables(streampack.block_mask(batch, block_size), evaluated(batch, block_size))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(groups(), min_size=1, max_size=4), st.sampled_from([1, 30]), st.sampled_from([16, 64, 128]))
+def test_tables_of_trees_are_those_of_the_evaluated_mask(
+    of_pack: list[list[NDArray[Any]]], times: int, block_size: int
+) -> None:
+    """Several trees in a pack; ``times`` makes segments longer than blocks."""
+    lengths, parents = list[int](), list[int]()
+    for rows in of_pack:
+        tree = build_tree(rows)
+        parents += [parent + len(lengths) if parent >= 0 else -1 for parent in tree.parents.tolist()]
+        lengths += (times * tree.lengths).tolist()
+    bounds, above = np.cumsum([0, *lengths], dtype=np.int32), np.array(parents, np.int32)
+    total = int(bounds[-1])
+    if not total:
+        return
+    layout = BlockTables.of(total, total, block_size, trees=True)
+    flat = np.empty(layout.size, np.int32)
+    fill_block_tables(flat, bounds, np.arange(total), block_size, above)
+    arrays = {
+        name: torch.from_numpy(flat[begin : begin + int(np.prod(shape))].reshape(shape))
+        for name, (begin, shape) in layout.places.items()
+    }
+    tin, tout = (arrays[name].long() for name in ("documents", "ends"))
+
+    def sees(_b: Any, _h: Any, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return (tin[kv] <= tin[q]) & (tin[q] < tout[kv]) & (kv <= q)
+
+    expected = create_block_mask(sees, None, None, total, total, device="cpu", BLOCK_SIZE=block_size)
+    names = [name for name in arrays if name.endswith(("_num_blocks", "_indices"))]
+    tables: dict[str, Any] = {name: arrays[name][None, None] for name in names}
+    same_tables(BlockMask((total, total), BLOCK_SIZE=(block_size, block_size), mask_mod=sees, **tables), expected)
 
 
 @pytest.mark.parametrize("format", ["thd", "hf", "hf_shifted", "megatron", "bshd", "torchtitan"])

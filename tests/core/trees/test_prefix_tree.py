@@ -1,0 +1,104 @@
+"""Prefix trees: each row is a path, each shared beginning is held once, and runs of a split tree fit the budget."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streampack.core.trees.prefix_tree import PrefixTree, build_tree
+from streampack.core.trees.tree_split import split_tree
+
+
+@st.composite
+def groups(draw: st.DrawFn, max_rows: int = 16) -> list[np.ndarray]:
+    """Rows that branch off each other up to six times, with equal rows, empty rows and rows that begin another."""
+    rows: list[list[int]] = [[]]
+    for _ in range(draw(st.integers(1, max_rows))):
+        from_row = rows[draw(st.integers(0, len(rows) - 1))]
+        kept = from_row[: draw(st.integers(0, len(from_row)))]
+        rows.append(kept + draw(st.lists(st.integers(0, 3), max_size=6)))
+    return [np.array(row, np.int32) for row in draw(st.permutations(rows))]
+
+
+def common(one: np.ndarray, other: np.ndarray) -> int:
+    """Tokens that two rows have in common from their beginning."""
+    size = min(len(one), len(other))
+    return next((i for i in range(size) if one[i] != other[i]), size)
+
+
+def trie(rows: list[np.ndarray]) -> set[tuple[int, ...]]:
+    """All beginnings of all rows: the nodes of the trie that is not compressed."""
+    return {tuple(row[: i + 1].tolist()) for row in rows for i in range(len(row))}
+
+
+@given(groups())
+def test_each_row_is_a_path_and_no_token_is_held_twice(rows: list[np.ndarray]) -> None:
+    tree = build_tree(rows)
+    tokens = tree.gather(rows)
+    assert tree.num_tokens == len(tokens) == len(trie(rows))
+    for number, row in enumerate(rows):
+        places = tree.places(number)
+        assert tokens[places].tolist() == row.tolist()
+        path = tree.path(number)
+        starts = tree.starts[path].tolist()
+        assert starts == [0, *np.cumsum(tree.lengths[path]).tolist()][: len(path)]
+    for (a, one), (b, other) in combinations(enumerate(rows), 2):
+        shared = len(set(tree.places(a).tolist()) & set(tree.places(b).tolist()))
+        assert shared == common(one, other)
+
+
+@given(groups())
+def test_segments_are_numbered_depth_first_and_are_longest_runs(rows: list[np.ndarray]) -> None:
+    tree = build_tree(rows)
+    ends = tree.ends.tolist()
+    for segment, parent in enumerate(tree.parents.tolist()):
+        assert parent < segment
+        below = [other for other in range(len(ends)) if parent_chain(tree, other, segment)]
+        assert below == list(range(segment + 1, ends[segment]))
+        children = [other for other, up in enumerate(tree.parents.tolist()) if up == segment]
+        assert len(children) != 1 or segment in tree.leaves.tolist(), "a run ends where rows part or where a row ends"
+        owners = tree.owners[children].tolist()
+        assert owners == sorted(owners)
+
+
+def parent_chain(tree: PrefixTree, segment: int, above: int) -> bool:
+    """Whether ``above`` is above ``segment``."""
+    while (segment := int(tree.parents[segment])) >= 0:
+        if segment == above:
+            return True
+    return False
+
+
+@given(groups(), st.integers(0, 5), st.integers(0, 5))
+def test_cost_counts_each_token_and_each_pair_that_attends(rows: list[np.ndarray], linear: int, quadratic: int) -> None:
+    tree = build_tree(rows)
+    depths = [len(beginning) for beginning in trie(rows)]
+    assert tree.cost(linear, quadratic) == sum(linear + quadratic * (2 * depth - 1) for depth in depths)
+    alone = build_tree(rows[:1])
+    assert alone.cost(linear, quadratic) == linear * len(rows[0]) + quadratic * len(rows[0]) ** 2
+
+
+@given(groups(), st.integers(1, 40))
+def test_runs_of_a_split_tree_fit_and_keep_every_member(rows: list[np.ndarray], budget: int) -> None:
+    tree = build_tree(rows)
+    runs, too_long = split_tree(tree, budget)
+    assert sorted([member for run in runs for member in run] + too_long) == list(range(len(rows)))
+    assert too_long == [m for m in np.argsort(tree.leaves, kind="stable") if len(rows[m]) > budget]
+    sizes = [build_tree([rows[member] for member in run]).num_tokens for run in runs]
+    assert all(size <= budget for size in sizes)
+    for run, after in pairwise(runs):  # greedy: the first member of a run did not fit the run before
+        assert build_tree([rows[member] for member in [*run, after[0]]]).num_tokens > budget
+    if not too_long and tree.num_tokens <= budget:
+        assert len(runs) == 1
+
+
+@given(groups())
+def test_tokens_with_several_values_are_equal_if_all_values_are(rows: list[np.ndarray]) -> None:
+    wide = [np.stack([row, np.arange(len(row), dtype=np.int32)], 1) for row in rows]
+    same, tree = build_tree(wide), build_tree(rows)
+    assert same.lengths.tolist() == tree.lengths.tolist()
+    apart = build_tree([np.stack([row, np.full_like(row, number)], 1) for number, row in enumerate(rows)])
+    assert apart.num_tokens == sum(map(len, rows)), "rows that differ in the second value share nothing"
