@@ -96,20 +96,22 @@ class Connection:
         """End the connection, and drop what the kernel has received of it.
 
         Connecting to no address does both (connect(2), ``AF_UNSPEC``); a shutdown would leave ZeroMQ megabytes to read.
+        ZeroMQ may close ``fd`` at any moment, and another connection may get the same number. A duplicate of ``fd``
+        stays with one socket, so its cookie is checked and the socket is ended without such a race.
 
         Returns:
             The peer's address; empty if the connection had already ended.
         """
-        if not self._cookie or _cookie_of(self.fd) != self._cookie:
+        if not self._cookie:
             return ""
-        borrowed = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=self.fd)
         try:
-            host, port, *_ = borrowed.getpeername()
+            with socket.socket(fileno=os.dup(self.fd)) as same:
+                host, port, *_ = same.getpeername()
+                if _cookie_of(same.fileno()) != self._cookie:
+                    return ""
+                _libc.connect(same.fileno(), _UNSPEC, len(_UNSPEC))
         except OSError:
             return ""
-        finally:
-            borrowed.detach()
-        _libc.connect(self.fd, _UNSPEC, len(_UNSPEC))
         return f"{str(host).removeprefix('::ffff:')}:{port}"
 
 

@@ -103,7 +103,7 @@ def _by_pack(values: Mapping[str, list[Any]], packs: Sequence[Pack]) -> list[dic
     return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)] or [{} for _ in packs]
 
 
-def shown(pack: Pack, rules: Rules, *, format: str, device: Any, masks: str | None) -> Any:
+def shown(pack: Pack, rules: Rules, *, format: str, device: Any, masks: str | None = None) -> Any:
     """Return ``pack`` in any ``format``, on ``device`` unless that is None."""
     if format == "numpy":
         return pack

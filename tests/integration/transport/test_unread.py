@@ -10,16 +10,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from streampack.transport import curve
+from streampack.transport import curve, unread
 from streampack.transport.curve import Door
 from streampack.transport.keys import Key
 from streampack.transport.sockets import Dealer, Poller, Router, drain
-from streampack.transport.unread import ADMITTED, HANDSHAKE_BYTES, MEMORY_SLACK, Unread, bytes_read
+from streampack.transport.unread import ADMITTED, HANDSHAKE_BYTES, MEMORY_SLACK, Connection, Unread, bytes_read
 from tests.integration.running import PATIENCE_S, until
 from tests.integration.transport.raw_peer import COMMAND, MORE, RawPeer, frame
 
@@ -187,3 +188,33 @@ def test_a_connection_that_breaks_while_nothing_is_taken_ends_no_process() -> No
     said, errors = child.communicate("go on\n", timeout=PATIENCE_S)
     assert child.returncode == 0, errors
     assert int(said) == 3900
+
+
+def test_a_cut_of_a_connection_that_is_being_closed_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeroMQ closes the connection just as it was looked at, and a new one gets the number of its descriptor."""
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as held:
+
+        def pair() -> tuple[socket.socket, socket.socket]:
+            peer = held.enter_context(socket.create_connection(server.getsockname()))
+            return held.enter_context(server.accept()[0]), peer
+
+        look = unread._option
+        for is_replaced in (False, True):
+            ours, peer = pair()
+            connection = Connection(ours.fileno(), 0.0)
+            after = list[tuple[socket.socket, socket.socket]]()
+
+            def closes(*asked: Any, ours: Any = ours, replaces: bool = is_replaced, after: Any = after) -> bytes:
+                found = look(*asked)
+                if ours.fileno() >= 0:
+                    ours.close()
+                    after += [pair()] if replaces else []
+                return found
+
+            with monkeypatch.context() as patched:
+                patched.setattr(unread, "_option", closes)
+                assert connection.cut() in ("", f"127.0.0.1:{peer.getsockname()[1]}")
+            for other, its_peer in after:
+                assert other.getpeername() == its_peer.getsockname(), "the new connection is whole"
+                its_peer.send(b"x")
+                assert other.recv(1) == b"x"
