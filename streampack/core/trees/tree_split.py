@@ -1,7 +1,7 @@
 """Cut a tree that is over a budget into runs of members whose trees fit.
 
-Members are taken in depth-first order of their paths. A member adds to a run the tokens that it does not share with the
-member before it, since in this order it shares no more with any other. So runs are filled greedily, from left to right.
+Members are taken in depth-first order of their paths. A member adds the tokens that it does not share with the
+member before it. In this order it shares no more with any other. So runs are filled greedily, from left to right.
 The prefix repeats in each run. The result depends on the tree and the budget alone.
 """
 
