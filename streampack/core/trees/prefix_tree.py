@@ -126,7 +126,7 @@ def _insert(root: _Node, rows: Sequence[NDArray[Any]], number: int, size: int) -
 
 
 def _same(rows: Sequence[NDArray[Any]], node: _Node, number: int, at: int) -> bool:
-    """Whether a row has the first token of a segment at position ``at``."""
+    """Return True if a row has the first token of a segment at position ``at``."""
     return bool(np.all(rows[node.owner][at] == rows[number][at]))
 
 
