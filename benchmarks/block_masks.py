@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from streampack.core.model.samples import I32
 from streampack.packs.block_tables import BlockTables, fill_block_tables
+from streampack.views.block_mask import mask_mod
 
 SIZES = (16, 64, 128)
 
@@ -38,24 +39,16 @@ def computed(bounds: I32, block_size: int) -> dict[str, torch.Tensor]:
     layout = BlockTables.of(total, total, block_size)
     tables = np.empty(layout.size, np.int32)
     fill_block_tables(tables, bounds, np.arange(total), block_size)
-    flat = torch.from_numpy(tables)
-    return {
-        name: flat[begin : begin + int(np.prod(shape))].view(shape) for name, (begin, shape) in layout.places.items()
-    }
+    return layout.cut(torch.from_numpy(tables))
 
 
-def mask_mod(bounds: I32) -> Callable[..., torch.Tensor]:
+def sees_of(bounds: I32) -> Callable[..., torch.Tensor]:
     """Causal attention within each segment."""
-    ids = torch.from_numpy(np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)))
-
-    def sees(_b: torch.Tensor, _h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        return (ids[q] == ids[kv]) & (q >= kv)
-
-    return sees
+    return mask_mod(torch.from_numpy(np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))), None)
 
 
 def equal(ours: dict[str, torch.Tensor], theirs: BlockMask) -> bool:
-    """Whether all eight tables are equal; of index tables the first ``num_blocks`` entries count."""
+    """Return True if all eight tables are equal. In tables of indices, the first ``num_blocks`` entries count."""
     for side in ("kv", "full_kv", "q", "full_q"):
         counts, indices = ours[f"{side}_num_blocks"], ours[f"{side}_indices"]
         other = getattr(theirs, f"{side}_num_blocks")[0, 0], getattr(theirs, f"{side}_indices")[0, 0]
@@ -82,13 +75,13 @@ def main() -> None:
     for number in range(asked.packs):
         bounds, block_size = bounds_of(rng, int(rng.integers(1, 4097)), rng.choice([8, 60, 500])), SIZES[number % 3]
         total = int(bounds[-1])
-        theirs = create_block_mask(mask_mod(bounds), None, None, total, total, device="cpu", BLOCK_SIZE=block_size)
+        theirs = create_block_mask(sees_of(bounds), None, None, total, total, device="cpu", BLOCK_SIZE=block_size)
         differ += not equal(computed(bounds, block_size), theirs)
     print(json.dumps({"packs": asked.packs, "packs_that_differ": differ}), flush=True)
     compiled = torch.compile(create_block_mask)
     for total in (8192, 16384):
         bounds = bounds_of(rng, total, 600)
-        sees = mask_mod(bounds)
+        sees = sees_of(bounds)
         ways: dict[str, Callable[[], Any]] = {
             "streampack": partial(computed, bounds, 128),
             "create_block_mask": partial(create_block_mask, sees, None, None, total, total, device="cpu"),

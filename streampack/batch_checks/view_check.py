@@ -48,7 +48,7 @@ def canonical(batch: Any) -> Checked:
         case "torchtitan":
             found |= {"input_ids": keys["input"], "position_ids": keys["positions"]}
             _unrow(found, "input_ids", "labels", "position_ids")
-    if rules is not None and rules.shape == "fixed" and not rules.padded:
+    if rules is not None and found.pop("static_shapes", False):
         _drop_empty_segments(found, rules)
     if rules is not None and rules.padded and "attention_mask" in found:
         _flatten(found, rules)
@@ -88,10 +88,9 @@ def _drop_empty_segments(found: dict[str, Any], rules: Rules) -> None:
 
     Raises InvariantError if an added segment is not empty, or an added value is not the field's ``pad``.
     """
-    samples, segments, bounds = found["num_samples"], found["num_segments"], found.get("cu_seqlens_padded")
-    if bounds is None or len(bounds) <= segments + 1:
-        return
+    samples, segments, most = found["num_samples"], found["num_segments"], rules.max_samples_per_pack or 0
     for name in ("cu_seqlens", "cu_seqlens_padded"):
+        equal(name, "a pack with static shapes, its length", len(found[name]), most + 2)
         added = found[name][segments:]
         equal(name, "empty segments at the end of a pack", added, np.full_like(added, added[0]))
         found[name] = found[name][: segments + 1]
@@ -99,6 +98,7 @@ def _drop_empty_segments(found: dict[str, Any], rules: Rules) -> None:
     found["max_seqlen"] = int(np.diff(found["cu_seqlens_padded"]).max())
     for field in rules.fields:
         if field.axis == "sample":
+            equal(field.name, "a pack with static shapes, its length", len(found[field.name]), most)
             added = found[field.name][samples:]
             equal(field.name, "samples that a pack lacks", added, np.full_like(added, field.pad))
             found[field.name] = found[field.name][:samples]

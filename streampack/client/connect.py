@@ -123,7 +123,7 @@ def connect(
             host.
         masks: ``"flex"`` for batches with ``block_mask``, the ``BlockMask`` of FlexAttention in blocks of 128. Its
             tables are computed with the pack and copied to ``device`` with it. Default: no masks.
-        static_shapes: True for tensors of the same shape in all packs, for one compilation and one CUDA graph.
+        static_shapes: True for tensors of the same shape in all packs of the feed, so that one compilation serves them.
             Boundaries get empty segments at the end, and ``max_seqlen`` is the budget. Requires ``rules.shape: fixed``,
             ``max_samples_per_pack``, and the format ``thd``, ``hf`` or ``hf_shifted``.
         key_file: Key file made by ``streampack keys new``, if the broker requires a key. Default: the environment

@@ -13,6 +13,7 @@ the run see to its end. Intervals that touch are joined: a block of keys that tw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -64,8 +65,15 @@ class BlockTables(NamedTuple):
         end = 0
         for name, size in shapes.items():
             places[name] = (end, size)
-            end = round_up(end + int(np.prod(size)), ALIGN)
+            end = round_up(end + math.prod(size), ALIGN)
         return cls(places, end)
+
+    def cut(self, values: Any) -> dict[str, Any]:
+        """Return the arrays by name, as views of ``values``, an array or tensor of ``size`` elements."""
+        return {
+            name: values[begin : begin + math.prod(shape)].reshape(shape)
+            for name, (begin, shape) in self.places.items()
+        }
 
 
 def fill_block_tables(tables: I32, bounds: I32, queries: I64, block_size: int, parents: I32 | None = None) -> None:
@@ -103,8 +111,8 @@ def fill_block_tables(tables: I32, bounds: I32, queries: I64, block_size: int, p
         for name, marked in ((side, some), (f"full_{side}", every)):
             found[f"{name}_num_blocks"] = marked.sum(axis=1)
             found[f"{name}_indices"] = np.argsort(~marked, axis=1, kind="stable")
-    for name, (at, shape) in layout.places.items():
-        tables[at : at + int(np.prod(shape))] = found[name].reshape(-1)
+    for name, array in layout.cut(tables).items():
+        array[...] = found[name]
 
 
 def _runs(queries: I64, documents: I32, block_size: int) -> I64:

@@ -19,7 +19,7 @@ import torch
 from streampack.errors import UserError
 from streampack.packs.pack import Pack
 from streampack.packs.slabs import Slabs
-from streampack.views.block_mask import BLOCK_SIZE, mask_of_tables, table_tensor
+from streampack.views.block_mask import BLOCK_SIZE, mask_mod, mask_of_tables, table_tensor
 from streampack.views.view import View, canonical
 
 if TYPE_CHECKING:
@@ -120,13 +120,7 @@ def block_causal_mask_mod(batch: Pack | View) -> Callable[..., torch.Tensor]:
     Example:
         >>> mask = create_block_mask(block_causal_mask_mod(batch), None, None, T, T)  # doctest: +SKIP
     """
-    places, ids = _places(batch), _segment_numbers(batch)
-
-    def sees(_b: torch.Tensor, _h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """Return whether query ``q`` sees key ``kv``: same sample, and not after it."""
-        return (ids[places[q]] == ids[kv]) & (places[q] >= kv)
-
-    return sees
+    return mask_mod(_segment_numbers(batch), _places(batch))
 
 
 def _places(batch: Pack | View) -> torch.Tensor:

@@ -105,13 +105,22 @@ class Connection:
         if not self._cookie:
             return ""
         try:
-            with socket.socket(fileno=os.dup(self.fd)) as same:
-                host, port, *_ = same.getpeername()
-                if _cookie_of(same.fileno()) != self._cookie:
-                    return ""
-                _libc.connect(same.fileno(), _UNSPEC, len(_UNSPEC))
+            same = os.dup(self.fd)
         except OSError:
             return ""
+        try:
+            if _cookie_of(same) != self._cookie:
+                return ""
+            borrowed = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=same)
+            try:
+                host, port, *_ = borrowed.getpeername()
+            finally:
+                borrowed.detach()
+            _libc.connect(same, _UNSPEC, len(_UNSPEC))
+        except OSError:
+            return ""
+        finally:
+            os.close(same)
         return f"{str(host).removeprefix('::ffff:')}:{port}"
 
 

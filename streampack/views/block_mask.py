@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,24 +32,28 @@ def mask_of_tables(tables: torch.Tensor, pack: Pack, block_size: int) -> BlockMa
     from torch.nn.attention.flex_attention import BlockMask  # takes a second
 
     num_queries, num_keys = len(pack.padding_mask), int(pack.cu_seqlens_padded[-1])
-    places = BlockTables.of(num_queries, num_keys, block_size).places
-    arrays = {name: tables[begin : begin + math.prod(shape)].view(shape) for name, (begin, shape) in places.items()}
-    sees = _mask_mod(arrays, whole=num_queries == num_keys)
-    blocks: dict[str, Any] = {
-        name: array[None, None] for name, array in arrays.items() if name not in ("documents", "queries")
-    }
+    arrays = BlockTables.of(num_queries, num_keys, block_size).cut(tables)
+    documents, queries = arrays.pop("documents"), arrays.pop("queries")
+    sees = mask_mod(documents, None if num_queries == num_keys else queries)
+    blocks = {name: array[None, None] for name, array in arrays.items()}
     return BlockMask((num_queries, num_keys), BLOCK_SIZE=(block_size, block_size), mask_mod=sees, **blocks)
 
 
-def _mask_mod(arrays: Mapping[str, torch.Tensor], whole: bool) -> Callable[..., torch.Tensor]:
-    """Return the mask of a pack as a ``mask_mod``; ``whole``: this rank holds all tokens of the pack, in order."""
-    documents, queries = arrays["documents"], arrays["queries"]
+def mask_mod(documents: torch.Tensor, queries: torch.Tensor | None) -> Callable[..., torch.Tensor]:
+    """Return the mask of a pack as a ``mask_mod``.
+
+    Args:
+        documents: int [T], the segment of each token of the pack.
+        queries: int [T'], the place in the pack of each token that this rank holds; None for a rank that holds the
+            whole pack.
+    """
 
     def sees_on_shard(_b: torch.Tensor, _h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        assert queries is not None
         place = queries[q]
         return (documents[place] == documents[kv]) & (place >= kv)
 
     def sees(_b: torch.Tensor, _h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return (documents[q] == documents[kv]) & (q >= kv)
 
-    return sees if whole else sees_on_shard
+    return sees if queries is None else sees_on_shard

@@ -38,7 +38,8 @@ class SideStream:
     """A stream that copies steps to ``device`` ahead of use, each step in one copy.
 
     All tensors of a step are put into one array in pinned memory, and views of the array are cut on the device. The
-    device holds ``prefetch`` steps and the step in use, about 33 bytes per token.
+    device holds ``prefetch`` steps and the step in use, about 33 bytes per token. A trainer that keeps one tensor of a
+    step keeps the step's whole array.
 
     Runs on any device that torch has streams for. Tested on the CPU, whose streams do nothing; the overlap of the copy
     was not tested on a GPU.

@@ -68,6 +68,8 @@ def views(
             return [padded_view(pack, format, rules, halves) for pack in packs]
         sized = with_static_shapes(columns, rules) if static_shapes else columns
         keys, rest = _of_framework(format, columns, tensors.thd(sized, halves), slabs, rules)
+        if static_shapes:
+            rest["static_shapes"] = [True] * len(packs)
         if masks:
             rest["block_tables"] = [block_mask.table_tensor(pack, block_mask.BLOCK_SIZE, slabs) for pack in packs]
         found = zip(_by_pack(keys, packs), packs, _by_pack(rest, packs), strict=True)

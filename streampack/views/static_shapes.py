@@ -1,4 +1,4 @@
-"""Static shapes: boundaries and samples' fields of one size in all packs, for one compilation and one CUDA graph.
+"""Static shapes: boundaries and samples' fields of one size in all packs, so that one compilation serves them.
 
 A pack of a run with ``shape: fixed`` has budget tokens, but as many boundaries as samples. Here each pack has room for
 ``max_samples_per_pack`` samples and a tail. The segments that a pack lacks are empty, at its end: attention kernels

@@ -65,9 +65,7 @@ class View(dict[str, Any]):
         layout: str
         cp: int
         cp_rank: int
-
-    if TYPE_CHECKING:  # of a loader with ``masks="flex"``
-        block_mask: BlockMask
+        block_mask: BlockMask  # of a loader with ``masks="flex"``
 
     canonical: Pack | None
     """The pack, in numpy; None in a mapping made from a view."""

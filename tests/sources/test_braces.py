@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from itertools import product
 
@@ -36,7 +35,6 @@ def bash(pattern: str) -> list[str]:
     return [line[1:-1] for line in done.stdout.splitlines()]
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is the oracle")
 @settings(max_examples=150)
 @given(PATTERNS)
 def test_a_pattern_is_expanded_as_bash_does(pattern: str) -> None:

@@ -30,7 +30,7 @@ LONG = Case([[[7] * length for length in LENGTHS], [[9] * 2040]], align=8, budge
 
 
 def same_tables(found: BlockMask, expected: BlockMask) -> None:
-    """Of each row of indices, the first ``num_blocks`` entries count."""
+    """Compare all eight tables; the first ``num_blocks`` entries of each row of indices count."""
     assert found.seq_lengths == expected.seq_lengths
     assert found.BLOCK_SIZE == expected.BLOCK_SIZE
     for name in COUNTS:
@@ -92,10 +92,7 @@ def test_tables_of_trees_are_those_of_the_evaluated_mask(
     layout = BlockTables.of(total, total, block_size, trees=True)
     flat = np.empty(layout.size, np.int32)
     fill_block_tables(flat, bounds, np.arange(total), block_size, above)
-    arrays = {
-        name: torch.from_numpy(flat[begin : begin + int(np.prod(shape))].reshape(shape))
-        for name, (begin, shape) in layout.places.items()
-    }
+    arrays: dict[str, torch.Tensor] = layout.cut(torch.from_numpy(flat))
     tin, tout = (arrays[name].long() for name in ("documents", "ends"))
 
     def sees(_b: Any, _h: Any, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:

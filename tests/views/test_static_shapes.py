@@ -23,7 +23,8 @@ from streampack.views.formats import Views
 from tests.packs.test_packs import Case, attached, cases
 from tests.views.test_formats import TWO, steps_of
 
-MOST = 7
+MOST = 5
+"""The most samples of a pack of ``cases``: some packs have them all, and a tail."""
 
 
 def rules_of(case: Case) -> Rules:

@@ -65,7 +65,7 @@ def test_segments_are_numbered_depth_first_and_are_longest_runs(rows: list[np.nd
 
 
 def parent_chain(tree: PrefixTree, segment: int, above: int) -> bool:
-    """Whether ``above`` is above ``segment``."""
+    """Return True if the segment ``above`` is on the path to ``segment``."""
     while (segment := int(tree.parents[segment])) >= 0:
         if segment == above:
             return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import subprocess
@@ -191,7 +192,7 @@ def test_a_connection_that_breaks_while_nothing_is_taken_ends_no_process() -> No
 
 
 def test_a_cut_of_a_connection_that_is_being_closed_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeroMQ closes the connection just as it was looked at, and a new one gets the number of its descriptor."""
+    """ZeroMQ closes the connection just before it is cut, and something else gets the number of its descriptor."""
     with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as held:
 
         def pair() -> tuple[socket.socket, socket.socket]:
@@ -199,22 +200,34 @@ def test_a_cut_of_a_connection_that_is_being_closed_harms_nobody(monkeypatch: py
             return held.enter_context(server.accept()[0]), peer
 
         look = unread._option
-        for is_replaced in (False, True):
+        for replaces in (lambda: None, pair):
             ours, peer = pair()
             connection = Connection(ours.fileno(), 0.0)
-            after = list[tuple[socket.socket, socket.socket]]()
+            after = list[Any]()
 
-            def closes(*asked: Any, ours: Any = ours, replaces: bool = is_replaced, after: Any = after) -> bytes:
+            def closes(*asked: Any, ours: Any = ours, replaces: Any = replaces, after: Any = after) -> bytes:
                 found = look(*asked)
                 if ours.fileno() >= 0:
                     ours.close()
-                    after += [pair()] if replaces else []
+                    after.append(replaces())
                 return found
 
             with monkeypatch.context() as patched:
                 patched.setattr(unread, "_option", closes)
                 assert connection.cut() in ("", f"127.0.0.1:{peer.getsockname()[1]}")
-            for other, its_peer in after:
-                assert other.getpeername() == its_peer.getsockname(), "the new connection is whole"
+            if replaces is pair:
+                other, its_peer = after[0]
                 its_peer.send(b"x")
-                assert other.recv(1) == b"x"
+                assert other.recv(1) == b"x", "the new connection is whole"
+
+
+def test_a_file_that_has_the_descriptor_of_an_ended_connection_is_left_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+        ours = server.accept()[0]
+        connection, number = Connection(ours.fileno(), 0.0), ours.fileno()
+        ours.close()
+        with open("/dev/null") as file:
+            assert file.fileno() == number
+            before = os.listdir("/proc/self/fd")
+            assert connection.cut() == ""
+            assert os.listdir("/proc/self/fd") == before
