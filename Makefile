@@ -70,12 +70,12 @@ $(KERNELS): $(DEV) $(wildcard $(addsuffix *.py,streampack/core/ streampack/core/
 	@$(BIN)/python -m pytest -k "twin_agree or oracle_agree or oracle_forms or token_by_token"
 	@touch $@
 
-# Twice as many workers as CI has cores: tests of real processes, pages and alerts wait much of the time. Each takes
+# Five workers on the two cores of CI: tests of real processes, pages and alerts wait much of the time. Each takes
 # neighbors, which share what a module has started.
 test:
 	@$(MAKE) --no-print-directory -j 2 $(DEV) tools
 	@$(MAKE) --no-print-directory -j 2 lint kernels
-	$(BIN)/python -m pytest -n 4 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 5 --dist worksteal $(ARGS)
 
 soak: $(DEV)
 	@$(BIN)/python -m tests.soak --minutes $(or $(SOAK_MINUTES),10) $(ARGS)

@@ -1,4 +1,4 @@
-"""On Ray: Ray Data writes and Ray Train reads on three nodes, while daemons, tasks and actors are killed.
+"""On Ray: Ray Data writes and Ray Train reads on two nodes, while daemons, tasks and actors are killed.
 
 ``RAY_KILLS=10 pytest ...`` also kills nodes, and trains with 4, 2 and 4 workers, as ``benchmarks/on_ray.py`` does.
 """
@@ -38,7 +38,7 @@ KILLS = int(os.environ.get("RAY_KILLS", "0"))
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[programs.RayNodes]:
-    with programs.cluster() as found:
+    with programs.cluster(workers=1) as found:
         yield found
 
 
