@@ -4,7 +4,7 @@
 - Push samples: ``Producer`` sends samples that a program makes, such as RL rollouts, to a broker.
 - Pack without a broker: ``pack_lengths`` packs a list of lengths, and ``way_back`` restores the samples' order. The
   function ``plan_step`` plans one optimizer update over a mesh.
-- Compute on packs with torch: ``packed_loss``, ``per_sample``, ``varlen_attention`` and the masks.
+- Compute on packs with torch: ``packed_loss``, ``per_sample``, ``target_logprobs``, ``varlen_attention`` and the masks.
 - Check batches: ``verify`` checks every invariant of a batch.
 
 The library needs neither torch nor numba; a client uses numba if it is installed (extra ``fast``). The daemons need
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from streampack import integrations as integrations
     from streampack.producer.push import Producer
     from streampack.training.attention import varlen_attention
-    from streampack.training.loss import packed_loss, per_sample, reduce_metrics
+    from streampack.training.loss import packed_loss, per_sample, reduce_metrics, target_logprobs
     from streampack.training.masks import block_causal_mask, block_causal_mask_mod, block_mask, document_ids
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "plan_step",
     "reduce_metrics",
     "rows",
+    "target_logprobs",
     "varlen_attention",
     "verify",
     "way_back",
@@ -79,6 +80,7 @@ _LATER = {
     "packed_loss": "streampack.training.loss",
     "per_sample": "streampack.training.loss",
     "reduce_metrics": "streampack.training.loss",
+    "target_logprobs": "streampack.training.loss",
     "varlen_attention": "streampack.training.attention",
 }
 """Names that are imported on first use, since most trainers use none of them: name -> the module that has the name."""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.batch_checks.expectations import equal, expect
+from streampack.batch_checks.tree_check import check_paths, has_trees, written_out
 from streampack.batch_checks.view_check import canonical
 from streampack.core.layout.shards import shard_slices
 from streampack.core.model.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, from_bfloat16
@@ -44,8 +45,13 @@ class PackCheck:
         self._check_boundaries()
         self._check_sample_ids()
         self._check_slices()
+        if has_trees(self.pack):
+            check_paths(self)
         self._check_tokens()
         self._check_fields()
+        if has_trees(self.pack) and len(self.pack["sample_ids"]):
+            pack, rules = written_out(self)
+            PackCheck(pack, self._mesh, rules).run()
 
     def _check_boundaries(self) -> None:
         """Check that the boundaries rise, and that segments fit their samples, the alignment and the rules."""
@@ -130,6 +136,10 @@ class PackCheck:
         self.segment = np.searchsorted(self.padded, self.places, side="right") - 1
         self.offset = self.places - self.padded[self.segment]
         self.padding = self.offset >= self.lengths[self.segment]
+        if has_trees(self.pack):  # own tokens follow the shared ones
+            depth = np.zeros(len(self.lengths), np.int64)
+            depth[: len(self.pack["shared"])] = self.pack["shared"]
+            self.offset = self.offset + depth[self.segment]
 
     def _check_tokens(self) -> None:
         """Check shapes, the padding mask, positions, ids at padding, and labels."""
@@ -139,8 +149,9 @@ class PackCheck:
             "keys",
             f"{self.what}: got only one of input_ids and labels, expected both or neither",
         )
+        of_paths = ("labels", LOSS_MASK) if has_trees(pack) else ()
         for name in ("input_ids", "labels", "padding_mask", LOSS_MASK):
-            if name in pack:
+            if name in pack and name not in of_paths:
                 equal(name, f"{self.what}, its shape", pack[name].shape, (size,))
         derived = self.rules is not None and not self._is_declared(POSITION_IDS)
         positions = pack["position_ids"].shape
@@ -154,7 +165,8 @@ class PackCheck:
             return
         ids = pack["input_ids"]
         self.agree("input_ids", ids, np.where(self.padding, 0, ids))
-        LabelCheck(self, self.places, ids, pack["labels"], self.loss_mask).run()
+        if not of_paths:
+            LabelCheck(self, self.places, ids, pack["labels"], self.loss_mask).run()
 
     def _misplaced(self, positions: I64) -> NDArray[np.bool_]:
         """Return a mask of the positions that do not count from 0 in their segment, bool [T'] for T' tokens.
@@ -176,6 +188,10 @@ class PackCheck:
             if field.name == LABELS or (field.name != POSITION_IDS and "input_ids" not in self.pack):
                 continue  # a middle stage of a pipeline has only positions
             expect(field.name in self.pack, field.name, f"{self.what}: got none, expected the declared field")
+            if has_trees(self.pack) and field.align == "target":
+                size = len(self.pack["path_index"])
+                equal(field.name, f"{self.what}, its shape", self.pack[field.name].shape, (size, *field.shape))
+                continue
             places = np.arange(self.total) if field.cp == "replicate" else self.places
             count = len(self.pack["sample_ids"]) if field.axis == "sample" else len(places)
             values = np.asarray(self.pack[field.name])

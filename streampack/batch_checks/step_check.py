@@ -13,6 +13,7 @@ import numpy as np
 
 from streampack.batch_checks.expectations import equal, expect
 from streampack.batch_checks.pack_check import LabelCheck, PackCheck
+from streampack.batch_checks.tree_check import has_trees
 from streampack.batch_checks.view_keys import check_keys
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
@@ -163,7 +164,7 @@ def _check_shards(shards: Sequence[Any], rules: Rules | None) -> None:
     wrong = times != 1
     first.agree("shards", times, np.ones_like(times), wrong, np.arange(len(times)))
     held = list(checked.values())
-    if all("labels" in each.pack for each in held):
+    if all("labels" in each.pack and not has_trees(each.pack) for each in held):
         ids, labels = (_joined(held, [each.pack[k] for each in held], first.total) for k in ("input_ids", "labels"))
         masks = [each.loss_mask for each in held]
         mask = None if any(each is None for each in masks) else _joined(held, masks, first.total)

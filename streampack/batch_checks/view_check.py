@@ -94,6 +94,8 @@ def _drop_empty_segments(found: dict[str, Any], rules: Rules) -> None:
         added = found[name][segments:]
         equal(name, "empty segments at the end of a pack", added, np.full_like(added, added[0]))
         found[name] = found[name][: segments + 1]
+    if "cu_paths" in found:
+        found |= {"cu_paths": found["cu_paths"][: samples + 1], "shared": found["shared"][:samples]}
     equal("max_seqlen", "a pack with static shapes", int(found["max_seqlen"]), rules.budget)
     found["max_seqlen"] = int(np.diff(found["cu_seqlens_padded"]).max())
     for field in rules.fields:

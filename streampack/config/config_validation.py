@@ -109,6 +109,11 @@ def _check_rules(config: BrokerConfig, rules: Rules, layout: str) -> None:
             "stream, because only pushed samples have a policy version. Remove the key, or set `pushed: true` on a "
             "stream"
         )
+    if rules.share is not None and not any(stream.pushed for stream in config.streams.values()):
+        raise ConfigError(
+            f"rules.share: got {rules.share} without a pushed stream, expected at least one pushed stream, because "
+            "only groups that a program pushes can share tokens. Remove the key, or set `pushed: true` on a stream"
+        )
     heaviest = max(stream.weight for stream in rules.streams)
     for stream in rules.streams:
         if heaviest / stream.weight > MAX_WEIGHT_RATIO:

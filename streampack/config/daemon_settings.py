@@ -33,7 +33,7 @@ from streampack.core.model.rules import (
     Warmup,
     WeightUnit,
 )
-from streampack.core.model.samples import IGNORE_INDEX
+from streampack.core.model.samples import IGNORE_INDEX, Share
 from streampack.core.model.shapes import Shape
 from streampack.core.packers.blocks.modified_first_fit import Leftovers
 from streampack.core.packers.registry import PackerName
@@ -309,6 +309,14 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
         Meta(
             description="Drop pushed samples whose policy is more than this many versions behind the newest policy. "
             "Default: keep all samples"
+        ),
+    ] = None
+    share: Annotated[
+        Share | None,
+        Meta(
+            description='With `prefix`, groups that producers send with `share="prefix"` are trees: the model '
+            'computes their shared first tokens once. Trainers then need FlexAttention, with `masks="flex"`. '
+            "Default: no sharing"
         ),
     ] = None
 
@@ -745,7 +753,7 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
                 balance=settings.balance.planned(self.planned_mesh.dp), tail=settings.tail,
                 weight_unit=settings.weight_unit, merge=self.feeds[feed].merge or self.merge,
                 between_passes=settings.between_passes, max_policy_lag=settings.max_policy_lag, seed=self.seed,
-                tokens=self.tokens, fields=fields, streams=streams,
+                share=settings.share, tokens=self.tokens, fields=fields, streams=streams,
             )  # fmt: skip
         except ValueError as error:
             where = f"feeds.{feed}.rules" if self.feeds[feed].rules else "rules"

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from math import prod
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,9 +40,12 @@ from streampack.packs.pack import Pack
 from streampack.packs.regroup import Regrouping
 from streampack.packs.slabs import Slabs
 from streampack.packs.step import Step
+from streampack.packs.trees.tree_tokens import TreeTokens
 
 _OF_TOKENS = ("input_ids", "labels", "position_ids", "padding_mask")
-_REST = tuple(field.name for field in dataclass_fields(Pack))[len(_OF_TOKENS) : -1]
+_NAMES = tuple(field.name for field in dataclass_fields(Pack))
+_REST = _NAMES[len(_OF_TOKENS) : _NAMES.index("fields")]
+_OF_PATHS = _NAMES[_NAMES.index("fields") + 1 :]
 _NO_EDGES, _ALL = np.zeros(0, np.int32), np.zeros(0, np.uint8)
 
 
@@ -80,7 +84,7 @@ def build_step(parts: Sequence[Envelope], attached: Attached, mesh: Mesh, slabs:
 class Content:
     """The checked content of one message, which makes the message's packs on request."""
 
-    tokens: _Tokens
+    tokens: _Tokens | TreeTokens
     """Tokens and declared fields as received."""
     count: int
     """Number of packs."""
@@ -106,7 +110,9 @@ class Content:
         names, held = list(fields), [rows(column) for column in fields.values()]
         own = [dict(zip(names, row, strict=True)) for row in zip(*held, strict=True)] or [{}] * (stop - first)
         of_tokens = (rows(tokens[name]) for name in _OF_TOKENS)
-        packs = [Pack(*row) for row in zip(*of_tokens, *(each[first:stop] for each in self.rows), own, strict=True)]
+        of_paths = (rows(tokens[name]) for name in _OF_PATHS if name in tokens)
+        values = zip(*of_tokens, *(each[first:stop] for each in self.rows), own, *of_paths, strict=True)
+        packs = [Pack(*row) for row in values]
         if show is None:
             return packs
         rest = {name: part(column, first, stop) for name, column in self.rest.items()}
@@ -125,10 +131,17 @@ def _content(part: StepPart, payload: Sequence[Any], attached: Attached, mesh: M
         raise WireError("got a message without packs, expected at least one")
     num_samples = int(counts.sum())
     lengths = _array(part.lengths_u32, "<u4", num_samples).astype(np.int64)
-    laid, bounds, widest = _lay_out(lengths, counts, part.aligns(rules), part.widths(rules))
+    shared = _shared(part, rules, 1 if layout == "whole" else mesh.cp)
+    own = lengths if shared is None else lengths - shared
+    laid, bounds, widest = _lay_out(own, counts, part.aligns(rules), part.widths(rules))
     mine = cut(laid, mesh.cp, mesh.cp_rank, layout)
     parts = 1 if layout == "whole" else mesh.cp
-    tokens = _tokens(dict(zip(expected, payload, strict=True)), rules, laid, mine, parts, slabs)
+    frames = dict(zip(expected, payload, strict=True))
+    tokens: _Tokens | TreeTokens
+    if shared is None:
+        tokens = _tokens(frames, rules, laid, mine, parts, slabs)
+    else:
+        tokens = _tree_tokens(frames, rules, laid, shared)
     ids = np.empty((num_samples, 3), np.int64)
     ids[:, 0] = _array(part.streams_u32, "<u4", num_samples)
     ids[:, 1] = _array(part.indices_u64, "<u8", num_samples)
@@ -153,7 +166,21 @@ def _content(part: StepPart, payload: Sequence[Any], attached: Attached, mesh: M
         "cp_rank": [mesh.cp_rank] * num_packs,
     }
     by_pack = [rows(attributes[name]) for name in _REST]
-    return Content(tokens, num_packs, attributes, by_pack, int(lengths.sum()))
+    return Content(tokens, num_packs, attributes, by_pack, int(own.sum()))
+
+
+def _shared(part: StepPart, rules: Rules, parts: int) -> I64 | None:
+    """Return the tokens that each sample shares with the sample before it, int64 [n]; None if the run has no trees.
+
+    ``parts``: this rank holds 1 / parts of each pack. Raises ValueError for a column that makes no tree.
+    """
+    if rules.share is None:
+        if part.shared_u32 is not msgspec.UNSET:
+            raise ValueError("got samples that share tokens, expected none without `share: prefix`")
+        return None
+    if parts > 1:
+        raise ValueError(f"got a shard of a pack whose samples share tokens (cp={parts}), expected whole packs")
+    return part.shared()
 
 
 def _lay_out(lengths: I64, counts: I64, aligns: I64, widths: I64) -> tuple[Layouts, Boundaries, I64]:
@@ -258,6 +285,25 @@ def _tokens(frames: Mapping[str, Any], rules: Rules, laid: Layouts, mine: Slices
         places=(mine.start - laid.start[mine.segment], mine.stop - mine.start, laid.real[mine.segment]),
         edges=_array(frames[EDGES], "<i4", len(mine.start)) if EDGES in frames else _NO_EDGES, slabs=slabs,
     )  # fmt: skip
+
+
+def _tree_tokens(frames: Mapping[str, Any], rules: Rules, laid: Layouts, shared: I64) -> TreeTokens:
+    """Check the payload frames of a message whose samples may share tokens, and return its tokens.
+
+    ``laid``: layout of the packs. ``shared``: int64 [samples]. Raises ValueError for frames of another size.
+    """
+    bounds = [0, *np.cumsum(laid.stop[laid.first_segment[1:] - 1]).tolist()]
+    found = TreeTokens(None, [], bounds, laid, shared, _positions)
+    at = {"sample": laid.first_sample.tolist(), "token": bounds, "target": found.row_bounds}
+    fields = []
+    for field in rules.fields:
+        if field.name in frames:
+            of = at["sample" if field.axis == "sample" else field.align]
+            shape = (of[-1], *field.shape)
+            values = _array(frames[field.name], field.storage.str, prod(shape)).reshape(shape)
+            fields.append((field, Column(values, of)))
+    ids = _array(frames[INPUT_IDS], rules.tokens, bounds[-1]) if INPUT_IDS in frames else None
+    return replace(found, input_ids=ids, fields=fields)
 
 
 def _positions(supplied: Column) -> Column | list[Any]:

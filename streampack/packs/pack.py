@@ -28,6 +28,10 @@ class Pack(Mapping[str, Any]):
     A middle stage of a pipeline gets no tokens: there ``input_ids`` and ``labels`` are None and are not keys. A padded
     micro-batch holds its rows one after another, each of ``max_seqlen`` tokens; see ``streampack.rows``.
 
+    In a run with ``share: prefix``, samples may share their first tokens, which a pack has once. Boundaries count a
+    sample's other tokens there. ``labels`` and fields aligned with labels have a value for each token of each sample,
+    [P]. P is ``cu_paths[-1]``, and one more if that is T.
+
     Example:
         >>> loader = streampack.connect("tcp://node0:7402", format="numpy")  # doctest: +SKIP
         >>> pack = next(loader)  # doctest: +SKIP
@@ -88,6 +92,12 @@ class Pack(Mapping[str, Any]):
 
     A field of axis ``token`` is [T', ...], or [T, ...] if replicated; fields aligned with labels are shifted like them.
     A field of axis ``sample`` is [num_samples, ...]."""
+    shared: I32 | None = None
+    """int32 [num_samples] tokens that each sample shares with the sample before it; None without ``share``."""
+    cu_paths: I32 | None = None
+    """int32 [num_samples + 1] cumulative tokens of the samples with shared ones, from 0; None without ``share``."""
+    path_index: I64 | None = None
+    """int64 [P] place in the pack of each token of each sample, one sample after another; None without ``share``."""
 
     __eq__ = object.__eq__  # a Mapping's would compare arrays
     __hash__ = object.__hash__

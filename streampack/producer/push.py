@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, SupportsIndex
@@ -150,7 +150,8 @@ class Producer:
         samples: Iterable[Given],
         keep: Literal["pack", "step"] | None = None,
         policy_version: SupportsIndex | None = None,
-    ) -> range:
+        share: Literal["prefix"] | None = None,
+    ) -> Sequence[int]:
         """Send a group of samples, such as the completions of one prompt, to be admitted whole and in this order.
 
         If one sample is invalid, none is sent. If the run declares the field ``group``, its value is the sequence
@@ -163,13 +164,16 @@ class Producer:
                 ``rules.step`` to be ``samples`` or ``end_of_batch``. Default: ``"step"`` if the run's steps are such
                 batches. Otherwise, a group may be spread over steps.
             policy_version: Version of the policy that made all of them, as for ``send``.
+            share: With ``"prefix"``, tokens with which several samples begin, such as their prompt, are sent and
+                computed once. Samples are put in an order in which they share the most. Tokens are the same if their
+                ids and all fields with ``align: token`` are. The run needs ``share: prefix`` under ``rules``.
 
         Returns:
-            The samples' sequence numbers in the partition.
+            The sequence number of each sample in the partition.
 
         Raises:
             SampleError: A sample is invalid, or the group does not fit one message (``limits.chunk``).
-            UserError: The group is empty, ``keep`` is invalid for the run, or the producer is closed.
+            UserError: The group is empty, ``keep`` or ``share`` is invalid for the run, or the producer is closed.
             DataStall: The buffer had no room within ``timeout_s``.
         """
         if keep not in ("pack", "step", None):
@@ -179,8 +183,9 @@ class Producer:
             raise UserError("got a group without samples, expected at least one sample")
         with self._given:
             first = self._pushing.next_seq
-            self._pushing.push([chunk_of_group(given, self._pushing.lease(), first, keep, policy_version)])
-            return range(first, first + len(given))
+            chunk, places = chunk_of_group(given, self._pushing.lease(), first, keep, policy_version, share)
+            self._pushing.push([chunk])
+            return [first + place for place in places] if share else range(first, first + len(given))
 
     @property
     def endpoint(self) -> str:

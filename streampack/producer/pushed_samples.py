@@ -14,18 +14,19 @@ from functools import lru_cache
 from typing import Any, SupportsIndex
 
 import numpy as np
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from streampack.core.journal.key_index import KEY_BYTES
 from streampack.core.layout.step_frames import INPUT_IDS
 from streampack.core.model.fields import GROUP, LOSS_MASK, POLICY_VERSION, Field
-from streampack.core.model.samples import Keep
+from streampack.core.model.samples import Keep, Share
 from streampack.core.protocol.producer_messages import Lease
 from streampack.core.sessions.producer_base import Chunk
 from streampack.errors import SampleError, UserError
-from streampack.producer.chunk import CHUNK_SAMPLES
+from streampack.producer.chunk import CHUNK_SAMPLES, TokenChunk
 from streampack.producer.chunks import batches_of, chunk_of
+from streampack.producer.tree_groups import Tree, check_share, tree_of
 from streampack.sources.formats.rows import RowReader
 from streampack.sources.order import Cursor
 from streampack.sources.records import RawSample
@@ -47,12 +48,19 @@ def chunks_of(
     ``policy_version`` applies to all samples, and fills the field of this name if the run declares one. Raises
     SampleError for a sample that the lease's policies reject, and UserError for an invalid version.
     """
+    batches, version = _batches(samples, lease, first_seq, policy_version)
+    return [replace(chunk_of(batch, lease, (0, 0)), policy_version=version) for batch in batches]
+
+
+def _batches(
+    samples: Sequence[Given], lease: Lease, first_seq: int, policy_version: SupportsIndex | None
+) -> tuple[list[TokenChunk], int | UnsetType]:
+    """Return samples in as few batches as the lease's limits allow, and the version of their policy."""
     version = UNSET if policy_version is None else _version(policy_version)
     common = {POLICY_VERSION: version} if version is not UNSET and POLICY_VERSION in _by_sample(lease) else {}
     reader = _reader(lease.fields)
     records = (_record(as_mapping(sample) | common, lease, first_seq + i, reader) for i, sample in enumerate(samples))
-    chunks = [chunk_of(batch, lease, (0, 0)) for batch in batches_of(records, lease)]
-    return [replace(chunk, policy_version=version) for chunk in chunks]
+    return list(batches_of(records, lease)), version
 
 
 def with_keys(chunks: Sequence[Chunk], keys: Sequence[SampleKey], count: int, write: int) -> list[Chunk]:
@@ -92,15 +100,22 @@ def digest_of(key: SampleKey) -> bytes:
 
 
 def chunk_of_group(
-    samples: Sequence[Given], lease: Lease, first_seq: int, keep: Keep | None, policy_version: SupportsIndex | None
-) -> Chunk:
+    samples: Sequence[Given],
+    lease: Lease,
+    first_seq: int,
+    keep: Keep | None,
+    policy_version: SupportsIndex | None,
+    share: Share | None = None,
+) -> Tree:
     """Return a group of samples in one chunk, with the fields ``group`` and ``policy_version`` if declared.
 
     ``keep``: unit that must hold the whole group; None means a step if the run's steps are batches, else no unit.
+    ``share``: what the samples share, if anything.
 
     Raises SampleError for a sample that the lease's policies reject, and for a group that exceeds a chunk. Raises
-    UserError for ``keep="step"`` if the run's steps are not batches.
+    UserError for ``keep`` or ``share`` that the run does not allow.
     """
+    check_share(share, lease)
     if keep == "step" and not lease.batches:
         raise UserError(
             f"stream {lease.stream!r}: got keep='step', but the run's steps are not batches, expected keep='pack' or "
@@ -108,14 +123,20 @@ def chunk_of_group(
             "broker.yaml"
         )
     common = {GROUP: first_seq} if GROUP in _by_sample(lease) else {}
-    chunks = chunks_of([as_mapping(sample) | common for sample in samples], lease, first_seq, policy_version)
-    if len(chunks) != 1:
+    given = [as_mapping(sample) | common for sample in samples]
+    batches, version = _batches(given, lease, first_seq, policy_version)
+    if len(batches) != 1:
         raise SampleError(
-            f"stream {lease.stream!r}: got a group of {len(samples)} samples that needs {len(chunks)} chunks, "
+            f"stream {lease.stream!r}: got a group of {len(samples)} samples that needs {len(batches)} chunks, "
             f"expected one chunk. A chunk holds at most {lease.max_chunk_bytes} bytes and {CHUNK_SAMPLES} samples. "
             "Send smaller groups, or raise limits.chunk in broker.yaml"
         )
-    return replace(chunks[0], keep=keep or ("step" if lease.batches else UNSET))
+    if share is None:
+        found = Tree(chunk_of(batches[0], lease, (0, 0)), list(range(len(given))))
+    else:
+        found = tree_of(batches[0], lease)
+    unit = keep or ("step" if lease.batches else UNSET)
+    return found._replace(chunk=replace(found.chunk, policy_version=version, keep=unit))
 
 
 @lru_cache(maxsize=64)

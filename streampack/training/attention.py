@@ -58,6 +58,11 @@ def varlen_attention(
         >>> out = varlen_attention(q, k, v, batch)  # doctest: +SKIP
     """
     held = canonical(pack)
+    if held.shared is not None:
+        raise UserError(
+            "got a pack whose samples may share tokens, expected a pack without `rules.share`, because boundaries do "
+            "not say which tokens are shared. Use flex_attention with block_mask(batch)"
+        )
     if held.cp > 1 and held.layout != "whole":
         raise UserError(
             f"got 1/{held.cp} of a pack on this rank ({held.layout}), expected the whole pack. Use ring attention or "

@@ -7,6 +7,10 @@ sample begins at ``cu_seqlens_padded[i] / W``.
 The gradient of a step must not depend on which samples shared a pack. So each sample's loss is a sum, and the
 sums of all packs on all ranks add up. One denominator of the whole step divides the total. ``packed_loss`` computes one
 pack's part. It works with any loss, and does not communicate with other ranks.
+
+A pack whose samples share tokens has T rows of outputs, and P rows of values for all tokens of each sample. ``Pack``
+explains both. A loss gets the P rows that it would get without sharing. ``target_logprobs`` turns T rows of logits into
+P log-probs without a copy of a row.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from streampack.core.model.samples import I64
+from streampack.core.model.samples import I64, IGNORE_INDEX
 from streampack.errors import UserError
 from streampack.packs.pack import Pack
 from streampack.views.view import View, canonical
@@ -30,12 +34,13 @@ def per_sample(outputs: torch.Tensor, pack: Pack | View) -> list[torch.Tensor]:
     Args:
         outputs: Tensor [T', ...] such as logits, log-probs, labels or a declared field, where T' is the tokens that
             this rank holds. Also [1, T', ...], as models of transformers return, or [B, S', ...] for padded
-            micro-batches.
+            micro-batches. If samples may share tokens, also [P, ...], such as labels.
         pack: The pack that the outputs belong to.
 
     Returns:
         ``num_samples`` views of ``outputs``, [n, ...] each, in the pack's order; n is the sample's real tokens that
-        this rank holds. Without context parallelism these are all tokens of the sample; a shard may hold 0.
+        this rank holds. Without context parallelism these are all tokens of the sample; a shard may hold 0. Rows that
+        samples share are copied for each of them.
 
     Raises:
         UserError: ``outputs`` does not have one row for each token.
@@ -44,6 +49,9 @@ def per_sample(outputs: torch.Tensor, pack: Pack | View) -> list[torch.Tensor]:
         >>> lengths = [len(one) for one in per_sample(batch.labels, batch)]  # doctest: +SKIP
     """
     held = canonical(pack)
+    if held.path_index is not None and held.cu_paths is not None:
+        on_paths = _on_paths(outputs, pack, held.path_index)[: int(held.cu_paths[-1])]
+        return list(torch.split_with_sizes(on_paths, np.diff(held.cu_paths).tolist()))
     rows = _by_token(outputs, pack, len(held.padding_mask))
     sizes = np.diff(_bounds(held).ravel(), prepend=0, append=len(rows))
     return list(torch.split_with_sizes(rows, sizes.tolist()))[
@@ -64,7 +72,7 @@ def packed_loss(
         loss_fn: Function of one sample's rows of ``outputs`` and of each of ``values``, [n, ...] each. It returns one
             number: the sum over tokens for a mean over the step's tokens, or the sample's mean for a mean over samples.
         outputs: Tensor [T', ...] with one row for each token that this rank holds, such as logits. Also [1, T', ...],
-            or [B, S', ...] for padded micro-batches.
+            or [B, S', ...] for padded micro-batches. If samples may share tokens, also [P, ...].
         pack: The pack that the outputs belong to.
         values: Further tensors of the same form for ``loss_fn``, such as labels or advantages.
         denominator: The step's denominator over all ranks and micro-batches: ``step.num_loss_tokens``,
@@ -109,6 +117,42 @@ def packed_loss(
         if len(parts[0]):
             total = total + _one_number(loss_fn(*parts))
     return total * (averaged_over / (denominator or 1))  # a step without learned tokens has loss 0, not 0 / 0
+
+
+def target_logprobs(logits: torch.Tensor, labels: torch.Tensor, pack: Pack | View) -> torch.Tensor:
+    """Return the log-probability of each label, without a copy of the logits.
+
+    If samples share tokens, a shared token has a label for each of the samples. Its row of logits is used for all of
+    these labels, and its gradient is the sum over them.
+
+    Args:
+        logits: Tensor [T', V] or [1, T', V] with a row for each token that this rank holds. Sums over V are computed in
+            this dtype.
+        labels: ``batch.labels``: int64 [T'] or [1, T'], where each row is the token after; [P] if samples may share
+            tokens.
+        pack: The pack that the logits belong to.
+
+    Returns:
+        Tensor [T'], or [P] if samples may share tokens; 0 where the label is -100.
+
+    Raises:
+        UserError: ``logits`` or ``labels`` does not have one row for each token.
+
+    Example:
+        >>> logprobs = target_logprobs(model(batch), batch.labels, batch)  # doctest: +SKIP
+        >>> loss = packed_loss(grpo, logprobs, batch, batch.old_logprobs, denominator=n)  # doctest: +SKIP
+    """
+    held = canonical(pack)
+    rows = _by_token(logits, pack, len(held.padding_mask))
+    index = torch.arange(len(rows), device=rows.device)
+    if held.path_index is not None:
+        index = _path_index(pack, rows.device)
+    targets = labels.reshape(-1).to(rows.device)
+    if len(targets) != len(index):
+        raise UserError(f"got labels of shape {list(labels.shape)}, expected [{len(index)}]")
+    counts = targets != IGNORE_INDEX
+    found = rows[index, targets.clamp(min=0)] - torch.logsumexp(rows, -1)[index]
+    return torch.where(counts, found, 0)  # no shape depends on values, for which a device would have to wait
 
 
 def reduce_metrics(metrics: Iterable[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
@@ -161,6 +205,28 @@ def _by_token(outputs: torch.Tensor, pack: Pack | View, held: int) -> torch.Tens
     if shape[:1] != (held,):
         raise UserError(f"got outputs of shape {list(shape)}, expected shape [{held}, ...] or [1, {held}, ...]")
     return outputs
+
+
+def _on_paths(outputs: torch.Tensor, pack: Pack | View, path_index: I64) -> torch.Tensor:
+    """Return ``outputs`` [T, ...] or [P, ...] as [P, ...], a row for each token of each sample.
+
+    Raises UserError for another length.
+    """
+    shape, size, tokens = outputs.shape, len(path_index), len(canonical(pack).padding_mask)
+    rows = outputs[0] if shape[:1] == (1,) and len(shape) > 1 and shape[1] in (size, tokens) else outputs
+    if len(rows) == size:
+        return rows
+    if len(rows) != tokens:
+        raise UserError(
+            f"got outputs of shape {list(shape)}, expected [{tokens}, ...], a row for each token of the pack, or "
+            f"[{size}, ...], a row for each token of each sample"
+        )
+    return rows[_path_index(pack, rows.device)]
+
+
+def _path_index(pack: Pack | View, device: torch.device) -> torch.Tensor:
+    """Return the pack's ``path_index`` on a device; a view on that device has it there."""
+    return torch.as_tensor(pack.path_index).to(device)
 
 
 def _bounds(pack: Pack) -> I64:

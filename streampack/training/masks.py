@@ -1,9 +1,10 @@
 """Attention masks of a pack, for attention that takes a mask instead of boundaries (sdpa, eager, flex).
 
-A token sees the tokens of its own sample up to itself. Alignment padding counts as part of the sample before it, and
-the pack's tail as a sample of its own. So real tokens see no padding, and each token sees at least itself, which keeps
-the softmax of padding finite. With context parallelism, rows are the rank's tokens, and columns are the tokens of the
-whole pack in order. Keys gathered from all ranks are put in that order by ``canonical.positions()`` of each rank.
+A token sees the tokens of its own sample up to itself, also those that samples share. Alignment padding counts as part
+of the sample before it, and the pack's tail as a sample of its own. So real tokens see no padding, and each token sees
+at least itself, which keeps the softmax of padding finite. With context parallelism, rows are the rank's tokens, and
+columns are the tokens of the whole pack in order. Keys gathered from all ranks are put in that order by
+``canonical.positions()`` of each rank.
 
 A mask takes T * T bytes. Attention by boundaries (``varlen_attention``, the format ``hf``) needs no mask.
 """
@@ -16,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from streampack.core.trees.prefix_tree import descendant_ends
 from streampack.errors import UserError
 from streampack.packs.pack import Pack
 from streampack.packs.slabs import Slabs
+from streampack.packs.trees.pack_paths import has_paths, pack_segments
 from streampack.views.block_mask import BLOCK_SIZE, mask_mod, mask_of_tables, table_tensor
 from streampack.views.view import View, canonical
 
@@ -65,7 +68,7 @@ def document_ids(batch: Pack | View, *, whole: bool = False) -> torch.Tensor:
 
     Returns:
         int32 [T'] or [T] on the batch's device, from 0. Alignment padding belongs to the sample before it; tail padding
-        has the number after the last sample.
+        has the number after the last sample. A token that samples share has the number of the first of them.
 
     Raises:
         UserError: ``batch`` is a mapping made from a view, which holds no pack.
@@ -97,12 +100,13 @@ def block_causal_mask(batch: Pack | View, dtype: torch.dtype | None = None) -> t
     Example:
         >>> out = scaled_dot_product_attention(q, k, v, attn_mask=block_causal_mask(batch))  # doctest: +SKIP
     """
-    places, ids = _places(batch), _segment_numbers(batch)
-    keys = torch.arange(len(ids), device=ids.device)
-    mask = ((ids[places, None] == ids) & (places[:, None] >= keys))[None, None]
+    places, sees = _places(batch), block_causal_mask_mod(batch)
+    rows = torch.arange(len(places), device=places.device)[:, None]
+    keys = torch.arange(int(canonical(batch).cu_seqlens_padded[-1]), device=places.device)
+    mask = sees(None, None, rows, keys)[None, None]
     if dtype is None:
         return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=ids.device).masked_fill_(~mask, torch.finfo(dtype).min)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def block_causal_mask_mod(batch: Pack | View) -> Callable[..., torch.Tensor]:
@@ -120,7 +124,14 @@ def block_causal_mask_mod(batch: Pack | View) -> Callable[..., torch.Tensor]:
     Example:
         >>> mask = create_block_mask(block_causal_mask_mod(batch), None, None, T, T)  # doctest: +SKIP
     """
-    return mask_mod(_segment_numbers(batch), _places(batch))
+    pack = canonical(batch)
+    if not has_paths(pack):
+        return mask_mod(_segment_numbers(batch), _places(batch))
+    bounds, parents = pack_segments(pack)
+    sizes = np.diff(bounds)
+    of_tokens = (np.repeat(np.arange(len(sizes), dtype=np.int32), sizes), np.repeat(descendant_ends(parents), sizes))
+    documents, ends = (torch.from_numpy(values).to(_device(batch)) for values in of_tokens)
+    return mask_mod(documents, None, ends)
 
 
 def _places(batch: Pack | View) -> torch.Tensor:

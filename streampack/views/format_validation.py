@@ -42,8 +42,17 @@ def check_mesh(format: str, mesh: Mesh) -> None:
         )
 
 
-def check_feed(format: str, mesh: Mesh, rules: Rules, layout: str) -> None:
-    """Raise UserError for a feed, by its rules and context-parallel layout, that does not suit the format."""
+def check_feed(format: str, mesh: Mesh, rules: Rules, layout: str, masks: str | None = None) -> None:
+    """Raise UserError for a feed, by its rules and context-parallel layout, that does not suit the format.
+
+    ``masks``: kind of the masks that the views have, if any.
+    """
+    if rules.share is not None and format != "numpy" and (format, masks) != ("thd", "flex"):
+        raise UserError(
+            f"got format {format!r} with masks={masks!r} for a feed with `rules.share: {rules.share}`, expected "
+            f"format='thd' with masks='flex', or format='numpy'. Samples of its packs share tokens, which boundaries "
+            f"and padded rows cannot express. Remove the key from broker.yaml for kernels that need boundaries"
+        )
     if format == "padded" and not rules.padded:
         raise UserError(
             "got format 'padded' for a feed that packs, expected thd, hf, hf_shifted or numpy. To use format "

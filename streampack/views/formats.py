@@ -153,7 +153,7 @@ class Views:
         """Choose the default format for a feed's rules, and check the format. Raises UserError if it is unsuitable."""
         if rules.padded and self._given is None and self.format == "thd":
             self.format = "padded"
-        check_feed(self.format, self._mesh, rules, layout)
+        check_feed(self.format, self._mesh, rules, layout, self._masks)
         if self._static_shapes:
             check_static_shapes(self.format, rules)
         if rules.padded and self._masks:

@@ -11,7 +11,7 @@ import copy
 import json
 import runpy
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -78,7 +78,7 @@ def pushed(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Running
     given: dict[int, Sample] = {}
     send = Producer.send_group
 
-    def noted(self: Producer, samples: Iterable[Sample], **how: Any) -> range:
+    def noted(self: Producer, samples: Iterable[Sample], **how: Any) -> Sequence[int]:
         group = list(samples)
         numbers = send(self, group, **how)
         given.update(zip(numbers, group, strict=True))

@@ -42,7 +42,8 @@ def arena_tokens(memory_bytes: int, token_bytes: int, block_tokens: int) -> int:
 class _Column:
     """The values of one field for ``count`` tokens (or samples): ``width`` numbers for each.
 
-    Numbers are unsigned integers of the field's item size, so any dtype is copied bit by bit.
+    Numbers are unsigned integers of the field's item size, so any dtype is copied bit by bit. ``once``: in a pack with
+    trees, a shared token has one value of the field, and not one for each sample.
     """
 
     def __init__(self, field: Field, count: int) -> None:
@@ -51,6 +52,7 @@ class _Column:
         self.pad = field.fill(field.pad).view(self.dtype)[()]
         self.shift = int(field.align == "target")
         self.replicate = field.cp == "replicate"
+        self.once = field.align == "token"
         self.data: NDArray[Any] = np.empty(count * self.width, self.dtype)
 
 
@@ -175,7 +177,8 @@ class Arena:
         """Return the shards of packs that context-parallel ``ranks`` of ``cp`` hold: one array for each name.
 
         An array that the layout cuts has the shards of all packs for the first rank, then for the next. Other arrays
-        occur once.
+        occur once. If samples share tokens, each shared token occurs once, and ranks get whole packs. Fields aligned
+        with the target have the values of every sample then, without padding.
 
         Args:
             packs: The packs' samples and widths.
@@ -200,7 +203,11 @@ class Arena:
                 found[name] = column.data.reshape(-1, column.width)[packs.handles].reshape(-1)
             elif name in self._columns:
                 column = self._columns[name]
-                slices, count = self._slices_of_shards(packs, 1, (0,), layout) if column.replicate else (mine, total)
+                slices, count = mine, total
+                if packs.shared is not None and not column.once:
+                    slices, count = self._slices_of_rows(packs.handles)
+                elif column.replicate:
+                    slices, count = self._slices_of_shards(packs, 1, (0,), layout)
                 found[name] = np.empty(count * column.width, column.dtype)
                 _copy_slices(column.data, slices, column.width, column.shift, column.pad, found[name], _NO_EDGES)
             elif name == INPUT_IDS:
@@ -216,22 +223,36 @@ class Arena:
         have the same shard, which occurs once.
         """
         ranks = ranks[:1] if layout == "whole" else ranks
+        handles, counts, widths, aligns, shared = packs
+        places, lengths = self._offset, self._length
+        if shared is not None:
+            self._reserve(int(handles.max(initial=0)))
+            places, lengths = places[handles] + shared, lengths[handles] - shared
+            handles = np.arange(len(handles))
         slices = np.empty((4, 2 * (len(packs.handles) + len(packs.counts)) * len(ranks)), np.int64)
         found = total = 0
         for rank in ranks:
             room = slices[:, found:] if found else slices
-            count, tokens = find_slices(*packs, self._offset, self._length, cp, rank, KINDS[layout], *room)
+            count, tokens = find_slices(
+                handles, counts, widths, aligns, places, lengths, cp, rank, KINDS[layout], *room
+            )
             if count < 0:
                 why = self._layout_error(packs, cp, rank, layout)
                 raise InternalError(f"cannot lay out a pack, or one of its samples was released: {why}")
             found, total = found + count, total + tokens
         return slices[:, :found], total
 
+    def _slices_of_rows(self, handles: I64) -> tuple[I64, int]:
+        """Return the slices of whole samples, as ``_slices_of_shards`` does, and the tokens of all of them."""
+        lengths = self._length[handles]
+        return np.stack([self._offset[handles], lengths, np.zeros_like(lengths), lengths]), int(lengths.sum())
+
     def _layout_error(self, packs: Contents, cp: int, rank: int, layout: str) -> str:
         """Return the reason why packs cannot be cut into shards, as a sentence for an error."""
         self._reserve(int(packs.handles.max(initial=0)))
         try:
-            cut(layouts(self._length[packs.handles], packs.counts, packs.aligns, packs.widths), cp, rank, layout)
+            lengths = self._length[packs.handles] - (0 if packs.shared is None else packs.shared)
+            cut(layouts(lengths, packs.counts, packs.aligns, packs.widths), cp, rank, layout)
         except ValueError as error:
             return str(error)
         return "the layout is valid"

@@ -26,7 +26,7 @@ class Portions(NamedTuple):
     """The packs of a step on a mesh, after splitting.
 
     Pack i holds samples ``handles[bounds[i]:bounds[i + 1]]``, int64 [n] and [packs + 1]. The other arrays, int64
-    [packs], are sums over a pack's samples; ``slots`` are aligned tokens.
+    [packs], are sums over a pack's samples; ``slots`` are aligned tokens. Shared tokens count once.
     """
 
     handles: I64
@@ -58,6 +58,7 @@ class DealtStep:
     parts_u32: bytes
     widths_u32: bytes
     rows_u32: bytes
+    shared_u32: bytes
 
     def columns(self, spans: list[tuple[int, int]]) -> tuple[tuple[bytes, ...], Contents]:
         """Return the columns of the packs [a, b) of each span, one span after another, and the packs.
@@ -71,7 +72,9 @@ class DealtStep:
             return found[0]
         columns, packs = zip(*found, strict=True)
         joined = tuple(map(b"".join, zip(*columns, strict=True)))
-        return joined, Contents(*map(np.concatenate, zip(*packs, strict=True)))
+        handles, counts, widths, aligns = map(np.concatenate, zip(*(each[:4] for each in packs), strict=True))
+        shared = [each.shared for each in packs if each.shared is not None]
+        return joined, Contents(handles, counts, widths, aligns, np.concatenate(shared) if shared else None)
 
     def _slice(self, a: int, b: int) -> tuple[tuple[bytes, ...], Contents]:
         """Return the columns of packs [a, b), and the packs."""
@@ -80,9 +83,11 @@ class DealtStep:
             self.numbers_u32[4 * a : 4 * b], self.counts_u32[4 * a : 4 * b], self.loss_tokens_u32[4 * a : 4 * b],
             self.lengths_u32[4 * c : 4 * d], self.streams_u32[4 * c : 4 * d], self.indices_u64[8 * c : 8 * d],
             self.parts_u32[4 * c : 4 * d], self.widths_u32[4 * a : 4 * b], self.rows_u32[4 * a : 4 * b],
+            self.shared_u32[4 * c : 4 * d],
         )  # fmt: skip
-        handles, counts, widths, aligns = self.contents
-        return columns, Contents(handles[c:d], counts[a:b], widths[a:b], aligns[a:b])
+        handles, counts, widths, aligns, shared = self.contents
+        mine = None if shared is None else shared[c:d]
+        return columns, Contents(handles[c:d], counts[a:b], widths[a:b], aligns[a:b], mine)
 
 
 class StepDealer:
@@ -142,19 +147,20 @@ class StepDealer:
             handles, lengths, streams, indices, parts,
         )  # fmt: skip
         counts, widths, aligns = bounds[1:] - bounds[:-1], widths[numbers], aligns[numbers]
+        shared = None if rules.share is None else table.shared[handles].astype(np.int64)
         return DealtStep(
-            (mesh.dp, mesh.pp), len(dealt), bounds.tolist(), Contents(handles, counts, widths, aligns),
+            (mesh.dp, mesh.pp), len(dealt), bounds.tolist(), Contents(handles, counts, widths, aligns, shared),
             numbers_u32=_u32(numbers), counts_u32=_u32(counts), loss_tokens_u32=_u32(packs.loss_tokens[numbers]),
             lengths_u32=lengths.tobytes(), streams_u32=streams.tobytes(), indices_u64=indices.tobytes(),
             parts_u32=parts.tobytes(), widths_u32=b"" if rules.shape == "fixed" else _u32(widths),
-            rows_u32=_u32(aligns) if rules.padded else b"",
+            rows_u32=_u32(aligns) if rules.padded else b"", shared_u32=b"" if shared is None else _u32(shared),
         )  # fmt: skip
 
     def _split(self, packs: PlannedPacks, count: int) -> Portions:
         """Split packs of FORM into ``count`` packs."""
         slots = self._slots(packs.handles)
         keeps = self._table.keep[packs.handles]
-        parts, _ = split(packs.bounds, self._rules.balance.costs(slots), keeps, count)
+        parts, _ = split(packs.bounds, self._costs(packs.handles, slots), keeps, count)
         return self._portions(packs.handles, parts)
 
     def _portions(self, handles: I64, packs: list[I64]) -> Portions:
@@ -162,15 +168,20 @@ class StepDealer:
         handles = handles[np.concatenate(packs)]
         bounds = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])])
         slots = self._slots(handles)
-        loss_tokens, tokens = self._table.loss_tokens[handles], self._table.length[handles]
+        loss_tokens, tokens = self._table.loss_tokens[handles], self._table.own_lengths(handles)
+        costs = self._costs(handles, slots)
         sums = np.zeros((4, len(handles) + 1), np.int64)
-        np.cumsum(np.stack([loss_tokens, self._rules.balance.costs(slots), tokens, slots]), axis=1, out=sums[:, 1:])
+        np.cumsum(np.stack([loss_tokens, costs, tokens, slots]), axis=1, out=sums[:, 1:])
         return Portions(handles, bounds, *np.diff(sums[:, bounds]))
+
+    def _costs(self, handles: I64, slots: I64) -> I64:
+        """Return the cost of samples with aligned tokens ``slots``; all int64 [n]."""
+        return self._rules.balance.costs(slots, self._table.shared[handles].astype(np.int64))
 
     def _slots(self, handles: I64) -> I64:
         """Return the aligned tokens of samples, int64 [n]."""
         align = self._rules.align.sample
-        return -(-self._table.length[handles].astype(np.int64) // align) * align
+        return -(-self._table.own_lengths(handles) // align) * align
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -20,6 +20,11 @@ def mesh_refusal(mesh: Mesh, rules: Rules, layout: str) -> str:
         )
     if mesh.cp == 1 or layout == "whole":
         return ""
+    if rules.share is not None:
+        return (
+            f"got cp={mesh.cp} and `cp_layout: {layout}` with `share: prefix`, expected cp=1 or `cp_layout: whole`, "
+            f"because the samples of a pack share tokens and cannot be cut apart"
+        )
     if rules.padded and layout != "zigzag":
         return (
             f"got cp={mesh.cp} and `cp_layout: {layout}` with `padded: true`, expected `cp_layout: zigzag`, which "

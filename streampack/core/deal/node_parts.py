@@ -134,6 +134,7 @@ def _check_columns(part: NodePart) -> tuple[I64, list[int]]:
     samples = [0, *np.cumsum(counts).tolist()]
     sizes = dict.fromkeys(("packs_u32", "loss_tokens_u32"), 4 * len(counts))
     sizes |= {name: size * samples[-1] for name, size in _BY_SAMPLE.items()}
+    sizes |= {"shared_u32": 4 * samples[-1]} if part.shared_u32 is not msgspec.UNSET else {}
     sizes |= {name: 4 * len(counts) for name in ("widths_u32", "rows_u32") if getattr(part, name)}
     for name, size in sizes.items():
         if len(getattr(part, name)) != size:
@@ -157,9 +158,13 @@ def _byte_bounds(
     mine = whole // shares
     sharded = [mine] * held if layout == "whole" else [mine + i * mine[-1] for i in range(held)]
     once, by_sample = [whole] * held, [np.array(samples)[::each]] * held
+    lengths = np.frombuffer(part.lengths_u32, "<u4").astype(np.int64)
+    whole_rows = np.append(0, np.cumsum(lengths))[np.array(samples)[::each]]
     units = {INPUT_IDS: (sharded, np.dtype(rules.tokens).itemsize)}
     for field in rules.fields:
         by_token = once if field.cp == "replicate" else sharded
+        if rules.share is not None and field.align == "target":
+            by_token = [whole_rows] * held
         units[field.name] = by_sample if field.axis == "sample" else by_token, field.value_bytes
     if EDGES in part.frames:
         units[EDGES] = _slices(part, counts, widths, rules, layout), 4
@@ -194,6 +199,7 @@ def _message(part: NodePart, a: int, b: int, c: int, d: int) -> StepPart:
         widths_u32=part.widths_u32[4 * a : 4 * b],
         rows_u32=part.rows_u32[4 * a : 4 * b],
         resend=part.resend,
+        shared_u32=msgspec.UNSET if part.shared_u32 is msgspec.UNSET else part.shared_u32[4 * c : 4 * d],
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from msgspec.structs import asdict
 
@@ -47,6 +48,8 @@ class KeptSteps:
         self._feed, self._rules, self._layout, self._table = feed, rules, layout, table
         self._steps: dict[int, _Kept] = {}
         self._id_bytes = np.dtype(rules.tokens).itemsize
+        self._by_row = [field for field in rules.fields if rules.share and field.align == "target"]
+        """Fields with a value for each token of each sample, although samples share tokens."""
         self.part_bytes = PART_BYTES
         self.lineage = 0
         self.figures = DealtFigures()
@@ -75,7 +78,9 @@ class KeptSteps:
         Fields of axis ``sample`` and ``edges`` are not counted.
         """
         tokens, (cut, whole) = int(packs.widths.sum()), self._token_bytes(frames)
-        return tokens // self._shares(mesh) * shards * cut + tokens * whole
+        of_rows = sum(field.value_bytes for field in self._by_row if field.name in frames)
+        rows = int(self._table.length[packs.handles].sum()) if of_rows else 0
+        return tokens // self._shares(mesh) * shards * cut + tokens * whole + rows * of_rows
 
     def node_bytes(self, packs: Contents, node: NodeRanks) -> int:
         """Return the payload bytes of a message with these packs for a host, as ``num_bytes`` does."""
@@ -137,13 +142,13 @@ class KeptSteps:
     ) -> tuple[StepPart, Contents]:
         """Return the message with the packs [a, b) of each span, and the packs."""
         columns, packs = dealt.columns(spans)
-        numbers, counts, loss_tokens, lengths, streams, indices, pieces, widths, rows = columns
+        numbers, counts, loss_tokens, lengths, streams, indices, pieces, widths, rows, shared = columns
         plan = StepPart(
             feed=self._feed, lineage=self.lineage, step=step.number, part=part, parts=parts, first=first,
             micro_batches=dealt.each, digest=step.digest, chain=step.chain, num_loss_tokens=step.num_loss_tokens,
             num_samples=step.num_samples, frames=frames, packs_u32=numbers, counts_u32=counts,
             loss_tokens_u32=loss_tokens, lengths_u32=lengths, streams_u32=streams, indices_u64=indices,
-            parts_u32=pieces, widths_u32=widths, rows_u32=rows, resend=resend,
+            parts_u32=pieces, widths_u32=widths, rows_u32=rows, resend=resend, shared_u32=shared or msgspec.UNSET,
         )  # fmt: skip
         return plan, packs
 
@@ -163,7 +168,7 @@ class KeptSteps:
         """
         cut, whole = self._id_bytes if INPUT_IDS in frames else 0, 0
         for field in self._rules.fields:
-            if field.axis == "token" and field.name in frames:
+            if field.axis == "token" and field.name in frames and field not in self._by_row:
                 if field.cp == "replicate":
                     whole += field.value_bytes
                 else:

@@ -73,7 +73,8 @@ class Planner:
                     break
                 merge.next_pass()
             effects += self._leases.merged(self._feed, taken.moved)
-            self.former.admit(taken.handles, taken.lengths)
+            shares = self._rules.share is not None
+            self.former.admit(taken.handles, self._table.own_lengths(taken.handles) if shares else taken.lengths)
             self._memory.hold(taken.handles)
             effects += self._change_rules()
         closed = merge.closed or (merge.between_passes and not self.former.too_few)
@@ -96,11 +97,22 @@ class Planner:
     @property
     def overfull(self) -> str:
         """Error text if the memory is too small to hold the whole next batch; else empty."""
-        former, memory = self.former, self._memory
-        if self._rules.batch is None or memory.room > 0 or memory.held_tokens > former.queued_tokens or former.closed:
+        former, memory, batch = self.former, self._memory, self._rules.batch
+        if (batch is None and self._rules.share is None) or memory.room > 0 or former.closed:
             return ""
+        held = former.queued_tokens if self._rules.share is None else int(self._table.length[former.held()].sum())
+        if memory.held_tokens > held:
+            return ""
+        if batch is None:
+            if not former.lacks_samples:
+                return ""
+            return (
+                f"got {held} tokens for step {former.next_step}, or {former.queued_tokens} if shared ones count once. "
+                f"The step is incomplete, but the memory is full of whole samples. Increase `memory`, or make "
+                f"`rules.budget` or `rules.step` smaller, and restart the broker."
+            )
         return (
-            f"got {former.queued_samples} samples with {former.queued_tokens} tokens for the batch of step "
+            f"got {former.queued_samples} samples with {held} tokens for the batch of step "
             f"{former.next_step}. The batch is incomplete, but the memory is full. Increase `memory` or make batches "
             f"smaller, and restart the broker."
         )

@@ -18,8 +18,9 @@ from streampack.core.intake.partitions import Partitions
 from streampack.core.journal.history import History
 from streampack.core.merge.schedule import strides
 from streampack.core.model.rules import Rules, first_difference
-from streampack.core.model.samples import KEEPS, ROW
+from streampack.core.model.samples import I64, KEEPS, PACK, ROW
 from streampack.core.model.snapshot import FormState, MergeState, Snapshot
+from streampack.core.trees.shared_prefixes import check_shared
 
 MAX_COUNT = 2**62
 """Limit of every count and position in a snapshot."""
@@ -243,6 +244,9 @@ def _wrong_form(taken: Snapshot, rules: Rules, max_tokens: int) -> str:
             f"got {len(said)} bytes of group settings, expected 0, or one valid byte for each of the "
             f"{len(window) + len(pending)} samples"
         )
+    shared = form.shares or b""
+    if len(shared) not in (0, 4 * (len(window) + len(pending))):
+        return f"got {len(shared)} bytes of shared tokens, expected 0, or 4 bytes for each sample"
     most = rules.packs if rules.batch is None else 1  # a batch is packed whole, and leaves no packs
     if any(count < 0 for count in form.counts) or sum(form.counts) != len(pending) or len(form.counts) >= most:
         return (
@@ -250,7 +254,12 @@ def _wrong_form(taken: Snapshot, rules: Rules, max_tokens: int) -> str:
             f"with {len(pending)} samples"
         )
     rows = np.concatenate([window, pending])
-    return _wrong_rows(rows, taken, rules, max_tokens) or _wrong_packs(form, pending, rules)
+    found = np.frombuffer(shared, "<u4").astype(np.int64) if shared else np.zeros(len(rows), np.int64)
+    return (
+        _wrong_rows(rows, taken, rules, max_tokens)
+        or _wrong_shares(found, rows, form, rules)
+        or _wrong_packs(form, pending["length"] - found[len(window) :], rules)
+    )
 
 
 def _wrong_rows(rows: NDArray[np.void], taken: Snapshot, rules: Rules, max_tokens: int) -> str:
@@ -278,10 +287,33 @@ def _wrong_rows(rows: NDArray[np.void], taken: Snapshot, rules: Rules, max_token
     return ""
 
 
-def _wrong_packs(form: FormState, pending: NDArray[np.void], rules: Rules) -> str:
-    """Return an error text if a pending pack is over the budget; empty if none is."""
+def _wrong_shares(shared: I64, rows: NDArray[np.void], form: FormState, rules: Rules) -> str:
+    """Return an error text if samples share tokens with samples from which they may be apart; empty if none does.
+
+    ``shared`` int64 [n]: tokens that each of the ``rows`` shares with the row before it.
+    """
+    if not shared.any():
+        return ""
+    if rules.share is None:
+        return "got samples that share tokens, expected none without `share: prefix`"
+    keeps = np.frombuffer(form.keeps or bytes(len(rows)), np.uint8)
+    apart = np.append(True, keeps[:-1] != PACK)
+    starts = len(form.ages) + np.cumsum([0, *form.counts])
+    apart[starts[starts < len(rows)]] = True
+    try:
+        check_shared(shared, rows["length"].astype(np.int64), np.flatnonzero(apart))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _wrong_packs(form: FormState, pending: I64, rules: Rules) -> str:
+    """Return an error text if a pending pack is over the budget; empty if none is.
+
+    ``pending`` int64 [n]: tokens of each sample in a pack, without those that it shares.
+    """
     align = rules.align.sample
-    slots = np.concatenate([[0], np.cumsum(-(-pending["length"].astype(np.int64) // align) * align)])
+    slots = np.concatenate([[0], np.cumsum(-(-pending.astype(np.int64) // align) * align)])
     bounds = np.concatenate([[0], np.cumsum(form.counts)]).astype(np.int64).tolist()
     if any(slots[stop] - slots[start] > rules.budget for start, stop in pairwise(bounds)):
         return f"got a pack that exceeds the budget of {rules.budget} tokens"

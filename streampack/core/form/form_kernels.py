@@ -21,6 +21,7 @@ def describe(
     length: I32,
     loss_tokens: I32,
     crc: U32,
+    shared: I32,
     align: int,
     a: int,
     b: int,
@@ -31,19 +32,20 @@ def describe(
 
     Pack i is ``handles[bounds[i]:bounds[i + 1]]``. The kernel fills in ``sums`` int64 [4, packs], see
     ``steps.PlannedPacks``, and ``identities`` uint32 [samples, 6], which are ``steps.IDENTITY`` in little endian. The
-    columns from ``stream`` to ``crc`` are those of a ``SampleTable``. A sample of s padded tokens costs ``a * s + b * s
-    * s``.
+    columns from ``stream`` to ``shared`` are those of a ``SampleTable``. A sample of s padded tokens costs ``a * s + b
+    * s * s``. If it shares d tokens, s counts the others, and it costs ``a * s + b * s * (2 * d + s)``.
     """
     for pack in range(len(bounds) - 1):
         tokens, slots, loss, cost = 0, 0, 0, 0
         for k in range(bounds[pack], bounds[pack + 1]):
             h = handles[k]
-            real = int(length[h])  # 64 bits also without numba
+            depth = int(shared[h])  # 64 bits also without numba
+            real = int(length[h]) - depth
             slot = (real + align - 1) // align * align
             tokens += real
             slots += slot
             loss += int(loss_tokens[h])
-            cost += slot * (a + b * slot)
+            cost += slot * (a + b * (2 * depth + slot))
             identities[k, 0] = stream[h]
             identities[k, 1] = part[h]
             identities[k, 2] = index[h] & 0xFFFFFFFF

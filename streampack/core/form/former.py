@@ -141,7 +141,7 @@ class Former:
         return np.concatenate([*waiting, self._pending.handles, self.dropped])
 
     def admit(self, handles: I64, lengths: I64) -> None:
-        """Add samples that follow in merge order; ``handles`` and ``lengths`` (real tokens) int64 [n]."""
+        """Add samples that follow in merge order; ``handles`` and ``lengths`` (``own_lengths``) int64 [n]."""
         if len(handles):
             self._arrived.append((handles, lengths))
             self.num_samples += len(handles)
@@ -242,19 +242,19 @@ class Former:
         window = np.concatenate([self._handles, *(handles for handles, _ in self._arrived)])
         ages = np.full(len(window), -1, np.int64)
         ages[: len(self._handles)] = np.repeat(self._ages, self._sizes)
-        rows = self._table.rows
+        rows, held = self._table.rows, np.concatenate([window, pending.handles])
         return FormState(
             self.next_step, self.chain, self.closed, rows(window).tobytes(), ages.tolist(),
             rows(pending.handles).tobytes(), pending.counts.tolist(),
-            self._table.keeps(np.concatenate([window, pending.handles])),
+            self._table.keeps(held), self._table.shares(held),
         )  # fmt: skip
 
     def load(self, state: FormState) -> None:
         """Restore a state in an empty ``Former`` of the same rules; add the state's samples to the table."""
         self.next_step, self.chain, self.closed = state.next_step, state.chain, state.closed
         rows = np.concatenate([np.frombuffer(each, ROW) for each in (state.window, state.pending)])
-        handles, pending = np.split(self._table.enter(rows, state.keeps), [len(state.ages)])
-        self.admit(handles, self._table.length[handles].astype(np.int64))
+        handles, pending = np.split(self._table.enter(rows, state.keeps, state.shares), [len(state.ages)])
+        self.admit(handles, self._table.own_lengths(handles))
         self._gather()
         self._ages = np.array(state.ages, np.int64)[np.cumsum(self._sizes) - self._sizes]
         self._since = np.where(self._ages >= 0, self.next_step, UNSEEN)  # statistics begin with this broker
@@ -305,6 +305,11 @@ class Former:
             ends = np.cumsum(sizes)
             last = handles[ends - 1]
             self._table.keep[last[self._table.keep[last] == PACK]] = 0  # a group that was torn apart ends here
+            torn = self._table.shared[handles[ends - sizes]]
+            if torn.any():  # ... and shares nothing
+                self._table.shared[handles[ends - sizes]] = 0
+                units[ends - sizes] += torn
+                self.queued_tokens += int(torn.sum())
             units = np.diff(np.concatenate([[0], np.cumsum(units)])[np.concatenate([[0], ends])])
         self._handles = np.concatenate([self._handles, handles])
         self._sizes = np.concatenate([self._sizes, sizes])
@@ -320,9 +325,10 @@ class Former:
         sums, identities = np.empty((4, len(bounds) - 1), np.int64), np.empty((len(handles), 6), np.uint32)
         describe(
             handles, bounds, table.stream, table.index, table.part, table.length, table.loss_tokens, table.crc,
-            rules.align.sample, *rules.balance.factors, sums, identities,
+            table.shared, rules.align.sample, *rules.balance.factors, sums, identities,
         )  # fmt: skip
-        return PlannedPacks(handles, bounds, sums, digests_of(memoryview(identities.tobytes()), bounds))
+        digests = digests_of(memoryview(identities.tobytes()), bounds, table.shares(handles))
+        return PlannedPacks(handles, bounds, sums, digests)
 
     def _make_step(self, packs: PlannedPacks) -> PlannedStep:
         """Return the next step, made of these packs; advance the step number and the chain digest."""

@@ -24,10 +24,11 @@ from streampack.core.journal.key_index import REPEATED
 from streampack.core.layout.step_frames import INPUT_IDS
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.fields import LABELS, LOSS_MASK, Field
-from streampack.core.model.samples import I64, IGNORE_INDEX, KEEPS, SampleTable, index_of
+from streampack.core.model.samples import I64, IGNORE_INDEX, KEEPS, PACK, SampleTable, index_of
 from streampack.core.protocol.effects import Store
 from streampack.core.protocol.events import Effect
 from streampack.core.protocol.producer_messages import OVERLONG
+from streampack.core.trees.shared_prefixes import path_index
 
 POLICY_LAG = "policy_lag"
 """Reason of samples that are rejected because the policy that made them is too old."""
@@ -77,7 +78,8 @@ class Admission:
         widths = [(np.dtype(tokens).itemsize, 0)] + [
             (field.value_bytes, 0) if field.axis == "token" else (0, field.value_bytes) for field in fields
         ]
-        self._frames = Frames([INPUT_IDS, *(field.name for field in fields)], widths)
+        once = [True] + [field.axis == "token" and field.align == "token" for field in fields]
+        self._frames = Frames([INPUT_IDS, *(field.name for field in fields)], widths, once)
         self.token_bytes = sum(width for width, _ in widths)
         self._max_sample_tokens = max_sample_tokens
         self._table, self._merge = table, merge
@@ -117,16 +119,17 @@ class Admission:
         counts, message, every = self.counts[stream], chunk.message, chunk.lengths
         stop, begin = chunk.stop_seq, intake.expected_seq
         known = stop if intake.closed else min(max(intake.known_seq, begin), stop)
-        effects = self._fill_in(stream, intake, chunk, begin, known) if intake.awaited else []
+        payload = chunk.envelope.payload if chunk.shared is None else self._whole_rows(chunk, chunk.shared)
+        effects = self._fill_in(stream, intake, chunk, payload, begin, known) if intake.awaited else []
         kept_tokens, rejected = 0, _NONE
         if known < stop:
             skip = known - message.base_seq
             terms = self._streams[stream]
-            pieces = drop_chunk(every[skip:]) if stale else apply_terms(terms, every, message.keep, skip)
+            pieces = drop_chunk(every[skip:]) if stale else apply_terms(terms, every, message.keep, skip, chunk.shared)
             if repeated is not None and not stale:
                 pieces = drop_some(pieces, repeated[skip:])
                 counts.count_rejected({REPEATED: int((repeated[skip:] & (every[skip:] > 0)).sum())})
-            store, kept_tokens = self._enter(stream, p, chunk, skip, pieces)
+            store, kept_tokens = self._enter(stream, p, chunk, payload, skip, pieces)
             effects.append(store)
             if message.pass_ended and self._streams[stream].barriers:
                 self._merge.current.end_pass(p)
@@ -147,8 +150,22 @@ class Admission:
         intake.accept(stop, (chunk.num_tokens - had) * self.token_bytes, kept_tokens, message.cursor)
         return effects, rejected
 
-    def _enter(self, stream: int, p: int, chunk: ReceivedChunk, skip: int, pieces: Pieces) -> tuple[Store, int]:
+    def _whole_rows(self, chunk: ReceivedChunk, shared: I64) -> tuple[Any, ...]:
+        """Return the payload of a chunk with the shared tokens of a tree in each sample that has them."""
+        own = chunk.lengths - shared
+        at = path_index(shared, chunk.lengths, np.cumsum(own) - own)
+        columns = zip(chunk.envelope.payload, self._frames.widths, self._frames.once, strict=True)
+        return tuple(
+            np.frombuffer(frame, np.uint8).reshape(-1, width)[at].reshape(-1).data if once else frame
+            for frame, (width, _), once in columns
+        )
+
+    def _enter(
+        self, stream: int, p: int, chunk: ReceivedChunk, payload: tuple[Any, ...], skip: int, pieces: Pieces
+    ) -> tuple[Store, int]:  # fmt: skip
         """Enter the pieces of a chunk's samples, from the ``skip``-th on, into the table and the merge.
+
+        ``payload``: the chunk's frames, with the tokens of every sample.
 
         Returns:
             The effect that stores the tokens of the pieces, and their number.
@@ -160,15 +177,18 @@ class Admission:
         cut, tokens = enter(
             pieces.source, pieces.offset, pieces.length, pieces.part, chunk.lengths, chunk.crcs, chunk.loss_tokens,
             skip, first, terms.partitions, stream,
-            KEEPS[message.keep] if message.keep else 0, handles, table.stream, table.index, table.part, table.length,
-            table.loss_tokens, table.crc, table.keep, entries, stored,
+            KEEPS[message.keep] if message.keep else 0, pieces.tree.shared if pieces.tree else _NONE, handles,
+            table.stream, table.index, table.part, table.length, table.loss_tokens, table.crc, table.keep,
+            table.shared, entries, stored,
         )  # fmt: skip
         starts, lengths, rows = stored[:, : len(handles)]
+        if pieces.tree is not None:
+            table.keep[handles[pieces.tree.joined[pieces.length > 0]]] = PACK
         if cut:
             at = np.flatnonzero(lengths != chunk.lengths[rows])
-            table.loss_tokens[handles[at]] = self._loss_tokens(chunk.envelope.payload, starts[at], lengths[at])
+            table.loss_tokens[handles[at]] = self._loss_tokens(payload, starts[at], lengths[at])
         self._merge.current.push(p, entries, pieces.length, pieces.part)
-        return Store(handles, starts, lengths, rows, chunk.envelope.payload), tokens
+        return Store(handles, starts, lengths, rows, payload), tokens
 
     def _awaited(self, intake: Intake, begin: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield (sequence number, handle) of the samples ``begin <= seq < stop`` whose payload is awaited."""
@@ -193,8 +213,10 @@ class Admission:
                 )
         return ""
 
-    def _fill_in(self, stream: int, intake: Intake, chunk: ReceivedChunk, begin: int, stop: int) -> list[Effect]:
-        """Store the payload of the awaited samples ``begin <= seq < stop``."""
+    def _fill_in(
+        self, stream: int, intake: Intake, chunk: ReceivedChunk, payload: tuple[Any, ...], begin: int, stop: int
+    ) -> list[Effect]:
+        """Store the tokens of the awaited samples ``begin <= seq < stop``; ``payload`` as for ``_enter``."""
         found = list(self._awaited(intake, begin, stop))
         if not found:
             return []
@@ -203,7 +225,7 @@ class Admission:
         offsets = (np.cumsum(every) - every)[rows] + self._table.part[handles] * self._streams[stream].limit
         for seq, _ in found:
             intake.awaited.pop(seq, None)
-        return [Store(handles, offsets, self._table.length[handles].astype(np.int64), rows, chunk.envelope.payload)]
+        return [Store(handles, offsets, self._table.length[handles].astype(np.int64), rows, payload)]
 
     def _loss_tokens(self, payload: tuple[Any, ...], starts: I64, lengths: I64) -> I64:
         """Return the loss tokens of n pieces of a chunk, int64 [n].

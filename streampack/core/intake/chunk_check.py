@@ -19,6 +19,7 @@ from streampack.core.model.bounded import MAX_CHUNK_SAMPLES
 from streampack.core.model.samples import I64, U32, index_of
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Samples
+from streampack.core.trees.shared_prefixes import check_shared, fit_trees
 
 Unfit = tuple[str, str]
 """Reason that a chunk is rejected: (code of the error, its text)."""
@@ -36,6 +37,7 @@ class ReceivedChunk:
         longest: Tokens of the longest sample.
         num_empty: Number of samples without tokens.
         wrong_loss: Number of samples with at least as many loss tokens as tokens.
+        shared: int64 [n], tokens that each sample shares with the sample before it; None without trees.
     """
 
     envelope: Envelope
@@ -47,6 +49,12 @@ class ReceivedChunk:
     longest: int
     num_empty: int
     wrong_loss: int
+    shared: I64 | None = None
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of all samples, each shared one once."""
+        return self.num_tokens if self.shared is None else self.num_tokens - int(self.shared.sum())
 
     @property
     def stop_seq(self) -> int:
@@ -66,17 +74,34 @@ def parse_chunk(envelope: Envelope, message: Samples) -> ReceivedChunk | str:
     if not 0 < count <= MAX_CHUNK_SAMPLES:
         return f"got a chunk of {count} samples, expected 1 to {MAX_CHUNK_SAMPLES}"
     lengths, crcs, loss_tokens = (np.frombuffer(column, "<u4") for column in columns)
+    whole, shared = lengths.astype(np.int64), None
+    if message.shared_u32 is not msgspec.UNSET:
+        if len(message.shared_u32) != 4 * count:
+            return f"got {len(message.shared_u32)} bytes of shared tokens, expected 4 bytes per sample"
+        shared = np.frombuffer(message.shared_u32, "<u4").astype(np.int64)
+        try:
+            check_shared(shared, whole, np.zeros(1, np.int64))
+        except ValueError as error:
+            return str(error)
+    num_tokens, longest, num_empty, wrong_loss = map(int, measure(lengths, loss_tokens))
     return ReceivedChunk(
-        envelope, message, lengths.astype(np.int64), crcs, loss_tokens, *map(int, measure(lengths, loss_tokens))
-    )
+        envelope, message, whole, crcs, loss_tokens, num_tokens, longest, num_empty, wrong_loss, shared
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """The payload frames of a feed's chunks: ``names``, and ``widths``, the bytes (per token, per sample) of each."""
+    """The payload frames of a feed's chunks.
+
+    Attributes:
+        names: Name of each frame.
+        widths: Bytes (per token, per sample) of each frame.
+        once: True for each frame that has the value of a shared token once.
+    """
 
     names: Sequence[str]
     widths: Sequence[tuple[int, int]]
+    once: Sequence[bool]
 
 
 def malformed(chunk: ReceivedChunk, frames: Frames, max_sample_tokens: int, total: int | None) -> str:
@@ -97,8 +122,10 @@ def malformed(chunk: ReceivedChunk, frames: Frames, max_sample_tokens: int, tota
         return (
             "got a sample with as many loss tokens as tokens, expected fewer, because the last token has no next token"
         )
-    for (by_token, by_sample), frame, name in zip(frames.widths, payload, frames.names, strict=True):
-        got, expected = len(frame), chunk.num_tokens * by_token + count * by_sample
+    columns = zip(frames.widths, payload, frames.names, frames.once, strict=True)
+    for (by_token, by_sample), frame, name, once in columns:
+        tokens = chunk.own_tokens if once else chunk.num_tokens
+        got, expected = len(frame), tokens * by_token + count * by_sample
         if got != expected:
             return f"got {got} payload bytes of {name}, expected {expected} bytes for the given lengths"
     if chunk.longest > max_sample_tokens:
@@ -116,6 +143,11 @@ def unwanted(chunk: ReceivedChunk, terms: StreamTerms) -> Unfit | None:
         return (
             "malformed",
             f"got a policy version with samples of stream {terms.name!r}, expected a version only for pushed streams",
+        )
+    if chunk.shared is not None and not (terms.pushed and terms.share):
+        return "malformed", (
+            f"got samples of stream {terms.name!r} that share tokens, expected them only in pushed streams, with "
+            f"`share: prefix` under `rules`"
         )
     if message.keys is not msgspec.UNSET and (wrong := _unfit_keys(chunk, terms)):
         return "malformed", wrong
@@ -139,7 +171,7 @@ def _unfit_keys(chunk: ReceivedChunk, terms: StreamTerms) -> str:
         return f"got keys with samples of stream {terms.name!r}, expected keys only for pushed streams"
     if len(message.keys or b"") != KEY_BYTES * count or message.write is msgspec.UNSET:
         return f"got {len(message.keys or b'')} bytes of keys for {count} samples, expected {KEY_BYTES} bytes a sample"
-    if message.keep:
+    if message.keep or chunk.shared is not None:
         return "got keys with a group of samples to keep together, expected keys only for single samples"
     return ""
 
@@ -162,7 +194,12 @@ def _unfit_group(chunk: ReceivedChunk, terms: StreamTerms) -> str:
             f"micro-batches are not packed"
         )
     kept = np.minimum(lengths, terms.limit) if terms.overlong == "truncate" else lengths
-    if message.keep == "step" or terms.overlong == "drop" or terms.fits(kept):
+    if message.keep == "step" or terms.overlong == "drop":
+        return ""
+    if chunk.shared is not None:
+        at = np.arange(len(kept))
+        kept = kept - fit_trees(at, kept, np.zeros_like(at), chunk.shared, None, None).shared
+    if terms.fits(kept):
         return ""
     most = "" if terms.most is None else f" and {terms.most} samples (max_samples_per_pack)"
     return (

@@ -79,6 +79,7 @@ class Credits:
             dtype=stream.rules.tokens, fields=stream.rules.fields, overlong=terms.overlong, poison=terms.poison,
             max_sample_tokens=terms.limit if terms.overlong == "error" else self._capacity.max_sample_tokens,
             max_chunk_bytes=self._capacity.max_chunk_bytes, batches=terms.batches or msgspec.UNSET,
+            share=terms.share or msgspec.UNSET,
         )  # fmt: skip
         return self.send(holder.peer, lease, intake.session) + self.flow(p, repeat=True)
 

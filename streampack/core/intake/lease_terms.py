@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from streampack.core.model.rules import Rules
-from streampack.core.model.samples import I64
+from streampack.core.model.samples import I64, Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class StreamTerms:
         most: Most samples in a pack; None for no limit.
         batches: True if each step is one batch; False if steps follow each other in a stream.
         padded: True if samples are padded to rows, instead of packed.
+        share: Kind of sharing that groups may have; None for none.
     """
 
     name: str
@@ -37,9 +38,13 @@ class StreamTerms:
     most: int | None = None
     batches: bool = False
     padded: bool = False
+    share: Share | None = None
 
     def fits(self, lengths: I64) -> bool:
-        """Return whether one pack can hold samples of these lengths, int64 [n]; a sample of length 0 is left out."""
+        """Return whether one pack can hold samples of these lengths; a sample of length 0 is left out.
+
+        ``lengths`` int64 [n]: tokens of each sample, without those that it shares with the sample before it.
+        """
         tokens = int((-(-lengths // self.align) * self.align).sum())
         return tokens <= self.limit and (self.most is None or int((lengths > 0).sum()) <= self.most)
 
@@ -51,6 +56,7 @@ def terms_of(rules: Rules) -> list[StreamTerms]:
         StreamTerms(
             each.name, each.partitions, rules.budget, each.passes, each.overlong, each.poison, drain, each.pushed,
             rules.align.sample, rules.max_samples_per_pack, rules.batch is not None, rules.padded,
+            rules.share,
         )
         for each in rules.streams
     ]  # fmt: skip

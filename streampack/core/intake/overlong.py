@@ -7,7 +7,7 @@ chunk that it admits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from streampack.core.intake.lease_terms import StreamTerms
 from streampack.core.model.samples import I64, Keep
+from streampack.core.trees.shared_prefixes import SharedPieces, fit_trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Pieces:
         part: int64 [n], number of the piece in its sample.
         num_touched: Samples that were cut, split or dropped.
         lost_tokens: Tokens of the samples that are in no piece.
+        tree: Tokens that the pieces share; None if the chunk has no tree.
     """
 
     source: I64
@@ -37,6 +39,7 @@ class Pieces:
     part: I64
     num_touched: int
     lost_tokens: int
+    tree: SharedPieces | None = None
 
 
 def drop_chunk(lengths: I64) -> Pieces:
@@ -89,17 +92,30 @@ def apply_overlong(lengths: I64, limit: int, policy: str) -> Pieces:
     return Pieces(source, zeros, kept, zeros, touched, int((lengths - kept).sum()))
 
 
-def apply_terms(terms: StreamTerms, lengths: I64, keep: Keep | UnsetType = msgspec.UNSET, skip: int = 0) -> Pieces:
+def apply_terms(
+    terms: StreamTerms, lengths: I64, keep: Keep | UnsetType = msgspec.UNSET, skip: int = 0, shared: I64 | None = None
+) -> Pieces:
     """Apply a stream's policy to the samples of a chunk from the ``skip``-th on.
 
-    A chunk that is kept in one pack (``keep``) cannot be cut. The whole chunk is dropped if it does not fit a pack.
+    A chunk that is kept in one pack (``keep``) cannot be cut. The whole chunk is dropped if it does not fit a pack. A
+    tree that is not kept in one pack is cut into trees that fit: see ``fit_trees``.
 
     Args:
         terms: The stream's terms.
         lengths: int64 [n], tokens of all samples of the chunk.
         keep: How the chunk's samples stay together.
         skip: Samples at the chunk's beginning for which no pieces are returned.
+        shared: int64 [n], tokens that each sample shares with the sample before it; None without trees.
     """
-    if keep == "pack" and not terms.fits(apply_overlong(lengths, terms.limit, terms.overlong).length):
+    if shared is None:
+        if keep == "pack" and not terms.fits(apply_overlong(lengths, terms.limit, terms.overlong).length):
+            return drop_chunk(lengths[skip:])
+        return apply_overlong(lengths[skip:], terms.limit, terms.overlong)
+    whole = apply_overlong(lengths, terms.limit, terms.overlong)
+    limits = (None, None) if keep == "pack" else (terms.limit, terms.most)
+    tree = fit_trees(whole.source, whole.length, whole.part, shared, *limits)
+    if keep == "pack" and not terms.fits(whole.length - tree.shared):
         return drop_chunk(lengths[skip:])
-    return apply_overlong(lengths[skip:], terms.limit, terms.overlong)
+    rest = apply_overlong(lengths[skip:], terms.limit, terms.overlong)
+    before = len(whole.length) - len(rest.length)
+    return replace(rest, tree=SharedPieces(tree.shared[before:], tree.joined[before:]))

@@ -153,6 +153,7 @@ class PartitionAccounts:
             stream=record.stream, partition=record.partition, base_seq=record.base_seq, lengths_u32=record.lengths_u32,
             crcs_u32=record.crcs_u32, loss_tokens_u32=record.loss_tokens_u32, cursor=record.cursor,
             rejected=record.rejected, lost_tokens=record.lost_tokens, pass_ended=record.pass_ended, keep=record.keep,
+            shared_u32=record.shared_u32,
         )  # fmt: skip
         envelope = Envelope(run=self._run, epoch=0, fence=0, message=message, payload=event.payload)
         chunk = parse_chunk(envelope, message)

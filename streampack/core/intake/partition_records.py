@@ -87,6 +87,7 @@ class PartitionRecords:
             rejected=message.rejected if not skip else {}, lost_tokens=message.lost_tokens if not skip else 0,
             pass_ended=message.pass_ended, keep=message.keep, policy_version=message.policy_version,
             stale=stale or UNSET, keyed=keyed,
+            shared_u32=message.shared_u32[4 * skip :] if message.shared_u32 is not UNSET else UNSET,
         )  # fmt: skip
         effects = self._journal.append(record, chunk.envelope.payload if stream.terms.pushed else ())
         lsn = self._journal.next_lsn - 1

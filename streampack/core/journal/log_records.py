@@ -103,8 +103,8 @@ class ChunkKeys(Struct, frozen=True, kw_only=True):
 class ChunkAdmitted(Record, frozen=True, kw_only=True):
     """A chunk was admitted as the next chunk in its feed's order of arrival; the columns are those of ``Samples``.
 
-    The payload of a pushed chunk is in the record. If ``stale``, its ``policy_version`` was too old when it came, and
-    none of its samples is in a step.
+    The payload of a pushed chunk is in the record as it came: a tree has its shared tokens once. If ``stale``, its
+    ``policy_version`` was too old when it came, and none of its samples is in a step.
     """
 
     TYPE: ClassVar[int] = 3
@@ -122,6 +122,7 @@ class ChunkAdmitted(Record, frozen=True, kw_only=True):
     policy_version: Count | UnsetType = msgspec.UNSET
     stale: bool | UnsetType = msgspec.UNSET
     keyed: ChunkKeys | UnsetType = msgspec.UNSET
+    shared_u32: bytes | UnsetType = msgspec.UNSET
 
 
 class SamplesRejected(Record, frozen=True, kw_only=True):
@@ -167,6 +168,7 @@ class StepFormed(Record, frozen=True, kw_only=True):
         rows: The samples, as ``samples.ROW``; stream numbers are those of the rules at this step.
         released: Every rank has returned the steps before this one.
         keeps: uint8, how each sample stays together with the next sample, as in snapshots.
+        shares: uint32, tokens that each sample shares with the sample before it, as in snapshots.
     """
 
     TYPE: ClassVar[int] = 7
@@ -181,6 +183,7 @@ class StepFormed(Record, frozen=True, kw_only=True):
     rows: bytes
     released: int
     keeps: bytes | UnsetType = msgspec.UNSET
+    shares: bytes | UnsetType = msgspec.UNSET
 
 
 class SnapshotTaken(Record, frozen=True, kw_only=True):

@@ -54,7 +54,7 @@ def needed_tokens(rules: Rules, max_sample_tokens: int) -> int:
 
     The number covers a full window of the longest samples (with ``joint`` also the outliers) and one more sample. It
     also covers the step being formed and the step being served. In batch mode the lengths are unknown, and each sample
-    counts one token.
+    counts one token. Tokens that samples share count once, although memory holds them for each sample.
     """
     if rules.batch is not None:
         return (rules.batch.samples or rules.batch.min_samples) + 2 * rules.budget + max_sample_tokens
@@ -65,12 +65,16 @@ def needed_tokens(rules: Rules, max_sample_tokens: int) -> int:
     return held + 2 * rules.packs * rules.budget + max_sample_tokens
 
 
+SHARED = 8
+"""Tokens of memory for one token of packs whose samples share tokens, if there is memory to spare."""
+
+
 def wanted_tokens(rules: Rules, max_sample_tokens: int) -> int:
     """Return the merged tokens that a feed should hold if there is memory to spare.
 
     For batches of a fixed number of samples, this is the size of three batches of the longest samples.
     """
-    needed = needed_tokens(rules, max_sample_tokens)
+    needed = needed_tokens(rules, max_sample_tokens) * (1 if rules.share is None else SHARED)
     if rules.batch is None or rules.batch.samples is None:
         return needed
     return max(3 * rules.batch.samples * rules.budget, needed)

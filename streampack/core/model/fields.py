@@ -42,6 +42,8 @@ DERIVED = (
 """Names of a pack's own attributes, which no field may have."""
 OF_ROWS = ("attention_mask", "shift_labels")
 """Names that padded micro-batches have of their own, beside ``DERIVED``."""
+OF_TREES = ("shared", "cu_paths", "path_index")
+"""Names that packs have of their own if samples may share tokens, beside ``DERIVED``."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 

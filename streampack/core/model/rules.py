@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from streampack.core.model.fields import OF_ROWS, Field, check_fields
-from streampack.core.model.samples import I64
+from streampack.core.model.fields import OF_ROWS, OF_TREES, Field, check_fields
+from streampack.core.model.samples import I64, Share
 from streampack.core.model.shapes import Shape, check_shape, own_widths, step_widths, width_unit
 from streampack.core.packers.blocks.modified_first_fit import Leftovers
 from streampack.core.packers.joint.joint_bounds import PATIENCE
@@ -123,10 +123,13 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
         """The factors (a, b) of the cost."""
         return (6 * self.hidden_size, 1) if self.hidden_size else (self.a, self.b)
 
-    def costs(self, slots: I64) -> I64:
-        """Return the cost of each sample, int64 [n]; ``slots`` int64 [n] are the samples' padded tokens."""
+    def costs(self, slots: I64, shared: I64 | int = 0) -> I64:
+        """Return the cost of each sample, int64 [n]; ``slots`` int64 [n] are the samples' padded tokens.
+
+        ``shared`` int64 [n]: tokens that each sample shares with the one before it, and that ``slots`` does not count.
+        """
         a, b = self.factors
-        costs: I64 = np.asarray(slots, np.int64) * (a + b * np.asarray(slots, np.int64))
+        costs: I64 = np.asarray(slots, np.int64) * (a + b * (2 * shared + np.asarray(slots, np.int64)))
         return costs
 
 
@@ -221,6 +224,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
         max_policy_lag: The most versions by which a pushed sample's policy may be older than that of an earlier chunk.
             Older samples are counted and dropped.
         seed: Seed of the merge and of packers that shuffle.
+        share: Groups may be trees of samples that share tokens, which are computed once: see ``core.trees``.
         tokens: Type of token ids.
         fields: Fields that samples carry beside token ids.
         streams: Streams, in the order of their numbers.
@@ -245,6 +249,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     between_passes: BetweenPasses = "continue"
     max_policy_lag: Annotated[int, Meta(ge=0, lt=2**62)] | None = None
     seed: Annotated[int, Meta(ge=0, lt=2**62)] = 0
+    share: Share | None = None
     tokens: TokenType = "int32"
     fields: tuple[Field, ...] = ()
     streams: tuple[StreamRules, ...] = ()
@@ -278,6 +283,8 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
                 "are balanced by cost"
             )
         check_fields(self.fields)
+        if self.share is not None:
+            self._check_share()
         if self.balance.kind == "joint":
             self._check_joint()
         units, chosen = self.budget // self.align.sample, self.new_packer()
@@ -311,6 +318,29 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
                     f"got the field {field.name} with `padded: true`, expected another name, because padded "
                     f"micro-batches have their own attribute with this name"
                 )
+
+    def _check_share(self) -> None:
+        """Raise ValueError if ``share`` is combined with rules that cannot have trees."""
+        if self.padded or self.packer == "none":
+            raise ValueError(
+                "got `share: prefix` without packing, expected a packer, because samples share tokens in one pack"
+            )
+        if self.align.sample != 1:
+            raise ValueError(
+                f"got `share: prefix` with `align.sample: {self.align.sample}`, expected 1, because the samples of a "
+                f"tree follow each other without padding. Use `align.pack` if kernels need a multiple"
+            )
+        for field in self.fields:
+            if field.name in OF_TREES:
+                raise ValueError(
+                    f"got the field {field.name} with `share: prefix`, expected another name, because packs have their "
+                    f"own attribute with this name then"
+                )
+        if self.balance.kind == "joint":
+            raise ValueError(
+                "got `share: prefix` with `balance.kind: joint`, expected `deal` or `none`, because joint derives the "
+                "cost of a sample from its length alone"
+            )
 
     def _check_joint(self) -> None:
         """Raise ValueError if kind ``joint`` is combined with another packer, or a step does not hold whole groups."""

@@ -2,9 +2,10 @@
 
 The core knows a sample's identity, length and checksum, never its tokens. A sample lives in one row of the
 ``SampleTable``. Queues, windows and packs hold its row number, the *handle*, so the arena may move the payload
-unnoticed. The column ``keep`` marks that the next sample belongs to the same group. Records and snapshots contain this
-column only if there are groups. Columns are numpy arrays because a broker at 100M tokens/s admits some 200,000 samples
-each second.
+unnoticed. The column ``keep`` marks that the next sample belongs to the same group. The column ``shared`` counts the
+tokens at a sample's beginning that it shares with the sample before it (``core.trees``). Records and snapshots contain
+these two columns only if there are groups or trees. Columns are numpy arrays because a broker at 100M tokens/s admits
+some 200,000 samples each second.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ ROW = np.dtype(
 
 Keep = Literal["pack", "step"]
 """A group of samples stays in one pack, or in one step."""
+Share = Literal["prefix"]
+"""Samples of a group share the tokens at their beginning: see ``core.trees``."""
 PACK, STEP = 1, 2
 KEEPS: dict[Keep, int] = {"pack": PACK, "step": STEP}
 """Values of a sample's column ``keep``: the next sample in merge order belongs to the same pack or step.
@@ -58,7 +61,8 @@ def index_of(seq: int | I64, partition: int, partitions: int) -> int | I64:
 class SampleTable:
     """The samples held, as columns indexed by handle. It grows when full, and reuses freed handles first in, first out.
 
-    The columns are those of ``ROW``, and ``keep``: see ``KEEPS``.
+    The columns are those of ``ROW``, ``keep`` (see ``KEEPS``) and ``shared``. A sample with ``shared`` tokens follows
+    the sample that it shares them with, and stays in its pack. So it adds ``length - shared`` tokens to the pack.
     """
 
     def __init__(self, capacity: int = 4096) -> None:
@@ -69,6 +73,7 @@ class SampleTable:
         self.loss_tokens: I32 = np.zeros(capacity, np.int32)
         self.crc: U32 = np.zeros(capacity, np.uint32)
         self.keep: NDArray[np.uint8] = np.zeros(capacity, np.uint8)
+        self.shared: I32 = np.zeros(capacity, np.int32)
         self._free: I64 = np.arange(capacity, dtype=np.int64)
         self._head, self._num_free = 0, capacity
         self._marks = np.zeros(capacity, np.bool_)
@@ -131,8 +136,21 @@ class SampleTable:
         found = self.keep[handles]
         return found.tobytes() if found.any() else msgspec.UNSET
 
-    def enter(self, rows: NDArray[np.void], keeps: bytes | UnsetType = msgspec.UNSET) -> I64:
-        """Add samples with these ``rows``, ``ROW`` [n], and the column ``keep`` in the form that ``keeps`` returns.
+    def shares(self, handles: I64) -> bytes | UnsetType:
+        """Return the column ``shared`` of these samples, uint32 [n] as bytes; UNSET if none shares tokens."""
+        found = self.shared[handles]
+        return found.astype("<u4").tobytes() if found.any() else msgspec.UNSET
+
+    def own_lengths(self, handles: I64) -> I64:
+        """Return the tokens that each sample adds to its pack, int64 [n]: its length without shared tokens."""
+        found: I64 = self.length[handles].astype(np.int64) - self.shared[handles]
+        return found
+
+    def enter(
+        self, rows: NDArray[np.void], keeps: bytes | UnsetType = msgspec.UNSET,
+        shares: bytes | UnsetType = msgspec.UNSET,
+    ) -> I64:  # fmt: skip
+        """Add samples with these ``rows``, ``ROW`` [n], and the columns that ``keeps`` and ``shares`` return.
 
         Returns the new handles, int64 [n].
         """
@@ -140,12 +158,13 @@ class SampleTable:
         for name in ROW.names or ():
             getattr(self, name)[handles] = rows[name]
         self.keep[handles] = np.frombuffer(keeps, np.uint8) if keeps else 0
+        self.shared[handles] = np.frombuffer(shares, "<u4") if shares else 0
         return handles
 
     def _grow(self) -> None:
         """Double the number of rows."""
         old = self.capacity
-        for name in (*(ROW.names or ()), "keep"):
+        for name in (*(ROW.names or ()), "keep", "shared"):
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros(old, column.dtype)]))
         self._marks = np.zeros(2 * old, np.bool_)

@@ -64,6 +64,7 @@ class FormState(Struct, frozen=True):
         pending: The samples of packs that are not in a step yet, as bytes.
         counts: Number of samples in each pending pack.
         keeps: Column ``keep`` of the window's and the pending packs' samples; UNSET without groups.
+        shares: Column ``shared`` of the same samples, uint32 as bytes; UNSET without trees.
     """
 
     next_step: int
@@ -74,6 +75,7 @@ class FormState(Struct, frozen=True):
     pending: bytes
     counts: list[int]
     keeps: bytes | UnsetType = msgspec.UNSET
+    shares: bytes | UnsetType = msgspec.UNSET
 
     @property
     def num_samples(self) -> int:

@@ -2,8 +2,8 @@
 
 The packs of a step are flat: the handles of all samples in one array, and where each pack begins. A step has hundreds
 of packs, and creating an object and an array for each pack would take longer than forming the packs. ``PlannedPack`` is
-a single pack, made on request. The digest of a pack is a hash of its samples' identities, lengths and checksums. The
-digest of a step is a hash of its packs' digests.
+a single pack, made on request. The digest of a pack is a hash of its samples' identities, lengths, checksums and shared
+tokens. The digest of a step is a hash of its packs' digests.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 
+import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, UnsetType
 from numpy.typing import NDArray
 
 from streampack.core.model.samples import I64
@@ -26,21 +27,30 @@ IDENTITY = np.dtype(
 """The values of each sample that a pack's digest covers."""
 
 
-def pack_digests(rows: NDArray[np.void], bounds: I64) -> list[bytes]:
+def pack_digests(
+    rows: NDArray[np.void], bounds: I64, shares: bytes | UnsetType = msgspec.UNSET
+) -> list[bytes]:  # fmt: skip
     """Return the packs' digests, 16 bytes each; pack i holds samples ``rows[bounds[i]:bounds[i + 1]]``.
 
-    ``rows`` are ``samples.ROW`` [n], ``bounds`` int64 [packs + 1].
+    ``rows`` are ``samples.ROW`` [n], ``bounds`` int64 [packs + 1]. ``shares`` is the column ``shared`` in the form of
+    ``SampleTable.shares``. The digest of a pack without trees does not depend on it.
     """
     identities = np.empty(len(rows), IDENTITY)
     for name in IDENTITY.names or ():
         identities[name] = rows[name]
-    return digests_of(memoryview(identities.tobytes()), bounds)
+    return digests_of(memoryview(identities.tobytes()), bounds, shares)
 
 
-def digests_of(identities: memoryview, bounds: I64) -> list[bytes]:
+def digests_of(identities: memoryview, bounds: I64, shares: bytes | UnsetType = msgspec.UNSET) -> list[bytes]:
     """Return the packs' digests, as ``pack_digests`` does; ``identities`` are the samples as bytes of ``IDENTITY``."""
     blake2b, spans = hashlib.blake2b, pairwise((bounds * IDENTITY.itemsize).tolist())
-    return [blake2b(identities[begin:end], digest_size=16).digest() for begin, end in spans]
+    if not shares:
+        return [blake2b(identities[begin:end], digest_size=16).digest() for begin, end in spans]
+    column = np.frombuffer(shares, "<u4")
+    of_packs = (column[begin:end] for begin, end in pairwise(bounds.tolist()))
+    trees = [shared.tobytes() if shared.any() else b"" for shared in of_packs]
+    contents = [bytes(identities[begin:end]) for begin, end in spans]
+    return [blake2b(content + tree, digest_size=16).digest() for content, tree in zip(contents, trees, strict=True)]
 
 
 def step_digest(number: int, num_loss_tokens: int, num_samples: int, packs: Iterable[bytes]) -> bytes:

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct, UnsetType
 
 from streampack.core.model.bounded import MAX_STREAMS, Host, Name, Small, Text
 from streampack.core.model.fields import MAX_FIELDS, Field
-from streampack.core.model.samples import Keep
+from streampack.core.model.samples import Keep, Share
 from streampack.core.model.snapshot import Count, Cursor
 from streampack.core.protocol.message import Message
 
@@ -45,7 +45,8 @@ class Samples(Message, frozen=True, kw_only=True):
     """A chunk of n consecutive samples of one partition.
 
     Payload: the tokens, [tokens], then a frame for each field of the lease, [tokens, ...], or [n, ...] for axis
-    ``sample``. Labels are not shifted.
+    ``sample``. Labels are not shifted. In a tree (``shared_u32``), the tokens and the fields with ``align: token``
+    leave out the tokens that a sample shares. Fields with ``align: target`` have a value for each token of each sample.
 
     Attributes:
         base_seq: Number of the first sample in its partition.
@@ -60,6 +61,7 @@ class Samples(Message, frozen=True, kw_only=True):
         policy_version: Version of the policy that made all samples; for pushed samples only.
         keys: [n], key of each sample, 16 bytes; the broker admits one sample of a key. For pushed samples only.
         write: Number of the write to which the keys belong.
+        shared_u32: [n], tokens that each sample shares with the sample before it; absent without trees.
     """
 
     TYPE: ClassVar[int] = 2
@@ -77,6 +79,7 @@ class Samples(Message, frozen=True, kw_only=True):
     policy_version: Count | UnsetType = msgspec.UNSET
     keys: bytes | UnsetType = msgspec.UNSET
     write: Count | UnsetType = msgspec.UNSET
+    shared_u32: bytes | UnsetType = msgspec.UNSET
 
 
 class Eos(Message, frozen=True, kw_only=True):
@@ -167,6 +170,7 @@ class Lease(Message, frozen=True, kw_only=True):
         max_chunk_bytes: Limit of a chunk's payload.
         batches: True if each step is one batch, and can keep groups together; absent if steps follow each other in a
             stream.
+        share: Kind of sharing that groups may have; absent for none.
     """
 
     TYPE: ClassVar[int] = 10
@@ -184,6 +188,7 @@ class Lease(Message, frozen=True, kw_only=True):
     max_sample_tokens: Count
     max_chunk_bytes: Count
     batches: bool | UnsetType = msgspec.UNSET
+    share: Share | UnsetType = msgspec.UNSET
 
 
 class Flow(Message, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 import msgspec
 import numpy as np
-from msgspec import Meta
+from msgspec import Meta, UnsetType
 
 from streampack.core.model.bounded import Digest, Host, Name, PingS, Small, Text
 from streampack.core.model.fields import MAX_FIELDS
@@ -17,6 +17,7 @@ from streampack.core.model.shapes import check_widths
 from streampack.core.model.snapshot import Count, Snapshot
 from streampack.core.protocol.message import Message
 from streampack.core.stats.data_wait import Starvation
+from streampack.core.trees.shared_prefixes import check_shared
 
 # Trainer -> broker
 
@@ -153,6 +154,7 @@ class StepPart(Message, frozen=True, kw_only=True):
     - ``edges``: int32 [slices], the token after each slice, if the layout cuts samples.
     - fields of axis ``token``: [p, T / cp, ...], or [p, T, ...] if replicated.
     - fields of axis ``sample``: [n, ...].
+    - fields with ``align: target``, if the feed may have trees: [tokens of all samples, ...], without padding.
 
     Attributes:
         part, parts: Number of the part, and of all parts of the step.
@@ -168,6 +170,7 @@ class StepPart(Message, frozen=True, kw_only=True):
         widths_u32: [p], T of each pack; empty if the rules' shape is ``fixed``, and T is the budget.
         rows_u32: [p], tokens of a row of each pack, if the rules are ``padded``: a row for each sample, and at most
             one more of padding.
+        shared_u32: [n], tokens that each sample shares with the sample before it; absent without trees.
         resend: Number of the Get that this part answers. Parts of one ``resend`` come in order, so a part before its
             turn shows that others are lost.
     """
@@ -195,6 +198,22 @@ class StepPart(Message, frozen=True, kw_only=True):
     widths_u32: bytes = b""
     rows_u32: bytes = b""
     resend: Count = 0
+    shared_u32: bytes | UnsetType = msgspec.UNSET
+
+    def shared(self) -> I64:
+        """Return the tokens that each sample shares with the sample before it, int64 [n].
+
+        Raise ValueError for a column that makes no tree.
+        """
+        lengths = np.frombuffer(self.lengths_u32, "<u4").astype(np.int64)
+        if self.shared_u32 is msgspec.UNSET:
+            return np.zeros(len(lengths), np.int64)
+        if len(self.shared_u32) != len(self.lengths_u32):
+            raise ValueError(f"got {len(self.shared_u32)} bytes of shared tokens, expected {len(self.lengths_u32)}")
+        shared = np.frombuffer(self.shared_u32, "<u4").astype(np.int64)
+        counts = np.frombuffer(self.counts_u32, "<u4").astype(np.int64)
+        check_shared(shared, lengths, (np.cumsum(counts) - counts)[counts > 0])
+        return shared
 
     def widths(self, rules: Rules) -> I64:
         """Return T of each pack, int64 [p]; raise ValueError for a width that the rules do not allow."""

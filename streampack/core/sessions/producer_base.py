@@ -52,6 +52,8 @@ class Chunk(Event, frozen=True):
         keys: Key of each sample, 16 bytes.
         write: Number of the write to which the keys belong.
         payload_crc: CRC32C of the payload's concatenated frames, if known.
+        shared_u32: Tokens that each sample shares with the sample before it; the payload of such a chunk is smaller
+            than ``num_bytes``.
     """
 
     key: PartitionKey
@@ -71,6 +73,7 @@ class Chunk(Event, frozen=True):
     payload_crc: int | None = None
     keys: bytes | UnsetType = msgspec.UNSET
     write: int | UnsetType = msgspec.UNSET
+    shared_u32: bytes | UnsetType = msgspec.UNSET
 
 
 class Failed(Event, frozen=True):

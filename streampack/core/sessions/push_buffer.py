@@ -43,7 +43,8 @@ class KeptMark(Struct, frozen=True):
 
 def size_of(chunk: Chunk) -> int:
     """Return the bytes that a chunk takes in the buffer."""
-    columns = len(chunk.lengths_u32) + len(chunk.crcs_u32) + len(chunk.loss_tokens_u32) + len(chunk.keys or b"")
+    columns = len(chunk.lengths_u32) + len(chunk.crcs_u32) + len(chunk.loss_tokens_u32)
+    columns += len(chunk.keys or b"") + len(chunk.shared_u32 or b"")
     payload: tuple[Any, ...] = chunk.payload
     return sum(memoryview(frame).nbytes for frame in payload) + columns + CHUNK_BYTES
 

@@ -365,7 +365,7 @@ class PushSession(Sender):
             stream=self.stream, partition=self.partition, base_seq=kept.base_seq, lengths_u32=chunk.lengths_u32,
             crcs_u32=chunk.crcs_u32, loss_tokens_u32=chunk.loss_tokens_u32, cursor=(self.incarnation, 0, kept.stop_seq),
             rejected=chunk.rejected, lost_tokens=chunk.lost_tokens, keep=chunk.keep,
-            policy_version=chunk.policy_version, keys=chunk.keys, write=chunk.write,
+            policy_version=chunk.policy_version, keys=chunk.keys, write=chunk.write, shared_u32=chunk.shared_u32,
         )  # fmt: skip
 
     def _next_mark_or_end(self) -> Mark | Eos | None:

@@ -262,7 +262,7 @@ def damaged(draw: st.DrawFn, part: NodePart, payload: tuple[Any, ...]) -> tuple[
         elif name in NUMBERS:
             part = msgspec.structs.replace(part, **{name: draw(st.integers(int(name == "cp"), 9))})
         else:
-            column = bytearray(getattr(part, name))
+            column = bytearray(getattr(part, name) or b"")
             kind = draw(st.sampled_from(["flip", "cut", "grow", "number"]))
             if kind == "grow":
                 column += draw(st.binary(min_size=1, max_size=9))

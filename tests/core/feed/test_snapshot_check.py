@@ -231,6 +231,9 @@ def another(name: str, value: Any) -> st.SearchStrategy[Any]:
     if name == "keeps":
         says = st.sampled_from([0, 0, 1, 1, 2, 3])
         return st.lists(says, min_size=NUM_HELD - 1, max_size=NUM_HELD).map(bytes)
+    if name == "shares":
+        shared = st.lists(st.integers(0, 5), min_size=NUM_HELD - 1, max_size=NUM_HELD)
+        return shared.map(lambda values: np.array(values, "<u4").tobytes())
     if isinstance(value, bool):
         return st.booleans()
     if isinstance(value, int):

@@ -36,11 +36,20 @@ def test_a_chunk_is_measured_as_it_is(samples: list[tuple[int, int]]) -> None:
     assert measure(lengths, loss_tokens) == plain(measure)(lengths, loss_tokens) == expected
 
 
-@given(LENGTHS, st.sampled_from(["truncate", "split", "drop", "stale"]), st.integers(0, 3), st.integers(0, 2))
-def test_each_piece_gets_a_row_and_a_place_in_the_chunk(lengths: list[int], policy: str, skip: int, keep: int) -> None:
+@given(
+    LENGTHS,
+    st.sampled_from(["truncate", "split", "drop", "stale"]),
+    st.integers(0, 3),
+    st.integers(0, 2),
+    st.booleans(),
+)
+def test_each_piece_gets_a_row_and_a_place_in_the_chunk(
+    lengths: list[int], policy: str, skip: int, keep: int, share: bool
+) -> None:
     every, skip = np.array(lengths, np.int64), min(skip, len(lengths))
     pieces = drop_chunk(every[skip:]) if policy == "stale" else apply_overlong(every[skip:], 12, policy)
     kept = [i for i, length in enumerate(pieces.length.tolist()) if length]
+    shared = np.arange(len(pieces.length)) if share else np.zeros(0, np.int64)
     found = []
     kernels: list[Any] = [enter, plain(enter)]
     for kernel in kernels:
@@ -55,10 +64,12 @@ def test_each_piece_gets_a_row_and_a_place_in_the_chunk(lengths: list[int], poli
             table.loss_tokens,
             table.crc,
             table.keep,
+            table.shared,
         ]
         cut, tokens = kernel(
             pieces.source, pieces.offset, pieces.length, pieces.part, every, read_only([7 * n for n in lengths]),
-            read_only([max(n - 1, 0) for n in lengths]), skip, 100, 3, 5, keep, handles, *columns, entries, stored,
+            read_only([max(n - 1, 0) for n in lengths]), skip, 100, 3, 5, keep, shared, handles, *columns, entries,
+            stored,
         )  # fmt: skip
         found.append((cut, tokens, entries.tolist(), stored.tolist(), [column[handles].tolist() for column in columns]))
     assert found[0] == found[1]
@@ -70,7 +81,7 @@ def test_each_piece_gets_a_row_and_a_place_in_the_chunk(lengths: list[int], poli
     assert found[0][4] == [
         [5] * len(kept), [100 + 3 * s for s in samples], pieces.part[kept].tolist(), pieces.length[kept].tolist(),
         [max(lengths[s] - 1, 0) for s in samples], [7 * lengths[s] for s in samples],
-        [keep] * (len(kept) - 1) + [0] * (len(kept) > 0),
+        [keep] * (len(kept) - 1) + [0] * (len(kept) > 0), shared[kept].tolist() if share else [0] * len(kept),
     ]  # fmt: skip
     begins = (np.cumsum(every) - every)[samples] + pieces.offset[kept] if kept else np.zeros(0, np.int64)
     assert stored[:, : len(kept)].tolist() == [begins.tolist(), pieces.length[kept].tolist(), samples]

@@ -1145,6 +1145,7 @@ def _messages(draw: st.DrawFn) -> tuple[Message, bytes]:
             stream=draw(_NAMES), partition=draw(_SMALL), base_seq=draw(_COUNTS), lengths_u32=column, crcs_u32=other,
             loss_tokens_u32=column, cursor=(0, 0, 0), rejected=draw(st.dictionaries(_NAMES, _COUNTS, max_size=2)),
             keep=draw(st.sampled_from([msgspec.UNSET, msgspec.UNSET, "pack", "step"])),
+            shared_u32=draw(st.one_of(st.just(msgspec.UNSET), st.just(other), st.just(_column([0, 1, 2])))),
         )  # fmt: skip
         return message, bytes(size if size < 4096 and draw(st.integers(0, 9)) else draw(_SMALL))
     known: dict[type, Any] = {str: _NAMES, int: _COUNTS, bytes: st.binary(max_size=8), bool: st.booleans()}
@@ -1167,6 +1168,8 @@ def _field(kind: type[Message], name: str, known: dict[type, Any]) -> Any:
         return st.builds(lambda d, c, t: {"dp": d, "cp": c, "tp": t, "dp_rank": d - 1}, sizes, sizes, sizes)
     if name == "readers":
         return st.sampled_from([{}, {}, {"tp": [0]}, {"pp": [-1], "tp": [1, 9]}])
+    if name == "share":
+        return st.just("prefix")
     if name == "ping_s":
         return st.sampled_from([0.1, 1.0, 60.0])
     if name in ("dp_ranks", "cp_ranks"):

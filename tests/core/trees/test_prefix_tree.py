@@ -1,15 +1,14 @@
-"""Prefix trees: each row is a path, each shared beginning is held once, and runs of a split tree fit the budget."""
+"""Prefix trees: each row is a path, and each shared beginning is held once."""
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from itertools import combinations
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.core.trees.prefix_tree import PrefixTree, build_tree
-from streampack.core.trees.tree_split import split_tree
 
 
 @st.composite
@@ -79,20 +78,6 @@ def test_cost_counts_each_token_and_each_pair_that_attends(rows: list[np.ndarray
     assert tree.cost(linear, quadratic) == sum(linear + quadratic * (2 * depth - 1) for depth in depths)
     alone = build_tree(rows[:1])
     assert alone.cost(linear, quadratic) == linear * len(rows[0]) + quadratic * len(rows[0]) ** 2
-
-
-@given(groups(), st.integers(1, 40))
-def test_runs_of_a_split_tree_fit_and_keep_every_member(rows: list[np.ndarray], budget: int) -> None:
-    tree = build_tree(rows)
-    runs, too_long = split_tree(tree, budget)
-    assert sorted([member for run in runs for member in run] + too_long) == list(range(len(rows)))
-    assert too_long == [m for m in np.argsort(tree.leaves, kind="stable") if len(rows[m]) > budget]
-    sizes = [build_tree([rows[member] for member in run]).num_tokens for run in runs]
-    assert all(size <= budget for size in sizes)
-    for run, after in pairwise(runs):  # greedy: the first member of a run did not fit the run before
-        assert build_tree([rows[member] for member in [*run, after[0]]]).num_tokens > budget
-    if not too_long and tree.num_tokens <= budget:
-        assert len(runs) == 1
 
 
 @given(groups())

@@ -6,7 +6,7 @@ import gc
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +235,7 @@ def test_a_broker_that_is_killed_gets_again_what_it_lost(start: Callable[..., Sm
 
 def test_threads_may_share_one(start: Callable[..., SmallBroker]) -> None:
     broker = start(terms={"fields": FIELDS})
-    found: list[range] = []
+    found: list[Sequence[int]] = []
     with producer(broker) as rollouts:
 
         def work() -> None:
@@ -246,7 +246,7 @@ def test_threads_may_share_one(start: Callable[..., SmallBroker]) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    assert sorted(each.start for each in found) == list(range(0, 240, 3))
+    assert sorted(each[0] for each in found) == list(range(0, 240, 3))
     assert [taken.column(3, "<i8") for taken in broker.taken] == [[3 * i] * 3 for i in range(80)]
 
 

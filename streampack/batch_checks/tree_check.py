@@ -1,0 +1,83 @@
+"""Checks a pack whose samples share tokens: what is shared, paths, and each sample as if nothing were shared.
+
+The paths are computed here sample by sample: the first tokens of the path of the sample before, then its own tokens.
+With them each sample is written out, and ``pack_check`` checks the result as a pack without trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from streampack.batch_checks.expectations import equal, expect
+from streampack.core.model.rules import Align, Rules
+from streampack.core.model.samples import I64
+
+if TYPE_CHECKING:
+    from streampack.batch_checks.pack_check import PackCheck
+
+
+def has_trees(pack: Any) -> bool:
+    """Return whether the samples of a pack, by the canonical names, may share tokens."""
+    return pack.get("shared") is not None
+
+
+def check_paths(check: PackCheck) -> None:
+    """Check the tokens that samples share and the paths of a pack; raise InvariantError for the first that is wrong."""
+    pack, what, count = check.pack, check.what, int(check.pack["num_samples"])
+    shared, cu_paths = (np.asarray(pack[name], np.int64) for name in ("shared", "cu_paths"))
+    equal("shared", f"{what}, its shape", shared.shape, (count,))
+    own = check.lengths[:count]
+    equal("cu_paths", what, cu_paths, np.append(0, np.cumsum(own + shared)).astype(np.int64))
+    before = 0
+    for i, (share, length) in enumerate(zip(shared.tolist(), own.tolist(), strict=True)):
+        most = before  # a sample shares at most all of the one before it
+        expect(0 <= share <= most, "shared", f"{what}, sample {i}: got {share} tokens, expected at most {most}")
+        before = share + length
+    expected = np.concatenate([*_paths(check, shared), np.zeros(0, np.int64)])
+    extra = int(len(expected) == check.total)  # so that P is never T
+    equal("path_index", what, np.asarray(pack["path_index"], np.int64), np.append(expected, [0] * extra))
+
+
+def _paths(check: PackCheck, shared: I64) -> Iterator[I64]:
+    """Yield the places of each sample's tokens in the pack, int64 [tokens]."""
+    path = np.zeros(0, np.int64)
+    for share, begin, length in zip(shared.tolist(), check.padded.tolist(), check.lengths.tolist(), strict=False):
+        path = np.concatenate([path[:share], np.arange(begin, begin + length)])
+        yield path
+
+
+def written_out(check: PackCheck) -> tuple[dict[str, Any], Rules | None]:
+    """Return a pack of the same samples that share nothing, in the canonical names, and rules that allow it.
+
+    Positions of a tail are left out with the tail.
+    """
+    pack, rules = check.pack, check.rules
+    bounds = np.asarray(pack["cu_paths"], np.int32)
+    size = int(bounds[-1])
+    at = np.asarray(pack["path_index"], np.int64)[:size]
+    found: dict[str, Any] = dict(pack)
+    fields = rules.fields if rules is not None else ()
+    of_tokens = ["input_ids", "position_ids", "padding_mask"]
+    of_tokens += [field.name for field in fields if field.axis == "token" and field.align == "token"]
+    of_paths = ["labels", *(field.name for field in fields if field.align == "target")]
+    for name in dict.fromkeys(of_tokens):
+        if name in found:
+            values = np.asarray(found[name])
+            found[name] = values[..., at] if name == "position_ids" else values[at]
+    found |= {name: found[name][:size] for name in of_paths if name in found}
+    spans = np.array(list(pairwise(bounds.tolist())), np.int64).reshape(-1, 2)
+    found |= {
+        "cu_seqlens": bounds, "cu_seqlens_padded": bounds, "num_segments": len(spans), "slices": spans,
+        "max_seqlen": int(np.diff(bounds).max(initial=0)),
+    }  # fmt: skip
+    for name in ("shared", "cu_paths", "path_index"):
+        del found[name]
+    plain = (
+        None if rules is None else replace(rules, share=None, budget=size, shape="fixed", align=Align(), warmup=None)
+    )
+    return found, plain

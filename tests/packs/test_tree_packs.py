@@ -1,0 +1,156 @@
+"""Packs whose samples share tokens: each sample can be read from its pack as it was pushed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streampack.core.model.mesh import Mesh
+from streampack.core.model.samples import IGNORE_INDEX
+from streampack.core.protocol.producer_messages import Lease
+from streampack.errors import UserError
+from streampack.packs.pack import Pack
+from streampack.producer.pushed_samples import chunk_of_group
+from tests.packs.tree_chain import Chain, Sample, groups, lease_of, rules_of
+
+
+def check_sample(pack: Pack, i: int, given_: Sample, kept: int) -> None:
+    """Sample i of a pack is the first ``kept`` tokens of one that was pushed, with its fields and labels."""
+    assert pack.cu_paths is not None
+    assert pack.path_index is not None
+    begin, end = pack.cu_paths[i : i + 2].tolist()
+    at = pack.path_index[begin:end]
+    ids = np.asarray(given_["input_ids"])[:kept]
+    assert pack.input_ids[at].tolist() == ids.tolist()
+    assert pack.position_ids[at].tolist() == list(range(kept))
+    assert pack.fields["segment"][at].tolist() == given_["segment"][:kept].tolist()
+    assert not pack.padding_mask[at].any()
+    mask = given_["loss_mask"][1:kept]
+    assert pack.labels[begin:end].tolist() == [*np.where(mask == 0, IGNORE_INDEX, ids[1:]).tolist(), IGNORE_INDEX]
+    assert pack.fields["advantage"][begin:end].tolist() == [*given_["advantage"][1:kept].tolist(), 0]
+    assert pack.fields["reward"][i] == given_["reward"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    given_=st.lists(st.tuples(groups(), st.booleans()), min_size=1, max_size=5), budget=st.sampled_from([64, 96, 400]),
+    batch=st.none() | st.integers(1, 20), part_bytes=st.sampled_from([1, 1 << 20]), dp=st.integers(1, 2),
+    most=st.none() | st.integers(1, 9),
+)  # fmt: skip
+def test_every_sample_is_in_a_pack_as_it_was_pushed(
+    given_: list[tuple[list[Sample], bool]], budget: int, batch: int | None, part_bytes: int, dp: int, most: int | None
+) -> None:
+    chain = Chain(rules_of(budget, batch, max_samples_per_pack=most), part_bytes)
+    for group, share in given_:
+        numbers = chain.send(group, share=share)
+        assert sorted(numbers) == list(range(min(numbers), min(numbers) + len(group)))
+    found = set[int]()
+    steps = chain.steps(Mesh(dp=dp))
+    steps += [chain.step(step.index, Mesh(dp=dp, dp_rank=1)) for step in steps if dp == 2]
+    for step in steps:
+        for pack in step:
+            assert pack.shared is not None
+            assert pack.cu_paths is not None
+            assert pack.path_index is not None
+            assert pack.num_samples <= (most or 99)
+            size = int(pack.cu_paths[-1])
+            assert len(pack.labels) == len(pack.path_index) == size + (size == len(pack.input_ids))
+            assert pack.labels[size:].tolist() == [IGNORE_INDEX] * (len(pack.labels) - size)
+            assert int(pack.cu_seqlens[-1]) == size - int(pack.shared.sum()) == int((~pack.padding_mask).sum())
+            assert pack.num_loss_tokens == int((pack.labels != IGNORE_INDEX).sum())
+            for i, (_, number, part) in enumerate(pack.sample_ids.tolist()):
+                assert part == 0
+                assert number not in found
+                found.add(number)
+                check_sample(pack, i, chain.given[number], len(chain.given[number]["input_ids"]))
+    assert found == set(chain.given)
+
+
+def prompts(count: int, prompt: int = 30, answer: int = 10) -> list[Sample]:
+    """Answers to one prompt."""
+    draw = np.random.default_rng(count)
+    start = draw.integers(1, 40, prompt)
+    return [
+        {
+            "input_ids": np.concatenate([start, [i + 50], draw.integers(1, 40, answer - 1)]).astype(np.int32),
+            "loss_mask": np.concatenate([np.zeros(prompt), np.ones(answer)]).astype(np.uint8),
+            "advantage": draw.normal(size=prompt + answer), "segment": np.zeros(prompt + answer, np.int32),
+            "reward": float(i),
+        }
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def test_a_prompt_is_sent_and_computed_once() -> None:
+    chain, plain = Chain(rules_of(96)), Chain(rules_of(96))
+    chain.send(prompts(6), share=True)
+    plain.send(prompts(6), share=False)
+    (step,) = chain.steps()
+    (pack, empty) = sorted(step, key=lambda pack: -pack.num_samples)
+    assert (pack.num_samples, empty.num_samples) == (6, 0)
+    assert int(pack.cu_seqlens[-1]) == 30 + 6 * 10
+    assert chain.sent_bytes < plain.sent_bytes
+    assert sum(pack.num_samples > 0 for step in plain.steps() for pack in step) == 3
+
+
+def test_a_tree_that_no_pack_holds_is_cut_into_trees_that_fit() -> None:
+    chain = Chain(rules_of(64, 12))
+    chain.send(prompts(12))
+    (step,) = chain.steps()
+    assert sorted((pack.num_samples, int(pack.cu_seqlens[-1])) for pack in step) == [(3, 60)] * 4
+
+
+def test_a_tree_that_must_stay_in_one_pack_is_refused_or_dropped_if_none_holds_it() -> None:
+    for overlong in ("error", "drop"):
+        chain = Chain(rules_of(64, overlong=overlong))
+        chain.send(prompts(3), keep="pack")
+        if overlong == "error":
+            with pytest.raises(AssertionError):
+                chain.send(prompts(4), keep="pack")
+        else:
+            chain.send(prompts(4), keep="pack")
+        assert sum(step.num_samples for step in chain.steps()) == 3
+
+
+@given(groups(), st.sampled_from(["truncate", "split", "drop"]), st.sampled_from([4, 9, 20]))
+def test_samples_of_a_tree_that_are_too_long_follow_the_policy(group: list[Sample], policy: Any, budget: int) -> None:
+    chain = Chain(rules_of(budget, overlong=policy))
+    chain.send(group)
+    found = dict[int, int]()
+    for step in chain.steps():
+        for pack in step:
+            assert pack.cu_paths is not None
+            for i, (_, number, part) in enumerate(pack.sample_ids.tolist()):
+                length = int(np.diff(pack.cu_paths)[i])
+                found[number] = found.get(number, 0) + length
+                if policy != "split":
+                    check_sample(pack, i, chain.given[number], min(len(chain.given[number]["input_ids"]), budget))
+                assert part == 0 or policy == "split"
+    lengths = {number: len(sample["input_ids"]) for number, sample in chain.given.items()}
+    of_long = {"truncate": dict.fromkeys(lengths, budget), "split": lengths, "drop": dict.fromkeys(lengths, 0)}[policy]
+    kept = {number: n if n <= budget else of_long[number] for number, n in lengths.items()}
+    assert found == {number: n for number, n in kept.items() if n}
+
+
+def test_tokens_that_differ_in_a_field_that_the_model_reads_are_not_shared() -> None:
+    alike = prompts(2)
+    apart = [alike[0], {**alike[1], "segment": np.where(np.arange(40) < 5, 0, 1).astype(np.int32)}]
+    sizes = []
+    for group in (alike, apart):
+        chain = Chain(rules_of(96))
+        chain.send(group)
+        sizes.append(sum(int(pack.cu_seqlens[-1]) for step in chain.steps() for pack in step))
+    assert sizes == [50, 75]
+
+
+def test_a_run_that_does_not_let_samples_share_refuses_trees() -> None:
+    lease: Lease = msgspec.structs.replace(lease_of(rules_of()), share=msgspec.UNSET)
+    with pytest.raises(UserError, match="Set `share: prefix` under `rules`"):
+        chunk_of_group(prompts(2), lease, 0, None, None, "prefix")
+    with pytest.raises(UserError, match="expected 'prefix' or None"):
+        chunk_of_group(prompts(2), lease, 0, None, None, "suffix")  # type: ignore[arg-type]
