@@ -46,11 +46,11 @@ class PackCheck:
         self._check_sample_ids()
         self._check_slices()
         if has_trees(self.pack):
-            check_paths(self)
+            check_paths(self.pack, self.what, self.padded, self.lengths)
         self._check_tokens()
         self._check_fields()
         if has_trees(self.pack) and len(self.pack["sample_ids"]):
-            pack, rules = written_out(self)
+            pack, rules = written_out(self.pack, self.rules)
             PackCheck(pack, self._mesh, rules).run()
 
     def _check_boundaries(self) -> None:

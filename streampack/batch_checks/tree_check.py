@@ -6,9 +6,9 @@ With them each sample is written out, and ``pack_check`` checks the result as a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -17,46 +17,48 @@ from streampack.batch_checks.expectations import equal, expect
 from streampack.core.model.rules import Align, Rules
 from streampack.core.model.samples import I64
 
-if TYPE_CHECKING:
-    from streampack.batch_checks.pack_check import PackCheck
 
-
-def has_trees(pack: Any) -> bool:
+def has_trees(pack: Mapping[str, Any]) -> bool:
     """Return whether the samples of a pack, by the canonical names, may share tokens."""
     return pack.get("shared") is not None
 
 
-def check_paths(check: PackCheck) -> None:
-    """Check the tokens that samples share and the paths of a pack; raise InvariantError for the first that is wrong."""
-    pack, what, count = check.pack, check.what, int(check.pack["num_samples"])
+def check_paths(pack: Mapping[str, Any], what: str, padded: I64, own: I64) -> None:
+    """Check the tokens that samples share and the paths of a pack; raise InvariantError for the first that is wrong.
+
+    Args:
+        pack: The pack, by the canonical names.
+        what: Its step and pack, for messages.
+        padded: Boundaries of the segments, int64 [segments + 1].
+        own: Tokens of each segment without padding, int64 [segments].
+    """
+    count = int(pack["num_samples"])
     shared, cu_paths = (np.asarray(pack[name], np.int64) for name in ("shared", "cu_paths"))
     equal("shared", f"{what}, its shape", shared.shape, (count,))
-    own = check.lengths[:count]
-    equal("cu_paths", what, cu_paths, np.append(0, np.cumsum(own + shared)).astype(np.int64))
+    equal("cu_paths", what, cu_paths, np.append(0, np.cumsum(own[:count] + shared)).astype(np.int64))
     before = 0
-    for i, (share, length) in enumerate(zip(shared.tolist(), own.tolist(), strict=True)):
+    for i, (share, length) in enumerate(zip(shared.tolist(), own.tolist(), strict=False)):
         most = before  # a sample shares at most all of the one before it
         expect(0 <= share <= most, "shared", f"{what}, sample {i}: got {share} tokens, expected at most {most}")
         before = share + length
-    expected = np.concatenate([*_paths(check, shared), np.zeros(0, np.int64)])
-    extra = int(len(expected) == check.total)  # so that P is never T
+    expected = np.concatenate([*_paths(shared, padded, own), np.zeros(0, np.int64)])
+    extra = int(len(expected) == padded[-1])  # so that P is never T
     equal("path_index", what, np.asarray(pack["path_index"], np.int64), np.append(expected, [0] * extra))
 
 
-def _paths(check: PackCheck, shared: I64) -> Iterator[I64]:
+def _paths(shared: I64, padded: I64, own: I64) -> Iterator[I64]:
     """Yield the places of each sample's tokens in the pack, int64 [tokens]."""
     path = np.zeros(0, np.int64)
-    for share, begin, length in zip(shared.tolist(), check.padded.tolist(), check.lengths.tolist(), strict=False):
+    for share, begin, length in zip(shared.tolist(), padded.tolist(), own.tolist(), strict=False):
         path = np.concatenate([path[:share], np.arange(begin, begin + length)])
         yield path
 
 
-def written_out(check: PackCheck) -> tuple[dict[str, Any], Rules | None]:
+def written_out(pack: Mapping[str, Any], rules: Rules | None) -> tuple[dict[str, Any], Rules | None]:
     """Return a pack of the same samples that share nothing, in the canonical names, and rules that allow it.
 
     Positions of a tail are left out with the tail.
     """
-    pack, rules = check.pack, check.rules
     bounds = np.asarray(pack["cu_paths"], np.int32)
     size = int(bounds[-1])
     at = np.asarray(pack["path_index"], np.int64)[:size]

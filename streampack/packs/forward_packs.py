@@ -42,16 +42,19 @@ class ForwardPacks(Sequence[BatchT]):
 
         Args:
             values: For each forward pack, an array or tensor [T', ...] with one value for each token that this rank
-                holds; [1, T', ...] in the formats ``hf``. Either a sequence in the packs' order, or a mapping with the
-                packs as keys.
+                holds; [1, T', ...] in the formats ``hf``. If samples may share tokens, also [P, ...], such as
+                log-probs of labels. Either a sequence in the packs' order, or a mapping with the packs as keys.
 
         Returns:
-            For each micro-batch, an array or tensor [T', ...], or [1, T', ...]; 0 at padding.
+            For each micro-batch, an array or tensor [T', ...], [1, T', ...] or [P, ...]; 0 at padding.
 
         Raises:
             UserError: Values are missing for a forward pack, or do not have one row for each token.
         """
         found = self._of_all(values)
+        paths = [pack.path_index for pack in self._packs if pack.path_index is not None]
+        if paths and all(value.shape[:1] == (len(path),) for value, path in zip(found, paths, strict=True)):
+            return self._paths_back(found)
         sizes = [len(pack.padding_mask) for pack in self._packs]
         rowed = max(sizes) > 1 and all(v.shape[:2] == (1, size) for v, size in zip(found, sizes, strict=True))
         found = [value[0] for value in found] if rowed else found
@@ -63,6 +66,18 @@ class ForwardPacks(Sequence[BatchT]):
             row[: end - begin] = joined[begin:end]
             row[_mask(pack.padding_mask, row)] = 0
             back.append(row[None] if rowed else row)
+            begin = end
+        return tuple(back)
+
+    def _paths_back(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Map values [P, ...] of each forward pack to the step's micro-batches."""
+        joined = _joined([value[: _num_rows(pack)] for value, pack in zip(values, self._packs, strict=True)])
+        back, begin = [], 0
+        for pack in self._micro_batches:
+            assert pack.path_index is not None
+            row, end = _zeros(joined, len(pack.path_index)), begin + _num_rows(pack)
+            row[: end - begin] = joined[begin:end]
+            back.append(row)
             begin = end
         return tuple(back)
 
@@ -111,6 +126,12 @@ class ForwardPacks(Sequence[BatchT]):
 def num_held_tokens(pack: Pack) -> int:
     """Return the number of a pack's tokens that this rank holds, without tail padding, which comes last."""
     return int(pack.cu_seqlens_padded[pack.num_samples]) // (1 if pack.layout == "whole" else pack.cp)
+
+
+def _num_rows(pack: Pack) -> int:
+    """Return the tokens of a pack's samples, where each sample has all of its tokens."""
+    assert pack.cu_paths is not None
+    return int(pack.cu_paths[-1])
 
 
 def _values(value: Any) -> Any:

@@ -31,6 +31,7 @@ from streampack.core.model.samples import I64, IGNORE_INDEX
 from streampack.errors import UserError
 from streampack.packs.forward_packs import ForwardPacks
 from streampack.packs.pack import Pack
+from streampack.packs.trees.forward_paths import ForwardPaths
 
 UNKNOWN = -1
 """Stands for the loss tokens of a forward pack with a part of a pack whose labels other ranks hold, too."""
@@ -75,6 +76,11 @@ class Regrouping:
             )
         if budget < rules.align.pack:  # on ranks without a sample, too
             raise UserError(f"got budget={budget}, expected at least {rules.align.pack}, the value of align.pack")
+        if first.shared is not None and budget < rules.budget:
+            raise UserError(
+                f"got budget={budget} for packs whose samples may share tokens, expected at least {rules.budget}, the "
+                f"run's budget. Such packs are joined, but not cut"
+            )
         counts = _sums([pack.num_samples for pack in packs])
         slots = np.concatenate([np.diff(pack.cu_seqlens_padded)[: pack.num_samples] for pack in packs])
         if budget >= rules.budget:
@@ -82,12 +88,13 @@ class Regrouping:
             of_packs = _split_evenly(len(packs), max(number, min_packs))
             bounds, room = counts[of_packs], np.maximum(np.diff(of_packs), 1) * rules.budget
         else:
+            of_packs = None
             bounds = _filled(packs, slots, budget // rules.align.pack * rules.align.pack, min_packs)
             room = np.full(len(bounds) - 1, budget // rules.align.pack * rules.align.pack)
         ends = _sums(slots)[bounds]
         widths = _widths(np.diff(ends), room, rules, self.pp)
         parts = 1 if first.layout == "whole" else first.cp
-        found = tuple(_forward_packs(_Cut(packs, counts, bounds, ends, widths, parts), rules))
+        found = tuple(_forward_packs(_Cut(packs, counts, bounds, ends, widths, parts, of_packs), rules))
         own = {width: _rules_of(width, rules) for width in set(widths.tolist())}
         shown = tuple(self.show(pack, own[width]) for pack, width in zip(found, widths.tolist(), strict=True))
         return ForwardPacks(shown, found, packs)
@@ -153,7 +160,10 @@ def _widths(slots: I64, room: I64, rules: Rules, pp: int) -> I64:
 
 def _rules_of(width: int, rules: Rules) -> Rules:
     """Return rules for the view and the check of a forward pack of ``width`` tokens."""
-    return Rules(budget=width, align=rules.align, tokens=rules.tokens, fields=rules.fields, packer="concatenative")
+    return Rules(
+        budget=width, align=rules.align, share=rules.share, tokens=rules.tokens, fields=rules.fields,
+        packer="concatenative",
+    )  # fmt: skip
 
 
 # Contents of the forward packs
@@ -168,6 +178,7 @@ class _Cut:
     - ``ends``: these samples are tokens ends[i] to ends[i + 1] of all samples, padded and without tails.
     - ``widths``: tokens of each forward pack, tail padding included.
     - ``parts``: this rank holds 1 / parts of each pack.
+    - ``of_packs``: forward pack i holds packs of_packs[i] to of_packs[i + 1]; None if packs are cut.
     """
 
     packs: Sequence[Pack]
@@ -176,6 +187,14 @@ class _Cut:
     ends: I64
     widths: I64
     parts: int
+    of_packs: I64 | None = None
+
+    @property
+    def paths(self) -> ForwardPaths | None:
+        """The paths of the forward packs; None without ``share``."""
+        if self.packs[0].shared is None or self.of_packs is None:
+            return None
+        return ForwardPaths(self.packs, self.of_packs, self.widths)
 
     def by_token(self, arrays: Sequence[NDArray[Any]], pad: Any, parts: int) -> list[NDArray[Any]]:
         """Convert the packs' arrays by token, [T / parts, ...], to the arrays of the forward packs.
@@ -201,6 +220,8 @@ class _Cut:
         arrays = [pack.fields[field.name] for pack in self.packs]
         if field.axis == "sample":
             return self.by_sample(arrays)
+        if field.align == "target" and self.paths is not None:
+            return self.paths.values(arrays, _pad(field))
         return self.by_token(arrays, _pad(field), 1 if field.cp == "replicate" else self.parts)
 
     def loss_tokens(self, labels: Sequence[I64] | None) -> list[int]:
@@ -226,7 +247,13 @@ def _forward_packs(plan: _Cut, rules: Rules) -> list[Pack]:
     mine = cut(laid, first.cp, first.cp_rank, first.layout)
     tokens = _sums(widths // parts).tolist()
     positions, padding_mask = np.empty(tokens[-1], np.int64), np.empty(tokens[-1], np.bool_)
-    places = mine.start - laid.start[mine.segment], mine.stop - mine.start, laid.real[mine.segment]
+    of_paths: list[dict[str, Any]] = [{}] * len(widths)
+    depth = np.zeros(len(laid.real), np.int64)  # shared tokens before each segment
+    if plan.paths is not None:
+        of_paths = plan.paths.attributes()
+        depth[laid.real > 0] = np.concatenate([each["shared"] for each in of_paths])
+    depth = depth[mine.segment]
+    places = mine.start - laid.start[mine.segment] + depth, mine.stop - mine.start, laid.real[mine.segment] + depth
     derive_positions(*places, positions, padding_mask)
     positions %= rules.budget  # keeps positions in long tails below the largest that the model supports
     slices, of_pack = np.stack([mine.start, mine.stop], axis=1), mine.first.tolist()
@@ -235,7 +262,9 @@ def _forward_packs(plan: _Cut, rules: Rules) -> list[Pack]:
     input_ids = labels = supplied = None
     if first.input_ids is not None:
         input_ids = plan.by_token([pack.input_ids for pack in packs], 0, parts)
-        labels = plan.by_token([pack.labels for pack in packs], IGNORE_INDEX, parts)
+        of_packs = [pack.labels for pack in packs]
+        paths = plan.paths
+        labels = paths.values(of_packs, IGNORE_INDEX) if paths else plan.by_token(of_packs, IGNORE_INDEX, parts)
     for field in rules.fields:
         if field.name == POSITION_IDS:  # as [T', 3] where each token has three
             supplied = plan.by_token([pack.position_ids.T for pack in packs], _pad(field), parts)
@@ -259,6 +288,7 @@ def _forward_packs(plan: _Cut, rules: Rules) -> list[Pack]:
             pack=i,
             slices=slices[of_pack[i] : of_pack[i + 1]],
             fields={name: rows[i] for name, rows in fields.items()},
+            **of_paths[i],
         )
         for i, layout in enumerate(laid.packs())
     ]

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streampack.batch_checks.step_check import verify
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.samples import IGNORE_INDEX
 from streampack.core.protocol.producer_messages import Lease
-from streampack.errors import UserError
+from streampack.errors import InvariantError, UserError
+from streampack.packs import regroup
 from streampack.packs.pack import Pack
 from streampack.producer.pushed_samples import chunk_of_group
 from tests.packs.tree_chain import Chain, Sample, groups, lease_of, rules_of
@@ -154,3 +156,55 @@ def test_a_run_that_does_not_let_samples_share_refuses_trees() -> None:
         chunk_of_group(prompts(2), lease, 0, None, None, "prefix")
     with pytest.raises(UserError, match="expected 'prefix' or None"):
         chunk_of_group(prompts(2), lease, 0, None, None, "suffix")  # type: ignore[arg-type]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    given_=st.lists(groups(), min_size=1, max_size=8), times=st.integers(1, 3), more=st.integers(0, 40),
+    min_packs=st.integers(1, 4),
+)  # fmt: skip
+def test_forward_packs_join_trees_and_give_values_back(
+    given_: list[list[Sample]], times: int, more: int, min_packs: int
+) -> None:
+    chain = Chain(rules_of(96, batch=sum(map(len, given_))))
+    for group in given_:
+        chain.send(group)
+    for step in chain.steps():
+        forward = step.regroup(96 * times + more, min_packs=min_packs)
+        assert len(forward) >= min_packs
+        found = []
+        for pack in forward:
+            verify(pack, rules=regroup._rules_of(len(pack.input_ids), chain.rules))
+            for i, (_, number, _) in enumerate(pack.sample_ids.tolist()):
+                check_sample(pack, i, chain.given[number], len(chain.given[number]["input_ids"]))
+                found.append(number)
+        assert found == [number for pack in step for _, number, _ in pack.sample_ids.tolist()]
+        for name, back in (
+            ("labels", forward.tokens_back([pack.labels for pack in forward])),
+            ("input_ids", forward.tokens_back([pack.input_ids for pack in forward])),
+        ):
+            for pack, values in zip(step, back, strict=True):
+                assert pack.cu_paths is not None
+                size = int(pack.cu_paths[-1]) if name == "labels" else len(values)
+                assert values[:size].tolist() == pack[name][:size].tolist()
+        with pytest.raises(UserError, match="Such packs are joined, but not cut"):
+            step.regroup(95)
+
+
+@settings(max_examples=60, deadline=None)
+@given(given_=st.lists(groups(), min_size=1, max_size=4), data=st.data())
+def test_verify_passes_trees_and_finds_what_is_changed_in_them(given_: list[list[Sample]], data: st.DataObject) -> None:
+    chain = Chain(rules_of(96, batch=sum(map(len, given_))))
+    for group in given_:
+        chain.send(group)
+    (step,) = chain.steps()
+    verify(step, Mesh(), chain.rules)
+    pack = max(step, key=lambda pack: int(pack.shared.sum()))
+    names = ["shared", "cu_paths", "path_index", "labels", "position_ids", "padding_mask", "cu_seqlens"]
+    name = data.draw(st.sampled_from(names))
+    at = data.draw(st.integers(0, len(pack[name]) - 1))
+    changed = pack[name].copy()
+    changed[at] = ~changed[at] if changed.dtype == bool else changed[at] + 1
+    setattr(pack, name, changed)
+    with pytest.raises(InvariantError):
+        verify(pack, Mesh(), chain.rules)

@@ -40,6 +40,8 @@ WIDE = (NUM_CASES, NUM_CASES + 1)
 """Cases for meshes with eight data-parallel ranks, which no seed has of itself."""
 """Cases from the first on are merged in the order of arrival, from the second on pushed, that before the third in part.
 Then steps are batches: of pushed samples, so many or up to marks, then of samples that are read, at last padded."""
+TREES = (10, 12)
+"""Cases of pushed samples that share their first tokens: one packs a stream of samples, one batches."""
 BATCH = 13
 """Samples of a partition between two ends of batches."""
 BUDGET = 64
@@ -141,10 +143,23 @@ class Case:
         return [0, *np.cumsum(self.lengths(stream, partition)).tolist()]
 
     def tokens(self, stream: int, partition: int, seq: int) -> NDArray[Any]:
-        """The tokens of one sample, never 0."""
+        """The tokens of one sample, never 0. Where samples may share tokens, neighbors begin alike."""
         length = int(self.lengths(stream, partition)[seq])
-        first = stream * 7919 + partition * 104_729 + seq * 31
-        return ((first + np.arange(length) * (1 + seq % 7)) % 60_000 + 1).astype(self.dtype)
+        first, places = stream * 7919 + partition * 104_729 + seq * 31, np.arange(length)
+        found = (first + places * (1 + seq % 7)) % 60_000 + 1
+        if self.rules.share:
+            alike = min(seq * 7 % 5 * 8, length - 1)
+            found = np.where(places < alike, (partition + seq // 8 + places) % 50 + 1, found)
+        return found.astype(self.dtype)
+
+    def shared(self, samples: list[NDArray[Any]]) -> I64:
+        """Tokens that each sample shares with the one before it; the last one of each is its own."""
+        found = np.zeros(len(samples), np.int64)
+        for i, (one, other) in enumerate(pairwise(samples), 1):
+            size = min(len(one), len(other))
+            differ = np.flatnonzero(one[:size] != other[:size])
+            found[i] = max(min(int(differ[0]) if len(differ) else size, len(other) - 1), 0)
+        return found
 
 
 @lru_cache
@@ -174,6 +189,7 @@ def case(number: int, prefix: str = "") -> Case:
         between_passes="drain" if number in (5, 7, 15) else "continue", batch=_BATCHES.get(number),
         weight_unit="samples" if number in (2, 5) else "tokens", seed=number, streams=streams,
         merge="arrival" if arrival else "schedule", shape=_SHAPES.get(number, "fixed"),
+        share="prefix" if number in TREES else None,
     )  # fmt: skip
     if FIRST_PADDED <= number < NUM_CASES:
         alone = {"packer": "none", "micro_batch_size": 1, "shape": "exact", "window": Rules().window}
@@ -208,7 +224,8 @@ def shards_of(parts: tuple[Envelope, ...], this: Case, mesh: Mesh) -> list[Shard
         assert len(shards) == part.first
         ids = list(zip(*(np.frombuffer(column, kind).tolist() for column, kind in (
             (part.streams_u32, "<u4"), (part.indices_u64, "<u8"), (part.parts_u32, "<u4"))), strict=True))  # fmt: skip
-        lengths = np.frombuffer(part.lengths_u32, "<u4").tolist()
+        shared = np.frombuffer(part.shared_u32, "<u4") if part.shared_u32 else 0
+        lengths = (np.frombuffer(part.lengths_u32, "<u4").astype(np.int64) - shared).tolist()
         numbers = np.frombuffer(part.packs_u32, "<u4").tolist()
         loss = np.frombuffer(part.loss_tokens_u32, "<u4").tolist()
         counts = np.frombuffer(part.counts_u32, "<u4").tolist()

@@ -244,7 +244,8 @@ class Job:
                 assert all([one] in reference.ids[number] for one in shard.ids), "DEAL: a row is of another step"
             else:
                 assert is_part(shard.ids, reference.ids[number]), "DEAL: a pack is no part of one that was formed"
-            row = row_of(self.case, samples, shard.align)
+            own = [reference.samples[one][reference.shared[one] :] for one in shard.ids]
+            row = row_of(self.case, own, shard.align)
             assert shard.tokens is None or np.array_equal(row[shard.positions], shard.tokens), (
                 "immutability: a pack has other tokens"
             )

@@ -21,8 +21,9 @@ from streampack.core.form.former import Former
 from streampack.core.intake.overlong import apply_overlong
 from streampack.core.journal.log_records import BatchMarked, ChunkAdmitted, PartitionEnded
 from streampack.core.merge.schedule import merge_of
-from streampack.core.model.samples import I64, KEEPS, Keep, SampleTable
+from streampack.core.model.samples import I64, KEEPS, PACK, Keep, SampleTable
 from streampack.core.model.steps import PlannedStep
+from streampack.core.trees.shared_prefixes import fit_trees
 from tests.simulation.data import BUDGET, Case, Id, case
 from tests.simulation.disk import Disk
 
@@ -41,6 +42,8 @@ class Reference:
     rejected: frozenset[tuple[int, int]]
     samples: Mapping[Id, NDArray[Any]]
     """The tokens of each."""
+    shared: Mapping[Id, int]
+    """How many of them each shares with the one before it in its pack."""
     follows: Mapping[Id, Id]
     """Of samples that are kept in one pack: which comes next there."""
 
@@ -61,9 +64,13 @@ class Packing:
         return sum(each.partitions for each in self.this.rules.streams[:stream]) + partition
 
     def enter(
-        self, stream: int, partition: int, base_seq: int, samples: list[NDArray[Any]], keep: Keep | UnsetType = UNSET
-    ) -> None:
-        """Samples of a partition from ``base_seq`` on, as they are pushed; a group if they are to ``keep`` together."""
+        self, stream: int, partition: int, base_seq: int, samples: list[NDArray[Any]],
+        keep: Keep | UnsetType = UNSET, shared: I64 | None = None,
+    ) -> None:  # fmt: skip
+        """Samples of a partition from ``base_seq`` on, as they are pushed; a group if they are to ``keep`` together.
+
+        ``shared``: tokens that each shares with the one before it, if they are a tree.
+        """
         this, table = self.this, self.table
         lengths = np.array([len(sample) for sample in samples], np.int64)
         pieces = apply_overlong(lengths, BUDGET, this.overlong)
@@ -91,6 +98,14 @@ class Packing:
                 self._follows |= dict(pairwise(ids))
             else:
                 self._kept_in_a_step.append(ids)
+        if shared is not None:
+            limits = (None, None) if keep == "pack" else (BUDGET, this.rules.max_samples_per_pack)
+            tree = fit_trees(pieces.source, pieces.length, pieces.part, shared, *limits)
+            table.shared[kept] = tree.shared[handles >= 0]
+            joined = tree.joined[handles >= 0]
+            table.keep[kept[joined]] = PACK
+            ids = self._identify(kept)
+            self._follows |= {ids[i]: ids[i + 1] for i in np.flatnonzero(joined).tolist()}
         self.merge.push(self.place(stream, partition), handles, pieces.length, pieces.part)
 
     def steps(self) -> Reference:
@@ -99,7 +114,7 @@ class Packing:
         steps: list[PlannedStep] = []
         while not former.closed:
             taken = merge.take(1 << 40)
-            former.admit(taken.handles, taken.lengths)
+            former.admit(taken.handles, self.table.own_lengths(taken.handles))
             assert merge.closed or merge.between_passes, "a partition has not ended"
             former.closed = merge.closed or not former.too_few
             while (request := former.request()) is not None:
@@ -121,14 +136,18 @@ class Packing:
             assert len({of.get(one) for one in group}) == 1, f"groups: {group} is in several steps"
         samples = dict(zip(self._identify(np.array(list(self._tokens), np.int64)), self._tokens.values(), strict=True))
         rows = tuple(np.stack([self._row(this, pack.handles) for pack in step.packs]) for step in steps)
-        return Reference(tuple(steps), rows, ids, former.chain, left, frozenset(self._rejected), samples, self._follows)
+        shared = dict(zip(samples, self.table.shared[list(self._tokens)].tolist(), strict=True))
+        return Reference(
+            tuple(steps), rows, ids, former.chain, left, frozenset(self._rejected), samples, shared, self._follows
+        )  # fmt: skip
 
     def _identify(self, handles: I64) -> list[Id]:
         table = self.table
         return [(int(table.stream[h]), int(table.index[h]), int(table.part[h])) for h in handles]
 
     def _row(self, this: Case, handles: I64) -> NDArray[Any]:
-        return row_of(this, [self._tokens[h] for h in handles.tolist()], this.rules.align.sample)
+        own = [self._tokens[h][int(self.table.shared[h]) :] for h in handles.tolist()]
+        return row_of(this, own, this.rules.align.sample)
 
 
 def check_groups(packs: list[list[Id]], follows: Mapping[Id, Id]) -> None:
@@ -180,7 +199,9 @@ def packed(this: Case, disk: Disk) -> Reference:
         elif isinstance(record, PartitionEnded):
             packing.merge.end(place)
         else:
-            packing.enter(stream, record.partition, record.base_seq, samples_of(this, record, payload), record.keep)
+            shared = np.frombuffer(record.shared_u32, "<u4").astype(np.int64) if record.shared_u32 else None
+            samples = samples_of(this, record, payload)
+            packing.enter(stream, record.partition, record.base_seq, samples, record.keep, shared)
             if record.pass_ended and this.rules.between_passes == "drain":
                 packing.merge.end_pass(place)
     return packing.steps()
@@ -191,10 +212,22 @@ def samples_of(this: Case, record: ChunkAdmitted, payload: tuple[memoryview, ...
     stream = this.names.index(record.stream)
     lengths = np.frombuffer(record.lengths_u32, "<u4").astype(np.int64)
     if record.stream in this.pushed:
-        found = np.split(np.frombuffer(payload[0], this.dtype), np.cumsum(lengths)[:-1])
+        found = whole_rows(np.frombuffer(payload[0], this.dtype), lengths, record.shared_u32 or b"")
     else:
         seqs = range(record.base_seq, record.base_seq + len(lengths))
         found = [this.tokens(stream, record.partition, seq) for seq in seqs]
     assert [len(sample) for sample in found] == lengths.tolist()
     assert [crc32c(sample.tobytes()) for sample in found] == np.frombuffer(record.crcs_u32, "<u4").tolist()
+    return found
+
+
+def whole_rows(tokens: NDArray[Any], lengths: I64, shared_u32: bytes) -> list[NDArray[Any]]:
+    """The samples of a chunk whose tokens are given, the shared ones of a tree once."""
+    shared = np.frombuffer(shared_u32, "<u4").tolist() or [0] * len(lengths)
+    found, at = list[NDArray[Any]](), 0
+    for length, count in zip(lengths.tolist(), shared, strict=True):
+        own = tokens[at : at + length - count]
+        found.append(np.concatenate([found[-1][:count], own]) if count else own)
+        at += length - count
+    assert at == len(tokens)
     return found

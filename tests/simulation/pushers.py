@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from streampack.core.journal.log_records import ChunkAdmitted
 from streampack.core.protocol.events import Effect, Event, Report
-from streampack.core.sessions.producer_base import Finish, Leave
+from streampack.core.sessions.producer_base import Chunk, Finish, Leave
 from streampack.core.sessions.push_buffer import CHUNK_BYTES, PushBuffer, size_of
 from streampack.core.sessions.push_session import EndBatch, EndPartition, Push, PushSession
 from tests.simulation.offline import samples_of
@@ -140,6 +140,16 @@ class PusherProcess(Process):
                 chunk = chunk_of(self.case, (self.stream, self.partition), (0, 0), first, stop)
                 assert size_of(chunk) == num_bytes + CHUNK_BYTES
                 chunk = replace(chunk, keep=self.case.keep(births.stream, self.partition, first, stop))
+                if self.case.rules.share and first % 5:
+                    chunk = tree_of(chunk, self.case, births.stream, self.partition, first)
                 births.next = stop
                 self._unsafe += [(birth, buffer.next_seq + birth - first) for birth in range(first, stop)]
                 self.handle(Push(chunk))
+
+
+def tree_of(chunk: Chunk, case: Case, stream: int, partition: int, first: int) -> Chunk:
+    """A chunk of samples from ``first`` on with the tokens that they share once."""
+    samples = [case.tokens(stream, partition, seq) for seq in range(first, first + chunk.num_samples)]
+    shared = case.shared(samples)
+    payload = b"".join(one[count:].tobytes() for one, count in zip(samples, shared.tolist(), strict=True))
+    return replace(chunk, payload=(payload,), shared_u32=shared.astype("<u4").tobytes())

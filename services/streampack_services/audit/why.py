@@ -138,8 +138,8 @@ def _packs(feed: FeedHistory, step: StepRows, rules: Rules, dp_size: int | None,
     """
     rows, align = step.rows, rules.align.sample
     lengths = rows["length"].astype(np.int64)
-    slots = -(-lengths // align) * align
-    costs = rules.balance.costs(slots)
+    slots = -(-step.own_lengths // align) * align
+    costs = rules.balance.costs(slots, step.shared)
 
     def pack(number: int, positions: I64, row_tokens: int | None = None) -> Tree:
         """Return one pack as a tree; ``positions``: its rows in the step, ``row_tokens``: tokens of each padded row."""
@@ -147,7 +147,7 @@ def _packs(feed: FeedHistory, step: StepRows, rules: Rules, dp_size: int | None,
         offsets = (np.cumsum(held) - held).tolist()
         return {
             "pack": number,
-            "num_tokens": int(rows["length"][positions].sum()),
+            "num_tokens": int(step.own_lengths[positions].sum()),
             "num_loss_tokens": int(rows["loss_tokens"][positions].sum()),
             "cost": int(costs[positions].sum()),
             "samples": [_sample(feed, step, row, at) for row, at in zip(positions.tolist(), offsets, strict=True)],
@@ -196,6 +196,7 @@ def _sample(feed: FeedHistory, step: StepRows, row: int, offset: int) -> Tree:
         "part": int(values["part"]),
         "offset": offset,
         "length": int(values["length"]),
+        "shared": int(step.shared[row]),
         "loss_tokens": int(values["loss_tokens"]),
         "crc": int(values["crc"]),
     }
@@ -282,7 +283,7 @@ def _place(feed: FeedHistory, place: Placement) -> Tree:
         "counts": feed.effective(step.step) == step.lineage,
         "skipped": is_skipped(feed, step.step),
         "pack": place.pack,
-        **{key: sample[key] for key in ("part", "offset", "length", "loss_tokens", "crc")},
+        **{key: sample[key] for key in ("part", "offset", "length", "shared", "loss_tokens", "crc")},
         "digest": step.digest.hex(),
     }
 

@@ -10,6 +10,8 @@ step. Checksums are stored unchanged.
     columns [samples]: stream, index, part, length, length minus loss tokens
     each column: u8 bytes per value, i64 least, values
     u32 checksums [samples]; u8 keeps [samples], only if there are groups
+
+A step with trees has a last column [samples]: shared tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from streampack.core.journal.log_records import StepFormed
@@ -49,15 +52,26 @@ class StepRows:
     rows: NDArray[np.void]
     keeps: NDArray[np.uint8]
     """For each sample 0, or the code of ``samples.KEEPS`` with which it must stay with the next one, uint8 [n]."""
+    shared: I64
+    """For each sample the tokens that it shares with the sample before it, int64 [n]."""
+
+    @property
+    def own_lengths(self) -> I64:
+        """Tokens that each sample adds to its pack, int64 [n]: all but those that it shares."""
+        found: I64 = self.rows["length"].astype(np.int64) - self.shared
+        return found
 
     @property
     def num_tokens(self) -> int:
-        """Tokens without padding."""
-        return int(self.rows["length"].sum())
+        """Tokens without padding; each shared one counts once."""
+        return int(self.own_lengths.sum())
 
     def offsets(self, align: int) -> I64:
-        """Return the index of each sample's first token in its pack, int64 [n], with samples padded to ``align``."""
-        slots = -(-self.rows["length"].astype(np.int64) // align) * align
+        """Return the index of each sample's first own token in its pack, int64 [n].
+
+        ``align``: samples are padded to a multiple of this number of tokens.
+        """
+        slots = -(-self.own_lengths // align) * align
         ends = np.concatenate([[0], np.cumsum(slots)])
         found: I64 = ends[:-1] - np.repeat(ends[self.bounds[:-1]], np.diff(self.bounds))
         return found
@@ -70,7 +84,8 @@ class StepRows:
     def computed(self) -> tuple[bytes, int, int]:
         """Compute digest, loss tokens and number of samples from the rows alone (``steps.step_digest``)."""
         loss, count = int(self.rows["loss_tokens"].sum()), len(self.rows)
-        return step_digest(self.step, loss, count, pack_digests(self.rows, self.bounds)), loss, count
+        shares = self.shared.astype("<u4").tobytes() if self.shared.any() else UNSET
+        return step_digest(self.step, loss, count, pack_digests(self.rows, self.bounds, shares)), loss, count
 
     def chained(self, before: bytes) -> bytes:
         """Return the chain digest of this step after the chain digest ``before`` of the previous step."""
@@ -85,6 +100,7 @@ def rows_of(record: StepFormed, lsn: int) -> StepRows:
     return StepRows(
         record.feed, record.lineage, record.step, lsn, record.digest, record.chain, record.num_loss_tokens,
         record.num_samples, bounds, rows, _keeps(record.keeps or b"", len(rows)),
+        _shared(record.shares or b"", len(rows)),
     )  # fmt: skip
 
 
@@ -100,8 +116,10 @@ def encode(step: StepRows) -> bytes:
     head = _HEAD.pack(
         step.digest, step.chain, step.num_loss_tokens, step.num_samples, len(counts), len(streams)
     )  # fmt: skip
-    keeps = step.keeps.tobytes() if step.keeps.any() else b""
-    return b"".join([head, *map(_packed, columns), rows["crc"].tobytes(), keeps])
+    trees = step.shared.any()
+    keeps = step.keeps.tobytes() if trees or step.keeps.any() else b""
+    shared = _packed(step.shared) if trees else b""
+    return b"".join([head, *map(_packed, columns), rows["crc"].tobytes(), keeps, shared])
 
 
 def decode(feed: str, lineage: int, step: int, lsn: int, body: bytes) -> StepRows:
@@ -122,8 +140,11 @@ def decode(feed: str, lineage: int, step: int, lsn: int, body: bytes) -> StepRow
     unlearned, at = _unpacked(body, at, len(rows))
     rows["loss_tokens"] = rows["length"] - unlearned
     rows["crc"] = np.frombuffer(body, "<u4", len(rows), at)
-    keeps = _keeps(body[at + 4 * len(rows) :], len(rows))
-    return StepRows(feed, lineage, step, lsn, digest, chain, num_loss_tokens, num_samples, bounds, rows, keeps)
+    at += 4 * len(rows)
+    keeps, shared = _keeps(body[at : at + len(rows)], len(rows)), np.zeros(len(rows), np.int64)
+    if len(body) > at + len(rows):
+        shared, _ = _unpacked(body, at + len(rows), len(rows))
+    return StepRows(feed, lineage, step, lsn, digest, chain, num_loss_tokens, num_samples, bounds, rows, keeps, shared)
 
 
 def _keeps(said: bytes, count: int) -> NDArray[np.uint8]:
@@ -134,6 +155,16 @@ def _keeps(said: bytes, count: int) -> NDArray[np.uint8]:
     if len(said) not in (0, count):
         raise ValueError(f"got {len(said)} bytes in the field keeps, expected {count} bytes or an empty field")
     return np.frombuffer(said, np.uint8) if said else np.zeros(count, np.uint8)
+
+
+def _shared(said: bytes, count: int) -> I64:
+    """Decode the ``shares`` of ``count`` samples, int64; empty bytes mean that no samples share tokens.
+
+    Raises ValueError for another number of bytes.
+    """
+    if len(said) not in (0, 4 * count):
+        raise ValueError(f"got {len(said)} bytes in the field shares, expected {4 * count} bytes or an empty field")
+    return np.frombuffer(said, "<u4").astype(np.int64) if said else np.zeros(count, np.int64)
 
 
 def _bounds(counts: NDArray[Any]) -> I64:

@@ -199,7 +199,7 @@ def _message(part: NodePart, a: int, b: int, c: int, d: int) -> StepPart:
         widths_u32=part.widths_u32[4 * a : 4 * b],
         rows_u32=part.rows_u32[4 * a : 4 * b],
         resend=part.resend,
-        shared_u32=msgspec.UNSET if part.shared_u32 is msgspec.UNSET else part.shared_u32[4 * c : 4 * d],
+        shared_u32=(part.shared_u32 or b"")[4 * c : 4 * d] or msgspec.UNSET,
     )  # fmt: skip
 
 
