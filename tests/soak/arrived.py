@@ -7,10 +7,13 @@ samples themselves: digests, chains, and every array of every rank. That each is
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from crc32c import crc32c
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from streampack.config.config_validation import checked
@@ -24,7 +27,7 @@ from streampack.sources import SourceSettings, open_source
 from tests.soak.golden import Golden, GoldenPack, GoldenStep, Id
 from tests.soak.job import Job
 from tests.soak.members import lines_of
-from tests.soak.pusher import STREAM, tokens_of
+from tests.soak.pusher import GROUP, STREAM, prompt_of, tokens_of
 
 Sample = tuple[NDArray[Any], int]
 """(its tokens, the checksum of the whole sample that it is a part of)."""
@@ -45,7 +48,7 @@ def pack_as_it_came(job: Job) -> Golden:
     chain = bytes(16)
     for number in range(len(came)):
         packs = [came.get(number, {}).get(pack, []) for pack in range(rules.packs)]
-        step = _step(number, packs, samples, chain)
+        step = _step(number, packs, samples, chain, _shared_of(job, rules))
         chain = bytes.fromhex(step.chain)
         steps.append(step)
     return Golden(rules, tuple(steps), frozenset(samples))
@@ -67,7 +70,28 @@ def broken_promises(job: Job) -> list[str]:
     return found
 
 
-def _step(number: int, packs: list[list[Id]], samples: dict[Id, Sample], chain: bytes) -> GoldenStep:
+def _shared_of(job: Job, rules: Rules) -> Callable[[list[Id]], list[int]] | None:
+    """A function of a pack's samples: the tokens that each shares with the one before it; None without trees."""
+    if not job.trees:
+        return None
+    stream = next(number for number, each in enumerate(rules.streams) if each.name == STREAM)
+
+    def shared(ids: list[Id]) -> list[int]:
+        found = [0] * len(ids)
+        for i, (before, id_) in enumerate(pairwise(ids), 1):
+            seq, partition = divmod(id_[1], job.pushers)
+            follows = before == (stream, id_[1] - job.pushers, 0) and id_[0] == stream
+            if follows and seq % GROUP:
+                found[i] = len(prompt_of(job.seed, partition, seq))
+        return found
+
+    return shared
+
+
+def _step(
+    number: int, packs: list[list[Id]], samples: dict[Id, Sample], chain: bytes,
+    shared_of: Callable[[list[Id]], list[int]] | None,
+) -> GoldenStep:  # fmt: skip
     ids = [each for pack in packs for each in pack]
     rows = np.zeros(len(ids), ROW)
     for row, each in zip(rows, ids, strict=True):
@@ -76,9 +100,20 @@ def _step(number: int, packs: list[list[Id]], samples: dict[Id, Sample], chain: 
         row["length"], row["loss_tokens"], row["crc"] = len(tokens), len(tokens) - 1, crc
     bounds = np.cumsum([0, *map(len, packs)])
     loss = int(rows["loss_tokens"].sum())
-    digest = step_digest(number, loss, len(ids), pack_digests(rows, bounds))
-    contents = (GoldenPack(pack, [samples[each][0] for each in pack if each in samples]) for pack in packs)
+    shared = None if shared_of is None else [shared_of(pack) for pack in packs]
+    column = np.array([each for pack in shared or () for each in pack], "<u4")
+    digests = pack_digests(rows, bounds, column.tobytes() if column.any() else UNSET)
+    digest = step_digest(number, loss, len(ids), digests)
+    contents = [
+        GoldenPack(pack, [samples[each][0] for each in pack if each in samples], None if shared is None else shared[i])
+        for i, pack in enumerate(packs)
+    ]
     return GoldenStep(digest.hex(), chain_digest(chain, digest).hex(), loss, len(ids), tuple(contents))
+
+
+def _pushed(job: Job, partition: int) -> list[list[int]]:
+    """The samples that one program pushes."""
+    return [tokens_of(job.seed, partition, seq, job.trees) for seq in range(job.pushed)]
 
 
 def _samples(job: Job, rules: Rules) -> dict[Id, Sample]:
@@ -87,7 +122,7 @@ def _samples(job: Job, rules: Rules) -> dict[Id, Sample]:
     for number, stream in enumerate(rules.streams):
         for partition in range(stream.partitions):
             if stream.name == STREAM:
-                sequence = [np.array(tokens_of(job.seed, partition, seq), rules.tokens) for seq in range(job.pushed)]
+                sequence = [np.array(each, rules.tokens) for each in _pushed(job, partition)]
             else:
                 source = open_source(convert(job.streams[stream.name], SourceSettings))
                 records = source.read(partition, stream.partitions, seed=rules.seed, passes=stream.passes)

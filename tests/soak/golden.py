@@ -34,6 +34,8 @@ Id = tuple[int, int, int]
 class GoldenPack:
     ids: list[Id]
     tokens: list[NDArray[Any]]
+    shared: list[int] | None = None
+    """Tokens that each sample shares with the one before it; None in a run without trees."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Golden:
 
     def _arrays(self, step: int, pack: int, cp: int, cp_rank: int) -> dict[str, NDArray[Any]]:
         this, align, total = self.steps[step].packs[pack], self.rules.align.sample, self.rules.budget
+        if this.shared is not None:
+            return _of_trees(this, this.shared, total)
         ids, labels = np.zeros(total, np.int64), np.full(total, IGNORE_INDEX, np.int64)
         places, padding = np.zeros(total, np.int64), np.ones(total, np.bool_)
         real, padded, held = [0], [0], []
@@ -85,6 +89,34 @@ class Golden:
             "padding_mask": padding[mine], "positions": mine, "cu_seqlens": np.array(real, np.int32),
             "cu_seqlens_padded": np.array(padded, np.int32), "sample_ids": np.array(this.ids, np.int64).reshape(-1, 3),
         }  # fmt: skip
+
+
+def _of_trees(this: GoldenPack, shared: list[int], total: int) -> dict[str, NDArray[Any]]:
+    """The arrays of a whole pack whose samples share tokens, each path written out by itself."""
+    ids, places, padding = np.zeros(total, np.int64), np.zeros(total, np.int64), np.ones(total, np.bool_)
+    real, labels, paths, at = [0], list[int](), list[list[int]](), 0
+    for tokens, share in zip(this.tokens, shared, strict=True):
+        own = len(tokens) - share
+        ids[at : at + own], places[at : at + own] = tokens[share:], np.arange(share, len(tokens))
+        padding[at : at + own] = False
+        paths.append([*(paths[-1][:share] if share else []), *range(at, at + own)])
+        labels += [*tokens[1:].tolist(), IGNORE_INDEX]
+        at += own
+        real.append(at)
+    padded = list(real)
+    if at < total:
+        places[at:] = np.arange(total - at)
+        real.append(at)
+        padded.append(total)
+    index = [place for path in paths for place in path]
+    extra = [0] * (len(index) == total)
+    return {
+        "input_ids": ids, "labels": np.array(labels + [IGNORE_INDEX] * len(extra), np.int64), "position_ids": places,
+        "padding_mask": padding, "positions": np.arange(total), "cu_seqlens": np.array(real, np.int32),
+        "cu_seqlens_padded": np.array(padded, np.int32), "sample_ids": np.array(this.ids, np.int64).reshape(-1, 3),
+        "shared": np.array(shared, np.int32), "path_index": np.array(index + extra, np.int64),
+        "cu_paths": np.cumsum([0, *map(len, paths)]).astype(np.int32),
+    }  # fmt: skip
 
 
 def _chunks(begin: int, end: int, cp: int, cp_rank: int) -> list[int]:

@@ -44,6 +44,8 @@ class Job:
     tp: int = 1
     relays: int = 0
     """Hosts, each with a relay for its share of the ranks; 0 for no relay."""
+    trees: bool = False
+    """Samples are pushed in groups that share their first tokens."""
 
     @property
     def meshes(self) -> list[dict[str, int]]:
@@ -115,11 +117,13 @@ def make_job(
         settings["merge"] = "arrival"
         settings["rules"] |= {"tail": "pad", "between_passes": "continue"}  # every sample is in a step
         settings["streams"] |= {"rollouts": {"pushed": True, "partitions": pushers}}
+    if trees := bool(pushers) and cp == 1:  # programs push groups that share their first tokens
+        settings["rules"] |= {"share": "prefix", "align": {"sample": 1, "pack": 2}}
     tp = 2 if relays and dp * cp <= 2 else 1
     job = Job(
         seed, folder, dp, cp, settings, streams, in_place, checkpoint_every=draw.randint(3, 12),
         step_s=draw.uniform(0.05, 0.15), pushers=pushers, pushed=1500 if pushers else 0, tp=tp,
-        relays=2 if relays else 0,
+        relays=2 if relays else 0, trees=trees,
     )  # fmt: skip
     write(job.broker_config, settings)
     write(job.producer_config, {"broker": f"file://{settings['rendezvous']}", "processes": 2, "streams": streams})

@@ -102,7 +102,7 @@ def members_of(job: Job, producers: int) -> list[Member]:
         settings = write(
             job.folder / f"pusher-{partition}.json",
             {"endpoint": job.settings["listen"]["producers"], "partition": partition, "total": job.pushed,
-             "seed": job.seed, "folder": str(job.folder)},
+             "trees": job.trees, "seed": job.seed, "folder": str(job.folder)},
         )  # fmt: skip
         command = [sys.executable, "-m", "tests.soak.pusher", str(settings)]
         found.append(Member("pusher", f"pusher-{partition}", job.folder, command))

@@ -1,8 +1,9 @@
 """A program that pushes its own samples to one partition, under fire: what it was told is safe, it writes down.
 
 ``python -m tests.soak.pusher SETTINGS``, a JSON file: ``endpoint``, ``partition``, ``partitions``, ``total``, ``seed``,
-``folder``. Sample n of a partition is a function of (seed, partition, n); one that is started again goes on where the
-broker stands, which must not be before what it was told is safe.
+``folder``, ``trees``. Sample n of a partition is a function of (seed, partition, n); one that is started again goes on
+where the broker stands, which must not be before what it was told is safe. With ``trees``, groups of ``GROUP`` samples
+begin alike and are sent as trees.
 """
 
 from __future__ import annotations
@@ -19,14 +20,21 @@ import streampack
 from streampack.errors import DataStall, PeerError
 
 STREAM = "rollouts"
-FLUSH_EVERY = 8
+FLUSH_EVERY = GROUP = 8
 
 
-def tokens_of(seed: int, partition: int, seq: int) -> list[int]:
-    """The ids of one sample, never 0."""
+def prompt_of(seed: int, partition: int, seq: int) -> list[int]:
+    """The ids with which all samples of a group begin."""
+    draw = random.Random(f"{seed} {partition} group {seq // GROUP}")
+    return [draw.randint(1, 60_000) for _ in range(draw.randint(0, 30))]
+
+
+def tokens_of(seed: int, partition: int, seq: int, trees: bool = False) -> list[int]:
+    """The ids of one sample, never 0. With ``trees``, the first one after the prompt tells the samples apart."""
     draw = random.Random(f"{seed} {partition} {seq}")
     first = draw.randrange(60_000)
-    return [1 + (first + 7 * i) % 60_000 for i in range(draw.randint(1, 64))]
+    own = [1 + (first + 7 * i) % 60_000 for i in range(draw.randint(1, 64))]
+    return [*prompt_of(seed, partition, seq), 60_001 + seq % GROUP, *own] if trees else own
 
 
 class Diary:
@@ -58,10 +66,15 @@ def main() -> None:
     try:
         begun = int(rollouts.stats()["next_seq"])
         diary.write(begun=begun, known=known)
-        for seq in range(begun, total):
-            rollouts.send(tokens_of(settings["seed"], partition, seq))
+        trees, step = settings["trees"], GROUP if settings["trees"] else 1
+        for seq in range(begun, total, step):
+            of_group = range(seq, min(seq + step, total))
+            group = [tokens_of(settings["seed"], partition, each, trees) for each in of_group]
+            sent = list(rollouts.send_group(group, share="prefix")) if trees else [rollouts.send(group[0])]
+            if sent != [*of_group]:
+                raise RuntimeError(f"got the numbers {sent}, expected {[*of_group]}")
             if (folder / "fire").exists():
-                time.sleep(0.02)
+                time.sleep(0.02 * step)
             if seq % FLUSH_EVERY == 0:
                 rollouts.flush()
                 diary.write(safe=int(rollouts.stats()["durable_seq"]))

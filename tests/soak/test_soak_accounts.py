@@ -133,7 +133,7 @@ def test_a_run_in_order_of_arrival_is_packed_again_from_what_came(tmp_path: Path
     line = {"at": 0.0, "kind": "step", "index": 0, "digest": "", "chain": "", "loss": 0, "samples": 2, "packs": packs}
     (tmp_path / "trainer-0.jsonl").write_text(json.dumps(line) + "\n")
     golden = pack_as_it_came(job)
-    first = [tokens_of(job.seed, 0, seq) for seq in range(2)]
+    first = [tokens_of(job.seed, 0, seq, job.trees) for seq in range(2)]
     assert [tokens.tolist() for tokens in golden.steps[0].packs[0].tokens] == first
     assert golden.steps[0].num_loss_tokens == sum(map(len, first)) - 2
     assert {(2, seq, 0) for seq in range(job.pushed)} < golden.expected

@@ -20,6 +20,7 @@ import streampack
 from streampack.errors import StreampackError
 from tests.soak.checksum import crc_of
 
+PATHS = ("shared", "cu_paths", "path_index")
 ARRAYS = ("input_ids", "labels", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded", "sample_ids")
 OWN_PLACE = -2
 
@@ -83,7 +84,8 @@ def train(rank: Rank) -> None:
         for step in loader.steps():
             packs = [
                 {"pack": pack.pack, "micro_batch": pack.micro_batch, "ids": pack.sample_ids.tolist(),
-                 "crcs": {name: crc_of(pack[name]) for name in ARRAYS} | {"positions": crc_of(pack.positions())}}
+                 "crcs": {name: crc_of(pack[name]) for name in (*ARRAYS, *PATHS) if name in pack}
+                 | {"positions": crc_of(pack.positions())}}
                 for pack in step
             ]  # fmt: skip
             rank.write(

@@ -109,13 +109,15 @@ def show_sample(found: Tree) -> None:
     if not found["places"]:
         return
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("step", "lineage", "pack", "part", "offset", "length", "loss", "crc32c", "digest"):
+    trees = ("shared",) if any(place["shared"] for place in found["places"]) else ()
+    numbers = ("step", "lineage", "pack", "part", "offset", "length", *trees, "loss_tokens")
+    for heading in (*numbers[:-1], "loss", "crc32c", "digest"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     for place in found["places"]:
         counts = "" if place["counts"] else "no longer counts"
         table.add_row(
-            *(f"{place[key]:,}" for key in ("step", "lineage", "pack", "part", "offset", "length", "loss_tokens")),
+            *(f"{place[key]:,}" for key in numbers),
             f"{place['crc']:08x}", place["digest"][:SHOWN], "skipped" if place["skipped"] else counts,
         )  # fmt: skip
     console.print(table)

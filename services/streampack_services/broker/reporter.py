@@ -440,6 +440,7 @@ def _pack_totals(formed: Totals, counted: Totals) -> PackTotals:
         square_slot_tokens=formed.square_slot_tokens,
         dropped_samples=formed.dropped_samples,
         dropped_tokens=formed.dropped_tokens,
+        shared_tokens=formed.shared_tokens,
     )
 
 

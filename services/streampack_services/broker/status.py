@@ -78,7 +78,7 @@ class PackTotals(Struct, frozen=True, kw_only=True):
     samples: int
     """Samples in these packs."""
     tokens: int
-    """Tokens of these samples, without padding."""
+    """Tokens of these samples, without padding. Each token that samples share counts once."""
     slot_tokens: int
     """Tokens of these samples, each padded to ``align.sample``."""
     square_tokens: int
@@ -89,6 +89,13 @@ class PackTotals(Struct, frozen=True, kw_only=True):
     """Samples that ``tail: drop`` left out."""
     dropped_tokens: int
     """Tokens of these samples."""
+    shared_tokens: int
+    """Tokens that samples share with samples before them (``share: prefix``), and that ``tokens`` counts once."""
+
+    @property
+    def shared_ratio(self) -> float:
+        """``shared_tokens`` / tokens of all samples in these packs."""
+        return self.shared_tokens / max(self.tokens + self.shared_tokens, 1)
 
 
 class PackFigures(Struct, frozen=True, kw_only=True):

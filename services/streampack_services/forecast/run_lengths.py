@@ -28,6 +28,7 @@ from streampack_services.audit import why
 from streampack_services.broker.status import BrokerStatus, FeedStatus
 from streampack_services.forecast.lengths import STRETCHES, stretches_of
 from streampack_services.forecast.rank_loads import PlanMesh
+from streampack_services.forecast.sharing import Sharing, sharing_of
 from streampack_services.ledger.run_history import NEVER
 from streampack_services.ledger.state_dir import open_ledger, state_folder
 from streampack_services.ledger.step_rows import StepRows
@@ -42,12 +43,14 @@ class Served:
 
     ``what``: name of the run, for people; ``note``: how the lengths are ordered.
     ``lengths``: tokens per sample, or per part of a split sample, int64 [n]; all or some of the ``samples``.
-    ``packs``: number of packs, with ``empty_packs``. ``tokens``: real tokens in them.
+    ``packs``: number of packs, with ``empty_packs``. ``tokens``: real tokens in them, shared ones once.
     ``pack_slots``: total length in tokens of the packs with samples, before DEAL (padded micro-batches: after it).
     ``bounds``: indices into ``lengths`` that no pack crosses, int64 [b + 1], from 0 to n.
     ``steps``: number of steps. ``ended``: the feed has ended.
     ``tokens_per_s``: real tokens per second that the run packs now; 0 if not known. ``ranks``: attached ranks.
     ``mesh``: mesh of the ranks; None until all are attached.
+    ``shared_tokens``: tokens that samples share with samples before them. ``sharing``: the same of the groups in the
+    log, also of those that were not sent as trees; None if it is not known.
     """
 
     what: str
@@ -65,6 +68,8 @@ class Served:
     tokens_per_s: float = 0.0
     ranks: int = 0
     mesh: PlanMesh | None = None
+    shared_tokens: int = 0
+    sharing: Sharing | None = None
 
     @property
     def filled_packs(self) -> int:
@@ -91,12 +96,12 @@ def from_ledger(state_dir: Path, feed: str | None) -> Served:
                 f"{state_dir}: feed {of.name!r} is padded, so its batches depend on the mesh, which a log does not "
                 f"record. Pass the address of the running broker."
             )
-        numbers, sums = [], np.zeros(5, np.int64)
+        numbers, sums = [], np.zeros(6, np.int64)
         for step in ledger.steps(of.name):
             if of.effective(step.step) == step.lineage:
                 numbers.append(step.step)
                 sums += _sums(step, rules)
-        samples, packs, empty, tokens, slots = sums.tolist()
+        samples, packs, empty, tokens, slots, shared = sums.tolist()
         if not samples:
             raise UserError(f"{state_dir}: feed {of.name!r} has no step yet. Wait until the run has formed a step.")
         wanted = max(MOST * len(numbers) // samples, STRETCHES)
@@ -110,16 +115,21 @@ def from_ledger(state_dir: Path, feed: str | None) -> Served:
     return Served(
         f"{run}, feed {of.name}, {len(numbers):,} steps", every, rules, samples, packs, empty, tokens,
         slots, np.unique([*bounds, len(every)]), len(numbers), of.end is not None, "in the order of the streams",
+        shared_tokens=shared, sharing=sharing_of(state_dir, rules),
     )  # fmt: skip
 
 
 def _sums(step: StepRows, rules: Rules) -> I64:
-    """Return a step's number of samples, packs, empty packs and tokens, and the total length of its other packs."""
-    lengths, counts = step.rows["length"].astype(np.int64), np.diff(step.bounds)
+    """Return figures of a step, int64 [6].
+
+    These are samples, packs, empty packs, tokens, the total length of its other packs, and shared tokens.
+    """
+    lengths, counts = step.own_lengths, np.diff(step.bounds)
     ends = np.concatenate([[0], np.cumsum(-(-lengths // rules.align.sample) * rules.align.sample)])
     slots = (ends[step.bounds[1:]] - ends[step.bounds[:-1]])[counts > 0]
     widths = int(rules.own_widths(slots).sum())
-    return np.array([len(lengths), len(counts), int((counts == 0).sum()), int(lengths.sum()), widths])
+    shared = int(step.shared.sum())
+    return np.array([len(lengths), len(counts), int((counts == 0).sum()), int(lengths.sum()), widths, shared])
 
 
 def _separate_groups(steps: list[StepRows], rules: Rules) -> Iterator[list[StepRows]]:
@@ -190,7 +200,7 @@ def from_status(status: BrokerStatus, feed: str | None) -> Served:
         f"{status.run}, feed {name}, {totals.steps:,} steps", lengths, rules, totals.samples, totals.packs,
         totals.empty_packs, totals.tokens, slots, np.linspace(0, len(lengths), batches + 1).astype(np.int64),
         totals.steps, found.state == "ended", "in random order (3% buckets)", found.tokens_per_s,
-        found.ranks.attached, _mesh_of(found),
+        found.ranks.attached, _mesh_of(found), shared_tokens=totals.shared_tokens,
     )  # fmt: skip
 
 

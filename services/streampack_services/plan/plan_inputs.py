@@ -150,7 +150,13 @@ def _of_run(run: Served, most: int) -> Workload:
     total = float(run.samples) if run.ended else None
     used = f"the forecast uses {len(lengths):,} of the {run.samples:,} samples that the run served, {run.note}"
     note = f"{used}; overlong samples count as the run truncated or split them"
-    return Workload(run.what, (StreamLengths("data", (lengths,), (whole,), total, every=every),), [note])
+    notes = [note]
+    if run.sharing is not None:
+        sentence = run.sharing.sentence()
+        notes.append(sentence[0].lower() + sentence[1:-1])
+    if run.shared_tokens:
+        notes.append("the forecast counts shared tokens for each sample that has them")
+    return Workload(run.what, (StreamLengths("data", (lengths,), (whole,), total, every=every),), notes)
 
 
 def _with_total(workload: Workload, given: PlanInputs) -> Workload:

@@ -67,7 +67,7 @@ def base_of_broker(broker: BrokerConfig, feed: str | None) -> PlanBase:
     name = next(iter(broker.feeds)) if feed is None else feed
     if name not in broker.feeds:
         raise UserError(f"got feed {name!r}, expected one of: {', '.join(broker.feeds)}")
-    rules, settings = broker.plan(name), broker.rules_of(name)
+    rules, settings = _without_sharing(broker.plan(name)), broker.rules_of(name)
     joint = msgspec.structs.replace(_joint_of(rules), group=settings.balance.group)
     mesh = PlanMesh(**msgspec.structs.asdict(broker.planned_mesh))
     return PlanBase(
@@ -80,12 +80,17 @@ def base_of_run(run: Served, *, other_mesh: bool) -> PlanBase:
 
     With ``other_mesh``, leave out the run's alignment, joint balance and mesh.
     """
-    mesh = run.mesh
-    batch = run.rules.batch
+    mesh, rules = run.mesh, _without_sharing(run.rules)
+    batch = rules.batch
     mean = max(round(run.samples / run.steps), 1) if batch is not None and batch.samples is None else None
     if other_mesh:
-        return PlanBase(run.rules, batch_samples=mean)
-    return PlanBase(run.rules, run.rules.align, None, _joint_of(run.rules), mesh, batch_samples=mean)
+        return PlanBase(rules, batch_samples=mean)
+    return PlanBase(rules, rules.align, None, _joint_of(rules), mesh, batch_samples=mean)
+
+
+def _without_sharing(rules: Rules) -> Rules:
+    """Return rules without ``share``: lengths do not say what samples share."""
+    return msgspec.structs.replace(rules, share=None)
 
 
 def _joint_of(rules: Rules) -> Balance:

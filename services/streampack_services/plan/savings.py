@@ -7,9 +7,9 @@ The comparison counts slots: tokens and padding that GPUs compute for the same s
 - ``greedy``: samples are concatenated until the next one does not fit (packer ``concatenative``).
 - ``first_fit_decreasing``: first-fit decreasing over blocks of the run's window, as offline packers do.
 
-All ways use the run's budget, alignment and shape. None packs or pads across the end of a batch (``Served.bounds``).
-GPU hours are slots divided by a rate: the slots that one GPU computes per second. All ways have the same rate, so GPU
-hours do not show the cost of attention, which depends on lengths.
+The other ways share no prefixes. All ways use the run's budget, alignment and shape. None packs or pads across the end
+of a batch (``Served.bounds``). GPU hours are slots divided by a rate: the slots that one GPU computes per second. All
+ways have the same rate, so GPU hours do not show the cost of attention, which depends on lengths.
 """
 
 from __future__ import annotations
@@ -85,13 +85,16 @@ def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
     """
     rules = run.rules
     size = micro_batch or max(round(run.samples / run.filled_packs), 1)
-    grow = run.tokens / max(int(run.lengths.sum()), 1)
+    tokens = run.tokens + run.shared_tokens  # what the other ways compute
+    grow = tokens / max(int(run.lengths.sum()), 1)
     found: Tree = {
         "what": run.what,
         "note": run.note,
         "samples": run.samples,
         "share": run.share,
         "tokens": run.tokens,
+        "shared_tokens": run.shared_tokens,
+        "sharing": None if run.sharing is None else run.sharing._asdict() | {"sentence": run.sharing.sentence()},
         "budget": rules.budget,
         "window": rules.window,
         "packer": "padded" if rules.padded else rules.new_packer().name,
@@ -105,7 +108,7 @@ def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
     slots = {"padding": padded_slots(run.lengths, size, rules.align.sample, run.bounds)}
     slots |= {name: packed_slots(run.lengths, rules, packer, run.bounds) for name, packer in _PACKERS.items()}
     found["others"] = {
-        name: _batching_figures(round(slots[name] * grow), run.tokens, rate, run.pack_slots) for name in OTHERS
+        name: _batching_figures(round(slots[name] * grow), tokens, rate, run.pack_slots) for name in OTHERS
     }
     return found
 

@@ -29,6 +29,9 @@ def show_savings(found: Tree) -> None:
     console.print()
     for sentence in found["assumptions"]:
         console.print(f"- {sentence}", style="dim")
+    if found["sharing"] is not None:
+        console.print()
+        console.print(found["sharing"]["sentence"])
     console.print()
     console.print(headline(found), style="bold")
 

@@ -127,6 +127,9 @@ def _show_feed(console: Console, view: FeedView) -> None:
         ("window waits", f"{longest}{outliers}"),
         ("held", f"{count_text(feed.held_tokens)} of {count_text(feed.held_limit_tokens)} tokens"),
     ]
+    if feed.totals.shared_tokens:
+        saved = f"{feed.totals.shared_ratio:.2%} of the samples' tokens, {count_text(feed.totals.shared_tokens)} tokens"
+        rows.insert(2, ("shared prefixes", saved))
     if (padded := feed.dynamic_batching) is not None:
         removed = f"{count_text(padded.removed_padding_tokens)}, {padded.removed_padding_ratio:.2%}"
         rows.insert(5, ("removed padding", f"{removed} of batches padded to the longest sample"))

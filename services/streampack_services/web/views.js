@@ -67,7 +67,8 @@ function drawLengths(chart, feed) {
   }
   const first = octaves.findIndex((each) => each);
   const rows = first < 0 ? [] : Array.from(octaves.slice(first), (each) => each ?? [0, 0]);
-  const { samples, tokens } = feed.totals;
+  const { samples } = feed.totals;
+  const tokens = feed.totals.tokens + feed.totals.shared_tokens; // here a sample has all of its tokens
   setText(byId("about-lengths"), samples ? `${count(samples)} samples, mean length ${short(tokens / samples)} tokens; the budget is ${count(feed.rules.budget)}.` : "");
   chart.draw(rows.map((_, index) => octaveName(first + index)),
     [rows.map(([some]) => some / samples), rows.map(([, all]) => all / tokens)], "Lengths of samples in tokens; the upper bound of each bar is twice its lower bound");

@@ -32,6 +32,7 @@ export function showTiles(status, feed) {
   const steps = [`${count(formed)} formed`, ...(end === null ? leftOf(feed) : [`${count(end)} in total`])];
   tiles(byId("tiles"), [
     ["tokens_per_s", "tokens / s", short(feed.tokens_per_s), `${short(feed.totals.tokens)} in total`],
+    ...sharedTile(feed.totals),
     ["utilization", "utilization", feed.figures.packs ? percent(feed.figures.utilization) : "", `${count(feed.totals.packs)} packs of ${count(feed.rules.budget)} tokens`],
     ["returned", "steps returned", count(returned), steps.join(", ")],
     ["data_wait", "longest data wait", waits.length ? percent(Math.max(...waits), 2) : "", `as a share of that rank's time ${some ? "in the last minutes, by one cause" : "since the start"}`],
@@ -49,6 +50,12 @@ function leftOf({ steps_left: left, readers, ranks }) {
   const time = pace ? `: ${duration(left.estimate * pace)}` : "";
   const about = left.low === left.high ? short(left.estimate) : `${short(left.low)} to ${short(left.high)}`;
   return [`${about} left${time}`];
+}
+
+// Tokens that samples share and that are computed once; [] if none does.
+function sharedTile({ tokens, shared_tokens: shared }) {
+  if (!shared) return [];
+  return [["shared", "shared prefixes", percent(shared / (tokens + shared)), `${short(shared)} tokens are not computed again`]];
 }
 
 // [[key, label, value, note], ...]

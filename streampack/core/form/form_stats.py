@@ -114,10 +114,12 @@ class FormedFigures:
         if not self._packs:
             return
         packs = PlannedPacks.joined(self._packs)
+        lengths = np.concatenate(self._of_samples).astype(np.int64)
         self._totals.add(packs, len(self._packs))
+        self._totals.shared_tokens += int(lengths.sum()) - int(packs.tokens.sum())
         if not depends_on_mesh(self._rules):
             self._waste = self._waste + padding_of_packs(packs, self._rules)
         self._fill.add(packs.tokens / self._rules.budget)
         self._samples.add(packs.counts.astype(np.float64))
-        self._lengths.add(np.concatenate(self._of_samples).astype(np.int64))
+        self._lengths.add(lengths)
         self._packs, self._of_samples, self._num_waiting = [], [], 0

@@ -92,7 +92,8 @@ class Totals:
     """Totals over all steps of all iterations.
 
     ``slot_tokens`` are aligned tokens. ``square_tokens`` and ``square_slot_tokens`` are sums of the squares of the
-    packs' tokens. ``dropped_*`` count what ``tail: drop`` dropped.
+    packs' tokens. ``dropped_*`` count what ``tail: drop`` dropped. ``shared_tokens`` are tokens that samples share with
+    samples before them: ``tokens`` does not count these again.
     """
 
     steps: int = 0
@@ -105,6 +106,7 @@ class Totals:
     square_slot_tokens: int = 0
     dropped_samples: int = 0
     dropped_tokens: int = 0
+    shared_tokens: int = 0
 
     def add(self, packs: PlannedPacks, steps: int = 1) -> None:
         """Add the packs of one or several ``steps``."""
