@@ -2,8 +2,9 @@
 
     python -m benchmarks.block_masks [--packs 1000]
 
-The tables of random packs of up to 4,096 tokens must be equal, in blocks of 16, 64 and 128. Then the time of both at 8k
-and 16k tokens, on the CPU: as torch is called by default, and compiled. Times are in turns; the ratio is of medians.
+The tables of random packs of up to 4,096 tokens must be equal, in blocks of 16, 64 and 128. Every second pack has
+prefix trees. Then the time of both at 8k and 16k tokens, on the CPU: as torch is called by default, and compiled. Times
+are in turns; the ratio is of medians.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from streampack.core.model.samples import I32
+from streampack.core.trees.prefix_tree import descendant_ends
 from streampack.packs.block_tables import BlockTables, fill_block_tables
 from streampack.views.block_mask import mask_mod
 
@@ -33,18 +35,31 @@ def bounds_of(rng: np.random.Generator, total: int, mean: float) -> I32:
     return np.array([0, *ends[ends < total], total], np.int32)
 
 
-def computed(bounds: I32, block_size: int) -> dict[str, torch.Tensor]:
+def parents_of(rng: np.random.Generator, bounds: I32) -> I32:
+    """Random trees, depth first: a segment is below the one before it, below one further up, or begins a tree."""
+    found, path = list[int](), list[int]()
+    for segment in range(len(bounds) - 1):
+        path = path[: int(rng.integers(0, len(path) + 1))] if rng.random() < 0.6 else path
+        found.append(path[-1] if path else -1)
+        path = [*path, segment]
+    return np.array(found, np.int32)
+
+
+def computed(bounds: I32, block_size: int, parents: I32 | None = None) -> dict[str, torch.Tensor]:
     """The tables by name, from the boundaries."""
     total = int(bounds[-1])
-    layout = BlockTables.of(total, total, block_size)
+    layout = BlockTables.of(total, total, block_size, parents is not None)
     tables = np.empty(layout.size, np.int32)
-    fill_block_tables(tables, bounds, np.arange(total), block_size)
+    fill_block_tables(tables, bounds, np.arange(total), block_size, parents)
     return layout.cut(torch.from_numpy(tables))
 
 
-def sees_of(bounds: I32) -> Callable[..., torch.Tensor]:
-    """Causal attention within each segment."""
-    return mask_mod(torch.from_numpy(np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))), None)
+def sees_of(bounds: I32, parents: I32 | None = None) -> Callable[..., torch.Tensor]:
+    """Causal attention within each segment, and to the segments above it."""
+    sizes = np.diff(bounds)
+    documents = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
+    ends = None if parents is None else torch.from_numpy(np.repeat(descendant_ends(parents), sizes))
+    return mask_mod(documents, None, ends)
 
 
 def equal(ours: dict[str, torch.Tensor], theirs: BlockMask) -> bool:
@@ -71,19 +86,23 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=11)
     asked = parser.parse_args()
     rng = np.random.default_rng(0)
-    differ = 0
+    differ = trees = 0
     for number in range(asked.packs):
         bounds, block_size = bounds_of(rng, int(rng.integers(1, 4097)), rng.choice([8, 60, 500])), SIZES[number % 3]
         total = int(bounds[-1])
-        theirs = create_block_mask(sees_of(bounds), None, None, total, total, device="cpu", BLOCK_SIZE=block_size)
-        differ += not equal(computed(bounds, block_size), theirs)
-    print(json.dumps({"packs": asked.packs, "packs_that_differ": differ}), flush=True)
+        parents = parents_of(rng, bounds) if number % 2 else None
+        sees = sees_of(bounds, parents)
+        theirs = create_block_mask(sees, None, None, total, total, device="cpu", BLOCK_SIZE=block_size)
+        differ += not equal(computed(bounds, block_size, parents), theirs)
+        trees += parents is not None
+    print(json.dumps({"packs": asked.packs, "with_trees": trees, "packs_that_differ": differ}), flush=True)
     compiled = torch.compile(create_block_mask)
-    for total in (8192, 16384):
+    for total, with_trees in ((8192, False), (8192, True), (16384, False), (16384, True)):
         bounds = bounds_of(rng, total, 600)
-        sees = sees_of(bounds)
+        parents = parents_of(rng, bounds) if with_trees else None
+        sees = sees_of(bounds, parents)
         ways: dict[str, Callable[[], Any]] = {
-            "streampack": partial(computed, bounds, 128),
+            "streampack": partial(computed, bounds, 128, parents),
             "create_block_mask": partial(create_block_mask, sees, None, None, total, total, device="cpu"),
             "compiled": partial(compiled, sees, None, None, total, total, device="cpu"),
         }
@@ -95,7 +114,8 @@ def main() -> None:
                 times[name].append(timed(call))
         medians = {name: statistics.median(each) for name, each in times.items()}
         print(json.dumps({
-            "tokens": total, "samples": len(bounds) - 1, "ms": {name: round(ms, 3) for name, ms in medians.items()},
+            "tokens": total, "segments": len(bounds) - 1, "trees": with_trees,
+            "ms": {name: round(ms, 3) for name, ms in medians.items()},
             "ratio": {name: round(ms / medians["streampack"]) for name, ms in medians.items() if name != "streampack"},
         }), flush=True)  # fmt: skip
 

@@ -12,15 +12,19 @@ import torch
 from hypothesis import given, settings
 from msgspec.structs import replace as changed
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import streampack
 from streampack.batch_checks.step_check import check_step
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.errors import InvariantError, UserError
-from streampack.views.device import SideStream
+from streampack.views.device import SideStream, _moved
 from streampack.views.formats import Views
 from tests.packs.test_packs import Case, attached, cases
+from tests.packs.test_tree_packs import prompts
+from tests.packs.tree_chain import Chain
+from tests.packs.tree_chain import rules_of as rules_of_trees
 from tests.views.test_formats import TWO, steps_of
 
 MOST = 5
@@ -150,3 +154,75 @@ def test_helpers_read_no_value_of_a_device() -> None:
 def test_what_cannot_be_is_refused(format: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Views(format, Mesh(), static_shapes=True).fit(changed(rules_of(TWO), **changes))
+
+
+class Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations that make the host wait for a device, and copies from the host to another device."""
+
+    WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero", "aten.equal")
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.waits = self.copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.ops.aten.empty.memory_format:
+            kwargs.pop("pin_memory", None)  # needs a device
+        out = func(*args, **kwargs)
+        name = str(func).rpartition(".")[0]
+        self.waits += name in self.WAITS
+        self.copies += name == "aten._to_copy" and args[0].device.type == "cpu" and out.device.type != "cpu"
+        return out
+
+
+def test_no_step_of_fifty_makes_the_host_wait() -> None:
+    """With packs that change: no value is read, of masks, boundaries, labels or the loss."""
+    rng = np.random.default_rng(0)
+    samples = [{"tokens": rng.integers(1, 32, int(length)).tolist()} for length in rng.integers(1, 120, 900)]
+    table = torch.randn(32, 32, requires_grad=True)
+    counted = Watched()
+    with streampack.local(
+        samples, budget=256, packs=1, max_samples_per_pack=16, tail="drop", static_shapes=True, masks="flex"
+    ) as loader:
+        steps = 0
+        for step, _ in zip(loader.steps(), range(50), strict=False):
+            steps += 1
+            for batch in step:
+                with counted:
+                    places = torch.arange(256)
+                    assert batch.block_mask.mask_mod(places, places, places, places).shape == (256,)
+                    logits = table[batch.input_ids]
+                    logprobs = streampack.target_logprobs(logits, batch.labels, batch)
+                    loss = -streampack.packed_loss(torch.sum, logprobs, batch, denominator=step.num_loss_tokens)
+                    loss.backward()  # type: ignore[no-untyped-call]
+    assert (steps, counted.waits) == (50, 0)
+
+
+def test_trees_make_the_host_not_wait_either() -> None:
+    chain = Chain(rules_of_trees(96, batch=6))
+    chain.send(prompts(6))
+    (batch,) = Views("thd", Mesh(), masks="flex").make(chain.steps()[0], chain.rules)
+    there, counted = batch.to("meta"), Watched()
+    with counted:
+        logits = torch.randn(96, 128, device="meta", requires_grad=True)
+        logprobs = streampack.target_logprobs(logits, there.labels, there)
+        assert len(streampack.per_sample(logits, there)) == 6
+        streampack.packed_loss(torch.sum, logprobs, there, denominator=6).backward()  # type: ignore[no-untyped-call]
+        assert there.block_mask.kv_indices.device.type == "meta"
+    assert counted.waits == counted.copies == 0
+
+
+@pytest.mark.parametrize("format", ["thd", "hf"])
+def test_a_step_is_copied_once_and_not_tensor_by_tensor(format: str) -> None:
+    case = Case([[[5, 6, 7], [8, 9]], [[3]], [[1] * 9]], align=4, budget=12, cp=1)
+    step = Views(format, Mesh(), masks="flex").make(steps_of(case)[0], attached(case).rules)
+    tensors = {key: tensor for batch in step for key, tensor in batch.tensors().items()}
+    one_by_one, at_once = Watched(), Watched()
+    with one_by_one:
+        for batch in step:
+            batch.to("meta")
+    with at_once:
+        _moved(tensors, torch.device("meta"))
+    assert (one_by_one.copies, at_once.copies) == (len(tensors), 1)
+    assert len(tensors) >= 3 * 7
