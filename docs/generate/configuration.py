@@ -10,7 +10,8 @@ from streampack_services.check.check import json_schema
 
 Tree = dict[str, Any]
 FEW_NEED = {
-    "rules.leftovers", "rules.micro_batch_size", "rules.max_policy_lag", "rules.align.sample", "rules.align.pack",
+    "rules.leftovers", "rules.micro_batch_size", "rules.max_policy_lag", "rules.share",
+    "rules.align.sample", "rules.align.pack",
     "rules.align.lcm", "rules.balance.a", "rules.balance.b", "rules.balance.group", "rules.balance.patience",
     "rules.step.min_samples", "rules.step.micro_batch_multiple", "rules.step.min_micro_batches", "rules.step.empty",
     "limits.peers", "limits.chunk", "steps_ahead", "drain_timeout_s", "tokenizer.date", "tokenizer.allow_special",

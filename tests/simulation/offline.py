@@ -23,7 +23,7 @@ from streampack.core.journal.log_records import BatchMarked, ChunkAdmitted, Part
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.samples import I64, KEEPS, PACK, Keep, SampleTable
 from streampack.core.model.steps import PlannedStep
-from streampack.core.trees.shared_prefixes import fit_trees
+from streampack.core.trees.shared_prefixes import cut_trees, fit_trees
 from tests.simulation.data import BUDGET, Case, Id, case
 from tests.simulation.disk import Disk
 
@@ -99,8 +99,10 @@ class Packing:
             else:
                 self._kept_in_a_step.append(ids)
         if shared is not None:
-            limits = (None, None) if keep == "pack" else (BUDGET, this.rules.max_samples_per_pack)
-            tree = fit_trees(pieces.source, pieces.length, pieces.part, shared, *limits)
+            tree = fit_trees(pieces.source, pieces.length, pieces.part, shared, None, None)
+            if keep != "pack":
+                most = this.rules.max_samples_per_pack
+                tree = cut_trees(pieces.source, pieces.length, pieces.part, shared, BUDGET, most)
             table.shared[kept] = tree.shared[handles >= 0]
             joined = tree.joined[handles >= 0]
             table.keep[kept[joined]] = PACK

@@ -145,6 +145,31 @@ def test_grpo_by_groups(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(low < 0.8 and high > 1.2 for low, high in ratios), "some are clipped, at both ends"
 
 
+def test_grpo_on_trees(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pushed("grpo_tree", monkeypatch) as (broker, given):
+        recipe = Recipe("grpo_tree", broker, capsys, monkeypatch)
+        steps = [[given[number] for number, _ in step] for _, step in zip(range(8), steps_of(broker), strict=False)]
+    assert [len(step) for step in steps] == [64] * 8
+    whole = [sum(len(one["input_ids"]) for one in step) for step in steps]
+    for line, rows in zip(recipe.lines, whole, strict=True):
+        assert rows <= line["rows"] <= rows + 8, "a pack may have a row that counts for nothing"
+        assert line["tokens"] < 0.55 * rows, "prompts are computed once"
+    torch.manual_seed(0)
+    net = recipe.names["Model"]().double()
+
+    def loss(rollouts: list[Sample]) -> Tensor:
+        found = []
+        for one in rollouts:
+            tokens, learned = one["input_ids"], one["loss_mask"][1:]
+            old, gains = one["logprobs"][1:][learned], one["advantages"][1:][learned]
+            logits = net(tokens[None], torch.arange(len(tokens))[None])[0, :-1]
+            ratio = (logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0][learned] - old).exp()
+            found.append(-torch.minimum(ratio * gains, ratio.clamp(0.8, 1.2) * gains).mean())
+        return torch.stack(found).mean()
+
+    recipe.learns_as(net, 2.0, [partial(loss, samples) for samples in steps])
+
+
 def test_dpo_by_pairs(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pushed("dpo", monkeypatch) as (broker, given):
         recipe = Recipe("dpo", broker, capsys, monkeypatch)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from streampack.core.intake.lease_terms import StreamTerms
 from streampack.core.model.samples import I64, Keep
-from streampack.core.trees.shared_prefixes import SharedPieces, fit_trees
+from streampack.core.trees.shared_prefixes import SharedPieces, cut_trees, fit_trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def apply_terms(
     """Apply a stream's policy to the samples of a chunk from the ``skip``-th on.
 
     A chunk that is kept in one pack (``keep``) cannot be cut. The whole chunk is dropped if it does not fit a pack. A
-    tree that is not kept in one pack is cut into trees that fit: see ``fit_trees``.
+    tree that is not kept in one pack is cut into trees that fill packs well: see ``cut_trees``.
 
     Args:
         terms: The stream's terms.
@@ -112,8 +112,8 @@ def apply_terms(
             return drop_chunk(lengths[skip:])
         return apply_overlong(lengths[skip:], terms.limit, terms.overlong)
     whole = apply_overlong(lengths, terms.limit, terms.overlong)
-    limits = (None, None) if keep == "pack" else (terms.limit, terms.most)
-    tree = fit_trees(whole.source, whole.length, whole.part, shared, *limits)
+    pieces = whole.source, whole.length, whole.part, shared
+    tree = fit_trees(*pieces, None, None) if keep == "pack" else cut_trees(*pieces, terms.limit, terms.most)
     if keep == "pack" and not terms.fits(whole.length - tree.shared):
         return drop_chunk(lengths[skip:])
     rest = apply_overlong(lengths[skip:], terms.limit, terms.overlong)

@@ -127,6 +127,43 @@ def fit_trees(source: I64, length: I64, part: I64, shared: I64, limit: int | Non
     return SharedPieces(found, joined)
 
 
+MOST_CUTS = 8
+"""``cut_trees`` tries runs of up to the budget, a half of it, and so on, to this fraction."""
+
+
+def cut_trees(source: I64, length: I64, part: I64, shared: I64, budget: int, most: int | None) -> SharedPieces:
+    """Cut the tree of a chunk into runs of pieces that fill packs well; arguments as for ``fit_trees``.
+
+    Two trees of 0.6 budgets do not fit one pack, so long runs leave packs half empty. Short runs repeat the shared
+    tokens. Runs of up to ``budget / k`` tokens are tried, for k from 1 on. The k with the fewest tokens of packs wins.
+    A run of s tokens counts ``budget / floor(budget / s)``: its share of a pack with other runs of its size.
+
+    Example:
+        >>> shared = np.array([0, 2, 2, 2])
+        >>> one = np.arange(4)
+        >>> cut_trees(one, np.array([5, 5, 5, 5]), one * 0, shared, 18, None).shared.tolist()
+        [0, 2, 2, 2]
+        >>> cut_trees(one, np.array([5, 5, 5, 5]), one * 0, shared, 24, None).shared.tolist()
+        [0, 2, 0, 2]
+    """
+    found = fit_trees(source, length, part, shared, budget, most)
+    least = _tokens_of_packs(found, length, budget)
+    for k in range(2, MOST_CUTS + 1):
+        other = fit_trees(source, length, part, shared, budget // k, most)
+        if (tokens := _tokens_of_packs(other, length, budget)) < least:
+            found, least = other, tokens
+    return found
+
+
+def _tokens_of_packs(pieces: SharedPieces, length: I64, budget: int) -> int:
+    """Return the tokens of packs that runs of pieces take, times 2**20, as ``cut_trees`` estimates them."""
+    kept = length > 0
+    own, ends = (length - pieces.shared)[kept], np.flatnonzero(~pieces.joined[kept])
+    sizes = np.diff(np.append(0, np.cumsum(own)[ends]))
+    found: int = ((budget << 20) // np.maximum(budget // np.maximum(sizes, 1), 1)).sum().item() if len(sizes) else 0
+    return found
+
+
 def path_index(shared: I64, lengths: I64, starts: I64) -> I64:
     """Return where the tokens of each sample are in their pack, int64 [sum of lengths], one sample after another.
 

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streampack.core.trees.shared_prefixes import check_shared, fit_trees, path_index, prefix_order, segments_of
+from streampack.core.trees.shared_prefixes import (
+    check_shared,
+    cut_trees,
+    fit_trees,
+    path_index,
+    prefix_order,
+    segments_of,
+)
 from tests.core.trees.test_prefix_tree import common, groups
 
 
@@ -58,6 +65,32 @@ def test_runs_of_a_tree_fit_a_pack_and_are_filled_greedily(rows: list[np.ndarray
         share = common(rows[order[run[-1]]], rows[order[after[0]]])
         own = kept[after[0]] - min(share, kept[after[0]] - 1)
         assert share == 0 or kept[after[0]] == 1 or size + own > limit or len(run) == most
+
+
+@given(groups(), st.integers(1, 60), st.integers(1, 9))
+def test_trees_are_cut_where_packs_are_filled_better(rows: list[np.ndarray], budget: int, most: int) -> None:
+    order, shared = prefix_order(rows)
+    lengths = np.array([min(len(rows[i]), budget) for i in order])
+    places = np.arange(len(rows))
+
+    def sizes_of(limit: int | None) -> list[int]:
+        """Tokens of each run."""
+        pieces = places, lengths, places * 0, shared
+        found = cut_trees(*pieces, budget, most) if limit is None else fit_trees(*pieces, limit, most)
+        runs = list[int]()
+        for at in places[lengths > 0].tolist():
+            if not found.shared[at]:
+                runs.append(0)
+            runs[-1] += int(lengths[at] - found.shared[at])
+        return runs
+
+    def taken(sizes: list[int]) -> float:
+        return sum(budget / (budget // size) for size in sizes)
+
+    sizes = sizes_of(None)
+    assert all(size <= budget for size in sizes)
+    expected = min(taken(sizes_of(max(budget // k, 1))) for k in range(1, 9) if budget // k)
+    assert abs(taken(sizes) - expected) < 1e-3
 
 
 def test_pieces_of_a_split_sample_share_nothing() -> None:
