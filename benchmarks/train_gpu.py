@@ -4,6 +4,7 @@
 - *greedy*: packs in their order (``packer: concatenative``), what does not fit opens the next one;
 - *streampack*: ``exact_fill``, the default. Both are served by ``streampack.local``: broker and producer in threads of
   the very process that trains, which is the worst place for them.
+- *block masks*: the same packs with FlexAttention, compiled, under the masks that batches bring; a dense mask on a CPU.
 
 An update is one micro-batch. *tokens/s* counts real tokens; *MFU* what these need alone: 6 FLOPs a parameter and token,
 and causal attention inside each sample, over what the GPU's data sheet says of dense bf16; *next()* the time in it over
@@ -18,14 +19,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -126,10 +128,14 @@ class Batch:
 # The ways
 
 
-def packed(samples: list[I64], budget: int, device: str, packer: str) -> Iterator[Batch]:
-    with streampack.local(samples, packer=packer, budget=budget, shuffle=False, device=device) as loader:
+def packed(
+    samples: list[I64], budget: int, device: str, packer: str, masks: Literal["flex"] | None = None
+) -> Iterator[Batch]:
+    with streampack.local(
+        samples, packer=packer, budget=budget, shuffle=False, device=device, format="thd", masks=masks
+    ) as loader:
         for pack in loader:
-            attend = partial(within, pack)
+            attend = partial(under_mask if masks else within, pack)
             assert pack.canonical is not None, "a loader's view has its pack"
             lengths = np.diff(pack.canonical.cu_seqlens)[: pack.num_samples].astype(np.int64)
             yield Batch(pack.input_ids, pack.position_ids, pack.labels, attend, lengths)
@@ -137,6 +143,21 @@ def packed(samples: list[I64], budget: int, device: str, packer: str) -> Iterato
 
 def within(pack: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return streampack.varlen_attention(q, k, v, pack)
+
+
+def under_mask(pack: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+    if q.is_cuda:
+        out: Tensor = compiled_flex()(q, k, v, block_mask=pack.block_mask, enable_gqa=True)
+    else:  # FlexAttention has no backward pass there
+        mask = streampack.block_causal_mask(pack)
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+@cache
+def compiled_flex() -> Callable[..., Any]:
+    return torch.compile(flex_attention)
 
 
 def padded(samples: list[I64], budget: int, device: str) -> Iterator[Batch]:
@@ -171,6 +192,7 @@ WAYS: dict[str, Callable[[list[I64], int, str], Iterator[Batch]]] = {
     "padded": padded,
     "greedy": partial(packed, packer="concatenative"),
     "streampack": partial(packed, packer="exact_fill"),
+    "block masks": partial(packed, packer="exact_fill", masks="flex"),
 }
 
 

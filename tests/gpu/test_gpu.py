@@ -9,14 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention.flex_attention import flex_attention
 
 import streampack
 from benchmarks.train_gpu import main
+from streampack.core.model.mesh import Mesh
+from streampack.views.formats import Views
 from tests.packs.test_packs import Case
+from tests.packs.test_tree_packs import prompts
+from tests.packs.tree_chain import Chain, rules_of
 from tests.training.test_attention import by_hand
 from tests.training.test_loss import views_of
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's own compiler
+]
 PACKS = [[700, 1, 33, 128, 500], [2040], []]
 CASE = Case([[[7] * length for length in pack] for pack in PACKS], align=8, budget=2048, cp=1)
 FLASH = pytest.param("flash_attn", marks=pytest.mark.skipif(find_spec("flash_attn") is None, reason="no flash-attn"))
@@ -81,8 +90,56 @@ def test_a_packed_loss_on_the_gpu_is_that_on_the_cpu() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-9)
 
 
+@pytest.mark.parametrize("trees", [False, True])
+def test_flex_attention_under_the_masks_of_batches_is_dense_attention(trees: bool) -> None:
+    """Compiled, forward and backward, for packs with and without prefix trees."""
+    chain = Chain(rules_of(1024, batch=24))
+    for _ in range(4):
+        chain.send(prompts(6, prompt=150, answer=20), share=trees)
+    attend = torch.compile(flex_attention)
+    for batch in Views("thd", Mesh(), masks="flex").make(chain.steps()[0], chain.rules):
+        there = batch.to("cuda")
+        draw = torch.Generator("cuda").manual_seed(0)
+        q, k, v = (torch.randn(1, 2, 1024, 64, generator=draw, device="cuda").requires_grad_() for _ in range(3))
+        weights = torch.randn(1, 2, 1024, 64, generator=draw, device="cuda")
+        weights[:, :, there.padding_mask] = 0
+        found = attend(q, k, v, block_mask=there.block_mask)
+        mask = streampack.block_causal_mask(there)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        torch.testing.assert_close(found * weights, expected * weights, rtol=2e-2, atol=2e-2)
+        together, apart = (torch.autograd.grad((out * weights).sum(), (q, k, v)) for out in (found, expected))
+        for got, want in zip(together, apart, strict=True):
+            torch.testing.assert_close(got, want, rtol=5e-2, atol=5e-2)
+
+
+def test_fifty_steps_do_not_make_the_host_wait() -> None:
+    """Torch raises for each operation that waits for the GPU; the shapes are those of one compilation."""
+    rng = np.random.default_rng(0)
+    samples = [{"tokens": rng.integers(1, 32, int(length)).tolist()} for length in rng.integers(1, 120, 900)]
+    table, counter = torch.randn(32, 32, device="cuda", requires_grad=True), CompileCounter()
+    used = torch.compile(lambda ids, bounds: table[ids].sum() + bounds.diff().sum(), backend=counter, dynamic=False)
+    with streampack.local(
+        samples, budget=256, packs=1, max_samples_per_pack=16, tail="drop", static_shapes=True, masks="flex",
+        device="cuda",
+    ) as loader:  # fmt: skip
+        for number, step in enumerate(loader.steps()):
+            if number == 50:
+                break
+            torch.cuda.set_sync_debug_mode("error" if number else "default")
+            try:
+                for batch in step:
+                    used(batch.input_ids, batch.cu_seqlens_padded)
+                    assert batch.block_mask.kv_indices.is_cuda
+                    logprobs = streampack.target_logprobs(table[batch.input_ids], batch.labels, batch)
+                    loss = streampack.packed_loss(torch.sum, logprobs, batch, denominator=step.num_loss_tokens)
+                    loss.backward()  # type: ignore[no-untyped-call]
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    assert counter.frame_count == 1
+
+
 def test_the_benchmark_has_its_figures(capsys: Any) -> None:
     main(["--quick", "--json", "--peak-tflops", "989"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(report["ways"]) == {"padded", "greedy", "streampack"}
+    assert set(report["ways"]) == {"padded", "greedy", "streampack", "block masks"}
     assert all(0 < way["mfu"] < 1 and way["tokens_per_s"] > 0 for way in report["ways"].values())

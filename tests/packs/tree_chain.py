@@ -32,7 +32,7 @@ from streampack.producer.pushed_samples import chunk_of_group
 from streampack.wire import frames as wire
 
 Sample = Mapping[str, Any]
-LONGEST = 64
+LONGEST = 512
 FIELDS = (
     Field(name="loss_mask", dtype="uint8", align="target"),
     Field(name="advantage", dtype="float64", align="target"),
@@ -143,7 +143,7 @@ def groups(draw: st.DrawFn, max_rows: int = 16, vocabulary: int = 40) -> list[Sa
         of = of if depths[of] < 6 else 0
         kept = rows[of][: draw(st.integers(0, len(rows[of])))]
         more = draw(st.lists(st.integers(1, 3), min_size=0 if kept else 1, max_size=8))
-        if len(kept + more) <= LONGEST:
+        if len(kept + more) <= 64:
             rows.append(kept + more)
             depths.append(depths[of] + 1)
     draws = np.random.default_rng(draw(st.integers(0, 99)))

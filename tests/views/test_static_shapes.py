@@ -226,3 +226,16 @@ def test_a_step_is_copied_once_and_not_tensor_by_tensor(format: str) -> None:
         _moved(tensors, torch.device("meta"))
     assert (one_by_one.copies, at_once.copies) == (len(tensors), 1)
     assert len(tensors) >= 3 * 7
+
+
+def test_packs_with_trees_have_static_shapes_of_samples_too() -> None:
+    chain = Chain(rules_of_trees(96, batch=10, max_samples_per_pack=8))
+    chain.send(prompts(6))
+    chain.send(prompts(4))
+    views = Views("thd", Mesh(), masks="flex", static_shapes=True, verify=True)
+    views.fit(chain.rules)
+    for step in chain.steps():
+        for batch in views.make(step, chain.rules):
+            assert (len(batch.cu_seqlens_padded), len(batch.shared), len(batch.cu_paths)) == (10, 8, 9)
+            assert batch.cu_paths[-1] == batch.canonical.cu_paths[-1]
+            assert len(batch.reward) == 8
