@@ -114,6 +114,18 @@ def _check_rules(config: BrokerConfig, rules: Rules, layout: str) -> None:
             f"rules.share: got {rules.share} without a pushed stream, expected at least one pushed stream, because "
             "only groups that a program pushes can share tokens. Remove the key, or set `pushed: true` on a stream"
         )
+    pushes = any(stream.pushed for stream in config.streams.values())
+    if rules.late_fields and not pushes:
+        raise ConfigError(
+            f"fields.{rules.late_fields[0].name}: got `late: true` without a pushed stream, expected at least one "
+            "pushed stream, because only pushed samples can get values later. Remove the key, or set `pushed: true` on "
+            "a stream"
+        )
+    if rules.late_timeout_s != Rules().late_timeout_s and not rules.late_fields:
+        raise ConfigError(
+            f"rules.late_timeout_s: got {rules.late_timeout_s} without a late field, expected a field with "
+            "`late: true`. Remove the key, or declare such a field"
+        )
     heaviest = max(stream.weight for stream in rules.streams)
     for stream in rules.streams:
         if heaviest / stream.weight > MAX_WEIGHT_RATIO:

@@ -311,6 +311,15 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
             "Default: keep all samples"
         ),
     ] = None
+    late_timeout_s: Annotated[
+        int,
+        Meta(
+            ge=1,
+            lt=2**31,
+            description="Seconds that a pushed sample waits for its late fields. Then `default` of the field is used; "
+            "a sample that lacks a field without `default` is dropped and counted",
+        ),
+    ] = 3600
     share: Annotated[
         Share | None,
         Meta(
@@ -461,6 +470,13 @@ class FieldSettings(_Settings, frozen=True, kw_only=True):
             "values of the whole pack (`replicate`)"
         ),
     ] = "slice"
+    late: Annotated[
+        bool,
+        Meta(
+            description="The values come after the sample, for example rewards that another process computes. A pushed "
+            "sample is packed once `Producer.amend` has given it all its late fields"
+        ),
+    ] = False
 
     def declared(self, name: str) -> Field:
         """Return the declared field ``name`` with all defaults filled in. Raises ConfigError."""
@@ -753,7 +769,8 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
                 balance=settings.balance.planned(self.planned_mesh.dp), tail=settings.tail,
                 weight_unit=settings.weight_unit, merge=self.feeds[feed].merge or self.merge,
                 between_passes=settings.between_passes, max_policy_lag=settings.max_policy_lag, seed=self.seed,
-                share=settings.share, tokens=self.tokens, fields=fields, streams=streams,
+                late_timeout_s=settings.late_timeout_s, share=settings.share, tokens=self.tokens, fields=fields,
+                streams=streams,
             )  # fmt: skip
         except ValueError as error:
             where = f"feeds.{feed}.rules" if self.feeds[feed].rules else "rules"

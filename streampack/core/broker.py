@@ -19,9 +19,14 @@ from streampack.core.journal.log_records import (
     Base,
     BatchMarked,
     ChunkAdmitted,
+    ChunkStaged,
+    EndStaged,
     KeysKept,
+    LineageBegan,
+    MarkStaged,
     PartitionEnded,
     Record,
+    SamplesAmended,
     SamplesRejected,
     SourceAccepted,
     WriteCommitted,
@@ -43,13 +48,16 @@ from streampack.core.protocol.effects import (
 )
 from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.protocol.message import WRONG_SIDE, Bye, Envelope, Message, Reject, Who
-from streampack.core.protocol.producer_messages import Eos, Hello, Mark, ProducerPing, Samples
+from streampack.core.protocol.producer_messages import Amend, Eos, Hello, Mark, ProducerPing, Samples
 from streampack.core.protocol.relay_messages import NodeGet, NodePing, relay_of
 from streampack.core.protocol.rights import Rights, forbidden, key_of, not_its_rank
 from streampack.core.protocol.trainer_messages import Attach, Get, ReaderPing
 from streampack.core.serve.attempts import Departure
 
-OfStream = SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded | WriteCommitted | KeysKept
+OfStream = (
+    SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded | WriteCommitted | KeysKept
+    | ChunkStaged | SamplesAmended | MarkStaged | EndStaged
+)  # fmt: skip
 MAX_EPOCH = 2**62 - 1
 OUTBID_BY = 2**56
 """Most by which a peer's epoch may exceed this broker's. Epochs are nanoseconds, so a clock may be two years ahead."""
@@ -108,7 +116,7 @@ class Broker:
             effects = self.leases.receive(event.peer, event.envelope, self._now)
             message = event.envelope.message
             streams = self.leases.partitions.streams
-            of = streams.get(message.stream) if isinstance(message, Samples | Eos | Mark) else None
+            of = streams.get(message.stream) if isinstance(message, Samples | Eos | Mark | Amend) else None
             feed = self.feeds[of.feed] if of is not None else None
             return effects + (feed.settle(feed.advance()) if feed is not None else [])
         if isinstance(event, Formed):
@@ -116,10 +124,12 @@ class Broker:
             return self._advance(feed, feed.formed(event))
         if isinstance(event, Safe):
             self.journal.safe(event.upto, event.stalled, event.full)
-            effects = self.leases.credits.safe(event.upto) + self._answer_changes()
+            effects = self.leases.safe(event.upto) + self._answer_changes()
             return effects + [e for feed in self.feeds.values() for e in self._advance(feed, feed.safe(event.upto))]
         if isinstance(event, Recalled):
             feed = self.feeds[event.feed]
+            if isinstance(event.record, ChunkStaged | SamplesAmended):
+                return self._advance(feed, self.leases.staged_recalled(event))
             chunk = isinstance(event.record, ChunkAdmitted)
             return self._advance(feed, self.leases.recalled(event) if chunk else feed.recalled(event))
         if isinstance(event, Tick):
@@ -217,6 +227,8 @@ class Broker:
                 self._early.append((lsn, record))
         elif record.feed in self.feeds:  # type: ignore[attr-defined]  # every other record has a feed
             self.feeds[record.feed].recover(lsn, record)  # type: ignore[attr-defined]
+            if isinstance(record, LineageBegan) and record.since is not None:
+                self.leases.staging.discard(record.feed, record.since)
 
     def _recover_base(self, base: Base) -> None:
         """Apply the facts that replace deleted records, and check that these facts belong to this run."""
@@ -247,7 +259,7 @@ class Broker:
         effects = self.journal.append(self.base())
         for feed in self.feeds.values():
             effects += self._advance(feed, feed.begin())
-        return effects
+        return effects + self.leases.staging.read_again()
 
     def base(self) -> Base:
         """Return the record of all facts that must survive when the earlier records are deleted."""
@@ -260,7 +272,7 @@ class Broker:
 
     def _cut_log(self) -> list[Effect]:
         """Write a new ``Base``, then delete the older records that no kept checkpoint and no rank needs (R7)."""
-        wanted = min(feed.wanted_lsn for feed in self.feeds.values())
+        wanted = min(self.leases.staging.first_lsn, *(feed.wanted_lsn for feed in self.feeds.values()))
         wanted = self._base_lsn if wanted == NOWHERE else wanted
         if wanted <= self._cut or not self.journal.keeps:
             return []

@@ -112,6 +112,8 @@ def chunk_of(batch: TokenChunk, lease: Lease, session: Session, crcs_of: CrcsOf 
         values, by_sample = batch.fields[each.name], is_by_sample(each)
         columns.append(_column(values, np.arange(len(ends)) if by_sample else ends))
         num_bytes += 0 if by_sample else values.nbytes
+    late = sum(each.value_bytes for each in lease.late_fields or () if not is_by_sample(each))
+    num_bytes += late * len(batch.tokens)
     if len(batch.lengths) > MAX_CHUNK_SAMPLES or num_bytes > lease.max_chunk_bytes:
         raise SampleError(
             f"stream {lease.stream!r} partition {lease.partition}: got a batch of {len(batch.lengths)} samples and "

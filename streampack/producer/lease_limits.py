@@ -39,7 +39,8 @@ class LeaseLimits:
             each.name: np.zeros((int(is_by_sample(each)), *each.shape), each.storage) for each in lease.fields
         }
         self._rejected[TOKENS] = np.zeros(0, self._dtype)
-        token_bytes = self._dtype.itemsize + sum(each.value_bytes for each in lease.fields if not is_by_sample(each))
+        every = (*lease.fields, *(lease.late_fields or ()))
+        token_bytes = self._dtype.itemsize + sum(each.value_bytes for each in every if not is_by_sample(each))
         self.room = lease.max_chunk_bytes // token_bytes
         """Largest number of tokens in a batch."""
         sample_bytes = sum(each.value_bytes for each in lease.fields if is_by_sample(each))

@@ -7,6 +7,7 @@ short wait for its samples to be durable.
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import weakref
@@ -16,8 +17,10 @@ from types import TracebackType
 from typing import Any, Literal, SupportsIndex
 
 from streampack.config.typed_yaml import parse_size
-from streampack.core.sessions.push_session import EndBatch, EndWrite
+from streampack.core.sessions.pushing.push_session import EndBatch, EndWrite
 from streampack.errors import UserError
+from streampack.producer.amend_thread import Amending
+from streampack.producer.late_values import SampleId, as_id
 from streampack.producer.push_thread import Pushing
 from streampack.producer.pushed_samples import (
     Given,
@@ -46,7 +49,8 @@ class Producer:
             broker's rendezvous file. Addresses of a broker and of another one that may take over are separated by
             commas. Default: the environment variable STREAMPACK_PRODUCERS.
         stream: Name of the stream in broker.yaml.
-        partition: Number of the partition, from 0. Only one process may push to each partition.
+        partition: Number of the partition, from 0. Only one process may push to each partition. None for a process that
+            sends no samples, and only gives values to late fields (``amend``).
         buffer: Size of the buffer for samples that the broker has not stored durably yet, such as ``"64MiB"`` or a
             number of bytes.
         timeout_s: Seconds that any call may wait.
@@ -67,20 +71,25 @@ class Producer:
     """
 
     def __init__(
-        self, endpoint: str | None = None, *, stream: str, partition: int = 0, buffer: str | int = "64MiB",
+        self, endpoint: str | None = None, *, stream: str, partition: int | None = 0, buffer: str | int = "64MiB",
         timeout_s: float = 60.0, claim_timeout_s: float | None = None, key_file: str | Path | None = None,
     ) -> None:  # fmt: skip
-        if not isinstance(partition, int) or not 0 <= partition < 2**20:
+        if partition is not None and (not isinstance(partition, int) or not 0 <= partition < 2**20):
             raise UserError(
                 f"got partition={partition!r}, expected a whole number of at least 0 and less than the stream's "
                 "number of partitions"
             )
         size = parse_size(buffer, "buffer")
-        key = find_key(key_file)
-        self._pushing = Pushing(
-            _endpoint(endpoint, timeout_s), stream, partition, size, timeout_s, key, claim_timeout_s or timeout_s
-        )
-        self._close = weakref.finalize(self, self._pushing.abandon)
+        self._stream, self._timeout_s, self._key = stream, timeout_s, find_key(key_file)
+        self._endpoint = _endpoint(endpoint, timeout_s)
+        self._threads = _Threads()
+        if partition is None:
+            self._threads.amending = self._new_amending()
+        else:
+            self._threads.pushing = Pushing(
+                self._endpoint, stream, partition, size, timeout_s, self._key, claim_timeout_s or timeout_s
+            )
+        self._close = weakref.finalize(self, self._threads.abandon)
         self._given = threading.Lock()
         """Lock around numbering samples and making their chunks."""
 
@@ -190,7 +199,7 @@ class Producer:
     @property
     def endpoint(self) -> str:
         """Address of the broker for producers, as the producer was made with it."""
-        return self._pushing.endpoint
+        return self._endpoint
 
     @property
     def write(self) -> int:
@@ -212,6 +221,71 @@ class Producer:
         """
         self._pushing.tell(EndWrite(write))
         self.flush()
+
+    def sample_ids(self, seqs: SupportsIndex | Iterable[SupportsIndex]) -> list[SampleId]:
+        """Return the ids of samples that this producer sent, for ``amend`` in any process.
+
+        Args:
+            seqs: Sequence numbers that ``send``, ``send_many`` or ``send_group`` returned.
+
+        Returns:
+            An id for each sample: tuples of three integers, which may be sent to another process.
+        """
+        partition, incarnation = self._pushing.partition, self._pushing.incarnation
+        return [SampleId(partition, seq, incarnation) for seq in _seqs_of(seqs)]
+
+    def amend(
+        self,
+        ids: SupportsIndex | Iterable[SupportsIndex | Sequence[int]],
+        *,
+        timeout_s: float | None = None,
+        **fields: Sequence[Any],
+    ) -> None:
+        """Give values to late fields of samples, and wait until the values are durable in the broker's log.
+
+        A sample is packed once it has all its late fields. A call that is repeated with the same values has no effect.
+        If one value is refused, the other samples of the call may have got theirs.
+
+        Args:
+            ids: Samples: ids from ``sample_ids`` of any process, or sequence numbers of this producer's own samples.
+            timeout_s: Seconds to wait. Default: the ``timeout_s`` of the producer.
+            fields: By late field, a value for each sample: arrays [tokens, ...] for ``axis: token``, else scalars or
+                arrays of the field's shape.
+
+        Raises:
+            SampleError: A value does not fit its field.
+            Rejected: A sample already has another value, or the sample was lost before it was durable.
+            DataStall: The values were not durable in time, for example because the broker does not have a sample yet.
+            UserError: An id or a field is unknown, or the producer is closed.
+
+        Example:
+            >>> seqs = rollouts.send_group(completions, policy_version=v)  # doctest: +SKIP
+            >>> rollouts.amend(seqs, advantages=advantages)  # doctest: +SKIP
+        """
+        one = _index(ids)
+        listed: list[Any] = list(ids) if one is None else [one]  # type: ignore[arg-type]
+        if not listed:
+            return
+        found = [as_id(each) if _index(each) is None else self.sample_ids(each)[0] for each in listed]
+        with self._given:
+            if self._threads.amending is None:
+                self._pushing.lease()  # raises if the producer is closed or has failed
+                self._threads.amending = self._new_amending()
+        self._threads.amending.amend(found, fields, timeout_s)
+
+    def _new_amending(self) -> Amending:
+        """Return a connection that gives values to late fields."""
+        return Amending(self._endpoint, self._stream, self._timeout_s, self._key)
+
+    @property
+    def _pushing(self) -> Pushing:
+        """The connection that sends samples. Raises UserError if the producer has no partition."""
+        if self._threads.pushing is None:
+            raise UserError(
+                "got samples for a producer without a partition, expected only calls of `amend`. Make a producer with "
+                "a partition to send samples"
+            )
+        return self._threads.pushing
 
     def end_of_batch(self, batch: int) -> None:
         """End a batch: no later sample of this partition shares a step with an earlier one. Does not wait.
@@ -249,7 +323,7 @@ class Producer:
             DataStall: Samples were not durable within ``timeout_s``.
         """
         self._close.detach()
-        self._pushing.close(end, flush)
+        self._threads.close(end, flush)
 
     def stats(self) -> dict[str, float]:
         """Return counts since the producer was made, and the state of its buffer.
@@ -277,13 +351,55 @@ class Producer:
             self.close()
         else:
             self._close.detach()
-            self._pushing.abandon(repr(error))
+            self._threads.abandon(repr(error))
 
     def __reduce__(self) -> str:
         raise UserError(
             "got a producer to pickle, expected a separate producer in each process. Create a producer in the other "
             "process, with another partition"
         )
+
+
+class _Threads:
+    """The connections of a producer; they do not refer to it, so that it can be dropped."""
+
+    def __init__(self) -> None:
+        self.pushing: Pushing | None = None
+        self.amending: Amending | None = None
+
+    def close(self, end: bool, flush: bool) -> None:
+        """End both connections; see ``Producer.close``."""
+        try:
+            if self.pushing is not None:
+                self.pushing.close(end, flush)
+        finally:
+            if self.amending is not None:
+                self.amending.close()
+
+    def abandon(self, why: str = "") -> None:
+        """End both connections after a short wait for samples to be durable."""
+        if self.pushing is not None:
+            self.pushing.abandon(why)
+        if self.amending is not None:
+            self.amending.close()
+
+
+def _index(given: Any) -> int | None:
+    """Return a sequence number as an int; None for any other value."""
+    try:
+        return operator.index(given)
+    except TypeError:
+        return None
+
+
+def _seqs_of(given: SupportsIndex | Iterable[SupportsIndex]) -> list[int]:
+    """Return one or several sequence numbers as ints. Raises UserError for other values."""
+    one = _index(given)
+    seqs = [_index(each) for each in given] if one is None and isinstance(given, Iterable) else [one]
+    found = [seq for seq in seqs if seq is not None and 0 <= seq < 2**62]
+    if len(found) != len(seqs):
+        raise UserError(f"got the sequence numbers {given!r:.80}, expected whole numbers of at least 0, from send")
+    return found
 
 
 def _endpoint(endpoint: str | None, timeout_s: float) -> str:

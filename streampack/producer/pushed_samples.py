@@ -180,7 +180,13 @@ def check_declared(names: Sequence[str], lease: Lease) -> None:
 def _record(sample: Given, lease: Lease, seq: int, reader: RowReader) -> RawSample:
     """Return sample number ``seq`` in the form in which sources yield samples."""
     given = as_mapping(sample)
-    row = {key: _plain(given[key]) for key in (*reader.keys, LOSS_MASK) if key in given}
+    for late in lease.late_fields or ():
+        if late.name in given:
+            raise SampleError(
+                f"stream {lease.stream!r}: got a value of {late.name} with a sample, expected none, because the field "
+                f"is late. Give the value with Producer.amend once the sample was sent"
+            )
+    row = {key: plain(given[key]) for key in (*reader.keys, LOSS_MASK) if key in given}
     where = f"stream {lease.stream!r} partition {lease.partition} sample {seq}"
     found, cursor = reader(row), Cursor(0, 0, seq + 1)
     if isinstance(found, str):
@@ -191,7 +197,7 @@ def _record(sample: Given, lease: Lease, seq: int, reader: RowReader) -> RawSamp
     return RawSample(found.tokens, None, where, cursor, fields)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a torch tensor as a numpy array, bfloat16 as float32, and anything else unchanged."""
     if not hasattr(value, "detach"):
         return value

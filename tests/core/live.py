@@ -45,7 +45,7 @@ from streampack.core.sessions.client_events import Broken, Deliver, Detach, Ende
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.producer_base import Chunk, Finish
 from streampack.core.sessions.producer_session import EndOfPartition, ProducerSession, Read
-from streampack.core.sessions.push_session import PushSession
+from streampack.core.sessions.pushing.push_session import PushSession
 from tests.core.planned import Data, tokens_of
 from tests.simulation.disk import Disk
 

@@ -22,9 +22,19 @@ from streampack_services.log.log import LogEntry
 
 from streampack.client import state as checkpoint
 from streampack.config.config_files import read_either
+from streampack.core.model.fields import Field
 from streampack.core.model.rules import Rules
 from streampack.core.protocol.message import Bye, Envelope, Message, Reject
-from streampack.core.protocol.producer_messages import CommitWrite, Done, Mark, ProducerPing, Sent
+from streampack.core.protocol.producer_messages import (
+    Amend,
+    Amended,
+    CommitWrite,
+    Done,
+    LateFields,
+    Mark,
+    ProducerPing,
+    Sent,
+)
 from streampack.core.protocol.relay_messages import Elsewhere, NodeGet, NodePart, NodePing, ReaderReport
 from streampack.core.protocol.standby_messages import Follow, HandOver, Lead, LogRecords, Replaced
 from streampack.core.protocol.trainer_messages import (
@@ -70,7 +80,11 @@ def messages() -> list[Envelope]:
     state = honest().stage.core.feeds["train"].state_of(4)
     others: list[Message] = [
         Sent(stream="a", partition=0, next_seq=3), Mark(stream="p", partition=0, number=0, seq=3, batch=7),
-        CommitWrite(stream="p", partition=0, write=0),
+        CommitWrite(stream="p", partition=0, write=0), Amended(number=3),
+        Amend(stream="p", partition=0, number=3, incarnation=7, seqs_u64=b"\2" + bytes(7), names=("reward",),
+              crcs_u32=bytes(4)),
+        LateFields(stream="p", partitions=2, fields=(Field(name="reward", dtype="float32", late=True),),
+                   max_chunk_bytes=1 << 20),
         Reject(code="mesh", detail="no"), Done(), AskState(feed="train", step=2), Commit(feed="train", step=2),
         Committed(feed="train", step=2), Fenced(feed="train", detail="over"), Bye(reason="goodbye"),
         NodeGet(feed="train", lineage=0, start=2, stop=5, resend=1, done=(("r", 2),)), Elsewhere(detail="it stops"),

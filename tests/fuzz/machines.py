@@ -19,8 +19,8 @@ from streampack.core.sessions.client_events import Again, Ask, Begin, Deliver, R
 from streampack.core.sessions.client_session import MOST_AHEAD, ClientSession
 from streampack.core.sessions.producer_base import Chunk, Failed
 from streampack.core.sessions.producer_session import ProducerSession, Read
-from streampack.core.sessions.push_buffer import PushBuffer, size_of
-from streampack.core.sessions.push_session import PUSHED, EndBatch, Push, PushSession
+from streampack.core.sessions.pushing.push_buffer import PushBuffer, size_of
+from streampack.core.sessions.pushing.push_session import PUSHED, EndBatch, Push, PushSession
 from streampack.errors import WireError
 from streampack.packs.build import build_step
 from streampack.packs.slabs import Slabs

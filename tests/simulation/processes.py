@@ -17,7 +17,7 @@ from streampack.core.protocol.producer_messages import Offer
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.producer_base import Chunk, Finish, Leave, PartitionKey, Session
 from streampack.core.sessions.producer_session import EndOfPartition, Forget, LeasePhase, ProducerSession, Read
-from streampack.core.sessions.push_session import PushSession
+from streampack.core.sessions.pushing.push_session import PushSession
 from streampack.core.sessions.relay_session import RelaySession
 from tests.simulation.data import Case
 

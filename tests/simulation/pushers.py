@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from streampack.core.journal.log_records import ChunkAdmitted
 from streampack.core.protocol.events import Effect, Event, Report
 from streampack.core.sessions.producer_base import Chunk, Finish, Leave
-from streampack.core.sessions.push_buffer import CHUNK_BYTES, PushBuffer, size_of
-from streampack.core.sessions.push_session import EndBatch, EndPartition, Push, PushSession
+from streampack.core.sessions.pushing.push_buffer import CHUNK_BYTES, PushBuffer, size_of
+from streampack.core.sessions.pushing.push_session import EndBatch, EndPartition, Push, PushSession
 from tests.simulation.offline import samples_of
 from tests.simulation.processes import Process, chunk_of
 

@@ -11,8 +11,8 @@ import random
 from streampack.core.model.rules import Batch
 from streampack.core.protocol.effects import Drain
 from streampack.core.protocol.events import Tick
-from streampack.core.sessions.push_buffer import PushBuffer
-from streampack.core.sessions.push_session import PushSession
+from streampack.core.sessions.pushing.push_buffer import PushBuffer
+from streampack.core.sessions.pushing.push_session import PushSession
 from tests.core.feed.test_going_back import PARTITIONS, Unsafe
 from tests.core.feed.test_marked_batches import Batches
 

@@ -12,7 +12,7 @@ from streampack.core.model.phases import Phases
 from streampack.core.serve.rank_reader import READER_PHASES, ReaderPhase
 from streampack.core.sessions.client_session import CLIENT_PHASES, ClientPhase
 from streampack.core.sessions.producer_session import LEASE_PHASES, LeasePhase
-from streampack.core.sessions.push_session import END_PHASES, PUSH_PHASES
+from streampack.core.sessions.pushing.push_session import END_PHASES, PUSH_PHASES
 from streampack.errors import InternalError
 from tests.simulation.attaching import Walk
 from tests.simulation.pushing import PushWalk

@@ -283,6 +283,7 @@ class Feed:
             )
             effects += self._branch(step, why, since)
             effects += self._leases.records.discard(self.name)
+            self._leases.staging.discard(self.name, since)
         return effects + self.go_to(step, given, discards)
 
     def go_to(self, step: int, given: Snapshot | None = None, anew: bool = False) -> list[Effect]:

@@ -80,6 +80,8 @@ class Admission:
         ]
         once = [True] + [field.axis == "token" and field.align == "token" for field in fields]
         self._frames = Frames([INPUT_IDS, *(field.name for field in fields)], widths, once)
+        sent = [0, *(number for number, field in enumerate(fields, 1) if not field.late)]
+        self._sent = self._frames.only(sent)
         self.token_bytes = sum(width for width, _ in widths)
         self._max_sample_tokens = max_sample_tokens
         self._table, self._merge = table, merge
@@ -93,7 +95,8 @@ class Admission:
 
     def refusal(self, stream: int, intake: Intake, chunk: ReceivedChunk) -> Unfit | None:
         """Return the reason that a chunk is rejected; None if it is good."""
-        if wrong := malformed(chunk, self._frames, self._max_sample_tokens, intake.total):
+        frames = self._sent if self._streams[stream].late else self._frames
+        if wrong := malformed(chunk, frames, self._max_sample_tokens, intake.total):
             return "malformed", wrong
         if intake.awaited and (changed := self._changed(stream, intake, chunk)):
             return "source_changed", changed

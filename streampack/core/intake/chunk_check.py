@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -89,8 +90,7 @@ def parse_chunk(envelope: Envelope, message: Samples) -> ReceivedChunk | str:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Frames:
+class Frames(NamedTuple):
     """The payload frames of a feed's chunks.
 
     Attributes:
@@ -102,6 +102,11 @@ class Frames:
     names: Sequence[str]
     widths: Sequence[tuple[int, int]]
     once: Sequence[bool]
+
+    def only(self, numbers: Sequence[int]) -> Frames:
+        """Return the frames with these numbers."""
+        names, widths, once = ([column[number] for number in numbers] for column in self)
+        return Frames(names, widths, once)  # type: ignore[arg-type]  # columns keep their types
 
 
 def malformed(chunk: ReceivedChunk, frames: Frames, max_sample_tokens: int, total: int | None) -> str:
@@ -171,6 +176,8 @@ def _unfit_keys(chunk: ReceivedChunk, terms: StreamTerms) -> str:
         return f"got keys with samples of stream {terms.name!r}, expected keys only for pushed streams"
     if len(message.keys or b"") != KEY_BYTES * count or message.write is msgspec.UNSET:
         return f"got {len(message.keys or b'')} bytes of keys for {count} samples, expected {KEY_BYTES} bytes a sample"
+    if terms.late:
+        return f"got keys with samples of stream {terms.name!r}, which has late fields, expected no keys"
     if message.keep or chunk.shared is not None:
         return "got keys with a group of samples to keep together, expected keys only for single samples"
     return ""

@@ -52,6 +52,11 @@ class Credits:
         """Add the partitions that were opened, without credit at first."""
         self._granted += [(0, 0)] * (len(self._partitions) - len(self._granted))
 
+    @property
+    def last_lsn(self) -> int:
+        """Log sequence number of the newest record."""
+        return self._journal.next_lsn - 1
+
     def begin(self, p: int) -> None:
         """Begin a new session of partition ``p``; messages of the session before become void."""
         self._sessions += 1
@@ -75,8 +80,11 @@ class Credits:
             return []
         lease = Lease(
             stream=terms.name, partition=p - stream.first, partitions=terms.partitions,
-            first_seq=self._partitions.next_seq(p), cursor=intake.cursor, seed=stream.rules.seed, passes=terms.passes,
-            dtype=stream.rules.tokens, fields=stream.rules.fields, overlong=terms.overlong, poison=terms.poison,
+            first_seq=self._partitions.next_seq(p), cursor=intake.last_cursor, seed=stream.rules.seed,
+            passes=terms.passes, dtype=stream.rules.tokens,
+            fields=tuple(each for each in stream.rules.fields if not (terms.late and each.late)),
+            late_fields=stream.rules.late_fields if terms.late else msgspec.UNSET,
+            overlong=terms.overlong, poison=terms.poison,
             max_sample_tokens=terms.limit if terms.overlong == "error" else self._capacity.max_sample_tokens,
             max_chunk_bytes=self._capacity.max_chunk_bytes, batches=terms.batches or msgspec.UNSET,
             share=terms.share or msgspec.UNSET,
@@ -91,11 +99,11 @@ class Credits:
         seq, size = intake.grant_seq, intake.grant_bytes
         # Chunks of the log come first; no new ones are taken while the log is full.
         if intake.behind or (self._journal.full and self._partitions.stream_of[p].in_order):
-            seq = min(seq, intake.recorded_seq)  # recorded samples may come again
+            seq = min(seq, intake.sent_seq)  # recorded samples may come again
         keys = self._partitions.stream_of[p].keys
-        keys_full = bool(keys) and intake.recorded_seq + keys.room < seq
+        keys_full = bool(keys) and intake.sent_seq + keys.room < seq
         if keys_full:
-            seq = intake.recorded_seq + keys.room
+            seq = intake.sent_seq + keys.room
         said_seq, said_size = self._granted[p]
         if not repeat and seq - said_seq < MAX_UNMERGED // 4 and size - said_size < intake.quota_bytes // 4:
             return []
@@ -114,7 +122,9 @@ class Credits:
         intake = self._partitions.intakes[p]
         if not self._partitions.stream_of[p].terms.pushed:
             return intake.ended
-        return intake.closed or (intake.known_total is not None and intake.end_lsn < self._journal.safe_upto)
+        if intake.closed or intake.staged is None or intake.staged.end is None:
+            return intake.closed or (intake.known_total is not None and intake.end_lsn < self._journal.safe_upto)
+        return intake.staged.end[0] < self._journal.safe_upto
 
     def safe(self, upto: int) -> list[Effect]:
         """Tell pushing producers which samples are safe, now that the log is safe below ``upto``."""

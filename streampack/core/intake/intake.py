@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from streampack.core.journal.history import ChunkPlace
 from streampack.core.model.bounded import MAX_CHUNK_SAMPLES
 from streampack.core.model.snapshot import Cursor, Floor
+from streampack.core.staging.staged_partition import StagedPartition
 
 MAX_UNMERGED = MAX_CHUNK_SAMPLES
 """Samples of one partition that may wait for the merge, so that short samples do not fill the memory beside their
@@ -58,6 +59,8 @@ class Intake:
             ``durable_marks`` that hold once the record is safe).
         places: The partition's chunks in the log; the chunks before ``place`` have been taken.
         recalling: True while the chunk at ``place`` is being read from the log.
+        staged: Samples that came and wait for their late fields; None if the feed has none. They have numbers of their
+            own, and so have ``durable_seq``, ``durable_marks`` and ``unsafe`` then.
     """
 
     quota_bytes: int
@@ -86,6 +89,7 @@ class Intake:
     places: list[ChunkPlace] = field(default_factory=list)
     place: int = 0
     recalling: bool = False
+    staged: StagedPartition | None = None
     _floors: list[Floor] = field(default_factory=list)
 
     def go_to(self, floor: Floor, known_seq: int, merged_tokens: int) -> None:
@@ -127,15 +131,37 @@ class Intake:
         return max(MAX_UNMERGED, min(2 * self.largest_batch, self.quota_bytes // ROW_BYTES))
 
     @property
+    def sent_seq(self) -> int:
+        """Number of the next sample that the producer of a pushed partition sends."""
+        return self.recorded_seq if self.staged is None else self.staged.next_seq
+
+    @property
+    def sent_marks(self) -> int:
+        """Number of the batches that the producer of a pushed partition has ended."""
+        return self.num_marks if self.staged is None else self.staged.num_marks
+
+    @property
+    def last_cursor(self) -> Cursor | None:
+        """Place in the source after the last sample that came."""
+        return self.cursor if self.staged is None else self.staged.cursor
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens that wait for the merge, or for late fields before."""
+        return self.kept_tokens - self.merged_tokens + (0 if self.staged is None else self.staged.num_tokens)
+
+    @property
     def grant_seq(self) -> int:
         """The producer may send samples below this number."""
-        return self.merged_seq + self.max_unmerged
+        if self.staged is None:
+            return self.merged_seq + self.max_unmerged
+        waiting = self.staged.num_samples + max(self.recorded_seq - self.merged_seq, 0)
+        return self.staged.next_seq + max(self.max_unmerged - waiting, 0)
 
     @property
     def grant_bytes(self) -> int:
         """The total bytes that the producer may send in this session."""
-        waiting = (self.kept_tokens - self.merged_tokens) * self.token_bytes
-        return self.session_bytes + self.quota_bytes - waiting
+        return self.session_bytes + self.quota_bytes - self.waiting_tokens * self.token_bytes
 
     def fits(self, stop_seq: int, num_bytes: int) -> bool:
         """Return whether credit allows a chunk of ``num_bytes`` that ends before sample ``stop_seq``."""
@@ -146,7 +172,8 @@ class Intake:
         self.expected_seq = stop_seq
         self.cursor = cursor
         self._floors.append((stop_seq, cursor))
-        self.session_bytes += num_bytes
+        if self.staged is None:  # else the bytes counted when they came
+            self.session_bytes += num_bytes
         self.kept_tokens += kept_tokens
 
     @property

@@ -24,6 +24,7 @@ class StreamTerms:
         batches: True if each step is one batch; False if steps follow each other in a stream.
         padded: True if samples are padded to rows, instead of packed.
         share: Kind of sharing that groups may have; None for none.
+        late: True if samples wait for late fields.
     """
 
     name: str
@@ -39,6 +40,7 @@ class StreamTerms:
     batches: bool = False
     padded: bool = False
     share: Share | None = None
+    late: bool = False
 
     def fits(self, lengths: I64) -> bool:
         """Return whether one pack can hold samples of these lengths; a sample of length 0 is left out.
@@ -56,7 +58,7 @@ def terms_of(rules: Rules) -> list[StreamTerms]:
         StreamTerms(
             each.name, each.partitions, rules.budget, each.passes, each.overlong, each.poison, drain, each.pushed,
             rules.align.sample, rules.max_samples_per_pack, rules.batch is not None, rules.padded,
-            rules.share,
+            rules.share, bool(rules.late_fields) and each.pushed,
         )
         for each in rules.streams
     ]  # fmt: skip

@@ -11,7 +11,7 @@ A partition is named by its number ``p``, which counts the partitions of all fee
 from __future__ import annotations
 
 from streampack.core.intake.admission import Admission
-from streampack.core.intake.chunk_check import parse_chunk
+from streampack.core.intake.chunk_check import ReceivedChunk, parse_chunk
 from streampack.core.intake.credits import Credits
 from streampack.core.intake.partition_accounts import PartitionAccounts
 from streampack.core.intake.partition_records import PartitionRecords
@@ -21,6 +21,7 @@ from streampack.core.intake.rebalance import Rebalancer
 from streampack.core.journal.history import History
 from streampack.core.journal.journal import Journal
 from streampack.core.journal.log_effects import Recalled
+from streampack.core.journal.log_records import ChunkStaged, EndStaged, MarkStaged, SamplesAmended
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.capacity import Capacity
 from streampack.core.model.rules import Rules
@@ -28,8 +29,21 @@ from streampack.core.model.samples import I64, SampleTable
 from streampack.core.model.snapshot import Floor
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.message import WRONG_SIDE, Bye, Envelope, Reject, Who
-from streampack.core.protocol.producer_messages import CommitWrite, Done, Eos, Hello, Mark, ProducerPing, Samples, Sent
+from streampack.core.protocol.producer_messages import (
+    Amend,
+    Amended,
+    CommitWrite,
+    Done,
+    Eos,
+    Hello,
+    LateFields,
+    Mark,
+    ProducerPing,
+    Samples,
+    Sent,
+)
 from streampack.core.protocol.trainer_messages import Attach, Get, ReaderPing
+from streampack.core.staging.staging import Staging
 
 FAREWELL = Bye(reason="the broker is stopping")
 REPEAT_S = 1.0
@@ -43,6 +57,7 @@ class Leases:
 
     Attributes:
         partitions: The partitions of all feeds, and the intake of each.
+        staging: Holds samples that wait for their late fields.
         records: Writes records of partitions to the log.
         accounts: Records and admits chunks, and reads partitions again.
         producers: The connected producers, and the holder of each partition.
@@ -51,9 +66,10 @@ class Leases:
     """
 
     def __init__(self, run: int, epoch: int, capacity: Capacity, table: SampleTable, journal: Journal) -> None:
-        self._max_producers = capacity.max_peers
-        self.partitions = Partitions(capacity.quota_tokens, capacity.max_keys)
-        self.records = PartitionRecords(self.partitions, journal)
+        self._run, self._capacity = run, capacity
+        self.staging = Staging(journal)
+        self.partitions = Partitions(capacity.quota_tokens, self.staging, capacity.max_keys)
+        self.records = PartitionRecords(self.partitions, journal, self.staging)
         self.accounts = PartitionAccounts(run, self.partitions, self.records, table)
         self.producers = Producers(self.partitions)
         self.credits = Credits(run, epoch, capacity, self.partitions, self.producers, journal)
@@ -124,6 +140,20 @@ class Leases:
             return effects
         return effects + self._pull(p) + self.credits.flow(p, repeat=not self.partitions.intakes[p].behind)
 
+    def staged_recalled(self, event: Recalled) -> list[Effect]:
+        """Take a record of samples that wait for late fields, which was read from the log; admit complete samples."""
+        record = event.record
+        assert isinstance(record, ChunkStaged | SamplesAmended)
+        p = self.partitions.find(record.stream, record.partition)
+        if p is None:
+            return []
+        self.staging.recalled(p, event)
+        return self._admit_complete(p)
+
+    def safe(self, upto: int) -> list[Effect]:
+        """Tell producers what is safe, now that the log is safe below ``upto``."""
+        return self.credits.safe(upto) + self._answer()
+
     def _read_from(self, mine: list[int]) -> list[Effect]:
         """Begin new sessions that read partitions from the positions of their intakes on."""
         return self.rebalancer.begin(mine) + [e for p in mine for e in self._pull(p)]
@@ -132,6 +162,8 @@ class Leases:
         """Take no more samples of a partition, and tell its holder."""
         intake = self.partitions.intakes[p]
         intake.merged_tokens = intake.kept_tokens  # samples that waited are dropped
+        if intake.staged is not None:
+            intake.staged.clear()
         if intake.ended:
             return []
         intake.closed = True
@@ -149,7 +181,9 @@ class Leases:
     def tick(self, now: float) -> list[Effect]:
         """Drop silent producers, and repeat the credit of the others."""
         self._now = now
-        effects: list[Effect] = []
+        effects, changed = self.staging.tick(now)
+        for p in changed:
+            effects += self._admit_complete(p)
         for producer in self.producers:
             if now - producer.heard > PRODUCER_SILENT_S:
                 effects += self.rebalancer.leave(producer, ProducerDeparture.SILENT, round(PRODUCER_SILENT_S))
@@ -192,6 +226,8 @@ class Leases:
         producer.heard = now
         if isinstance(message, ProducerPing):
             return self._ping(producer, message)
+        if isinstance(message, Amend):
+            return self._amend(producer, envelope, message)
         if isinstance(message, Samples | Eos | Sent | Mark | CommitWrite):
             return self._of_partition(producer, envelope, message)
         return self._refuse(peer, "protocol", f"got {type(message).__name__} from a producer")
@@ -213,9 +249,10 @@ class Leases:
             return self._refuse(
                 peer, "partition_taken", "got a message from a producer that lost its partition to another producer"
             )
-        if len(producers) >= self._max_producers and producers.named(hello.producer) is producers.at(peer) is None:
+        if len(producers) >= self._capacity.max_peers and producers.named(hello.producer) is producers.at(peer) is None:
             return self._refuse(peer, "too_many", (
-                f"got more than {self._max_producers} producers at a time, expected at most {self._max_producers}. "
+                f"got more than {self._capacity.max_peers} producers at a time, expected at most "
+                f"{self._capacity.max_peers}. "
                 f"Stop other producers, or raise `limits.peers` in broker.yaml"
             ))  # fmt: skip
         claim = producers.claim(hello, self._now)
@@ -232,7 +269,18 @@ class Leases:
         if other is not None and other.name != hello.producer:
             effects += self.rebalancer.leave(other, ProducerDeparture.OTHER_NAME)
         effects += self.rebalancer.join(peer, hello, self._now)
+        for offer in hello.offers:
+            effects += self._tell_late_fields(peer, offer.stream) if offer.amends is True else []
         return effects + (self.credits.send(peer, Done()) if self._done else [])
+
+    def _tell_late_fields(self, peer: bytes, stream: str) -> list[Effect]:
+        """Tell a producer that amends samples of a stream which late fields the stream has."""
+        of = self.partitions.streams[stream]
+        fields = LateFields(
+            stream=stream, partitions=of.terms.partitions, fields=of.rules.late_fields,
+            max_chunk_bytes=self._capacity.max_chunk_bytes,
+        )  # fmt: skip
+        return self.credits.send(peer, fields)
 
     def _ping(self, producer: ConnectedProducer, message: ProducerPing) -> list[Effect]:
         """Take a producer's report of itself, and repeat its credit; remove a producer that failed."""
@@ -289,14 +337,14 @@ class Leases:
         if chunk.stop_seq <= self.partitions.next_seq(p):
             return self.credits.flow(p, repeat=True)
         fits = intake.fits(chunk.stop_seq, chunk.num_tokens * intake.token_bytes) and not intake.behind
-        if message.base_seq > intake.expected_seq or not fits:
+        if message.base_seq > self.partitions.next_seq(p) or not fits:
             return self.credits.again(p)
-        if stream.terms.pushed and message.base_seq < intake.recorded_seq:
+        if stream.terms.pushed and message.base_seq < intake.sent_seq:
             return self.credits.again(p)  # the log has a part of the chunk
         if message.keys and message.write == stream.keys.write and len(chunk.lengths) > stream.keys.room:
             return self.credits.again(p)  # with credit for the keys that the index has room for
         self.producers.failures.pop(p, None)
-        taken = self.accounts.take(p, chunk)
+        taken = self.accounts.take(p, chunk) if intake.staged is None else self._stage(p, chunk)
         return taken + self.credits.settle(p) + self.credits.flow(p, repeat=intake.closed)
 
     def _eos(self, producer: ConnectedProducer, p: int, message: Eos) -> list[Effect]:
@@ -307,25 +355,89 @@ class Leases:
         if message.total > self.partitions.next_seq(p):
             return self.credits.again(p)
         taken = max(self.partitions.next_seq(p), intake.known_seq)
-        if message.total < taken or message.total != (
-            message.total if intake.known_total is None else intake.known_total
-        ):
-            expected = f"at least {taken}" if intake.known_total is None else str(intake.known_total)
+        known_total = intake.known_total
+        if intake.staged is not None and intake.staged.end is not None:
+            known_total = intake.staged.end[1].total
+        if message.total < taken or message.total != (message.total if known_total is None else known_total):
+            expected = f"at least {taken}" if known_total is None else str(known_total)
             return self._expel(
                 producer, "short_stream",
                 f"stream {message.stream!r} partition {message.partition}: got an end after {message.total} samples, "
                 f"expected {expected} samples. The files have changed", p,
             )  # fmt: skip
-        return self.accounts.end(p, message.total) + self.credits.flow(p, repeat=True)
+        if intake.staged is None:
+            return self.accounts.end(p, message.total) + self.credits.flow(p, repeat=True)
+        return self.staging.end(p, message.total) + self._admit_complete(p) + self.credits.flow(p, repeat=True)
 
     def _mark(self, p: int, message: Mark) -> list[Effect]:
         """Take the end of a batch of a pushed partition, or ask for the samples that are missing before it."""
         intake, stream = self.partitions.intakes[p], self.partitions.stream_of[p]
-        if not stream.terms.pushed or message.number < intake.num_marks:
+        if not stream.terms.pushed or message.number < intake.sent_marks:
             return self.credits.flow(p, repeat=True)
-        if message.number > intake.num_marks or message.seq != intake.recorded_seq:
+        if message.number > intake.sent_marks or message.seq != intake.sent_seq:
             return self.credits.again(p)
+        if intake.staged is not None:
+            effects = self.staging.mark(p, message)
+            self._note_staged(p)
+            return effects + self._admit_complete(p) + self.credits.settle(p)
         return self.records.append_mark(p, message) + self._pull(p) + self.credits.settle(p)
+
+    # Samples that wait for late fields
+
+    def _stage(self, p: int, chunk: ReceivedChunk) -> list[Effect]:
+        """Record a good chunk, and let its samples wait for their late fields."""
+        intake = self.partitions.intakes[p]
+        effects = self.staging.stage(p, chunk.message, chunk.envelope.payload)
+        self._note_staged(p)
+        intake.session_bytes += chunk.num_tokens * intake.token_bytes
+        return effects + self._admit_complete(p)
+
+    def _note_staged(self, p: int) -> None:
+        """Remember that what came to partition ``p`` so far is safe once the last record is."""
+        intake = self.partitions.intakes[p]
+        intake.unsafe.append((self.credits.last_lsn, intake.sent_seq, intake.sent_marks))
+
+    def _amend(self, producer: ConnectedProducer, envelope: Envelope, message: Amend) -> list[Effect]:
+        """Take the values of late fields, and answer once they are safe."""
+        if self.credits.drained:
+            return []
+        p = self.partitions.find(message.stream, message.partition)
+        if p is None or self.partitions.intakes[p].staged is None:
+            known = ", ".join(name for name, of in self.partitions.streams.items() if of.terms.late)
+            text = (
+                f"got values for stream {message.stream!r} partition {message.partition}, expected a partition of a "
+                f"stream with late fields: {known or 'there is none'}"
+            )
+            return self.credits.send(producer.peer, Amended(number=message.number, refusal=text))
+        effects = self.staging.amend(p, message, envelope.payload, producer.name)
+        return effects + self._admit_complete(p) + self._answer()
+
+    def _admit_complete(self, p: int) -> list[Effect]:
+        """Admit the samples of partition ``p`` that have all late fields, and the marks and the end behind them."""
+        intake = self.partitions.intakes[p]
+        effects: list[Effect] = []
+        while intake.staged is not None and (found := intake.staged.take(intake.recorded_seq)) is not None:
+            if isinstance(found, EndStaged):
+                effects += self.accounts.end(p, found.total)
+            elif isinstance(found, MarkStaged):
+                mark = Mark(
+                    stream=found.stream, partition=found.partition, number=found.number, seq=intake.recorded_seq,
+                    batch=found.batch,
+                )  # fmt: skip
+                effects += self.records.append_mark(p, mark) + self._pull(p)
+            else:
+                envelope = Envelope(
+                    run=self._run, epoch=self.credits.epoch, fence=0, message=found.message, payload=found.payload
+                )  # fmt: skip
+                chunk = parse_chunk(envelope, found.message)
+                assert isinstance(chunk, ReceivedChunk)  # the samples were checked when they came
+                effects += self.accounts.take(p, chunk, found.sent)
+        return effects
+
+    def _answer(self) -> list[Effect]:
+        """Answer producers whose values are safe."""
+        answers = [(self.producers.named(each.producer), each.answer) for each in self.staging.answers()]
+        return [e for to, answer in answers if to is not None for e in self.credits.send(to.peer, answer)]
 
     def _commit_write(self, p: int, message: CommitWrite) -> list[Effect]:
         """Forget the keys of a stream's current write, which its job has completed."""

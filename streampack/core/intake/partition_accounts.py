@@ -44,12 +44,23 @@ class PartitionAccounts:
 
     # Taking samples
 
-    def take(self, p: int, chunk: ReceivedChunk) -> list[Effect]:
-        """Record a good chunk in the log, and admit its samples."""
+    def take(self, p: int, chunk: ReceivedChunk, sent: I64 | None = None) -> list[Effect]:
+        """Record a good chunk in the log, and admit its samples.
+
+        ``sent`` int64 [n]: numbers with which the samples came, if they waited for late fields. They may be complete
+        while the partition is read from the log again. Then they are read from there, too.
+        """
+        behind = self._partitions.intakes[p].behind
         version = chunk.message.policy_version
         stale = version is not UNSET and self._partitions.stream_of[p].history.is_stale(version)
-        effects, repeated = self._records.append_chunk(p, chunk, stale)
-        return effects + self._admit(p, chunk, stale, repeated)
+        effects, repeated = self._records.append_chunk(p, chunk, stale, sent)
+        if not behind:
+            return effects + self._admit(p, chunk, stale, repeated)
+        stream = self._partitions.stream_of[p]
+        merge = stream.merge.current
+        assert isinstance(merge, Arrival)  # only pushed partitions are behind
+        merge.script(stream.number_in_feed(p), chunk.message.base_seq, len(chunk.lengths))
+        return effects
 
     def _admit(
         self, p: int, chunk: ReceivedChunk, stale: bool, repeated: NDArray[np.bool_] | None = None

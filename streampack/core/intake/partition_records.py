@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
+import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from streampack.core.intake.chunk_check import ReceivedChunk
+from streampack.core.intake.intake import Intake
 from streampack.core.intake.partitions import Partitions
 from streampack.core.journal.history import ChunkPlace
 from streampack.core.journal.journal import Journal
 from streampack.core.journal.log_records import (
     BatchMarked,
     ChunkAdmitted,
+    ChunkCompleted,
     ChunkKeys,
     KeysKept,
     PartitionEnded,
@@ -32,9 +35,9 @@ from streampack.core.journal.log_records import (
 from streampack.core.model.samples import I64, index_of
 from streampack.core.protocol.events import Effect
 from streampack.core.protocol.producer_messages import Mark
+from streampack.core.staging.staged_chunk import DISCARDED
+from streampack.core.staging.staging import StagedRecord, Staging
 
-DISCARDED = "discarded"
-"""Reason of pushed samples that are lost because trainers went back to an earlier step."""
 KEPT_BYTES = 1 << 18
 """Most bytes of keys in one record."""
 
@@ -42,8 +45,8 @@ KEPT_BYTES = 1 << 18
 class PartitionRecords:
     """Appends records of partitions to ``journal``, and applies the records of earlier brokers."""
 
-    def __init__(self, partitions: Partitions, journal: Journal) -> None:
-        self._partitions, self._journal = partitions, journal
+    def __init__(self, partitions: Partitions, journal: Journal, staging: Staging) -> None:
+        self._partitions, self._journal, self._staging = partitions, journal, staging
         self.digests: dict[str, str] = {}
         """Accepted digest of each stream's source, by stream."""
 
@@ -62,8 +65,12 @@ class PartitionRecords:
         if not self._journal.keeps and not of.admission.counts[of.number].samples:
             self.digests.pop(stream, None)
 
-    def append_chunk(self, p: int, chunk: ReceivedChunk, stale: bool) -> tuple[list[Effect], NDArray[np.bool_] | None]:
+    def append_chunk(
+        self, p: int, chunk: ReceivedChunk, stale: bool, sent: I64 | None = None
+    ) -> tuple[list[Effect], NDArray[np.bool_] | None]:
         """Record a chunk if samples are merged in the order of arrival; record a pushed chunk with its payload.
+
+        ``sent`` int64 [n]: numbers with which the samples came, if they have waited for late fields.
 
         Returns:
             The effects, and the samples to drop because of their keys, bool [n]; None if there are none.
@@ -89,12 +96,15 @@ class PartitionRecords:
             stale=stale or UNSET, keyed=keyed,
             shared_u32=message.shared_u32[4 * skip :] if message.shared_u32 is not UNSET else UNSET,
         )  # fmt: skip
+        if sent is not None:
+            record = ChunkCompleted(**msgspec.structs.asdict(record), sent_u64=sent.astype("<u8").tobytes())
+        behind = intake.behind
         effects = self._journal.append(record, chunk.envelope.payload if stream.terms.pushed else ())
         lsn = self._journal.next_lsn - 1
         self._note_chunk(p, lsn, record)
         if stream.terms.pushed:
-            intake.place = len(intake.places)
-            intake.unsafe.append((lsn, stop, intake.num_marks))
+            intake.place = intake.place if behind else len(intake.places)
+            self._wait_until_safe(intake, lsn)
         return effects, repeated
 
     def append_mark(self, p: int, message: Mark) -> list[Effect]:
@@ -107,8 +117,17 @@ class PartitionRecords:
         effects = self._journal.append(record)
         lsn = self._journal.next_lsn - 1
         self._note_mark(p, message.number, message.seq, lsn)
-        intake.unsafe.append((lsn, intake.recorded_seq, intake.num_marks))
+        self._wait_until_safe(intake, lsn)
         return effects
+
+    @staticmethod
+    def _wait_until_safe(intake: Intake, lsn: int) -> None:
+        """Remember that what the producer has sent so far is safe once record ``lsn`` is.
+
+        Samples that waited for late fields are safe already.
+        """
+        if intake.staged is None:
+            intake.unsafe.append((lsn, intake.recorded_seq, intake.num_marks))
 
     def commit_write(self, p: int) -> list[Effect]:
         """Record that the current write of partition ``p``'s stream is complete, and forget its keys."""
@@ -116,7 +135,7 @@ class PartitionRecords:
         lsn = self._journal.next_lsn
         effects = self._journal.append(WriteCommitted(stream=stream.terms.name, write=stream.keys.write))
         stream.keys.commit(lsn)
-        intake.unsafe.append((lsn, intake.recorded_seq, intake.num_marks))
+        self._wait_until_safe(intake, lsn)
         return effects
 
     def keep_keys(self, lsn: int) -> list[Effect]:
@@ -139,7 +158,7 @@ class PartitionRecords:
         ended = PartitionEnded(stream=stream.terms.name, partition=p - stream.first, total=total)
         effects = self._journal.append(ended)
         if stream.terms.pushed:
-            intake.unsafe.append((intake.end_lsn, intake.recorded_seq, intake.num_marks))
+            self._wait_until_safe(intake, intake.end_lsn)
         return effects
 
     def append_rejection(self, p: int, seqs: I64, reasons: dict[str, int]) -> list[Effect]:
@@ -200,6 +219,7 @@ class PartitionRecords:
                 recorded=[intake.recorded_seq for intake in mine],
                 marks=[intake.num_marks for intake in mine],
                 write=self._partitions.streams[name].keys.write or UNSET,
+                staged=[(intake.sent_seq, intake.sent_marks) for intake in mine] if mine[0].staged else UNSET,
             )
             for name, mine in intakes.items()
         }
@@ -216,6 +236,11 @@ class PartitionRecords:
             intake.recorded_seq = intake.durable_seq = max(intake.recorded_seq, recorded)
             intake.batch_seq = intake.recorded_seq
             intake.num_marks = intake.durable_marks = max(intake.num_marks, marks)
+        for intake, (seq, marks) in zip(mine, facts.staged or (), strict=False):
+            if intake.staged is not None:
+                intake.staged.next_seq = max(intake.staged.next_seq, seq)
+                intake.staged.num_marks = max(intake.staged.num_marks, marks)
+                intake.durable_seq, intake.durable_marks = intake.sent_seq, intake.sent_marks
 
     def recover(
         self,
@@ -226,7 +251,8 @@ class PartitionRecords:
         | BatchMarked
         | PartitionEnded
         | WriteCommitted
-        | KeysKept,
+        | KeysKept
+        | StagedRecord,
     ) -> None:
         """Apply a record of an earlier broker while this broker starts."""
         if isinstance(record, SourceAccepted):
@@ -246,14 +272,22 @@ class PartitionRecords:
         intake = self._partitions.intakes[p]
         if isinstance(record, PartitionEnded):
             intake.known_total = record.total
+            if intake.staged is not None:
+                intake.staged.clear()
             return
-        if isinstance(record, ChunkAdmitted):
+        if isinstance(record, StagedRecord):
+            self._staging.recover(p, lsn, record)
+        elif isinstance(record, ChunkAdmitted):
             self._note_chunk(p, lsn, record)
+            if intake.staged is not None and isinstance(record, ChunkCompleted):
+                intake.staged.admitted(np.frombuffer(record.sent_u64, "<u8").tolist())
             if record.keyed is not UNSET:
                 keys.recover(record.keyed.digests, record.keyed.write, lsn)
         else:
             self._note_mark(p, record.number, record.seq, lsn)
-        intake.durable_seq, intake.durable_marks = intake.recorded_seq, intake.num_marks
+            if intake.staged is not None:
+                intake.staged.mark_admitted(record.number)
+        intake.durable_seq, intake.durable_marks = intake.sent_seq, intake.sent_marks
 
     def _recover_rejection(self, record: SamplesRejected) -> None:
         """Apply a record of rejected samples, so that these samples are not recorded again."""

@@ -18,6 +18,7 @@ from streampack.core.journal.key_index import KeyIndex
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.capacity import MAX_KEYS
 from streampack.core.model.rules import Rules
+from streampack.core.staging.staging import Staging
 
 
 class Granted(NamedTuple):
@@ -77,11 +78,12 @@ class Partitions:
 
     Args:
         quota_tokens: Tokens of each partition that may wait for the merge.
+        staging: Holds the samples that wait for late fields.
         max_keys: The most keys of each pushed stream.
     """
 
-    def __init__(self, quota_tokens: int, max_keys: int = MAX_KEYS) -> None:
-        self.quota_tokens, self._max_keys = quota_tokens, max_keys
+    def __init__(self, quota_tokens: int, staging: Staging, max_keys: int = MAX_KEYS) -> None:
+        self.quota_tokens, self._staging, self._max_keys = quota_tokens, staging, max_keys
         self.streams: dict[str, Stream] = {}
         self.stream_of: list[Stream] = []
         """The stream of each partition."""
@@ -104,6 +106,9 @@ class Partitions:
             self.stream_of += [stream] * terms.partitions
             quota, size = self.quota_tokens * rules.token_bytes, rules.token_bytes
             self.intakes += [Intake(quota, size) for _ in range(terms.partitions)]
+            for p in range(stream.first, len(self)) if rules.late_fields and terms.pushed else ():
+                of = terms.name, p - stream.first
+                self.intakes[p].staged = self._staging.open(feed, p, *of, rules.fields, rules.late_timeout_s)
             self.of_feed(feed).extend(range(stream.first, len(self)))
             first_in_feed += terms.partitions
 
@@ -134,15 +139,15 @@ class Partitions:
     def next_seq(self, p: int) -> int:
         """Return the sequence number of the sample that the holder of partition ``p`` is to send next."""
         intake = self.intakes[p]
-        return intake.recorded_seq if self.stream_of[p].terms.pushed else intake.expected_seq
+        return intake.sent_seq if self.stream_of[p].terms.pushed else intake.expected_seq
 
     def granted(self, stream: str) -> Granted:
         """Return the credit of a stream: tokens granted, tokens that wait for the merge, and samples still to come."""
         open_ = [each for p in self.of_stream(stream) if not (each := self.intakes[p]).ended]
         return Granted(
             self.quota_tokens * len(open_),
-            sum(each.kept_tokens - each.merged_tokens for each in open_),
-            sum(max(each.grant_seq - each.expected_seq, 0) for each in open_),
+            sum(each.waiting_tokens for each in open_),
+            sum(max(each.grant_seq - (each.sent_seq if each.staged else each.expected_seq), 0) for each in open_),
         )
 
     @property

@@ -50,7 +50,8 @@ class ConnectedProducer:
         name: Name that the process chose; no other process has it.
         peer: Name of the connection.
         where: Host and process id, as host:pid.
-        offers: For each offered stream, the partition to which the process pushes; None if the stream is read.
+        offers: For each offered stream, the partition to which the process pushes; None if the stream is read. Streams
+            that the process only amends are not among them.
         heard: Time of its last message, in seconds.
         sizes: Sizes of the streams' sources, counting the files that this process has opened, by stream.
     """
@@ -183,7 +184,7 @@ class Producers:
         known = self._named.get(hello.producer)
         if known is not None:
             self._names.pop(known.peer, None)
-        offers = {offer.stream: offer.partition for offer in hello.offers}
+        offers = {offer.stream: offer.partition for offer in hello.offers if offer.amends is not True}
         sizes = known.sizes if known is not None else {}
         producer = ConnectedProducer(hello.producer, peer, f"{hello.host}:{hello.pid}", offers, now, sizes)
         self._named[producer.name], self._names[peer] = producer, producer.name
@@ -262,6 +263,15 @@ def refusal(offer: Offer, partitions: Partitions, digests: dict[str, str]) -> tu
 def _misplaced(offer: Offer, partitions: Partitions) -> str:
     """Return an error text if an offer names a partition wrongly; empty if not. Only pushed streams name one."""
     terms = partitions.streams[offer.stream].terms
+    if offer.amends is True:
+        return (
+            ""
+            if terms.late
+            else (
+                f"got a producer that amends stream {offer.stream!r}, expected a stream with late fields. Set "
+                f"`late: true` for a field, or give the producer a partition"
+            )
+        )
     if terms.pushed and offer.partition is None:
         return (
             f"got an offer to read stream {offer.stream!r}, expected no such offer, because programs push this stream "

@@ -49,8 +49,9 @@ class Rebalancer:
         effects: list[Effect] = []
         restarted = known is not None and known.where != producer.where
         if known is None:
-            offers = ", ".join(sorted(producer.offers))
-            text = f"producer {producer.where} joined, offering {offers}"
+            amends = sorted(offer.stream for offer in hello.offers if offer.amends is True)
+            does = "amending" if amends else "offering"
+            text = f"producer {producer.where} joined, {does} {', '.join(amends or sorted(producer.offers))}"
             effects.append(Report("info", text, producer=producer.where, host=producer.host))
         elif restarted:
             self.vanished += 1

@@ -33,6 +33,8 @@ class StreamFacts(Struct, frozen=True, kw_only=True):
         recorded: Recorded samples of the partition.
         marks: Recorded marks of the partition.
         write: Number of the stream's current write; absent before the first write was committed.
+        staged: Recorded samples and marks of the partition that came to wait for late fields; absent without late
+            fields.
     """
 
     source_digest: str = ""
@@ -40,6 +42,7 @@ class StreamFacts(Struct, frozen=True, kw_only=True):
     recorded: list[int] = []
     marks: list[int] = []
     write: Count | UnsetType = msgspec.UNSET
+    staged: list[tuple[int, int]] | UnsetType = msgspec.UNSET
 
 
 class FeedFacts(Struct, frozen=True, kw_only=True):
@@ -271,8 +274,69 @@ class KeysKept(Record, frozen=True, kw_only=True):
     keys: bytes
 
 
+class ChunkStaged(Record, frozen=True, kw_only=True):
+    """A pushed chunk came that waits for its late fields; the columns are those of ``Samples``, as is the payload.
+
+    Its samples are admitted later, in the order in which they are complete, by records ``ChunkCompleted``.
+    """
+
+    TYPE: ClassVar[int] = 17
+    stream: str
+    partition: int
+    base_seq: int
+    lengths_u32: bytes
+    crcs_u32: bytes
+    loss_tokens_u32: bytes
+    cursor: Cursor
+    rejected: dict[str, int] = {}
+    lost_tokens: int = 0
+    keep: Keep | UnsetType = msgspec.UNSET
+    policy_version: Count | UnsetType = msgspec.UNSET
+    shared_u32: bytes | UnsetType = msgspec.UNSET
+
+
+class ChunkCompleted(ChunkAdmitted, frozen=True, kw_only=True):
+    """Samples that waited for late fields have them all, and were admitted; they were sent as numbers ``sent_u64``."""
+
+    TYPE: ClassVar[int] = 21
+    sent_u64: bytes
+
+
+class SamplesAmended(Record, frozen=True, kw_only=True):
+    """Values of late fields came, or were filled in after a timeout; columns and payload are those of ``Amend``."""
+
+    TYPE: ClassVar[int] = 18
+    stream: str
+    partition: int
+    seqs_u64: bytes
+    names: tuple[str, ...]
+    crcs_u32: bytes
+    lengths_u32: bytes
+
+
+class MarkStaged(Record, frozen=True, kw_only=True):
+    """A mark came behind samples that wait for late fields; ``BatchMarked`` follows once they are admitted."""
+
+    TYPE: ClassVar[int] = 19
+    stream: str
+    partition: int
+    number: int
+    seq: int
+    batch: int
+
+
+class EndStaged(Record, frozen=True, kw_only=True):
+    """A partition has ended after ``total`` samples, of which some wait; ``PartitionEnded`` follows."""
+
+    TYPE: ClassVar[int] = 20
+    stream: str
+    partition: int
+    total: int
+
+
 ALL_RECORDS: tuple[type[Record], ...] = (
     Base, SourceAccepted, ChunkAdmitted, SamplesRejected, BatchMarked, PartitionEnded, StepFormed, SnapshotTaken,
     FeedEnded, RulesChanged, StepsSkipped, LineageBegan, CheckpointCommitted,
-    TailDropped, WriteCommitted, KeysKept,
+    TailDropped, WriteCommitted, KeysKept, ChunkStaged, SamplesAmended, MarkStaged, EndStaged,
+    ChunkCompleted,
 )  # fmt: skip

@@ -119,8 +119,9 @@ class Arrival(Queues):
 
         The method ignores samples that are in the script already.
 
-        Call it before anything is pushed, for all chunks admitted since the loaded state or earlier. The partition may
-        be of a stream that ``change`` adds later. Raises ValueError if samples before ``first_seq`` are missing.
+        Call it before anything is pushed, for all chunks admitted since the loaded state or earlier. Later, call it for
+        a chunk that is admitted now and pushed later. The partition may be of a stream that ``change`` adds later.
+        Raises ValueError if samples before ``first_seq`` are missing.
         """
         self._extend(partition + 1)
         known, stop = self._scripted[partition], first_seq + count

@@ -59,6 +59,7 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
         pad: The value at padding, and where a ``target`` field has no next token.
         default: The value for samples that come without the field; with None, such samples are rejected.
         cp: Each context-parallel rank gets its ``slice`` of the values, or all of them (``replicate``).
+        late: The values of a pushed sample come after it, by ``Producer.amend``; until then the sample is in no step.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     pad: int | float = 0
     default: int | float | None = None
     cp: Literal["slice", "replicate"] = "slice"
+    late: bool = False
 
     def __post_init__(self) -> None:
         if self.axis in ("item", "patch"):
@@ -110,6 +112,11 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
                 f"got position_ids with dtype {self.dtype}, `axis: {self.axis}`, `align: {self.align}` and shape "
                 f"{list(self.shape)}, expected an integer dtype, `axis: token`, `align: token`, and no shape or shape "
                 f"[3]"
+            )
+        if self.late and self.name in (LOSS_MASK, LABELS, POSITION_IDS, GROUP, POLICY_VERSION):
+            raise ValueError(
+                f"got `late: true` for {self.name}, expected no `late`, because the broker needs this field when the "
+                f"sample comes"
             )
         for value in (self.pad, self.default):
             if value is not None:

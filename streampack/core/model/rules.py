@@ -224,6 +224,8 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
         max_policy_lag: The most versions by which a pushed sample's policy may be older than that of an earlier chunk.
             Older samples are counted and dropped.
         seed: Seed of the merge and of packers that shuffle.
+        late_timeout_s: Seconds that a sample waits for its late fields. Then their ``default`` is used; a sample with
+            a late field that has no default is counted and dropped.
         share: Groups may be trees of samples that share tokens, which are computed once: see ``core.trees``.
         tokens: Type of token ids.
         fields: Fields that samples carry beside token ids.
@@ -249,6 +251,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     between_passes: BetweenPasses = "continue"
     max_policy_lag: Annotated[int, Meta(ge=0, lt=2**62)] | None = None
     seed: Annotated[int, Meta(ge=0, lt=2**62)] = 0
+    late_timeout_s: Annotated[int, Meta(ge=1, lt=2**31)] = 3600
     share: Share | None = None
     tokens: TokenType = "int32"
     fields: tuple[Field, ...] = ()
@@ -336,6 +339,11 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
                     f"got the field {field.name} with `share: prefix`, expected another name, because packs have their "
                     f"own attribute with this name then"
                 )
+            if field.late and (field.axis, field.align) == ("token", "token"):
+                raise ValueError(
+                    f"got the field {field.name} with `late: true` and `share: prefix`, expected `align: target` or "
+                    f"`axis: sample`, because shared tokens have the same values in each sample"
+                )
         if self.balance.kind == "joint":
             raise ValueError(
                 "got `share: prefix` with `balance.kind: joint`, expected `deal` or `none`, because joint derives the "
@@ -400,6 +408,11 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     def token_bytes(self) -> int:
         """Bytes of one token with all fields of axis ``token``."""
         return np.dtype(self.tokens).itemsize + sum(f.value_bytes for f in self.fields if f.axis == "token")
+
+    @property
+    def late_fields(self) -> tuple[Field, ...]:
+        """Fields whose values come after their sample."""
+        return tuple(field for field in self.fields if field.late)
 
     @property
     def finite(self) -> bool:

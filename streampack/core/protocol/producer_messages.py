@@ -23,12 +23,14 @@ OVERLONG = "overlong"
 class Offer(Struct, frozen=True, kw_only=True):
     """A stream that a producer can read; producers of the same data have the same ``source_digest``.
 
-    A producer whose samples are pushed names the one ``partition`` to which it pushes.
+    A producer whose samples are pushed names the one ``partition`` to which it pushes. One that only ``amends`` samples
+    names none, and gets ``LateFields`` instead of a lease.
     """
 
     stream: Name
     source_digest: Name
     partition: Small | None = None
+    amends: bool | UnsetType = msgspec.UNSET
 
 
 class Hello(Message, frozen=True, kw_only=True):
@@ -47,6 +49,7 @@ class Samples(Message, frozen=True, kw_only=True):
     Payload: the tokens, [tokens], then a frame for each field of the lease, [tokens, ...], or [n, ...] for axis
     ``sample``. Labels are not shifted. In a tree (``shared_u32``), the tokens and the fields with ``align: token``
     leave out the tokens that a sample shares. Fields with ``align: target`` have a value for each token of each sample.
+    Late fields have no frame: their values come with ``Amend``.
 
     Attributes:
         base_seq: Number of the first sample in its partition.
@@ -126,6 +129,31 @@ class CommitWrite(Message, frozen=True, kw_only=True):
     write: Count
 
 
+class Amend(Message, frozen=True, kw_only=True):
+    """Values of late fields for n samples of one partition; repeated until ``Amended`` comes with the same number.
+
+    Payload: a frame for each of the ``names``, with the values of all samples in the order of ``seqs_u64``.
+
+    Attributes:
+        number: Number of the message; a producer uses each number once.
+        incarnation: The process that pushed the samples: the first number of their cursor.
+        seqs_u64: [n], number of each sample in its partition.
+        names: Names of the late fields, at most once each.
+        lengths_u32: [n], tokens of each sample; absent if every field has axis ``sample``.
+        crcs_u32: [names, n], CRC32C of each sample's values.
+    """
+
+    TYPE: ClassVar[int] = 18
+    stream: Name
+    partition: Small
+    number: Count
+    incarnation: Count
+    seqs_u64: bytes
+    names: Annotated[tuple[Name, ...], Meta(max_length=MAX_FIELDS)]
+    crcs_u32: bytes
+    lengths_u32: bytes | UnsetType = msgspec.UNSET
+
+
 class SourceSize(Struct, frozen=True, kw_only=True):
     """The size of a source, as far as it is known.
 
@@ -163,7 +191,7 @@ class Lease(Message, frozen=True, kw_only=True):
         seed: Seed of the order in which the source is read.
         passes: Passes over the source; None for no limit.
         dtype: Type of the tokens.
-        fields: Fields of each sample beside the tokens.
+        fields: Fields of each sample beside the tokens, except for late ones.
         overlong: Policy for overlong samples.
         poison: Policy for samples that cannot be read.
         max_sample_tokens: The producer applies ``overlong`` to samples with more tokens, before it sends them.
@@ -171,6 +199,7 @@ class Lease(Message, frozen=True, kw_only=True):
         batches: True if each step is one batch, and can keep groups together; absent if steps follow each other in a
             stream.
         share: Kind of sharing that groups may have; absent for none.
+        late_fields: Fields whose values come later, with ``Amend``; absent for none. Credit counts their bytes, too.
     """
 
     TYPE: ClassVar[int] = 10
@@ -189,6 +218,7 @@ class Lease(Message, frozen=True, kw_only=True):
     max_chunk_bytes: Count
     batches: bool | UnsetType = msgspec.UNSET
     share: Share | UnsetType = msgspec.UNSET
+    late_fields: Annotated[tuple[Field, ...], Meta(max_length=MAX_FIELDS)] | UnsetType = msgspec.UNSET
 
 
 class Flow(Message, frozen=True, kw_only=True):
@@ -226,6 +256,24 @@ class Revoke(Message, frozen=True, kw_only=True):
     partition: Small
 
 
+class LateFields(Message, frozen=True, kw_only=True):
+    """The answer to a producer that amends samples of ``stream``: its partitions and its late fields."""
+
+    TYPE: ClassVar[int] = 16
+    stream: Name
+    partitions: Small
+    fields: Annotated[tuple[Field, ...], Meta(max_length=MAX_FIELDS)]
+    max_chunk_bytes: Count
+
+
+class Amended(Message, frozen=True, kw_only=True):
+    """The values of ``Amend`` number ``number`` are safe in the log, or were refused for the reason ``refusal``."""
+
+    TYPE: ClassVar[int] = 17
+    number: Count
+    refusal: Text = ""
+
+
 class Done(Message, frozen=True, kw_only=True):
     """Every step was read and every reader has left: producers may stop."""
 
@@ -233,5 +281,5 @@ class Done(Message, frozen=True, kw_only=True):
 
 
 PRODUCER_MESSAGES: tuple[type[Message], ...] = (
-    Hello, Samples, Eos, Sent, Mark, CommitWrite, ProducerPing, Lease, Flow, Revoke, Done,
+    Hello, Samples, Eos, Sent, Mark, CommitWrite, Amend, ProducerPing, Lease, Flow, Revoke, LateFields, Amended, Done,
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 - ``producer_base``: the part that all producers share: hello, pings, and the limits of credit.
 - ``producer_session``: a producer that reads its samples, and can read them again.
-- ``push_session``, ``push_buffer``: a producer of samples that exist once, and its buffer of unsafe samples.
+- ``pushing``: a producer of samples that exist once, and one that gives values to their late fields.
 - ``client_session``, ``client_events``: a rank that reads steps, and the requests of its trainer.
 - ``route``, ``routed_client``: a rank with a relay on its host, and the way of its messages.
 - ``relay_session``, ``relay_events``: a relay, which speaks for the readers of its host.

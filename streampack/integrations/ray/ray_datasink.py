@@ -22,7 +22,7 @@ import ray.data
 from ray.data.block import BlockAccessor
 
 from streampack.core.layout.step_frames import INPUT_IDS
-from streampack.core.sessions.push_session import KEYS_FULL, SILENT
+from streampack.core.sessions.pushing.push_session import KEYS_FULL, SILENT
 from streampack.errors import DataStall, PeerError, Rejected, UserError
 from streampack.integrations.ray.installed_version import check_ray
 from streampack.integrations.ray.ray_service import wait_for_broker

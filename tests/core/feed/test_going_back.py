@@ -17,8 +17,8 @@ from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.samples import ROW, SampleTable, index_of
 from streampack.core.protocol.events import Tick
 from streampack.core.sessions.producer_base import Chunk
-from streampack.core.sessions.push_buffer import PushBuffer, size_of
-from streampack.core.sessions.push_session import EndPartition, Push, PushSession
+from streampack.core.sessions.pushing.push_buffer import PushBuffer, size_of
+from streampack.core.sessions.pushing.push_session import EndPartition, Push, PushSession
 from tests.core.live import Live
 from tests.core.planned import tokens_of
 

@@ -42,8 +42,8 @@ from streampack.core.packers.registry import PackerName
 from streampack.core.protocol.events import Tick
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Samples
-from streampack.core.sessions.push_buffer import PushBuffer, size_of
-from streampack.core.sessions.push_session import EndBatch, EndPartition, Push, PushSession
+from streampack.core.sessions.pushing.push_buffer import PushBuffer, size_of
+from streampack.core.sessions.pushing.push_session import EndBatch, EndPartition, Push, PushSession
 from tests.core.feed import test_going_back as rollouts
 from tests.core.feed.test_going_back import PARTITIONS, Rollouts, chunk_of, length_of
 from tests.core.planned import tokens_of

@@ -13,8 +13,8 @@ from streampack.core.model.capacity import needed_tokens
 from streampack.core.model.rule_changes import Reweigh
 from streampack.core.model.rules import Batch, Rules, StreamRules
 from streampack.core.model.samples import ROW, Keep
-from streampack.core.sessions.push_buffer import PushBuffer, size_of
-from streampack.core.sessions.push_session import EndPartition, Push, PushSession
+from streampack.core.sessions.pushing.push_buffer import PushBuffer, size_of
+from streampack.core.sessions.pushing.push_session import EndPartition, Push, PushSession
 from tests.core.feed.test_going_back import chunk_of
 from tests.core.live import Live
 

@@ -14,8 +14,8 @@ from streampack.core.journal.log_records import StepFormed
 from streampack.core.model.capacity import needed_tokens, wanted_tokens
 from streampack.core.model.rules import Batch, Rules
 from streampack.core.model.samples import ROW
-from streampack.core.sessions.push_buffer import size_of
-from streampack.core.sessions.push_session import EndBatch, EndPartition, Push
+from streampack.core.sessions.pushing.push_buffer import size_of
+from streampack.core.sessions.pushing.push_session import EndBatch, EndPartition, Push
 from tests.core.feed import test_going_back as rollouts
 from tests.core.feed.test_going_back import PARTITIONS, Rollouts, chunk_of
 

@@ -12,8 +12,8 @@ from streampack.core.journal.history import ChunkPlace, History
 from streampack.core.journal.log_records import ChunkAdmitted, LineageBegan, SamplesRejected, StepFormed
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import ROW, index_of
-from streampack.core.sessions.push_buffer import size_of
-from streampack.core.sessions.push_session import EndPartition, Push
+from streampack.core.sessions.pushing.push_buffer import size_of
+from streampack.core.sessions.pushing.push_session import EndPartition, Push
 from tests.core.feed import test_going_back as rollouts
 from tests.core.feed.test_going_back import PARTITIONS, Rollouts, chunk_of
 

@@ -17,8 +17,8 @@ from streampack.core.journal.log_records import ChunkAdmitted, KeysKept, Samples
 from streampack.core.model.capacity import Capacity, FeedPlan
 from streampack.core.model.samples import ROW, index_of
 from streampack.core.protocol.events import Tick
-from streampack.core.sessions.push_buffer import PushBuffer, size_of
-from streampack.core.sessions.push_session import EndPartition, EndWrite, Push, PushSession
+from streampack.core.sessions.pushing.push_buffer import PushBuffer, size_of
+from streampack.core.sessions.pushing.push_session import EndPartition, EndWrite, Push, PushSession
 from tests.core.feed.test_going_back import PARTITIONS, RULES, Unsafe, chunk_of
 from tests.core.live import RUN, Live
 

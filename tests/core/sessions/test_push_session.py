@@ -32,8 +32,8 @@ from streampack.core.protocol.producer_messages import (
     Sent,
 )
 from streampack.core.sessions.producer_base import Chunk, Failed, Finish, Leave
-from streampack.core.sessions.push_buffer import CHUNK_BYTES, PushBuffer, size_of
-from streampack.core.sessions.push_session import EndBatch, EndPartition, Push, PushSession
+from streampack.core.sessions.pushing.push_buffer import CHUNK_BYTES, PushBuffer, size_of
+from streampack.core.sessions.pushing.push_session import EndBatch, EndPartition, Push, PushSession
 from streampack.wire import frames as wire
 
 RUN, STREAM, PARTITION = 7, "rollouts", 3

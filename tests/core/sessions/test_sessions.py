@@ -1161,7 +1161,9 @@ def _field(kind: type[Message], name: str, known: dict[type, Any]) -> Any:
         return st.lists(st.builds(lambda s, d: {"stream": s, "source_digest": d}, _NAMES, st.just("d")), max_size=3)
     if name == "frames":
         return st.lists(_NAMES, max_size=3)
-    if name == "fields":
+    if name == "names":
+        return st.lists(_NAMES, max_size=3)
+    if name in ("fields", "late_fields"):
         return st.sampled_from([(), [{"name": "a", "dtype": "int8"}]])
     if name == "mesh":
         sizes = st.sampled_from([1, 1, 1, 2, 3, 4096])
@@ -1209,7 +1211,7 @@ def _field(kind: type[Message], name: str, known: dict[type, Any]) -> Any:
         return known[bytes]
     if name in (
         "stream", "producer", "host", "failure", "reason", "dtype", "overlong", "poison", "code", "detail", "reader",
-        "layout", "name", "process", "producers", "trainers",
+        "layout", "name", "process", "producers", "trainers", "refusal",
     ):  # fmt: skip
         return known[str]
     return known[int]

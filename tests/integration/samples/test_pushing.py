@@ -21,7 +21,7 @@ from streampack.core.model.fields import Field
 from streampack.core.protocol.message import Bye, Reject
 from streampack.core.protocol.producer_messages import Done, ProducerPing
 from streampack.errors import DataStall, PeerError, Rejected, SampleError, Unreachable, UserError
-from streampack.producer import push_thread
+from streampack.producer import push_thread, session_thread
 from tests.integration.running import PATIENCE_S, until
 from tests.integration.small_broker import STREAM, SmallBroker
 
@@ -200,7 +200,7 @@ def test_what_the_policies_drop_or_cut_keeps_its_number(start: Callable[..., Sma
 def test_send_waits_for_room_and_says_what_for(
     start: Callable[..., SmallBroker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(push_thread, "SAY_S", 0.1)
+    monkeypatch.setattr(session_thread, "SAY_S", 0.1)
     broker = start(safe=lambda taken: 0)
     with producer(broker, buffer="4KiB") as rollouts:
         for _ in range(2):

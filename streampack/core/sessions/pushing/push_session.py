@@ -36,7 +36,7 @@ from streampack.core.protocol.producer_messages import (
     Sent,
 )
 from streampack.core.sessions.producer_base import BROKER_SILENT_S, Chunk, Finish, Sender, SendWindow, Session
-from streampack.core.sessions.push_buffer import KeptChunk, PushBuffer
+from streampack.core.sessions.pushing.push_buffer import KeptChunk, PushBuffer
 
 PUSHED = "pushed"
 """The source digest of a stream whose samples cannot be read again."""

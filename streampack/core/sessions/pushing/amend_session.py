@@ -1,0 +1,118 @@
+"""A producer that gives values to the late fields of samples, as a pure state machine: ``handle(event) -> effects``.
+
+Any process may amend any sample of the stream, so the session holds no lease. A message is repeated until the broker
+says that its values are safe, or refuses them. The broker takes each value once, so repeats do no harm. A broker that
+has not got the sample yet gives no answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from streampack.core.protocol.events import Effect, Event, Report, Send
+from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who
+from streampack.core.protocol.producer_messages import Amend, Amended, Done, LateFields, Offer
+from streampack.core.sessions.producer_base import BROKER_SILENT_S, Finish, Sender
+from streampack.core.sessions.pushing.push_session import PUSHED, SILENT
+
+
+class GiveValues(Event, frozen=True):
+    """The program gives values: a message with its payload."""
+
+    message: Amend
+    payload: tuple[Any, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class AmendSession(Sender):
+    """State of one process that amends samples of ``stream``."""
+
+    stream: str
+    terms: LateFields | None = None
+    """The broker's newest answer to the hello, which has the declared fields."""
+    refusals: dict[int, str] = field(default_factory=dict)
+    """Error text of each message that was refused, by number."""
+    _open: dict[int, GiveValues] = field(default_factory=dict)
+    """Messages without an answer, by number."""
+    _greeted: int = -1
+    """Epoch of the broker that knows this process; -1 for none."""
+    _next_number: int = 0
+
+    def take_number(self) -> int:
+        """Return a number for the next message."""
+        self._next_number += 1
+        return self._next_number
+
+    def is_open(self, number: int) -> bool:
+        """Return whether the broker has not answered a message."""
+        return number in self._open
+
+    def forget(self, number: int) -> None:
+        """Stop repeating a message."""
+        self._open.pop(number, None)
+
+    def waiting_for(self) -> str:
+        """Return a text that names the reason that values are not safe yet; empty if all are safe."""
+        if not self.reached or self.silent_s > BROKER_SILENT_S:
+            return SILENT
+        if not self._open:
+            return ""
+        first = next(iter(self._open.values())).message
+        return (
+            f"the broker to store values for samples of partition {first.partition}. It may not have these samples "
+            f"yet, or its log waits for the disk"
+        )
+
+    @property
+    def _offered(self) -> list[Offer]:
+        """The stream that the process amends."""
+        return [Offer(stream=self.stream, source_digest=PUSHED, amends=True)]
+
+    @property
+    def _has_lease(self) -> bool:
+        """True if the current broker knows this process."""
+        return self._greeted == self.epoch
+
+    def _handle_own(self, event: Event) -> list[Effect]:
+        """Send a message of the program at once, and keep it until it is answered."""
+        if not isinstance(event, GiveValues):
+            return []
+        self._open[event.message.number] = event
+        return [self._send_values(event)] if self._has_lease else []
+
+    def _handle_message(self, message: Message, fence: int) -> list[Effect]:
+        """Handle a message of the current broker."""
+        if isinstance(message, LateFields) and message.stream == self.stream:
+            known, self._greeted, self.terms = self._has_lease, self.epoch, message
+            self._hello_next.reset()
+            return [] if known else [self._send_values(each) for each in self._open.values()]
+        if isinstance(message, Amended):
+            if self._open.pop(message.number, None) is not None and message.refusal:
+                self.refusals[message.number] = message.refusal
+        elif isinstance(message, Who):
+            self._greeted = -1
+            return self._hello_if_due()
+        elif isinstance(message, Bye):
+            self._greeted = -1
+            return [Report("info", message.reason), self._send(Bye(reason="goodbye"))]
+        elif isinstance(message, Reject):
+            self._finished = True
+            return [Finish(message.detail, message.code)]
+        elif isinstance(message, Done) and self._open:
+            self._finished = True
+            return [Finish(f"stream {self.stream!r}: got values after the end of the feed", "ended")]
+        return []
+
+    def _forget_sessions(self) -> list[Effect]:
+        """Greet the new broker before anything else is sent."""
+        self._greeted = -1
+        return []
+
+    def _repeat_unconfirmed(self) -> list[Effect]:
+        """Repeat the messages without an answer."""
+        return [self._send_values(each) for each in self._open.values()] if self._has_lease else []
+
+    def _send_values(self, each: GiveValues) -> Send:
+        """Return the effect that sends a message with its payload."""
+        return Send(Envelope(run=self.run, epoch=self.epoch, fence=0, message=each.message, payload=each.payload))

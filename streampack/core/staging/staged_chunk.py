@@ -1,0 +1,204 @@
+"""A pushed chunk that waits for its late fields, and the values that have come for it.
+
+A group that must stay together, or that shares tokens, is complete as a whole. Other samples are complete one by one.
+Then ``take`` returns them as an ordinary chunk, with all fields in the declared order. The checksum of a complete
+sample covers the checksum that it came with and those of its late values.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import UNSET
+from numpy.typing import NDArray
+
+from streampack.core.journal.log_records import ChunkStaged
+from streampack.core.model.fields import Field
+from streampack.core.model.samples import I64
+from streampack.core.protocol.producer_messages import Samples
+
+LATE_TIMEOUT = "late_timeout"
+"""Reason of samples that are dropped because a late field did not come in time."""
+DISCARDED = "discarded"
+"""Reason of pushed samples that are dropped because trainers went back to an earlier step."""
+
+
+class SampleState(IntEnum):
+    """The state of a staged sample."""
+
+    WAITING = 0
+    COMPLETE = 1
+    TIMED_OUT = 2
+    DISCARDED = 3
+    ADMITTED = 4
+
+
+_REASONS = {SampleState.TIMED_OUT: LATE_TIMEOUT, SampleState.DISCARDED: DISCARDED}
+
+
+class Complete(NamedTuple):
+    """Samples that may be admitted: an ordinary chunk, and the numbers with which they were sent, int64 [n]."""
+
+    message: Samples
+    payload: tuple[Any, ...]
+    sent: I64
+
+
+@dataclass(slots=True, eq=False)
+class StagedChunk:
+    """A chunk of n samples that waits.
+
+    Attributes:
+        record: The record of the chunk.
+        lsn: Log sequence number of the record.
+        since: Time at which the chunk came, in seconds of this broker's clock.
+        batch: Number of the partition's marks that came before the chunk.
+        lengths: int64 [n], tokens of each sample.
+        payload: Frames of the tokens and of the fields that are not late; None until they are read from the log.
+        state: uint8 [n], ``SampleState`` of each sample.
+        values: Bytes of each sample's value by late field; None where a value has not come.
+        crcs: Checksum of each value, as for ``values``.
+        unread: Records whose payload must be read from the log again.
+    """
+
+    record: ChunkStaged
+    lsn: int
+    since: float
+    batch: int
+    payload: tuple[Any, ...] | None = None
+    lengths: I64 = field(init=False)
+    state: NDArray[np.uint8] = field(init=False)
+    values: dict[str, list[bytes | None]] = field(default_factory=dict)
+    crcs: dict[str, list[int | None]] = field(default_factory=dict)
+    unread: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.lengths = np.frombuffer(self.record.lengths_u32, "<u4").astype(np.int64)
+        self.state = np.zeros(len(self.lengths), np.uint8)
+
+    @property
+    def base_seq(self) -> int:
+        """Number with which the chunk's first sample was sent."""
+        return self.record.base_seq
+
+    @property
+    def stop_seq(self) -> int:
+        """Number of the first sample after the chunk."""
+        return self.base_seq + len(self.lengths)
+
+    @property
+    def incarnation(self) -> int:
+        """The process that sent the chunk."""
+        return self.record.cursor[0]
+
+    @property
+    def is_group(self) -> bool:
+        """True if the samples are complete together."""
+        return self.record.keep is not UNSET or self.record.shared_u32 is not UNSET
+
+    @property
+    def empty(self) -> bool:
+        """True if every sample was admitted."""
+        return bool((self.state == SampleState.ADMITTED).all())
+
+    @property
+    def waiting(self) -> I64:
+        """Places of the samples that wait for values, int64 [k]."""
+        return np.flatnonzero(self.state == SampleState.WAITING)
+
+    def lacking(self, late: Sequence[Field], at: int) -> list[str]:
+        """Return the names of the late fields of sample ``at`` that have not come. A rejected sample lacks none."""
+        if not self.lengths[at]:
+            return []
+        return [each.name for each in late if each.name not in self.crcs or self.crcs[each.name][at] is None]
+
+    def put(self, name: str, at: int, value: bytes | None, crc: int) -> None:
+        """Set the value of a late field of sample ``at``; None for bytes that are still in the log."""
+        count = len(self.lengths)
+        self.values.setdefault(name, [None] * count)[at] = value
+        self.crcs.setdefault(name, [None] * count)[at] = crc
+
+    def update(self, late: Sequence[Field]) -> bool:
+        """Mark the samples that are complete now; return whether there are any, or any that were dropped."""
+        if self.unread:
+            return False
+        whole = [at for at in self.waiting.tolist() if not self.lacking(late, at)]
+        if not self.is_group or len(whole) == len(self.lengths):
+            self.state[whole] = SampleState.COMPLETE
+        return bool(((self.state != SampleState.WAITING) & (self.state != SampleState.ADMITTED)).any())
+
+    def take(self, fields: Sequence[Field], base_seq: int) -> Complete:
+        """Return the next samples to admit, numbered from ``base_seq`` on, and count them as admitted.
+
+        Samples that are dropped come as empty ones, with their reason.
+        """
+        kind = next(state for state in (SampleState.COMPLETE, *_REASONS) if (self.state == state).any())
+        rows = np.flatnonzero(self.state == kind)
+        self.state[rows] = SampleState.ADMITTED
+        record, sent = self.record, rows + self.base_seq
+        whole = len(rows) == len(self.lengths)
+        lengths, count = self.lengths[rows], len(rows)
+        crcs, rejected, lost, payload = np.zeros(count, "<u4"), {}, 0, tuple(b"" for _ in range(1 + len(fields)))
+        if kind is SampleState.COMPLETE:
+            crcs = np.array([self._crc(fields, at) for at in rows.tolist()], "<u4")
+            payload = self._payload(fields, None if whole else rows)
+            if rows[0] == 0:
+                rejected, lost = record.rejected, record.lost_tokens
+        else:
+            rejected = {_REASONS[kind]: int((lengths > 0).sum())}
+            lengths = np.zeros(count, np.int64)
+            payload = tuple(
+                bytes(each.value_bytes * count) if each is not None and each.axis == "sample" else b""
+                for each in (None, *fields)
+            )
+        loss = (
+            np.frombuffer(record.loss_tokens_u32, "<u4")[rows]
+            if kind is SampleState.COMPLETE
+            else np.zeros(count, "<u4")
+        )
+        kept = whole and kind is SampleState.COMPLETE
+        message = Samples(
+            stream=record.stream, partition=record.partition, base_seq=base_seq,
+            lengths_u32=lengths.astype("<u4").tobytes(), crcs_u32=crcs.tobytes(), loss_tokens_u32=loss.tobytes(),
+            cursor=record.cursor, rejected=rejected, lost_tokens=lost, policy_version=record.policy_version,
+            keep=record.keep if kept else UNSET, shared_u32=record.shared_u32 if kept else UNSET,
+        )  # fmt: skip
+        if self.empty:
+            self.payload, self.values = None, {}
+        return Complete(message, payload, sent)
+
+    def _crc(self, fields: Sequence[Field], at: int) -> int:
+        """Return the checksum of a complete sample."""
+        columns = [self.crcs[each.name] for each in fields if each.late and each.name in self.crcs]
+        late = np.array([column[at] or 0 for column in columns], "<u4")
+        return zlib.crc32(late.tobytes(), int(np.frombuffer(self.record.crcs_u32, "<u4")[at]))
+
+    def _payload(self, fields: Sequence[Field], rows: I64 | None) -> tuple[Any, ...]:
+        """Return the frames of the tokens and of all fields for the samples ``rows``; for all samples with None."""
+        assert self.payload is not None  # nothing is complete while ``unread``
+        frames, given = [_rows_of(self.payload[0], self.lengths, rows)], iter(self.payload[1:])
+        every = range(len(self.lengths)) if rows is None else rows.tolist()
+        for each in fields:
+            by_sample = each.axis == "sample"
+            if not each.late:
+                frame = next(given)
+                frames.append(_rows_of(frame, np.ones_like(self.lengths) if by_sample else self.lengths, rows))
+                continue
+            values = self.values.get(each.name, [None] * len(self.lengths))
+            none = bytes(each.value_bytes) if by_sample else b""  # of a rejected sample
+            frames.append(b"".join(none if (value := values[at]) is None else value for at in every))
+        return tuple(frames)
+
+
+def _rows_of(frame: Any, sizes: I64, rows: I64 | None) -> Any:
+    """Return the part of a frame that belongs to ``rows``; sample i has ``sizes[i]`` of the frame's equal values."""
+    if rows is None:
+        return frame
+    data, ends = memoryview(frame).cast("B"), np.concatenate([[0], np.cumsum(sizes)])
+    width = len(data) // max(int(ends[-1]), 1)
+    return b"".join(data[int(ends[at]) * width : int(ends[at + 1]) * width] for at in rows.tolist())

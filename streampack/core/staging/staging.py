@@ -1,0 +1,281 @@
+"""The staged partitions of all feeds: writes their records, and decides about timeouts.
+
+Without late fields there are none. ``intake`` calls ``take`` after each change, and admits what it returns. A message
+``Amend`` is answered once its record is safe. A value that comes again is answered, too, but not recorded again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from streampack.core.journal.journal import Journal
+from streampack.core.journal.log_effects import Recall, Recalled
+from streampack.core.journal.log_records import ChunkStaged, EndStaged, MarkStaged, SamplesAmended
+from streampack.core.merge.queues import NOWHERE
+from streampack.core.model.fields import Field
+from streampack.core.protocol.events import Effect, Report
+from streampack.core.protocol.producer_messages import Amend, Amended, Mark, Samples
+from streampack.core.staging.amendments import LateValue, Refused, parse_amend
+from streampack.core.staging.staged_chunk import StagedChunk
+from streampack.core.staging.staged_partition import StagedPartition, time_out
+
+StagedRecord = ChunkStaged | SamplesAmended | MarkStaged | EndStaged
+CHECK_S = 1.0
+"""Seconds between two looks for samples that have waited too long."""
+
+
+class AmendAnswer(NamedTuple):
+    """The answer to a message of ``producer``, which is sent once the records below ``lsn`` are safe."""
+
+    lsn: int
+    producer: str
+    answer: Amended
+
+
+class _StagedFeed(NamedTuple):
+    """A feed with late fields: its staged partitions, and the timeout of their samples in seconds."""
+
+    partitions: list[int]
+    timeout_s: int
+
+
+class Staging:
+    """The staged partitions of all feeds, by partition number ``p``."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._of: dict[int, StagedPartition] = {}
+        self._feeds: dict[str, _StagedFeed] = {}
+        self._answers: deque[AmendAnswer] = deque()
+        self._now = self._checked = 0.0
+        self._changed: list[int] = []
+        """Partitions of which something may be admitted at the next tick."""
+        self.timed_out = 0
+        """Number of samples that were dropped because a late field did not come."""
+
+    def open(
+        self, feed: str, p: int, stream: str, partition: int, fields: tuple[Field, ...], timeout_s: int
+    ) -> StagedPartition:  # fmt: skip
+        """Add partition ``p`` of ``feed``, whose samples wait for late fields; return it."""
+        self._of[p] = StagedPartition(stream, partition, fields)
+        self._feeds.setdefault(feed, _StagedFeed([], timeout_s)).partitions.append(p)
+        return self._of[p]
+
+    def of_feed(self, feed: str) -> list[int]:
+        """Return the numbers of the staged partitions of ``feed``."""
+        return self._feeds[feed].partitions if feed in self._feeds else []
+
+    @property
+    def first_lsn(self) -> int:
+        """Log sequence number of the first record that staged samples need; ``NOWHERE`` if there is none."""
+        return min((staged.first_lsn for staged in self._of.values()), default=NOWHERE)
+
+    # Messages of producers
+
+    def stage(self, p: int, message: Samples, payload: tuple[Any, ...]) -> list[Effect]:
+        """Record a good chunk, the next one of its partition, and let it wait."""
+        record = ChunkStaged(
+            stream=message.stream, partition=message.partition, base_seq=message.base_seq,
+            lengths_u32=message.lengths_u32, crcs_u32=message.crcs_u32, loss_tokens_u32=message.loss_tokens_u32,
+            cursor=message.cursor, rejected=message.rejected, lost_tokens=message.lost_tokens, keep=message.keep,
+            policy_version=message.policy_version, shared_u32=message.shared_u32,
+        )  # fmt: skip
+        lsn, staged = self._journal.next_lsn, self._of[p]
+        staged.add_chunk(StagedChunk(record, lsn, self._now, staged.num_marks, tuple(map(bytes, payload))))
+        return self._journal.append(record, payload)
+
+    def mark(self, p: int, message: Mark) -> list[Effect]:
+        """Record the end of a batch."""
+        record = MarkStaged(
+            stream=message.stream, partition=message.partition, number=message.number, seq=message.seq,
+            batch=message.batch,
+        )  # fmt: skip
+        self._of[p].add_mark(self._journal.next_lsn, record)
+        return self._journal.append(record)
+
+    def end(self, p: int, total: int) -> list[Effect]:
+        """Record the end of a partition, if it is new."""
+        staged = self._of[p]
+        if staged.end is not None:
+            return []
+        record = EndStaged(stream=staged.stream, partition=staged.partition, total=total)
+        staged.end = self._journal.next_lsn, record
+        return self._journal.append(record)
+
+    def amend(self, p: int, message: Amend, payload: tuple[Any, ...], producer: str) -> list[Effect]:
+        """Record the new values of a message, and queue the answer; no answer if a sample has not come yet."""
+        try:
+            values = parse_amend(message, payload, self._of[p])
+        except Refused as refused:
+            self._answers.append(AmendAnswer(0, producer, Amended(number=message.number, refusal=str(refused)[:2000])))
+            return [Report("warning", f"refused values: {refused}", stream=message.stream, partition=message.partition)]
+        if values is None:
+            return []
+        effects = self._put(p, values) if values else []
+        self._answers.append(AmendAnswer(self._journal.next_lsn, producer, Amended(number=message.number)))
+        return effects
+
+    def _put(self, p: int, values: Sequence[LateValue]) -> list[Effect]:
+        """Record new values, one record for all samples that get the same fields."""
+        staged = self._of[p]
+        names: dict[int, list[LateValue]] = {}
+        for value in values:
+            names.setdefault(value.seq, []).append(value)
+        effects: list[Effect] = []
+        for fields in sorted({tuple(value.name for value in mine) for mine in names.values()}):
+            seqs = [seq for seq, mine in names.items() if tuple(value.name for value in mine) == fields]
+            columns = [[next(v for v in names[seq] if v.name == name) for seq in seqs] for name in fields]
+            crcs = np.array([[value.crc for value in column] for column in columns], "<u4")
+            places = [place for seq in seqs if (place := staged.find(seq)) is not None]
+            lengths = np.array([place.chunk.lengths[place.at] for place in places], "<u4")
+            record = SamplesAmended(
+                stream=staged.stream, partition=staged.partition, seqs_u64=np.array(seqs, "<u8").tobytes(),
+                names=fields, crcs_u32=crcs.tobytes(), lengths_u32=lengths.tobytes(),
+            )  # fmt: skip
+            payload = tuple(b"".join(value.data for value in column) for column in columns)
+            effects += self._journal.append(record, payload)
+        for chunk in _put(staged, values):
+            staged.note(chunk)
+        return effects
+
+    def answers(self) -> list[AmendAnswer]:
+        """Return the answers that may be sent now: the records before them are safe."""
+        found: list[AmendAnswer] = []
+        while self._answers and self._answers[0].lsn <= self._journal.safe_upto:
+            found.append(self._answers.popleft())
+        return found
+
+    # Time
+
+    def tick(self, now: float) -> tuple[list[Effect], list[int]]:
+        """Fill in or drop what has waited too long.
+
+        Returns:
+            The effects, and the partitions of which something may be admitted now.
+        """
+        self._now = now
+        changed, self._changed = self._changed, []
+        if now - self._checked < CHECK_S:
+            return [], changed
+        self._checked = now
+        effects: list[Effect] = []
+        for feed, (partitions, timeout_s) in self._feeds.items():
+            for p in partitions:
+                staged = self._of[p]
+                for chunk, rows in staged.overdue(now - timeout_s):
+                    effects += self._time_out(feed, p, chunk, rows, timeout_s)
+                    staged.note(chunk)
+                    changed.append(p)
+        return effects, changed
+
+    def _time_out(self, feed: str, p: int, chunk: StagedChunk, rows: list[int], timeout_s: int) -> list[Effect]:
+        """Fill in the defaults of samples whose values did not come, or drop the samples."""
+        staged = self._of[p]
+        lacking = {at: chunk.lacking(staged.late, at) for at in rows}
+        names = sorted({name for each in lacking.values() for name in each})
+        defaults = {each.name: each.fill(each.default).tobytes() for each in staged.late if each.default is not None}
+        where = f"stream {staged.stream!r} partition {staged.partition}"
+        what = f"{', '.join(names)} of {len(rows)} samples, from number {chunk.base_seq + rows[0]} on, did not come"
+        if all(name in defaults for name in names):
+            values = [
+                LateValue(chunk.base_seq + at, each.name, 0, self._fill(each, int(chunk.lengths[at])))
+                for at in rows for each in staged.late if each.name in lacking[at]
+            ]  # fmt: skip
+            text = f"{where}: {what} within {timeout_s} s (late_timeout_s); the default is used"
+            return [Report("warning", text, feed=feed, stream=staged.stream), *self._put(p, values)]
+        count = time_out(chunk, rows)
+        self.timed_out += count
+        text = f"{where}: {what} within {timeout_s} s (late_timeout_s); {count} samples are dropped"
+        return [Report("warning", text, feed=feed, stream=staged.stream)]
+
+    @staticmethod
+    def _fill(each: Field, length: int) -> bytes:
+        """Return the default of a field for a sample of ``length`` tokens."""
+        assert each.default is not None
+        shape = (length, *each.shape) if each.axis == "token" else each.shape
+        return np.broadcast_to(each.fill(each.default), shape).tobytes()
+
+    # Dropping
+
+    def discard(self, feed: str, since: int) -> None:
+        """Drop what waits in ``feed`` and was recorded from ``since`` on, because trainers went back.
+
+        The samples are counted at the next tick, when the feed is where the trainers want it.
+        """
+        self._changed += self.of_feed(feed)
+        for p in self.of_feed(feed):
+            self._of[p].discard(since)
+
+    # Records of earlier brokers
+
+    def recover(self, p: int, lsn: int, record: StagedRecord) -> None:
+        """Apply a record of an earlier broker while this broker starts."""
+        staged = self._of[p]
+        if isinstance(record, ChunkStaged):
+            chunk = StagedChunk(record, lsn, self._now, staged.num_marks)
+            chunk.unread.add(lsn)
+            staged.add_chunk(chunk)
+        elif isinstance(record, MarkStaged):
+            staged.add_mark(lsn, record)
+        elif isinstance(record, EndStaged):
+            staged.end = lsn, record
+        else:
+            for seq, names in _columns(record):
+                if (place := staged.find(seq)) is not None:
+                    place.chunk.unread.add(lsn)
+                    for name, crc in names.items():
+                        place.chunk.put(name, place.at, None, crc)
+
+    def read_again(self) -> list[Effect]:
+        """Return the effects that read the payload of what waits from the log, when a broker has started."""
+        effects: list[Effect] = []
+        for feed in self._feeds:
+            staged = [self._of[p] for p in self.of_feed(feed)]
+            unread = {lsn for each in staged for chunk in each.chunks for lsn in chunk.unread}
+            effects += [Recall(feed, lsn) for lsn in sorted(unread)]
+        return effects
+
+    def recalled(self, p: int, event: Recalled) -> None:
+        """Take the payload of a record that was read from the log."""
+        staged, record = self._of[p], event.record
+        if isinstance(record, SamplesAmended):
+            _put(staged, _values_of(record, event.payload, staged.late))
+        for chunk in [chunk for chunk in staged.chunks if event.lsn in chunk.unread]:
+            if chunk.lsn == event.lsn:
+                chunk.payload = tuple(map(bytes, event.payload))
+            chunk.unread.discard(event.lsn)
+            staged.note(chunk)
+
+
+def _put(staged: StagedPartition, values: Sequence[LateValue]) -> list[StagedChunk]:
+    """Give values to the samples that wait for them; return the chunks of these samples."""
+    changed: dict[int, StagedChunk] = {}
+    for value in values:
+        if (place := staged.find(value.seq)) is not None:
+            place.chunk.put(value.name, place.at, value.data, value.crc)
+            changed[place.chunk.base_seq] = place.chunk
+    return list(changed.values())
+
+
+def _columns(record: SamplesAmended) -> list[tuple[int, dict[str, int]]]:
+    """Return (number, checksum of each field) of each sample in a record."""
+    seqs = np.frombuffer(record.seqs_u64, "<u8").tolist()
+    crcs = np.frombuffer(record.crcs_u32, "<u4").reshape(len(record.names), len(seqs)).T.tolist()
+    return [(seq, dict(zip(record.names, column, strict=True))) for seq, column in zip(seqs, crcs, strict=True)]
+
+
+def _values_of(record: SamplesAmended, payload: tuple[Any, ...], late: Sequence[Field]) -> list[LateValue]:
+    """Return the values in a record."""
+    fields = {each.name: each for each in late}
+    lengths, columns, found = np.frombuffer(record.lengths_u32, "<u4").tolist(), _columns(record), list[LateValue]()
+    for name, frame in zip(record.names, payload, strict=True):
+        data, at, field = memoryview(frame).cast("B"), 0, fields[name]
+        for (seq, crcs), length in zip(columns, lengths, strict=True):
+            size = field.value_bytes * (length if field.axis == "token" else 1)
+            found.append(LateValue(seq, name, crcs[name], bytes(data[at : at + size])))
+            at += size
+    return found
