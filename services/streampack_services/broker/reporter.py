@@ -40,6 +40,7 @@ from streampack_services.broker.status import (
     FeedStatus,
     Histogram,
     Histograms,
+    LateStatus,
     LostTokens,
     MemoryStatus,
     MessageCounts,
@@ -282,9 +283,18 @@ class Reporter:
                     last_seen_s=seen.last_s,
                     credits=StreamCredits(granted_tokens=credits.granted_tokens, used_tokens=credits.used_tokens),
                     lag=StreamLag(samples=credits.missing_samples, tokens=credits.granted_tokens - credits.used_tokens),
+                    late=self._late(stream.name),
                 )
             )
         return rows
+
+    def _late(self, stream: str) -> LateStatus | None:
+        """Return what waits for late fields in a stream; None if the stream has none."""
+        staging = self._core.leases.staging
+        waits = staging.waiting(self._core.leases.partitions.of_stream(stream))
+        if waits is None:
+            return None
+        return LateStatus(samples=waits.samples, oldest_s=round(waits.oldest_s, 3), fields=waits.fields)
 
     def _stalled_s(self, now: float, feed: Feed, reasons: Missing | None) -> float | None:
         """Return the seconds since the feed's last step; None if no rank waits for data, for these ``reasons``."""

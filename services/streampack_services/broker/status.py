@@ -467,6 +467,17 @@ class StreamLag(Struct, frozen=True, kw_only=True):
     """Tokens that have not come: ``granted_tokens`` - ``used_tokens``."""
 
 
+class LateStatus(Struct, frozen=True, kw_only=True):
+    """Pushed samples of a stream that wait for values of late fields."""
+
+    samples: int
+    """Samples that wait."""
+    oldest_s: float
+    """Seconds that the oldest of them has waited, since the broker started or the sample came; 0 if none waits."""
+    fields: list[str]
+    """Fields that this sample lacks."""
+
+
 class StreamStatus(Struct, frozen=True, kw_only=True):
     """One stream of a feed."""
 
@@ -500,6 +511,8 @@ class StreamStatus(Struct, frozen=True, kw_only=True):
     """Tokens that may wait for the merge."""
     lag: StreamLag
     """Samples and tokens that have not come."""
+    late: LateStatus | None = None
+    """Samples that wait for late fields; None for a stream without late fields."""
 
 
 class MemoryStatus(Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from streampack_services.broker.status import (
     FeedStatus,
     Histogram,
     Histograms,
+    LateStatus,
     LogStatus,
     NodeStatus,
     RankStatus,
@@ -50,6 +51,11 @@ def of_feeds(value: Callable[[FeedStatus], float | None]) -> Callable[[BrokerSta
 def of_streams(value: Callable[[StreamStatus], float]) -> Callable[[BrokerStatus], Rows]:
     """Return a function that yields a row for each stream."""
     return lambda status: [((row.stream,), float(value(row))) for row in status.streams]
+
+
+def of_late(value: Callable[[LateStatus], float]) -> Callable[[BrokerStatus], Rows]:
+    """Return a function that yields a row for each stream with late fields."""
+    return lambda status: [((row.stream,), float(value(row.late))) for row in status.streams if row.late is not None]
 
 
 def of_log(value: Callable[[LogStatus], float]) -> Callable[[BrokerStatus], Rows]:

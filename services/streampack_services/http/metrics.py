@@ -34,6 +34,7 @@ from streampack_services.http.metric_rows import (
     node_waits,
     of_broker,
     of_feeds,
+    of_late,
     of_log,
     of_nodes,
     of_readers,
@@ -95,6 +96,10 @@ METRICS: tuple[Metric, ...] = (
            of_streams(lambda row: row.credits.used_tokens), ("stream",)),
     Metric("stream_lag_samples", "gauge", "Samples that producers have credit for but have not sent.",
            of_streams(lambda row: row.lag.samples), ("stream",)),
+    Metric("late_samples", "gauge", "Samples that wait for values of late fields.", of_late(lambda late: late.samples),
+           ("stream",)),
+    Metric("late_oldest_seconds", "gauge", "Seconds that the oldest of these samples has waited.",
+           of_late(lambda late: late.oldest_s), ("stream",)),
     Metric("rejected_samples", "counter", "Samples that could not be used and were dropped, by reason.",
            rejected, ("stream", "reason")),
     # Formed steps and packs

@@ -128,6 +128,8 @@ class Feed:
             stream = self._partitions.name_of(missing)
             if lost := self._lost_text(missing):
                 return Missing("stream", lost, stream)
+            if late := self._late_text(missing, stream):
+                return Missing("stream", late, stream)
             end = f"end_of_batch call for batch {self._partitions.intakes[missing].num_marks}"
             if not self._ends_by_marks:
                 who = self._producers.describe(missing)
@@ -141,6 +143,16 @@ class Feed:
             text = f"the {end} of stream {stream!r} partition {partition} from the producer at {where}"
             return Missing("stream", text, stream, batch=True)
         return FORMING
+
+    def _late_text(self, p: int, stream: str) -> str:
+        """Return a text that names the samples of partition ``p`` that wait for late fields; empty if none does."""
+        waits = self._leases.staging.waiting([p])
+        if waits is None or not waits.samples:
+            return ""
+        return (
+            f"{waits.samples} samples of stream {stream!r} partition {p - self._partitions.stream_of[p].first} wait "
+            f"for late fields. The oldest has waited {waits.oldest_s:.0f} s for {', '.join(waits.fields)}"
+        )
 
     @property
     def _ends_by_marks(self) -> bool:

@@ -7,7 +7,7 @@ Without late fields there are none. ``intake`` calls ``take`` after each change,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +34,14 @@ class AmendAnswer(NamedTuple):
     lsn: int
     producer: str
     answer: Amended
+
+
+class LateWaits(NamedTuple):
+    """Samples that wait for late fields: their number, the age of the oldest in seconds, and what that one lacks."""
+
+    samples: int
+    oldest_s: float
+    fields: list[str]
 
 
 class _StagedFeed(NamedTuple):
@@ -68,6 +76,15 @@ class Staging:
     def of_feed(self, feed: str) -> list[int]:
         """Return the numbers of the staged partitions of ``feed``."""
         return self._feeds[feed].partitions if feed in self._feeds else []
+
+    def waiting(self, partitions: Iterable[int]) -> LateWaits | None:
+        """Return what waits for late fields in some partitions; None if none of them has late fields."""
+        staged = [self._of[p] for p in partitions if p in self._of]
+        if not staged:
+            return None
+        oldest = min((found for each in staged if (found := each.oldest()) is not None), default=None)
+        seconds, fields = (0.0, []) if oldest is None else (self._now - oldest[0], oldest[1])
+        return LateWaits(sum(each.num_waiting for each in staged), seconds, fields)
 
     @property
     def first_lsn(self) -> int:
