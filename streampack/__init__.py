@@ -38,6 +38,8 @@ from streampack.views.padded import rows
 
 if TYPE_CHECKING:
     from streampack import integrations as integrations
+    from streampack.client.results import StepResults, results
+    from streampack.producer.late_values import SampleId
     from streampack.producer.push import Producer
     from streampack.training.attention import varlen_attention
     from streampack.training.loss import packed_loss, per_sample, reduce_metrics, target_logprobs
@@ -48,8 +50,10 @@ __all__ = [
     "Mesh",
     "Pack",
     "Producer",
+    "SampleId",
     "Step",
     "StepPlan",
+    "StepResults",
     "StreampackError",
     "block_causal_mask",
     "block_causal_mask_mod",
@@ -62,6 +66,7 @@ __all__ = [
     "per_sample",
     "plan_step",
     "reduce_metrics",
+    "results",
     "rows",
     "target_logprobs",
     "varlen_attention",
@@ -72,6 +77,8 @@ __all__ = [
 
 _LATER = {
     "Producer": "streampack.producer.push",
+    "SampleId": "streampack.producer.late_values",
+    "StepResults": "streampack.client.results",
     "block_causal_mask": "streampack.training.masks",
     "block_causal_mask_mod": "streampack.training.masks",
     "block_mask": "streampack.training.masks",
@@ -80,6 +87,7 @@ _LATER = {
     "packed_loss": "streampack.training.loss",
     "per_sample": "streampack.training.loss",
     "reduce_metrics": "streampack.training.loss",
+    "results": "streampack.client.results",
     "target_logprobs": "streampack.training.loss",
     "varlen_attention": "streampack.training.attention",
 }

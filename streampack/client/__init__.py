@@ -7,6 +7,8 @@ Two threads share the work. The trainer's thread calls ``Client``; the client's 
 - ``reader``: hands out steps and packs, makes checkpoint states and sends commits; runs in the trainer's thread.
 - ``prefetch``: the client's thread, which owns the socket and keeps a few steps ready.
 - ``state``: writes and reads the state that a trainer saves with its model.
+- ``reporting``: publishes policies, and reports values of samples.
+- ``results``: reads the values that trainers report; needs no rank.
 - ``reading_stats``: counts steps, packs and tokens, and measures data wait by cause.
 
 Data path: ``prefetch`` receives the messages of a step. The folders ``packs`` and ``views`` turn the messages into

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypedDict, Unpack, overload
+from typing import Any, Generic, Literal, Self, SupportsIndex, TypedDict, Unpack, overload
 
 import msgspec
 
@@ -330,6 +330,22 @@ class Client(Generic[BatchT]):
             DataStall: The broker did not answer.
         """
         self._reading.commit(step)
+
+    def publish(self, version: SupportsIndex) -> None:
+        """Tell the programs that push samples that a new policy is ready, and wait until that is durable.
+
+        One rank calls it, once generators can load the policy. ``Producer.policy_version`` and ``Producer.wait_for``
+        then return the version. ``max_policy_lag`` counts from it.
+
+        Args:
+            version: Version of the policy, at least the last one. It may be lower after trainers went back to a
+                checkpoint.
+
+        Raises:
+            UserError: The version is lower than the last one, or not an integer.
+            DataStall: The version was not durable in time.
+        """
+        self._reading.publish(version)
 
     def stats(self) -> dict[str, float]:
         """Return this rank's counts and times since ``connect``.

@@ -15,13 +15,16 @@ import socket
 import time
 import uuid
 from collections import deque
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, SupportsIndex
 
 import msgspec
 
 from streampack.client import state as checkpoint
 from streampack.client.prefetch import Prefetching
 from streampack.client.reading_stats import ReadingFigures
+from streampack.client.reporting import Reporting
 from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.rules import Rules
 from streampack.core.protocol.trainer_messages import AskState, Commit, State
@@ -56,6 +59,7 @@ class Reading:
             run=0, feed=feed, reader=uuid.uuid4().hex, host=socket.gethostname(), pid=os.getpid(), mesh=mesh,
             readers=readers, variable_lengths=variable_lengths, prefetch=prefetch, ready=False, patience=patience,
         )  # fmt: skip
+        self._reporting = Reporting(endpoint, feed, mesh, patience.answer_s, key)
         self._figures = ReadingFigures()
         self._last_round = -1  # the last iteration that has begun
         self._place = Begin()  # position where the iteration begins
@@ -151,7 +155,7 @@ class Reading:
             self._figures.end_wait(step is not None)
         if step is None:
             return None
-        step = self._views.arrive(step)
+        step = replace(self._views.arrive(step), reporting=self._report)
         self._delivered = True
         self._in_use = step.index
         self._figures.note_step(len(step), step.num_tokens)
@@ -176,6 +180,27 @@ class Reading:
             "('streampack relay') would save about %.1f MB/s. So would readers={'tp': [0]}, if the framework "
             "broadcasts batches", self._session.feed, mesh.tp, saved / 1e6,
         )  # fmt: skip
+
+    # Results
+
+    def publish(self, version: SupportsIndex) -> None:
+        """Publish a policy's version; see ``Client.publish``."""
+        self._prefetching.check_usable()
+        step = self._in_use + 1 if self._in_use is not None else self._upto or self._place.next_step
+        self._reporting.publish(version, step, self._attempt)
+
+    def _report(self, step: Step[Any], values: Mapping[str, Any], reduce: str) -> None:
+        """Report values of a step's samples; see ``Step.report``."""
+        self._prefetching.check_usable()
+        attached = self._prefetching.attached
+        assert attached is not None  # a step has come
+        ids = step.sample_ids
+        self._reporting.report(step.index, attached.lineage, self._attempt, ids, values, reduce)  # type: ignore[arg-type]
+
+    @property
+    def _attempt(self) -> tuple[int, int]:
+        """The broker's epoch, and the number of the trainers' attempt."""
+        return self._session.epoch, self._session.attempt
 
     # Checkpoints
 
@@ -228,10 +253,12 @@ class Reading:
 
     def close(self) -> None:
         """Release the rank and end the client's thread; further calls have no effect."""
+        self._reporting.close()
         self._prefetching.close()
 
     def move_to(self, endpoint: str) -> None:
         """Connect to the broker at another address, where it listens now. For any thread."""
+        self._reporting.move_to(endpoint)
         self._prefetching.move_to(endpoint)
 
     @property

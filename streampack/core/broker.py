@@ -29,6 +29,7 @@ from streampack.core.journal.log_records import (
     SamplesAmended,
     SamplesRejected,
     SourceAccepted,
+    ValuesReported,
     WriteCommitted,
 )
 from streampack.core.merge.queues import NOWHERE
@@ -51,7 +52,7 @@ from streampack.core.protocol.message import WRONG_SIDE, Bye, Envelope, Message,
 from streampack.core.protocol.producer_messages import Amend, Eos, Hello, Mark, ProducerPing, Samples
 from streampack.core.protocol.relay_messages import NodeGet, NodePing, relay_of
 from streampack.core.protocol.rights import Rights, forbidden, key_of, not_its_rank
-from streampack.core.protocol.trainer_messages import Attach, Get, ReaderPing
+from streampack.core.protocol.trainer_messages import AskResults, Attach, Get, Publish, ReaderPing, ReportValues
 from streampack.core.serve.attempts import Departure
 
 OfStream = (
@@ -128,6 +129,8 @@ class Broker:
             return effects + [e for feed in self.feeds.values() for e in self._advance(feed, feed.safe(event.upto))]
         if isinstance(event, Recalled):
             feed = self.feeds[event.feed]
+            if isinstance(event.record, ValuesReported):
+                return feed.results.recalled(event)
             if isinstance(event.record, ChunkStaged | SamplesAmended):
                 return self._advance(feed, self.leases.staged_recalled(event))
             chunk = isinstance(event.record, ChunkAdmitted)
@@ -136,6 +139,7 @@ class Broker:
             self._now = event.now
             effects = self.leases.tick(event.now) + self._cut_log()
             for feed in self.feeds.values():
+                feed.results.tick(event.now)
                 effects += self._advance(feed, feed.readers.tick(event.now))
             return effects
         if isinstance(event, NotSent):
@@ -148,6 +152,7 @@ class Broker:
             self.leases.records.forget_below(event.first_lsn)
             for feed in self.feeds.values():
                 feed.history.forget_below(event.first_lsn)
+                feed.results.forget_below(event.first_lsn)
             return []
         if isinstance(event, Withdrawn):
             return self._withdraw(event.key)
@@ -253,7 +258,7 @@ class Broker:
         """Start where the log ends, or at the first step if there is no log; return the first effects."""
         self.leases.credits.epoch = self.epoch
         for feed in self.feeds.values():
-            feed.readers.link.epoch = self.epoch
+            feed.readers.link.epoch = feed.results.epoch = self.epoch
             feed.readers.begin(max(feed.history.released, feed.history.oldest_step))
         self._base_lsn = self.journal.next_lsn
         effects = self.journal.append(self.base())
@@ -323,7 +328,7 @@ class Broker:
         if not formed and believed and not self.num_readers and not self.leases.num_producers:
             self.epoch = self.leases.credits.epoch = envelope.epoch + 1
             for feed in self.feeds.values():
-                feed.readers.link.epoch = self.epoch
+                feed.readers.link.epoch = feed.results.epoch = self.epoch
 
     def _on_change(self, event: Change) -> list[Effect]:
         """Apply a change of the rules to its feed, or refuse it with an ``Answer``."""
@@ -367,11 +372,13 @@ class Broker:
         if isinstance(message, (NodeGet, NodePing)):
             return self._on_relay(peer, envelope, message)
         reads = next((feed for feed in self.feeds.values() if feed.readers.knows(peer)), None)
-        if isinstance(message, Attach):
+        if isinstance(message, Attach | Publish | ReportValues | AskResults):
             feed = self.feeds.get(message.feed)
             if feed is None:
                 known = ", ".join(map(repr, self.feeds))
                 return self._refuse(peer, "unknown_feed", f"got feed {message.feed!r}, expected one of: {known}")
+            if not isinstance(message, Attach):
+                return self._advance(feed, feed.tell_back(peer, envelope, self._now))
             effects: list[Effect] = []
             if reads is not None and reads is not feed:
                 effects = self._advance(reads, reads.readers.leave(peer, Departure.OTHER_FEED))

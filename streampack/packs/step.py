@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
-from typing import Any, Generic, SupportsIndex, cast
+from typing import Any, Generic, Literal, SupportsIndex, cast
 
 import numpy as np
 
@@ -45,6 +45,34 @@ class Step(Generic[BatchT]):
     """32 hex digits that identify this step and all steps before."""
     regrouping: Regrouping | None = dataclass_field(default=None, repr=False, compare=False)
     """Settings for ``regroup``; internal."""
+    reporting: Callable[[Step[Any], Mapping[str, Any], str], None] | None = dataclass_field(
+        default=None, repr=False, compare=False
+    )
+    """Function for ``report``; internal."""
+
+    def report(self, values: Mapping[str, Any], *, reduce: Literal["sum", "same"] = "sum") -> None:
+        """Report values of this rank's samples, such as rewards or losses, and wait until they are durable.
+
+        Once every rank has reported, subscribers get the values of the whole step: see ``streampack.results``. Call it
+        on every rank; the ranks with ``tp_rank`` 0 in the last pipeline stage speak. A repeated call with the same
+        names has no effect. A value is at most once in the results for each lineage, step and sample.
+
+        Args:
+            values: By name, one number for each row of ``sample_ids``: an array, a tensor or a list.
+            reduce: Context-parallel ranks hold parts of the same samples. With ``"sum"`` their values are added; with
+                ``"same"`` each has the whole value, and the first one speaks.
+
+        Raises:
+            UserError: A value has another shape, or the step was not made by a loader.
+            Rejected: The broker has not served this step.
+            DataStall: The values were not durable in time.
+
+        Example:
+            >>> step.report({"reward": rewards, "entropy": entropies})  # doctest: +SKIP
+        """
+        if self.reporting is None:
+            raise UserError("got a step that was not made by a loader, expected a step from loader.steps()")
+        self.reporting(self, values, reduce)
 
     def regroup(self, budget: SupportsIndex, *, min_packs: SupportsIndex = 1) -> ForwardPacks[BatchT]:
         """Return this rank's samples of the step in packs of another budget, for passes without gradients.

@@ -15,7 +15,6 @@ A program that pushes its own samples:
 - ``tree_groups``: makes the chunk of a group whose samples share tokens.
 - ``push_thread``: the thread that sends the chunks.
 - ``late_values``, ``amend_thread``: convert and send values of late fields.
-- ``session_thread``: what both threads share, and the state that they share with the program.
 
 A batch here is the samples of one chunk. The sessions in ``core.sessions`` decide which messages are sent and when. The
 folder knows leases, records and chunks. It does not know steps, packs or trainers.

@@ -10,11 +10,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from streampack.connection.session_thread import SessionThread
 from streampack.core.protocol.producer_messages import LateFields
 from streampack.core.sessions.pushing.amend_session import AmendSession, GiveValues
 from streampack.errors import Rejected
 from streampack.producer.late_values import SampleId, values_of
-from streampack.producer.session_thread import SessionThread
 from streampack.transport.keys import Key
 
 

@@ -21,19 +21,17 @@ from streampack.wire.checksums import crc32c
 class SampleId(NamedTuple):
     """Id of a pushed sample, for ``Producer.amend`` in any process; a tuple of three integers.
 
-    Attributes:
-        partition: Number of the partition.
-        seq: Sequence number of the sample in the partition, as ``Producer.send`` returns it.
-        incarnation: Number of the process that sent the sample.
-
     Example:
         >>> SampleId(0, 17, 4711)[:2]
         (0, 17)
     """
 
     partition: int
+    """Number of the partition."""
     seq: int
+    """Sequence number of the sample in the partition, as ``Producer.send`` returns it."""
     incarnation: int
+    """Number of the process that sent the sample."""
 
 
 def as_id(given: Any) -> SampleId:

@@ -222,6 +222,36 @@ class Producer:
         self._pushing.tell(EndWrite(write))
         self.flush()
 
+    def policy_version(self) -> int | None:
+        """Return the version of the newest policy that trainers have published; None if they have published none.
+
+        Raises:
+            UserError: The producer is closed.
+        """
+        return self._pushing.policy_version
+
+    def wait_for(self, version: SupportsIndex, timeout_s: float | None = None) -> int:
+        """Wait until the trainers have published policy ``version`` or a newer one (``Client.publish``).
+
+        Args:
+            version: Version of the policy.
+            timeout_s: Seconds to wait. Default: the ``timeout_s`` of the producer.
+
+        Returns:
+            The newest version.
+
+        Raises:
+            DataStall: The version was not published in time.
+            UserError: ``version`` is not an integer, or the producer is closed.
+
+        Example:
+            >>> version = rollouts.wait_for(version + 1)  # doctest: +SKIP
+        """
+        wanted = _index(version)
+        if wanted is None:
+            raise UserError(f"got version={version!r}, expected an integer")
+        return self._pushing.wait_for_policy(wanted, timeout_s)
+
     def sample_ids(self, seqs: SupportsIndex | Iterable[SupportsIndex]) -> list[SampleId]:
         """Return the ids of samples that this producer sent, for ``amend`` in any process.
 

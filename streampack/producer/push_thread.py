@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from streampack.connection.session_thread import SessionThread, log
 from streampack.core.protocol.events import Event
 from streampack.core.protocol.producer_messages import Lease
 from streampack.core.sessions.producer_base import Chunk, Failed
 from streampack.core.sessions.pushing.push_buffer import PushBuffer, size_of
 from streampack.core.sessions.pushing.push_session import EndBatch, EndPartition, Push, PushSession
-from streampack.producer.session_thread import SessionThread, log
 from streampack.transport.keys import Key
 
 LEAVE_S = 5.0
@@ -67,6 +67,23 @@ class Pushing(SessionThread):
     def write(self) -> int:
         """Number of the stream's current write, as far as the broker has said."""
         return self._session.write
+
+    @property
+    def policy_version(self) -> int | None:
+        """Version of the newest published policy; None if there is none."""
+        self._check_usable()
+        return self._session.policy_version
+
+    def wait_for_policy(self, version: int, timeout_s: float | None) -> int:
+        """Wait until policy ``version`` or a newer one is published, and return the newest version."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        self._wait_for(
+            lambda: self._session.policy_version is not None and self._session.policy_version >= version, timeout_s,
+            f"policy version {version}, which the trainers have not published",
+        )  # fmt: skip
+        found = self._session.policy_version
+        assert found is not None  # just waited for
+        return found
 
     def lease(self) -> Lease:
         """Return the current lease, with the limits and fields of samples. Raises the session's error."""

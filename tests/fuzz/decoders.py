@@ -38,13 +38,18 @@ from streampack.core.protocol.producer_messages import (
 from streampack.core.protocol.relay_messages import Elsewhere, NodeGet, NodePart, NodePing, ReaderReport
 from streampack.core.protocol.standby_messages import Follow, HandOver, Lead, LogRecords, Replaced
 from streampack.core.protocol.trainer_messages import (
+    AskResults,
     AskSnapshot,
     AskState,
     Brought,
     Commit,
     Committed,
     Fenced,
+    Noted,
     Probe,
+    Publish,
+    ReportValues,
+    Results,
     State,
     StepPart,
 )
@@ -92,6 +97,10 @@ def messages() -> list[Envelope]:
         Follow(name="b", process="b-1", log_epoch=7, have_upto=3, safe_upto=2, config_digest=b"d"),
         Lead(process="b-1", entry=2, is_member=True, first_lsn=0), Replaced(name="c"), HandOver(finished=True),
         LogRecords(first=3, kinds=b"\x07\x08", sizes_u32=(2).to_bytes(4, "little") * 2),
+        Publish(feed="train", number=1, version=2, step=3, attempt=(7, 1)), Noted(number=1),
+        ReportValues(feed="train", number=1, lineage=0, step=0, attempt=(7, 1), part=0, parts=1, names=("reward",),
+                     streams_u32=bytes(4), indices_u64=bytes(8), parts_u32=bytes(4)),
+        AskResults(feed="train", number=1, cursor=3), Results(feed="train", number=1, cursor=3),
         ProducerPing(producer="x"), Probe(feed="train"), AskSnapshot(feed="train", digest=b"d"),
         *([state] if isinstance(state, State) else []),
     ]  # fmt: skip

@@ -24,7 +24,16 @@ from streampack.core.intake.leases import Leases
 from streampack.core.journal.history import History
 from streampack.core.journal.journal import Journal
 from streampack.core.journal.log_effects import Recall, Recalled
-from streampack.core.journal.log_records import CheckpointCommitted, FeedFacts, Record, RulesChanged, SnapshotTaken
+from streampack.core.journal.log_records import (
+    CheckpointCommitted,
+    FeedFacts,
+    LineageBegan,
+    PolicyPublished,
+    Record,
+    RulesChanged,
+    SnapshotTaken,
+    ValuesReported,
+)
 from streampack.core.journal.recorder import Recorder
 from streampack.core.model.capacity import FeedPlan
 from streampack.core.model.rules import Rules, first_difference
@@ -33,7 +42,9 @@ from streampack.core.model.snapshot import Snapshot
 from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.effects import Formed, Release
 from streampack.core.protocol.events import Effect, Report
-from streampack.core.protocol.trainer_messages import State
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.trainer_messages import AskResults, Publish, ReportValues, State
+from streampack.core.results.step_values import StepValues
 from streampack.core.serve.readers import Readers
 from streampack.core.stats.data_wait import Missing
 from streampack.core.stats.padding import depends_on_mesh
@@ -72,6 +83,8 @@ class Feed:
         self._snapshot_check = SnapshotCheck(
             name, rules, self.history, self.planner.live, self.memory, leases.partitions
         )
+        self.results = StepValues(run, epoch, name, journal, lambda ids: leases.partitions.sent_as(name, ids))
+        """Values that trainers report for samples of steps."""
         self.figures = FormedFigures(plan.rules)
         self._waits_for: int | None = None
         """LSN of the snapshot to restore, while it is read from the log."""
@@ -370,6 +383,7 @@ class Feed:
         effects = self._recorder.begin_lineage(step, why, since)
         self.steps.lineage = self.history.lineage
         self.steps.forget_chains(step)
+        self.results.branch(self.history.lineage)
         return effects
 
     # The log
@@ -377,7 +391,7 @@ class Feed:
     def safe(self, upto: int) -> list[Effect]:
         """Record that all log records before ``upto`` are safe: confirm commits, and serve steps."""
         committed = self.readers.committed(self._checkpoints.safe(upto))
-        return committed + self.readers.tell_states() + self._outbox.hand_out()
+        return committed + self.readers.tell_states() + self._outbox.hand_out() + self.results.safe()
 
     def recover(self, lsn: int, record: Record) -> None:
         """Apply a record of an earlier broker while this broker starts."""
@@ -386,6 +400,12 @@ class Feed:
             self.planner.live.know(record.change.rules)
         elif isinstance(record, CheckpointCommitted):
             self._checkpoints.recover(record.step)
+        elif isinstance(record, ValuesReported):
+            self.results.add(lsn, record)
+        elif isinstance(record, PolicyPublished):
+            self.history.published = record
+        elif isinstance(record, LineageBegan):
+            self.results.branch(record.lineage)
 
     def recover_facts(self, facts: FeedFacts, released: int) -> None:
         """Apply the facts that replace deleted records; raise ValueError if their rules are not this feed's."""
@@ -399,6 +419,8 @@ class Feed:
         """Start after all records were applied: go to the first step that some rank has not returned."""
         step = self.steps.formed_upto
         self.steps.lineage = self.history.lineage
+        if self.history.published is not None:
+            self._leases.credits.publish(self.name, self.history.published.version)
         effects = self._leases.records.discard(self.name)  # lost samples that the last broker has not recorded
         return effects + self.go_to(step, anew=True) if self.history.order or step else []
 
@@ -442,6 +464,33 @@ class Feed:
         self.steps.skip(first, last)
         said = Report("info", f"feed {self.name!r} skips steps {first} to {last}", feed=self.name, step=first)
         return [said, *self._recorder.record_skip(first, last)]
+
+    def tell_back(self, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
+        """Handle a message about results: a published policy, reported values, or a subscriber's request."""
+        message, results = envelope.message, self.results
+        results.streams = [stream.name for stream in self.latest_rules.streams]
+        if isinstance(message, Publish):
+            return self._publish_policy(peer, message)
+        if isinstance(message, ReportValues):
+            return results.report(peer, message, envelope.payload, self.history.lineage, self.steps.formed_upto)
+        assert isinstance(message, AskResults)
+        return results.ask(peer, message, now)
+
+    def _publish_policy(self, peer: bytes, message: Publish) -> list[Effect]:
+        """Record the version of a policy, unless it is known or older; answer once that is safe.
+
+        Trainers that go back to a checkpoint begin a new attempt, whose versions may be lower.
+        """
+        known, effects = self.history.published, list[Effect]()
+        if known is None or message.attempt > known.attempt or message.version > known.version:
+            record = PolicyPublished(
+                feed=self.name, version=message.version, step=message.step, attempt=message.attempt
+            )
+            effects += self._journal.append(record)
+            self.history.published = record
+            self._leases.credits.publish(self.name, message.version)
+        self.results.note(peer, message.number)
+        return effects + self.safe(self._journal.safe_upto) + self._leases.credits.tell_published()
 
     def state_of(self, step: int) -> State | list[Effect]:
         """Return the state of a checkpoint at ``step``, or the effects that fetch it; an empty list if unknown."""

@@ -8,6 +8,8 @@ does no harm. ``rebalance`` decides which producer holds a partition.
 
 from __future__ import annotations
 
+from collections import deque
+
 import msgspec
 
 from streampack.core.intake.intake import MAX_UNMERGED
@@ -45,8 +47,25 @@ class Credits:
         self._sessions = 0
         self._granted: list[tuple[int, int]] = []
         """Credit of each partition as last sent: (``grant_seq``, ``grant_bytes``)."""
+        self._published: deque[tuple[int, str, int]] = deque()
+        self._versions: dict[str, int] = {}
+        """Version of the newest policy that is safely published, by feed."""
         self._held_back: set[int] = set()
         """Partitions that are leased once all samples pushed to them are safe."""
+
+    def publish(self, feed: str, version: int) -> None:
+        """Tell the producers of ``feed`` that policy ``version`` is published, once the newest record is safe."""
+        self._published.append((self._journal.next_lsn, feed, version))
+
+    def tell_published(self) -> list[Effect]:
+        """Tell pushing producers the versions of policies that are safe now."""
+        moved = set[str]()
+        while self._published and self._published[0][0] <= self._journal.safe_upto:
+            _, feed, version = self._published.popleft()
+            self._versions[feed] = version
+            moved.add(feed)
+        partitions = [p for feed in sorted(moved) for p in self._partitions.of_feed(feed)]
+        return [e for p in partitions if self._partitions.stream_of[p].terms.pushed for e in self.flow(p, repeat=True)]
 
     def open(self) -> None:
         """Add the partitions that were opened, without credit at first."""
@@ -113,7 +132,7 @@ class Credits:
             stream=stream.terms.name, partition=p - stream.first, expected_seq=self._partitions.next_seq(p),
             grant_seq=seq, grant_bytes=size, durable_seq=intake.durable_seq, durable_marks=intake.durable_marks,
             ended=self._needs_no_more(p), write=keys.safe_write(self._journal.safe_upto),
-            keys_full=keys_full,
+            keys_full=keys_full, policy_version=self._versions.get(stream.feed, msgspec.UNSET),
         )  # fmt: skip
         return self.send(holder.peer, flow, intake.session)
 
@@ -132,7 +151,7 @@ class Credits:
         effects = [e for p in moved for e in self.flow(p, repeat=True)]
         ready = [p for p in self._held_back if not self._partitions.intakes[p].unsafe]
         self._held_back.difference_update(ready)
-        return effects + [e for p in ready for e in self.lease(p)]
+        return effects + [e for p in ready for e in self.lease(p)] + self.tell_published()
 
     def settle(self, p: int) -> list[Effect]:
         """Tell the holder of ``p`` at once that new samples are safe, if the log does not wait for the disk."""

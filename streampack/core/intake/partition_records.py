@@ -189,6 +189,8 @@ class PartitionRecords:
         place = ChunkPlace(
             stream.number_in_feed(p), record.base_seq, len(lengths), lsn, int(lengths.sum()), version=version
         )
+        if isinstance(record, ChunkCompleted):
+            place.sent = np.frombuffer(record.sent_u64, "<u8").astype(np.int64)
         if record.base_seq > intake.recorded_seq:
             stream.history.is_cut = True
         intake.recorded_seq = place.stop_seq

@@ -7,8 +7,11 @@ know producers or the log.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
 
 from streampack.core.intake.admission import Admission
 from streampack.core.intake.intake import Intake
@@ -18,6 +21,7 @@ from streampack.core.journal.key_index import KeyIndex
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.capacity import MAX_KEYS
 from streampack.core.model.rules import Rules
+from streampack.core.model.samples import I64
 from streampack.core.staging.staging import Staging
 
 
@@ -135,6 +139,28 @@ class Partitions:
     def name_of(self, p: int) -> str:
         """Return the name of the stream of partition ``p``."""
         return self.stream_of[p].terms.name
+
+    def sent_as(self, feed: str, ids: I64) -> tuple[I64, I64]:
+        """Return the partition of samples, and the number with which each was sent, int64 [n] each.
+
+        ``ids`` int64 [n, 3]: stream number, index and part. The number is -1 for a sample that the log no longer has,
+        if it has waited for late fields.
+        """
+        streams = self.streams_of(feed)
+        partitions, seqs = np.zeros(len(ids), np.int64), np.full(len(ids), -1, np.int64)
+        for row, (number, index, _) in enumerate(ids.tolist()):
+            if number >= len(streams):
+                continue
+            stream = streams[number]
+            partition, seq = index % stream.terms.partitions, index // stream.terms.partitions
+            partitions[row], seqs[row] = partition, seq
+            intake = self.intakes[stream.first + partition]
+            if intake.staged is not None:
+                at = bisect_right(intake.places, seq, key=lambda place: place.stop_seq)
+                place = intake.places[at] if at < len(intake.places) else None
+                known = place is not None and place.sent is not None and place.base_seq <= seq
+                seqs[row] = place.sent[seq - place.base_seq] if known and place is not None else -1
+        return partitions, seqs
 
     def next_seq(self, p: int) -> int:
         """Return the sequence number of the sample that the holder of partition ``p`` is to send next."""

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 from msgspec import UNSET
 
-from streampack.core.journal.log_records import FeedFacts
+from streampack.core.journal.log_records import FeedFacts, PolicyPublished
 from streampack.core.model.rules import Rules, RulesChange
+from streampack.core.model.samples import I64
 from streampack.core.model.snapshot import Snapshot
 
 DIGEST_BYTES = 16
@@ -37,6 +38,7 @@ class ChunkPlace:
         lost: True if trainers went back, and the samples were discarded.
         counted: True if the log has a record of the discarded samples.
         version: Version of the policy that made the samples; -1 if unknown.
+        sent: int64 [count], numbers with which the samples were sent, if they have waited for late fields.
     """
 
     partition: int
@@ -48,6 +50,7 @@ class ChunkPlace:
     lost: bool = False
     counted: bool = False
     version: int = -1
+    sent: I64 | None = None
 
     @property
     def stop_seq(self) -> int:
@@ -90,6 +93,7 @@ class History:
             a step leave several tails before one step.
         order: Chunks and marks in the order in which they came.
         newest_version: Newest version of the policies that made samples in ``order``; -1 if unknown.
+        published: The newest policy that trainers have published; None without one.
         is_cut: True if the first records were deleted from the log.
     """
 
@@ -105,6 +109,7 @@ class History:
     tails: set[tuple[int, bytes]] = field(default_factory=set)
     order: list[ChunkPlace] = field(default_factory=list)
     newest_version: int = -1
+    published: PolicyPublished | None = None
     is_cut: bool = False
     _first: int = 0
     """The first step that is known."""
@@ -299,9 +304,13 @@ class History:
     # Policies
 
     def is_stale(self, version: int) -> bool:
-        """Return whether samples made by policy ``version`` are too old to be admitted now."""
+        """Return whether samples made by policy ``version`` are too old to be admitted now.
+
+        The newest policy is the one that trainers have published. If they publish none, samples tell.
+        """
         lag = self.rules.max_policy_lag
-        return lag is not None and 0 <= version < self.newest_version - lag
+        newest = self.newest_version if self.published is None else self.published.version
+        return lag is not None and 0 <= version < newest - lag
 
     def add_chunk(self, place: ChunkPlace) -> None:
         """Append a chunk or a mark to the order of arrival."""
@@ -346,6 +355,8 @@ class History:
         self.released = max(self.released, released)
         if facts.newest_version is not UNSET:
             self.newest_version = max(self.newest_version, facts.newest_version)
+        if facts.published is not UNSET:
+            self.published = facts.published
 
     def facts(self) -> FeedFacts:
         """Return the facts of this feed that must survive when records of the log are deleted."""
@@ -353,4 +364,5 @@ class History:
             rules=self.rules, lineage=self.lineage, lineage_step=self.lineage_step, changes=self.changes,
             skips=self.skips, commits=self.commits,
             newest_version=UNSET if self.newest_version < 0 else self.newest_version,
+            published=UNSET if self.published is None else self.published,
         )  # fmt: skip

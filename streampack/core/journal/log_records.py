@@ -45,6 +45,16 @@ class StreamFacts(Struct, frozen=True, kw_only=True):
     staged: list[tuple[int, int]] | UnsetType = msgspec.UNSET
 
 
+class PolicyPublished(Record, frozen=True, kw_only=True):
+    """Trainers published policy ``version``, which trains ``step`` next."""
+
+    TYPE: ClassVar[int] = 23
+    feed: str
+    version: int
+    step: int
+    attempt: tuple[int, int]
+
+
 class FeedFacts(Struct, frozen=True, kw_only=True):
     """All facts of a feed except its steps.
 
@@ -55,6 +65,7 @@ class FeedFacts(Struct, frozen=True, kw_only=True):
         skips: Skipped steps, as (first, last).
         commits: Steps of the checkpoints that are kept.
         newest_version: Newest version of the policies that made samples; absent if unknown.
+        published: The newest policy that trainers have published; absent without one.
     """
 
     rules: Rules
@@ -64,6 +75,7 @@ class FeedFacts(Struct, frozen=True, kw_only=True):
     skips: list[tuple[int, int]] = []
     commits: list[int] = []
     newest_version: Count | UnsetType = msgspec.UNSET
+    published: PolicyPublished | UnsetType = msgspec.UNSET
 
 
 class Base(Record, frozen=True, kw_only=True):
@@ -334,9 +346,29 @@ class EndStaged(Record, frozen=True, kw_only=True):
     total: int
 
 
+class ValuesReported(Record, frozen=True, kw_only=True):
+    """A rank reported values of samples of a step; the columns are those of ``ReportValues``.
+
+    ``values`` has float64 [n] for each of the ``names``. Values are no part of a step, and no step depends on them.
+    """
+
+    TYPE: ClassVar[int] = 22
+    feed: str
+    lineage: int
+    step: int
+    attempt: tuple[int, int]
+    part: int
+    parts: int
+    names: tuple[str, ...]
+    streams_u32: bytes
+    indices_u64: bytes
+    parts_u32: bytes
+    values: list[bytes]
+
+
 ALL_RECORDS: tuple[type[Record], ...] = (
     Base, SourceAccepted, ChunkAdmitted, SamplesRejected, BatchMarked, PartitionEnded, StepFormed, SnapshotTaken,
     FeedEnded, RulesChanged, StepsSkipped, LineageBegan, CheckpointCommitted,
     TailDropped, WriteCommitted, KeysKept, ChunkStaged, SamplesAmended, MarkStaged, EndStaged,
-    ChunkCompleted,
+    ChunkCompleted, ValuesReported, PolicyPublished,
 )  # fmt: skip

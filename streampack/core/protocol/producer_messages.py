@@ -233,6 +233,7 @@ class Flow(Message, frozen=True, kw_only=True):
         ended: True if the broker takes no more samples of the partition.
         write: Number of the stream's current write; all writes before are committed, safely in the log.
         keys_full: True if there is less credit because the index of the stream's keys is full, or nearly full.
+        policy_version: Version of the newest policy that trainers have published; absent if they have published none.
     """
 
     TYPE: ClassVar[int] = 11
@@ -246,6 +247,7 @@ class Flow(Message, frozen=True, kw_only=True):
     ended: bool = False
     write: Count = 0
     keys_full: bool = False
+    policy_version: Count | UnsetType = msgspec.UNSET
 
 
 class Revoke(Message, frozen=True, kw_only=True):

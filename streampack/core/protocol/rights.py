@@ -17,7 +17,7 @@ from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.message import Message
 from streampack.core.protocol.producer_messages import Amend, CommitWrite, Eos, Hello, Mark, Samples, Sent
 from streampack.core.protocol.relay_messages import NodeGet, NodePing
-from streampack.core.protocol.trainer_messages import Attach
+from streampack.core.protocol.trainer_messages import AskResults, Attach, Publish, ReportValues
 
 KEY_DIGITS = 64
 Side = Literal["producer", "trainer"]
@@ -62,7 +62,7 @@ def forbidden(rights: Rights, message: Message, side: Side, for_rank: bool = Fal
             f"got key {rights.name!r} of role {rights.role} from a relay, expected a key of role relay. Create one "
             f"with 'streampack keys new KEYS NAME --role relay', and start the relay with it"
         )
-    if isinstance(message, NodeGet | NodePing):
+    if isinstance(message, NodeGet | NodePing | Publish | ReportValues | AskResults):
         return _not_its_feed(rights, message.feed)
     if isinstance(message, Attach):
         return not_its_rank(rights, message.feed, message.mesh, message.host)

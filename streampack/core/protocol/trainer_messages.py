@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, UnsetType
 
-from streampack.core.model.bounded import Digest, Host, Name, PingS, Small, Text
+from streampack.core.model.bounded import MAX_STREAMS, Digest, Host, Name, PingS, Small, Text
 from streampack.core.model.fields import MAX_FIELDS
 from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.rules import Rules
@@ -122,7 +122,96 @@ class Brought(Message, frozen=True, kw_only=True):
     snapshot: Snapshot
 
 
+class Publish(Message, frozen=True, kw_only=True):
+    """The trainer has published policy ``version``; it trains step ``step`` next. Repeated until ``Noted`` comes.
+
+    ``number`` names the message to its sender. ``attempt`` is (the broker's epoch, the trainers' attempt).
+    """
+
+    TYPE: ClassVar[int] = 26
+    feed: Name
+    number: Count
+    version: Count
+    step: Count
+    attempt: tuple[Count, Count]
+
+
+class ReportValues(Message, frozen=True, kw_only=True):
+    """Values of n samples of a step, by a rank that has them; repeated until ``Noted`` comes.
+
+    Payload: a frame of float64 [n] for each of the ``names``. Values that several parts have for a sample are summed.
+
+    Attributes:
+        number: Number of the message, which names it to its sender.
+        attempt: (the broker's epoch, the trainers' attempt); the values of the highest attempt count.
+        part: Number of this part, below ``parts``.
+        parts: Number of parts that all ranks send.
+        names: Names of the values, at most once each.
+        streams_u32, indices_u64, parts_u32: [n], id of each sample: stream number, index and part.
+    """
+
+    TYPE: ClassVar[int] = 27
+    feed: Name
+    number: Count
+    lineage: Count
+    step: Count
+    attempt: tuple[Count, Count]
+    part: Small
+    parts: Small
+    names: Annotated[tuple[Name, ...], Meta(max_length=MAX_FIELDS)]
+    streams_u32: bytes
+    indices_u64: bytes
+    parts_u32: bytes
+
+
+class AskResults(Message, frozen=True, kw_only=True):
+    """Ask for the first reported step from ``cursor`` on; repeated until ``Results`` comes. 0 asks for the oldest step.
+
+    Without a cursor, ``Results`` has the cursor of the next step that will be reported, and no step.
+    """
+
+    TYPE: ClassVar[int] = 28
+    feed: Name
+    number: Count
+    cursor: Count | UnsetType = msgspec.UNSET
+
+
 # Broker -> trainer
+
+
+class Noted(Message, frozen=True, kw_only=True):
+    """The content of message ``number`` is safe in the log, or was refused for the reason ``refusal``."""
+
+    TYPE: ClassVar[int] = 39
+    number: Count
+    refusal: Text = ""
+
+
+class Results(Message, frozen=True, kw_only=True):
+    """The values that were reported for a step; the answer to ``AskResults`` of the same ``number``.
+
+    Payload: a frame of float64 [n] for each of the ``names``. A message without ``streams`` has no step.
+
+    Attributes:
+        cursor: Cursor of the step after this one.
+        streams: Names of the feed's streams.
+        streams_u32, indices_u64, parts_u32: [n], id of each sample.
+        partitions_u32, seqs_u64: [n], partition of each sample, and the number with which it was sent.
+    """
+
+    TYPE: ClassVar[int] = 29
+    feed: Name
+    number: Count
+    cursor: Count
+    lineage: Count = 0
+    step: Count = 0
+    names: Annotated[tuple[Name, ...], Meta(max_length=MAX_FIELDS)] = ()
+    streams: Annotated[list[Name], Meta(max_length=MAX_STREAMS)] = msgspec.field(default_factory=list)
+    streams_u32: bytes = b""
+    indices_u64: bytes = b""
+    parts_u32: bytes = b""
+    partitions_u32: bytes = b""
+    seqs_u64: bytes = b""
 
 
 class Attached(Message, frozen=True, kw_only=True):
@@ -341,5 +430,5 @@ class Fenced(Message, frozen=True, kw_only=True):
 
 TRAINER_MESSAGES: tuple[type[Message], ...] = (
     Attach, Get, ReaderPing, AskState, Commit, Brought, Attached, StepPart, Wait, End, State, Committed, Fenced, Probe,
-    AskSnapshot,
+    AskSnapshot, Publish, ReportValues, AskResults, Noted, Results,
 )  # fmt: skip

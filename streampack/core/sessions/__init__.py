@@ -5,6 +5,7 @@
 - ``pushing``: a producer of samples that exist once, and one that gives values to their late fields.
 - ``client_session``, ``client_events``: a rank that reads steps, and the requests of its trainer.
 - ``route``, ``routed_client``: a rank with a relay on its host, and the way of its messages.
+- ``telling_session``: a process that publishes policies, reports values, or reads reported values.
 - ``relay_session``, ``relay_events``: a relay, which speaks for the readers of its host.
 - ``node_feed``: the steps of one feed that a relay has, and its requests for more.
 - ``backoff``: when a message without an answer is sent again.

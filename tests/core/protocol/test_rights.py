@@ -15,7 +15,7 @@ from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who
 from streampack.core.protocol.producer_messages import Amend, CommitWrite, Eos, Hello, Mark, Samples, Sent
 from streampack.core.protocol.relay_messages import NodeGet, NodePing, relay_of, relayed
 from streampack.core.protocol.rights import KEY_DIGITS, NO_RIGHTS, Rights, Side, forbidden, key_of
-from streampack.core.protocol.trainer_messages import Attach
+from streampack.core.protocol.trainer_messages import AskResults, Attach, Publish, ReportValues
 from streampack.wire import frames as wire
 from tests.core.sessions.test_sessions import _EVENTS, EPOCH, RUN, Bench, attach, fill, hello
 
@@ -54,7 +54,7 @@ def spelled_out(rights: Rights, message: Message, side: Side, for_rank: bool = F
     allowed = rights.role in {"producer": ("producer", "any"), "trainer": ("trainer", "relay", "any")}[side]
     if for_rank or isinstance(message, NodeGet | NodePing):
         allowed &= rights.role in ("relay", "any")
-    if isinstance(message, NodeGet | NodePing):
+    if isinstance(message, NodeGet | NodePing | Publish | ReportValues | AskResults):
         return allowed & (message.feed in (rights.feeds or [message.feed]))
     if isinstance(message, Hello):
         allowed &= all(offer.stream in (rights.streams or [offer.stream]) for offer in message.offers)

@@ -52,6 +52,7 @@ from streampack.core.protocol.producer_messages import (
     Sent,
 )
 from streampack.core.protocol.trainer_messages import (
+    AskResults,
     AskSnapshot,
     Attach,
     Attached,
@@ -59,6 +60,7 @@ from streampack.core.protocol.trainer_messages import (
     End,
     Get,
     ReaderPing,
+    Results,
     StepPart,
     Wait,
 )
@@ -1161,6 +1163,10 @@ def _field(kind: type[Message], name: str, known: dict[type, Any]) -> Any:
         return st.lists(st.builds(lambda s, d: {"stream": s, "source_digest": d}, _NAMES, st.just("d")), max_size=3)
     if name == "frames":
         return st.lists(_NAMES, max_size=3)
+    if name == "attempt":
+        return st.tuples(_SMALL, _SMALL)
+    if name == "streams":
+        return st.lists(_NAMES, max_size=3)
     if name == "names":
         return st.lists(_NAMES, max_size=3)
     if name in ("fields", "late_fields"):
@@ -1195,6 +1201,8 @@ def _field(kind: type[Message], name: str, known: dict[type, Any]) -> Any:
     if name == "starvation":
         waits = {"causes_s": {"zz": 1e12, "stream": 2.0}, "streams_s": {"a": 1.0}, "waits": [2**62 - 1] * 64}
         return st.sampled_from([None, {}, waits])
+    if name == "cursor" and kind in (AskResults, Results):
+        return known[int]
     if name == "cursor":
         return st.none() if known is None else st.just((0, 0, 0))
     if name == "rules":

@@ -17,11 +17,12 @@ from crc32c import crc32c
 from msgspec import UNSET
 
 import streampack
+from streampack.connection import session_thread
 from streampack.core.model.fields import Field
 from streampack.core.protocol.message import Bye, Reject
 from streampack.core.protocol.producer_messages import Done, ProducerPing
 from streampack.errors import DataStall, PeerError, Rejected, SampleError, Unreachable, UserError
-from streampack.producer import push_thread, session_thread
+from streampack.producer import push_thread
 from tests.integration.running import PATIENCE_S, until
 from tests.integration.small_broker import STREAM, SmallBroker
 

@@ -19,6 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from msgspec import UNSET
+
 from streampack.core.model.phases import Phases
 from streampack.core.model.snapshot import Cursor
 from streampack.core.protocol.events import Effect, Event, Report
@@ -123,6 +125,8 @@ class PushSession(Sender):
     """The newest lease, with the broker's requirements for samples."""
     write: int = 0
     """Number of the stream's current write, as the broker has said in its newest message."""
+    policy_version: int | None = None
+    """Version of the newest policy that trainers have published, as far as the broker has said."""
     first_seq: int | None = None
     """Number of this process's first sample; None while samples of earlier processes are not safe."""
     phases: Phases[PushPhase] = field(init=False)
@@ -268,6 +272,8 @@ class PushSession(Sender):
             self.phases.go(PushPhase.SENDING)
         self._window.widen(flow)
         self.write = max(self.write, flow.write)
+        if flow.policy_version is not UNSET:
+            self.policy_version = flow.policy_version
         return self._note_progress(flow) if self.begun else []
 
     def _note_progress(self, flow: Flow) -> list[Effect]:

@@ -69,7 +69,10 @@ class SessionThread:
     ``name`` names the stream and the partition, for logs and errors.
     """
 
-    def __init__(self, endpoint: str, session: ThreadSession, name: str, timeout_s: float, key: Key | None) -> None:
+    def __init__(
+        self, endpoint: str, session: ThreadSession, name: str, timeout_s: float, key: Key | None,
+        max_frame_bytes: int = 1 << 20,
+    ) -> None:  # fmt: skip
         self._endpoint, self._timeout_s, self._pid = endpoint, timeout_s, os.getpid()
         self._shared, self._name = session, name
         self._changed = threading.Condition()
@@ -78,7 +81,7 @@ class SessionThread:
         self._closed = self._leaving = False
         self._waker = Waker()
         try:
-            self._dealer = Dealer(endpoint, max_message_bytes=1 << 20, linger_ms=500, key=key)
+            self._dealer = Dealer(endpoint, max_message_bytes=max_frame_bytes, linger_ms=500, key=key)
         except BaseException:
             self._waker.close()
             raise

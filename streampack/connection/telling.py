@@ -1,0 +1,59 @@
+"""The connection by which a process tells a feed something, or asks it: see ``core.sessions.telling_session``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from msgspec.structs import replace
+
+from streampack.connection.session_thread import SessionThread
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.trainer_messages import AskResults, Noted, Publish, ReportValues
+from streampack.core.sessions.telling_session import Tell, TellingSession
+from streampack.errors import Rejected
+from streampack.transport.keys import Key
+
+MAX_FRAME_BYTES = 64 << 20
+"""Most bytes of a column of results: values of 8 million samples."""
+
+
+class Telling(SessionThread):
+    """The thread and its session."""
+
+    def __init__(self, endpoint: str, feed: str, timeout_s: float, key: Key | None = None) -> None:
+        self._session = TellingSession()
+        super().__init__(endpoint, self._session, f"feed {feed!r}", timeout_s, key, MAX_FRAME_BYTES)
+
+    def ask(
+        self,
+        message: Publish | ReportValues | AskResults,
+        payload: tuple[Any, ...] = (),
+        timeout_s: float | None = None,
+        what: str = "an answer",
+    ) -> Envelope:
+        """Send a message, wait for its answer, and return the answer.
+
+        Raises Rejected if the broker refuses the message, Unreachable if no broker ever answered, and DataStall after
+        ``timeout_s`` seconds in which it waited for ``what``.
+        """
+        self._check_usable()
+        with self._changed:
+            number = self._session.take_number()
+        self.tell(Tell(replace(message, number=number), payload))
+        wait_s = self._timeout_s if timeout_s is None else timeout_s
+        try:
+            self._wait_for(lambda: not self._session.is_open(number), wait_s, what)
+        finally:
+            with self._changed:
+                answer = self._session.answers.pop(number, None)
+                self._session.forget(number)
+        assert answer is not None  # it came, else ``_wait_for`` has raised
+        if isinstance(answer.message, Noted) and answer.message.refusal:
+            raise Rejected("results", answer.message.refusal)
+        return answer
+
+    def close(self) -> None:
+        """End the thread."""
+        if os.getpid() == self._pid and not self._closed:
+            self._leave()

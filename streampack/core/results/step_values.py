@@ -1,0 +1,292 @@
+"""The values that ranks report for a feed's steps, and the subscribers that read them.
+
+A step is complete once every part has come; then subscribers get it. Its place is the log sequence number of its last
+record, which grows from step to step and stays the same after a restart. If the trainers train a step again before it
+is complete, the parts of the newest attempt count. A complete step is not reported again in its lineage: a subscriber
+gets each sample of a step at most once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import UNSET
+
+from streampack.core.journal.journal import Journal
+from streampack.core.journal.log_effects import Recall, Recalled
+from streampack.core.journal.log_records import ValuesReported
+from streampack.core.model.samples import I64
+from streampack.core.protocol.effects import SendTrainer
+from streampack.core.protocol.events import Effect
+from streampack.core.protocol.message import Envelope, Message
+from streampack.core.protocol.trainer_messages import AskResults, Noted, ReportValues, Results
+from streampack.core.results.merge_parts import ids_of, merge_parts
+
+MOST_WAITING = 256
+"""Most subscribers of a feed that wait for its next step."""
+WAIT_S = 5.0
+"""Seconds after which a subscriber that does not ask again is forgotten."""
+KEPT_STEPS = 64
+"""Complete steps that are kept in memory without a log."""
+Key = tuple[int, int, tuple[str, ...]]
+"""(lineage, step, names)."""
+Locate = Callable[[I64], tuple[I64, I64]]
+"""Function that returns partition and sent number of samples, int64 [n] each, from their ids."""
+
+
+class CompleteStep(NamedTuple):
+    """A step of which every part has come: its place, and the log sequence number of each part."""
+
+    cursor: int
+    key: Key
+    lsns: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Parts:
+    """Parts of a step of one attempt: log sequence number and record of each, by number."""
+
+    attempt: tuple[int, int]
+    found: dict[int, tuple[int, ValuesReported]] = field(default_factory=dict)
+
+
+class _Waiting(NamedTuple):
+    """A subscriber that waits for the first step from ``cursor`` on, and the time of its last request."""
+
+    number: int
+    cursor: int
+    heard: float
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A complete step that is read from the log for some subscribers."""
+
+    step: CompleteStep
+    to: list[tuple[bytes, int]]
+    parts: list[ValuesReported] = field(default_factory=list)
+
+
+class StepValues:
+    """The values of one feed's steps.
+
+    Args:
+        run, epoch: Numbers of the run and of the broker.
+        feed: Name of the feed.
+        journal: The journal of the broker.
+        locate: Finds where samples came from.
+    """
+
+    def __init__(self, run: int, epoch: int, feed: str, journal: Journal, locate: Locate) -> None:
+        self._run, self.epoch, self._feed, self._journal, self._locate = run, epoch, feed, journal, locate
+        self.streams: Sequence[str] = ()
+        """Names of the feed's streams."""
+        self._pending: dict[Key, _Parts] = {}
+        self._complete: list[CompleteStep] = []
+        self._done: set[Key] = set()
+        self._kept: dict[int, ValuesReported] = {}
+        """Records, by number, if there is no log."""
+        self._waiting: dict[bytes, _Waiting] = {}
+        self._reading: deque[_Reading] = deque()
+        self._answers: deque[tuple[int, bytes, Noted]] = deque()
+        self._now = 0.0
+
+    @property
+    def num_complete(self) -> int:
+        """Number of complete steps that the broker still has."""
+        return len(self._complete)
+
+    # Reports
+
+    def report(self, peer: bytes, message: ReportValues, payload: tuple[Any, ...], lineage: int, upto: int) -> list[
+        Effect
+    ]:  # fmt: skip
+        """Record a part, and answer once it is safe.
+
+        Args:
+            peer: The rank's connection.
+            message: The message.
+            payload: Its frames.
+            lineage: The feed's lineage.
+            upto: Steps before this one were served.
+        """
+        refusal = _fault(message, payload)
+        if not refusal and (message.step >= upto or message.lineage > lineage):
+            refusal = f"got values for step {message.step}, expected a step that was served: one before step {upto}"
+        if refusal:
+            return [self._send(peer, Noted(number=message.number, refusal=refusal))]
+        effects = self._take(message, payload) if message.lineage == lineage else []
+        self._answers.append((self._journal.next_lsn, peer, Noted(number=message.number)))
+        return effects + self.safe()
+
+    def _take(self, message: ReportValues, payload: tuple[Any, ...]) -> list[Effect]:
+        """Record a part, unless it is known or older than what is known."""
+        key = message.lineage, message.step, message.names
+        known = self._pending.get(key)
+        is_old = known is not None and (
+            message.attempt < known.attempt or (message.attempt == known.attempt and message.part in known.found)
+        )
+        if key in self._done or is_old:
+            return []
+        record = ValuesReported(
+            feed=self._feed, lineage=message.lineage, step=message.step, attempt=message.attempt, part=message.part,
+            parts=message.parts, names=message.names, streams_u32=message.streams_u32,
+            indices_u64=message.indices_u64, parts_u32=message.parts_u32, values=[bytes(frame) for frame in payload],
+        )  # fmt: skip
+        effects = self._journal.append(record)
+        self.add(self._journal.next_lsn - 1, record)
+        return effects
+
+    def add(self, lsn: int, record: ValuesReported) -> None:
+        """Add a recorded part, also one of an earlier broker."""
+        key = record.lineage, record.step, record.names
+        known = self._pending.get(key)
+        if key in self._done or (known is not None and record.attempt < known.attempt):
+            return
+        if known is None or record.attempt > known.attempt:
+            known = self._pending[key] = _Parts(record.attempt)
+        known.found[record.part] = lsn, record
+        if not self._journal.keeps:
+            self._kept[lsn] = record
+        if len(known.found) < record.parts:
+            return
+        del self._pending[key]
+        self._done.add(key)
+        self._complete.append(CompleteStep(lsn, key, tuple(sorted(at for at, _ in known.found.values()))))
+        if not self._journal.keeps and len(self._complete) > KEPT_STEPS:
+            self._forget(1)
+
+    def branch(self, lineage: int) -> None:
+        """Forget incomplete steps of earlier lineages."""
+        self._pending = {key: parts for key, parts in self._pending.items() if key[0] >= lineage}
+
+    def forget_below(self, lsn: int) -> None:
+        """Forget the steps with records below ``lsn``: these records were deleted from the log."""
+        self._forget(sum(step.lsns[0] < lsn for step in self._complete))
+        for key, parts in list(self._pending.items()):
+            if min(at for at, _ in parts.found.values()) < lsn:
+                del self._pending[key]
+
+    def _forget(self, count: int) -> None:
+        """Forget the oldest complete steps."""
+        for step in self._complete[:count]:
+            self._done.discard(step.key)
+            for lsn in step.lsns:
+                self._kept.pop(lsn, None)
+        del self._complete[:count]
+
+    # Subscribers
+
+    def ask(self, peer: bytes, message: AskResults, now: float) -> list[Effect]:
+        """Send a subscriber the first step from its cursor on, or let it wait."""
+        self._now = now
+        if message.cursor is UNSET:
+            end = self._complete[-1].cursor + 1 if self._complete else 0
+            return [self._send(peer, Results(feed=self._feed, number=message.number, cursor=end))]
+        if peer not in self._waiting and len(self._waiting) >= MOST_WAITING:
+            text = f"got more than {MOST_WAITING} subscribers of feed {self._feed!r}, expected fewer"
+            return [self._send(peer, Noted(number=message.number, refusal=text))]
+        self._waiting[peer] = _Waiting(message.number, message.cursor, now)
+        return self._serve([peer])
+
+    def _serve(self, peers: Sequence[bytes]) -> list[Effect]:
+        """Read the next step of each subscriber that waits and for which there is one, from the log."""
+        effects: list[Effect] = []
+        for peer in peers:
+            number, cursor, _ = self._waiting[peer]
+            at = bisect_left(self._complete, cursor, key=lambda step: step.cursor)
+            if at == len(self._complete) or self._complete[at].cursor >= self._journal.safe_upto:
+                continue
+            del self._waiting[peer]
+            step = self._complete[at]
+            reading = next((each for each in self._reading if each.step is step and not each.parts), None)
+            if reading is not None:
+                reading.to.append((peer, number))
+                continue
+            reading = _Reading(step, [(peer, number)])
+            if self._journal.keeps:
+                self._reading.append(reading)
+                effects += [Recall(self._feed, lsn) for lsn in step.lsns]
+            else:
+                reading.parts = [self._kept[lsn] for lsn in step.lsns]
+                effects += self._deliver(reading)
+        return effects
+
+    def recalled(self, event: Recalled) -> list[Effect]:
+        """Take a part that was read from the log, and send the step once all parts are there."""
+        assert isinstance(event.record, ValuesReported)
+        if not self._reading:
+            return []
+        reading = self._reading[0]
+        reading.parts.append(event.record)
+        if len(reading.parts) < len(reading.step.lsns):
+            return []
+        self._reading.popleft()
+        return self._deliver(reading)
+
+    def _deliver(self, reading: _Reading) -> list[Effect]:
+        """Send a step to its subscribers."""
+        merged = merge_parts(reading.parts)
+        partitions, seqs = self._locate(merged.ids)
+        lineage, step, names = reading.step.key
+        payload = tuple(column.astype("<f8").tobytes() for column in merged.values)
+        return [
+            self._send(peer, Results(
+                feed=self._feed, number=number, cursor=reading.step.cursor + 1, lineage=lineage,
+                step=step, names=names, streams=list(self.streams),
+                streams_u32=merged.ids[:, 0].astype("<u4").tobytes(),
+                indices_u64=merged.ids[:, 1].astype("<u8").tobytes(),
+                parts_u32=merged.ids[:, 2].astype("<u4").tobytes(),
+                partitions_u32=partitions.astype("<u4").tobytes(), seqs_u64=seqs.astype("<u8").tobytes(),
+            ), payload)
+            for peer, number in reading.to
+        ]  # fmt: skip
+
+    # Answers
+
+    def note(self, peer: bytes, number: int) -> None:
+        """Answer message ``number`` of a trainer once the newest record is safe."""
+        self._answers.append((self._journal.next_lsn, peer, Noted(number=number)))
+
+    def safe(self) -> list[Effect]:
+        """Answer what is safe now, and serve the subscribers that waited for it."""
+        effects: list[Effect] = []
+        while self._answers and self._answers[0][0] <= self._journal.safe_upto:
+            _, peer, answer = self._answers.popleft()
+            effects.append(self._send(peer, answer))
+        return effects + (self._serve(list(self._waiting)) if self._waiting else [])
+
+    def tick(self, now: float) -> None:
+        """Forget subscribers that do not ask any more."""
+        self._now = now
+        gone = [peer for peer, waiting in self._waiting.items() if now - waiting.heard > WAIT_S]
+        for peer in gone:
+            del self._waiting[peer]
+
+    def _send(self, peer: bytes, message: Message, payload: tuple[Any, ...] = ()) -> Effect:
+        """Return the effect that sends a message to the trainer or subscriber at ``peer``."""
+        return SendTrainer(peer, Envelope(run=self._run, epoch=self.epoch, fence=0, message=message, payload=payload))
+
+
+def _fault(message: ReportValues, payload: tuple[Any, ...]) -> str:
+    """Return an error text if a message contradicts itself; empty if not."""
+    count = len(message.streams_u32) // 4
+    columns = (message.streams_u32, 4), (message.indices_u64, 8), (message.parts_u32, 4)
+    if any(len(column) != width * count for column, width in columns):
+        return f"got ids of {[len(column) for column, _ in columns]} bytes, expected ids of {count} samples"
+    if not message.names or len(set(message.names)) != len(message.names) or len(payload) != len(message.names):
+        return f"got {len(payload)} columns for the names {list(message.names)}, expected one for each name"
+    wrong = [size for frame in payload if (size := memoryview(frame).nbytes) != 8 * count]
+    if wrong:
+        return f"got a column of {wrong[0]} bytes, expected {8 * count} bytes for {count} samples"
+    if message.part >= message.parts:
+        return f"got part {message.part} of {message.parts}, expected a smaller number"
+    ids = ids_of(message)
+    if len(np.unique(ids, axis=0)) != count:
+        return "got a sample more than once, expected each sample once"
+    return ""

@@ -1,0 +1,106 @@
+"""A process that tells a feed something, or asks it, as a pure state machine: ``handle(event) -> effects``.
+
+Trainers publish policies and report values in this way, and subscribers read the values. Each message has a number, and
+is repeated until the broker answers. It states what holds, so a repeat does no harm, and any broker of the run may
+answer. Beside ``ClientSession``, which holds a rank, this session holds nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick
+from streampack.core.protocol.message import Envelope, Message, Reject
+from streampack.core.protocol.trainer_messages import AskResults, Noted, Publish, ReportValues, Results
+from streampack.core.sessions.patience import VAIN_S
+from streampack.core.sessions.producer_base import BROKER_SILENT_S, Finish
+
+REPEAT_S = 1.0
+"""Seconds after which a message without an answer is repeated."""
+
+
+class Tell(Event, frozen=True):
+    """The program has a message for the broker, with its payload."""
+
+    message: Publish | ReportValues | AskResults
+    payload: tuple[Any, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class TellingSession:
+    """State of the connection: messages without an answer, and answers that the program has not taken."""
+
+    run: int = 0
+    epoch: int = 0
+    answers: dict[int, Envelope] = field(default_factory=dict)
+    """Answer to each message, by number."""
+    _open: dict[int, Tell] = field(default_factory=dict)
+    _next_number: int = 0
+    _now: float = 0.0
+    _last_sent: float = 0.0
+    _last_heard: float | None = None
+
+    @property
+    def reached(self) -> bool:
+        """True if the broker has answered at least once."""
+        return self._last_heard is not None
+
+    @property
+    def waits_in_vain(self) -> bool:
+        """True if the broker has long not answered."""
+        return bool(self._open) and self._now - max(self._last_heard or 0.0, self._last_sent - VAIN_S) > VAIN_S
+
+    def take_number(self) -> int:
+        """Return a number for the next message."""
+        self._next_number += 1
+        return self._next_number
+
+    def is_open(self, number: int) -> bool:
+        """Return whether the broker has not answered a message."""
+        return number in self._open
+
+    def forget(self, number: int) -> None:
+        """Stop repeating a message."""
+        self._open.pop(number, None)
+
+    def waiting_for(self) -> str:
+        """Return a text that names the cause of the wait; empty if there is none."""
+        if not self._open:
+            return ""
+        silent = self._last_heard is None or self._now - self._last_heard > BROKER_SILENT_S
+        asks = all(isinstance(each.message, AskResults) for each in self._open.values())
+        if silent and not asks:
+            return "an answer of the broker"
+        return "the next step with reported values" if asks else "the broker's log to store values"
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Return the effects of an event, for the shell to perform."""
+        if isinstance(event, Tell):
+            self._open[event.message.number] = event
+            return [self._send(event)]
+        if isinstance(event, Tick):
+            self._now = event.now
+            if not self._open or event.now - self._last_sent < REPEAT_S:
+                return []
+            return [self._send(each) for each in self._open.values()]
+        if isinstance(event, FromBroker):
+            return self._receive(event.envelope)
+        return []
+
+    def _receive(self, envelope: Envelope) -> list[Effect]:
+        """Handle a message, unless an older broker or another run sent it."""
+        if envelope.is_foreign(self.run, self.epoch):
+            return []
+        self.run, self.epoch, self._last_heard = envelope.run, envelope.epoch, self._now
+        message: Message = envelope.message
+        if isinstance(message, Reject):
+            return [Finish(message.detail, message.code)]
+        if isinstance(message, Noted | Results) and self._open.pop(message.number, None) is not None:
+            self.answers[message.number] = envelope
+        return []
+
+    def _send(self, each: Tell) -> Send:
+        """Return the effect that sends a message with its payload."""
+        self._last_sent = self._now
+        return Send(Envelope(run=self.run, epoch=self.epoch, fence=0, message=each.message, payload=each.payload))

@@ -1,0 +1,170 @@
+"""Values of a step: complete once all parts are there, summed, delivered once to each subscriber, whoever restarts."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streampack.core.journal.journal import Journal
+from streampack.core.journal.log_effects import Append, Recall, Recalled
+from streampack.core.journal.log_records import ValuesReported
+from streampack.core.model.samples import I64
+from streampack.core.protocol.effects import SendTrainer
+from streampack.core.protocol.events import Effect
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.trainer_messages import AskResults, Noted, ReportValues, Results
+from streampack.core.results.step_values import StepValues
+
+STEPS, DP, CP, SAMPLES = 4, 2, 2, 3
+
+
+def where(ids: I64) -> tuple[I64, I64]:
+    return ids[:, 1] % 2, ids[:, 1] // 2
+
+
+def part_of(step: int, attempt: int, dp: int, cp: int) -> tuple[ReportValues, tuple[bytes, ...]]:
+    """What a rank reports; the same samples on both context-parallel ranks."""
+    index = (step * DP + dp) * SAMPLES + np.arange(SAMPLES)
+    zeros = np.zeros(SAMPLES, "<u4").tobytes()
+    message = ReportValues(
+        feed="train", number=step * 100 + dp * 10 + cp, lineage=0, step=step, attempt=(1, attempt), part=dp * CP + cp,
+        parts=DP * CP, names=("loss",), streams_u32=zeros, indices_u64=index.astype("<u8").tobytes(), parts_u32=zeros,
+    )  # fmt: skip
+    return message, ((index * 1.0 + 1000 * attempt + cp).astype("<f8").tobytes(),)
+
+
+class Desk:
+    """The log, and a subscriber that asks for the next step once it has one."""
+
+    def __init__(self, keeps: bool) -> None:
+        self.keeps, self.log = keeps, list[bytes]()
+        self.safe_upto, self.cursor = 0, 0
+        self.had: list[tuple[Results, list[float]]] = []
+        self.noted: list[int] = []
+        self.start()
+
+    def start(self) -> None:
+        """Another broker, which knows what is in the log."""
+        self.log = self.log[: self.safe_upto] if self.keeps else self.log
+        self.journal = Journal(self.keeps, len(self.log) if self.keeps else 0)
+        self.values = StepValues(1, 1, "train", self.journal, where)
+        self.values.streams = ["rollouts"]
+        for lsn, record in enumerate(self.log if self.keeps else []):
+            self.values.add(lsn, msgspec.msgpack.decode(record, type=ValuesReported))
+
+    def perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Append):
+                self.log.append(msgspec.msgpack.encode(effect.record))
+            elif isinstance(effect, Recall):
+                record = msgspec.msgpack.decode(self.log[effect.lsn], type=ValuesReported)
+                self.perform(self.values.recalled(Recalled("train", effect.lsn, record)))
+            elif isinstance(effect, SendTrainer):
+                self.hear(effect.envelope)
+
+    def hear(self, envelope: Envelope) -> None:
+        if isinstance(envelope.message, Results):
+            assert envelope.message.cursor > self.cursor
+            self.cursor = envelope.message.cursor
+            self.had.append((envelope.message, np.frombuffer(envelope.payload[0], "<f8").tolist()))
+        else:
+            assert isinstance(envelope.message, Noted)
+            assert not envelope.message.refusal
+            self.noted.append(envelope.message.number)
+
+    def sync(self) -> None:
+        """All that was written is safe."""
+        self.safe_upto = len(self.log)
+        if self.keeps:
+            self.journal.safe(len(self.log))
+        self.perform(self.values.safe())
+
+    def ask(self) -> None:
+        self.perform(self.values.ask(b"s", AskResults(feed="train", number=len(self.had), cursor=self.cursor), 0.0))
+
+
+@given(st.integers(0, 9999), st.booleans(), st.booleans())
+@settings(deadline=None)
+def test_a_step_is_delivered_once_with_the_parts_of_one_attempt(seed: int, keeps: bool, killed: bool) -> None:
+    rng, desk = Random(seed), Desk(keeps)
+    parts = [(step, dp, cp) for step in range(STEPS) for dp in range(DP) for cp in range(CP)]
+    first = rng.sample(parts, rng.randrange(len(parts)))  # then the trainers are started again, and report all
+    again = [part_of(step, 2, dp, cp) for step, dp, cp in parts]
+    for message, payload in [*(part_of(step, 1, dp, cp) for step, dp, cp in first), *rng.sample(again, len(again))]:
+        for _ in range(rng.randint(1, 2)):
+            desk.perform(desk.values.report(b"t", message, payload, 0, STEPS))
+        if rng.random() < 0.3:
+            desk.sync()
+        if rng.random() < 0.3:
+            desk.ask()
+        if killed and keeps and rng.random() < 0.2:
+            desk.start()
+    for message, payload in again:  # what was not answered is repeated
+        desk.perform(desk.values.report(b"t", message, payload, 0, STEPS))
+    desk.sync()
+    for _ in range(STEPS + 1):
+        desk.ask()
+    assert sorted(each.step for each, _ in desk.had) == list(range(STEPS)), "each step once"
+    for found, values in desk.had:
+        index = np.frombuffer(found.indices_u64, "<u8").astype(np.int64)
+        assert index.tolist() == list(range(found.step * DP * SAMPLES, (found.step + 1) * DP * SAMPLES))
+        attempt = (values[0] - 2 * index[0] - 1) / 2000
+        assert attempt in (1, 2), "of one attempt"
+        assert values == [2 * each + 2000 * attempt + 1 for each in index.tolist()], "context-parallel parts are added"
+        assert np.frombuffer(found.seqs_u64, "<u8").tolist() == (index // 2).tolist()
+
+
+def test_one_that_subscribes_now_gets_what_comes_from_now_on() -> None:
+    desk = Desk(True)
+    for dp in range(DP):
+        for cp in range(CP):
+            desk.perform(desk.values.report(b"t", *part_of(0, 1, dp, cp), 0, STEPS))
+    desk.sync()
+    (effect,) = desk.values.ask(b"s", AskResults(feed="train", number=0), 0.0)
+    assert isinstance(effect, SendTrainer)
+    assert isinstance(effect.envelope.message, Results)
+    desk.cursor = effect.envelope.message.cursor
+    for step in (2, 1):
+        for dp in range(DP):
+            for cp in range(CP):
+                desk.perform(desk.values.report(b"t", *part_of(step, 1, dp, cp), 0, STEPS))
+        desk.sync()
+        desk.ask()
+    assert [message.step for message, _ in desk.had] == [2, 1], "in the order in which they were complete"
+
+
+def test_steps_whose_records_were_deleted_are_skipped() -> None:
+    desk = Desk(True)
+    for step in range(STEPS):
+        for dp in range(DP):
+            for cp in range(CP):
+                desk.perform(desk.values.report(b"t", *part_of(step, 1, dp, cp), 0, STEPS))
+    desk.sync()
+    desk.values.forget_below(6)
+    for _ in range(STEPS):
+        desk.ask()
+    assert [message.step for message, _ in desk.had] == [2, 3]
+
+
+def test_a_report_that_contradicts_itself_is_refused() -> None:
+    desk = Desk(True)
+    message, payload = part_of(0, 1, 0, 0)
+    wrong = [
+        (msgspec.structs.replace(message, streams_u32=b"\0\0"), payload),
+        (msgspec.structs.replace(message, names=("a", "a")), payload * 2),
+        (msgspec.structs.replace(message, names=()), ()),
+        (message, (b"\0" * 8,)),
+        (msgspec.structs.replace(message, part=9), payload),
+        (msgspec.structs.replace(message, step=STEPS), payload),
+        (msgspec.structs.replace(message, indices_u64=bytes(8 * SAMPLES)), payload),
+    ]
+    for each in wrong:
+        (effect,) = desk.values.report(b"t", *each, 0, STEPS)
+        assert isinstance(effect, SendTrainer)
+        assert isinstance(effect.envelope.message, Noted)
+        assert effect.envelope.message.refusal.startswith("got ")
+    assert not desk.log

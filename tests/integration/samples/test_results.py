@@ -1,0 +1,169 @@
+"""Values that trainers report, policies that they publish, and a broker that is killed in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import streampack
+from streampack.errors import DataStall, Rejected, UserError
+from tests.integration.running import PATIENCE_S, RunningBroker, folder, running_broker, until
+
+COUNT, BATCH = 96, 12
+
+
+def settings(path: Path, **changes: Any) -> dict[str, Any]:
+    sides = {side: f"ipc://{path}/{side}" for side in ("producers", "trainers")}
+    return {
+        "run": "results",
+        "listen": {**sides, "http": "127.0.0.1:0"},
+        "merge": "arrival",
+        "state_dir": str(path / "state"),
+        "rules": {"budget": 64, "step": {"samples": BATCH}},
+        "planned_mesh": {"dp": 2, "cp": 2},
+        "streams": {"rollouts": {"pushed": True, "partitions": 2}},
+    } | changes
+
+
+def push(endpoint: str, partition: int) -> None:
+    with streampack.Producer(endpoint, stream="rollouts", partition=partition, timeout_s=PATIENCE_S) as rollouts:
+        for number in range(COUNT // 2):
+            rollouts.send([1000 * partition + number + 1] * (3 + number % 5))
+        rollouts.close(end=True)
+
+
+def train(endpoint: str, dp_rank: int, cp_rank: int, stop: int = 1 << 30) -> int:
+    """Report the part of each sample's tokens that this rank holds, and a value that all ranks have whole."""
+    mesh = {"dp": 2, "cp": 2, "dp_rank": dp_rank, "cp_rank": cp_rank}
+    done = 0
+    with streampack.connect(
+        endpoint, mesh=mesh, format="numpy", stall_timeout_s=PATIENCE_S, timeout_s=PATIENCE_S
+    ) as loader:
+        for step in loader.steps():
+            held = []
+            for pack in step:
+                mine = streampack.per_sample(torch.from_numpy(pack.input_ids), pack)
+                held += [float((ids > 0).sum()) for ids in mine]
+            step.report({"tokens": held})
+            step.report({"index": torch.tensor(step.sample_ids[:, 1]).bfloat16().float()}, reduce="same")
+            if dp_rank == cp_rank == 0:
+                loader.publish(step.index + 1)
+            done += 1
+            if done == stop:
+                break
+    return done
+
+
+def read(endpoint: str, name: str, start: Any = "oldest", upto: int = COUNT // BATCH) -> list[streampack.StepResults]:
+    found = []
+    with streampack.results(endpoint, start=start, timeout_s=PATIENCE_S) as steps:
+        for step in steps:
+            if name in step.values:
+                found.append(step)
+            if len(found) == upto:
+                break
+    return found
+
+
+def check(found: list[streampack.StepResults]) -> None:
+    """Each sample of each step once, with the values of all ranks."""
+    assert [step.step for step in found] == list(range(COUNT // BATCH))
+    seen = set()
+    for step in found:
+        assert len(step) == BATCH
+        for row in range(len(step)):
+            partition, seq = int(step.partitions[row]), int(step.seqs[row])
+            assert step.values["tokens"][row] == 3 + seq % 5
+            assert step.sample_ids[row].tolist() == [0, 2 * seq + partition, 0]
+            assert step.streams[row] == "rollouts"
+            seen.add((partition, seq))
+    assert seen == {(partition, seq) for partition in range(2) for seq in range(COUNT // 2)}
+
+
+def test_values_of_all_ranks_come_back_once_whoever_is_killed() -> None:
+    with folder() as path, ThreadPoolExecutor() as pool:
+        config = settings(path)
+        broker = RunningBroker(path, config)
+        try:
+            pushed = [pool.submit(push, broker.producers, partition) for partition in range(2)]
+            ranks = [pool.submit(train, broker.trainers, dp, cp) for dp in range(2) for cp in range(2)]
+            live = pool.submit(read, broker.trainers, "tokens")
+            until(lambda: broker.feed()["steps"]["returned"] > 2)
+            broker.kill()
+            broker = RunningBroker(path, config)
+            assert [rank.result(PATIENCE_S) for rank in ranks] == [COUNT // BATCH] * 4
+            for each in pushed:
+                each.result(PATIENCE_S)
+            check(live.result(PATIENCE_S))
+            check(read(broker.trainers, "tokens"))
+            third = read(broker.trainers, "tokens", upto=3)[-1]
+            rest = read(broker.trainers, "tokens", start=third.cursor, upto=COUNT // BATCH - 3)
+            assert [step.step for step in rest] == list(range(3, COUNT // BATCH)), "goes on from a cursor"
+            same = read(broker.trainers, "index")
+            assert [step.values["index"].tolist() for step in same] == [
+                step.sample_ids[:, 1].astype(float).tolist() for step in same
+            ], "a value that each context-parallel rank has whole is not added up"
+        finally:
+            broker.kill()
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[RunningBroker]:
+    with folder() as path:
+        rules = {"budget": 64, "step": {"samples": 2}, "max_policy_lag": 1}
+        with running_broker(settings(path, rules=rules, planned_mesh={})) as running:
+            yield running
+
+
+def test_a_published_policy_is_told_to_those_that_push(broker: RunningBroker) -> None:
+    with streampack.Producer(broker.producers, stream="rollouts", timeout_s=PATIENCE_S) as rollouts:
+        assert rollouts.policy_version() is None
+        with pytest.raises(DataStall, match="policy version 0, which the trainers have not published"):
+            rollouts.wait_for(0, timeout_s=0.3)
+        with streampack.connect(broker.trainers, format="numpy", timeout_s=PATIENCE_S) as loader:
+            loader.publish(3)
+            assert rollouts.wait_for(2) == 3
+            assert rollouts.policy_version() == 3
+            with pytest.raises(UserError, match="got policy version 2 after version 3"):
+                loader.publish(2)
+            with pytest.raises(UserError, match="got version=-1"):
+                loader.publish(-1)
+            loader.publish(4)
+            assert rollouts.wait_for(4) == 4
+        rollouts.send([1, 2, 3], policy_version=3)
+        rollouts.send([1, 2, 3], policy_version=2)
+        rollouts.flush()
+        until(lambda: broker.status()["streams"][0]["rejected"].get("policy_lag") == 1)
+
+
+def test_values_that_do_not_fit_are_refused(broker: RunningBroker) -> None:
+    with streampack.Producer(broker.producers, stream="rollouts", partition=1, timeout_s=PATIENCE_S) as rollouts:
+        rollouts.send_many([[1, 2], [3, 4], [5, 6], [7, 8]])
+    with streampack.connect(broker.trainers, format="numpy", timeout_s=PATIENCE_S) as loader:
+        step = next(iter(loader.steps()))
+        with pytest.raises(UserError, match=r"got values of reward of shape \[3\], expected \[2\]"):
+            step.report({"reward": np.zeros(3)})
+        with pytest.raises(UserError, match="got values of reward that are not numbers"):
+            step.report({"reward": ["x", "y"]})
+        with pytest.raises(UserError, match="got 0 values for each sample"):
+            step.report({})
+        with pytest.raises(UserError, match="got reduce='mean'"):
+            step.report({"reward": [1.0, 2.0]}, reduce="mean")  # type: ignore[arg-type]
+        step.report({"reward": [1.0, 2.0]})
+        step.report({"reward": [3.0, 4.0]})  # the first one counts
+        (found,) = read(broker.trainers, "reward", upto=1)
+        assert found.values["reward"].tolist() == [1.0, 2.0]
+        from dataclasses import replace
+
+        with pytest.raises(Rejected, match="got values for step 99, expected a step that was served"):
+            replace(step, index=99).report({"reward": [1.0, 2.0]})
+    with pytest.raises(UserError, match="expected 'oldest', 'newest' or the cursor"):
+        streampack.results(broker.trainers, start="first")  # type: ignore[arg-type]
+    with pytest.raises(Rejected, match="got feed 'zz', expected one of: 'train'"):
+        next(streampack.results(broker.trainers, feed="zz", timeout_s=PATIENCE_S))
