@@ -10,7 +10,8 @@ from streampack_services.check.check import json_schema
 
 Tree = dict[str, Any]
 FEW_NEED = {
-    "rules.leftovers", "rules.micro_batch_size", "rules.max_policy_lag", "rules.share",
+    "rules.leftovers", "rules.micro_batch_size", "rules.staleness.max_policy_lag", "rules.staleness.on_exceed",
+    "rules.late_timeout_s", "rules.share",
     "rules.align.sample", "rules.align.pack",
     "rules.align.lcm", "rules.balance.a", "rules.balance.b", "rules.balance.group", "rules.balance.patience",
     "rules.step.min_samples", "rules.step.micro_batch_multiple", "rules.step.min_micro_batches", "rules.step.empty",

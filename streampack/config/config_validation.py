@@ -105,9 +105,9 @@ def _check_rules(config: BrokerConfig, rules: Rules, layout: str) -> None:
         )
     if rules.max_policy_lag is not None and not any(stream.pushed for stream in config.streams.values()):
         raise ConfigError(
-            f"rules.max_policy_lag: got {rules.max_policy_lag} without a pushed stream, expected at least one pushed "
-            "stream, because only pushed samples have a policy version. Remove the key, or set `pushed: true` on a "
-            "stream"
+            f"rules.staleness.max_policy_lag: got {rules.max_policy_lag} without a pushed stream, expected at least "
+            "one pushed stream, because only pushed samples have a policy version. Remove the key, or set "
+            "`pushed: true` on a stream"
         )
     if rules.share is not None and not any(stream.pushed for stream in config.streams.values()):
         raise ConfigError(

@@ -222,6 +222,26 @@ class PlannedMesh(_Settings, frozen=True, kw_only=True):
     ] = 1
 
 
+class StalenessSettings(_Settings, frozen=True, kw_only=True):
+    """Settings of the age of pushed samples, in versions of the policy that made them."""
+
+    max_policy_lag: Annotated[
+        Annotated[int, Meta(ge=0, lt=2**62)] | None,
+        Meta(
+            description="Maximum number of versions by which the policy of a pushed sample may be older than the "
+            "newest policy. Default: no maximum"
+        ),
+    ] = None
+    on_exceed: Annotated[
+        Literal["drop", "wait"],
+        Meta(
+            description="With `drop`, older samples are dropped and counted. With `wait`, none gets older: programs "
+            "ask with `Producer.wait_to_start` before they generate samples, and the oldest samples are packed first. "
+            "This needs `step: {samples: N}`"
+        ),
+    ] = "drop"
+
+
 class RulesSettings(_Settings, frozen=True, kw_only=True):
     """Settings of planning: packing, steps and balance. ``core.model.rules`` explains what follows from each."""
 
@@ -304,13 +324,7 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
             "both passes; with `drain`, no step does"
         ),
     ] = "continue"
-    max_policy_lag: Annotated[
-        Annotated[int, Meta(ge=0, lt=2**62)] | None,
-        Meta(
-            description="Drop pushed samples whose policy is more than this many versions behind the newest policy. "
-            "Default: keep all samples"
-        ),
-    ] = None
+    staleness: StalenessSettings = StalenessSettings()
     late_timeout_s: Annotated[
         int,
         Meta(
@@ -768,7 +782,8 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
                 packs=settings.step.packs or Rules().packs, batch=settings.step.batch, warmup=settings.warmup,
                 balance=settings.balance.planned(self.planned_mesh.dp), tail=settings.tail,
                 weight_unit=settings.weight_unit, merge=self.feeds[feed].merge or self.merge,
-                between_passes=settings.between_passes, max_policy_lag=settings.max_policy_lag, seed=self.seed,
+                between_passes=settings.between_passes, max_policy_lag=settings.staleness.max_policy_lag,
+                paces=settings.staleness.on_exceed == "wait", seed=self.seed,
                 late_timeout_s=settings.late_timeout_s, share=settings.share, tokens=self.tokens, fields=fields,
                 streams=streams,
             )  # fmt: skip

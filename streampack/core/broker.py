@@ -49,7 +49,7 @@ from streampack.core.protocol.effects import (
 )
 from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.protocol.message import WRONG_SIDE, Bye, Envelope, Message, Reject, Who
-from streampack.core.protocol.producer_messages import Amend, Eos, Hello, Mark, ProducerPing, Samples
+from streampack.core.protocol.producer_messages import Amend, Eos, Hello, Mark, ProducerPing, Samples, Start
 from streampack.core.protocol.relay_messages import NodeGet, NodePing, relay_of
 from streampack.core.protocol.rights import Rights, forbidden, key_of, not_its_rank
 from streampack.core.protocol.trainer_messages import AskResults, Attach, Get, Publish, ReaderPing, ReportValues
@@ -117,7 +117,7 @@ class Broker:
             effects = self.leases.receive(event.peer, event.envelope, self._now)
             message = event.envelope.message
             streams = self.leases.partitions.streams
-            of = streams.get(message.stream) if isinstance(message, Samples | Eos | Mark | Amend) else None
+            of = streams.get(message.stream) if isinstance(message, Samples | Eos | Mark | Amend | Start) else None
             feed = self.feeds[of.feed] if of is not None else None
             return effects + (feed.settle(feed.advance()) if feed is not None else [])
         if isinstance(event, Formed):
@@ -139,7 +139,7 @@ class Broker:
             self._now = event.now
             effects = self.leases.tick(event.now) + self._cut_log()
             for feed in self.feeds.values():
-                feed.results.tick(event.now)
+                feed.tick(event.now)
                 effects += self._advance(feed, feed.readers.tick(event.now))
             return effects
         if isinstance(event, NotSent):

@@ -230,6 +230,43 @@ class Producer:
         """
         return self._pushing.policy_version
 
+    def wait_to_start(self, samples: int = 1, timeout_s: float | None = None) -> int | None:
+        """Wait until this program may generate more samples, if the run has ``staleness.on_exceed: wait``.
+
+        The broker lets programs generate only samples that will not be too old when they are trained. In other runs,
+        the call returns at once.
+
+        Args:
+            samples: Number of samples, such as the size of a group.
+            timeout_s: Seconds to wait. Default: the ``timeout_s`` of the producer.
+
+        Returns:
+            The version of the newest published policy, to generate the samples with; None if there is none.
+
+        Raises:
+            DataStall: The samples may not be generated yet.
+            UserError: The producer is closed.
+
+        Example:
+            >>> version = rollouts.wait_to_start(len(prompts))  # doctest: +SKIP
+            >>> rollouts.send_group(generate(prompts, version), policy_version=version)  # doctest: +SKIP
+        """
+        if not isinstance(samples, int) or not 1 <= samples <= 2**24:
+            raise UserError(f"got samples={samples!r}, expected a whole number of at least 1")
+        return self._pushing.begin_samples(samples, timeout_s)
+
+    def give_back(self, samples: int, policy_version: SupportsIndex | None = None) -> None:
+        """Tell the broker that samples for which ``wait_to_start`` was called will not be sent, such as filtered ones.
+
+        Args:
+            samples: Number of samples.
+            policy_version: Version of the policy with which they were begun. Default: the oldest.
+
+        Raises:
+            UserError: The producer is closed.
+        """
+        self._pushing.give_back(samples, None if policy_version is None else _index(policy_version))
+
     def wait_for(self, version: SupportsIndex, timeout_s: float | None = None) -> int:
         """Wait until the trainers have published policy ``version`` or a newer one (``Client.publish``).
 

@@ -16,7 +16,15 @@ from streampack.core.protocol.events import Event
 from streampack.core.protocol.producer_messages import Lease
 from streampack.core.sessions.producer_base import Chunk, Failed
 from streampack.core.sessions.pushing.push_buffer import PushBuffer, size_of
-from streampack.core.sessions.pushing.push_session import EndBatch, EndPartition, Push, PushSession
+from streampack.core.sessions.pushing.push_session import (
+    BeginSamples,
+    EndBatch,
+    EndPartition,
+    GiveBack,
+    Push,
+    PushSession,
+    WantTickets,
+)
 from streampack.transport.keys import Key
 
 LEAVE_S = 5.0
@@ -38,6 +46,7 @@ class Pushing(SessionThread):
             run=0, producer=name.hex, incarnation=name.int >> 68, host=socket.gethostname(), pid=os.getpid(),
             stream=stream, partition=partition, buffer=PushBuffer(buffer_bytes),
         )  # fmt: skip
+        self._beginning = threading.Lock()
         self._counts = {"samples": 0, "tokens": 0, "rejected": 0, "batches": 0, "wait_s": 0.0}
         super().__init__(endpoint, self._session, f"stream {stream!r} partition {partition}", timeout_s, key)
         try:
@@ -84,6 +93,25 @@ class Pushing(SessionThread):
         found = self._session.policy_version
         assert found is not None  # just waited for
         return found
+
+    def begin_samples(self, count: int, timeout_s: float | None) -> int | None:
+        """Wait until ``count`` samples may be generated, and begin them; return the version of their policy."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        if not self.lease().paced:
+            return self._session.policy_version
+        with self._beginning:
+            tickets = self._session.tickets
+            wanted = tickets.begun + count
+            self.tell(WantTickets(wanted))
+            what = f"permission to generate {count} samples, because earlier samples are not trained"
+            self._wait_for(lambda: self._session.tickets.granted >= wanted, timeout_s, what)
+            version = self._session.policy_version
+            self.tell(BeginSamples(count))
+            return version
+
+    def give_back(self, count: int, version: int | None) -> None:
+        """Take back samples that were begun and will not be sent."""
+        self.tell(GiveBack(count, version))
 
     def lease(self) -> Lease:
         """Return the current lease, with the limits and fields of samples. Raises the session's error."""

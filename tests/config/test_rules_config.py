@@ -77,7 +77,8 @@ def test_every_rule_changes_the_digest() -> None:
         {"batch": Batch(), "packer": "none", "micro_batch_size": 1, "shape": "exact", "padded": True},
         {"batch": Batch(), "packer": "none", "micro_batch_size": 1, "shape": "exact"},
         {"warmup": Warmup(8, 9)}, {"balance": Balance(order="packer")}, {"max_policy_lag": 0}, {"max_policy_lag": 2},
-        {"late_timeout_s": 9}, {"seed": 1}, {"share": "prefix"},
+        {"max_policy_lag": 2, "batch": Batch(samples=4), "paces": True}, {"late_timeout_s": 9}, {"seed": 1},
+        {"share": "prefix"},
         *[{"streams": streams} for streams in ((A,), (B,), (A, B), (B, A))],
         *[{"streams": (msgspec.structs.replace(A, **change),)} for change in of_a],
     ]  # fmt: skip

@@ -34,6 +34,7 @@ from streampack.core.protocol.producer_messages import (
     Mark,
     ProducerPing,
     Sent,
+    Start,
 )
 from streampack.core.protocol.relay_messages import Elsewhere, NodeGet, NodePart, NodePing, ReaderReport
 from streampack.core.protocol.standby_messages import Follow, HandOver, Lead, LogRecords, Replaced
@@ -88,6 +89,7 @@ def messages() -> list[Envelope]:
         CommitWrite(stream="p", partition=0, write=0), Amended(number=3),
         Amend(stream="p", partition=0, number=3, incarnation=7, seqs_u64=b"\2" + bytes(7), names=("reward",),
               crcs_u32=bytes(4)),
+        Start(stream="p", partition=0, asked=4, granted=3, used=1, open=((2, 2),)),
         LateFields(stream="p", partitions=2, fields=(Field(name="reward", dtype="float32", late=True),),
                    max_chunk_bytes=1 << 20),
         Reject(code="mesh", detail="no"), Done(), AskState(feed="train", step=2), Commit(feed="train", step=2),

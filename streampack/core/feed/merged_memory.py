@@ -20,6 +20,8 @@ class MergedMemory:
         self.needed_tokens = needed_tokens(rules, max_sample_tokens)
         """Least limit with which every step can be formed, in tokens."""
         self.held_tokens = 0
+        self.held_samples = 0
+        """Number of samples, or pieces of split samples, that were merged and not returned by all ranks."""
         self._max_sample_tokens, self._table = max_sample_tokens, table
 
     @property
@@ -30,7 +32,9 @@ class MergedMemory:
     def hold(self, handles: I64) -> None:
         """Count samples that were merged, or dropped before the merge; ``handles`` int64 [n]."""
         self.held_tokens += int(self._table.length[handles].sum())
+        self.held_samples += len(handles)
 
     def release(self, handles: I64) -> None:
         """Stop counting released samples; ``handles`` int64 [n]."""
         self.held_tokens -= int(self._table.length[handles].sum())
+        self.held_samples -= len(handles)

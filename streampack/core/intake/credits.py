@@ -16,6 +16,7 @@ from streampack.core.intake.intake import MAX_UNMERGED
 from streampack.core.intake.partitions import Partitions
 from streampack.core.intake.producers import ConnectedProducer, Producers
 from streampack.core.journal.journal import Journal
+from streampack.core.journal.log_records import PolicyPublished
 from streampack.core.model.capacity import Capacity
 from streampack.core.protocol.effects import SendProducer
 from streampack.core.protocol.events import Effect
@@ -30,15 +31,17 @@ from streampack.core.protocol.producer_messages import (
     Samples,
     Sent,
 )
+from streampack.core.staging.staging import Staging
 
 
 class Credits:
     """Sends the leases and the credit of ``partitions`` to the ``producers`` that hold them."""
 
     def __init__(
-        self, run: int, epoch: int, capacity: Capacity, partitions: Partitions, producers: Producers, journal: Journal
+        self, run: int, epoch: int, capacity: Capacity, partitions: Partitions, producers: Producers, journal: Journal,
+        staging: Staging,
     ) -> None:  # fmt: skip
-        self._run, self._capacity = run, capacity
+        self._run, self._capacity, self._staging = run, capacity, staging
         self._partitions, self._producers, self._journal = partitions, producers, journal
         self.epoch = epoch
         """The broker's epoch."""
@@ -47,23 +50,27 @@ class Credits:
         self._sessions = 0
         self._granted: list[tuple[int, int]] = []
         """Credit of each partition as last sent: (``grant_seq``, ``grant_bytes``)."""
-        self._published: deque[tuple[int, str, int]] = deque()
-        self._versions: dict[str, int] = {}
-        """Version of the newest policy that is safely published, by feed."""
+        self._published: deque[tuple[int, PolicyPublished]] = deque()
+        self._told: dict[str, PolicyPublished] = {}
+        """The newest policy that is safely published, by feed."""
         self._held_back: set[int] = set()
         """Partitions that are leased once all samples pushed to them are safe."""
 
-    def publish(self, feed: str, version: int) -> None:
-        """Tell the producers of ``feed`` that policy ``version`` is published, once the newest record is safe."""
-        self._published.append((self._journal.next_lsn, feed, version))
+    def publish(self, published: PolicyPublished) -> None:
+        """Tell the producers of a feed that a policy is published, once the newest record is safe."""
+        self._published.append((self._journal.next_lsn, published))
+
+    def told(self, feed: str) -> PolicyPublished | None:
+        """Return the newest policy that the producers of ``feed`` are told; None if there is none."""
+        return self._told.get(feed)
 
     def tell_published(self) -> list[Effect]:
         """Tell pushing producers the versions of policies that are safe now."""
         moved = set[str]()
         while self._published and self._published[0][0] <= self._journal.safe_upto:
-            _, feed, version = self._published.popleft()
-            self._versions[feed] = version
-            moved.add(feed)
+            _, published = self._published.popleft()
+            self._told[published.feed] = published
+            moved.add(published.feed)
         partitions = [p for feed in sorted(moved) for p in self._partitions.of_feed(feed)]
         return [e for p in partitions if self._partitions.stream_of[p].terms.pushed for e in self.flow(p, repeat=True)]
 
@@ -103,6 +110,7 @@ class Credits:
             passes=terms.passes, dtype=stream.rules.tokens,
             fields=tuple(each for each in stream.rules.fields if not (terms.late and each.late)),
             late_fields=stream.rules.late_fields if terms.late else msgspec.UNSET,
+            paced=stream.rules.paces or msgspec.UNSET,
             overlong=terms.overlong, poison=terms.poison,
             max_sample_tokens=terms.limit if terms.overlong == "error" else self._capacity.max_sample_tokens,
             max_chunk_bytes=self._capacity.max_chunk_bytes, batches=terms.batches or msgspec.UNSET,
@@ -132,9 +140,16 @@ class Credits:
             stream=stream.terms.name, partition=p - stream.first, expected_seq=self._partitions.next_seq(p),
             grant_seq=seq, grant_bytes=size, durable_seq=intake.durable_seq, durable_marks=intake.durable_marks,
             ended=self._needs_no_more(p), write=keys.safe_write(self._journal.safe_upto),
-            keys_full=keys_full, policy_version=self._versions.get(stream.feed, msgspec.UNSET),
+            keys_full=keys_full, granted=self._granted_tickets(p),
+            policy_version=self._told[stream.feed].version if stream.feed in self._told else msgspec.UNSET,
         )  # fmt: skip
         return self.send(holder.peer, flow, intake.session)
+
+    def _granted_tickets(self, p: int) -> int | msgspec.UnsetType:
+        """Return the number of tickets that the holder of ``p`` was given in a paced feed."""
+        tickets = self._staging.tickets.get(self._partitions.stream_of[p].feed)
+        granted = None if tickets is None else tickets.granted(p)
+        return msgspec.UNSET if granted is None else granted
 
     def _needs_no_more(self, p: int) -> bool:
         """Return whether the holder is done sending; for a pushed partition, its end must be safe in the log."""

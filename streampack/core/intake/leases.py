@@ -41,8 +41,10 @@ from streampack.core.protocol.producer_messages import (
     ProducerPing,
     Samples,
     Sent,
+    Start,
 )
 from streampack.core.protocol.trainer_messages import Attach, Get, ReaderPing
+from streampack.core.staging.staged_chunk import StagedChunk
 from streampack.core.staging.staging import Staging
 
 FAREWELL = Bye(reason="the broker is stopping")
@@ -72,7 +74,7 @@ class Leases:
         self.records = PartitionRecords(self.partitions, journal, self.staging)
         self.accounts = PartitionAccounts(run, self.partitions, self.records, table)
         self.producers = Producers(self.partitions)
-        self.credits = Credits(run, epoch, capacity, self.partitions, self.producers, journal)
+        self.credits = Credits(run, epoch, capacity, self.partitions, self.producers, journal, self.staging)
         self.rebalancer = Rebalancer(self.partitions, self.records, self.producers, self.credits)
         self.refused = 0
         """Number of messages that were rejected."""
@@ -228,6 +230,8 @@ class Leases:
             return self._ping(producer, message)
         if isinstance(message, Amend):
             return self._amend(producer, envelope, message)
+        if isinstance(message, Start):
+            return self._start(producer, message)
         if isinstance(message, Samples | Eos | Sent | Mark | CommitWrite):
             return self._of_partition(producer, envelope, message)
         return self._refuse(peer, "protocol", f"got {type(message).__name__} from a producer")
@@ -412,11 +416,15 @@ class Leases:
         effects = self.staging.amend(p, message, envelope.payload, producer.name)
         return effects + self._admit_complete(p) + self._answer()
 
-    def _admit_complete(self, p: int) -> list[Effect]:
-        """Admit the samples of partition ``p`` that have all late fields, and the marks and the end behind them."""
+    def _admit_complete(self, p: int, chosen: StagedChunk | None = None) -> list[Effect]:
+        """Admit the samples of partition ``p`` that have all late fields, and the marks and the end behind them.
+
+        In a paced feed, only the samples of a ``chosen`` chunk are admitted.
+        """
         intake = self.partitions.intakes[p]
         effects: list[Effect] = []
-        while intake.staged is not None and (found := intake.staged.take(intake.recorded_seq)) is not None:
+        while intake.staged is not None and (found := intake.staged.take(intake.recorded_seq, chosen)) is not None:
+            chosen = None
             if isinstance(found, EndStaged):
                 effects += self.accounts.end(p, found.total)
             elif isinstance(found, MarkStaged):
@@ -433,6 +441,43 @@ class Leases:
                 assert isinstance(chunk, ReceivedChunk)  # the samples were checked when they came
                 effects += self.accounts.take(p, chunk, found.sent)
         return effects
+
+    def release(self, feed: str) -> list[Effect] | None:
+        """Admit the complete samples of a paced feed that were begun first; None if there are none, or not yet."""
+        mine = self.partitions.of_feed(feed)
+        if any(self.partitions.intakes[p].behind for p in mine):
+            return None
+        found = self.staging.next_in_turn(feed)
+        return None if found is None else self._admit_complete(*found)
+
+    def _start(self, producer: ConnectedProducer, message: Start) -> list[Effect]:
+        """Take a program's counts of tickets; ``Feed`` gives tickets."""
+        p = self.partitions.find(message.stream, message.partition)
+        if p is None or self.producers.holder[p] != producer.name:
+            return []
+        tickets = self.staging.tickets.get(self.partitions.stream_of[p].feed)
+        if tickets is not None:
+            tickets.report(p, producer.name, message)
+        return []
+
+    def grant(self, feed: str, merged: int, version: int) -> list[Effect]:
+        """Give tickets of a paced feed to programs that ask.
+
+        Args:
+            feed: Name of the feed.
+            merged: Number of samples that are merged, and not trained.
+            version: Version of the newest policy that programs are told; 0 if there is none.
+        """
+        tickets, intakes = self.staging.tickets[feed], self.partitions.intakes
+        mine = self.partitions.of_feed(feed)
+        for p in mine:
+            if self.producers.holder[p] is None:
+                tickets.leave(p)
+        waiting = merged + sum(
+            max(intakes[p].recorded_seq - intakes[p].merged_seq, 0) + (staged.num_left if staged is not None else 0)
+            for p in mine for staged in (intakes[p].staged,)
+        )  # fmt: skip
+        return [e for p in sorted(tickets.grant(waiting, version)) for e in self.credits.flow(p, repeat=True)]
 
     def _answer(self) -> list[Effect]:
         """Answer producers whose values are safe."""

@@ -110,9 +110,8 @@ class Partitions:
             self.stream_of += [stream] * terms.partitions
             quota, size = self.quota_tokens * rules.token_bytes, rules.token_bytes
             self.intakes += [Intake(quota, size) for _ in range(terms.partitions)]
-            for p in range(stream.first, len(self)) if rules.late_fields and terms.pushed else ():
-                of = terms.name, p - stream.first
-                self.intakes[p].staged = self._staging.open(feed, p, *of, rules.fields, rules.late_timeout_s)
+            for p in range(stream.first, len(self)) if (rules.late_fields or rules.paces) and terms.pushed else ():
+                self.intakes[p].staged = self._staging.open(feed, p, terms.name, p - stream.first, rules)
             self.of_feed(feed).extend(range(stream.first, len(self)))
             first_in_feed += terms.partitions
 

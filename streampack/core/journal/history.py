@@ -308,7 +308,7 @@ class History:
 
         The newest policy is the one that trainers have published. If they publish none, samples tell.
         """
-        lag = self.rules.max_policy_lag
+        lag = None if self.rules.paces else self.rules.max_policy_lag
         newest = self.newest_version if self.published is None else self.published.version
         return lag is not None and 0 <= version < newest - lag
 

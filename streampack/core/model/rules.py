@@ -223,6 +223,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
         between_passes: ``drain`` completes the steps of each pass over all streams before the next pass begins.
         max_policy_lag: The most versions by which a pushed sample's policy may be older than that of an earlier chunk.
             Older samples are counted and dropped.
+        paces: Instead of dropping old samples, make sure that there are none: see ``core.staging.tickets``.
         seed: Seed of the merge and of packers that shuffle.
         late_timeout_s: Seconds that a sample waits for its late fields. Then their ``default`` is used; a sample with
             a late field that has no default is counted and dropped.
@@ -250,6 +251,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     merge: MergeOrder = "schedule"
     between_passes: BetweenPasses = "continue"
     max_policy_lag: Annotated[int, Meta(ge=0, lt=2**62)] | None = None
+    paces: bool = False
     seed: Annotated[int, Meta(ge=0, lt=2**62)] = 0
     late_timeout_s: Annotated[int, Meta(ge=1, lt=2**31)] = 3600
     share: Share | None = None
@@ -286,6 +288,11 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
                 "are balanced by cost"
             )
         check_fields(self.fields)
+        if self.paces and (self.max_policy_lag is None or self.batch is None or self.batch.samples is None):
+            raise ValueError(
+                "got `on_exceed: wait` without `max_policy_lag` or `step: {samples: N}`, expected both keys, because "
+                "together they bound the number of samples that may be generated ahead"
+            )
         if self.share is not None:
             self._check_share()
         if self.balance.kind == "joint":

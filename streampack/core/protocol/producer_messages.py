@@ -154,6 +154,28 @@ class Amend(Message, frozen=True, kw_only=True):
     lengths_u32: bytes | UnsetType = msgspec.UNSET
 
 
+class Start(Message, frozen=True, kw_only=True):
+    """Counts of a program that asks before it generates samples: see ``core.staging.tickets``.
+
+    The program repeats its counts. They only grow while it holds the partition, except for ``open``.
+
+    Attributes:
+        asked: Number of tickets that it wants in all.
+        granted: Number of tickets that it knows to be given.
+        used: Number of tickets that it has used: their samples are safe.
+        open: (version of the policy, number) of the samples that it generates now, or may begin with a ticket that it
+            has. Version 0 stands for an unknown policy.
+    """
+
+    TYPE: ClassVar[int] = 19
+    stream: Name
+    partition: Small
+    asked: Count
+    granted: Count
+    used: Count
+    open: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=4096)] = ()
+
+
 class SourceSize(Struct, frozen=True, kw_only=True):
     """The size of a source, as far as it is known.
 
@@ -199,6 +221,7 @@ class Lease(Message, frozen=True, kw_only=True):
         batches: True if each step is one batch, and can keep groups together; absent if steps follow each other in a
             stream.
         share: Kind of sharing that groups may have; absent for none.
+        paced: True if the program asks before it generates samples (``Start``); absent if it need not.
         late_fields: Fields whose values come later, with ``Amend``; absent for none. Credit counts their bytes, too.
     """
 
@@ -218,6 +241,7 @@ class Lease(Message, frozen=True, kw_only=True):
     max_chunk_bytes: Count
     batches: bool | UnsetType = msgspec.UNSET
     share: Share | UnsetType = msgspec.UNSET
+    paced: bool | UnsetType = msgspec.UNSET
     late_fields: Annotated[tuple[Field, ...], Meta(max_length=MAX_FIELDS)] | UnsetType = msgspec.UNSET
 
 
@@ -234,6 +258,7 @@ class Flow(Message, frozen=True, kw_only=True):
         write: Number of the stream's current write; all writes before are committed, safely in the log.
         keys_full: True if there is less credit because the index of the stream's keys is full, or nearly full.
         policy_version: Version of the newest policy that trainers have published; absent if they have published none.
+        granted: Number of tickets that the program was given (``Start``); absent if it has not asked.
     """
 
     TYPE: ClassVar[int] = 11
@@ -248,6 +273,7 @@ class Flow(Message, frozen=True, kw_only=True):
     write: Count = 0
     keys_full: bool = False
     policy_version: Count | UnsetType = msgspec.UNSET
+    granted: Count | UnsetType = msgspec.UNSET
 
 
 class Revoke(Message, frozen=True, kw_only=True):
@@ -283,5 +309,6 @@ class Done(Message, frozen=True, kw_only=True):
 
 
 PRODUCER_MESSAGES: tuple[type[Message], ...] = (
-    Hello, Samples, Eos, Sent, Mark, CommitWrite, Amend, ProducerPing, Lease, Flow, Revoke, LateFields, Amended, Done,
+    Hello, Samples, Eos, Sent, Mark, CommitWrite, Amend, Start, ProducerPing, Lease, Flow, Revoke, LateFields, Amended,
+    Done,
 )  # fmt: skip

@@ -15,7 +15,7 @@ from msgspec import Struct
 from streampack.core.model.bounded import Name, Small
 from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.message import Message
-from streampack.core.protocol.producer_messages import Amend, CommitWrite, Eos, Hello, Mark, Samples, Sent
+from streampack.core.protocol.producer_messages import Amend, CommitWrite, Eos, Hello, Mark, Samples, Sent, Start
 from streampack.core.protocol.relay_messages import NodeGet, NodePing
 from streampack.core.protocol.trainer_messages import AskResults, Attach, Publish, ReportValues
 
@@ -75,7 +75,7 @@ def forbidden(rights: Rights, message: Message, side: Side, for_rank: bool = Fal
 
 def _stream_of(message: Message) -> list[str]:
     """Return the stream of a message about a partition, as a list; empty for other messages."""
-    return [message.stream] if isinstance(message, Samples | Eos | Sent | Mark | CommitWrite | Amend) else []
+    return [message.stream] if isinstance(message, Samples | Eos | Sent | Mark | CommitWrite | Amend | Start) else []
 
 
 def not_its_rank(rights: Rights, feed: str, mesh: Mesh, host: str) -> str:

@@ -97,6 +97,11 @@ class StagedChunk:
         return self.record.cursor[0]
 
     @property
+    def version(self) -> int:
+        """Version of the policy that made the samples; 0 if it is unknown."""
+        return 0 if self.record.policy_version is UNSET else self.record.policy_version
+
+    @property
     def is_group(self) -> bool:
         """True if the samples are complete together."""
         return self.record.keep is not UNSET or self.record.shared_u32 is not UNSET
@@ -105,6 +110,12 @@ class StagedChunk:
     def empty(self) -> bool:
         """True if every sample was admitted."""
         return bool((self.state == SampleState.ADMITTED).all())
+
+    @property
+    def is_dropped(self) -> bool:
+        """True if samples were dropped, and none is complete."""
+        dropped = (self.state == SampleState.TIMED_OUT) | (self.state == SampleState.DISCARDED)
+        return bool(dropped.any()) and not bool((self.state == SampleState.COMPLETE).any())
 
     @property
     def waiting(self) -> I64:

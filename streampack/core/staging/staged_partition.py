@@ -19,6 +19,7 @@ from streampack.core.merge.queues import NOWHERE
 from streampack.core.model.fields import Field
 from streampack.core.model.snapshot import Cursor
 from streampack.core.staging.staged_chunk import Complete, SampleState, StagedChunk
+from streampack.core.staging.tickets import InFlight
 
 MOST_KNOWN = 1 << 16
 """Samples of a partition whose values are remembered after they were admitted, to tell a repeat from another value."""
@@ -45,6 +46,7 @@ class StagedPartition:
         marks: Marks with samples before them that were not admitted, with their log sequence numbers.
         end: The end of the partition with its log sequence number, if it came.
         ended: True once the end was admitted.
+        paced: True if complete samples wait until a step needs them, and the oldest come first.
     """
 
     stream: str
@@ -57,6 +59,7 @@ class StagedPartition:
     marks: deque[tuple[int, MarkStaged]] = field(default_factory=deque)
     end: tuple[int, EndStaged] | None = None
     ended: bool = False
+    paced: bool = False
     late: tuple[Field, ...] = field(init=False)
     _complete: list[StagedChunk] = field(default_factory=list)
     """Chunks that may have samples to admit."""
@@ -77,6 +80,11 @@ class StagedPartition:
         return sum(int(chunk.lengths.sum()) for chunk in self.chunks)
 
     @property
+    def num_left(self) -> int:
+        """Number of samples that were not admitted."""
+        return sum(int((chunk.state != SampleState.ADMITTED).sum()) for chunk in self.chunks)
+
+    @property
     def num_waiting(self) -> int:
         """Number of samples that wait for values."""
         return sum(len(chunk.waiting) for chunk in self.chunks)
@@ -86,6 +94,10 @@ class StagedPartition:
         """Log sequence number of the first record that is needed; ``NOWHERE`` if there is none."""
         lsns = [each.lsn for each in self.chunks[:1]] + [lsn for lsn, _ in [*self.marks][:1]]
         return min([*lsns, *([self.end[0]] if self.end is not None and not self.ended else [])], default=NOWHERE)
+
+    def incomplete(self) -> list[InFlight]:
+        """Return the samples that wait for values, by chunk."""
+        return [InFlight(each.version, len(each.waiting), "") for each in self.chunks if len(each.waiting)]
 
     def oldest(self) -> tuple[float, list[str]] | None:
         """Return since when the oldest sample waits, and the fields that it lacks; None if no sample waits."""
@@ -134,14 +146,16 @@ class StagedPartition:
 
     # Admission
 
-    def take(self, base_seq: int) -> Complete | MarkStaged | EndStaged | None:
+    def take(self, base_seq: int, chosen: StagedChunk | None = None) -> Complete | MarkStaged | EndStaged | None:
         """Return the next chunk, mark or end to admit, and count it as admitted; None if there is none.
 
-        The samples of a chunk are numbered from ``base_seq`` on.
+        Args:
+            base_seq: Number of the next sample that is admitted.
+            chosen: Chunk that ``next_in_turn`` returned. If paced, other chunks wait.
         """
         number = self.marks[0][1].number if self.marks else self.num_marks
-        for chunk in self._complete:
-            if chunk.batch <= number:
+        for chunk in self._complete if chosen is None else [chosen]:
+            if chunk.batch <= number and (chunk is chosen or not self.paced or chunk.is_dropped):
                 return self._take_from(chunk, base_seq)
         if self.marks and not (self.chunks and self.chunks[0].batch <= number):
             return self.marks.popleft()[1]
@@ -149,6 +163,14 @@ class StagedPartition:
             return None
         self.ended = True
         return self.end[1]
+
+    def next_in_turn(self) -> tuple[int, int, StagedChunk] | None:
+        """Return the complete chunk of the oldest policy, as (version, LSN, chunk); None if there is none."""
+        number = self.marks[0][1].number if self.marks else self.num_marks
+        found = [
+            (each.version, each.lsn, each) for each in self._complete if each.batch <= number and not each.is_dropped
+        ]  # fmt: skip
+        return min(found, key=lambda each: each[:2], default=None)
 
     def _take_from(self, chunk: StagedChunk, base_seq: int) -> Complete:
         """Take samples of a chunk, and forget the chunk once all of its samples are admitted."""

@@ -17,11 +17,13 @@ from streampack.core.journal.log_effects import Recall, Recalled
 from streampack.core.journal.log_records import ChunkStaged, EndStaged, MarkStaged, SamplesAmended
 from streampack.core.merge.queues import NOWHERE
 from streampack.core.model.fields import Field
+from streampack.core.model.rules import Rules
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.producer_messages import Amend, Amended, Mark, Samples
 from streampack.core.staging.amendments import LateValue, Refused, parse_amend
 from streampack.core.staging.staged_chunk import StagedChunk
 from streampack.core.staging.staged_partition import StagedPartition, time_out
+from streampack.core.staging.tickets import InFlight, Tickets
 
 StagedRecord = ChunkStaged | SamplesAmended | MarkStaged | EndStaged
 CHECK_S = 1.0
@@ -58,6 +60,8 @@ class Staging:
         self._journal = journal
         self._of: dict[int, StagedPartition] = {}
         self._feeds: dict[str, _StagedFeed] = {}
+        self.tickets: dict[str, Tickets] = {}
+        """Tickets of each paced feed."""
         self._answers: deque[AmendAnswer] = deque()
         self._now = self._checked = 0.0
         self._changed: list[int] = []
@@ -66,12 +70,22 @@ class Staging:
         """Number of samples that were dropped because a late field did not come."""
 
     def open(
-        self, feed: str, p: int, stream: str, partition: int, fields: tuple[Field, ...], timeout_s: int
+        self, feed: str, p: int, stream: str, partition: int, rules: Rules
     ) -> StagedPartition:  # fmt: skip
-        """Add partition ``p`` of ``feed``, whose samples wait for late fields; return it."""
-        self._of[p] = StagedPartition(stream, partition, fields)
-        self._feeds.setdefault(feed, _StagedFeed([], timeout_s)).partitions.append(p)
+        """Add partition ``p`` of ``feed``, whose samples wait for late fields or for their turn; return it."""
+        self._of[p] = StagedPartition(stream, partition, rules.fields, paced=rules.paces)
+        self._feeds.setdefault(feed, _StagedFeed([], rules.late_timeout_s)).partitions.append(p)
+        if rules.paces and rules.max_policy_lag is not None and rules.batch is not None:
+            self.tickets.setdefault(feed, Tickets(rules.max_policy_lag, rules.batch.samples or 1))
         return self._of[p]
+
+    def next_in_turn(self, feed: str) -> tuple[int, StagedChunk] | None:
+        """Return the complete chunk of ``feed`` that was begun first, with its partition; None if there is none."""
+        found = [(*next_, p) for p in self.of_feed(feed) if (next_ := self._of[p].next_in_turn()) is not None]
+        if not found:
+            return None
+        *_, chunk, p = min(found, key=lambda each: each[:2])
+        return p, chunk
 
     def of_feed(self, feed: str) -> list[int]:
         """Return the numbers of the staged partitions of ``feed``."""
@@ -85,6 +99,17 @@ class Staging:
         oldest = min((found for each in staged if (found := each.oldest()) is not None), default=None)
         seconds, fields = (0.0, []) if oldest is None else (self._now - oldest[0], oldest[1])
         return LateWaits(sum(each.num_waiting for each in staged), seconds, fields)
+
+    def in_the_way(self, feed: str, policy: int, filled: int) -> InFlight | None:
+        """Return samples of a paced feed for which the next complete sample must wait; None if there are none.
+
+        ``policy`` and ``filled`` are those of ``Tickets.in_the_way``.
+        """
+        found = self.next_in_turn(feed)
+        if found is None:
+            return None
+        incomplete = [each for p in self.of_feed(feed) for each in self._of[p].incomplete()]
+        return self.tickets[feed].in_the_way(found[1].version, incomplete, policy, filled)
 
     @property
     def first_lsn(self) -> int:

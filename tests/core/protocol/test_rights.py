@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streampack.core.protocol.effects import FromProducer, FromTrainer, Withdrawn
 from streampack.core.protocol.events import Tick
 from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who
-from streampack.core.protocol.producer_messages import Amend, CommitWrite, Eos, Hello, Mark, Samples, Sent
+from streampack.core.protocol.producer_messages import Amend, CommitWrite, Eos, Hello, Mark, Samples, Sent, Start
 from streampack.core.protocol.relay_messages import NodeGet, NodePing, relay_of, relayed
 from streampack.core.protocol.rights import KEY_DIGITS, NO_RIGHTS, Rights, Side, forbidden, key_of
 from streampack.core.protocol.trainer_messages import AskResults, Attach, Publish, ReportValues
@@ -58,7 +58,7 @@ def spelled_out(rights: Rights, message: Message, side: Side, for_rank: bool = F
         return allowed & (message.feed in (rights.feeds or [message.feed]))
     if isinstance(message, Hello):
         allowed &= all(offer.stream in (rights.streams or [offer.stream]) for offer in message.offers)
-    elif isinstance(message, Samples | Eos | Sent | Mark | CommitWrite | Amend):
+    elif isinstance(message, Samples | Eos | Sent | Mark | CommitWrite | Amend | Start):
         allowed &= message.stream in (rights.streams or [message.stream])
     if isinstance(message, Attach):
         allowed &= message.feed in (rights.feeds or [message.feed])

@@ -1163,6 +1163,8 @@ def _field(kind: type[Message], name: str, known: dict[type, Any]) -> Any:
         return st.lists(st.builds(lambda s, d: {"stream": s, "source_digest": d}, _NAMES, st.just("d")), max_size=3)
     if name == "frames":
         return st.lists(_NAMES, max_size=3)
+    if name == "open":
+        return st.lists(st.tuples(_SMALL, _SMALL), max_size=3)
     if name == "attempt":
         return st.tuples(_SMALL, _SMALL)
     if name == "streams":

@@ -116,7 +116,7 @@ def test_values_of_all_ranks_come_back_once_whoever_is_killed() -> None:
 @pytest.fixture(scope="module")
 def broker() -> Iterator[RunningBroker]:
     with folder() as path:
-        rules = {"budget": 64, "step": {"samples": 2}, "max_policy_lag": 1}
+        rules = {"budget": 64, "step": {"samples": 2}, "staleness": {"max_policy_lag": 1}}
         with running_broker(settings(path, rules=rules, planned_mesh={})) as running:
             yield running
 

@@ -228,7 +228,7 @@ def test_a_batch_that_memory_cannot_hold_is_said_to_its_trainers() -> None:
             {"step": {"samples": 4, "empty": "error"}}, {"planned_mesh": {"dp": 8}},
             "planned_mesh: got batches of 4 samples with dp=8 and `rules.step.empty: error`",
         ),
-        ({"max_policy_lag": 2}, {}, "rules.max_policy_lag: got 2 without a pushed stream"),
+        ({"staleness": {"max_policy_lag": 2}}, {}, "rules.staleness.max_policy_lag: got 2 without a pushed stream"),
         ({"warmup": {"init": 9000, "steps": 4}}, {}, "got warmup.init 9000, expected 1 (align.pack) to 8192"),
     ],
 )  # fmt: skip

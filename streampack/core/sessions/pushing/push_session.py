@@ -16,6 +16,7 @@ come and go.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -36,9 +37,11 @@ from streampack.core.protocol.producer_messages import (
     Revoke,
     Samples,
     Sent,
+    Start,
 )
 from streampack.core.sessions.producer_base import BROKER_SILENT_S, Chunk, Finish, Sender, SendWindow, Session
 from streampack.core.sessions.pushing.push_buffer import KeptChunk, PushBuffer
+from streampack.core.sessions.pushing.ticket_counts import TicketCounts
 
 PUSHED = "pushed"
 """The source digest of a stream whose samples cannot be read again."""
@@ -57,6 +60,25 @@ class EndBatch(Event, frozen=True):
     """The program ends batch ``batch``."""
 
     batch: int
+
+
+class WantTickets(Event, frozen=True):
+    """The program wants to generate samples: it has asked for ``asked`` tickets in all."""
+
+    asked: int
+
+
+class BeginSamples(Event, frozen=True):
+    """The program begins to generate ``count`` samples, with tickets that were given."""
+
+    count: int
+
+
+class GiveBack(Event, frozen=True):
+    """The program will not send ``count`` of the samples that it began with policy ``version``."""
+
+    count: int
+    version: int | None
 
 
 class EndPartition(Event, frozen=True):
@@ -127,6 +149,8 @@ class PushSession(Sender):
     """Number of the stream's current write, as the broker has said in its newest message."""
     policy_version: int | None = None
     """Version of the newest policy that trainers have published, as far as the broker has said."""
+    tickets: TicketCounts = field(default_factory=TicketCounts)
+    """Tickets for samples, in a paced feed."""
     first_seq: int | None = None
     """Number of this process's first sample; None while samples of earlier processes are not safe."""
     phases: Phases[PushPhase] = field(init=False)
@@ -134,6 +158,8 @@ class PushSession(Sender):
     _session: Session = (0, 0)
     """The newest session so far."""
     _window: SendWindow = field(default_factory=lambda: SendWindow(0))
+    _sent: deque[tuple[int, int, int | None]] = field(default_factory=deque)
+    """Samples that are not known to be safe: (number after the last one, count, version of the policy)."""
     _ending_write: int = -1
     """Number of the write that the program commits, until the broker has said so; -1 for none."""
 
@@ -207,7 +233,20 @@ class PushSession(Sender):
         """Handle a chunk, the end of a batch or the end of the partition from the program."""
         if isinstance(event, Push):
             self.buffer.put(event.chunk)
-        elif isinstance(event, EndBatch):
+            version = event.chunk.policy_version
+            sent = self.buffer.next_seq, event.chunk.num_samples, None if version is UNSET else version
+            self._sent.append(sent)
+            return self._send_allowed()
+        if isinstance(event, WantTickets):
+            self.tickets.asked = max(self.tickets.asked, event.asked)
+            return self._tell_tickets()
+        if isinstance(event, BeginSamples):
+            self.tickets.begin(event.count, self.policy_version)
+            return self._tell_tickets()
+        if isinstance(event, GiveBack):
+            self.tickets.give_back(event.count, event.version)
+            return self._tell_tickets()
+        if isinstance(event, EndBatch):
             self.buffer.end_batch(event.batch)
         elif isinstance(event, EndPartition):
             if not self.end_requested:
@@ -272,9 +311,15 @@ class PushSession(Sender):
             self.phases.go(PushPhase.SENDING)
         self._window.widen(flow)
         self.write = max(self.write, flow.write)
+        effects: list[Effect] = []
+        known = self.policy_version, self.tickets.granted
         if flow.policy_version is not UNSET:
             self.policy_version = flow.policy_version
-        return self._note_progress(flow) if self.begun else []
+        if flow.granted is not UNSET:
+            self.tickets.granted = max(self.tickets.granted, flow.granted)
+        if known != (self.policy_version, self.tickets.granted):
+            effects += self._tell_tickets()
+        return effects + (self._note_progress(flow) if self.begun else [])
 
     def _note_progress(self, flow: Flow) -> list[Effect]:
         """Record which samples the broker has and which samples are safe; return the effects that follow."""
@@ -282,6 +327,12 @@ class PushSession(Sender):
         if max(flow.expected_seq, flow.durable_seq) > buffer.ever_sent_seq or flow.durable_marks > buffer.next_mark:
             return self._end_session(self._pushed_by_another(), "sequence")
         buffer.drop_safe(flow.durable_seq)
+        effects: list[Effect] = []
+        while self._sent and self._sent[0][0] <= buffer.durable_seq:  # an unsafe sample may get lost, and come later
+            _, count, version = self._sent.popleft()
+            if self.tickets.open:
+                self.tickets.use(count, version)
+                effects = self._tell_tickets()
         while buffer.marks and buffer.marks[0].number < flow.durable_marks:
             buffer.marks.popleft()
             if self.phases.now is PushPhase.MARKED:
@@ -290,7 +341,7 @@ class PushSession(Sender):
             if not self.end_requested or self._window.known_seq < buffer.next_seq or buffer.marks:
                 return self._ended_early()
             self._confirm_end()
-        return self._send_allowed()
+        return effects + self._send_allowed()
 
     def _wait_for_restart(self, message: Bye) -> list[Effect]:
         """Answer the goodbye of a broker that stops, and wait for its restart; the buffer keeps its samples."""
@@ -397,7 +448,18 @@ class PushSession(Sender):
             words.append(Sent(stream=self.stream, partition=self.partition, next_seq=self.buffer.sent_seq))
         if self.phases.now is PushPhase.MARKED and (last := self._next_mark_or_end()) is not None:
             words.append(last)
-        return [self._send(word, self._session) for word in words] + self._commit_write()
+        return [self._send(word, self._session) for word in words] + self._commit_write() + self._tell_tickets()
+
+    def _tell_tickets(self) -> list[Effect]:
+        """Report the counts of tickets, if the program has ever asked for one."""
+        counts = self.tickets
+        if not self._may_send or not counts.asked:
+            return []
+        start = Start(
+            stream=self.stream, partition=self.partition, asked=counts.asked, granted=counts.granted, used=counts.used,
+            open=counts.may_be_open(self.policy_version),
+        )  # fmt: skip
+        return [self._send(start, self._session)]
 
     def _commit_write(self) -> list[Effect]:
         """Send the commit of a write, if the program has asked for it and the broker has not confirmed it."""

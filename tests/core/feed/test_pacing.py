@@ -1,0 +1,197 @@
+"""``on_exceed: wait``: no sample is too old when it is trained, none is dropped, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streampack.core.journal.log_records import ChunkCompleted, StepFormed
+from streampack.core.model.rules import Batch, Rules
+from streampack.core.model.samples import ROW, index_of
+from streampack.core.protocol.effects import FromTrainer
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.producer_messages import Start
+from streampack.core.protocol.trainer_messages import Publish
+from streampack.core.sessions.pushing.push_session import BeginSamples, EndPartition, GiveBack, Push, WantTickets
+from streampack.core.staging.tickets import InFlight, Tickets
+from tests.core.feed import test_going_back as rollouts
+from tests.core.feed.test_going_back import PARTITIONS, Rollouts, chunk_of
+
+
+class Paced(Rollouts):
+    """Programs that generate several samples at a time, some of them for long, and a trainer that publishes a policy
+    after each step.
+    """
+
+    def __init__(self, seed: int, lag: int, batch: int, *, strands: int = 4, wanted: int = 30) -> None:
+        before = rollouts.RULES
+        rollouts.RULES = msgspec.structs.replace(before, batch=Batch(samples=batch), max_policy_lag=lag, paces=True)
+        self.strands = strands
+        self.generating: dict[int, list[tuple[int, int | None]]] = {p: [] for p in range(PARTITIONS)}
+        """Turns that each sample still takes, and the version of its policy."""
+        self.made: dict[tuple[int, int], int | None] = {}
+        self.begun, self.quit = Counter[int](), False
+        self.unpublished = deque[int]()
+        try:
+            super().__init__(seed, discards=False, quota=400)
+        finally:
+            rollouts.RULES = before
+        self.wanted, self.over = wanted, True
+
+    def turn(self) -> None:
+        partition = self.rng.randrange(PARTITIONS)
+        session, peer, mine = self.pushers[partition], b"push%d" % partition, self.generating[partition]
+        if session.begun and peer in self.producers:
+            if self.begun[partition] < self.wanted and len(mine) < self.strands:
+                self.begin(partition)
+            mine[:] = [(left - 1, version) for left, version in mine]
+            for done in [each for each in mine if each[0] <= 0][:1]:
+                mine.remove(done)
+                first = session.buffer.next_seq
+                chunk = chunk_of(partition, first, first + 1)
+                chunk = msgspec.structs.replace(chunk, policy_version=msgspec.UNSET if done[1] is None else done[1])
+                self.made[partition, first] = done[1]
+                self._to_producer(peer, Push(chunk))
+            if session.buffer.next_seq >= self.wanted and not session.end_requested:
+                self._to_producer(peer, EndPartition())
+        while self.unpublished and self.broker.epoch == self.epoch:
+            version = self.unpublished.popleft()
+            message = Publish(feed="train", number=1, version=version, step=version, attempt=(1, 1))
+            self._handle(FromTrainer(b"pub", Envelope(run=0, epoch=0, fence=0, message=message)))
+        super(Rollouts, self).turn()
+
+    def begin(self, partition: int) -> None:
+        session, peer = self.pushers[partition], b"push%d" % partition
+        tickets = session.tickets
+        if tickets.granted > tickets.begun:
+            long = self.rng.random() < 0.15
+            turns = self.rng.randint(200, 600) if long else self.rng.randint(1, 30)
+            self.generating[partition].append((turns, session.policy_version))
+            self.begun[partition] += 1
+            self._to_producer(peer, BeginSamples(1))
+        elif tickets.asked <= tickets.begun:
+            self._to_producer(peer, WantTickets(tickets.begun + 1))
+
+    def _return(self, peer: bytes, upto: int) -> None:
+        super()._return(peer, upto)
+        self.unpublished.append(upto)
+
+    def _said(self, peer: bytes, envelope: Envelope) -> None:
+        if peer != b"pub":
+            super()._said(peer, envelope)
+
+
+def check(live: Paced, lag: int | None) -> None:
+    """All that was made was trained once, the oldest first; with a ``lag``, none when it was older."""
+    version_of: dict[int, int] = {}
+    admitted = Counter[int]()
+    trained = Counter[int]()
+    for record in live.records():
+        if isinstance(record, ChunkCompleted):
+            seqs = np.frombuffer(record.sent_u64, "<u8").tolist()
+            indices = np.asarray(index_of(record.base_seq + np.arange(len(seqs)), record.partition, PARTITIONS))
+            for seq, index in zip(seqs, indices.tolist(), strict=True):
+                version = live.made[record.partition, seq]
+                version_of[index] = -1 if version is None else version
+                admitted[record.partition] += 1
+            assert not record.rejected
+        elif isinstance(record, StepFormed):
+            indices = np.frombuffer(record.rows, ROW)["index"]
+            trained.update(indices.tolist())
+            for index in indices.tolist():
+                version = version_of[index]
+                if lag is not None and version >= 0:
+                    assert record.step - version <= lag, f"step {record.step} has a sample of policy {version}"
+    assert set(admitted.values()) == {live.wanted}
+    assert set(trained) == set(version_of)
+    assert set(trained.values()) == {1}
+
+
+@given(st.integers(0, 9999), st.integers(0, 3), st.integers(2, 9))
+@settings(deadline=None, max_examples=60)
+def test_no_sample_is_too_old_and_none_is_dropped(seed: int, lag: int, batch: int) -> None:
+    live = Paced(seed, lag, batch)
+    live.finish()
+    check(live, lag)
+
+
+@given(st.integers(0, 9999), st.integers(0, 2), st.lists(st.integers(20, 900), max_size=3))
+@settings(deadline=None, max_examples=40)
+def test_a_broker_that_is_killed_goes_on_and_loses_nothing(seed: int, lag: int, kills: list[int]) -> None:
+    live = Paced(seed, lag, 5)
+    for turns in kills:
+        for _ in range(turns):
+            live.turn()
+        live.start_broker()
+    live.finish()
+    check(live, lag)
+
+
+def test_a_program_that_dies_does_not_hold_up_the_others() -> None:
+    live = Paced(5, 1, 4, wanted=30)
+    live.until(lambda: len(live.generating[0]) > 1 and live.had > 2)
+    del live.producers[b"push0"]  # with what it was generating
+    live.until(lambda: live.pushers[1].buffer.next_seq >= live.wanted)
+
+
+def test_samples_that_will_not_be_sent_are_given_back() -> None:
+    live = Paced(3, 0, 3, strands=3, wanted=200)
+    live.until(lambda: len(live.generating[0]) >= 2)
+    session, (_, version) = live.pushers[0], live.generating[0].pop()
+    before = session.tickets.begun
+    live._to_producer(b"push0", GiveBack(1, version))
+    live.begun[0] -= 1
+    assert session.tickets.begun == before - 1
+    live.until(lambda: session.tickets.begun > before + 3)
+
+
+def start(asked: int, granted: int = 0, used: int = 0, *open_: tuple[int, int]) -> Start:
+    return Start(stream="s", partition=0, asked=asked, granted=granted, used=used, open=open_)
+
+
+def test_tickets_are_bounded_and_given_in_turn() -> None:
+    tickets = Tickets(lag=1, samples=4)
+    tickets.report(0, "a", start(100))
+    tickets.report(1, "b", start(100))
+    assert tickets.grant(2, 5) == {0, 1}
+    assert sorted(tickets.generated()) == [(5, 1, "a")] * 3 + [(5, 1, "b")] * 3, (
+        "they may begin with the policy of then"
+    )
+    assert [tickets.granted(p) for p in (0, 1)] == [3, 3], "(lag + 1) * samples, less those that wait"
+    assert tickets.grant(2, 5) == set()
+    tickets.report(0, "a", start(100, 3, 2, (7, 1)))
+    assert tickets.grant(4, 7) == set(), "what was sent waits to be trained"
+    tickets.report(1, "b", start(100, 3, 3))
+    assert list(tickets.generated()) == [(7, 1, "a")]
+    tickets.leave(0)
+    assert not list(tickets.generated())
+    assert tickets.granted(0) is None
+
+
+def test_a_newer_sample_takes_no_place_that_an_older_one_needs() -> None:
+    tickets = Tickets(lag=1, samples=4)
+    tickets.report(0, "a", start(9, 9, 4, (2, 5)))
+    assert tickets.in_the_way(2, [], 2, 0) is None, "it is as old"
+    assert tickets.in_the_way(3, [], 2, 2) is None, "six places are left in two steps, for five"
+    assert tickets.in_the_way(3, [], 2, 3) == (2, 5, "a")
+    assert tickets.in_the_way(3, [InFlight(2, 1, "")], 2, 2) == (2, 1, ""), "nor one that waits for values"
+    assert tickets.in_the_way(3, [], 3, 0) == (2, 5, "a")
+
+
+def test_a_new_broker_learns_what_was_given() -> None:
+    tickets = Tickets(lag=0, samples=4)
+    tickets.report(0, "a", start(9, 4, 1, (2, 3)))
+    assert tickets.num_open == 3
+    assert tickets.grant(1, 2) == set()
+
+
+@pytest.mark.parametrize("rules", [{}, {"max_policy_lag": 1}, {"batch": Batch()}, {"batch": Batch(samples=2)}])
+def test_waiting_needs_a_lag_and_a_number_of_samples(rules: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"expected both keys"):
+        Rules(paces=True, **rules)
