@@ -241,7 +241,8 @@ class Producer:
             timeout_s: Seconds to wait. Default: the ``timeout_s`` of the producer.
 
         Returns:
-            The version of the newest published policy, to generate the samples with; None if there is none.
+            The version of the newest published policy, to generate the samples with; None if there is none. With
+            ``on_exceed: wait``, the call waits until there is one.
 
         Raises:
             DataStall: The samples may not be generated yet.

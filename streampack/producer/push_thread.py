@@ -100,8 +100,9 @@ class Pushing(SessionThread):
         if not self.lease().paced:
             return self._session.policy_version
         with self._beginning:
-            tickets = self._session.tickets
-            wanted = tickets.begun + count
+            policy = "a policy, which the trainers have not published"
+            self._wait_for(lambda: self._session.policy_version is not None, timeout_s, policy)
+            wanted = self._session.tickets.begun + count
             self.tell(WantTickets(wanted))
             what = f"permission to generate {count} samples, because earlier samples are not trained"
             self._wait_for(lambda: self._session.tickets.granted >= wanted, timeout_s, what)

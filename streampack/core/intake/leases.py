@@ -394,7 +394,7 @@ class Leases:
         effects = self.staging.stage(p, chunk.message, chunk.envelope.payload)
         self._note_staged(p)
         intake.session_bytes += chunk.num_tokens * intake.token_bytes
-        return effects + self._admit_complete(p)
+        return effects + self.staging.amend_early(p) + self._admit_complete(p) + self._answer()
 
     def _note_staged(self, p: int) -> None:
         """Remember that what came to partition ``p`` so far is safe once the last record is."""

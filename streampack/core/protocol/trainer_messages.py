@@ -350,7 +350,7 @@ class Wait(Message, frozen=True, kw_only=True):
             ranks have not joined. It is "relay" if the relay of the reader's host has not delivered the step.
         detail: The cause as a text.
         stream: The stream whose samples are missing, if that is the cause.
-        batch: True if the wait is for a pushing program to end its batch.
+        batch: True if the wait is for a program that pushes samples, as is normal in reinforcement learning.
         ping_s: With "join", seconds between the reader's pings.
         silent_s: From a relay, seconds since the broker's last message if there was none lately; else 0.
     """

@@ -26,6 +26,8 @@ from streampack.core.staging.staged_partition import StagedPartition, time_out
 from streampack.core.staging.tickets import InFlight, Tickets
 
 StagedRecord = ChunkStaged | SamplesAmended | MarkStaged | EndStaged
+MOST_EARLY, MOST_EARLY_BYTES = 256, 16 << 20
+"""Most messages, and bytes of values, that are kept for samples that have not come."""
 CHECK_S = 1.0
 """Seconds between two looks for samples that have waited too long."""
 
@@ -36,6 +38,19 @@ class AmendAnswer(NamedTuple):
     lsn: int
     producer: str
     answer: Amended
+
+
+class Early(NamedTuple):
+    """A message of ``producer`` with values for samples of partition ``p`` that have not come."""
+
+    p: int
+    message: Amend
+    payload: tuple[bytes, ...]
+    producer: str
+
+    def repeats(self, other: Early) -> bool:
+        """Return whether this is the same message as an earlier one."""
+        return (self.producer, self.message.number) == (other.producer, other.message.number)
 
 
 class LateWaits(NamedTuple):
@@ -64,6 +79,7 @@ class Staging:
         """Tickets of each paced feed."""
         self._answers: deque[AmendAnswer] = deque()
         self._now = self._checked = 0.0
+        self._early: list[Early] = []
         self._changed: list[int] = []
         """Partitions of which something may be admitted at the next tick."""
         self.timed_out = 0
@@ -156,10 +172,26 @@ class Staging:
             self._answers.append(AmendAnswer(0, producer, Amended(number=message.number, refusal=str(refused)[:2000])))
             return [Report("warning", f"refused values: {refused}", stream=message.stream, partition=message.partition)]
         if values is None:
+            self._hold(Early(p, message, tuple(map(bytes, payload)), producer))
             return []
         effects = self._put(p, values) if values else []
         self._answers.append(AmendAnswer(self._journal.next_lsn, producer, Amended(number=message.number)))
         return effects
+
+    def _hold(self, early: Early) -> None:
+        """Keep a message that came before its samples, if there is room; its sender repeats it anyway."""
+        self._early = [each for each in self._early if not early.repeats(each)]
+        size = sum(len(frame) for each in (*self._early, early) for frame in each.payload)
+        if len(self._early) < MOST_EARLY and size <= MOST_EARLY_BYTES:
+            self._early.append(early)
+
+    def amend_early(self, p: int) -> list[Effect]:
+        """Handle the messages that came before samples of partition ``p`` which have come now."""
+        found = [each for each in self._early if each.p == p]
+        if not found:
+            return []
+        self._early = [each for each in self._early if each.p != p]
+        return [e for each in found for e in self.amend(p, each.message, each.payload, each.producer)]
 
     def _put(self, p: int, values: Sequence[LateValue]) -> list[Effect]:
         """Record new values, one record for all samples that get the same fields."""

@@ -35,8 +35,8 @@ _Name = Annotated[str, Meta(min_length=1, max_length=200)]
 class Missing(NamedTuple):
     """The reason that a step is missing: a cause or a more precise word, and a description for people.
 
-    ``stream``: the stream whose samples are missing, if that is the cause. ``batch`` is True if a pushing program has
-    not ended its batch, which is normal in on-policy training.
+    ``stream``: the stream whose samples are missing, if that is the cause. ``batch`` is True if a program that
+    pushes samples is alive, and has not sent samples or ended its batch. That is normal in reinforcement learning.
     """
 
     reason: str
