@@ -1,0 +1,108 @@
+"""``examples/rl_loop.py`` in two processes, of which each is killed, and the broker too: the loop goes on."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+import streampack
+from tests.integration.frameworks.example_runs import EXAMPLES
+from tests.integration.running import PATIENCE_S, RunningBroker, folder
+from tests.integration.running import streampack as command
+
+STEPS = 40
+
+
+def settings(path: Path) -> dict[str, Any]:
+    """Those of the example's text."""
+    text = ast.get_docstring(ast.parse((EXAMPLES / "rl_loop.py").read_text())) or ""
+    sides = {side: f"ipc://{path}/{side}" for side in ("producers", "trainers")}
+    found: dict[str, Any] = yaml.safe_load(text.split("::\n", 1)[1])
+    return found | {"listen": {**sides, "http": "127.0.0.1:0"}, "state_dir": str(path / "state")}
+
+
+class Role:
+    """A process of the example, which is started again when it was killed."""
+
+    def __init__(self, path: Path, name: str, broker: RunningBroker) -> None:
+        self.path, self.name = path, name
+        self.environment = {
+            **os.environ, "STREAMPACK_ENDPOINT": broker.trainers, "STREAMPACK_PRODUCERS": broker.producers,
+            "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        self.starts = 0
+        self.start()
+
+    def start(self) -> None:
+        self.starts += 1
+        with (self.path / f"{self.name}.log").open("a") as log:
+            command_line = [sys.executable, str(EXAMPLES / "rl_loop.py"), self.name]
+            self.process = subprocess.Popen(
+                command_line, cwd=self.path, env=self.environment, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def said(self) -> str:
+        return (self.path / f"{self.name}.log").read_text()
+
+
+def trained(role: Role) -> list[int]:
+    """Number of each step that was printed."""
+    return [json.loads(line)["step"] for line in role.said.splitlines() if line.startswith("{")]
+
+
+def test_the_loop_goes_on_whoever_is_killed() -> None:
+    rng = random.Random(7)
+    with folder() as path:
+        config = settings(path)
+        broker = RunningBroker(path, config)
+        trainer, generator = Role(path, "train", broker), Role(path, "generate", broker)
+        try:
+            for victim in itertools.chain(["train", "generate", "broker", "train", "generate"], itertools.repeat("")):
+                before, deadline = len(trained(trainer)), time.monotonic() + PATIENCE_S
+                while len(trained(trainer)) < before + rng.randint(3, 5) and trainer.process.poll() is None:
+                    assert time.monotonic() < deadline, trainer.said + generator.said + broker.said
+                    assert generator.process.poll() in (None, 0), generator.said
+                    time.sleep(0.05)
+                if victim == "broker":
+                    broker.kill()
+                    broker = RunningBroker(path, config)
+                elif victim:
+                    role = trainer if victim == "train" else generator
+                    role.kill()
+                    role.start()
+                elif trainer.process.poll() is not None:
+                    break
+            assert trainer.process.wait(PATIENCE_S) == 0, trainer.said
+            assert generator.process.wait(PATIENCE_S) == 0, generator.said
+            steps = trained(trainer)
+            assert sorted(set(steps)) == list(range(STEPS))
+            assert len(steps) < STEPS + 5, "a trainer that is killed trains at most the step again that it was at"
+            with streampack.results(broker.trainers, start="oldest", timeout_s=5.0) as results:
+                found = {step.step: step for step in results}
+            assert sorted(found) == list(range(STEPS)), "each step once"
+            rewards = [float(found[step].values["reward"].mean()) for step in range(STEPS)]
+            assert sum(rewards[-8:]) / 8 > sum(rewards[:8]) / 8 + 0.08, "it learns"
+            assert len(list((path / "weights").iterdir())) == STEPS + 1
+            torch.load(path / "checkpoint.pt")
+        finally:
+            for role in (trainer, generator):
+                role.kill()
+            broker.kill()
+        state = str(path / "state")
+        assert json.loads(command("ledger", "verify", "--state-dir", state, "--json").stdout)["good"]
