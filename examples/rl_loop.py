@@ -86,19 +86,18 @@ def train():
             forward = step.regroup(budget=1024)  # a pass without gradients takes larger packs
             with torch.no_grad():
                 old = forward.tokens_back({pack: logprobs(pack) for pack in forward})
-            losses, samples = [], []
+            losses, rewards, prompts = [], [], []
             for batch, before in zip(step, old, strict=True):
                 ratio = (logprobs(batch) - before).exp()
                 loss = -(ratio * batch.advantages * (batch.labels >= 0)).sum() / step.num_loss_tokens
                 loss.backward()
                 losses.append(loss.item())
-                samples += zip(
-                    batch.reward.tolist(), batch.input_ids[batch.cu_seqlens[:-1].long()].tolist(), strict=False
-                )
+                rewards.extend(batch.reward.tolist())
+                prompts.extend(batch.input_ids[batch.cu_seqlens[: batch.num_samples].long()].tolist())
             optimizer.step()
             optimizer.zero_grad()
-            step.report({"reward": [reward for reward, _ in samples], "prompt": [prompt for _, prompt in samples]})
-            reward = sum(reward for reward, _ in samples) / len(samples)
+            step.report({"reward": rewards, "prompt": prompts})
+            reward = sum(rewards) / len(rewards)
             print(json.dumps({"step": step.index, "loss": sum(losses), "reward": round(reward, 4)}), flush=True)
             publish(loader, step.index + 1)
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step.index + 1}

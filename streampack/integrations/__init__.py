@@ -5,6 +5,8 @@
 - ``lightning``: Lightning's Trainer.
 - ``megatron``: Megatron-LM.
 - ``torchtitan``: torchtitan.
+- ``trl``: AsyncGRPO of TRL.
+- ``verl``: verl.
 
 Each adapter translates a framework's calls to those of a loader: ``steps``, ``state_dict``, ``commit``. Settings with
 which a framework would train on other data, or with another loss, are rejected; the error says what to set instead. A

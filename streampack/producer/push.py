@@ -307,7 +307,7 @@ class Producer:
         ids: SupportsIndex | Iterable[SupportsIndex | Sequence[int]],
         *,
         timeout_s: float | None = None,
-        **fields: Sequence[Any],
+        **fields: Any,
     ) -> None:
         """Give values to late fields of samples, and wait until the values are durable in the broker's log.
 
@@ -317,8 +317,8 @@ class Producer:
         Args:
             ids: Samples: ids from ``sample_ids`` of any process, or sequence numbers of this producer's own samples.
             timeout_s: Seconds to wait. Default: the ``timeout_s`` of the producer.
-            fields: By late field, a value for each sample: arrays [tokens, ...] for ``axis: token``, else scalars or
-                arrays of the field's shape.
+            fields: By late field, a sequence with a value for each sample: arrays [tokens, ...] for ``axis: token``,
+                else scalars or arrays of the field's shape.
 
         Raises:
             SampleError: A value does not fit its field.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streampack.core.journal.log_records import ChunkAdmitted
+from streampack.core.journal.log_records import ChunkAdmitted, ChunkCompleted
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack.core.trees.shared_prefixes import prefix_order
@@ -64,7 +64,7 @@ def sharing_of(state_dir: Path, rules: Rules) -> Sharing | None:
         return None
     found = Sharing(0, 0, 0, 0)
     for entry in read_entries(state_dir):
-        if entry.kind != ChunkAdmitted.TYPE or found.tokens >= MOST_TOKENS:
+        if entry.kind not in (ChunkAdmitted.TYPE, ChunkCompleted.TYPE) or found.tokens >= MOST_TOKENS:
             continue
         record, payload = decode_record(entry.kind, entry.body)
         if not isinstance(record, ChunkAdmitted) or record.stream not in streams or not payload:
