@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
+from streampack.core.trees.shared_prefixes import prefix_order
 from streampack.errors import UserError
 from streampack.planning import plan_step
 
@@ -89,10 +91,9 @@ class WindowBatcher(torch.utils.data.IterableDataset[list[Any]]):
     def _plan(self, samples: list[dict[str, Any]]) -> Iterator[list[Any]]:
         """Yield the micro-batches of a window."""
         units = self._units(samples)
-        lengths = [max(len(unit.tokens), unit.trained) for unit in units]
-        plan = plan_step(lengths, budget=self._budget, dp=self._ranks)
+        plan = plan_step([_size_of(unit) for unit in units], budget=self._budget, dp=self._ranks, a=0)
         rows = [
-            [[sample for at in plan.packs[rank][number] for sample in units[at].samples] for rank in range(self._ranks)]
+            [[sample for at in plan.packs[rank][number] for sample in units[at]] for rank in range(self._ranks)]
             for number in range(plan.num_micro_batches)
         ]
         every = [row for micro_batch in rows for row in micro_batch]
@@ -109,20 +110,29 @@ class WindowBatcher(torch.utils.data.IterableDataset[list[Any]]):
             del fullest[half:]
         yield from ([_row_of(row) for row in micro_batch] for micro_batch in rows)
 
-    def _units(self, samples: list[dict[str, Any]]) -> list[Any]:
-        """Return the samples of each group as a row, split until each fits."""
+    def _units(self, samples: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        """Return the samples of each group, split until they fit a row."""
         groups: dict[Any, list[dict[str, Any]]] = {}
         for sample in samples:
             groups.setdefault(sample["group_id"], []).append(sample)
-        left, units = list(groups.values()), list[Any]()
+        left, units = list(groups.values()), list[list[dict[str, Any]]]()
         while left:
             group = left.pop()
-            row = _row_of(group)
-            if len(group) > 1 and max(len(row.tokens), row.trained) > self._budget:
+            if len(group) > 1 and _size_of(group) > self._budget:
                 left += [group[: len(group) // 2], group[len(group) // 2 :]]
             else:
-                units.append(row)
+                units.append(group)
         return units
+
+
+def _size_of(samples: list[dict[str, Any]]) -> int:
+    """Return the most tokens that a row computes, or learns, for some samples.
+
+    A ``TreeRow`` computes shared tokens once, except for the last one before a branch.
+    """
+    _, shared = prefix_order([sample["input_ids"].numpy() for sample in samples])
+    tokens = sum(len(sample["input_ids"]) for sample in samples) - int(np.maximum(shared - 1, 0).sum())
+    return max(tokens, sum(int(sample["completion_mask"].sum()) for sample in samples))
 
 
 def _row_of(samples: list[dict[str, Any]]) -> Any:
