@@ -30,7 +30,8 @@ def lengths_of(step: int) -> list[int]:
     """Lengths of the rollouts of a step: a prompt of about 500 tokens, and an answer with a long tail."""
     draw = np.random.default_rng(step)
     answers = np.clip(draw.lognormal(np.log(1500), 0.9, SAMPLES), 16, 15_000)
-    return (np.clip(draw.normal(500, 100, SAMPLES), 50, 1000) + answers).clip(max=BUDGET).astype(int).tolist()
+    lengths = (np.clip(draw.normal(500, 100, SAMPLES), 50, 1000) + answers).clip(max=BUDGET)
+    return [int(length) for length in lengths]
 
 
 def batch_of(lengths: list[int]) -> Any:
