@@ -2,8 +2,9 @@
 
     python -m benchmarks.rl_crash [--kills 30] [--seed 1] [--json]
 
-Workers generate samples; each sample stands for seconds of generation. They send each to the broker and to a buffer in
-the memory of another process. A trainer reads steps from both. Then a worker, the trainer, or both broker and buffer
+Workers generate samples; each sample stands for seconds of generation, which come later, as the value of a late field.
+They send each to the broker and to a buffer in the memory of another process. A trainer reads steps from both, and
+reports the values back to a subscriber. Then a worker, the trainer, or both broker and buffer
 are killed with SIGKILL, at random. At the end, each sample that was reported as stored must have been trained. Samples
 that a killed worker was still generating, or had not got stored, are counted nowhere: no buffer can have them.
 """
@@ -15,6 +16,7 @@ import json
 import multiprocessing
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -40,25 +42,30 @@ def seconds_of(worker: int, number: int) -> float:
 
 
 def work(worker: int, endpoint: str, buffer: str, journal: str, upto: int) -> None:
-    """Generate samples from where the broker stands, and note what is stored."""
+    """Generate samples from where the broker stands; give their late values, and note those that are stored."""
     done = Path(journal)
-    made = sum(1 for _ in done.open()) if done.exists() else 0
     with streampack.Producer(endpoint, stream="rollouts", partition=worker, timeout_s=120.0) as rollouts:
-        number = rollouts.stats()["next_seq"]
+        number, noted = int(rollouts.stats()["next_seq"]), sum(1 for _ in rows(done))
         with done.open("a") as notes:
-            for seq in range(made, int(number)):  # stored, but not noted
-                notes.write(f"{seq}\n")
+
+            def score(stored: int) -> int:
+                """Give values to the samples that are stored, and note these samples."""
+                seqs = list(range(noted, stored))
+                for at in range(0, len(seqs), 64):
+                    rollouts.amend(seqs[at : at + 64], seconds=[seconds_of(worker, seq) for seq in seqs[at : at + 64]])
+                notes.writelines(f"{seq}\n" for seq in seqs)
+                notes.flush()
+                return max(stored, noted)
+
+            noted = score(number)
             while number < upto:
                 time.sleep(SAMPLE_S)
-                seq = rollouts.send(np.full(16, 1 + worker, np.int32), seconds=seconds_of(worker, int(number)))
+                seq = rollouts.send(np.full(16, 1 + worker, np.int32))
                 put(buffer, ("put", worker, seq))
                 number += 1
                 if number % 8 == 0 or number == upto:
                     rollouts.flush()
-                    stored = int(rollouts.stats()["durable_seq"])
-                    for each in range(sum(1 for _ in done.open()), stored):
-                        notes.write(f"{each}\n")
-                    notes.flush()
+                    noted = score(int(rollouts.stats()["durable_seq"]))
         rollouts.close(end=True)
 
 
@@ -107,6 +114,7 @@ def train(endpoint: str, buffer: str, folder: str) -> None:
                     out.write(f"{worker} {seq}\n")
             with notes.open("a") as out:
                 out.writelines(lines)
+            step.report({"seconds": [float(each) for pack in step for each in pack["seconds"][: pack.num_samples]]})
             state.with_suffix(".new").write_text(json.dumps(loader.state_dict()))
             os.replace(state.with_suffix(".new"), state)
             loader.commit(step.index)
@@ -120,6 +128,38 @@ def rows(path: Path) -> Iterator[list[int]]:
             yield [int(each) for each in line.split()]
 
 
+class Subscriber:
+    """Reads the values that come back, in a thread of its own, and checks them."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.found: dict[int, int] = {}
+        """Samples of each step."""
+        self.twice = self.wrong = 0
+        self._results = streampack.results(endpoint, start="oldest", timeout_s=2.0)
+        self._stop = False
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        """Read steps until ``stop``, and then until none has come for a while."""
+        while True:
+            last = self._stop
+            for step in self._results:
+                self.twice += step.step in self.found
+                self.found[step.step] = len(step)
+                ids = zip(step.partitions.tolist(), step.seqs.tolist(), strict=True)
+                values = step.values["seconds"].tolist()
+                self.wrong += sum(seconds_of(*one) != value for one, value in zip(ids, values, strict=True))
+            if last:
+                return
+
+    def stop(self) -> None:
+        """Read what is left."""
+        self._stop = True
+        self._thread.join(60)
+        self._results.close()
+
+
 def measure(kills: int, seed: int, samples: int) -> dict[str, Any]:
     """Run the loop to its end with so many kills."""
     rng, context = np.random.default_rng(seed), multiprocessing.get_context("spawn")
@@ -131,7 +171,7 @@ def measure(kills: int, seed: int, samples: int) -> dict[str, Any]:
             "listen": {**sides, "http": "127.0.0.1:0"},
             "rules": {"budget": 256, "window": {"samples": 32}, "step": {"samples": STEP}},
             "streams": {"rollouts": {"pushed": True, "partitions": WORKERS}},
-            "fields": {"seconds": {"dtype": "float64", "axis": "sample"}},
+            "fields": {"seconds": {"dtype": "float64", "axis": "sample", "late": True}},
         }  # fmt: skip
         buffer = f"{path}/buffer"
         broker = RunningBroker(path, settings)
@@ -154,6 +194,7 @@ def measure(kills: int, seed: int, samples: int) -> dict[str, Any]:
             start(name)
 
         counts: dict[str, int] = {}
+        subscriber = Subscriber(sides["trainers"])
         try:
             for name in ("buffer", *[each for each in targets if each != "buffer"]):
                 start(name)
@@ -173,6 +214,7 @@ def measure(kills: int, seed: int, samples: int) -> dict[str, Any]:
                     broker = RunningBroker(path, settings)
                 else:
                     kill(victim)
+            subscriber.stop()
         finally:
             for process in running.values():
                 process.kill()
@@ -187,6 +229,8 @@ def measure(kills: int, seed: int, samples: int) -> dict[str, Any]:
             "kills": counts, "samples": len(stored), "generation_s": round(sum(seconds_of(*each) for each in stored)),
             "lost_s": round(sum(seconds_of(*each) for each in lost)), "lost_samples": len(lost),
             "twice_samples": len(steps) - len(once),
+            "steps": len({step for step, *_ in steps}), "steps_reported": len(subscriber.found),
+            "reported_twice": subscriber.twice, "wrong_values": subscriber.wrong,
             "lost_s_in_memory": round(sum(seconds_of(*each) for each in lost_beside)),
             "lost_samples_in_memory": len(lost_beside),
         }  # fmt: skip

@@ -121,7 +121,7 @@ def _check_rules(config: BrokerConfig, rules: Rules, layout: str) -> None:
             "pushed stream, because only pushed samples can get values later. Remove the key, or set `pushed: true` on "
             "a stream"
         )
-    if rules.late_timeout_s != Rules().late_timeout_s and not rules.late_fields:
+    if rules.late_timeout_s is not None and not rules.late_fields:
         raise ConfigError(
             f"rules.late_timeout_s: got {rules.late_timeout_s} without a late field, expected a field with "
             "`late: true`. Remove the key, or declare such a field"

@@ -18,6 +18,7 @@ from streampack.config.alignment import AlignSettings, Precision, derived_align
 from streampack.config.typed_yaml import explained
 from streampack.core.model.fields import GROUP, LABELS, LOSS_MASK, POLICY_VERSION, POSITION_IDS, DType, Field
 from streampack.core.model.rules import (
+    LATE_TIMEOUT_S,
     PACKER_KEYS,
     Balance,
     Batch,
@@ -333,7 +334,7 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
             description="Seconds that a pushed sample waits for its late fields. Then `default` of the field is used; "
             "a sample that lacks a field without `default` is dropped and counted",
         ),
-    ] = 3600
+    ] = LATE_TIMEOUT_S
     share: Annotated[
         Share | None,
         Meta(
@@ -775,6 +776,7 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
             for name, stream in self.streams.items()
             if name in (self.feeds[feed].streams or self.streams)
         )  # fmt: skip
+        late_s = None if settings.late_timeout_s == LATE_TIMEOUT_S else settings.late_timeout_s
         try:
             return Rules(
                 **settings.packing,
@@ -784,7 +786,7 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
                 weight_unit=settings.weight_unit, merge=self.feeds[feed].merge or self.merge,
                 between_passes=settings.between_passes, max_policy_lag=settings.staleness.max_policy_lag,
                 paces=settings.staleness.on_exceed == "wait", seed=self.seed,
-                late_timeout_s=settings.late_timeout_s, share=settings.share, tokens=self.tokens, fields=fields,
+                late_timeout_s=late_s, share=settings.share, tokens=self.tokens, fields=fields,
                 streams=streams,
             )  # fmt: skip
         except ValueError as error:

@@ -20,6 +20,8 @@ from streampack.core.trees.shared_prefixes import prefix_order
 from streampack.errors import UserError
 from streampack.planning import plan_step
 
+__all__ = ["WindowBatcher", "install"]
+
 WINDOW = 4
 """Micro-batches that are planned together."""
 
@@ -60,6 +62,10 @@ class WindowBatcher(torch.utils.data.IterableDataset[list[Any]]):
         token_budget: Most tokens of a row, shared ones counted once. A longer rollout is dropped and counted.
         metrics: The trainer's metrics, lists by name.
         window: Number of micro-batches that are planned together.
+
+    Example:
+        >>> for rows in WindowBatcher(rollouts, num_processes=8, token_budget=16384, metrics={}):  # doctest: +SKIP
+        ...     batch = collator([rows])
     """
 
     def __init__(

@@ -25,6 +25,8 @@ from streampack.packs.step import Step
 from streampack.planning import plan_step
 from streampack.producer.push import Producer
 
+__all__ = ["install", "pull", "push", "rearrange_micro_batches"]
+
 PROMPT_LENGTH = "prompt_length"
 """Field with the number of prompt tokens of each sample."""
 
@@ -79,6 +81,9 @@ def rearrange_micro_batches(
 
     Raises:
         SampleError: A sample or a group does not fit, or there are too few for all ranks to have as many micro-batches.
+
+    Example:
+        >>> micro_batches, places = rearrange_micro_batches(batch, max_token_len=16384)  # doctest: +SKIP
     """
     from verl.utils import tensordict_utils
 
@@ -88,8 +93,7 @@ def rearrange_micro_batches(
     if len(units) % force_group_size:
         raise SampleError(f"got {len(units)} samples, expected a multiple of {force_group_size} (force_group_size)")
     units = units.reshape(-1, force_group_size).sum(axis=1)
-    order = "small_at_edges" if use_dynamic_bsz_balance else "packer"
-    multiple = num_batches_divided_by or 1
+    order, multiple = "small_at_edges" if use_dynamic_bsz_balance else "packer", num_batches_divided_by or 1
 
     def planned(least: int) -> list[list[int]]:
         """Return the units of each micro-batch, at least ``least`` of them, none empty."""
@@ -132,6 +136,9 @@ def push(
 
     Raises:
         SampleError: A rollout is invalid, or its fields do not fit.
+
+    Example:
+        >>> push(rollouts, data.batch, version, ("response_mask", "advantages"), group_size=8)  # doctest: +SKIP
     """
     ids, mask = batch["input_ids"].cpu(), batch["attention_mask"].cpu().bool()
     responses = batch[fields[0]].shape[1]
@@ -139,11 +146,8 @@ def push(
     for at in range(len(ids)):
         kept, held = mask[at], mask[at, -responses:]
         prompt = int(kept[:-responses].sum())
-        row: dict[str, Any] = {"input_ids": ids[at][kept].numpy(), PROMPT_LENGTH: prompt}
-        for name in fields:
-            values = batch[name][at].cpu().float()[held]
-            row[name] = torch.cat([torch.zeros(prompt), values]).numpy()
-        rows.append(row)
+        values = {name: torch.cat([torch.zeros(prompt), batch[name][at].cpu().float()[held]]) for name in fields}
+        rows.append({"input_ids": ids[at][kept].numpy(), PROMPT_LENGTH: prompt, **values})
     found: list[int] = []
     for first in range(0, len(rows), group_size):
         found += producer.send_group(rows[first : first + group_size], policy_version=policy_version)
@@ -164,6 +168,9 @@ def pull(step: Step[Any], fields: Sequence[str] = ("response_mask",), pad_token_
 
     Raises:
         UserError: The step's packs are not in the format ``numpy``.
+
+    Example:
+        >>> batch = DataProto.from_single_dict(pull(step, ("response_mask", "advantages")))  # doctest: +SKIP
     """
     samples: list[tuple[int, torch.Tensor, list[torch.Tensor]]] = []
     for pack in step:

@@ -31,7 +31,7 @@ class SampleId(NamedTuple):
     seq: int
     """Sequence number of the sample in the partition, as ``Producer.send`` returns it."""
     incarnation: int
-    """Number of the process that sent the sample."""
+    """Number of the process that sent the sample; 0 if that was an earlier process."""
 
 
 def as_id(given: Any) -> SampleId:

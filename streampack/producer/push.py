@@ -18,6 +18,7 @@ from typing import Any, Literal, SupportsIndex
 
 from streampack.config.typed_yaml import parse_size
 from streampack.core.sessions.pushing.push_session import EndBatch, EndWrite
+from streampack.core.staging.amendments import ANY
 from streampack.errors import UserError
 from streampack.producer.amend_thread import Amending
 from streampack.producer.late_values import SampleId, as_id
@@ -294,13 +295,14 @@ class Producer:
         """Return the ids of samples that this producer sent, for ``amend`` in any process.
 
         Args:
-            seqs: Sequence numbers that ``send``, ``send_many`` or ``send_group`` returned.
+            seqs: Sequence numbers that ``send``, ``send_many`` or ``send_group`` returned. Lower numbers name samples
+                that earlier processes sent to the partition.
 
         Returns:
             An id for each sample: tuples of three integers, which may be sent to another process.
         """
-        partition, incarnation = self._pushing.partition, self._pushing.incarnation
-        return [SampleId(partition, seq, incarnation) for seq in _seqs_of(seqs)]
+        partition, own, first = self._pushing.partition, self._pushing.incarnation, self._pushing.first_seq
+        return [SampleId(partition, seq, own if seq >= first else ANY) for seq in _seqs_of(seqs)]
 
     def amend(
         self,

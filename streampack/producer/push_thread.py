@@ -68,6 +68,12 @@ class Pushing(SessionThread):
         return self._session.partition
 
     @property
+    def first_seq(self) -> int:
+        """Number of this process's first sample."""
+        assert self._session.first_seq is not None  # __init__ has waited for it
+        return self._session.first_seq
+
+    @property
     def incarnation(self) -> int:
         """Number of this process among all that push to the partition."""
         return self._session.incarnation

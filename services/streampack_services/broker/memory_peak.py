@@ -42,6 +42,8 @@ class Peak:
     """Pages of the arena that are written."""
     arriving: int
     """Chunks from producers that are not in the arena yet."""
+    staged: int
+    """Pushed samples that wait for late fields, or for their turn in a paced feed."""
     leaving: int
     """Messages to trainers that are not confirmed yet."""
     tables: int
@@ -73,11 +75,14 @@ def peak(config: BrokerConfig, plan: Plan, mean_tokens: int | None = MEAN_TOKENS
         arriving += FEW_SLOTS * min(SLOT_BYTES, plan.chunk_bytes)  # the broker maps each producer's shared memory
     steps = zip(plan.feeds, merged, strict=True)
     leaving = sum((PREFETCH + 1) * min(_step_tokens(feed), held) for feed, held in steps) * config.planned_mesh.tp
+    waits = [feed.rules for feed in plan.feeds if feed.rules.late_fields or feed.rules.paces]
+    staged = quota * sum(stream.partitions for rules in waits for stream in rules.streams if stream.pushed)
     samples = live // (mean_tokens or MEAN_TOKENS)
     return Peak(
         libraries=PROCESS_BYTES,
         arena=plan.memory_bytes if mean_tokens is None else arena,
         arriving=min(partitions * arriving, ahead * plan.token_bytes),
+        staged=staged * plan.token_bytes,
         leaving=min(leaving * plan.token_bytes, plan.leaving_bytes),
         tables=samples * ROW_BYTES,
     )

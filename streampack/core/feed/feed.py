@@ -151,7 +151,8 @@ class Feed:
             if not self._ends_by_marks:
                 who = self._producers.describe(missing)
                 if not (planner.merge.current.has_barriers and self._partitions.stream_of[missing].terms.pushed):
-                    alive = self._producers.pushed_from(missing) is not None
+                    pushed = self._partitions.stream_of[missing].terms.pushed
+                    alive = pushed and self._producers.pushed_from(missing) is not None
                     text = f"the next sample of {who}" if alive else f"the next sample has not come from {who}"
                     return Missing("stream", text, stream, batch=alive)
                 both = f"no sample and no {end} has come from {who}, but another partition ended this batch"

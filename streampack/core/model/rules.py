@@ -33,6 +33,8 @@ MergeOrder = Literal["schedule", "arrival"]
 MAX_WEIGHT_RATIO = 4096
 """The greatest ratio of two streams' weights; it keeps the merge's clocks inside 64 bits."""
 MicroBatchOrder = Literal["packer", "largest_first", "small_at_edges"]
+LATE_TIMEOUT_S = 3600
+"""Seconds that a sample waits for its late fields by default."""
 PACKER_KEYS = ("max_samples_per_pack", "leftovers", "micro_batch_size")
 """Rules that are parameters of packers; None: the packer's default."""
 
@@ -225,8 +227,8 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
             Older samples are counted and dropped.
         paces: Instead of dropping old samples, make sure that there are none: see ``core.staging.tickets``.
         seed: Seed of the merge and of packers that shuffle.
-        late_timeout_s: Seconds that a sample waits for its late fields. Then their ``default`` is used; a sample with
-            a late field that has no default is counted and dropped.
+        late_timeout_s: Seconds that a sample waits for its late fields; None for ``LATE_TIMEOUT_S``. Then their
+            ``default`` is used; a sample with a late field that has no default is counted and dropped.
         share: Groups may be trees of samples that share tokens, which are computed once: see ``core.trees``.
         tokens: Type of token ids.
         fields: Fields that samples carry beside token ids.
@@ -253,7 +255,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     max_policy_lag: Annotated[int, Meta(ge=0, lt=2**62)] | None = None
     paces: bool = False
     seed: Annotated[int, Meta(ge=0, lt=2**62)] = 0
-    late_timeout_s: Annotated[int, Meta(ge=1, lt=2**31)] = 3600
+    late_timeout_s: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     share: Share | None = None
     tokens: TokenType = "int32"
     fields: tuple[Field, ...] = ()

@@ -136,7 +136,8 @@ class Amend(Message, frozen=True, kw_only=True):
 
     Attributes:
         number: Number of the message; a producer uses each number once.
-        incarnation: The process that pushed the samples: the first number of their cursor.
+        incarnation: The process that pushed the samples: the first number of their cursor; 0 for any process. A process
+            knows that the samples before its own are safe, and need not know who sent them.
         seqs_u64: [n], number of each sample in its partition.
         names: Names of the late fields, at most once each.
         lengths_u32: [n], tokens of each sample; absent if every field has axis ``sample``.

@@ -13,6 +13,9 @@ from streampack.core.model.fields import Field
 from streampack.core.protocol.producer_messages import Amend
 from streampack.core.staging.staged_partition import StagedPartition
 
+ANY = 0
+"""Incarnation in a message from a process that does not know which earlier process sent the samples."""
+
 
 class Refused(Exception):
     """The message cannot be accepted; the text says why."""
@@ -97,7 +100,7 @@ def _lengths_of(message: Amend, seqs: list[int], staged: StagedPartition) -> lis
         if place is None:
             continue
         where = f"stream {staged.stream!r} partition {staged.partition} sample {seq}"
-        if place.chunk.incarnation != message.incarnation:
+        if message.incarnation not in (ANY, place.chunk.incarnation):
             raise Refused(
                 f"{where}: got a value for a sample of another process, expected the id that `Producer.sample_ids` "
                 f"returned. The sample with this id was lost before it was stored"

@@ -17,7 +17,7 @@ from streampack.core.journal.log_effects import Recall, Recalled
 from streampack.core.journal.log_records import ChunkStaged, EndStaged, MarkStaged, SamplesAmended
 from streampack.core.merge.queues import NOWHERE
 from streampack.core.model.fields import Field
-from streampack.core.model.rules import Rules
+from streampack.core.model.rules import LATE_TIMEOUT_S, Rules
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.producer_messages import Amend, Amended, Mark, Samples
 from streampack.core.staging.amendments import LateValue, Refused, parse_amend
@@ -90,7 +90,7 @@ class Staging:
     ) -> StagedPartition:  # fmt: skip
         """Add partition ``p`` of ``feed``, whose samples wait for late fields or for their turn; return it."""
         self._of[p] = StagedPartition(stream, partition, rules.fields, paced=rules.paces)
-        self._feeds.setdefault(feed, _StagedFeed([], rules.late_timeout_s)).partitions.append(p)
+        self._feeds.setdefault(feed, _StagedFeed([], rules.late_timeout_s or LATE_TIMEOUT_S)).partitions.append(p)
         if rules.paces and rules.max_policy_lag is not None and rules.batch is not None:
             self.tickets.setdefault(feed, Tickets(rules.max_policy_lag, rules.batch.samples or 1))
         return self._of[p]

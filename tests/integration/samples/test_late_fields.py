@@ -162,6 +162,16 @@ def test_values_that_do_not_fit_are_refused(
             rollouts.amend(seq, **fields)
 
 
+def test_a_process_that_is_started_again_gives_values_to_samples_of_the_one_before(broker: RunningBroker) -> None:
+    with streampack.Producer(broker.producers, stream="rollouts", timeout_s=PATIENCE_S) as rollouts:
+        seq = rollouts.send(rollout(1))
+        own = rollouts.sample_ids(seq)
+    with streampack.Producer(broker.producers, stream="rollouts", timeout_s=PATIENCE_S) as rollouts:
+        assert rollouts.sample_ids(seq)[0].incarnation == 0
+        rollouts.amend(seq, reward=[1.5])
+        rollouts.amend(own, reward=[1.5])
+
+
 def test_ids_that_name_no_sample_are_refused(broker: RunningBroker) -> None:
     with streampack.Producer(broker.producers, stream="rollouts", timeout_s=PATIENCE_S) as rollouts:
         seq = rollouts.send(rollout(1))
