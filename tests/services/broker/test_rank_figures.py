@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from streampack_services.broker.ranks.rank_figures import (
     MOST_RANKS,
@@ -210,6 +210,7 @@ RANK = st.tuples(
 
 
 @given(st.lists(RANK, min_size=1, max_size=40))
+@example([(1, True, 0, 0.0, 0.0, 0.0), (1, True, 1, 0.0, 0.0, 0.0)])
 def test_nodes_and_ranks_are_listed_worst_first(
     few: SimulatedRanks, rows: list[tuple[int, bool, int, float, float, float]]
 ) -> None:

@@ -189,8 +189,7 @@ class RankFigures:
         worst[named] = order[falling[starts]]
         silent_s, done = of(columns.silent_s, np.maximum, 0.0), of(columns.done, np.minimum, 0.0).astype(np.int64)
         share = of(waits.share, np.maximum, -1.0)
-        most_done = int(done[named].max()) if len(named) else 0
-        lag = np.where(attached > 0, most_done - done, 0)
+        lag = np.where(attached > 0, columns.done[order].max(initial=0) - done, 0)
         silent = np.where(silent_s >= self._silent_after_s, silent_s, 0.0)
         costs = np.zeros(len(columns.host))
         if self._costs is not None and len(order):
