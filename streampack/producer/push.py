@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Any, Literal, SupportsIndex
 
 from streampack.config.typed_yaml import parse_size
+from streampack.core.protocol.producer_messages import ANY_PROCESS
 from streampack.core.sessions.pushing.push_session import EndBatch, EndWrite
-from streampack.core.staging.amendments import ANY
 from streampack.errors import UserError
 from streampack.producer.amend_thread import Amending
 from streampack.producer.late_values import SampleId, as_id
@@ -302,7 +302,7 @@ class Producer:
             An id for each sample: tuples of three integers, which may be sent to another process.
         """
         partition, own, first = self._pushing.partition, self._pushing.incarnation, self._pushing.first_seq
-        return [SampleId(partition, seq, own if seq >= first else ANY) for seq in _seqs_of(seqs)]
+        return [SampleId(partition, seq, own if seq >= first else ANY_PROCESS) for seq in _seqs_of(seqs)]
 
     def amend(
         self,

@@ -41,9 +41,7 @@ class Peak:
     arena: int
     """Pages of the arena that are written."""
     arriving: int
-    """Chunks from producers that are not in the arena yet."""
-    staged: int
-    """Pushed samples that wait for late fields, or for their turn in a paced feed."""
+    """Chunks from producers that are not in the arena yet; they may wait for late fields, or for their turn."""
     leaving: int
     """Messages to trainers that are not confirmed yet."""
     tables: int
@@ -81,8 +79,7 @@ def peak(config: BrokerConfig, plan: Plan, mean_tokens: int | None = MEAN_TOKENS
     return Peak(
         libraries=PROCESS_BYTES,
         arena=plan.memory_bytes if mean_tokens is None else arena,
-        arriving=min(partitions * arriving, ahead * plan.token_bytes),
-        staged=staged * plan.token_bytes,
+        arriving=min(partitions * arriving, ahead * plan.token_bytes) + staged * plan.token_bytes,
         leaving=min(leaving * plan.token_bytes, plan.leaving_bytes),
         tables=samples * ROW_BYTES,
     )

@@ -270,12 +270,10 @@ def _follows_peak(config: BrokerConfig, found: Plan) -> Iterator[Value]:
         "libraries": "the interpreter, libraries and compiled kernels",
         "arena": "the part of memory that is in use",
         "arriving": f"chunks that are not admitted yet, up to {found.arriving} per producer",
-        "staged": "pushed samples that wait for late fields or for their turn",
         "leaving": f"packs that are not sent yet, up to {PREFETCH + 1} steps per rank",
         "tables": "metadata of the samples in memory",
     }.items():
-        if part != "staged" or parts.staged:
-            yield _derived(f"process.{part}_bytes", getattr(parts, part), meaning)
+        yield _derived(f"process.{part}_bytes", getattr(parts, part), meaning)
     full = f"peak of the process if trainers are slower than producers and a sample has {MEAN_TOKENS} tokens on average"
     yield _derived("process.peak_bytes", parts.total, full)
     yield _derived(

@@ -17,6 +17,10 @@ OVERLONG = "overlong"
 """Reason of a rejected sample that is too long even to be sent; it counts as an overlong sample."""
 
 
+ANY_PROCESS = 0
+"""Incarnation in ``Amend`` from a process that does not know which earlier process sent the samples."""
+
+
 # Producer -> broker
 
 

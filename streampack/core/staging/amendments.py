@@ -10,11 +10,8 @@ from msgspec import UNSET
 
 from streampack.core.model.bounded import MAX_CHUNK_SAMPLES
 from streampack.core.model.fields import Field
-from streampack.core.protocol.producer_messages import Amend
+from streampack.core.protocol.producer_messages import ANY_PROCESS, Amend
 from streampack.core.staging.staged_partition import StagedPartition
-
-ANY = 0
-"""Incarnation in a message from a process that does not know which earlier process sent the samples."""
 
 
 class Refused(Exception):
@@ -100,7 +97,7 @@ def _lengths_of(message: Amend, seqs: list[int], staged: StagedPartition) -> lis
         if place is None:
             continue
         where = f"stream {staged.stream!r} partition {staged.partition} sample {seq}"
-        if message.incarnation not in (ANY, place.chunk.incarnation):
+        if message.incarnation not in (ANY_PROCESS, place.chunk.incarnation):
             raise Refused(
                 f"{where}: got a value for a sample of another process, expected the id that `Producer.sample_ids` "
                 f"returned. The sample with this id was lost before it was stored"
