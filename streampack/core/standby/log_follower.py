@@ -96,6 +96,8 @@ class LogFollower:
         self._first_lsn = self._num_logs = 0
         self._asked: Entry | None = None
         self._silent_s = 0.0
+        self._handed_over = False
+        """True once the active broker has said that it ends; what it sends afterwards is no sign of life."""
         self._now = self._look_at = self._follow_at = 0.0
         self._next_lsn = self._safe_upto = 0
 
@@ -152,6 +154,7 @@ class LogFollower:
             return []
         if self.leader is None or entry.epoch != self.leader.epoch:
             self.phase, self._silent_s, self.refused = FollowerPhase.FOLLOWING, 0.0, ""
+            self._handed_over = False
         self.leader = entry
         self.is_member = may_start(entry, self.name, self.log_epoch, self._log_id)
         return []
@@ -203,16 +206,22 @@ class LogFollower:
         if isinstance(message, LogRecords):
             return self._write(message, envelope.payload)
         if isinstance(message, HandOver):
-            self._silent_s = self._takeover_s + 1.0
+            self._silent_s, self._handed_over = self._takeover_s + 1.0, True
             return [Over("the run has ended")] if message.finished else []
         return []
+
+    def _heard(self) -> None:
+        """Note a sign of life."""
+        if not self._handed_over:
+            self._silent_s = 0.0
 
     def _lead(self, message: Lead) -> list[Effect]:
         """Handle a sign of life."""
         assert self.leader is not None
         if message.process != self.process:
             return []
-        self._silent_s, self.refused = 0.0, ""
+        self.refused = ""
+        self._heard()
         if message.copies_from >= 0:
             self.is_member = False
             if self.log_epoch == self.leader.epoch and self._next_lsn >= message.copies_from:
@@ -236,7 +245,7 @@ class LogFollower:
     def _write(self, message: LogRecords, payload: tuple[object, ...]) -> list[Effect]:
         """Write the records that are not on the own disk yet; records after a gap are dropped."""
         assert self.leader is not None
-        self._silent_s = 0.0
+        self._heard()
         count = len(message.kinds)
         raw = message.sizes_u32
         sizes = tuple(int.from_bytes(raw[at : at + 4], "little") for at in range(0, len(raw), 4))
