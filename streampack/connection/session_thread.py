@@ -1,4 +1,4 @@
-"""The thread of a producer that a program uses, and the state that it shares with the program.
+"""The thread of a producer or subscriber that a program uses, and the state that it shares with the program.
 
 This is a thin shell around a session (``core.sessions``). The thread owns the socket, pings at all times, and repeats
 what the session wants. The program's threads give events to the session, and wait for what it knows. A wait longer than
@@ -32,8 +32,6 @@ from streampack.transport.sockets import Dealer, Poller, drain
 from streampack.transport.waker import Waker
 from streampack.wire import frames as wire
 
-log = logging.getLogger("streampack.producer")
-
 TICK_S = 0.2
 SAY_S = 5.0
 
@@ -66,8 +64,13 @@ class ThreadSession(Protocol):
 class SessionThread:
     """The thread and its session, shared with the program's threads under one lock.
 
-    ``name`` names the stream and the partition, for logs and errors.
+    ``name`` names the stream and the partition, or the feed, for logs and errors.
     """
+
+    role = "producer"
+    """Name of this side of the connection, for logs and errors."""
+    side = "producers"
+    """Which of the addresses in ``listen`` of broker.yaml the connection uses."""
 
     def __init__(
         self, endpoint: str, session: ThreadSession, name: str, timeout_s: float, key: Key | None,
@@ -75,6 +78,7 @@ class SessionThread:
     ) -> None:  # fmt: skip
         self._endpoint, self._timeout_s, self._pid = endpoint, timeout_s, os.getpid()
         self._shared, self._name = session, name
+        self._log = logging.getLogger(f"streampack.{self.role}")
         self._changed = threading.Condition()
         self._outbox: deque[Send] = deque()
         self._error: StreampackError | None = None
@@ -116,28 +120,37 @@ class SessionThread:
         """Raise in a forked child, after ``close``, and after an error of the session."""
         if os.getpid() != self._pid:
             raise PeerError(
-                "got a producer that the parent process made before the fork, expected a producer of this process. "
-                "Create a producer after the fork"
+                f"got a {self.role} that the parent process made before the fork, expected a {self.role} of this "
+                f"process. Create a {self.role} after the fork"
             )
         if self._closed:
-            raise UserError("the producer is closed: make another")
+            raise UserError(f"the {self.role} is closed: make another")
         if self._error is not None:
             raise self._error
 
-    def _wait_for(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    def _wait_for(
+        self, condition: Callable[[], bool], timeout_s: float, what: str, level: int = logging.WARNING
+    ) -> None:  # fmt: skip
         """Wait until ``condition()`` holds; log the cause every 5 s. Raises the session's error, or DataStall.
 
-        ``what``: name of what the caller waits for, for the error after ``timeout_s`` seconds.
+        Args:
+            condition: Function that returns whether the wait is over.
+            timeout_s: Seconds to wait.
+            what: Name of what the caller waits for, for the error after ``timeout_s`` seconds.
+            level: Level of the log lines. A wait that is part of a run that works, such as for a policy, has INFO.
         """
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        deadline, say_at = began + timeout_s, began + SAY_S
         with self._changed:
             while not condition():
                 self._check_usable()
-                left = deadline - time.monotonic()
-                if left <= 0:
+                now = time.monotonic()
+                if now >= deadline:
                     self._raise_timeout(timeout_s, what)
-                if not self._changed.wait(timeout=min(left, SAY_S)) and not condition() and left > SAY_S:
-                    log.warning("%s: waiting for %s", self._name, self._waiting_for())
+                self._changed.wait(timeout=min(deadline, say_at) - now)  # the thread wakes it at each tick, too
+                if time.monotonic() >= say_at and not condition():
+                    say_at = time.monotonic() + SAY_S
+                    self._log.log(level, "%s: waiting for %s", self._name, self._waiting_for() or what)
 
     def _waiting_for(self) -> str:
         """Return a text that names the cause of the wait; empty if there is none."""
@@ -149,12 +162,17 @@ class SessionThread:
         if not self._shared.reached:
             raise Unreachable(
                 f"{self._endpoint}: got no answer in {timeout_s:g} s, expected an answer from a broker. Check that "
-                "'streampack broker' is running and listens for producers at this address"
+                f"'streampack broker' is running and listens for {self.side} at this address"
             )
         raise DataStall(
-            f"{self._name}: waited {timeout_s:g} s for {what}. The producer still waits for "
+            f"{self._name}: waited {timeout_s:g} s for {what}. The {self.role} still waits for "
             f"{self._waiting_for() or 'its turn'}"
         )
+
+    def close(self) -> None:
+        """End the thread, without a wait for answers."""
+        if os.getpid() == self._pid and not self._closed:
+            self._leave()
 
     # The thread
 
@@ -174,8 +192,8 @@ class SessionThread:
         except StreampackError as error:
             self._fail(error)
         except Exception as error:  # a bug must not leave the program waiting for a thread that has ended
-            log.exception("the producer's thread failed")
-            self._fail(InternalError(f"the producer's thread failed: {error!r}"))
+            self._log.exception("the %s's thread failed", self.role)
+            self._fail(InternalError(f"the {self.role}'s thread failed: {error!r}"))
         finally:
             dealer.close()
             self._waker.close()
@@ -185,7 +203,7 @@ class SessionThread:
         try:
             envelope = wire.decode(frames)
         except WireError as error:
-            log.warning("dropped a message of the broker: %s", error)
+            self._log.warning("dropped a message of the broker: %s", error)
             return
         if envelope.is_foreign(self._shared.run, self._shared.epoch):
             dealer.leave()
@@ -210,7 +228,7 @@ class SessionThread:
         if isinstance(effect, Send):
             self._outbox.append(effect)
         elif isinstance(effect, Report):
-            log.log(logging.getLevelName(effect.level.upper()), effect.text, extra={"about": effect.about})
+            self._log.log(logging.getLevelName(effect.level.upper()), effect.text, extra={"about": effect.about})
         elif isinstance(effect, Finish) and effect.error:
             self._fail(Rejected(effect.code, effect.error))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from typing import Any
 
 from msgspec.structs import replace
@@ -20,6 +20,8 @@ MAX_FRAME_BYTES = 64 << 20
 
 class Telling(SessionThread):
     """The thread and its session."""
+
+    role, side = "client", "trainers"
 
     def __init__(self, endpoint: str, feed: str, timeout_s: float, key: Key | None = None) -> None:
         self._session = TellingSession()
@@ -43,7 +45,8 @@ class Telling(SessionThread):
         self.tell(Tell(replace(message, number=number), payload))
         wait_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            self._wait_for(lambda: not self._session.is_open(number), wait_s, what)
+            level = logging.INFO if isinstance(message, AskResults) else logging.WARNING
+            self._wait_for(lambda: not self._session.is_open(number), wait_s, what, level)
         finally:
             with self._changed:
                 answer = self._session.answers.pop(number, None)
@@ -52,8 +55,3 @@ class Telling(SessionThread):
         if isinstance(answer.message, Noted) and answer.message.refusal:
             raise Rejected("results", answer.message.refusal)
         return answer
-
-    def close(self) -> None:
-        """End the thread."""
-        if os.getpid() == self._pid and not self._closed:
-            self._leave()

@@ -60,8 +60,3 @@ class Amending(SessionThread):
                     self._session.forget(number)
         for refusal in filter(None, refusals):
             raise Rejected("amend", refusal)
-
-    def close(self) -> None:
-        """End the thread."""
-        if os.getpid() == self._pid and not self._closed:
-            self._leave()

@@ -441,7 +441,7 @@ class _Threads:
         """End both connections; see ``Producer.close``."""
         try:
             if self.pushing is not None:
-                self.pushing.close(end, flush)
+                self.pushing.finish(end, flush)
         finally:
             if self.amending is not None:
                 self.amending.close()

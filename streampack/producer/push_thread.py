@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from streampack.connection.session_thread import SessionThread, log
+from streampack.connection.session_thread import SessionThread
 from streampack.core.protocol.events import Event
 from streampack.core.protocol.producer_messages import Lease
 from streampack.core.sessions.producer_base import Chunk, Failed
@@ -94,7 +95,7 @@ class Pushing(SessionThread):
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         self._wait_for(
             lambda: self._session.policy_version is not None and self._session.policy_version >= version, timeout_s,
-            f"policy version {version}, which the trainers have not published",
+            f"policy version {version}, which the trainers have not published", logging.INFO,
         )  # fmt: skip
         found = self._session.policy_version
         assert found is not None  # just waited for
@@ -107,11 +108,11 @@ class Pushing(SessionThread):
             return self._session.policy_version
         with self._beginning:
             policy = "a policy, which the trainers have not published"
-            self._wait_for(lambda: self._session.policy_version is not None, timeout_s, policy)
+            self._wait_for(lambda: self._session.policy_version is not None, timeout_s, policy, logging.INFO)
             wanted = self._session.tickets.begun + count
             self.tell(WantTickets(wanted))
             what = f"permission to generate {count} samples, because earlier samples are not trained"
-            self._wait_for(lambda: self._session.tickets.granted >= wanted, timeout_s, what)
+            self._wait_for(lambda: self._session.tickets.granted >= wanted, timeout_s, what, logging.INFO)
             version = self._session.policy_version
             self.tell(BeginSamples(count))
             return version
@@ -150,7 +151,7 @@ class Pushing(SessionThread):
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         self._wait_for(lambda: self._session.flushed, timeout_s, "its samples to be durable")
 
-    def close(self, end: bool, flush: bool) -> None:
+    def finish(self, end: bool, flush: bool) -> None:
         """End the thread, with ``flush`` once all samples are durable; see ``Producer.close``."""
         if os.getpid() != self._pid or self._closed:
             return
@@ -173,7 +174,7 @@ class Pushing(SessionThread):
             with self._changed:
                 self._changed.wait_for(lambda: self._session.flushed or self._error is not None, LEAVE_S)
         if not self._session.flushed:
-            log.warning(
+            self._log.warning(
                 "%s: closed before all samples were durable, while waiting for %s",
                 self._name,
                 self._waiting_for(),

@@ -25,7 +25,7 @@ STEPS = 40
 
 
 def settings(path: Path) -> dict[str, Any]:
-    """Those of the example's text."""
+    """Return the settings in the example's docstring, with addresses and a state_dir under ``path``."""
     text = ast.get_docstring(ast.parse((EXAMPLES / "rl_loop.py").read_text())) or ""
     sides = {side: f"ipc://{path}/{side}" for side in ("producers", "trainers")}
     found: dict[str, Any] = yaml.safe_load(text.split("::\n", 1)[1])

@@ -27,7 +27,7 @@ def where(ids: I64) -> tuple[I64, I64]:
 
 
 def part_of(step: int, attempt: int, dp: int, cp: int) -> tuple[ReportValues, tuple[bytes, ...]]:
-    """What a rank reports; the same samples on both context-parallel ranks."""
+    """Return what a rank reports. Both context-parallel ranks have the same samples."""
     index = (step * DP + dp) * SAMPLES + np.arange(SAMPLES)
     zeros = np.zeros(SAMPLES, "<u4").tobytes()
     message = ReportValues(

@@ -167,3 +167,21 @@ def test_values_that_do_not_fit_are_refused(broker: RunningBroker) -> None:
         streampack.results(broker.trainers, start="first")  # type: ignore[arg-type]
     with pytest.raises(Rejected, match="got feed 'zz', expected one of: 'train'"):
         next(streampack.results(broker.trainers, feed="zz", timeout_s=PATIENCE_S))
+
+
+def test_a_long_wait_for_a_policy_is_information_that_names_it(
+    broker: RunningBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with streampack.Producer(broker.producers, stream="rollouts", partition=0, timeout_s=PATIENCE_S) as rollouts:
+        with pytest.raises(DataStall, match="policy version 50"):
+            rollouts.wait_for(50, timeout_s=6)
+        said = [record for record in caplog.records if "waiting for policy version 50" in record.getMessage()]
+        assert {record.levelname for record in said} == {"INFO"}
+
+
+def test_errors_of_a_subscriber_do_not_speak_of_a_producer(broker: RunningBroker) -> None:
+    steps = streampack.results(broker.trainers)
+    steps.close()
+    with pytest.raises(UserError, match="the client is closed"):
+        next(steps)
