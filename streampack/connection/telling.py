@@ -41,16 +41,16 @@ class Telling(SessionThread):
         """
         self._check_usable()
         with self._changed:
-            number = self._session.take_number()
+            number = self._session.open.take_number()
         self.tell(Tell(replace(message, number=number), payload))
         wait_s = self._timeout_s if timeout_s is None else timeout_s
         try:
             level = logging.INFO if isinstance(message, AskResults) else logging.WARNING
-            self._wait_for(lambda: not self._session.is_open(number), wait_s, what, level)
+            self._wait_for(lambda: number not in self._session.open, wait_s, what, level)
         finally:
             with self._changed:
                 answer = self._session.answers.pop(number, None)
-                self._session.forget(number)
+                self._session.open.pop(number, None)
         assert answer is not None  # it came, else ``_wait_for`` has raised
         if isinstance(answer.message, Noted) and answer.message.refusal:
             raise Rejected("results", answer.message.refusal)

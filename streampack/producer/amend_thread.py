@@ -49,14 +49,14 @@ class Amending(SessionThread):
         try:
             for message, payload in messages:
                 with self._changed:
-                    numbers.append(self._session.take_number())
+                    numbers.append(self._session.open.take_number())
                 self.tell(GiveValues(replace(message, number=numbers[-1]), payload))
             wait_s = self._timeout_s if timeout_s is None else timeout_s
-            self._wait_for(lambda: not any(map(self._session.is_open, numbers)), wait_s, "its values to be durable")
+            self._wait_for(lambda: self._session.open.keys().isdisjoint(numbers), wait_s, "its values to be durable")
         finally:
             with self._changed:
                 refusals = [self._session.refusals.pop(number, "") for number in numbers]
                 for number in numbers:
-                    self._session.forget(number)
+                    self._session.open.pop(number, None)
         for refusal in filter(None, refusals):
             raise Rejected("amend", refusal)

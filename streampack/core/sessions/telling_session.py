@@ -13,6 +13,7 @@ from typing import Any
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick
 from streampack.core.protocol.message import Envelope, Message, Reject
 from streampack.core.protocol.trainer_messages import AskResults, Noted, Publish, ReportValues, Results
+from streampack.core.sessions.open_messages import OpenMessages
 from streampack.core.sessions.patience import VAIN_S
 from streampack.core.sessions.producer_base import BROKER_SILENT_S, Finish
 
@@ -35,8 +36,8 @@ class TellingSession:
     epoch: int = 0
     answers: dict[int, Envelope] = field(default_factory=dict)
     """Answer to each message, by number."""
-    _open: dict[int, Tell] = field(default_factory=dict)
-    _next_number: int = 0
+    open: OpenMessages[Tell] = field(default_factory=OpenMessages)
+    """Messages of the program that the broker has not answered."""
     _now: float = 0.0
     _last_sent: float = 0.0
     _last_heard: float | None = None
@@ -49,27 +50,14 @@ class TellingSession:
     @property
     def waits_in_vain(self) -> bool:
         """True if the broker has long not answered."""
-        return bool(self._open) and self._now - max(self._last_heard or 0.0, self._last_sent - VAIN_S) > VAIN_S
-
-    def take_number(self) -> int:
-        """Return a number for the next message."""
-        self._next_number += 1
-        return self._next_number
-
-    def is_open(self, number: int) -> bool:
-        """Return whether the broker has not answered a message."""
-        return number in self._open
-
-    def forget(self, number: int) -> None:
-        """Stop repeating a message."""
-        self._open.pop(number, None)
+        return bool(self.open) and self._now - max(self._last_heard or 0.0, self._last_sent - VAIN_S) > VAIN_S
 
     def waiting_for(self) -> str:
         """Return a text that names the cause of the wait; empty if there is none."""
-        if not self._open:
+        if not self.open:
             return ""
         silent = self._last_heard is None or self._now - self._last_heard > BROKER_SILENT_S
-        asks = all(isinstance(each.message, AskResults) for each in self._open.values())
+        asks = all(isinstance(each.message, AskResults) for each in self.open.values())
         if silent and not asks:
             return "an answer of the broker"
         return "the next step with reported values" if asks else "the broker's log to store values"
@@ -77,13 +65,13 @@ class TellingSession:
     def handle(self, event: Event) -> list[Effect]:
         """Return the effects of an event, for the shell to perform."""
         if isinstance(event, Tell):
-            self._open[event.message.number] = event
+            self.open[event.message.number] = event
             return [self._send(event)]
         if isinstance(event, Tick):
             self._now = event.now
-            if not self._open or event.now - self._last_sent < REPEAT_S:
+            if not self.open or event.now - self._last_sent < REPEAT_S:
                 return []
-            return [self._send(each) for each in self._open.values()]
+            return [self._send(each) for each in self.open.values()]
         if isinstance(event, FromBroker):
             return self._receive(event.envelope)
         return []
@@ -96,7 +84,7 @@ class TellingSession:
         message: Message = envelope.message
         if isinstance(message, Reject):
             return [Finish(message.detail, message.code)]
-        if isinstance(message, Noted | Results) and self._open.pop(message.number, None) is not None:
+        if isinstance(message, Noted | Results) and self.open.pop(message.number, None) is not None:
             self.answers[message.number] = envelope
         return []
 

@@ -106,7 +106,7 @@ class Late(Unsafe):
             return
         seqs = self.rng.sample(mine, min(len(mine), self.rng.randint(1, 4)))
         names = self.rng.choice([NAMES, NAMES[:1], NAMES[1:], NAMES[::-1]])
-        given = amend_of(partition, seqs, names, session.take_number())
+        given = amend_of(partition, seqs, names, session.open.take_number())
         self._to_producer(b"amend%d" % number, given)
         for seq in seqs:
             self.left[partition, seq] -= set(names)

@@ -13,6 +13,7 @@ from typing import Any
 from streampack.core.protocol.events import Effect, Event, Report, Send
 from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who
 from streampack.core.protocol.producer_messages import Amend, Amended, Done, LateFields, Offer
+from streampack.core.sessions.open_messages import OpenMessages
 from streampack.core.sessions.producer_base import BROKER_SILENT_S, Finish, Sender
 from streampack.core.sessions.pushing.push_session import PUSHED, SILENT
 
@@ -33,32 +34,18 @@ class AmendSession(Sender):
     """The broker's newest answer to the hello, which has the declared fields."""
     refusals: dict[int, str] = field(default_factory=dict)
     """Error text of each message that was refused, by number."""
-    _open: dict[int, GiveValues] = field(default_factory=dict)
+    open: OpenMessages[GiveValues] = field(default_factory=OpenMessages)
     """Messages without an answer, by number."""
     _greeted: int = -1
     """Epoch of the broker that knows this process; -1 for none."""
-    _next_number: int = 0
-
-    def take_number(self) -> int:
-        """Return a number for the next message."""
-        self._next_number += 1
-        return self._next_number
-
-    def is_open(self, number: int) -> bool:
-        """Return whether the broker has not answered a message."""
-        return number in self._open
-
-    def forget(self, number: int) -> None:
-        """Stop repeating a message."""
-        self._open.pop(number, None)
 
     def waiting_for(self) -> str:
         """Return a text that names the reason that values are not safe yet; empty if all are safe."""
         if not self.reached or self.silent_s > BROKER_SILENT_S:
             return SILENT
-        if not self._open:
+        if not self.open:
             return ""
-        first = next(iter(self._open.values())).message
+        first = next(iter(self.open.values())).message
         return (
             f"the broker to store values for samples of partition {first.partition}. It may not have these samples "
             f"yet, or its log waits for the disk"
@@ -78,7 +65,7 @@ class AmendSession(Sender):
         """Send a message of the program at once, and keep it until it is answered."""
         if not isinstance(event, GiveValues):
             return []
-        self._open[event.message.number] = event
+        self.open[event.message.number] = event
         return [self._send_values(event)] if self._has_lease else []
 
     def _handle_message(self, message: Message, fence: int) -> list[Effect]:
@@ -86,9 +73,9 @@ class AmendSession(Sender):
         if isinstance(message, LateFields) and message.stream == self.stream:
             known, self._greeted, self.terms = self._has_lease, self.epoch, message
             self._hello_next.reset()
-            return [] if known else [self._send_values(each) for each in self._open.values()]
+            return [] if known else [self._send_values(each) for each in self.open.values()]
         if isinstance(message, Amended):
-            if self._open.pop(message.number, None) is not None and message.refusal:
+            if self.open.pop(message.number, None) is not None and message.refusal:
                 self.refusals[message.number] = message.refusal
         elif isinstance(message, Who):
             self._greeted = -1
@@ -99,7 +86,7 @@ class AmendSession(Sender):
         elif isinstance(message, Reject):
             self._finished = True
             return [Finish(message.detail, message.code)]
-        elif isinstance(message, Done) and self._open:
+        elif isinstance(message, Done) and self.open:
             self._finished = True
             return [Finish(f"stream {self.stream!r}: got values after the end of the feed", "ended")]
         return []
@@ -111,7 +98,7 @@ class AmendSession(Sender):
 
     def _repeat_unconfirmed(self) -> list[Effect]:
         """Repeat the messages without an answer."""
-        return [self._send_values(each) for each in self._open.values()] if self._has_lease else []
+        return [self._send_values(each) for each in self.open.values()] if self._has_lease else []
 
     def _send_values(self, each: GiveValues) -> Send:
         """Return the effect that sends a message with its payload."""
