@@ -9,7 +9,8 @@
 An update is one micro-batch. *tokens/s* counts real tokens; *MFU* what these need alone: 6 FLOPs a parameter and token,
 and causal attention inside each sample, over what the GPU's data sheet says of dense bf16; *next()* the time in it over
 all the time. Weights, gradients and AdamW are in bf16 and nothing is compiled: it is the ways that are compared. MFU is
-given on a GPU alone; the CPU, with ``--quick``, shows that the script works.
+given on a GPU alone; the CPU, with ``--quick``, shows that the script works. Each round has samples of its own. Padded
+rows come in ever new shapes, for each of which cuDNN plans its kernels first; packs have one shape.
 """
 
 from __future__ import annotations
@@ -229,12 +230,13 @@ def _wait_for(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def samples_of(kind: str, budget: int, updates: int, vocabulary: int) -> list[I64]:
-    """Samples of random tokens, more than ``updates`` and a window need."""
+def samples_of(kind: str, budget: int, updates: int, vocabulary: int, part: int = 0) -> list[I64]:
+    """Samples of random tokens, more than ``updates`` and a window need; others for each ``part``."""
     lengths = lengths_of(kind, budget)
     count = 2048 + int(np.searchsorted(np.cumsum(lengths), 2 * updates * budget))
-    ids = np.random.default_rng(0).integers(vocabulary, size=int(lengths[:count].sum()))
-    return np.split(ids, np.cumsum(lengths[:count])[:-1])
+    lengths = np.roll(lengths, -part * count)[:count]
+    ids = np.random.default_rng(part).integers(vocabulary, size=int(lengths.sum()))
+    return np.split(ids, np.cumsum(lengths)[:-1])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -256,13 +258,15 @@ def main(argv: list[str] | None = None) -> None:
     torch.manual_seed(0)
     model = Llama(TINY if args.quick else Size()).to(args.device, torch.bfloat16 if args.device == "cuda" else None)
     parameters = sum(each.numel() for each in model.parameters())
-    samples = samples_of(kind, budget, updates, model.size.vocabulary)
     report = head(
         "train_gpu", device=name, torch=torch.__version__, parameters=parameters, budget=budget, updates=updates,
         lengths=kind, peak_tflops=peak,
     )  # fmt: skip
     print(f"{name}, {parameters / 1e6:,.1f}M parameters, {budget} tokens a micro-batch, lengths: {kind}")
-    rounds = [_round(model, samples, budget, updates, args) for _ in range(args.rounds or (1 if args.quick else 3))]
+    rounds = [
+        _round(model, samples_of(kind, budget, updates, model.size.vocabulary, part), budget, updates, args)
+        for part in range(args.rounds or (1 if args.quick else 3))
+    ]
     ways = {way: [each[way] for each in rounds] for way in WAYS}
     print("way         real tokens/s  of padded    MFU   next()  utilization  ms a step")
     rows = {way: _row(found, peak) for way, found in ways.items()}

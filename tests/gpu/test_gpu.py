@@ -26,9 +26,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's own compiler
 ]
-PACKS = [[700, 1, 33, 128, 500], [2040], []]
+PACKS = [[700, 1, 33, 128, 500], [2040], [2048], []]
 CASE = Case([[[7] * length for length in pack] for pack in PACKS], align=8, budget=2048, cp=1)
 FLASH = pytest.param("flash_attn", marks=pytest.mark.skipif(find_spec("flash_attn") is None, reason="no flash-attn"))
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> None:
+    """Torch limits how often one function is compiled, and counts the compilations of all tests."""
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("backend", ["torch", FLASH])
@@ -112,6 +118,7 @@ def test_flex_attention_under_the_masks_of_batches_is_dense_attention(trees: boo
             torch.testing.assert_close(got, want, rtol=5e-2, atol=5e-2)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_fifty_steps_do_not_make_the_host_wait() -> None:
     """Torch raises for each operation that waits for the GPU; the shapes are those of one compilation."""
     rng = np.random.default_rng(0)

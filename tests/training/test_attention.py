@@ -142,6 +142,29 @@ def test_kernels_get_the_padded_boundaries_of_every_format(
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
+def test_a_sample_that_fills_its_pack_is_a_row_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs no kernel for packed sequences, unless one is named, or only a window of it is seen."""
+    case = Case([[[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]], [[1, 2, 3, 4, 5]]], align=4, budget=12, cp=1)
+    asked = list[int]()
+
+    def kernel(q: torch.Tensor, k: Any, v: Any, bounds: Any, *_: Any, **options: Any) -> torch.Tensor:
+        asked.append(len(bounds))
+        return q
+
+    kernel.__signature__ = signature_of(torch_here)  # type: ignore[attr-defined]
+    monkeypatch.setattr("streampack.training.attention._torch", lambda: kernel)
+    monkeypatch.setattr("streampack.training.attention.first_that_takes", lambda q: "torch")
+    full, part = views_of(case)[0]
+    q, k, v = (draw(12, 2, seed) for seed in range(3))
+    found = streampack.varlen_attention(q, k, v, full)
+    torch.testing.assert_close(found, by_hand(q, k, v, None, None), rtol=1e-9, atol=1e-12)
+    assert asked == []
+    streampack.varlen_attention(q, k, v, full, backend="torch")
+    streampack.varlen_attention(q, k, v, full, window=3)
+    streampack.varlen_attention(q, k, v, part)
+    assert asked == [2, 2, 3]
+
+
 def test_the_first_kernel_that_takes_the_tensors_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def of(size: int = 64, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> str:
         with no_values():  # no GPU: tensors of one, that hold nothing
