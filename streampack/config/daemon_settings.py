@@ -23,6 +23,7 @@ from streampack.core.model.rules import (
     Balance,
     Batch,
     BetweenPasses,
+    MediaLimits,
     MergeOrder,
     OnExhaust,
     Overlong,
@@ -335,6 +336,9 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
             "a sample that lacks a field without `default` is dropped and counted",
         ),
     ] = LATE_TIMEOUT_S
+    limits: Annotated[
+        MediaLimits | None, Meta(description="Hard limits of a pack for the media of its samples, beside the budget")
+    ] = None
     share: Annotated[
         Share | None,
         Meta(
@@ -766,7 +770,8 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
         settings = self.rules_of(feed)
         mesh, layout = self.planned_mesh, self.feeds[feed].cp_layout
         align = derived_align(mesh.cp, mesh.tp, layout, self.precision, settings.align)
-        fields = tuple(field.declared(name) for name, field in self.fields.items())
+        declared = tuple(field.declared(name) for name, field in self.fields.items())
+        fields, media_fields = (tuple(each for each in declared if each.of_media is media) for media in (False, True))
         streams = tuple(
             StreamRules(
                 name, stream.weight, stream.partitions, None if stream.repeat else stream.passes,
@@ -787,6 +792,7 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
                 between_passes=settings.between_passes, max_policy_lag=settings.staleness.max_policy_lag,
                 paces=settings.staleness.on_exceed == "wait", seed=self.seed,
                 late_timeout_s=late_s, share=settings.share, tokens=self.tokens, fields=fields,
+                media_fields=media_fields, limits=settings.limits,
                 streams=streams,
             )  # fmt: skip
         except ValueError as error:

@@ -11,10 +11,12 @@ before they are cut (``formats``).
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -26,7 +28,17 @@ from streampack.core.layout.boundaries import Boundaries, Layouts, layouts
 from streampack.core.layout.labels import derive, derive_positions
 from streampack.core.layout.shards import Slices, cut
 from streampack.core.layout.step_frames import EDGES, INPUT_IDS, frames_for
-from streampack.core.model.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, from_bfloat16
+from streampack.core.media.media_bytes import decode
+from streampack.core.model.fields import (
+    CU_ITEMS,
+    CU_PATCHES,
+    LABELS,
+    LOSS_MASK,
+    MEDIA,
+    POSITION_IDS,
+    Field,
+    from_bfloat16,
+)
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I32, I64
@@ -122,7 +134,7 @@ class Content:
 def _content(part: StepPart, payload: Sequence[Any], attached: Attached, mesh: Mesh, slabs: Slabs) -> Content:
     """Check a message and lay out its packs. Raises WireError or ValueError for an invalid message."""
     rules, layout = attached.rules, attached.layout
-    expected = frames_for(rules.fields, mesh, layout)
+    expected = frames_for(rules.all_fields, mesh, layout)
     if part.frames != expected or len(payload) != len(expected):
         raise WireError(f"got {len(payload)} payload frames for the names {part.frames}, expected the names {expected}")
     num_packs = len(part.counts_u32) // 4
@@ -140,6 +152,8 @@ def _content(part: StepPart, payload: Sequence[Any], attached: Attached, mesh: M
     tokens: _Tokens | TreeTokens
     if shared is None:
         tokens = _tokens(frames, rules, laid, mine, parts, slabs)
+        if MEDIA in frames:
+            tokens = replace(tokens, media=_media(part, frames[MEDIA], rules, laid))
     else:
         tokens = _tree_tokens(frames, rules, laid, shared)
     ids = np.empty((num_samples, 3), np.int64)
@@ -222,6 +236,8 @@ class _Tokens:
     """int32 [slices] token after each slice; empty if slices are whole segments, or if labels were sent."""
     slabs: Slabs
     """Memory for the packs' arrays."""
+    media: Mapping[str, Column] = dataclasses.field(default_factory=dict)
+    """Fields of axis item and patch, and the boundaries of items and patches, with their values of all packs."""
 
     def columns(self, first: int, stop: int) -> tuple[dict[str, Column | list[Any]], dict[str, Column | list[Any]]]:
         """Return the derived arrays by token of packs [first, stop), and their declared fields, as columns by name."""
@@ -250,7 +266,8 @@ class _Tokens:
             derive_positions(*places, position_ids, padding_mask)
             tokens = dict.fromkeys(("input_ids", "labels"), [None] * (stop - first))
         tokens["position_ids"] = Column(position_ids, bounds) if supplied is None else _positions(supplied)
-        return {**tokens, "padding_mask": Column(padding_mask, bounds)}, dict(fields)
+        media = {name: part(column, first, stop) for name, column in self.media.items()}
+        return {**tokens, "padding_mask": Column(padding_mask, bounds)}, {**fields, **media}
 
     def _field(self, field: Field, came: Column) -> Column:
         """Return a writable copy of a declared field, bfloat16 as float32."""
@@ -285,6 +302,44 @@ def _tokens(frames: Mapping[str, Any], rules: Rules, laid: Layouts, mine: Slices
         places=(mine.start - laid.start[mine.segment], mine.stop - mine.start, laid.real[mine.segment]),
         edges=_array(frames[EDGES], "<i4", len(mine.start)) if EDGES in frames else _NO_EDGES, slabs=slabs,
     )  # fmt: skip
+
+
+def _media(part: StepPart, data: Any, rules: Rules, laid: Layouts) -> dict[str, Column]:
+    """Check the frame ``data`` of a message's media, and return its fields and boundaries.
+
+    ``cu_items`` and ``cu_patches`` begin at 0 in each pack. Raises ValueError for media of another size.
+    """
+    first = laid.first_sample
+    if part.media is msgspec.UNSET:
+        raise ValueError("got media without their columns, expected the items and bytes of each sample")
+    items, sizes = part.media.arrays(int(first[-1]))
+    ends = np.cumsum(sizes)
+    view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
+    if len(view) != (int(ends[-1]) if len(ends) else 0):
+        raise ValueError(f"got {len(view)} bytes of media, expected {int(ends[-1]) if len(ends) else 0}")
+    each = [view[begin:end] for begin, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
+    media = decode(rules.media_fields, each, items)
+    of_items = np.concatenate([[0], np.cumsum(items)])
+    of_patches = np.concatenate([[0], np.cumsum(media.patches)])
+    at = {"item": of_items[first].tolist(), "patch": of_patches[of_items[first]].tolist()}
+    found = {}
+    for each_field in rules.media_fields:
+        values = media.values[each_field.name]
+        values = from_bfloat16(values) if each_field.dtype == "bfloat16" else values
+        found[each_field.name] = Column(values, at[each_field.axis])
+    return {
+        **found,
+        CU_ITEMS: _boundaries(of_items, first),
+        CU_PATCHES: _boundaries(of_patches, of_items[first]),
+    }
+
+
+def _boundaries(ends: I64, first: I64) -> Column:
+    """Return int32 boundaries for each pack from 0, given ``ends`` of all packs, of which pack i has first[i] on."""
+    spans = list(pairwise(first.tolist()))
+    cut = [ends[begin : end + 1] - ends[begin] for begin, end in spans]
+    bounds = np.concatenate([[0], np.cumsum([len(each) for each in cut])])
+    return Column(np.concatenate(cut).astype(np.int32), bounds.tolist())
 
 
 def _tree_tokens(frames: Mapping[str, Any], rules: Rules, laid: Layouts, shared: I64) -> TreeTokens:

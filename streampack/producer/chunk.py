@@ -5,18 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from streampack.core.model.fields import MEDIA
 from streampack.core.protocol.producer_messages import OVERLONG, Lease
+from streampack.producer.media_values import ITEMS
 from streampack.sources.arrays import Records
 from streampack.sources.order import Cursor
 from streampack.sources.records import DAMAGED, RawSample
 
 CHUNK_SAMPLES = 4096
 Values = dict[str, NDArray[Any]]
+
+
+class MediaChunk(NamedTuple):
+    """The media of n samples: ``items`` uint32 [n] and ``sizes`` uint32 [n] (bytes) of each, and all bytes."""
+
+    items: NDArray[np.uint32]
+    sizes: NDArray[np.uint32]
+    data: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,8 @@ class TokenChunk:
     """True if the last sample is the last of its pass."""
     unmasked: int = 0
     """Number of samples without the declared loss mask, of which all tokens are trained on."""
+    media: MediaChunk | None = None
+    """The media of the samples; None if the run has no fields of axis item or patch."""
 
 
 @runtime_checkable
@@ -60,15 +72,18 @@ class BatchSource(Protocol):
 class Gathered:
     """Samples gathered for a batch, and their counts.
 
-    Each of ``parts`` holds the values of one sample or of several. ``tokens`` counts their tokens; ``lost`` counts the
-    tokens lost by cutting or dropping samples. ``began``: time of the first sample, in seconds of the monotonic clock.
+    Each of ``parts`` holds the values of one sample or of several. ``media`` has the position, the items and the media
+    bytes of each sample that has some. ``tokens`` counts their tokens; ``lost`` counts the tokens lost by cutting or
+    dropping samples. ``began``: time of the first sample, in seconds of the monotonic clock.
     """
 
     parts: list[Values] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     rejected: dict[str, int] = field(default_factory=dict)
     examples: list[tuple[str, str]] = field(default_factory=list)
+    media: list[tuple[int, int, NDArray[np.uint8]]] = field(default_factory=list)
     tokens: int = 0
+    media_bytes: int = 0
     lost: int = 0
     unmasked: int = 0
     began: float = field(default_factory=time.monotonic)
@@ -81,6 +96,9 @@ class Gathered:
         length = len(sample[TOKENS])
         self.parts.append(sample)
         self.tokens += length
+        if MEDIA in sample and len(sample[MEDIA]):
+            self.media.append((len(self.lengths), int(sample[ITEMS][0]), sample[MEDIA]))
+            self.media_bytes += len(sample[MEDIA])
         if unmasked and not reason:
             self.unmasked += len(record) if isinstance(record, Records) else 1
         if isinstance(record, Records):

@@ -49,7 +49,8 @@ def batches(source: Source, lease: Lease) -> Iterator[TokenChunk]:
     room = Room(terms.most, terms.room)
     read = partial(source.read_many, room=room) if isinstance(source, ManySource) else source.read
     records = read(
-        lease.partition, lease.partitions, seed=lease.seed, passes=lease.passes, fields=lease.fields, start=start,
+        lease.partition, lease.partitions, seed=lease.seed, passes=lease.passes,
+        fields=(*lease.fields, *(lease.media_fields or ())), start=start,
         skip=lease.first_seq if start is None else 0,
     )  # fmt: skip
     yield from _batches(records, terms, CHUNK_S, room)
@@ -112,6 +113,12 @@ def chunk_of(batch: TokenChunk, lease: Lease, session: Session, crcs_of: CrcsOf 
         values, by_sample = batch.fields[each.name], is_by_sample(each)
         columns.append(_column(values, np.arange(len(ends)) if by_sample else ends))
         num_bytes += 0 if by_sample else values.nbytes
+    if batch.media is not None:
+        counts = np.stack(batch.media[:2], axis=1).astype("<u4")
+        bounds = np.concatenate([[0], np.cumsum(batch.media.sizes, dtype=np.int64)])
+        columns += [_column(counts, np.arange(len(ends)))]
+        columns += [_column(np.frombuffer(batch.media.data, np.uint8), bounds)]
+        num_bytes += len(batch.media.data)
     late = sum(each.value_bytes for each in lease.late_fields or () if not is_by_sample(each))
     num_bytes += late * len(batch.tokens)
     if len(batch.lengths) > MAX_CHUNK_SAMPLES or num_bytes > lease.max_chunk_bytes:

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.model.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, to_bfloat16
+from streampack.core.model.fields import LABELS, LOSS_MASK, MEDIA, POSITION_IDS, Field
 from streampack.core.model.samples import IGNORE_INDEX
 from streampack.core.protocol.producer_messages import OVERLONG, Lease
 from streampack.errors import DamagedFile, SampleError
-from streampack.producer.chunk import CHUNK_SAMPLES, TOKENS, Gathered, TokenChunk, Values
+from streampack.producer.chunk import CHUNK_SAMPLES, TOKENS, Gathered, MediaChunk, TokenChunk, Values
+from streampack.producer.media_values import media_of
 from streampack.sources.arrays import Records, Room
 from streampack.sources.formats.rows import NO_MASK
 from streampack.sources.order import Cursor
@@ -31,6 +32,7 @@ class LeaseLimits:
 
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
+        self._media_fields = lease.media_fields or ()
         self._dtype = np.dtype(lease.dtype)
         self._largest = int(np.iinfo(self._dtype).max)
         self._masked = any(each.name == LOSS_MASK for each in lease.fields)
@@ -41,6 +43,7 @@ class LeaseLimits:
         self._rejected[TOKENS] = np.zeros(0, self._dtype)
         every = (*lease.fields, *(lease.late_fields or ()))
         token_bytes = self._dtype.itemsize + sum(each.value_bytes for each in every if not is_by_sample(each))
+        self._token_bytes = token_bytes
         self.room = lease.max_chunk_bytes // token_bytes
         """Largest number of tokens in a batch."""
         sample_bytes = sum(each.value_bytes for each in lease.fields if is_by_sample(each))
@@ -83,6 +86,9 @@ class LeaseLimits:
         if reason is None and not self._masked and LOSS_MASK in record.fields:
             self._reject_mask(record)
         sample: Values | str = reason or self._values(record)
+        if isinstance(sample, dict) and self._media_fields:
+            media = media_of(record.fields, self._media_fields)
+            sample = media if isinstance(media, str) else sample | media
         if isinstance(sample, str):
             if lease.poison == "error" and sample == DAMAGED:
                 raise DamagedFile(
@@ -103,13 +109,13 @@ class LeaseLimits:
             return self._rejected, sample
         if len(tokens) <= lease.max_sample_tokens:
             return sample, None
-        if lease.overlong == "truncate":
+        if lease.overlong == "truncate" and not (MEDIA in sample and len(sample[MEDIA])):  # media cannot be cut
             for each in lease.fields:
                 if not is_by_sample(each):
                     sample[each.name] = sample[each.name][: lease.max_sample_tokens]
             sample[TOKENS] = tokens[: lease.max_sample_tokens]
             return sample, None
-        if lease.overlong == "drop":
+        if lease.overlong in ("drop", "truncate"):
             return self._rejected, OVERLONG
         advice = (
             "Set `overlong` in `rules` or in the stream to truncate, split or drop, or raise rules.budget"
@@ -126,7 +132,8 @@ class LeaseLimits:
         if not self._lease.fields:
             return {TOKENS: record.tokens}
         by_sample = {each.name for each in self._lease.fields if is_by_sample(each)}
-        fields = {name: np.asarray(value) for name, value in record.fields.items()}
+        given = record.fields
+        fields = {each.name: np.asarray(given[each.name]) for each in self._lease.fields if each.name in given}
         fields |= {name: value[np.newaxis] for name, value in fields.items() if name in by_sample}
         return self._columns(record.tokens, fields, np.array([len(record.tokens)]))
 
@@ -149,7 +156,7 @@ class LeaseLimits:
                 continue
             if value.shape != shape:
                 return f"{each.name}: length" if value.ndim == len(shape) else f"{each.name}: shape"
-            stored = _stored(each, value)
+            stored = each.stored(value)
             if stored is None:
                 return f"{each.name}: dtype"
             found[each.name] = stored
@@ -167,6 +174,10 @@ class LeaseLimits:
     def full(self, gathered: Gathered, sample: Values, chunk_s: float) -> bool:
         """Return True if ``sample`` does not fit the batch, or gathering has taken more than ``chunk_s`` seconds."""
         tokens, count = gathered.tokens + len(sample[TOKENS]), len(gathered.lengths)
+        if self._media_fields:
+            media = gathered.media_bytes + len(sample.get(MEDIA, ()))
+            if tokens * self._token_bytes + media > self._lease.max_chunk_bytes:
+                return True
         return tokens > self.room or count >= self.most or time.monotonic() - gathered.began > chunk_s
 
     def update_room(self, room: Room, gathered: Gathered) -> None:
@@ -188,31 +199,22 @@ class LeaseLimits:
 
         lengths = np.array(gathered.lengths, np.uint32)
         fields = {each.name: joined(each.name) for each in self._lease.fields}
+        media = None
+        if self._media_fields:
+            items, sizes = np.zeros((2, len(lengths)), np.uint32)
+            for at, count, data in gathered.media:
+                items[at], sizes[at] = count, len(data)
+            media = MediaChunk(items, sizes, b"".join(data.data for _, _, data in gathered.media))
         return TokenChunk(
             joined(TOKENS).astype(self._dtype, copy=False), lengths, cursor, gathered.rejected,
             tuple(gathered.examples), gathered.lost, fields, _loss_tokens(lengths, fields), pass_ended,
-            gathered.unmasked,
+            gathered.unmasked, media,
         )  # fmt: skip
 
 
 def is_by_sample(each: Field) -> bool:
     """Return whether the field has one value for each sample, not for each token."""
     return each.axis == "sample"
-
-
-def _stored(each: Field, value: NDArray[Any]) -> NDArray[Any] | None:
-    """Return ``value`` in the dtype of the field's storage; None if it is not numeric or out of range."""
-    if value.dtype == each.storage and each.dtype != "bfloat16":
-        return value
-    if value.dtype.kind not in "buif":
-        return None
-    if each.dtype == "bfloat16":
-        return to_bfloat16(value.astype(np.float32))
-    if each.storage.kind == "f":
-        return value.astype(each.storage)
-    with np.errstate(invalid="ignore"):
-        stored = value.astype(each.storage)
-    return stored if np.array_equal(stored, value) else None
 
 
 def _default(

@@ -58,7 +58,7 @@ def _batches(
     """Return samples in as few batches as the lease's limits allow, and the version of their policy."""
     version = UNSET if policy_version is None else _version(policy_version)
     common = {POLICY_VERSION: version} if version is not UNSET and POLICY_VERSION in _by_sample(lease) else {}
-    reader = _reader(lease.fields)
+    reader = _reader((*lease.fields, *(lease.media_fields or ())))
     records = (_record(as_mapping(sample) | common, lease, first_seq + i, reader) for i, sample in enumerate(samples))
     return list(batches_of(records, lease)), version
 
@@ -198,8 +198,12 @@ def _record(sample: Given, lease: Lease, seq: int, reader: RowReader) -> RawSamp
 
 
 def plain(value: Any) -> Any:
-    """Return a torch tensor as a numpy array, bfloat16 as float32, and anything else unchanged."""
+    """Return a torch tensor as a numpy array, bfloat16 as float32; also in a list. Return anything else unchanged."""
     if not hasattr(value, "detach"):
-        return value
+        return (
+            [plain(each) for each in value]
+            if isinstance(value, list) and value and hasattr(value[0], "detach")
+            else value
+        )
     tensor = value.detach().cpu()
     return (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).numpy()

@@ -22,7 +22,7 @@ from streampack.core.layout.shards import LAYOUTS
 from streampack.core.model.capacity import needed_tokens
 from streampack.core.model.fields import Field
 from streampack.core.model.mesh import Mesh
-from streampack.core.model.rules import Align, Balance, Batch, Rules, StreamRules, Warmup
+from streampack.core.model.rules import Align, Balance, Batch, MediaLimits, Rules, StreamRules, Warmup
 from streampack.core.model.shapes import Sizes
 from streampack.core.packers.blocks.first_fit import FirstFitShuffle
 from streampack.core.packers.blocks.modified_first_fit import ModifiedFirstFitDecreasing
@@ -55,6 +55,9 @@ GOLDEN_DEFAULT = "2afb9b83f9314e5d029766197f539792"
 GOLDEN_FULL = "630942210470ecd38b79696dded4e4db"
 
 
+PIXELS = Field(name="pixels", dtype="uint8", axis="patch")
+
+
 def test_every_rule_changes_the_digest() -> None:
     A, B = StreamRules("a"), StreamRules("b")
     of_a: list[dict[str, Any]] = [
@@ -78,7 +81,10 @@ def test_every_rule_changes_the_digest() -> None:
         {"batch": Batch(), "packer": "none", "micro_batch_size": 1, "shape": "exact"},
         {"warmup": Warmup(8, 9)}, {"balance": Balance(order="packer")}, {"max_policy_lag": 0}, {"max_policy_lag": 2},
         {"max_policy_lag": 2, "batch": Batch(samples=4), "paces": True}, {"late_timeout_s": 9}, {"seed": 1},
-        {"share": "prefix"},
+        {"share": "prefix"}, {"media_fields": (PIXELS,)}, {"media_fields": (PIXELS,), "limits": MediaLimits(patches=4)},
+        {"media_fields": (PIXELS,), "limits": MediaLimits(items=4)},
+        {"media_fields": (PIXELS,), "balance": Balance(patches=(1, 2))},
+        {"media_fields": (PIXELS,), "balance": Balance(items=1)},
         *[{"streams": streams} for streams in ((A,), (B,), (A, B), (B, A))],
         *[{"streams": (msgspec.structs.replace(A, **change),)} for change in of_a],
     ]  # fmt: skip
@@ -540,10 +546,16 @@ def test_fields_with_a_meaning_need_no_more_than_their_names() -> None:
     [
         (
             "image",
-            {"dtype": "uint8", "axis": "patch"},
-            "fields.image: got `axis: patch`, expected `axis: token` or `axis: sample`. The axes item and",
+            {"dtype": "uint8", "axis": "patch", "late": True},
+            "got `default`, `pad` or `late` with `axis: pat",
         ),
-        ("image", {"dtype": "uint8", "axis": "item"}, "item and patch are reserved for images"),
+        ("image", {"dtype": "uint8", "axis": "item", "default": 0}, "A sample without the field has no media"),
+        ("image", {"dtype": "uint8", "axis": "item", "cp": "replicate"}, "got `align` or `cp` with `axis: item`"),
+        (
+            "image",
+            {"dtype": "uint8", "axis": "patch", "shape": [2**17]},
+            "bytes per patch, expected at most 65536",
+        ),
         ("a", {}, "fields.a: got a field without `dtype`, expected one of: bool, uint8"),
         (
             "input_ids",

@@ -10,7 +10,8 @@ The broker's credits bound live tokens to ``arena_tokens``. The rest of the memo
 also covers the unused ends of blocks, if no sample is longer than an eighth of a block.
 
 A field of axis ``token`` is a column with the same addresses as the tokens. A field of axis ``sample`` is a column by
-handle, outside the fixed memory (``core.model.fields`` bounds its size). The arena is for one thread.
+handle, outside the fixed memory (``core.model.fields`` bounds its size). So are the media of samples; credit counts
+their bytes, so that all together need at most the memory of the arena. The arena is for one thread.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from streampack.core.layout.boundaries import Contents, layouts
 from streampack.core.layout.shards import cut
 from streampack.core.layout.step_frames import EDGES, INPUT_IDS
-from streampack.core.model.fields import Field
+from streampack.core.model.fields import MEDIA, Field
 from streampack.core.model.samples import I32, I64
 from streampack.errors import InternalError
 from streampack_services.broker.arena_kernels import KINDS, copy_slices, find_slices, release_samples
@@ -85,6 +86,9 @@ class Arena:
         self._touched = 1
         """Blocks that were ever used. Empty blocks with lower numbers are used first."""
         self._fill = 0
+        self._media: dict[int, bytes] = {}
+        self.media_bytes = 0
+        """Bytes of the media of the samples held, which are outside the blocks."""
         self.moved_tokens = 0
         """Tokens that cleaning has copied since the start."""
 
@@ -102,6 +106,20 @@ class Arena:
     def dtype(self) -> np.dtype[Any]:
         """Dtype of a token."""
         return self._tokens.dtype
+
+    def store_media(self, handles: I64, bounds: I64, frame: Any) -> None:
+        """Copy the media of samples, ``handles`` int64 [n], out of a chunk's frame.
+
+        Args:
+            handles: Handles of the samples, int64 [n].
+            bounds: int64 [2, n], where the media of each sample begin and end in the frame.
+            frame: Bytes of the media of a chunk.
+        """
+        view = memoryview(frame).cast("B")
+        for handle, begin, end in zip(handles.tolist(), *bounds.tolist(), strict=True):
+            if end > begin:
+                self._media[handle] = bytes(view[begin:end])
+                self.media_bytes += end - begin
 
     def store(self, handles: I64, offsets: I64, lengths: I64, rows: I64, frames: tuple[Any, ...]) -> None:
         """Copy samples of a chunk into the arena, under new ``handles`` int64 [n].
@@ -158,6 +176,9 @@ class Arena:
         """Free the memory of samples, ``handles`` int64 [n]. Handles that were never stored are allowed."""
         if not len(handles):
             return
+        if self._media:
+            for handle in handles.tolist():
+                self.media_bytes -= len(self._media.pop(handle, b""))
         self._reserve(int(handles.max()))
         emptied = np.empty(len(handles), np.int64)
         count = release_samples(handles, self._offset, self._length, self._block_tokens, self._live, emptied)
@@ -192,13 +213,16 @@ class Arena:
             One-dimensional arrays. ``input_ids``: sum of T / cp tokens for each rank, 0 as padding. ``edges``: for each
             slice the token that follows it in its segment, or -100, int32. A field of axis ``token``: its numbers for
             the same tokens, or for all tokens of the packs if it is replicated. A field of axis ``sample``: its numbers
-            for each sample.
+            for each sample. ``media``: the media bytes of each sample, uint8.
         """
         mine, total = self._slices_of_shards(packs, cp, ranks, layout)
         edges = np.empty(mine.shape[1] if EDGES in names else 0, np.int32)
         found: dict[str, NDArray[Any]] = {EDGES: edges}
         for name in names:
-            if name in self._by_sample:
+            if name == MEDIA:
+                media = (self._media.get(handle, b"") for handle in packs.handles.tolist())
+                found[name] = np.frombuffer(b"".join(media), np.uint8)
+            elif name in self._by_sample:
                 column = self._by_sample[name]
                 found[name] = column.data.reshape(-1, column.width)[packs.handles].reshape(-1)
             elif name in self._columns:

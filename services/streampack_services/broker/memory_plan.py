@@ -102,7 +102,10 @@ def _needs(config: BrokerConfig) -> _Needs:
     )  # one token more than the budget shows that a sample is over-long
     return _Needs(
         feeds=feeds,
-        by_feed={name: needed_tokens(rules, sample) for name, rules in feeds.items()},
+        by_feed={
+            name: needed_tokens(rules, sample) + (_most_media(config) // size if rules.media_fields else 0)
+            for name, rules in feeds.items()
+        },
         sample=sample,
         block=max(least // size, 8 * budget),  # blocks much larger than samples, so that their unused ends are small
         quota=2 * max(least // size, sample),
@@ -110,6 +113,11 @@ def _needs(config: BrokerConfig) -> _Needs:
         least_chunk=least,
         token_bytes=size,
     )
+
+
+def _most_media(config: BrokerConfig) -> int:
+    """Return the most bytes of a sample's media: those of a chunk."""
+    return parse_size(config.limits.chunk, "limits.chunk")
 
 
 def check_machine(config: BrokerConfig, memory: int | None = None) -> None:
@@ -167,6 +175,7 @@ def plan(config: BrokerConfig) -> Plan:
             config.retain.checkpoints,
             config.feeds[name].on_rewind == "discard",
             config.limits.peers,
+            _most_media(config) if rules.media_fields else 0,
             leaving,
         )
         for name, rules in feeds.items()

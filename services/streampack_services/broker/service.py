@@ -461,6 +461,8 @@ class BrokerService:
         """Perform one effect of the core."""
         if isinstance(effect, Store):
             self.arena.store(effect.handles, effect.offsets, effect.lengths, effect.rows, effect.payload)
+            if effect.media_bounds is not None:
+                self.arena.store_media(effect.handles, effect.media_bounds, effect.media)
         elif isinstance(effect, SendShard):
             self._send_shard(effect)
         elif isinstance(effect, SendTrainer):

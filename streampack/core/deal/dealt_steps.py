@@ -17,7 +17,7 @@ from streampack.core.deal.deal_stats import DealtFigures
 from streampack.core.layout.boundaries import Contents
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
-from streampack.core.model.samples import I64, SampleTable
+from streampack.core.model.samples import I32, I64, SampleTable
 from streampack.core.model.steps import PlannedPacks, PlannedStep
 from streampack.core.stats.padding import depends_on_mesh, padding_of, padding_of_rows
 
@@ -59,6 +59,8 @@ class DealtStep:
     widths_u32: bytes
     rows_u32: bytes
     shared_u32: bytes
+    items_u32: bytes
+    media_bytes_u32: bytes
 
     def columns(self, spans: list[tuple[int, int]]) -> tuple[tuple[bytes, ...], Contents]:
         """Return the columns of the packs [a, b) of each span, one span after another, and the packs.
@@ -83,7 +85,7 @@ class DealtStep:
             self.numbers_u32[4 * a : 4 * b], self.counts_u32[4 * a : 4 * b], self.loss_tokens_u32[4 * a : 4 * b],
             self.lengths_u32[4 * c : 4 * d], self.streams_u32[4 * c : 4 * d], self.indices_u64[8 * c : 8 * d],
             self.parts_u32[4 * c : 4 * d], self.widths_u32[4 * a : 4 * b], self.rows_u32[4 * a : 4 * b],
-            self.shared_u32[4 * c : 4 * d],
+            self.shared_u32[4 * c : 4 * d], self.items_u32[4 * c : 4 * d], self.media_bytes_u32[4 * c : 4 * d],
         )  # fmt: skip
         handles, counts, widths, aligns, shared = self.contents
         mine = None if shared is None else shared[c:d]
@@ -154,6 +156,8 @@ class StepDealer:
             lengths_u32=lengths.tobytes(), streams_u32=streams.tobytes(), indices_u64=indices.tobytes(),
             parts_u32=parts.tobytes(), widths_u32=b"" if rules.shape == "fixed" else _u32(widths),
             rows_u32=_u32(aligns) if rules.padded else b"", shared_u32=b"" if shared is None else _u32(shared),
+            items_u32=_u32(table.items[handles]) if rules.media_fields else b"",
+            media_bytes_u32=_u32(table.media_bytes[handles]) if rules.media_fields else b"",
         )  # fmt: skip
 
     def _split(self, packs: PlannedPacks, count: int) -> Portions:
@@ -176,7 +180,8 @@ class StepDealer:
 
     def _costs(self, handles: I64, slots: I64) -> I64:
         """Return the cost of samples with aligned tokens ``slots``; all int64 [n]."""
-        return self._rules.balance.costs(slots, self._table.shared[handles].astype(np.int64))
+        costs = self._rules.balance.costs(slots, self._table.shared[handles].astype(np.int64))
+        return costs + self._table.media_cost[handles] if self._rules.media_fields else costs
 
     def _slots(self, handles: I64) -> I64:
         """Return the aligned tokens of samples, int64 [n]."""
@@ -199,6 +204,6 @@ def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def _u32(column: I64) -> bytes:
+def _u32(column: I64 | I32) -> bytes:
     """Return the numbers as the bytes of little-endian uint32, the form of a message's columns."""
     return column.astype("<u4").tobytes()

@@ -17,7 +17,7 @@ import numpy as np
 from streampack.core.layout.boundaries import layouts
 from streampack.core.layout.shards import cut
 from streampack.core.layout.step_frames import EDGES, INPUT_IDS, frames_for
-from streampack.core.model.fields import Field
+from streampack.core.model.fields import MEDIA, Field
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
@@ -135,6 +135,8 @@ def _check_columns(part: NodePart) -> tuple[I64, list[int]]:
     sizes = dict.fromkeys(("packs_u32", "loss_tokens_u32"), 4 * len(counts))
     sizes |= {name: size * samples[-1] for name, size in _BY_SAMPLE.items()}
     sizes |= {"shared_u32": 4 * samples[-1]} if part.shared_u32 is not msgspec.UNSET else {}
+    if part.media is not msgspec.UNSET:
+        part.media.arrays(samples[-1])
     sizes |= {name: 4 * len(counts) for name in ("widths_u32", "rows_u32") if getattr(part, name)}
     for name, size in sizes.items():
         if len(getattr(part, name)) != size:
@@ -166,6 +168,11 @@ def _byte_bounds(
         if rules.share is not None and field.align == "target":
             by_token = [whole_rows] * held
         units[field.name] = by_sample if field.axis == "sample" else by_token, field.value_bytes
+    if MEDIA in part.frames:
+        if part.media is msgspec.UNSET:
+            raise ValueError("got the payload frame media without its columns, expected the columns, too")
+        _, of_media = part.media.arrays(samples[-1])
+        units[MEDIA] = [np.append(0, np.cumsum(of_media))[np.array(samples)[::each]]] * held, 1
     if EDGES in part.frames:
         units[EDGES] = _slices(part, counts, widths, rules, layout), 4
     return {name: [(at * size).tolist() for at in units[name][0]] for name, (_, size) in units.items()}
@@ -200,6 +207,7 @@ def _message(part: NodePart, a: int, b: int, c: int, d: int) -> StepPart:
         rows_u32=part.rows_u32[4 * a : 4 * b],
         resend=part.resend,
         shared_u32=(part.shared_u32 or b"")[4 * c : 4 * d] or msgspec.UNSET,
+        media=part.media if part.media is msgspec.UNSET else part.media.cut(c, d),
     )  # fmt: skip
 
 

@@ -19,6 +19,8 @@ from streampack.core.deal.dealt_steps import DealtStep, StepDealer
 from streampack.core.deal.node_parts import NodeRanks
 from streampack.core.layout.boundaries import Contents
 from streampack.core.layout.step_frames import INPUT_IDS, frames_for
+from streampack.core.media.media_counts import MediaColumns
+from streampack.core.model.fields import MEDIA
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, PACK, SampleTable
@@ -80,7 +82,8 @@ class KeptSteps:
         tokens, (cut, whole) = int(packs.widths.sum()), self._token_bytes(frames)
         of_rows = sum(field.value_bytes for field in self._by_row if field.name in frames)
         rows = int(self._table.length[packs.handles].sum()) if of_rows else 0
-        return tokens // self._shares(mesh) * shards * cut + tokens * whole + rows * of_rows
+        media = int(self._table.media_bytes[packs.handles].sum()) if MEDIA in frames else 0
+        return tokens // self._shares(mesh) * shards * cut + tokens * whole + rows * of_rows + media
 
     def node_bytes(self, packs: Contents, node: NodeRanks) -> int:
         """Return the payload bytes of a message with these packs for a host, as ``num_bytes`` does."""
@@ -95,7 +98,7 @@ class KeptSteps:
         if kept.skipped:
             yield self._skipped_part(kept.step, resend), NOTHING
             return
-        dealt, frames = self._deal(kept, mesh), frames_for(self._rules.fields, mesh, self._layout)
+        dealt, frames = self._deal(kept, mesh), frames_for(self._rules.all_fields, mesh, self._layout)
         each, most = dealt.each, self._most(mesh)
         mine, parts = mesh.dp_rank * each, -(-each // most)
         for part in range(begin if begin < parts else 0, parts):
@@ -142,13 +145,14 @@ class KeptSteps:
     ) -> tuple[StepPart, Contents]:
         """Return the message with the packs [a, b) of each span, and the packs."""
         columns, packs = dealt.columns(spans)
-        numbers, counts, loss_tokens, lengths, streams, indices, pieces, widths, rows, shared = columns
+        numbers, counts, loss_tokens, lengths, streams, indices, pieces, widths, rows, shared, *of_media = columns
         plan = StepPart(
             feed=self._feed, lineage=self.lineage, step=step.number, part=part, parts=parts, first=first,
             micro_batches=dealt.each, digest=step.digest, chain=step.chain, num_loss_tokens=step.num_loss_tokens,
             num_samples=step.num_samples, frames=frames, packs_u32=numbers, counts_u32=counts,
             loss_tokens_u32=loss_tokens, lengths_u32=lengths, streams_u32=streams, indices_u64=indices,
             parts_u32=pieces, widths_u32=widths, rows_u32=rows, resend=resend, shared_u32=shared or msgspec.UNSET,
+            media=MediaColumns(*of_media) if self._rules.media_fields else msgspec.UNSET,
         )  # fmt: skip
         return plan, packs
 
@@ -180,8 +184,8 @@ class KeptSteps:
         return self._rules.budget // self._shares(mesh) * self._rules.token_bytes
 
     def _most(self, mesh: Mesh) -> int:
-        """Return the most micro-batches of one rank in a message."""
-        return max(1, self.part_bytes // self._pack_bytes(mesh))
+        """Return the most micro-batches of one rank in a message; with media, whose size is not known, one."""
+        return 1 if self._rules.media_fields else max(1, self.part_bytes // self._pack_bytes(mesh))
 
     def _shares(self, mesh: Mesh) -> int:
         """Return the number of cp ranks that share the tokens of a pack."""

@@ -15,26 +15,34 @@ from streampack.core.model.samples import I64, SampleTable
 class MergedMemory:
     """Counts the tokens of merged samples of ``table`` until they are released, up to ``limit_tokens``."""
 
-    def __init__(self, limit_tokens: int, rules: Rules, max_sample_tokens: int, table: SampleTable) -> None:
+    def __init__(
+        self, limit_tokens: int, rules: Rules, max_sample_tokens: int, table: SampleTable, max_media_bytes: int = 0
+    ) -> None:  # fmt: skip
         self.limit_tokens = limit_tokens
         self.needed_tokens = needed_tokens(rules, max_sample_tokens)
         """Least limit with which every step can be formed, in tokens."""
         self.held_tokens = 0
         self.held_samples = 0
         """Number of samples, or pieces of split samples, that were merged and not returned by all ranks."""
-        self._max_sample_tokens, self._table = max_sample_tokens, table
+        self._token_bytes, self._table = rules.token_bytes, table
+        self._reserve = max_sample_tokens + (max_media_bytes // rules.token_bytes if rules.media_fields else 0)
 
     @property
     def room(self) -> int:
         """Tokens that may be merged now, with a reserve for one more sample of any length."""
-        return self.limit_tokens - self.held_tokens - self._max_sample_tokens
+        return self.limit_tokens - self.held_tokens - self._reserve
+
+    def tokens_of(self, handles: I64) -> int:
+        """Return the memory of samples, ``handles`` int64 [n], in tokens: media count as the tokens of their bytes."""
+        media = -(-self._table.media_bytes[handles] // self._token_bytes)
+        return int(self._table.length[handles].sum()) + int(media.sum())
 
     def hold(self, handles: I64) -> None:
         """Count samples that were merged, or dropped before the merge; ``handles`` int64 [n]."""
-        self.held_tokens += int(self._table.length[handles].sum())
+        self.held_tokens += self.tokens_of(handles)
         self.held_samples += len(handles)
 
     def release(self, handles: I64) -> None:
         """Stop counting released samples; ``handles`` int64 [n]."""
-        self.held_tokens -= int(self._table.length[handles].sum())
+        self.held_tokens -= self.tokens_of(handles)
         self.held_samples -= len(handles)

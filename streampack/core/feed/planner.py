@@ -66,12 +66,18 @@ class Planner:
         merge, target = self.merge.current, 2 * self._rules.packs * self._rules.budget
         effects = self._change_rules()
         while (room := self._memory.room) > 0 and (self.former.wants_samples or self._waits_for_group):
-            taken = merge.take(1 if self._waits_for_group else min(room, target), self.live.next_position)
+            one_by_one = self._waits_for_group or self._rules.media_fields  # the merge does not know the size of media
+            taken = merge.take(1 if one_by_one else min(room, target), self.live.next_position)
             self.blocked = taken.blocked
             if not len(taken.moved):
                 if not (merge.between_passes and self.former.too_few):
                     break
                 merge.next_pass()
+            if self._rules.media_fields:
+                table, got = self._table, taken.handles
+                self._leases.accounts.note_media(
+                    self._feed, table.stream[got], table.index[got], table.media_bytes[got]
+                )  # fmt: skip
             effects += self._leases.merged(self._feed, taken.moved)
             shares = self._rules.share is not None
             self.former.admit(taken.handles, self._table.own_lengths(taken.handles) if shares else taken.lengths)
@@ -98,14 +104,21 @@ class Planner:
     def overfull(self) -> str:
         """Error text if the memory is too small to hold the whole next batch; else empty."""
         former, memory, batch = self.former, self._memory, self._rules.batch
-        if (batch is None and self._rules.share is None) or memory.room > 0 or former.closed:
+        exact = self._rules.share is None and not self._rules.media_fields
+        if (batch is None and exact) or memory.room > 0 or former.closed:
             return ""
-        held = former.queued_tokens if self._rules.share is None else int(self._table.length[former.held()].sum())
+        held = former.queued_tokens if exact else memory.tokens_of(former.held())
         if memory.held_tokens > held:
             return ""
         if batch is None:
             if not former.lacks_samples:
                 return ""
+            if self._rules.media_fields:
+                return (
+                    f"got {former.num_samples} samples for step {former.next_step}. The step is incomplete, but the "
+                    f"memory is full of their media. Increase `memory`, make `rules.window` smaller, or send smaller "
+                    f"media, and restart the broker."
+                )
             return (
                 f"got {held} tokens for step {former.next_step}, or {former.queued_tokens} if shared ones count once. "
                 f"The step is incomplete, but the memory is full of whole samples. Increase `memory`, or make "

@@ -17,8 +17,8 @@ from streampack.core.feed.merged_memory import MergedMemory
 from streampack.core.intake.partitions import Partitions
 from streampack.core.journal.history import History
 from streampack.core.merge.schedule import strides
-from streampack.core.model.rules import Rules, first_difference
-from streampack.core.model.samples import I64, KEEPS, PACK, ROW
+from streampack.core.model.rules import MediaLimits, Rules, first_difference
+from streampack.core.model.samples import I64, KEEPS, MEDIA_ROW, PACK, ROW
 from streampack.core.model.snapshot import FormState, MergeState, Snapshot
 from streampack.core.trees.shared_prefixes import check_shared
 
@@ -258,6 +258,7 @@ def _wrong_form(taken: Snapshot, rules: Rules, max_tokens: int) -> str:
     return (
         _wrong_rows(rows, taken, rules, max_tokens)
         or _wrong_shares(found, rows, form, rules)
+        or _wrong_media(form, rows, rules, max_tokens)
         or _wrong_packs(form, pending["length"] - found[len(window) :], rules)
     )
 
@@ -304,6 +305,30 @@ def _wrong_shares(shared: I64, rows: NDArray[np.void], form: FormState, rules: R
         check_shared(shared, rows["length"].astype(np.int64), np.flatnonzero(apart))
     except ValueError as error:
         return str(error)
+    return ""
+
+
+def _wrong_media(form: FormState, rows: NDArray[np.void], rules: Rules, max_tokens: int) -> str:
+    """Return an error text if the media of samples break the rules, or exceed the memory; empty if not."""
+    if form.media is msgspec.UNSET:
+        return ""
+    if not rules.media_fields:
+        return "got samples with media, expected none without fields of axis item or patch"
+    if len(form.media) != MEDIA_ROW.itemsize * len(rows):
+        return f"got {len(form.media)} bytes of media, expected {MEDIA_ROW.itemsize} bytes for each sample"
+    media = np.frombuffer(form.media, MEDIA_ROW)
+    items, patches, size, cost = (media[name].astype(np.float64) for name in MEDIA_ROW.names or ())
+    if ((items < 0) | (patches < 0) | (size < 0) | (cost < 0) | ((items == 0) & (size > 0))).any():
+        return "got samples with less than no media, or with media and no items, expected media of items"
+    held = float((-(-size // rules.token_bytes)).sum() + rows["length"].astype(np.float64).sum())
+    if held > max_tokens or (cost > MAX_COUNT).any():
+        return f"got media of {size.sum():.0f} bytes, expected fewer. Give the broker more memory"
+    starts = len(form.ages) + np.cumsum([0, *form.counts])
+    limits = rules.limits or MediaLimits()
+    for counts, most in ((items, limits.items), (patches, limits.patches)):
+        total = np.append(0, np.cumsum(counts))
+        if most is not None and ((np.diff(total[starts]) > most).any() or (counts > most).any()):
+            return "got a pack or a sample whose media exceed the limits of a pack"
     return ""
 
 

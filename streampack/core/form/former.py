@@ -31,9 +31,10 @@ from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, PACK, ROW, SampleTable
 from streampack.core.model.snapshot import FormState
 from streampack.core.model.steps import FIRST_CHAIN, PlannedPacks, PlannedStep, chain_digest, digests_of, step_digest
+from streampack.core.packers.exact_fill.exact_fill import ExactFill
 from streampack.core.packers.joint.joint import Joint
 from streampack.core.packers.joint.joint_bounds import num_outliers
-from streampack.core.packers.packer import Choice, Packer
+from streampack.core.packers.packer import Choice, Limited, Packer
 from streampack.errors import InternalError
 
 
@@ -42,7 +43,7 @@ class Request:
     """The arguments of one call of a packer: see ``Packer.choose``.
 
     ``lengths`` and ``budget`` are in units of the sample alignment. ``sizes`` is the number of samples in each item;
-    None means one sample per item.
+    None means one sample per item. ``limited``: limits of packs for media; only ``exact_fill`` knows them.
     """
 
     packer: Packer
@@ -53,9 +54,16 @@ class Request:
     closed: bool
     window: int
     sizes: I64 | None = None
+    limited: Limited | None = None
 
     def choose(self) -> Choice:
         """Run the packer, a pure function, and return its choice. Compiled kernels do not hold the GIL."""
+        if self.limited is not None:
+            assert isinstance(self.packer, ExactFill)
+            return self.packer.choose(
+                self.lengths, self.ages, self.budget, self.count, self.closed, window=self.window, sizes=self.sizes,
+                limited=self.limited,
+            )  # fmt: skip
         return self.packer.choose(
             self.lengths, self.ages, self.budget, self.count, self.closed, window=self.window, sizes=self.sizes
         )
@@ -166,7 +174,21 @@ class Former:
         budget = rules.budget_at(self.next_step) // rules.align.sample
         lengths = self._lengths[:size] if rules.warmup is None else np.minimum(self._lengths[:size], budget)
         sizes = self._sizes[:size] if len(self._sizes) < len(self._handles) else None
-        return Request(self._packer, lengths, self._ages[:size], budget, count, closed, window, sizes)
+        return Request(
+            self._packer, lengths, self._ages[:size], budget, count, closed, window, sizes, self._limited(size)
+        )  # fmt: skip
+
+    def _limited(self, size: int) -> Limited | None:
+        """Return what the first ``size`` items have of each unit that the rules limit; None without limits."""
+        limits, table = self._rules.limits, self._table
+        if limits is None:
+            return None
+        ends = np.cumsum(self._sizes[:size])
+        handles = self._handles[: int(ends[-1])]
+        given = [(table.patches, limits.patches), (table.items, limits.items)]
+        units = [(column, most) for column, most in given if most is not None]
+        counts = [np.add.reduceat(column[handles], ends - self._sizes[:size], dtype=np.int64) for column, _ in units]
+        return Limited(np.stack(counts), np.array([most for _, most in units], np.int64)) if units else None
 
     def apply(self, choice: Choice) -> list[PlannedStep]:
         """Move the samples that the packer chose for the last ``request`` into packs; return the completed steps.
@@ -246,14 +268,14 @@ class Former:
         return FormState(
             self.next_step, self.chain, self.closed, rows(window).tobytes(), ages.tolist(),
             rows(pending.handles).tobytes(), pending.counts.tolist(),
-            self._table.keeps(held), self._table.shares(held),
+            self._table.keeps(held), self._table.shares(held), self._table.media(held),
         )  # fmt: skip
 
     def load(self, state: FormState) -> None:
         """Restore a state in an empty ``Former`` of the same rules; add the state's samples to the table."""
         self.next_step, self.chain, self.closed = state.next_step, state.chain, state.closed
         rows = np.concatenate([np.frombuffer(each, ROW) for each in (state.window, state.pending)])
-        handles, pending = np.split(self._table.enter(rows, state.keeps, state.shares), [len(state.ages)])
+        handles, pending = np.split(self._table.enter(rows, state.keeps, state.shares, state.media), [len(state.ages)])
         self.admit(handles, self._table.own_lengths(handles))
         self._gather()
         self._ages = np.array(state.ages, np.int64)[np.cumsum(self._sizes) - self._sizes]
@@ -325,7 +347,7 @@ class Former:
         sums, identities = np.empty((4, len(bounds) - 1), np.int64), np.empty((len(handles), 6), np.uint32)
         describe(
             handles, bounds, table.stream, table.index, table.part, table.length, table.loss_tokens, table.crc,
-            table.shared, rules.align.sample, *rules.balance.factors, sums, identities,
+            table.shared, table.media_cost, rules.align.sample, *rules.balance.factors, sums, identities,
         )  # fmt: skip
         digests = digests_of(memoryview(identities.tobytes()), bounds, table.shares(handles))
         return PlannedPacks(handles, bounds, sums, digests)

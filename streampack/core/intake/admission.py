@@ -19,7 +19,7 @@ from streampack.core.intake.admission_kernels import enter
 from streampack.core.intake.chunk_check import Frames, ReceivedChunk, Unfit, malformed, unwanted
 from streampack.core.intake.intake import Intake
 from streampack.core.intake.lease_terms import StreamTerms
-from streampack.core.intake.overlong import Pieces, apply_terms, drop_chunk, drop_some
+from streampack.core.intake.overlong import Pieces, apply_terms, drop_chunk, drop_some, drop_unfit_media
 from streampack.core.journal.key_index import REPEATED
 from streampack.core.layout.step_frames import INPUT_IDS
 from streampack.core.merge.feed_merge import FeedMerge
@@ -122,18 +122,22 @@ class Admission:
         counts, message, every = self.counts[stream], chunk.message, chunk.lengths
         stop, begin = chunk.stop_seq, intake.expected_seq
         known = stop if intake.closed else min(max(intake.known_seq, begin), stop)
-        payload = chunk.envelope.payload if chunk.shared is None else self._whole_rows(chunk, chunk.shared)
+        payload = chunk.frames if chunk.shared is None else self._whole_rows(chunk, chunk.shared)
         effects = self._fill_in(stream, intake, chunk, payload, begin, known) if intake.awaited else []
-        kept_tokens, rejected = 0, _NONE
+        kept_tokens, kept_media, rejected = 0, 0, _NONE
         if known < stop:
             skip = known - message.base_seq
             terms = self._streams[stream]
             pieces = drop_chunk(every[skip:]) if stale else apply_terms(terms, every, message.keep, skip, chunk.shared)
+            if chunk.media is not None and not stale:
+                whole = message.keep == "pack"
+                pieces = drop_unfit_media(pieces, every[skip:], chunk.media.after(skip), terms, whole)
             if repeated is not None and not stale:
                 pieces = drop_some(pieces, repeated[skip:])
                 counts.count_rejected({REPEATED: int((repeated[skip:] & (every[skip:] > 0)).sum())})
             store, kept_tokens = self._enter(stream, p, chunk, payload, skip, pieces)
             effects.append(store)
+            kept_media = int(self._table.media_bytes[store.handles].sum()) if chunk.media is not None else 0
             if message.pass_ended and self._streams[stream].barriers:
                 self._merge.current.end_pass(p)
             if len(store.handles) < len(pieces.length):
@@ -150,7 +154,10 @@ class Admission:
             counts.lost_tokens += message.lost_tokens
             counts.count_rejected(message.rejected)
         had = int(every[: begin - message.base_seq].sum()) if begin > message.base_seq else 0
-        intake.accept(stop, (chunk.num_tokens - had) * self.token_bytes, kept_tokens, message.cursor)
+        num_bytes = (chunk.num_tokens - had) * self.token_bytes
+        if chunk.media is not None:
+            num_bytes += chunk.media_bytes - int(chunk.media.bounds[max(begin - message.base_seq, 0)])
+        intake.accept(stop, num_bytes, kept_tokens, message.cursor, kept_media)
         return effects, rejected
 
     def _whole_rows(self, chunk: ReceivedChunk, shared: I64) -> tuple[Any, ...]:
@@ -190,8 +197,12 @@ class Admission:
         if cut:
             at = np.flatnonzero(lengths != chunk.lengths[rows])
             table.loss_tokens[handles[at]] = self._loss_tokens(payload, starts[at], lengths[at])
+        if chunk.media is not None:
+            table.items[handles], table.patches[handles] = chunk.media.items[rows], chunk.media.patches[rows]
+            table.media_bytes[handles] = np.diff(chunk.media.bounds)[rows]
+            table.media_cost[handles] = chunk.media.costs[rows]
         self._merge.current.push(p, entries, pieces.length, pieces.part)
-        return Store(handles, starts, lengths, rows, payload), tokens
+        return _store(chunk, handles, starts, lengths, rows, payload), tokens
 
     def _awaited(self, intake: Intake, begin: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield (sequence number, handle) of the samples ``begin <= seq < stop`` whose payload is awaited."""
@@ -228,7 +239,7 @@ class Admission:
         offsets = (np.cumsum(every) - every)[rows] + self._table.part[handles] * self._streams[stream].limit
         for seq, _ in found:
             intake.awaited.pop(seq, None)
-        return [Store(handles, offsets, self._table.length[handles].astype(np.int64), rows, payload)]
+        return [_store(chunk, handles, offsets, self._table.length[handles].astype(np.int64), rows, payload)]
 
     def _loss_tokens(self, payload: tuple[Any, ...], starts: I64, lengths: I64) -> I64:
         """Return the loss tokens of n pieces of a chunk, int64 [n].
@@ -251,3 +262,13 @@ class Admission:
         upto = np.concatenate([[0], np.cumsum(counts)])
         found: I64 = upto[starts + lengths] - upto[starts + 1]
         return found
+
+
+def _store(
+    chunk: ReceivedChunk, handles: I64, offsets: I64, lengths: I64, rows: I64, payload: tuple[Any, ...]
+) -> Store:  # fmt: skip
+    """Return the effect that stores samples of a chunk; the arguments are the attributes of ``Store``."""
+    if chunk.media is None:
+        return Store(handles, offsets, lengths, rows, payload)
+    bounds = np.stack([chunk.media.bounds[rows], chunk.media.bounds[rows + 1]])
+    return Store(handles, offsets, lengths, rows, payload, chunk.envelope.payload[-1], bounds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,7 +16,9 @@ import numpy as np
 from streampack.core.intake.admission_kernels import measure
 from streampack.core.intake.lease_terms import StreamTerms
 from streampack.core.journal.key_index import KEY_BYTES
+from streampack.core.media.media_counts import MediaOfChunk, over_limits, read_media
 from streampack.core.model.bounded import MAX_CHUNK_SAMPLES
+from streampack.core.model.rules import MediaLimits
 from streampack.core.model.samples import I64, U32, index_of
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Samples
@@ -39,6 +41,7 @@ class ReceivedChunk:
         num_empty: Number of samples without tokens.
         wrong_loss: Number of samples with at least as many loss tokens as tokens.
         shared: int64 [n], tokens that each sample shares with the sample before it; None without trees.
+        media: The media of the samples; None if the feed has none.
     """
 
     envelope: Envelope
@@ -51,6 +54,18 @@ class ReceivedChunk:
     num_empty: int
     wrong_loss: int
     shared: I64 | None = None
+    media: MediaOfChunk | None = None
+
+    @property
+    def frames(self) -> tuple[Any, ...]:
+        """The payload frames without those of the media: the tokens and each field."""
+        payload: tuple[Any, ...] = self.envelope.payload
+        return payload if self.media is None else payload[:-2]
+
+    @property
+    def media_bytes(self) -> int:
+        """Bytes of the samples' media."""
+        return 0 if self.media is None else int(self.media.bounds[-1])
 
     @property
     def own_tokens(self) -> int:
@@ -63,8 +78,11 @@ class ReceivedChunk:
         return self.message.base_seq + len(self.lengths)
 
 
-def parse_chunk(envelope: Envelope, message: Samples) -> ReceivedChunk | str:
-    """Return the chunk of a message, or an error text if its arrays do not fit together."""
+def parse_chunk(envelope: Envelope, message: Samples, terms: StreamTerms | None = None) -> ReceivedChunk | str:
+    """Return the chunk of a message, or an error text if its arrays do not fit together.
+
+    ``terms``: terms of the stream; None stands for those of a stream without media.
+    """
     columns = (message.lengths_u32, message.crcs_u32, message.loss_tokens_u32)
     count = len(message.lengths_u32) // 4
     if any(len(column) != 4 * count for column in columns):
@@ -84,9 +102,15 @@ def parse_chunk(envelope: Envelope, message: Samples) -> ReceivedChunk | str:
             check_shared(shared, whole, np.zeros(1, np.int64))
         except ValueError as error:
             return str(error)
+    media = None
+    if terms is not None and terms.media_fields:
+        try:
+            media = read_media(envelope.payload[-2:], count, terms.media_fields, terms.media_factors)
+        except ValueError as error:
+            return str(error)
     num_tokens, longest, num_empty, wrong_loss = map(int, measure(lengths, loss_tokens))
     return ReceivedChunk(
-        envelope, message, whole, crcs, loss_tokens, num_tokens, longest, num_empty, wrong_loss, shared
+        envelope, message, whole, crcs, loss_tokens, num_tokens, longest, num_empty, wrong_loss, shared, media
     )  # fmt: skip
 
 
@@ -118,7 +142,7 @@ def malformed(chunk: ReceivedChunk, frames: Frames, max_sample_tokens: int, tota
         max_sample_tokens: Limit of a sample's tokens.
         total: Samples of the partition, if its end is known.
     """
-    count, payload, message = len(chunk.lengths), chunk.envelope.payload, chunk.message
+    count, payload, message = len(chunk.lengths), chunk.frames, chunk.message
     if total is not None and chunk.stop_seq > total:
         return f"got sample {chunk.stop_seq - 1}, but the partition ended after {total} samples"
     if len(payload) != len(frames.widths):
@@ -158,7 +182,17 @@ def unwanted(chunk: ReceivedChunk, terms: StreamTerms) -> Unfit | None:
         return "malformed", wrong
     if message.keep and (wrong := _unfit_group(chunk, terms)):
         return "group", wrong
-    if terms.overlong != "error" or chunk.longest <= terms.limit:
+    if terms.overlong != "error":
+        return None
+    if chunk.media is not None and (over := np.flatnonzero(over_limits(chunk.media, terms.limits))).size:
+        first = int(over[0])
+        index = index_of(message.base_seq + first, message.partition, terms.partitions)
+        return "overlong", (
+            f"sample {terms.name}:{index}: got {int(chunk.media.items[first])} media items with "
+            f"{int(chunk.media.patches[first])} patches, expected at most {_limits_text(terms.limits)} "
+            f"(`rules.limits`). Set `overlong: drop`, or raise the limits."
+        )
+    if chunk.longest <= terms.limit:
         return None
     at = int(np.argmax(chunk.lengths > terms.limit))
     index = index_of(message.base_seq + at, message.partition, terms.partitions)
@@ -203,6 +237,13 @@ def _unfit_group(chunk: ReceivedChunk, terms: StreamTerms) -> str:
     kept = np.minimum(lengths, terms.limit) if terms.overlong == "truncate" else lengths
     if message.keep == "step" or terms.overlong == "drop":
         return ""
+    if chunk.media is not None and over_limits(chunk.media.total(), terms.limits).any():
+        total = chunk.media.total()
+        return (
+            f"{group}: got a group of {int(total.items[0])} media items with {int(total.patches[0])} patches to keep "
+            f"in one pack, expected at most {_limits_text(terms.limits)} (`rules.limits`). Such a group cannot be "
+            f"split. Send smaller groups, raise the limits, or set `overlong: drop`."
+        )
     if chunk.shared is not None:
         at = np.arange(len(kept))
         kept = kept - fit_trees(at, kept, np.zeros_like(at), chunk.shared, None, None).shared
@@ -215,3 +256,13 @@ def _unfit_group(chunk: ReceivedChunk, terms: StreamTerms) -> str:
         f"budget){most}. Such a group cannot be split. Send smaller groups, raise `rules.budget`, or set "
         f"`overlong: drop`."
     )
+
+
+def _limits_text(limits: MediaLimits) -> str:
+    """Return the limits of a pack for media as text.
+
+    >>> _limits_text(MediaLimits(patches=64))
+    '64 patches'
+    """
+    given = {"items": limits.items, "patches": limits.patches}
+    return " and ".join(f"{most} {name}" for name, most in given.items() if most is not None)

@@ -114,7 +114,7 @@ class Credits:
             overlong=terms.overlong, poison=terms.poison,
             max_sample_tokens=terms.limit if terms.overlong == "error" else self._capacity.max_sample_tokens,
             max_chunk_bytes=self._capacity.max_chunk_bytes, batches=terms.batches or msgspec.UNSET,
-            share=terms.share or msgspec.UNSET,
+            share=terms.share or msgspec.UNSET, media_fields=terms.media_fields or msgspec.UNSET,
         )  # fmt: skip
         return self.send(holder.peer, lease, intake.session) + self.flow(p, repeat=True)
 

@@ -44,6 +44,7 @@ class Intake:
         session_bytes: Bytes taken in this session.
         kept_tokens: Tokens that were admitted.
         merged_tokens: Tokens that were merged; the other tokens of ``kept_tokens`` wait for the merge.
+        waiting_media: Bytes of the media of samples that wait for the merge.
         merged_seq: Samples below this number are merged.
         known_seq: Samples below this number were merged before the partition was read again.
         rejected_seq: Rejected samples below this number are recorded.
@@ -74,6 +75,7 @@ class Intake:
     session_bytes: int = 0
     kept_tokens: int = 0
     merged_tokens: int = 0
+    waiting_media: int = 0
     merged_seq: int = 0
     known_seq: int = 0
     rejected_seq: int = 0
@@ -98,6 +100,7 @@ class Intake:
         self._floors = [floor]
         self.known_seq = self.merged_seq = known_seq
         self.kept_tokens = self.merged_tokens = merged_tokens
+        self.waiting_media = 0
         self.total, self.closed, self.recalling = None, False, False
         self.awaited.clear()
         self.place = 0
@@ -161,20 +164,23 @@ class Intake:
     @property
     def grant_bytes(self) -> int:
         """The total bytes that the producer may send in this session."""
-        return self.session_bytes + self.quota_bytes - self.waiting_tokens * self.token_bytes
+        return self.session_bytes + self.quota_bytes - self.waiting_tokens * self.token_bytes - self.waiting_media
 
     def fits(self, stop_seq: int, num_bytes: int) -> bool:
         """Return whether credit allows a chunk of ``num_bytes`` that ends before sample ``stop_seq``."""
         return stop_seq <= self.grant_seq and self.session_bytes + num_bytes <= self.grant_bytes
 
-    def accept(self, stop_seq: int, num_bytes: int, kept_tokens: int, cursor: Cursor | None) -> None:
-        """Advance ``expected_seq`` to the end of an accepted chunk, and count the chunk's bytes and admitted tokens."""
+    def accept(
+        self, stop_seq: int, num_bytes: int, kept_tokens: int, cursor: Cursor | None, kept_media: int = 0
+    ) -> None:  # fmt: skip
+        """Advance ``expected_seq`` to the end of an accepted chunk; count its bytes, and what was admitted of it."""
         self.expected_seq = stop_seq
         self.cursor = cursor
         self._floors.append((stop_seq, cursor))
         if self.staged is None:  # else the bytes counted when they came
             self.session_bytes += num_bytes
         self.kept_tokens += kept_tokens
+        self.waiting_media += kept_media
 
     @property
     def behind(self) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streampack.core.model.rules import Rules
+from streampack.core.model.fields import Field
+from streampack.core.model.rules import MediaLimits, Rules
 from streampack.core.model.samples import I64, Share
+
+NO_LIMITS = MediaLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,9 @@ class StreamTerms:
         padded: True if samples are padded to rows, instead of packed.
         share: Kind of sharing that groups may have; None for none.
         late: True if samples wait for late fields.
+        media_fields: Fields of axis item and patch; empty if samples have no media.
+        media_factors: Factors of the cost of media: see ``Balance.media_factors``.
+        limits: MediaLimits of packs for media.
     """
 
     name: str
@@ -41,6 +47,9 @@ class StreamTerms:
     padded: bool = False
     share: Share | None = None
     late: bool = False
+    media_fields: tuple[Field, ...] = ()
+    media_factors: tuple[int, int, int] = (0, 0, 0)
+    limits: MediaLimits = NO_LIMITS
 
     def fits(self, lengths: I64) -> bool:
         """Return whether one pack can hold samples of these lengths; a sample of length 0 is left out.
@@ -58,7 +67,8 @@ def terms_of(rules: Rules) -> list[StreamTerms]:
         StreamTerms(
             each.name, each.partitions, rules.budget, each.passes, each.overlong, each.poison, drain, each.pushed,
             rules.align.sample, rules.max_samples_per_pack, rules.batch is not None, rules.padded,
-            rules.share, bool(rules.late_fields) and each.pushed,
+            rules.share, bool(rules.late_fields) and each.pushed, rules.media_fields, rules.balance.media_factors,
+            rules.limits or NO_LIMITS,
         )
         for each in rules.streams
     ]  # fmt: skip

@@ -163,7 +163,7 @@ class Leases:
     def _close(self, p: int) -> list[Effect]:
         """Take no more samples of a partition, and tell its holder."""
         intake = self.partitions.intakes[p]
-        intake.merged_tokens = intake.kept_tokens  # samples that waited are dropped
+        intake.merged_tokens, intake.waiting_media = intake.kept_tokens, 0  # samples that waited are dropped
         if intake.staged is not None:
             intake.staged.clear()
         if intake.ended:
@@ -332,7 +332,7 @@ class Leases:
             return []
         if intake.unwanted or (intake.closed and stream.terms.pushed):
             return self.credits.flow(p, repeat=True)
-        chunk = parse_chunk(envelope, message)
+        chunk = parse_chunk(envelope, message, stream.terms)
         if isinstance(chunk, str):
             return self._expel(producer, "malformed", chunk, p)
         unfit = stream.admission.refusal(stream.number, intake, chunk)
@@ -340,7 +340,8 @@ class Leases:
             return self._expel(producer, *unfit, p)
         if chunk.stop_seq <= self.partitions.next_seq(p):
             return self.credits.flow(p, repeat=True)
-        fits = intake.fits(chunk.stop_seq, chunk.num_tokens * intake.token_bytes) and not intake.behind
+        num_bytes = chunk.num_tokens * intake.token_bytes + chunk.media_bytes
+        fits = intake.fits(chunk.stop_seq, num_bytes) and not intake.behind
         if message.base_seq > self.partitions.next_seq(p) or not fits:
             return self.credits.again(p)
         if stream.terms.pushed and message.base_seq < intake.sent_seq:

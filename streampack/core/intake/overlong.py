@@ -15,6 +15,7 @@ from msgspec import UnsetType
 from numpy.typing import NDArray
 
 from streampack.core.intake.lease_terms import StreamTerms
+from streampack.core.media.media_counts import MediaOfChunk, over_limits
 from streampack.core.model.samples import I64, Keep
 from streampack.core.trees.shared_prefixes import SharedPieces, cut_trees, fit_trees
 
@@ -65,6 +66,32 @@ def drop_some(pieces: Pieces, dropped: NDArray[np.bool_]) -> Pieces:
         pieces.source[kept], pieces.offset[kept], length[kept], pieces.part[kept], pieces.num_touched,
         pieces.lost_tokens,
     )  # fmt: skip
+
+
+def drop_unfit_media(pieces: Pieces, lengths: I64, media: MediaOfChunk, terms: StreamTerms, whole: bool) -> Pieces:
+    """Return the pieces of a chunk without the samples whose media fit no pack, and without cut samples with media.
+
+    A cut would part the tokens of a media item from its values.
+
+    Args:
+        pieces: The pieces of n samples.
+        lengths: int64 [n], tokens of each sample.
+        media: The media of these samples.
+        terms: Terms of the stream.
+        whole: True if the samples stay in one pack.
+    """
+    if whole and over_limits(media.total(), terms.limits).any():
+        return drop_chunk(lengths)
+    kept = np.bincount(pieces.source, pieces.length > 0, len(lengths)) > 0
+    cut = np.bincount(pieces.source[pieces.length != lengths[pieces.source]], minlength=len(lengths)) > 0
+    gone = (media.items > 0) & kept & (cut | over_limits(media, terms.limits))
+    if not gone.any():
+        return pieces
+    lost = int(np.bincount(pieces.source, pieces.length, len(lengths))[gone].sum())
+    found = drop_some(pieces, gone)
+    return replace(
+        found, num_touched=found.num_touched + int((gone & ~cut).sum()), lost_tokens=found.lost_tokens + lost
+    )
 
 
 def apply_overlong(lengths: I64, limit: int, policy: str) -> Pieces:

@@ -19,7 +19,7 @@ from streampack.core.journal.key_index import REPEATED
 from streampack.core.journal.log_effects import Recall, Recalled
 from streampack.core.journal.log_records import ChunkAdmitted
 from streampack.core.merge.arrival import Arrival
-from streampack.core.model.samples import I64, SampleTable
+from streampack.core.model.samples import I32, I64, SampleTable
 from streampack.core.model.snapshot import Floor
 from streampack.core.protocol.effects import Store
 from streampack.core.protocol.events import Effect
@@ -119,6 +119,24 @@ class PartitionAccounts:
             known.append(p)
         return known
 
+    def note_media(self, feed: str, streams: I32, indices: I64, num_bytes: I64) -> None:
+        """Count the media of samples that the merge of ``feed`` has taken as merged.
+
+        Args:
+            feed: Name of the feed.
+            streams: [n], number of each sample's stream in the feed.
+            indices: int64 [n], index of each sample in its stream.
+            num_bytes: int64 [n], bytes of its media.
+        """
+        for stream in self._partitions.streams.values():
+            mine = streams == stream.number
+            if stream.feed != feed or not mine.any():
+                continue
+            count = stream.terms.partitions
+            merged = np.bincount(indices[mine] % count, num_bytes[mine], count).astype(np.int64)
+            for partition in np.flatnonzero(merged).tolist():
+                self._partitions.intakes[stream.first + partition].waiting_media -= int(merged[partition])
+
     # Reading the log
 
     def pull(self, p: int) -> list[Effect]:
@@ -137,7 +155,8 @@ class PartitionAccounts:
                 intake.expected_seq = place.stop_seq
             elif place.stop_seq > intake.expected_seq:
                 waiting = intake.kept_tokens - intake.merged_tokens + place.tokens
-                if waiting * intake.token_bytes > intake.quota_bytes or place.stop_seq > intake.grant_seq:
+                num_bytes = waiting * intake.token_bytes + intake.waiting_media
+                if num_bytes > intake.quota_bytes or place.stop_seq > intake.grant_seq:
                     return []
                 intake.expected_seq = place.base_seq
                 intake.recalling = True
@@ -167,7 +186,7 @@ class PartitionAccounts:
             shared_u32=record.shared_u32,
         )  # fmt: skip
         envelope = Envelope(run=self._run, epoch=0, fence=0, message=message, payload=event.payload)
-        chunk = parse_chunk(envelope, message)
+        chunk = parse_chunk(envelope, message, self._partitions.stream_of[p].terms)
         assert isinstance(chunk, ReceivedChunk)  # the chunk was checked before it was recorded
         intake.place += 1
         return p, self._admit(p, chunk, bool(record.stale), repeated_of(record))

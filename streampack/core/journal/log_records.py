@@ -184,6 +184,7 @@ class StepFormed(Record, frozen=True, kw_only=True):
         released: Every rank has returned the steps before this one.
         keeps: uint8, how each sample stays together with the next sample, as in snapshots.
         shares: uint32, tokens that each sample shares with the sample before it, as in snapshots.
+        media: Media columns of the samples, as in snapshots.
     """
 
     TYPE: ClassVar[int] = 7
@@ -199,6 +200,7 @@ class StepFormed(Record, frozen=True, kw_only=True):
     released: int
     keeps: bytes | UnsetType = msgspec.UNSET
     shares: bytes | UnsetType = msgspec.UNSET
+    media: bytes | UnsetType = msgspec.UNSET
 
 
 class SnapshotTaken(Record, frozen=True, kw_only=True):

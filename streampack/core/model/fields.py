@@ -1,10 +1,11 @@
 """Fields: the values that a sample carries beside its token ids, declared once for a run.
 
 Every sample has ``input_ids``. A run may declare more: one value per token (a loss mask, advantages, router choices) or
-one per sample (a reward). A declaration fixes dtype, trailing shape, the value at padding, and what context parallelism
-does to the values. The declaration also tells if a value belongs to its own token or, like a label, to the prediction
-of that token. Producers send all fields unshifted. The broker shifts fields with ``align: target`` inside each sample,
-before any split. The core knows the fields' sizes, never values.
+one per sample (a reward). Samples with media have values for each item (an image's size) or for each patch of an item
+(its pixels); ``core.media`` says how these travel. A declaration fixes dtype, trailing shape, the value at padding, and
+what context parallelism does to the values. The declaration also tells if a value belongs to its own token or, like a
+label, to the prediction of that token. Producers send all fields unshifted. The broker shifts fields with ``align:
+target`` inside each sample, before any split. The core knows the fields' sizes, never values.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ DType = Literal[
 MAX_FIELDS = 32
 MAX_VALUE_BYTES = 4096
 """The most bytes of one token's value in one field."""
+MAX_PATCH_BYTES = 1 << 16
+"""The most bytes of one item's or one patch's value in one field."""
 MAX_SAMPLE_BYTES = 1024
 """The most bytes of one sample's values in all fields of axis ``sample``, which are held outside the arena."""
 LOSS_MASK, LABELS, POSITION_IDS = "loss_mask", "labels", "position_ids"
@@ -44,6 +47,11 @@ OF_ROWS = ("attention_mask", "shift_labels")
 """Names that padded micro-batches have of their own, beside ``DERIVED``."""
 OF_TREES = ("shared", "cu_paths", "path_index")
 """Names that packs have of their own if samples may share tokens, beside ``DERIVED``."""
+MEDIA, PATCHES = "media", "patches"
+"""The payload frame that holds the media of samples, and the key of a sample's patches of each item."""
+CU_ITEMS, CU_PATCHES = "cu_items", "cu_patches"
+OF_MEDIA = (MEDIA, PATCHES, CU_ITEMS, CU_PATCHES)
+"""Names that no field may have if the run declares fields of axis ``item`` or ``patch``, beside ``DERIVED``."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -53,7 +61,7 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     Attributes:
         name: The field's name in packs and in samples.
         dtype: Type of the values.
-        axis: One value per ``token`` or per ``sample``. ``item`` and ``patch`` are reserved.
+        axis: One value per ``token`` or per ``sample``; or, of a sample's media, per ``item`` or per ``patch``.
         shape: Trailing shape of one value.
         align: ``target`` values belong to the prediction of their token, and are shifted with the labels.
         pad: The value at padding, and where a ``target`` field has no next token.
@@ -73,20 +81,22 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     late: bool = False
 
     def __post_init__(self) -> None:
-        if self.axis in ("item", "patch"):
-            raise ValueError(
-                f"got `axis: {self.axis}`, expected `axis: token` or `axis: sample`. The axes item and patch are "
-                f"reserved for images, which this version does not support"
-            )
         if not _NAME.fullmatch(self.name) or self.name in DERIVED:
             why = "packs have their own attribute with this name" if self.name in DERIVED else "it is not an identifier"
             raise ValueError(f"got the name {self.name!r}, expected another name, because {why}")
-        if self.axis == "sample" and (self.align != "token" or self.cp != "slice"):
+        if self.axis != "token" and (self.align != "token" or self.cp != "slice"):
             raise ValueError(
-                "got `align` or `cp` with `axis: sample`, expected neither, because both keys are for `axis: token`"
+                f"got `align` or `cp` with `axis: {self.axis}`, expected neither, because both keys are for `axis: "
+                f"token`"
             )
-        if self.value_bytes > MAX_VALUE_BYTES:
-            raise ValueError(f"got {self.value_bytes} bytes per {self.axis}, expected at most {MAX_VALUE_BYTES}")
+        if self.of_media and (self.default is not None or self.pad != 0 or self.late):
+            raise ValueError(
+                f"got `default`, `pad` or `late` with `axis: {self.axis}`, expected none of them. A sample without the "
+                f"field has no media, and media are neither padded nor sent later"
+            )
+        most = MAX_PATCH_BYTES if self.of_media else MAX_VALUE_BYTES
+        if self.value_bytes > most:
+            raise ValueError(f"got {self.value_bytes} bytes per {self.axis}, expected at most {most}")
         if self.name in (LOSS_MASK, LABELS) and (self.axis, self.align, self.shape) != ("token", "target", ()):
             raise ValueError(
                 f"got {self.name} with `axis: {self.axis}`, `align: {self.align}` and shape {list(self.shape)}, "
@@ -123,6 +133,11 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
                 self.fill(value)
 
     @property
+    def of_media(self) -> bool:
+        """True if samples have values of the field for their media: axis ``item`` or ``patch``."""
+        return self.axis in ("item", "patch")
+
+    @property
     def storage(self) -> np.dtype[Any]:
         """The numpy dtype of the values' bytes; bfloat16 is sent as uint16."""
         return np.dtype("<u2" if self.dtype == "bfloat16" else self.dtype).newbyteorder("<")
@@ -141,6 +156,20 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
             if not float(value).is_integer() or not low <= value <= high:
                 raise ValueError(f"got the value {value}, expected a value of dtype {self.dtype}")
         return np.array(value).astype(self.storage)
+
+    def stored(self, value: NDArray[Any]) -> NDArray[Any] | None:
+        """Return ``value`` in the dtype ``storage``; None if it is not numeric or out of range."""
+        if value.dtype == self.storage and self.dtype != "bfloat16":
+            return value
+        if value.dtype.kind not in "buif":
+            return None
+        if self.dtype == "bfloat16":
+            return to_bfloat16(value.astype(np.float32))
+        if self.storage.kind == "f":
+            return value.astype(self.storage)
+        with np.errstate(invalid="ignore"):
+            found: NDArray[Any] = value.astype(self.storage)
+        return found if np.array_equal(found, value) else None
 
 
 def check_fields(fields: tuple[Field, ...]) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from streampack.core.model.fields import OF_ROWS, OF_TREES, Field, check_fields
+from streampack.core.model.fields import OF_MEDIA, OF_ROWS, OF_TREES, Field, check_fields
 from streampack.core.model.samples import I64, Share
 from streampack.core.model.shapes import Shape, check_shape, own_widths, step_widths, width_unit
 from streampack.core.packers.blocks.modified_first_fit import Leftovers
@@ -22,6 +22,8 @@ from streampack.core.packers.packer import Packer
 from streampack.core.packers.registry import PackerName, make_packer, parameters_of
 
 Positive = Annotated[int, Meta(ge=1, lt=2**62)]
+Most = Annotated[int, Meta(ge=1, lt=2**31)]
+Factor = Annotated[int, Meta(ge=0, lt=2**32)]
 """A count of at least 1; every message, record and kernel can hold it."""
 Overlong = Literal["error", "drop", "truncate", "split"]
 Poison = Literal["error", "drop"]
@@ -62,6 +64,8 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
         hidden_size: Hidden size of the model; it replaces ``a`` and ``b``.
         a: Cost of a token.
         b: Cost of a pair of tokens.
+        patches: Cost of a patch, and of a pair of patches of a media item.
+        items: Cost of a media item.
         group: Number of packs that ``joint`` forms together; the number of data-parallel ranks works best. FORM uses
             this number, never the mesh.
         patience: Number of groups that a sample may wait, approximately, if it is too long for its group of ``joint``.
@@ -98,6 +102,14 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
             description="Number of packs that kind `joint` forms together. It must divide the number of packs in a step"
         ),
     ] = None
+    patches: Annotated[
+        tuple[Factor, Factor] | None,
+        Meta(
+            description="Factors [a, b] of the cost of a media item, a * p + b * p * p for p patches. Default: "
+            "patches cost nothing"
+        ),
+    ] = None
+    items: Annotated[Factor | None, Meta(description="Cost of a media item, beside the cost of its patches")] = None
     patience: Annotated[
         int,
         Meta(
@@ -122,8 +134,13 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
 
     @property
     def factors(self) -> tuple[int, int]:
-        """The factors (a, b) of the cost."""
+        """The factors (a, b) of the cost of tokens."""
         return (6 * self.hidden_size, 1) if self.hidden_size else (self.a, self.b)
+
+    @property
+    def media_factors(self) -> tuple[int, int, int]:
+        """The factors (a, b, c): a media item of p patches costs ``a * p + b * p * p + c``."""
+        return (*(self.patches or (0, 0)), self.items or 0)
 
     def costs(self, slots: I64, shared: I64 | int = 0) -> I64:
         """Return the cost of each sample, int64 [n]; ``slots`` int64 [n] are the samples' padded tokens.
@@ -133,6 +150,18 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
         a, b = self.factors
         costs: I64 = np.asarray(slots, np.int64) * (a + b * (2 * shared + np.asarray(slots, np.int64)))
         return costs
+
+
+class MediaLimits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Hard limits of a pack beside its budget of tokens; None for no limit.
+
+    Attributes:
+        patches: Most patches of media in a pack.
+        items: Most media items in a pack.
+    """
+
+    patches: Annotated[Most | None, Meta(description="Most patches of media items in a pack")] = None
+    items: Annotated[Most | None, Meta(description="Most media items in a pack")] = None
 
 
 class Batch(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -231,7 +260,9 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
             ``default`` is used; a sample with a late field that has no default is counted and dropped.
         share: Groups may be trees of samples that share tokens, which are computed once: see ``core.trees``.
         tokens: Type of token ids.
-        fields: Fields that samples carry beside token ids.
+        fields: Fields that samples carry beside token ids, with values for each token or each sample.
+        media_fields: Fields with values for the samples' media, of axis ``item`` or ``patch``.
+        limits: MediaLimits of packs for media.
         streams: Streams, in the order of their numbers.
     """
 
@@ -259,6 +290,8 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     share: Share | None = None
     tokens: TokenType = "int32"
     fields: tuple[Field, ...] = ()
+    media_fields: tuple[Field, ...] = ()
+    limits: MediaLimits | None = None
     streams: tuple[StreamRules, ...] = ()
 
     def __post_init__(self) -> None:
@@ -289,7 +322,8 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
                 "got `balance.kind: joint` with batches, expected `deal` or `none`. With `deal`, the packs of a batch "
                 "are balanced by cost"
             )
-        check_fields(self.fields)
+        check_fields(self.all_fields)
+        self._check_media()
         if self.paces and (self.max_policy_lag is None or self.batch is None or self.batch.samples is None):
             raise ValueError(
                 "got `on_exceed: wait` without `max_policy_lag` or `step: {samples: N}`, expected both keys, because "
@@ -330,6 +364,38 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
                     f"got the field {field.name} with `padded: true`, expected another name, because padded "
                     f"micro-batches have their own attribute with this name"
                 )
+
+    def _check_media(self) -> None:
+        """Raise ValueError if rules for media do not go together, or not with the other rules."""
+        if any(field.of_media for field in self.fields) or not all(field.of_media for field in self.media_fields):
+            raise ValueError("got fields of axis item or patch among the other fields, expected them in media_fields")
+        if not self.media_fields:
+            for key, value in (("limits", self.limits), ("balance.patches", self.balance.patches)):
+                if value is not None:
+                    raise ValueError(
+                        f"got `{key}` without fields of axis item or patch, expected such a field, because samples "
+                        f"have no media without it"
+                    )
+            return
+        for field in self.all_fields:
+            if field.name in OF_MEDIA:
+                raise ValueError(
+                    f"got the field {field.name} beside fields of axis item or patch, expected another name, because "
+                    f"packs have their own value with this name then"
+                )
+        for key, given in (
+            ("share: prefix", self.share is not None),
+            ("late: true", bool(self.late_fields)),
+            ("padded: true", self.padded),
+            ("balance.kind: joint", self.balance.kind == "joint"),
+        ):
+            if given:
+                raise ValueError(f"got `{key}` with fields of axis item or patch, which do not go together yet")
+        if self.limits is not None and self.packer != "exact_fill":
+            raise ValueError(
+                f"got `limits` with `packer: {self.packer}`, expected `packer: exact_fill`, which alone keeps limits "
+                f"for media"
+            )
 
     def _check_share(self) -> None:
         """Raise ValueError if ``share`` is combined with rules that cannot have trees."""
@@ -417,6 +483,11 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     def token_bytes(self) -> int:
         """Bytes of one token with all fields of axis ``token``."""
         return np.dtype(self.tokens).itemsize + sum(f.value_bytes for f in self.fields if f.axis == "token")
+
+    @property
+    def all_fields(self) -> tuple[Field, ...]:
+        """All fields: those with values for tokens and samples, then those of media."""
+        return (*self.fields, *self.media_fields)
 
     @property
     def late_fields(self) -> tuple[Field, ...]:

@@ -3,9 +3,9 @@
 The core knows a sample's identity, length and checksum, never its tokens. A sample lives in one row of the
 ``SampleTable``. Queues, windows and packs hold its row number, the *handle*, so the arena may move the payload
 unnoticed. The column ``keep`` marks that the next sample belongs to the same group. The column ``shared`` counts the
-tokens at a sample's beginning that it shares with the sample before it (``core.trees``). Records and snapshots contain
-these two columns only if there are groups or trees. Columns are numpy arrays because a broker at 100M tokens/s admits
-some 200,000 samples each second.
+tokens at a sample's beginning that it shares with the sample before it (``core.trees``). Four columns count a sample's
+media (``core.media``). Records and snapshots contain these columns only if there are groups, trees or media. Columns
+are numpy arrays because a broker at 100M tokens/s admits some 200,000 samples each second.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ ROW = np.dtype(
     ]
 )  # fmt: skip
 """A sample's row outside the table: a reference with a checksum, 28 bytes, never the tokens."""
+
+MEDIA_ROW = np.dtype([("items", "<i4"), ("patches", "<i4"), ("media_bytes", "<i8"), ("media_cost", "<i8")])
+"""The columns that count a sample's media: its items, patches, bytes, and cost by the rules."""
 
 Keep = Literal["pack", "step"]
 """A group of samples stays in one pack, or in one step."""
@@ -61,8 +64,9 @@ def index_of(seq: int | I64, partition: int, partitions: int) -> int | I64:
 class SampleTable:
     """The samples held, as columns indexed by handle. It grows when full, and reuses freed handles first in, first out.
 
-    The columns are those of ``ROW``, ``keep`` (see ``KEEPS``) and ``shared``. A sample with ``shared`` tokens follows
-    the sample that it shares them with, and stays in its pack. So it adds ``length - shared`` tokens to the pack.
+    The columns are those of ``ROW``, ``keep`` (see ``KEEPS``), ``shared`` and those of ``MEDIA_ROW``. A sample with
+    ``shared`` tokens follows the sample that it shares them with, and stays in its pack. So it adds ``length - shared``
+    tokens to the pack.
     """
 
     def __init__(self, capacity: int = 4096) -> None:
@@ -74,6 +78,10 @@ class SampleTable:
         self.crc: U32 = np.zeros(capacity, np.uint32)
         self.keep: NDArray[np.uint8] = np.zeros(capacity, np.uint8)
         self.shared: I32 = np.zeros(capacity, np.int32)
+        self.items: I32 = np.zeros(capacity, np.int32)
+        self.patches: I32 = np.zeros(capacity, np.int32)
+        self.media_bytes: I64 = np.zeros(capacity, np.int64)
+        self.media_cost: I64 = np.zeros(capacity, np.int64)
         self._free: I64 = np.arange(capacity, dtype=np.int64)
         self._head, self._num_free = 0, capacity
         self._marks = np.zeros(capacity, np.bool_)
@@ -141,6 +149,15 @@ class SampleTable:
         found = self.shared[handles]
         return found.astype("<u4").tobytes() if found.any() else msgspec.UNSET
 
+    def media(self, handles: I64) -> bytes | UnsetType:
+        """Return the media columns of these samples, ``MEDIA_ROW`` [n] as bytes; UNSET if none has media."""
+        if not self.items[handles].any():
+            return msgspec.UNSET
+        found = np.empty(len(handles), MEDIA_ROW)
+        for name in MEDIA_ROW.names or ():
+            found[name] = getattr(self, name)[handles]
+        return found.tobytes()
+
     def own_lengths(self, handles: I64) -> I64:
         """Return the tokens that each sample adds to its pack, int64 [n]: its length without shared tokens."""
         found: I64 = self.length[handles].astype(np.int64) - self.shared[handles]
@@ -148,9 +165,9 @@ class SampleTable:
 
     def enter(
         self, rows: NDArray[np.void], keeps: bytes | UnsetType = msgspec.UNSET,
-        shares: bytes | UnsetType = msgspec.UNSET,
+        shares: bytes | UnsetType = msgspec.UNSET, media: bytes | UnsetType = msgspec.UNSET,
     ) -> I64:  # fmt: skip
-        """Add samples with these ``rows``, ``ROW`` [n], and the columns that ``keeps`` and ``shares`` return.
+        """Add samples with these ``rows``, ``ROW`` [n], and the columns that ``keeps``, ``shares``, ``media`` return.
 
         Returns the new handles, int64 [n].
         """
@@ -159,12 +176,15 @@ class SampleTable:
             getattr(self, name)[handles] = rows[name]
         self.keep[handles] = np.frombuffer(keeps, np.uint8) if keeps else 0
         self.shared[handles] = np.frombuffer(shares, "<u4") if shares else 0
+        counts = np.frombuffer(media, MEDIA_ROW) if media else np.zeros(1, MEDIA_ROW)
+        for name in MEDIA_ROW.names or ():
+            getattr(self, name)[handles] = counts[name]
         return handles
 
     def _grow(self) -> None:
         """Double the number of rows."""
         old = self.capacity
-        for name in (*(ROW.names or ()), "keep", "shared"):
+        for name in (*(ROW.names or ()), "keep", "shared", *(MEDIA_ROW.names or ())):
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros(old, column.dtype)]))
         self._marks = np.zeros(2 * old, np.bool_)

@@ -65,6 +65,7 @@ class FormState(Struct, frozen=True):
         counts: Number of samples in each pending pack.
         keeps: Column ``keep`` of the window's and the pending packs' samples; UNSET without groups.
         shares: Column ``shared`` of the same samples, uint32 as bytes; UNSET without trees.
+        media: Media columns of the same samples, ``samples.MEDIA_ROW`` as bytes; UNSET without media.
     """
 
     next_step: int
@@ -76,6 +77,7 @@ class FormState(Struct, frozen=True):
     counts: list[int]
     keeps: bytes | UnsetType = msgspec.UNSET
     shares: bytes | UnsetType = msgspec.UNSET
+    media: bytes | UnsetType = msgspec.UNSET
 
     @property
     def num_samples(self) -> int:

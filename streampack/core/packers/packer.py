@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,18 @@ class Choice:
     indices: I64
     bounds: I64
     ages: I64
+
+
+class Limited(NamedTuple):
+    """Limits of a pack beside its budget, in other units than the budget's.
+
+    Attributes:
+        counts: int64 [k, n], the amount that each item has of each of k units, at most the limit.
+        most: int64 [k], the limit of a pack for each unit.
+    """
+
+    counts: I64
+    most: I64
 
 
 class Packer(Protocol):

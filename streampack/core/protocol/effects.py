@@ -107,7 +107,9 @@ class Store(Effect, frozen=True):
         offsets: int64 [n], tokens of the chunk before each sample.
         lengths: int64 [n], tokens of each sample.
         rows: int64 [n], position of each sample in the chunk, for fields with one value per sample.
-        payload: The chunk's frames.
+        payload: The chunk's frames, without that of the media.
+        media: The frame with the samples' media; None if the run has none.
+        media_bounds: int64 [2, n], where each sample's media begin and end in this frame.
     """
 
     handles: I64
@@ -115,6 +117,8 @@ class Store(Effect, frozen=True):
     lengths: I64
     rows: I64
     payload: tuple[Any, ...]
+    media: Any = None
+    media_bounds: I64 | None = None
 
 
 class Release(Effect, frozen=True):

@@ -53,7 +53,8 @@ class Samples(Message, frozen=True, kw_only=True):
     Payload: the tokens, [tokens], then a frame for each field of the lease, [tokens, ...], or [n, ...] for axis
     ``sample``. Labels are not shifted. In a tree (``shared_u32``), the tokens and the fields with ``align: token``
     leave out the tokens that a sample shares. Fields with ``align: target`` have a value for each token of each sample.
-    Late fields have no frame: their values come with ``Amend``.
+    Late fields have no frame: their values come with ``Amend``. If the lease has fields for media, two frames follow.
+    The first is uint32 [n, 2], the items of each sample and the bytes of their media. The second has these bytes.
 
     Attributes:
         base_seq: Number of the first sample in its partition.
@@ -228,6 +229,7 @@ class Lease(Message, frozen=True, kw_only=True):
         share: Kind of sharing that groups may have; absent for none.
         paced: True if the program asks before it generates samples (``Start``); absent if it need not.
         late_fields: Fields whose values come later, with ``Amend``; absent for none. Credit counts their bytes, too.
+        media_fields: Fields of axis ``item`` or ``patch``; absent for none. Credit counts the bytes of media, too.
     """
 
     TYPE: ClassVar[int] = 10
@@ -248,6 +250,7 @@ class Lease(Message, frozen=True, kw_only=True):
     share: Share | UnsetType = msgspec.UNSET
     paced: bool | UnsetType = msgspec.UNSET
     late_fields: Annotated[tuple[Field, ...], Meta(max_length=MAX_FIELDS)] | UnsetType = msgspec.UNSET
+    media_fields: Annotated[tuple[Field, ...], Meta(max_length=MAX_FIELDS)] | UnsetType = msgspec.UNSET
 
 
 class Flow(Message, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, UnsetType
 
+from streampack.core.media.media_counts import MediaColumns
 from streampack.core.model.bounded import MAX_STREAMS, Digest, Host, Name, PingS, Small, Text
 from streampack.core.model.fields import MAX_FIELDS
 from streampack.core.model.mesh import Mesh, ReadBy
@@ -244,6 +245,7 @@ class StepPart(Message, frozen=True, kw_only=True):
     - fields of axis ``token``: [p, T / cp, ...], or [p, T, ...] if replicated.
     - fields of axis ``sample``: [n, ...].
     - fields with ``align: target``, if the feed may have trees: [tokens of all samples, ...], without padding.
+    - ``media``: the media bytes of each sample, one sample after another (``media_bytes``).
 
     Attributes:
         part, parts: Number of the part, and of all parts of the step.
@@ -260,6 +262,7 @@ class StepPart(Message, frozen=True, kw_only=True):
         rows_u32: [p], tokens of a row of each pack, if the rules are ``padded``: a row for each sample, and at most
             one more of padding.
         shared_u32: [n], tokens that each sample shares with the sample before it; absent without trees.
+        media: Columns of the samples' media; absent if the run has no fields for them.
         resend: Number of the Get that this part answers. Parts of one ``resend`` come in order, so a part before its
             turn shows that others are lost.
     """
@@ -276,7 +279,7 @@ class StepPart(Message, frozen=True, kw_only=True):
     chain: bytes
     num_loss_tokens: Count
     num_samples: Count
-    frames: Annotated[list[Name], Meta(max_length=MAX_FIELDS + 2)]
+    frames: Annotated[list[Name], Meta(max_length=MAX_FIELDS + 3)]
     packs_u32: bytes
     counts_u32: bytes
     loss_tokens_u32: bytes
@@ -288,6 +291,7 @@ class StepPart(Message, frozen=True, kw_only=True):
     rows_u32: bytes = b""
     resend: Count = 0
     shared_u32: bytes | UnsetType = msgspec.UNSET
+    media: MediaColumns | UnsetType = msgspec.UNSET
 
     def shared(self) -> I64:
         """Return the tokens that each sample shares with the sample before it, int64 [n].

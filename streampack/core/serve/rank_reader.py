@@ -55,7 +55,7 @@ class Receiver:
 
     def choose_ranks(self, rules: Rules, layout: str) -> None:
         """Fix the ranks of a relay's parts: those of the readers that take part now."""
-        self.node = NodeRanks.of((reader.mesh for reader in self.readers.values()), rules.fields, layout)
+        self.node = NodeRanks.of((reader.mesh for reader in self.readers.values()), rules.all_fields, layout)
 
 
 class ReaderPhase(Enum):

@@ -345,7 +345,7 @@ class RelaySession:
                 other.fence = 0
         feed.begin(envelope.fence, message)
         reader.epoch, reader.fence = envelope.epoch, envelope.fence
-        frames = frames_for(message.rules.fields, reader.mesh, message.layout)
+        frames = frames_for(message.rules.all_fields, reader.mesh, message.layout)
         reader.share = Share((reader.mesh.dp_rank, reader.mesh.cp_rank), tuple(frames))
         feed.joins(reader.name)
         self.flows.begin(reader.flow, reader.done_upto)

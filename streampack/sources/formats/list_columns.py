@@ -44,6 +44,8 @@ def plan_of(schema: Any, reader: RowReader) -> ColumnPlan | None:
         field.name == LOSS_MASK and key in schema.names for field, key in reader.fields.keys
     ):
         return None
+    if any(key in schema.names for _, key in reader.fields.media_keys):
+        return None
     fields = tuple((field, key) for field, key in reader.fields.keys if key in schema.names)
     for field, key in fields:
         kind = schema.field(key).type

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.model.fields import LOSS_MASK, Field
+from streampack.core.model.fields import LOSS_MASK, PATCHES, Field
 from streampack.errors import ConfigError
 from streampack.sources.records import NO_FIELDS, Because, Sample
 from streampack.sources.settings import SourceSettings, rejects_unmasked
@@ -63,7 +63,8 @@ class RowReader:
         keys = [key for _, *pair in self._candidates for key in pair if key]
         tools = [_TOOLS] if any(kind == _CHAT for kind, *_ in self._candidates) else []
         self.sample_keys = tuple(dict.fromkeys(keys))
-        self.keys = tuple(dict.fromkeys([*keys, *tools, *(key for _, key in self.fields.keys)]))
+        of_fields = [key for _, key in (*self.fields.keys, *self.fields.media_keys)]
+        self.keys = tuple(dict.fromkeys([*keys, *tools, *of_fields]))
 
     def __call__(self, row: Mapping[str, Any]) -> Sample | str:
         encoded = self.encode(row)
@@ -95,7 +96,8 @@ class RowReader:
 class FieldReader:
     """Reads the fields that a run declares from rows.
 
-    - ``keys``: pairs (field, key that holds it).
+    - ``keys``: pairs (field, key that holds it), for fields with values for tokens or samples.
+    - ``media_keys``: pairs (name, key that holds it) for the values of media, which are passed on as they are.
     - ``needs_mask``: samples without a ``loss_mask`` are rejected, because the run declares one without a default.
 
     Raises ConfigError for a field that the settings map but the run does not declare.
@@ -109,7 +111,10 @@ class FieldReader:
                 f"fields: got {unknown[0]}, expected one of the fields that the run declares ({names}). Add the field "
                 "to `fields` in broker.yaml, or remove it from `fields` in producer.yaml"
             )
-        self.keys = tuple((field, settings.fields.get(field.name, field.name)) for field in fields)
+        keys = tuple((field, settings.fields.get(field.name, field.name)) for field in fields)
+        self.keys = tuple((field, key) for field, key in keys if not field.of_media)
+        media = [(field.name, key) for field, key in keys if field.of_media]
+        self.media_keys = (*media, (PATCHES, PATCHES)) if media else ()
         self.needs_mask = reject_unmasked and any(each.name == LOSS_MASK and each.default is None for each in fields)
 
     def add(self, encoded: Encoded, row: Mapping[str, Any]) -> Sample | str:
@@ -118,9 +123,9 @@ class FieldReader:
         A value in ``row`` may be a reason (str) instead: the value could not be read.
         """
         tokens, mask = encoded
-        if not self.keys and mask is None:
+        if not self.keys and not self.media_keys and mask is None:
             return Sample(tokens)
-        found: dict[str, NDArray[Any]] = {}
+        found: dict[str, Any] = {name: row[key] for name, key in self.media_keys if row.get(key) is not None}
         for field, key in self.keys:
             value = mask if field.name == LOSS_MASK and mask is not None else row.get(key)
             if value is None:

@@ -20,7 +20,7 @@ from streampack.core.model.capacity import Capacity, FeedPlan
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rule_changes import Restream
 from streampack.core.model.rules import Align, Rules, RulesChange, StreamRules
-from streampack.core.model.samples import ROW, SampleTable
+from streampack.core.model.samples import MEDIA_ROW, ROW, SampleTable
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.effects import Change, FromTrainer, SendTrainer
 from streampack.core.protocol.events import Tick
@@ -231,6 +231,8 @@ def another(name: str, value: Any) -> st.SearchStrategy[Any]:
     if name == "keeps":
         says = st.sampled_from([0, 0, 1, 1, 2, 3])
         return st.lists(says, min_size=NUM_HELD - 1, max_size=NUM_HELD).map(bytes)
+    if name == "media":
+        return st.binary(max_size=2 * MEDIA_ROW.itemsize).map(lambda start: start * NUM_HELD)
     if name == "shares":
         shared = st.lists(st.integers(0, 5), min_size=NUM_HELD - 1, max_size=NUM_HELD)
         return shared.map(lambda values: np.array(values, "<u4").tobytes())

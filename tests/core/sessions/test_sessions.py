@@ -1171,6 +1171,10 @@ def _field(kind: type[Message], name: str, known: dict[type, Any]) -> Any:
         return st.lists(_NAMES, max_size=3)
     if name == "names":
         return st.lists(_NAMES, max_size=3)
+    if name == "media":
+        return st.sampled_from([{"items_u32": b"", "bytes_u32": b""}, {"items_u32": _column([1]), "bytes_u32": b"\0"}])
+    if name == "media_fields":
+        return st.sampled_from([(), [{"name": "a", "dtype": "int8", "axis": "item"}]])
     if name in ("fields", "late_fields"):
         return st.sampled_from([(), [{"name": "a", "dtype": "int8"}]])
     if name == "mesh":

@@ -38,7 +38,10 @@ They never need more packs than first fit decreasing.
 No sample waits more than W packs plus the samples held when it came, where W is the window's size. A late window's next
 pack takes the oldest; ``window`` says why that is enough.
 
-A pack with more than ``max_samples_per_pack`` samples is formed again: see ``exact_fill_cases.capped``.
+A pack with more than ``max_samples_per_pack`` samples is formed again: see ``exact_fill_cases.capped``. So is a pack
+that exceeds a limit in another unit (``Limited``), such as patches of images. Its seed is the oldest sample, so no
+sample waits longer. A pack that still exceeds a limit is formed once more. Then each sample weighs the
+largest of its shares in the limits, so that no limit can be exceeded.
 
 Lengths and budget are in any one unit: tokens, or multiples of the alignment, which is faster. The implementation is in
 ``exact_fill_kernels``, compiled where numba is installed.
@@ -56,12 +59,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from streampack.core.packers.packer import I64, Choice, check_cap
+from streampack.core.packers.packer import I64, Choice, Limited, check_cap
 from streampack.errors import ConfigError
 
 #: A subset sum takes one bit per token of the budget and per sample tried: 17 GB of address space at this budget.
 MAX_BUDGET = 2**27
 NO_CAP = np.iinfo(np.int64).max
+#: A limit in shares, of which samples take whole numbers.
+WHOLE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +93,13 @@ class ExactFill:
         return window + held
 
     def choose(
-        self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
-    ) -> Choice:
-        """Choose up to ``count`` packs, as in ``Packer.choose``; at a closed stream's end, choose all packs."""
+        self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None,
+        limited: Limited | None = None,
+    ) -> Choice:  # fmt: skip
+        """Choose up to ``count`` packs, as in ``Packer.choose``; at a closed stream's end, choose all packs.
+
+        With ``limited``, packs are within these limits, too, and ``count`` holds also at the end.
+        """
         if budget >= MAX_BUDGET:
             raise ConfigError(
                 f"budget: got {budget}, expected less than {MAX_BUDGET} for exact_fill. Set align, or use sliding_ffd"
@@ -102,7 +111,14 @@ class ExactFill:
             sizes, cap = np.ones(len(lengths), np.int64), cap or NO_CAP
         # Numba would compile another variant for every other type, memory layout and access.
         lengths, sizes, ages = _writable(lengths), _writable(sizes), _writable(ages)
-        return Choice(*exact_fill(lengths, sizes, ages, int(budget), int(count), bool(closed), int(window), int(cap)))
+        counts, most = limited or Limited(np.zeros((0, len(lengths)), np.int64), np.zeros(0, np.int64))
+        if (most > WHOLE).any():  # smaller numbers, so that their products with tokens fit 64 bits
+            scale = np.where(most > WHOLE, most, WHOLE)[:, None]
+            counts, most = -(-counts * WHOLE // scale), np.minimum(most, WHOLE)
+        if len(most) and self.max_samples_per_pack is not None:
+            counts, most = np.vstack([sizes, counts]), np.append(self.max_samples_per_pack, most)
+        options = int(budget), int(count), bool(closed), int(window), int(cap)
+        return Choice(*exact_fill(lengths, sizes, ages, *options, _writable(counts), _writable(most)))
 
 
 def _writable(array: I64) -> I64:

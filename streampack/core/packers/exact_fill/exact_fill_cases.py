@@ -245,8 +245,10 @@ def fill_up(ordered, lengths, budget, indices, start, end):  # type: ignore[no-u
 
 
 @_compiled
-def capped(view, edge, samples, tokens, budget, cap, seed, end):  # type: ignore[no-untyped-def]
+def capped(view, sizes, edge, samples, tokens, budget, cap, seed, end):  # type: ignore[no-untyped-def]
     """Form the seed's pack again with at most ``cap`` samples, after it was filled with more. Return the pack's end.
+
+    ``sizes`` are the samples in each item; or what it has of another unit, of which a pack may hold ``cap``.
 
     If ``cap`` samples of mean length do not fill the pack, it first takes the oldest samples. Each must leave a room
     per remaining sample of at least the mean length. The rest is filled exactly with few samples. Dynamic programming
@@ -254,14 +256,15 @@ def capped(view, edge, samples, tokens, budget, cap, seed, end):  # type: ignore
     weight). Longest first would use up the long samples at once; here short samples leave with their share of long
     ones. The window holds ``samples`` and ``tokens`` in total.
     """
-    lengths, sizes, after, indices = view.lengths, view.sizes, view.after, view.indices
+    lengths, after, indices = view.lengths, view.after, view.indices
     indices[end] = seed
     end += 1
     room, slots = budget - lengths[seed], cap - sizes[seed]
+    spares = sizes.min() == 0  # samples without the unit, which a pack without slots can take
     ahead = room * samples >= slots * tokens
     num_rest = 0
     i = after[seed]
-    while i < edge and num_rest < CAPPED_TRIED and slots > 0:
+    while i < edge and num_rest < CAPPED_TRIED and (slots > 0 or spares):
         if lengths[i] <= room and sizes[i] <= slots:
             if ahead and (room - lengths[i]) * samples >= (slots - sizes[i]) * tokens:
                 indices[end] = i

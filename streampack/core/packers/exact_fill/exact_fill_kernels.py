@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.jit import COMPILES
+from streampack.core.packers.exact_fill.exact_fill import WHOLE
 from streampack.core.packers.exact_fill.exact_fill_cases import best_with, capped, closest_pair, fill_up, last_packs
 from streampack.core.packers.packer import I64
 from streampack.core.packers.packer_kernels import (
@@ -68,10 +69,11 @@ class View(NamedTuple):
 
 
 @_compiled
-def exact_fill(lengths, sizes, ages, budget, count, closed, size, cap):  # type: ignore[no-untyped-def]
+def exact_fill(lengths, sizes, ages, budget, count, closed, size, cap, counts, most):  # type: ignore[no-untyped-def]
     """Choose up to ``count`` packs: return the indices, bounds and ages of a ``Choice``.
 
     ``size`` is the window's size in samples; ``sizes``, the samples in each item; ``cap``, the most samples in a pack.
+    ``counts`` and ``most`` are those of ``Limited``.
     """
     n = len(lengths)
     after, before = np.arange(1, n + 2), np.arange(-1, n)
@@ -90,19 +92,59 @@ def exact_fill(lengths, sizes, ages, budget, count, closed, size, cap):  # type:
         ready = now[HELD] >= size and now[TOKENS] >= 2 * budget
         if now[PACKS] >= count or now[HELD] == 0 or not (closed or ready):
             break
-        if not ready and (now[HELD] <= MAX_LAST or _is_crowded(now, budget)):
+        if not ready and not len(most) and (now[HELD] <= MAX_LAST or _is_crowded(now, budget)):
             end = _form_all(view, budget, cap, bounds, end)
             break
         start, seed = end, after[n]
         end = _next_pack(view, budget, size, cap, seed, start)
         if end - start > cap or sizes[view.indices[start:end]].sum() > cap:
-            end = capped(view, now[EDGE], now[SAMPLES], now[TOKENS], budget, cap, seed, start)
+            end = capped(view, sizes, now[EDGE], now[SAMPLES], now[TOKENS], budget, cap, seed, start)
+        if len(most) and _exceeded(counts, most, view.indices[start:end]) >= 0:
+            end = _limited(view, budget, counts, most, seed, start, end)
         view.indices[start:end].sort()
         _remove(view, budget, view.indices[start:end])
         bounds[now[PACKS]] = end
     new_ages = due - now[PACKS]
     new_ages[now[EDGE] :] = -1
     return view.indices[:end].copy(), bounds[: now[PACKS] + 1].copy(), new_ages
+
+
+@_compiled
+def _exceeded(counts, most, pack):  # type: ignore[no-untyped-def]
+    """Return the unit whose limit the pack exceeds by the largest factor; -1 if it exceeds none."""
+    worst, factor = -1, 1.0
+    for unit in range(len(most)):
+        total = 0
+        for i in pack:
+            total += counts[unit, i]
+        if total > most[unit] and total / most[unit] > factor:
+            worst, factor = unit, total / most[unit]
+    return worst
+
+
+@_compiled
+def _limited(view, budget, counts, most, seed, start, end):  # type: ignore[no-untyped-def]
+    """Form the seed's pack again within all limits, after it exceeded one. Return the pack's end."""
+    now = view.now
+    unit = _exceeded(counts, most, view.indices[start:end])
+    held = _held(view, counts[unit])
+    end = capped(view, counts[unit], now[EDGE], held, now[TOKENS], budget, most[unit], seed, start)
+    if _exceeded(counts, most, view.indices[start:end]) < 0:
+        return end
+    shares = np.zeros(len(view.lengths), np.int64)
+    for each in range(len(most)):
+        shares = np.maximum(shares, -(-counts[each] * WHOLE // most[each]))
+    return capped(view, shares, now[EDGE], _held(view, shares), now[TOKENS], budget, WHOLE, seed, start)
+
+
+@_compiled
+def _held(view, weights):  # type: ignore[no-untyped-def]
+    """Return the sum of ``weights`` over the samples in the window."""
+    total, i = 0, view.after[len(view.lengths)]
+    while i < view.now[EDGE]:
+        total += weights[i]
+        i = view.after[i]
+    return total
 
 
 @_compiled

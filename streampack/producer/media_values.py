@@ -1,0 +1,84 @@
+"""A sample's media as a program or a source gives them, turned into the bytes that a producer sends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streampack.core.media.media_bytes import MAX_ITEMS, encode
+from streampack.core.model.fields import MEDIA, PATCHES, Field
+
+ITEMS = "items"
+"""Key of the number of a sample's media items, among its values."""
+
+
+def media_of(fields: Mapping[str, Any], declared: Sequence[Field]) -> dict[str, NDArray[Any]] | str:
+    """Return a sample's media by the keys ``MEDIA`` and ``ITEMS``, or the reason why they are invalid.
+
+    A sample has a value for all fields of its media, or for none. The value of a field of axis ``patch`` is a list with
+    an array for each item. It may be one array, if the sample says in ``patches`` how many rows each item has.
+
+    Args:
+        fields: The values of the sample, by name.
+        declared: The run's fields of axis item and patch.
+    """
+    given = [each for each in declared if fields.get(each.name) is not None]
+    sizes = fields.get(PATCHES)
+    if not given:
+        return {} if sizes is None or not len(sizes) else f"{declared[0].name}: missing"
+    if len(given) < len(declared):
+        return f"{next(each.name for each in declared if each not in given)}: missing"
+    counts: NDArray[Any] | None = None if sizes is None else np.asarray(sizes, None if len(sizes) else np.int64)
+    if counts is not None and (counts.ndim != 1 or counts.dtype.kind not in "ui" or (counts < 0).any()):
+        return f"{PATCHES}: dtype"
+    values: dict[str, NDArray[Any]] = {}
+    for each in declared:
+        value = fields[each.name]
+        if each.axis == "patch" and _is_by_item(value, each):
+            parts = [_array_of(part, each) for part in value]
+            if any(part is None for part in parts):
+                return f"{each.name}: shape"
+            own = np.array([len(part) for part in parts if part is not None], np.int64)
+            if counts is not None and not np.array_equal(own, counts):
+                return f"{each.name}: patches"
+            counts, value = own, np.concatenate([_array_of([], each), *parts])
+        array = _array_of(value, each)
+        if array is None:
+            return f"{each.name}: shape"
+        stored = each.stored(array)
+        if stored is None:
+            return f"{each.name}: dtype"
+        values[each.name] = stored
+    items = {len(values[each.name]) for each in declared if each.axis == "item"}
+    if counts is None:
+        if any(each.axis == "patch" for each in declared):
+            return f"{PATCHES}: missing"
+        counts = np.zeros(min(items), np.int64)
+    if items - {len(counts)} or len(counts) > MAX_ITEMS:
+        return "media: items"
+    if any(len(values[each.name]) != counts.sum() for each in declared if each.axis == "patch"):
+        return "media: patches"
+    data = np.frombuffer(encode(declared, counts, values), np.uint8)
+    return {MEDIA: data, ITEMS: np.array([len(counts)], np.uint32)}
+
+
+def _array_of(value: Any, field: Field) -> NDArray[Any] | None:
+    """Return a value as an array [rows, *shape of the field]; None if it has another shape."""
+    try:
+        array: NDArray[Any] = np.asarray(value)
+    except ValueError:  # ragged
+        return None
+    if array.shape[:1] == (0,):
+        return np.zeros((0, *field.shape), field.storage)
+    return array if array.ndim == 1 + len(field.shape) and array.shape[1:] == field.shape else None
+
+
+def _is_by_item(value: Any, field: Field) -> bool:
+    """Return whether the value of a field of axis patch is a list with the values of each item."""
+    if not isinstance(value, list | tuple) or not len(value):
+        return isinstance(value, list | tuple)
+    first = value[0]
+    return (hasattr(first, "__len__") and not len(first)) or np.ndim(first) > len(field.shape)

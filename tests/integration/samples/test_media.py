@@ -1,0 +1,171 @@
+"""Samples with images: a real broker that is killed, files, a pipeline's ranks, limits, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streampack
+from streampack.errors import StreampackError
+from tests.integration.running import PATIENCE_S, RunningBroker, folder, running_broker, until
+
+SAMPLES, PATCHES = 160, 24
+
+
+def settings(path: Path, **changes: Any) -> dict[str, Any]:
+    sides = {side: f"ipc://{path}/{side}" for side in ("producers", "trainers")}
+    rules = {
+        "budget": 256, "window": {"samples": 32}, "step": {"packs": 2}, "overlong": "drop",
+        "limits": {"patches": PATCHES, "items": 6}, "balance": {"patches": [10, 1], "items": 5},
+    }  # fmt: skip
+    return {
+        "run": "images", "listen": {**sides, "http": "127.0.0.1:0"}, "merge": "arrival",
+        "state_dir": str(path / "state"), "rules": rules | changes.pop("rules", {}),
+        "streams": {"chats": {"pushed": True, "partitions": 1}},
+        "fields": {
+            "loss_mask": {}, "image_grid_thw": {"dtype": "int32", "axis": "item", "shape": [3]},
+            "pixel_values": {"dtype": "uint8", "axis": "patch", "shape": [12]},
+        },
+    } | changes  # fmt: skip
+
+
+def sample(number: int) -> dict[str, Any]:
+    """Up to two images of up to nine patches; a third of the samples has none."""
+    draw = np.random.default_rng(number)
+    grid = np.array([[1, *draw.integers(1, 4, 2)] for _ in range(number % 3)], np.int32).reshape(-1, 3)
+    patches = grid.prod(axis=1)
+    media = {
+        "image_grid_thw": grid, "pixel_values": draw.integers(0, 256, (patches.sum(), 12), dtype=np.uint8),
+        "patches": patches,
+    }  # fmt: skip
+    ids = draw.integers(1, 1000, int(draw.integers(5, 120)))
+    return {"input_ids": ids, "loss_mask": np.ones(len(ids), np.uint8)} | (media if len(grid) else {})
+
+
+def work(endpoint: str) -> None:
+    with streampack.Producer(endpoint, stream="chats", buffer="64KiB") as chats:
+        for number in range(SAMPLES):
+            chats.send(sample(number))
+        chats.close(end=True)
+
+
+def read(endpoint: str, **options: Any) -> list[int]:
+    """Check the media of each sample, and return the numbers of the samples."""
+    found = []
+    with streampack.connect(endpoint, format="numpy", verify=True, stall_timeout_s=PATIENCE_S, **options) as loader:
+        for step in loader.steps():
+            for pack in step:
+                assert len(pack["pixel_values"]) <= PATCHES
+                assert len(pack["image_grid_thw"]) <= 6
+                of_items, of_patches = pack["cu_items"].tolist(), pack["cu_patches"].tolist()
+                assert of_patches[-1] == len(pack["pixel_values"])
+                for i, (_, number, _) in enumerate(pack.sample_ids.tolist()):
+                    sent, (first, stop) = sample(number), of_items[i : i + 2]
+                    pixels = pack["pixel_values"][of_patches[first] : of_patches[stop]]
+                    sizes = pack["image_grid_thw"][first:stop]
+                    assert np.array_equal(sizes, sent.get("image_grid_thw", np.zeros((0, 3))))
+                    assert np.array_equal(pixels, sent.get("pixel_values", np.zeros((0, 12))))
+                    found.append(number)
+    return found
+
+
+def test_a_broker_that_is_killed_loses_no_image() -> None:
+    with folder() as path, ThreadPoolExecutor() as pool:
+        config = settings(path)
+        broker = RunningBroker(path, config)
+        try:
+            worker = pool.submit(work, broker.producers)
+            until(lambda: broker.status()["streams"][0]["samples"] > 30)
+            broker.kill()
+            broker = RunningBroker(path, config)
+            reader = pool.submit(read, broker.trainers)
+            until(lambda: broker.feed()["steps"]["returned"] > 4)
+            broker.kill()
+            broker = RunningBroker(path, config)
+            worker.result(PATIENCE_S)
+            assert sorted(reader.result(PATIENCE_S)) == list(range(SAMPLES))
+        finally:
+            broker.kill()
+
+
+def test_files_have_images_and_limits_drop_those_that_fit_no_pack() -> None:
+    with folder() as path:
+        rows = [sample(number) for number in range(12)]
+        rows[4] |= {"image_grid_thw": np.array([[1, 5, 5]]), "pixel_values": np.zeros((25, 12), int), "patches": [25]}
+        lines = [json.dumps({key: np.asarray(value).tolist() for key, value in row.items()}) for row in rows]
+        (path / "chats.jsonl").write_text("\n".join(lines))
+        with streampack.local(
+            str(path / "chats.jsonl"), budget=256, format="numpy", shuffle=False, fields=settings(path)["fields"]
+        ) as loader:
+            packs = list(loader)
+        assert sum(len(pack["image_grid_thw"]) for pack in packs) == sum(len(r.get("image_grid_thw", [])) for r in rows)
+        with running_broker(settings(path)) as broker:
+            with streampack.Producer(broker.producers, stream="chats") as chats:
+                for row in rows:
+                    chats.send(row)
+                chats.close(end=True)
+            numbers = []
+            with streampack.connect(broker.trainers, format="numpy", stall_timeout_s=PATIENCE_S) as loader:
+                for pack in loader:
+                    numbers += pack.sample_ids[:, 1].tolist()
+            assert sorted(numbers) == [number for number in range(12) if number != 4]
+            assert broker.status()["streams"][0]["overlong"] == 1
+
+
+def test_only_the_ranks_that_run_the_encoder_get_images() -> None:
+    with folder() as path, running_broker(settings(path)) as broker:
+        work(broker.producers)
+        meshes = [{"pp": 2, "pp_rank": rank} for rank in range(2)]
+        with ThreadPoolExecutor() as pool:
+
+            def keys(mesh: dict[str, int]) -> set[str]:
+                with streampack.connect(
+                    broker.trainers, format="numpy", mesh=mesh, stall_timeout_s=PATIENCE_S
+                ) as loader:  # fmt: skip
+                    return {key for pack in loader for key in pack}
+
+            first, last = pool.map(keys, meshes)
+        assert first - last == {"image_grid_thw", "pixel_values", "cu_items", "cu_patches"}
+
+
+def test_a_torch_view_has_images_and_their_boundaries() -> None:
+    torch = pytest.importorskip("torch")
+    with folder() as path, running_broker(settings(path)) as broker:
+        work(broker.producers)
+        with streampack.connect(broker.trainers, format="thd", stall_timeout_s=PATIENCE_S) as loader:
+            batch = next(iter(loader))
+            assert batch.pixel_values.dtype == torch.uint8
+            assert batch.cu_patches[-1] == len(batch.pixel_values)
+            assert batch.cu_items[-1] == len(batch.image_grid_thw)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"pixel_values": None}, "pixel_values: missing"),
+        ({"pixel_values": np.zeros((3, 12))}, "media: patches"),
+        ({"image_grid_thw": np.ones((4, 3))}, "media: items"),
+        ({"image_grid_thw": np.ones((1, 2))}, "image_grid_thw: shape"),
+        ({"pixel_values": np.full((2, 12), 999)}, "pixel_values: dtype"),
+        ({"patches": None}, "patches: missing"),
+        ({"patches": [-1, 3]}, "patches: dtype"),
+    ],
+)
+def test_a_sample_whose_images_do_not_fit_together_is_refused(changes: dict[str, Any], said: str) -> None:
+    row = {
+        "input_ids": [1, 2, 3], "loss_mask": [1, 1, 1], "image_grid_thw": np.array([[1, 1, 2]]),
+        "pixel_values": np.zeros((2, 12), np.uint8), "patches": [2],
+    } | changes  # fmt: skip
+    given = {key: value for key, value in row.items() if value is not None}
+    with (
+        folder() as path,
+        running_broker(settings(path)) as broker,
+        pytest.raises(StreampackError, match=said),
+        streampack.Producer(broker.producers, stream="chats") as chats,
+    ):
+        chats.send(given)
