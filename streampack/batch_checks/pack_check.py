@@ -15,9 +15,9 @@ from streampack.batch_checks.expectations import equal, expect
 from streampack.batch_checks.tree_check import check_paths, has_trees, written_out
 from streampack.batch_checks.view_check import canonical
 from streampack.core.layout.shards import shard_slices
-from streampack.core.model.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, from_bfloat16
+from streampack.core.model.fields import CU_ITEMS, CU_PATCHES, LABELS, LOSS_MASK, POSITION_IDS, Field, from_bfloat16
 from streampack.core.model.mesh import Mesh
-from streampack.core.model.rules import Rules
+from streampack.core.model.rules import MediaLimits, Rules
 from streampack.core.model.samples import I64, IGNORE_INDEX
 from streampack.errors import InvariantError
 
@@ -199,6 +199,26 @@ class PackCheck:
             equal(field.name, f"{self.what}, its shape", values.shape, (count, *field.shape))
             if field.axis == "token":
                 self._check_padding(field, values.reshape(count, -1), places)
+        if self.rules is not None and CU_ITEMS in self.pack:
+            self._check_media(self.rules)
+
+    def _check_media(self, rules: Rules) -> None:
+        """Check the boundaries of media, the shapes of their fields, and the limits of the pack."""
+        items, patches = (np.asarray(self.pack[name], np.int64) for name in (CU_ITEMS, CU_PATCHES))
+        for name, bounds, count in (
+            (CU_ITEMS, items, int(self.pack["num_samples"])), (CU_PATCHES, patches, int(items[-1])),
+        ):  # fmt: skip
+            equal(name, f"{self.what}, its shape", bounds.shape, (count + 1,))
+            rises = bounds[0] == 0 and bool((np.diff(bounds) >= 0).all())
+            expect(rises, name, f"{self.what}: got boundaries that fall, expected them to rise from 0")
+        totals = {"item": int(items[-1]), "patch": int(patches[-1])}
+        for field in rules.media_fields:
+            shape = np.asarray(self.pack[field.name]).shape
+            equal(field.name, f"{self.what}, its shape", shape, (totals[field.axis], *field.shape))
+        limits = rules.limits or MediaLimits()
+        for axis, most in (("item", limits.items), ("patch", limits.patches)):
+            over = most is not None and totals[axis] > most
+            expect(not over, "limits", f"{self.what}: got {totals[axis]} values of axis {axis}, over {most}")
 
     def _check_padding(self, field: Field, rows: NDArray[Any], places: I64) -> None:
         """Check that a field has its padding value after each sample's real tokens.

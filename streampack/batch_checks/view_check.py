@@ -31,6 +31,13 @@ def canonical(batch: Any) -> Checked:
         case "hf":
             _unrow(found, "input_ids", "labels", "position_ids")
             found["cu_seqlens_padded"], found["max_seqlen"] = found["cu_seq_lens_q"], found["max_length_q"]
+            if found["position_ids"].ndim == 2:  # three positions for each token
+                own, found["position_ids"] = found["position_ids"][0], found["position_ids"][1:]
+                begins = np.repeat(found["cu_seqlens_padded"][:-1], np.diff(found["cu_seqlens_padded"]))
+                equal("position_ids", "a pack, its first row", own, np.arange(len(own)) - begins)
+            for field in rules.media_fields if rules is not None else ():
+                if found.get(field.name, found) is None:
+                    found[field.name] = np.zeros((0, *field.shape))
             if "labels" in found:
                 found["labels"] = np.append(found["labels"][1:], IGNORE_INDEX)
         case "megatron":

@@ -62,7 +62,7 @@ def views(
 
     from streampack.views import block_mask, tensors
 
-    halves = frozenset(field.name for field in rules.fields if field.dtype == "bfloat16")
+    halves = frozenset(field.name for field in rules.all_fields if field.dtype == "bfloat16")
     with torch.inference_mode(False):  # a caller in inference mode may train on the pack later
         if rules.padded:
             return [padded_view(pack, format, rules, halves) for pack in packs]
@@ -89,7 +89,8 @@ def _of_framework(
 
     match format:
         case "hf" | "hf_shifted":
-            return hf.build_batches(columns, of_packs, slabs, shifted=format == "hf_shifted")
+            media = [field.name for field in rules.media_fields]
+            return hf.build_batches(columns, of_packs, slabs, format == "hf_shifted", media)
         case "megatron":
             return megatron.build_batches(columns, of_packs, slabs)
         case "bshd":

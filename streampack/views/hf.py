@@ -3,13 +3,21 @@
 Boundaries are padded ones. Padding after a sample continues the sample's positions and ``seq_idx``; tail padding is a
 sequence of its own. Labels at padding are -100. The format ``hf_shifted`` adds ``shift_labels``, so that a model need
 not shift labels.
+
+Models with three positions for each token (Qwen2-VL) take a fourth row, the positions in each sample, in front of them.
+They find the samples of a pack by this row. Fields of media are keys under their names; they are None, the models'
+default, in a pack without media.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 
+from streampack.core.model.fields import CU_ITEMS
 from streampack.core.model.samples import I32, IGNORE_INDEX
 from streampack.packs.columns import Column, Columns
 from streampack.packs.slabs import Slabs
@@ -17,11 +25,14 @@ from streampack.views.tensors import ValuesByName, cut, other_values, tensor
 
 
 def build_batches(
-    columns: Columns, of_packs: ValuesByName, slabs: Slabs, shifted: bool
+    columns: Columns, of_packs: ValuesByName, slabs: Slabs, shifted: bool, media: Sequence[str] = ()
 ) -> tuple[ValuesByName, ValuesByName]:
     """Return the keys of some packs in ``hf``, and the packs' other values, each a list by name.
 
-    - ``input_ids``, ``labels``, ``position_ids``: int64 [1, T]; with ``shifted``, also ``shift_labels``.
+    ``media``: names of the fields of axis item and patch.
+
+    - ``input_ids``, ``labels``, ``position_ids``: int64 [1, T]; with ``shifted``, also ``shift_labels``. If samples
+      bring three positions for each token, ``position_ids`` is [4, 1, T].
     - ``seq_idx``: int32 [1, T], the number of each token's segment.
     - ``cu_seq_lens_q``, ``cu_seq_lens_k``: int32 [segments + 1], padded boundaries.
     - ``max_length_q``, ``max_length_k``: int, tokens of the longest segment.
@@ -44,16 +55,36 @@ def build_batches(
     widths = [0, *np.cumsum(bounds.values[np.array(bounds.bounds[1:]) - 1], dtype=np.int64).tolist()]
     numbers = np.frombuffer(slabs.take(4 * widths[-1]), np.int32)
     _number(bounds, numbers)
+    of_media = [name for name in media if name in of_packs]
+    with_items = [bool(each[-1]) for each in of_packs[CU_ITEMS]] if of_media else []
     keys = {
         **found,
-        "position_ids": [positions.unsqueeze(-2) for positions in of_packs["position_ids"]],
+        "position_ids": _positions(of_packs["position_ids"], bounds, widths, slabs),
         "seq_idx": cut(torch.from_numpy(numbers), widths, rows=1),
         "cu_seq_lens_q": of_packs["cu_seqlens_padded"],
         "cu_seq_lens_k": of_packs["cu_seqlens_padded"],
         "max_length_q": of_packs["max_seqlen"],
         "max_length_k": of_packs["max_seqlen"],
+        **{
+            name: [value if has else None for value, has in zip(of_packs[name], with_items, strict=True)]
+            for name in of_media
+        },
     }
-    return keys, other_values(of_packs, "input_ids", "labels", "position_ids")
+    return keys, other_values(of_packs, "input_ids", "labels", "position_ids", *of_media)
+
+
+def _positions(positions: list[Any], bounds: Column, widths: list[int], slabs: Slabs) -> list[Any]:
+    """Return each pack's positions [1, T], or [4, 1, T]: the positions in each segment, and the three that were sent.
+
+    ``bounds``: padded boundaries. ``widths``: tokens before each pack, and of all packs.
+    """
+    if not positions or positions[0].ndim == 1:
+        return [each.unsqueeze(-2) for each in positions]
+    own = np.frombuffer(slabs.take(8 * widths[-1]), np.int64)
+    for begin, each in zip(widths, bounds.rows(), strict=False):
+        own[begin : begin + int(each[-1])] = np.arange(int(each[-1])) - np.repeat(each[:-1], np.diff(each))
+    rows = cut(torch.from_numpy(own), widths, rows=1)
+    return [torch.cat([row, sent]).unsqueeze(-2) for row, sent in zip(rows, positions, strict=True)]
 
 
 def _number(bounds: Column, numbers: I32) -> None:
