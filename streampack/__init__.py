@@ -39,6 +39,8 @@ from streampack.views.padded import rows
 if TYPE_CHECKING:
     from streampack import integrations as integrations
     from streampack.client.results import StepResults, results
+    from streampack.core.media.references import Reference
+    from streampack.media.media import Media
     from streampack.producer.late_values import SampleId
     from streampack.producer.push import Producer
     from streampack.training.attention import varlen_attention
@@ -47,9 +49,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Client",
+    "Media",
     "Mesh",
     "Pack",
     "Producer",
+    "Reference",
     "SampleId",
     "Step",
     "StepPlan",
@@ -76,7 +80,9 @@ __all__ = [
 
 
 _LATER = {
+    "Media": "streampack.media.media",
     "Producer": "streampack.producer.push",
+    "Reference": "streampack.core.media.references",
     "SampleId": "streampack.producer.late_values",
     "StepResults": "streampack.client.results",
     "block_causal_mask": "streampack.training.masks",

@@ -81,6 +81,10 @@ class LedgerDamaged(StreampackError):
     """The ledger is damaged or belongs to another log; the message names the cause."""
 
 
+class MediaError(StreampackError):
+    """Media of a sample cannot be fetched or decoded; the message names the sample and the place of the media."""
+
+
 class PeerError(StreampackError):
     """The peer of a socket is gone, rejected this process, or sent something invalid."""
 

@@ -27,6 +27,8 @@ LOADED_BY_NAME = {
     "streampack.__main__": "the command of the services",
     "streampack.local": "the services, which the library does without",
     "streampack.integrations": "one module for each framework",
+    "streampack.media.media": "a user's function",
+    "streampack.media.read_bytes": "fsspec, an extra",
     "streampack.packs.kernel_loader": "compiled kernels, beside the work",
     "streampack.sources.open_source": "the format that a configuration names",
     "streampack_services.entry": "the command of the library",

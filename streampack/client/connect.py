@@ -24,6 +24,7 @@ from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.rules import Rules
 from streampack.core.sessions.patience import Patience
 from streampack.errors import MeshError, StreampackError, UserError
+from streampack.media.media import Media
 from streampack.packs.batch_type import BatchT
 from streampack.packs.pack import Pack
 from streampack.packs.step import Step
@@ -46,6 +47,7 @@ class ConnectOptions(TypedDict, total=False):
     device: Any
     masks: Literal["flex"] | None
     static_shapes: bool
+    media: Media | None
     key_file: str | Path | None
     variable_lengths: bool
     verify: bool
@@ -81,6 +83,7 @@ def connect(
     device: Any = None,
     masks: Literal["flex"] | None = None,
     static_shapes: bool = False,
+    media: Media | None = None,
     key_file: str | Path | None = None,
     variable_lengths: bool = False,
     verify: bool = False,
@@ -126,6 +129,8 @@ def connect(
         static_shapes: True for tensors of the same shape in all packs of the feed, so that one compilation serves them.
             Boundaries get empty segments at the end, and ``max_seqlen`` is the budget. Requires ``rules.shape: fixed``,
             ``max_samples_per_pack``, and the format ``thd``, ``hf`` or ``hf_shifted``.
+        media: A ``Media``, which fetches and decodes the media that samples refer to. Without it, packs of the format
+            ``numpy`` have the references, and other formats are refused.
         key_file: Key file made by ``streampack keys new``, if the broker requires a key. Default: the environment
             variable STREAMPACK_KEY_FILE.
         variable_lengths: True if the pipeline's stages exchange micro-batches of any shape. Padded micro-batches on a
@@ -161,7 +166,7 @@ def connect(
         if not isinstance(seconds, int | float) or not seconds > 0:
             raise UserError(f"got {name}={seconds!r}, expected seconds, more than 0")
     place = mesh_of(mesh, order)
-    views = Views(format, place, device, verify, masks, bool(static_shapes))
+    views = Views(format, place, device, verify, masks, bool(static_shapes), media)
     _introduce_to_torch()
     patience, key = Patience(stall_timeout_s, join_timeout_s, timeout_s), find_key(key_file)
     at, read_by = _endpoint(endpoint, timeout_s), _readers(readers)

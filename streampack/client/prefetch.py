@@ -351,7 +351,7 @@ class Prefetching:
                 self._follow(effect)
             elif isinstance(effect, Deliver):
                 self.received_bytes += sum(len(frame) for part in effect.parts for frame in part.payload)
-                step = build_step(effect.parts, effect.attached, self._mesh, self._slabs)
+                step = build_step(effect.parts, effect.attached, self._mesh, self._slabs, self._views.media)
                 step = self._views.make(step, effect.attached.rules)
                 if isinstance(step.packs, LazyPacks):
                     self._prepare(step.packs)

@@ -255,6 +255,8 @@ class Reading:
         """Release the rank and end the client's thread; further calls have no effect."""
         self._reporting.close()
         self._prefetching.close()
+        if self._views.media is not None:
+            self._views.media.close()
 
     def move_to(self, endpoint: str) -> None:
         """Connect to the broker at another address, where it listens now. For any thread."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -29,6 +29,7 @@ from streampack.core.layout.labels import derive, derive_positions
 from streampack.core.layout.shards import Slices, cut
 from streampack.core.layout.step_frames import EDGES, INPUT_IDS, frames_for
 from streampack.core.media.media_bytes import decode
+from streampack.core.media.references import Reference, decode_reference
 from streampack.core.model.fields import (
     CU_ITEMS,
     CU_PATCHES,
@@ -61,8 +62,31 @@ _OF_PATHS = _NAMES[_NAMES.index("fields") + 1 :]
 _NO_EDGES, _ALL = np.zeros(0, np.int32), np.zeros(0, np.uint8)
 
 
-def build_step(parts: Sequence[Envelope], attached: Attached, mesh: Mesh, slabs: Slabs) -> Step:
+class PendingMedia(Protocol):
+    """Media items of a message that are being fetched."""
+
+    def take(self, first: int, stop: int) -> NDArray[Any]:
+        """Wait for items [first, stop), and return their values one after another, [patches, ...]."""
+
+
+class MediaFetcher(Protocol):
+    """Fetches the media that samples refer to."""
+
+    def begin(
+        self, references: Sequence[Reference], patches: Sequence[int], places: Sequence[str]
+    ) -> PendingMedia:  # fmt: skip
+        """Begin to fetch items: their references, their patches, and the samples that they belong to."""
+
+    def close(self) -> None:
+        """End all work."""
+
+
+def build_step(
+    parts: Sequence[Envelope], attached: Attached, mesh: Mesh, slabs: Slabs, media: MediaFetcher | None = None
+) -> Step:
     """Check the messages of a step and return the step, whose packs are made on request, in memory of ``slabs``.
+
+    ``media`` fetches the media that samples refer to; without it, packs have the references.
 
     Raises WireError if a message breaks an invariant.
     """
@@ -80,7 +104,7 @@ def build_step(parts: Sequence[Envelope], attached: Attached, mesh: Mesh, slabs:
                 f"micro-batch {count} on"
             )
         try:
-            contents.append(_content(message, envelope.payload, attached, mesh, slabs))
+            contents.append(_content(message, envelope.payload, attached, mesh, slabs, media))
         except ValueError as error:
             raise WireError(f"got step {message.step} with packs that cannot be laid out: {error}") from None
         count += contents[-1].count
@@ -131,7 +155,9 @@ class Content:
         return show(Columns(stop - first, {**tokens, **rest}, fields), packs)
 
 
-def _content(part: StepPart, payload: Sequence[Any], attached: Attached, mesh: Mesh, slabs: Slabs) -> Content:
+def _content(
+    part: StepPart, payload: Sequence[Any], attached: Attached, mesh: Mesh, slabs: Slabs, fetcher: MediaFetcher | None
+) -> Content:
     """Check a message and lay out its packs. Raises WireError or ValueError for an invalid message."""
     rules, layout = attached.rules, attached.layout
     expected = frames_for(rules.all_fields, mesh, layout)
@@ -153,7 +179,8 @@ def _content(part: StepPart, payload: Sequence[Any], attached: Attached, mesh: M
     if shared is None:
         tokens = _tokens(frames, rules, laid, mine, parts, slabs)
         if MEDIA in frames:
-            tokens = replace(tokens, media=_media(part, frames[MEDIA], rules, laid))
+            media, pending = _media(part, frames[MEDIA], rules, laid, fetcher)
+            tokens = replace(tokens, media=media, pending=pending)
     else:
         tokens = _tree_tokens(frames, rules, laid, shared)
     ids = np.empty((num_samples, 3), np.int64)
@@ -238,6 +265,8 @@ class _Tokens:
     """Memory for the packs' arrays."""
     media: Mapping[str, Column] = dataclasses.field(default_factory=dict)
     """Fields of axis item and patch, and the boundaries of items and patches, with their values of all packs."""
+    pending: Mapping[str, _Fetched] = dataclasses.field(default_factory=dict)
+    """Fields of references whose media are being fetched."""
 
     def columns(self, first: int, stop: int) -> tuple[dict[str, Column | list[Any]], dict[str, Column | list[Any]]]:
         """Return the derived arrays by token of packs [first, stop), and their declared fields, as columns by name."""
@@ -267,6 +296,7 @@ class _Tokens:
             tokens = dict.fromkeys(("input_ids", "labels"), [None] * (stop - first))
         tokens["position_ids"] = Column(position_ids, bounds) if supplied is None else _positions(supplied)
         media = {name: part(column, first, stop) for name, column in self.media.items()}
+        media |= {name: fetched.column(first, stop) for name, fetched in self.pending.items()}
         return {**tokens, "padding_mask": Column(padding_mask, bounds)}, {**fields, **media}
 
     def _field(self, field: Field, came: Column) -> Column:
@@ -304,8 +334,22 @@ def _tokens(frames: Mapping[str, Any], rules: Rules, laid: Layouts, mine: Slices
     )  # fmt: skip
 
 
-def _media(part: StepPart, data: Any, rules: Rules, laid: Layouts) -> dict[str, Column]:
-    """Check the frame ``data`` of a message's media, and return its fields and boundaries.
+class _Fetched(NamedTuple):
+    """A field whose media are being fetched; ``items`` and ``patches`` [packs + 1] are those before each pack."""
+
+    pending: PendingMedia
+    items: list[int]
+    patches: list[int]
+
+    def column(self, first: int, stop: int) -> Column:
+        """Wait for the media of packs [first, stop), and return them."""
+        return Column(self.pending.take(self.items[first], self.items[stop]), rebased(self.patches, first, stop))
+
+
+def _media(
+    part: StepPart, data: Any, rules: Rules, laid: Layouts, fetcher: MediaFetcher | None
+) -> tuple[dict[str, Column], dict[str, _Fetched]]:
+    """Check the frame ``data`` of a message's media; return its fields and boundaries, and what is being fetched.
 
     ``cu_items`` and ``cu_patches`` begin at 0 in each pack. Raises ValueError for media of another size.
     """
@@ -322,16 +366,33 @@ def _media(part: StepPart, data: Any, rules: Rules, laid: Layouts) -> dict[str, 
     of_items = np.concatenate([[0], np.cumsum(items)])
     of_patches = np.concatenate([[0], np.cumsum(media.patches)])
     at = {"item": of_items[first].tolist(), "patch": of_patches[of_items[first]].tolist()}
-    found = {}
+    found: dict[str, Column] = {}
+    fetched: dict[str, _Fetched] = {}
     for each_field in rules.media_fields:
         values = media.values[each_field.name]
+        if each_field.is_reference:
+            references = [decode_reference(each) for each in values]
+            if fetcher is not None:
+                pending = fetcher.begin(references, media.patches.tolist(), _places(part, items, rules))
+                fetched[each_field.name] = _Fetched(pending, at["item"], at["patch"])
+                continue
+            values[:] = references
         values = from_bfloat16(values) if each_field.dtype == "bfloat16" else values
         found[each_field.name] = Column(values, at[each_field.axis])
-    return {
-        **found,
-        CU_ITEMS: _boundaries(of_items, first),
-        CU_PATCHES: _boundaries(of_patches, of_items[first]),
-    }
+    boundaries = {CU_ITEMS: _boundaries(of_items, first), CU_PATCHES: _boundaries(of_patches, of_items[first])}
+    return {**found, **boundaries}, fetched
+
+
+def _places(part: StepPart, items: I64, rules: Rules) -> list[str]:
+    """Return the sample of each media item as text, ``stream:index``; ``items`` int64 [n] are those of each sample."""
+    streams, indices = np.frombuffer(part.streams_u32, "<u4"), np.frombuffer(part.indices_u64, "<u8")
+    samples = zip(streams.tolist(), indices.tolist(), items.tolist(), strict=True)
+    names = [stream.name for stream in rules.streams]
+    return [
+        f"sample {names[stream] if stream < len(names) else stream}:{index}"
+        for stream, index, count in samples
+        for _ in range(count)
+    ]
 
 
 def _boundaries(ends: I64, first: I64) -> Column:

@@ -5,6 +5,7 @@ A producer that reads files, in the order in which data passes:
 - ``first_rows``: checks before a run that the first rows of each source have the configured keys.
 - ``loop``: one thread owns the socket, another reads and tokenizes records and makes chunks.
 - ``lease_limits``: applies a lease's limits, policies and fields to records.
+- ``media_values``: turns the media of a sample into the bytes that are sent.
 - ``chunk``: the parts of a chunk: a batch of samples, and samples gathered for a batch.
 - ``chunks``: turns records into batches, and batches into chunks with checksums.
 

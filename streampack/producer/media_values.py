@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.media.media_bytes import MAX_ITEMS, encode
+from streampack.core.media.references import MAX_REFERENCE_BYTES, reference_of
 from streampack.core.model.fields import MEDIA, PATCHES, Field
 
 ITEMS = "items"
@@ -34,9 +35,17 @@ def media_of(fields: Mapping[str, Any], declared: Sequence[Field]) -> dict[str, 
     counts: NDArray[Any] | None = None if sizes is None else np.asarray(sizes, None if len(sizes) else np.int64)
     if counts is not None and (counts.ndim != 1 or counts.dtype.kind not in "ui" or (counts < 0).any()):
         return f"{PATCHES}: dtype"
-    values: dict[str, NDArray[Any]] = {}
+    values: dict[str, Any] = {}
     for each in declared:
         value = fields[each.name]
+        if each.is_reference:
+            try:
+                values[each.name] = [reference_of(given).encode() for given in value]
+            except (ValueError, TypeError):
+                return f"{each.name}: reference"
+            if any(len(one) > MAX_REFERENCE_BYTES for one in values[each.name]):
+                return f"{each.name}: length"
+            continue
         if each.axis == "patch" and _is_by_item(value, each):
             parts = [_array_of(part, each) for part in value]
             if any(part is None for part in parts):

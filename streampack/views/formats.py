@@ -24,6 +24,7 @@ from streampack.core.model.fields import POSITION_IDS
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.errors import UserError
+from streampack.packs.build import MediaFetcher
 from streampack.packs.columns import Columns
 from streampack.packs.lazy import LazyPacks
 from streampack.packs.pack import Pack
@@ -123,7 +124,7 @@ class Views:
 
     def __init__(
         self, format: str | None, mesh: Mesh, device: Any = None, verify: bool = False, masks: str | None = None,
-        static_shapes: bool = False,
+        static_shapes: bool = False, media: MediaFetcher | None = None,
     ) -> None:  # fmt: skip
         has_torch = find_spec("torch") is not None
         self.format = format or ("thd" if has_torch else "numpy")
@@ -145,7 +146,7 @@ class Views:
         if masks is not None and self.format == "numpy":
             raise UserError(f"got masks={masks!r} with format 'numpy', expected a format with tensors, such as 'thd'")
         self._mesh, self._verify, self._given, self._masks = mesh, verify, format, masks
-        self._static_shapes = static_shapes
+        self._static_shapes, self.media = static_shapes, media
         self._last: Step | None = None
         self._slabs = Slabs()
         self._stream = None if self.format == "numpy" else side_stream(device)
@@ -155,6 +156,12 @@ class Views:
         if rules.padded and self._given is None and self.format == "thd":
             self.format = "padded"
         check_feed(self.format, self._mesh, rules, layout, self._masks)
+        referred = [field.name for field in rules.media_fields if field.is_reference]
+        if referred and self.media is None and self.format != "numpy":
+            raise UserError(
+                f"got format {self.format!r} for a feed with references to media ({referred[0]}), expected "
+                f"media=streampack.Media('package.module:function'), whose function decodes them"
+            )
         if self._static_shapes:
             check_static_shapes(self.format, rules)
         if rules.padded and self._masks:

@@ -3,7 +3,8 @@
 For a sample with k items and p patches in all, little-endian and without gaps:
 
 - uint32 [k], patches of each item;
-- for each field, in the order of the rules: [k, ...] of axis ``item``, or [p, ...] of axis ``patch``.
+- for each field, in the order of the rules: [k, ...] of axis ``item``, or [p, ...] of axis ``patch``. For a field of
+  references: uint32 [k], the bytes of each, and the references one after another (``references``).
 
 A sample without items has no bytes. Values are copied when they are decoded, since nothing here is aligned.
 
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from streampack.core.media.references import MAX_REFERENCE_BYTES
 from streampack.core.model.fields import Field
 from streampack.core.model.samples import I64
 
@@ -31,12 +33,13 @@ MAX_ITEMS = 1 << 16
 """Most items of a sample."""
 
 
-class Media(NamedTuple):
+class DecodedMedia(NamedTuple):
     """The media of several samples, one after another.
 
     Attributes:
         patches: int64 [items], patches of each item.
         values: By field: [items, ...] of axis ``item``, [patches, ...] of axis ``patch``, in the dtype of its storage.
+            References are an array of objects [items], each the bytes of one.
     """
 
     patches: I64
@@ -44,9 +47,10 @@ class Media(NamedTuple):
 
 
 def num_bytes(fields: Sequence[Field], items: int, patches: int) -> int:
-    """Return the bytes of a sample's media; 0 without items."""
+    """Return the bytes of a sample's media without the references themselves; 0 without items."""
     of = {"item": items, "patch": patches}
-    return (4 * items + sum(of[field.axis] * field.value_bytes for field in fields)) if items else 0
+    each = (4 * items if field.is_reference else of[field.axis] * field.value_bytes for field in fields)
+    return 4 * items + sum(each) if items else 0
 
 
 def encode(fields: Sequence[Field], patches: NDArray[Any], values: Mapping[str, NDArray[Any]]) -> bytes:
@@ -55,12 +59,17 @@ def encode(fields: Sequence[Field], patches: NDArray[Any], values: Mapping[str, 
     Args:
         fields: The declared fields of axis item and patch.
         patches: [k], patches of each item.
-        values: The value of every field, with k or sum(patches) rows; bfloat16 as its bits.
+        values: The value of every field, with k or sum(patches) rows; bfloat16 as its bits, references as bytes.
     """
     if not len(patches):
         return b""
     parts = [np.ascontiguousarray(patches, "<u4").tobytes()]
-    parts += [np.ascontiguousarray(values[field.name], field.storage).tobytes() for field in fields]
+    for field in fields:
+        if field.is_reference:
+            data = list(values[field.name])
+            parts += [np.array([len(each) for each in data], "<u4").tobytes(), *data]
+        else:
+            parts.append(np.ascontiguousarray(values[field.name], field.storage).tobytes())
     return b"".join(parts)
 
 
@@ -76,16 +85,24 @@ def check(fields: Sequence[Field], data: Any, items: int) -> I64:
     if items > MAX_ITEMS:
         raise ValueError(f"got a sample with {items} media items, expected at most {MAX_ITEMS}")
     patches = patches_of(data, items)
-    expected = num_bytes(fields, items, int(patches.sum()))
+    total = int(patches.sum())
+    expected, at = num_bytes(fields, items, total), 4 * items
+    for field in fields:
+        if field.is_reference and len(data) >= expected:
+            sizes = np.frombuffer(data, "<u4", items, at).astype(np.int64)
+            if len(sizes) and int(sizes.max()) > MAX_REFERENCE_BYTES:
+                raise ValueError(f"got a reference of {sizes.max()} bytes, expected at most {MAX_REFERENCE_BYTES}")
+            expected, at = expected + int(sizes.sum()), at + 4 * items + int(sizes.sum())
+        else:
+            at += field.value_bytes * (items if field.axis == "item" else total)
     if len(data) != expected:
         raise ValueError(
-            f"got {len(data)} bytes of media for {items} items and {int(patches.sum())} patches, expected {expected} "
-            f"bytes"
+            f"got {len(data)} bytes of media for {items} items and {total} patches, expected {expected} bytes"
         )
     return patches
 
 
-def decode(fields: Sequence[Field], data: Sequence[Any], items: I64) -> Media:
+def decode(fields: Sequence[Field], data: Sequence[Any], items: I64) -> DecodedMedia:
     """Return the media of several samples, one after another.
 
     Args:
@@ -102,6 +119,19 @@ def decode(fields: Sequence[Field], data: Sequence[Any], items: I64) -> Media:
     totals = {"item": len(patches), "patch": int(patches.sum())}
     offsets = [4 * len(counts) for counts, _ in found]
     for field in fields:
+        if field.is_reference:
+            references = np.empty(len(patches), object)
+            place = 0
+            for number, (counts, each) in enumerate(found):
+                begin, k = offsets[number], len(counts)
+                sizes = np.frombuffer(each, "<u4", k, begin).astype(np.int64)
+                ends = begin + 4 * k + np.cumsum(sizes)
+                for start, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True):
+                    references[place] = bytes(each[start:end])
+                    place += 1
+                offsets[number] = int(ends[-1])
+            values[field.name] = references
+            continue
         to = np.empty((totals[field.axis], *field.shape), field.storage)
         flat, at = to.reshape(-1).view(np.uint8), 0
         for number, (counts, each) in enumerate(found):
@@ -110,4 +140,4 @@ def decode(fields: Sequence[Field], data: Sequence[Any], items: I64) -> Media:
             flat[at : at + size] = np.frombuffer(each, np.uint8, size, begin)
             at, offsets[number] = at + size, begin + size
         values[field.name] = to
-    return Media(patches, values)
+    return DecodedMedia(patches, values)

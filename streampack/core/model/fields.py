@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 DType = Literal[
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
-    "float16", "bfloat16", "float32", "float64",
+    "float16", "bfloat16", "float32", "float64", "reference",
 ]  # fmt: skip
 MAX_FIELDS = 32
 MAX_VALUE_BYTES = 4096
@@ -60,7 +60,7 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
 
     Attributes:
         name: The field's name in packs and in samples.
-        dtype: Type of the values.
+        dtype: Type of the values. A ``reference`` says where an item's bytes are; trainers fetch and decode them.
         axis: One value per ``token`` or per ``sample``; or, of a sample's media, per ``item`` or per ``patch``.
         shape: Trailing shape of one value.
         align: ``target`` values belong to the prediction of their token, and are shifted with the labels.
@@ -88,6 +88,11 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
             raise ValueError(
                 f"got `align` or `cp` with `axis: {self.axis}`, expected neither, because both keys are for `axis: "
                 f"token`"
+            )
+        if self.is_reference and (self.axis != "item" or self.shape):
+            raise ValueError(
+                f"got dtype reference with `axis: {self.axis}` and shape {list(self.shape)}, expected `axis: item` and "
+                f"no shape, because a reference stands for one item"
             )
         if self.of_media and (self.default is not None or self.pad != 0 or self.late):
             raise ValueError(
@@ -138,8 +143,15 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
         return self.axis in ("item", "patch")
 
     @property
+    def is_reference(self) -> bool:
+        """True if the values say where the bytes of items are."""
+        return self.dtype == "reference"
+
+    @property
     def storage(self) -> np.dtype[Any]:
-        """The numpy dtype of the values' bytes; bfloat16 is sent as uint16."""
+        """The numpy dtype of the values' bytes; bfloat16 is sent as uint16, a reference as any number of bytes."""
+        if self.is_reference:
+            return np.dtype(np.uint8)
         return np.dtype("<u2" if self.dtype == "bfloat16" else self.dtype).newbyteorder("<")
 
     @property

@@ -40,6 +40,10 @@ class Choice:
     ages: I64
 
 
+WHOLE = 1 << 20
+"""A limit in shares, of which items take whole numbers."""
+
+
 class Limited(NamedTuple):
     """Limits of a pack beside its budget, in other units than the budget's.
 

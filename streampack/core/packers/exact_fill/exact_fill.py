@@ -59,14 +59,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from streampack.core.packers.packer import I64, Choice, Limited, check_cap
+from streampack.core.packers.packer import I64, WHOLE, Choice, Limited, check_cap
 from streampack.errors import ConfigError
 
 #: A subset sum takes one bit per token of the budget and per sample tried: 17 GB of address space at this budget.
 MAX_BUDGET = 2**27
 NO_CAP = np.iinfo(np.int64).max
-#: A limit in shares, of which samples take whole numbers.
-WHOLE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.jit import COMPILES
-from streampack.core.packers.exact_fill.exact_fill import WHOLE
 from streampack.core.packers.exact_fill.exact_fill_cases import best_with, capped, closest_pair, fill_up, last_packs
-from streampack.core.packers.packer import I64
+from streampack.core.packers.packer import I64, WHOLE
 from streampack.core.packers.packer_kernels import (
     MAX_TRIED,
     _compiled,

@@ -1,0 +1,61 @@
+"""Reads the bytes that a reference names, from a local file or through fsspec, and checks them."""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from awscrt.checksums import crc32c
+
+from streampack.core.media.references import Reference
+from streampack.errors import ConfigError
+
+
+class WrongBytes(ValueError):
+    """The bytes are not those that the reference describes: fewer of them, or others."""
+
+
+def read_bytes(reference: Reference) -> bytes:
+    """Return the bytes of a reference.
+
+    Raises:
+        OSError: They cannot be read.
+        WrongBytes: They have another size or checksum than the reference says.
+        ConfigError: fsspec, or a package that it needs for the URL, is not installed.
+    """
+    begin, size = reference.offset, reference.size
+    if "://" in reference.uri:
+        files, path = _filesystem(reference.uri)
+        end = None if size is None else begin + size
+        data: bytes = files.cat_file(path, start=begin, end=end) if begin or size else files.cat_file(path)
+    else:
+        with Path(reference.uri).open("rb") as file:
+            file.seek(begin)
+            data = file.read() if size is None else file.read(size)
+    if size is not None and len(data) != size:
+        raise WrongBytes(f"got {len(data)} bytes, expected {size}")
+    if reference.crc32c is not None and (found := crc32c(data)) != reference.crc32c:
+        raise WrongBytes(f"got the checksum {found:08x}, expected {reference.crc32c:08x}")
+    return data
+
+
+def _filesystem(uri: str) -> tuple[Any, str]:
+    """Return the fsspec file system for a URL, and the path in it."""
+    protocol = uri.partition("://")[0]
+    files = _files(protocol)
+    return files, files._strip_protocol(uri)
+
+
+@lru_cache(maxsize=16)
+def _files(protocol: str) -> Any:
+    """Return the fsspec file system of a protocol. Raises ConfigError."""
+    try:
+        return importlib.import_module("fsspec").filesystem(protocol)
+    except (ImportError, ValueError) as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(
+            f"media: got a URL with {protocol}://, which cannot be opened ({text}). Run `pip install "
+            f"'streampack[remote]'`, or what fsspec needs for this protocol"
+        ) from None

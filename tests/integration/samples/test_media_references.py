@@ -1,0 +1,241 @@
+"""Media by reference: the client fetches them from files and from an HTTP store that drops, stalls and corrupts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from awscrt.checksums import crc32c
+
+import streampack
+from streampack.errors import MediaError, SampleError, UserError
+from tests.integration.running import PATIENCE_S, folder, running_broker
+
+SAMPLES, WIDTH = 60, 8
+FIELDS = {"pixel_values": {"dtype": "reference", "axis": "item"}}
+
+
+def image(number: int) -> bytes:
+    """An image of up to six patches, each of ``WIDTH`` bytes."""
+    draw = np.random.default_rng(number)
+    return draw.integers(0, 256, int(draw.integers(1, 7)) * WIDTH, dtype=np.uint8).tobytes()
+
+
+def decode(data: bytes, reference: streampack.Reference) -> np.ndarray:
+    return np.frombuffer(data, np.uint8).reshape(-1, WIDTH)
+
+
+def sample(number: int, place: str, images: int | None = None) -> dict[str, Any]:
+    """Up to two images; image 0 is that of every third sample."""
+    draw = np.random.default_rng(number)
+    mine = [0 if number % 3 == 0 else 10 * number + i for i in range(number % 3 or 1 if images is None else images)]
+    found: dict[str, Any] = {"input_ids": draw.integers(1, 1000, int(draw.integers(5, 60)))}
+    if mine:
+        data = [image(each) for each in mine]
+        found["pixel_values"] = [
+            {"uri": f"{place}/{each}", "size": len(one), "crc32c": crc32c(one)}
+            for each, one in zip(mine, data, strict=True)
+        ]
+        found["patches"] = [len(one) // WIDTH for one in data]
+        found["images"] = mine
+    return found
+
+
+class Store(BaseHTTPRequestHandler):
+    """Serves images by their number; the first tries of some fail in one of three ways."""
+
+    asked: ClassVar[Counter[str]] = Counter()
+    faulty = True
+
+    def do_GET(self) -> None:
+        self.asked[self.path] += 1
+        number, tries = int(self.path.strip("/")), self.asked[self.path]
+        data = image(number)
+        if self.faulty and tries == 1 and number % 4 == 1:
+            self.close_connection = True  # dropped
+            return
+        if self.faulty and tries == 1 and number % 4 == 2:
+            time.sleep(1.0)
+        if self.faulty and tries == 1 and number % 4 == 3:
+            data = bytes([data[0] ^ 1]) + data[1:]
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def store(**attributes: Any) -> Iterator[str]:
+    handler = type("OneStore", (Store,), {"asked": Counter(), **attributes})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+    store.asked = handler.asked  # type: ignore[attr-defined]
+
+
+def check(batches: Any, sent: list[dict[str, Any]]) -> list[int]:
+    """Check the pixels of each sample; return the numbers of the samples."""
+    numbers = []
+    for pack in batches:
+        of_items, of_patches = pack["cu_items"].tolist(), pack["cu_patches"].tolist()
+        for i, (_, number, _) in enumerate(pack["sample_ids"].tolist()):
+            first, stop = of_items[i : i + 2]
+            pixels = np.asarray(pack["pixel_values"][of_patches[first] : of_patches[stop]])
+            expected = b"".join(image(each) for each in sent[number].get("images", []))
+            assert pixels.tobytes() == expected
+            numbers.append(number)
+    return numbers
+
+
+def settings(path: Path) -> dict[str, Any]:
+    sides = {side: f"ipc://{path}/{side}" for side in ("producers", "trainers")}
+    return {
+        "run": "references", "listen": {**sides, "http": "127.0.0.1:0"}, "fields": FIELDS,
+        "rules": {"budget": 128, "window": {"samples": 16}, "step": {"packs": 2}, "limits": {"patches": 24}},
+        "streams": {"chats": {"pushed": True, "partitions": 1}}, "state_dir": str(path / "state"), "merge": "arrival",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("format", ["numpy", "thd"])
+def test_a_store_that_drops_stalls_and_corrupts_loses_no_image(format: str) -> None:
+    with store() as place, folder() as path, running_broker(settings(path)) as broker:
+        sent = [sample(number, place) for number in range(SAMPLES)]
+        with streampack.Producer(broker.producers, stream="chats") as chats:
+            for each in sent:
+                chats.send(each)
+            chats.close(end=True)
+        media = streampack.Media(decode, threads=4)
+        with streampack.connect(
+            broker.trainers, format=format, media=media, stall_timeout_s=PATIENCE_S, verify=True
+        ) as loader:  # fmt: skip
+            assert sorted(check(loader, sent)) == list(range(SAMPLES))
+    asked = store.asked  # type: ignore[attr-defined]
+    once = sum(count for name, count in asked.items() if int(name.strip("/")) % 4 in (0, 2) and name != "/0")
+    assert once == len([name for name in asked if int(name.strip("/")) % 4 in (0, 2) and name != "/0"])
+    packs_at_most = SAMPLES // 2
+    assert asked["/0"] <= packs_at_most, "an image is fetched once for each message that has it"
+
+
+def test_images_in_files_are_ranges_of_them() -> None:
+    with folder() as path:
+        data = [image(number) for number in range(12)]
+        ends = np.cumsum([len(each) for each in data])
+        (path / "images.bin").write_bytes(b"".join(data))
+        sent = []
+        for number, (each, end) in enumerate(zip(data, ends.tolist(), strict=True)):
+            place = streampack.Reference(str(path / "images.bin"), end - len(each), len(each), crc32c(each))
+            media = {"pixel_values": [place], "patches": [len(each) // WIDTH], "images": [number]}
+            sent.append({"input_ids": [1, 2, number], **media})
+        with streampack.local(
+            sent, budget=16, format="thd", fields=FIELDS, shuffle=False, media=streampack.Media(decode)
+        ) as loader:  # fmt: skip
+            assert check(loader, sent) == list(range(12))
+
+
+def test_without_media_a_pack_of_numpy_has_the_references() -> None:
+    sent = [sample(number, "nowhere") for number in range(1, 9)]
+    with streampack.local(sent, budget=128, format="numpy", fields=FIELDS, shuffle=False) as loader:
+        found = [reference for pack in loader for reference in pack["pixel_values"]]
+    expected = [streampack.Reference(**given) for each in sent for given in each["pixel_values"]]
+    assert sorted(found, key=repr) == sorted(expected, key=repr)
+    with pytest.raises(UserError, match=r"expected\s+media=streampack.Media"):
+        streampack.local(sent, budget=128, format="thd", fields=FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"crc32c": 1}, r"sample .*:0: .*: got the checksum [0-9a-f]{8}, expected 00000001"),
+        ({"size": 9999}, "expected 9999"),
+        ({"uri": "/no/such/file"}, "No such file"),
+        ({"uri": "nosuch://host/x"}, "which cannot be opened"),
+    ],
+)
+def test_media_that_are_wrong_or_missing_end_the_trainer_with_the_place(changed: dict[str, Any], said: str) -> None:
+    with folder() as path:
+        (path / "0").write_bytes(image(0))
+        one = sample(0, str(path))
+        one["pixel_values"] = [one["pixel_values"][0] | changed]
+        with (
+            pytest.raises(MediaError, match=said),
+            streampack.local([one], budget=128, format="thd", fields=FIELDS, media=streampack.Media(decode)) as loader,
+        ):
+            list(loader)
+
+
+def raises(data: bytes, reference: streampack.Reference) -> np.ndarray:
+    raise RuntimeError("no such image")
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (raises, "the decoder raised RuntimeError: no such image"),
+        (lambda data, _: np.zeros((99, 3)), r"an array of shape \[99, 3\], expected \d rows"),
+    ],
+)
+def test_a_decoder_that_fails_is_named_with_sample_and_place(function: Any, said: str) -> None:
+    with folder() as path:
+        (path / "0").write_bytes(image(0))
+        media = streampack.Media(function)
+        with (
+            pytest.raises(MediaError, match=said),
+            streampack.local(
+                [sample(0, str(path))], budget=128, format="thd", fields=FIELDS, media=media
+            ) as loader,
+        ):  # fmt: skip
+            list(loader)
+
+
+def test_a_store_that_never_answers_ends_the_trainer_after_its_time() -> None:
+    class Silent(Store):
+        def do_GET(self) -> None:
+            time.sleep(5.0)
+
+    with store(do_GET=Silent.do_GET) as place:
+        media = streampack.Media(decode, timeout_s=0.5)
+        with (
+            pytest.raises(MediaError, match=r"got no answer for http://.* in 0.5 s"),
+            streampack.local([sample(0, place)], budget=128, format="thd", fields=FIELDS, media=media) as loader,
+        ):
+            list(loader)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [([3], "pixel_values: reference"), ([{"uri": ""}], "pixel_values: reference"), ("a", "media: items")],
+)
+def test_a_reference_that_is_not_valid_is_refused(value: Any, said: str) -> None:
+    with (
+        folder() as path,
+        running_broker(settings(path)) as broker,
+        pytest.raises(SampleError, match=said),
+        streampack.Producer(broker.producers, stream="chats") as chats,
+    ):
+        chats.send({"input_ids": [1, 2], "pixel_values": value, "patches": [1, 2]})
+
+
+def test_arguments_of_media_that_cannot_be_are_named() -> None:
+    for arguments, said in (
+        ({"decode": "nothing:here"}, "expected 'package.module:function'"),
+        ({"decode": decode, "threads": 0}, "got threads=0"),
+        ({"decode": decode, "timeout_s": 0}, "got timeout_s=0"),
+        ({"decode": 3}, "got decode=3"),
+    ):
+        with pytest.raises(UserError, match=said):
+            streampack.Media(**arguments)
