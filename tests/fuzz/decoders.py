@@ -22,6 +22,7 @@ from streampack_services.log.log import LogEntry
 
 from streampack.client import state as checkpoint
 from streampack.config.config_files import read_either
+from streampack.core.journal.log_records import ChunkCompleted, ChunkStaged, Record, ValuesReported
 from streampack.core.model.fields import Field
 from streampack.core.model.rules import Rules
 from streampack.core.protocol.message import Bye, Envelope, Message, Reject
@@ -169,7 +170,25 @@ def _run_typed(data: bytes) -> None:
 
 
 def _records() -> list[tuple[int, bytes]]:
-    return honest().stage.disk.records
+    """Of the honest run, and some of samples that waited for late fields."""
+    return [*honest().stage.disk.records, *map(_recorded, late_records())]
+
+
+def _recorded(record: Record) -> tuple[int, bytes]:
+    return record.TYPE, b"".join(bytes(part) for part in record_frames.encode_record(record))
+
+
+def late_records() -> list[Record]:
+    chunk: Any = {
+        "stream": "p", "partition": 0, "base_seq": 900, "lengths_u32": b"\3\0\0\0" * 2, "crcs_u32": bytes(8),
+        "loss_tokens_u32": bytes(8), "cursor": (0, 0, 0),
+    }  # fmt: skip
+    reported: Any = {
+        "feed": "train", "lineage": 0, "step": 0, "attempt": (1, 1), "part": 0, "parts": 1, "names": ("loss",),
+        "streams_u32": bytes(4), "indices_u64": bytes(8), "parts_u32": bytes(4), "values": [bytes(8)],
+    }  # fmt: skip
+    sent = b"".join(number.to_bytes(8, "little") for number in (3, 5))
+    return [ChunkStaged(**chunk), ChunkCompleted(**chunk, sent_u64=sent), ValuesReported(**reported)]
 
 
 def _record_seeds() -> list[bytes]:
@@ -274,8 +293,13 @@ def _run_ledger(data: bytes) -> None:
                 ledger.find(stream, 3)
                 list(ledger.rejections(stream))
                 ledger.admitted(stream)
+                ledger.staged(stream)
+                ledger.completion(stream, 0, 3)
+                ledger.completion_of(stream, 0, 3)
+                ledger.sent_twice(stream, 0)
             steps = list(ledger.steps("train"))
             assert len(steps) <= 64
+            ledger.reported("train", 0, 0)
     except (LedgerDamaged, UserError):
         pass
     finally:

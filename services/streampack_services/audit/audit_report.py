@@ -28,6 +28,11 @@ def show_step(found: Tree) -> None:
     facts.add_row("loss tokens", f"{found['num_loss_tokens']:,}, the step's denominator")
     facts.add_row("digest", found["digest"])
     facts.add_row("chain", found["chain"])
+    means = [f"{name} {_value_text(each['mean'])}" for name, each in found["reported"].items()]
+    if means:
+        facts.add_row("reported", f"{', '.join(means)} (means of the samples)")
+    if found["partly_reported"]:
+        facts.add_row("reported", f"{', '.join(found['partly_reported'])}: not by all ranks yet")
     for row in _events_of(found):
         facts.add_row(*row)
     console.print(facts)
@@ -90,10 +95,14 @@ def _samples_text(samples: list[Tree]) -> str:
 
 def show_sample(found: Tree) -> None:
     """Print the result of ``why.why_sample``."""
-    console = _console()
-    name = f"{found['stream']}:{found['index']}"
-    where = f"  feed {found['feed']}  sample {found['seq']} of partition {found['partition']}"
-    console.print(Text.assemble((name, "bold"), where))
+    console, sent = _console(), found["sent"]
+    place = f"{found['partition']}:{sent['seq']}" if found["index"] is None else str(found["index"])
+    where = "" if found["index"] is None else f"  sample {found['seq']} of partition {found['partition']}"
+    console.print(Text.assemble((f"{found['stream']}:{place}", "bold"), f"  feed {found['feed']}{where}"))
+    if sent is not None and found["index"] is not None:
+        console.print(
+            f"was sent as sample {sent['seq']} of partition {found['partition']}, and waited for {sent['waited_for']}"
+        )
     if found["origin"]:
         console.print(f"read from {found['origin']}")
     said = {
@@ -121,6 +130,30 @@ def show_sample(found: Tree) -> None:
             f"{place['crc']:08x}", place["digest"][:SHOWN], "skipped" if place["skipped"] else counts,
         )  # fmt: skip
     console.print(table)
+    _show_values(console, found["places"])
+
+
+def _show_values(console: Console, places: list[Tree]) -> None:
+    """Print the values that trainers reported for a sample, by step."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    keys = ("step", *(key for key in ("lineage", "part") if any(place[key] for place in places)))
+    for heading in keys:
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("reported", overflow="fold")
+    table.add_column("value", justify="right", no_wrap=True)
+    for place in places:
+        rows = [(name, _value_text(value)) for name, value in place["values"].items()]
+        rows += [(name, "not by all ranks yet") for name in place["partly_reported"]]
+        for row in rows:
+            table.add_row(*(f"{place[key]:,}" for key in keys), *row)
+    if table.row_count:
+        console.print()
+        console.print(table)
+
+
+def _value_text(value: float | str) -> str:
+    """Return a reported value as text: ``0.5312``, or ``nan``."""
+    return value if isinstance(value, str) else f"{value:.6g}"
 
 
 def show_row(found: Tree) -> None:

@@ -2,7 +2,7 @@
 
 The checks cover the steps of each feed that count. No step is missing. Each step's digest and denominators follow from
 its rows, and its chain from the steps before it. Every merged sample is in exactly one of these steps, rejected,
-dropped with the tail, or still in the window.
+dropped with the tail, or still in the window. A sample that waited for late fields, or for its turn, was admitted once.
 
 A snapshot says which samples were merged: it lists those in the window, and how far each partition was merged. At the
 end the partitions' totals say it.
@@ -223,6 +223,9 @@ class _Feed:
                 lines = (f"{name}:{each} was rejected and {self._where(name, each)}" for each in both.tolist())
                 self._findings.add_many("contradictions", lines, len(both))
             for partition in range(books.partitions):
+                twice = self._ledger.sent_twice(name, partition)
+                lines = (f"{name}:{partition}:{each} was admitted more than once" for each in twice)
+                self._findings.add_many("contradictions", lines, len(twice))
                 totals = self._ledger.history.totals.get((name, partition), [])
                 if totals and books.upto(partition) > totals[-1]:
                     got = f"got sample {books.upto(partition) - 1} of partition {partition}"

@@ -6,6 +6,7 @@ row of the ledger is damaged.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -19,11 +20,13 @@ from streampack.core.model.samples import I64, ROW
 from streampack.errors import LedgerDamaged, UserError
 from streampack.sources import OpenedSource
 from streampack_services.audit.origins import NO_SOURCES, origin_of, samples_of
-from streampack_services.ledger.ledger import Gap, Ledger, Placement
+from streampack_services.ledger.ledger import Completion, Gap, Ledger, Placement
+from streampack_services.ledger.reported_values import ReportedValues
 from streampack_services.ledger.run_history import LATEST, NEVER, FeedHistory
 from streampack_services.ledger.step_rows import StepRows
 
 Tree = dict[str, Any]
+Reported = list[ReportedValues]
 
 
 # A step
@@ -39,6 +42,7 @@ def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | 
     found = recorded(ledger, of, step)
     rules = of.rules_at(step, found.lsn)
     end = of.end
+    reported = ledger.reported(of.name, step, found.lineage)
     return {
         "run": ledger.state.run,
         "feed": of.name,
@@ -62,7 +66,9 @@ def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | 
             {"lineage": each, "digest": other.digest.hex()} for each in ledger.lineages_of(of.name, step)
             if each != found.lineage and (other := ledger.step(of.name, step, each)) is not None
         ],
-        "packs": _packs(of, found, rules, dp_size, pp_size),
+        "reported": _means(reported),
+        "partly_reported": _partly(reported),
+        "packs": _packs(of, found, reported, rules, dp_size, pp_size),
     }  # fmt: skip
 
 
@@ -129,7 +135,28 @@ def is_skipped(feed: FeedHistory, step: int) -> bool:
     return any(first <= step <= last for first, last in feed.skips)
 
 
-def _packs(feed: FeedHistory, step: StepRows, rules: Rules, dp_size: int | None, pp_size: int) -> list[Tree]:
+def _means(reported: Reported) -> Tree:
+    """Return for each name the number of samples of which all ranks have reported a value, and the mean."""
+    return {
+        name: {"samples": len(column), "mean": _number(float(column.mean()))}
+        for each in reported if each.complete for name, column in zip(each.names, each.merged.values, strict=True)
+        if len(column)
+    }  # fmt: skip
+
+
+def _partly(reported: Reported) -> list[str]:
+    """Return the names of values that some ranks have reported, and others have not."""
+    return sorted({name for each in reported if not each.complete for name in each.names})
+
+
+def _number(value: float) -> float | str:
+    """Return a number as JSON can have it: text for NaN and infinities."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _packs(
+    feed: FeedHistory, step: StepRows, reported: Reported, rules: Rules, dp_size: int | None, pp_size: int
+) -> list[Tree]:  # fmt: skip
     """Return a step's packs as FORM made them; with ``dp_size``, as DEAL gives the packs to ranks.
 
     A dealt pack has its ``micro_batch``, ``dp_rank`` and ``length`` in tokens. ``of`` is the number of the formed pack
@@ -150,7 +177,9 @@ def _packs(feed: FeedHistory, step: StepRows, rules: Rules, dp_size: int | None,
             "num_tokens": int(step.own_lengths[positions].sum()),
             "num_loss_tokens": int(rows["loss_tokens"][positions].sum()),
             "cost": int(costs[positions].sum()),
-            "samples": [_sample(feed, step, row, at) for row, at in zip(positions.tolist(), offsets, strict=True)],
+            "samples": [
+                _sample(feed, step, reported, row, at) for row, at in zip(positions.tolist(), offsets, strict=True)
+            ],
         }
 
     formed = [np.arange(begin, end) for begin, end in pairwise(step.bounds.tolist())]
@@ -187,9 +216,11 @@ def _packs(feed: FeedHistory, step: StepRows, rules: Rules, dp_size: int | None,
     ]
 
 
-def _sample(feed: FeedHistory, step: StepRows, row: int, offset: int) -> Tree:
+def _sample(feed: FeedHistory, step: StepRows, reported: Reported, row: int, offset: int) -> Tree:
     """Return row number ``row`` of a step as a tree; ``offset``: index of the sample's first token in its pack."""
     values = step.rows[row]
+    sample_id = int(values["stream"]), int(values["index"]), int(values["part"])
+    told = [each.by_sample.get(sample_id, {}) for each in reported if each.complete]
     return {
         "stream": feed.stream_name(int(values["stream"]), step.step, step.lsn),
         "index": int(values["index"]),
@@ -199,6 +230,7 @@ def _sample(feed: FeedHistory, step: StepRows, row: int, offset: int) -> Tree:
         "shared": int(step.shared[row]),
         "loss_tokens": int(values["loss_tokens"]),
         "crc": int(values["crc"]),
+        "values": {name: _number(value) for each in told for name, value in sorted(each.items())},
     }
 
 
@@ -233,15 +265,18 @@ def _flat(path: str, tree: Any) -> Tree:
 
 
 def why_sample(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource] = NO_SOURCES) -> Tree:
-    """Return the places of sample ``STREAM:INDEX``, and the file and row that ``sources`` read it from.
+    """Return the places of a sample, and the file and row that ``sources`` read it from.
 
-    ``is`` says its state: step, rejected, dropped, unrecorded, waiting or none; ``why`` explains it. Raises UserError
-    for a wrong name or an unknown stream, LedgerDamaged for damaged rows.
+    ``name`` is STREAM:INDEX, or STREAM:PARTITION:SEQ with the number that a program sent the sample with. ``is`` says
+    the sample's state: step, rejected, dropped, unrecorded, waiting or none; ``why`` explains it. Raises UserError for
+    a wrong name or an unknown stream, LedgerDamaged for damaged rows.
     """
-    stream, _, number = name.rpartition(":")
-    if not stream or not number.isascii() or not number.isdigit():
-        raise UserError(f"got sample {name!r}, expected STREAM:INDEX, such as web:1234, or FILE:ROW")
-    index, feed = int(number), ledger.history.feed_of(stream)
+    stream, *numbers = _numbers_in(ledger, name) or ("",)
+    feed = ledger.history.feed_of(stream)
+    if not numbers:
+        raise UserError(
+            f"got sample {name!r}, expected STREAM:INDEX, such as web:1234, STREAM:PARTITION:SEQ, or FILE:ROW"
+        )
     if feed is None:
         known = [each for of in ledger.history.feeds.values() for each in of.streams]
         raise UserError(
@@ -249,41 +284,128 @@ def why_sample(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource] = 
             f"producer.yaml of its stream with -p."
         )
     partitions = feed.streams[stream].partitions
-    places = [_place(feed, place) for place in ledger.find(stream, index)]
+    if len(numbers) == 1:
+        seq, partition = divmod(numbers[0], partitions)
+        return _why_admitted(ledger, feed, stream, partition, ledger.completion(stream, partition, seq), seq, sources)
+    partition, seq = numbers
+    if partition >= partitions:
+        raise UserError(f"got partition {partition} of stream {stream!r}, expected a partition below {partitions}")
+    if not waited_for(feed, stream):
+        return _why_admitted(ledger, feed, stream, partition, None, seq, sources)
+    completion = ledger.completion_of(stream, partition, seq)
+    if completion is None:
+        return _why_staged(ledger, feed, stream, partition, seq)
+    return _why_admitted(ledger, feed, stream, partition, completion, completion.seq, sources)
+
+
+def _numbers_in(ledger: Ledger, name: str) -> tuple[Any, ...] | None:
+    """Return (stream, index) or (stream, partition, number sent with) from a sample's name; None for another name."""
+    stream, *numbers = name.rsplit(":", 2)
+    if len(numbers) == 2 and all(map(_is_number, numbers)) and ledger.history.feed_of(stream) is not None:
+        return stream, *map(int, numbers)
+    stream, _, number = name.rpartition(":")
+    return (stream, int(number)) if stream and _is_number(number) else None
+
+
+def _is_number(text: str) -> bool:
+    """Return whether a text is a number of at least 0, without a sign."""
+    return text.isascii() and text.isdigit()
+
+
+def waited_for(feed: FeedHistory, stream: str) -> str:
+    """Return as text what samples of a stream wait for before they are admitted; empty if for nothing."""
+    rules = feed.rules_at(LATEST)
+    if not feed.streams[stream].pushed:
+        return ""
+    late = ", ".join(field.name for field in rules.late_fields)
+    return " and ".join(filter(None, [f"its late fields ({late})" if late else "", "its turn" if rules.paces else ""]))
+
+
+def _why_admitted(
+    ledger: Ledger, feed: FeedHistory, stream: str, partition: int, completion: Completion | None, seq: int,
+    sources: Mapping[str, OpenedSource],
+) -> Tree:  # fmt: skip
+    """Return the result of ``why_sample`` for sample ``seq`` of a partition, in the order of admission."""
+    index = seq * feed.streams[stream].partitions + partition
+    reported: dict[tuple[int, int], Reported] = {}
+    places = []
+    for place in ledger.find(stream, index):
+        key = place.step.step, place.step.lineage
+        if key not in reported:
+            reported[key] = ledger.reported(feed.name, *key)
+        places.append(_place(feed, place, reported[key]))
     rejection = ledger.rejection(stream, index)
+    sent = None if completion is None else _sent(feed, stream, completion.sent, completion.lsn)
     found = {
         "run": ledger.state.run, "stream": stream, "index": index, "feed": feed.name,
-        "partition": index % partitions, "seq": index // partitions, "places": places,
+        "partition": partition, "seq": seq, "sent": sent, "places": places,
         "rejected": None if rejection is None else sorted(rejection[1]),
         "origin": origin_of(feed, stream, index, sources),
     }  # fmt: skip
     return found | _verdict(ledger, feed, found)
 
 
+def _why_staged(ledger: Ledger, feed: FeedHistory, stream: str, partition: int, seq: int) -> Tree:
+    """Return the result of ``why_sample`` for a sample that is not admitted yet; it was sent with number ``seq``."""
+    found: Tree = {
+        "run": ledger.state.run, "stream": stream, "index": None, "feed": feed.name, "partition": partition,
+        "seq": None, "sent": _sent(feed, stream, seq, None), "places": [], "rejected": None, "origin": None,
+    }  # fmt: skip
+    raise_if_damaged(ledger, "completed", "staged", "records")
+    came, total = ledger.staged(stream).get(partition, 0), _total_of(ledger, stream, partition)
+    where = f"partition {partition} of {stream}"
+    if seq >= total:
+        return found | {"is": "none", "why": f"{where} ended after {total} samples"}
+    if seq >= came:
+        so_far = f"the last sample of {where} that came has number {came - 1}" if came else f"no sample of {where} came"
+        return found | {"is": "waiting", "why": f"the sample has not come yet; {so_far}"}
+    if feed.end is not None:
+        said = f"feed {feed.name} ended after {feed.end.num_steps} steps, while the sample waited"
+        return found | {"is": "none", "why": f"{said} for {waited_for(feed, stream)}"}
+    if ledger.state.first_lsn:
+        said = (
+            f"the ledger begins with record {ledger.state.first_lsn}, and an earlier one may have admitted the sample"
+        )
+        return found | {"is": "unrecorded", "why": said}
+    return found | {"is": "waiting", "why": f"the sample waits for {waited_for(feed, stream)}"}
+
+
+def _sent(feed: FeedHistory, stream: str, seq: int, lsn: int | None) -> Tree:
+    """Return how a sample was sent that waits or waited: its number, and the record that admitted it."""
+    return {"seq": seq, "waited_for": waited_for(feed, stream), "record": lsn}
+
+
+def _total_of(ledger: Ledger, stream: str, partition: int) -> int:
+    """Return the number of samples of an ended partition; ``NEVER`` if it has not ended."""
+    return ledger.history.totals.get((stream, partition), [NEVER])[-1]
+
+
 def why_row(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource]) -> Tree:
-    """Return the result of ``why_sample`` for ``STREAM:INDEX``; for ``FILE:ROW``, a list of results as ``samples``.
+    """Return the result of ``why_sample`` for a sample; for ``FILE:ROW``, a list of results as ``samples``.
 
     A row has one sample per pass, and each has a result. Raises UserError for a row that no source has.
     """
-    if not sources or ledger.history.feed_of(name.rpartition(":")[0]) is not None:
+    named = _numbers_in(ledger, name)
+    if not sources or (named is not None and ledger.history.feed_of(named[0]) is not None):
         return why_sample(ledger, name, sources)
     found = [why_sample(ledger, each, sources) for each in samples_of(ledger, name, sources)]
     return {"row": name, "samples": found}
 
 
-def _place(feed: FeedHistory, place: Placement) -> Tree:
+def _place(feed: FeedHistory, place: Placement, reported: Reported) -> Tree:
     """Return one place of a sample as a tree; ``counts`` is False if a later lineage has replaced the step."""
     step, row = place.step, place.row
     rules = feed.rules_at(step.step, step.lsn)
     offset = int(step.offsets(rules.align.sample)[row])
-    sample = _sample(feed, step, row, offset)
+    sample = _sample(feed, step, reported, row, offset)
     return {
         "step": step.step,
         "lineage": step.lineage,
         "counts": feed.effective(step.step) == step.lineage,
         "skipped": is_skipped(feed, step.step),
         "pack": place.pack,
-        **{key: sample[key] for key in ("part", "offset", "length", "shared", "loss_tokens", "crc")},
+        **{key: sample[key] for key in ("part", "offset", "length", "shared", "loss_tokens", "crc", "values")},
+        "partly_reported": _partly(reported),
         "digest": step.digest.hex(),
     }
 
@@ -296,7 +418,7 @@ def _verdict(ledger: Ledger, feed: FeedHistory, found: Tree) -> Tree:
     if found["rejected"] is not None:
         return {"is": "rejected", "why": " or ".join(found["rejected"]) or "no reason was given"}
     raise_if_damaged(ledger, "spans", "rejected", "records")
-    end, total = feed.end, ledger.history.totals.get((stream, found["partition"]), [NEVER])[-1]
+    end, total = feed.end, _total_of(ledger, stream, found["partition"])
     if index in _dropped(feed, stream):
         return {
             "is": "dropped",
@@ -315,6 +437,12 @@ def _verdict(ledger: Ledger, feed: FeedHistory, found: Tree) -> Tree:
         return {
             "is": "waiting",
             "why": f"the sample is in no step yet; it is in the window or waits for earlier samples of {stream}",
+        }
+    if waits := waited_for(feed, stream):
+        return {
+            "is": "waiting",
+            "why": f"no sample has this index yet; a sample gets its index after it has waited for {waits}. "
+            f"{stream}:PARTITION:SEQ finds a sample by the number that it was sent with",
         }
     so_far = (
         f"the last sample in a step is {stream}:{furthest}"

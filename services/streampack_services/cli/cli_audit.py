@@ -42,7 +42,8 @@ def why(
     sample: Annotated[
         str | None,
         typer.Option("--sample", metavar="STREAM:INDEX", show_default=False,
-                     help="The sample to find, such as web:81234. With -p you can pass FILE:ROW, too, such as "
+                     help="The sample to find, such as web:81234. A program that pushes samples names them "
+                     "STREAM:PARTITION:SEQ, such as rollouts:0:17. With -p you can pass FILE:ROW, too, such as "
                      "train.jsonl:101."),
     ] = None,
     produce: Produce = None,
@@ -76,8 +77,9 @@ def why(
     --dp-size, the command also prints the packs of each rank.
 
     With --sample, the command prints the steps, packs and offsets of the sample, or
-    reports that the sample was rejected or is not read yet. With -p, the command
-    also prints the file and row.
+    reports that the sample was rejected or is not read yet. It prints the values
+    that trainers reported for the sample, and whether the sample waited for late
+    fields. With -p, the command also prints the file and row.
 
     \b
     Example:

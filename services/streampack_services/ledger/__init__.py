@@ -4,7 +4,8 @@ Records of the log pass through these files in order:
 
 - ``state_dir``: the folder of a log and its ledger; reads new records from the log and updates the ledger.
 - ``ledger``: turns records into rows, and answers questions from the rows.
-- ``step_rows``: encodes a step in about 10 bytes per sample.
+- ``step_rows``: encodes a step in about 10 bytes per sample; ``columns``: encodes its columns.
+- ``reported_values``: puts the values together that ranks reported for a step.
 - ``run_history``: puts the rare records of a run together: rules, changes, lineages, ends.
 - ``ledger_tables``: SQLite tables whose rows carry checksums, so that a damaged row is reported and never used.
 

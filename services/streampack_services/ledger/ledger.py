@@ -10,6 +10,9 @@ Therefore a row that does not agree with its checksum (``ledger_tables``) is rep
                mostly one per step and stream, because samples come nearly in order
     rejected   (stream, lo, hi, indices, reasons) of each record that rejects new samples
     admitted   samples admitted so far of each partition, if the log records them (``merge: arrival``)
+    staged     samples sent so far of each partition whose samples wait before they are admitted
+    completed  (stream, partition, base, stop, lo, hi, sent): samples base to stop - 1 waited, and were sent as ``sent``
+    reported   values that a rank reported for samples of a step, as the log has them, compressed
     state      version, run, and the records that were read
 
 A batch of records is one transaction, so after a crash the ledger continues where it was. The checksum of the last
@@ -19,6 +22,7 @@ record shows whether the log is still the one that the ledger was made from.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,14 +36,25 @@ from streampack.core.intake.lease_terms import terms_of
 from streampack.core.intake.overlong import apply_terms
 from streampack.core.intake.partition_records import repeated_of
 from streampack.core.journal.key_index import REPEATED
-from streampack.core.journal.log_records import ChunkAdmitted, Record, SamplesRejected, SnapshotTaken, StepFormed
+from streampack.core.journal.log_records import (
+    ChunkAdmitted,
+    ChunkCompleted,
+    ChunkStaged,
+    Record,
+    SamplesRejected,
+    SnapshotTaken,
+    StepFormed,
+    ValuesReported,
+)
 from streampack.core.model.samples import I64
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.producer_messages import OVERLONG
 from streampack.wire import record_frames
 from streampack.wire.checksums import crc32c
 from streampack_services.ledger import step_rows
+from streampack_services.ledger.columns import pack_column, unpack_column
 from streampack_services.ledger.ledger_tables import TABLES, LedgerState, Tables
+from streampack_services.ledger.reported_values import ReportedValues, values_of
 from streampack_services.ledger.run_history import LATEST, RunHistory
 from streampack_services.ledger.step_rows import StepRows
 from streampack_services.log.log import LogEntry
@@ -62,6 +77,15 @@ class Placement:
     def part(self) -> int:
         """Index of the part within its split sample; 0 for a whole sample."""
         return int(self.step.rows["part"][self.row])
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A sample that waited: sent with number ``sent``, and admitted by record ``lsn`` with number ``seq``."""
+
+    sent: int
+    seq: int
+    lsn: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +210,15 @@ class Ledger:
                 return
             case ChunkAdmitted():
                 self._add_chunk(lsn, record)
+                if isinstance(record, ChunkCompleted):
+                    self._add_completed(lsn, record)
+                return
+            case ChunkStaged():
+                self._count("staged", record.stream, record.partition, _stop_of(record), lsn)
+                return
+            case ValuesReported():
+                row = record.feed, record.step, record.lineage, lsn, zlib.compress(bytes(body), 1)
+                self._tables.insert("reported", row)
                 return
         if self.history.add(lsn, record, self._is_brought(self.history, lsn, record)):
             self._tables.insert("records", (lsn, kind, bytes(body)))
@@ -255,11 +288,21 @@ class Ledger:
             (terms,) = terms_of(replace(feed.rules_at(LATEST), streams=(stream,)))
             over = (lengths > 0) & (apply_terms(terms, lengths, chunk.keep).length == 0)
             self._add_rejected(lsn, chunk.stream, indices[over], {OVERLONG: int(over.sum())})
-        where, key = "stream = ? AND partition = ?", (chunk.stream, chunk.partition)
-        upto = chunk.base_seq + len(lengths)
-        if next((row[2] for row in self._tables.rows("admitted", where, key)), 0) < upto:
-            self._tables.delete("admitted", where, key)
-            self._tables.insert("admitted", (*key, upto, lsn))
+        self._count("admitted", chunk.stream, chunk.partition, _stop_of(chunk), lsn)
+
+    def _add_completed(self, lsn: int, chunk: ChunkCompleted) -> None:
+        """Add the numbers with which samples were sent that have waited."""
+        sent = np.frombuffer(chunk.sent_u64, "<u8").astype(np.int64)
+        if len(sent):
+            row = chunk.stream, chunk.partition, chunk.base_seq, lsn, _stop_of(chunk), int(sent.min()), int(sent.max())
+            self._tables.insert("completed", (*row, pack_column(sent - np.arange(len(sent)))))
+
+    def _count(self, table: str, stream: str, partition: int, upto: int, lsn: int) -> None:
+        """Set the number of samples of a partition in ``table`` to ``upto``, unless it is higher already."""
+        where, key = "stream = ? AND partition = ?", (stream, partition)
+        if next((row[2] for row in self._tables.rows(table, where, key)), 0) < upto:
+            self._tables.delete(table, where, key)
+            self._tables.insert(table, (*key, upto, lsn))
 
     # Questions
 
@@ -339,6 +382,45 @@ class Ledger:
         """Return the number of admitted samples of each partition, if the log records them."""
         return {row[1]: row[2] for row in self._tables.rows("admitted", "stream = ?", (stream,))}
 
+    def staged(self, stream: str) -> dict[int, int]:
+        """Return the number of samples that came of each partition whose samples wait before they are admitted."""
+        return {row[1]: row[2] for row in self._tables.rows("staged", "stream = ?", (stream,))}
+
+    def completion(self, stream: str, partition: int, seq: int) -> Completion | None:
+        """Return how a sample was sent that was admitted with number ``seq``; None if it did not wait."""
+        where = "stream = ? AND partition = ? AND base <= ? AND stop > ? ORDER BY base DESC, lsn DESC"
+        return next((each for each in self._completions(where, (stream, partition, seq, seq)) if each.seq == seq), None)
+
+    def completion_of(self, stream: str, partition: int, sent: int) -> Completion | None:
+        """Return how a sample was admitted that was sent with number ``sent``; None if it was not, or did not wait."""
+        where = "stream = ? AND partition = ? AND lo <= ? AND hi >= ?"
+        found = self._completions(where, (stream, partition, sent, sent))
+        return next((each for each in found if each.sent == sent), None)
+
+    def sent_twice(self, stream: str, partition: int) -> list[int]:
+        """Return the numbers with which samples were sent that were admitted more than once."""
+        rows = self._tables.checked("completed", "stream = ? AND partition = ?", (stream, partition))
+        sent = [_sent_numbers(row) for _, row in rows if row is not None]
+        numbers, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *sent]), return_counts=True)
+        found: list[int] = numbers[counts > 1].tolist()
+        return found
+
+    def _completions(self, where: str, key: tuple[Any, ...]) -> Iterator[Completion]:
+        """Yield the samples of the rows that the SQL condition ``where`` with parameters ``key`` chooses."""
+        for row in self._tables.rows("completed", where, key):
+            _, _, base, lsn, *_ = row
+            yield from (Completion(sent, base + at, lsn) for at, sent in enumerate(_sent_numbers(row).tolist()))
+
+    def reported(self, feed: str, step: int, lineage: int) -> list[ReportedValues]:
+        """Return the values that ranks reported for the samples of a step, by the names reported together."""
+        parts = list[ValuesReported]()
+        where, key = "feed = ? AND step = ? AND lineage = ? ORDER BY lsn", (feed, step, lineage)
+        for *_, body in self._tables.rows("reported", where, key):
+            record, _ = record_frames.decode_record(ValuesReported.TYPE, zlib.decompress(body))
+            assert isinstance(record, ValuesReported)
+            parts.append(record)
+        return values_of(parts)
+
     def furthest(self, stream: str) -> int:
         """Return the highest index of a stream's samples in steps of any lineage; -1 if there is none."""
         found = self._tables.first("max(hi)", "spans", "stream = ?", (stream,))
@@ -349,7 +431,7 @@ class Ledger:
         return self._tables.check(tables)
 
     def fingerprints(self) -> dict[tuple[Any, ...], int | None]:
-        """Return the checksums of all rows of steps, records and rejected samples, by key; None for a damaged row."""
+        """Return the checksums of the rows that only the ledger may have, by key; None for a damaged row."""
         return self._tables.fingerprints()
 
     def _steps(self, where: str, key: tuple[Any, ...]) -> Iterator[StepRows]:
@@ -369,6 +451,18 @@ class Ledger:
             history.add(lsn, record, self._is_brought(history, lsn, record))
         history.obsolete.clear()
         return history
+
+
+def _stop_of(chunk: ChunkAdmitted | ChunkStaged) -> int:
+    """Return the number of the first sample after a chunk."""
+    return chunk.base_seq + len(chunk.lengths_u32) // 4
+
+
+def _sent_numbers(row: list[Any]) -> I64:
+    """Return the numbers with which the samples of a row of the table ``completed`` were sent, int64 [n]."""
+    _, _, base, _, stop, _, _, body = row
+    found: I64 = unpack_column(body, 0, stop - base)[0] + np.arange(stop - base)
+    return found
 
 
 def _decoded(row: list[Any]) -> StepRows:

@@ -20,14 +20,20 @@ import msgspec
 from streampack.errors import LedgerDamaged, UserError
 from streampack.wire.checksums import crc32c
 
-VERSION = 1
+VERSION = 2
+"""Version 1 had no tables ``_SINCE_2``; such a file gets them when it is opened."""
 TABLES = {
     "records": ("lsn", "kind", "body"),
     "steps": ("feed", "step", "lineage", "lsn", "body"),
     "spans": ("stream", "lo", "hi", "step", "lineage", "lsn"),
     "rejected": ("lsn", "stream", "lo", "hi", "indices", "reasons"),
     "admitted": ("stream", "partition", "upto", "lsn"),
+    "staged": ("stream", "partition", "upto", "lsn"),
+    "completed": ("stream", "partition", "base", "lsn", "stop", "lo", "hi", "sent"),
+    "reported": ("feed", "step", "lineage", "lsn", "body"),
 }  # fmt: skip
+KEYS = {"records": 1, "steps": 3, "rejected": 4, "completed": 4, "reported": 4}
+"""Tables of which only the ledger may have some rows, and how many of their first columns name a row."""
 _UNUSABLE = (
     sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_CANTOPEN,
@@ -51,6 +57,21 @@ CREATE TABLE admitted (
 ) WITHOUT ROWID;
 
 CREATE TABLE state (id INTEGER PRIMARY KEY, body BLOB, crc INTEGER);
+"""
+_SINCE_2 = """
+CREATE TABLE staged (
+    stream TEXT, partition INTEGER, upto INTEGER, lsn INTEGER, crc INTEGER, PRIMARY KEY (stream, partition)
+) WITHOUT ROWID;
+
+CREATE TABLE completed (
+    stream TEXT, partition INTEGER, base INTEGER, lsn INTEGER, stop INTEGER, lo INTEGER, hi INTEGER, sent BLOB,
+    crc INTEGER, PRIMARY KEY (stream, partition, base, lsn)
+) WITHOUT ROWID;
+
+CREATE TABLE reported (
+    feed TEXT, step INTEGER, lineage INTEGER, lsn INTEGER, body BLOB, crc INTEGER,
+    PRIMARY KEY (feed, step, lineage, lsn)
+) WITHOUT ROWID;
 """
 
 
@@ -82,14 +103,28 @@ class Tables:
             if not self._db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
                 with self.transaction():
                     self._make()
+        self.state = self._read_state()
+        if self.state.version == 1:
+            with self.transaction():
+                self._upgrade()
         self.load_state()
 
     def _make(self) -> None:
         """Create the tables and save an empty state."""
-        for statement in _SCHEMA.split(";"):
+        for statement in (_SCHEMA + _SINCE_2).split(";"):
             self._db.execute(statement)
         self.state = LedgerState({table: [0, 0] for table in TABLES})
         self.save_state()
+
+    def _upgrade(self) -> None:
+        """Add the tables that a file of version 1 lacks, unless another process has done so."""
+        self.state = self._read_state()
+        if self.state.version == 1:
+            for statement in _SINCE_2.split(";"):
+                self._db.execute(statement)
+            self.state.rows = {table: [0, 0] for table in TABLES} | self.state.rows
+            self.state.version = VERSION
+            self.save_state()
 
     def close(self) -> None:
         self._db.close()
@@ -109,13 +144,17 @@ class Tables:
 
     def load_state(self) -> None:
         """Read ``state`` from the file, which another process may have changed."""
+        self.state = self._read_state()
+        if self.state.version != VERSION:
+            raise self.damaged(f"got version {self.state.version}, expected {VERSION}")
+
+    def _read_state(self) -> LedgerState:
+        """Return the state in the file, of any version."""
         with self._sqlite():
             row = self._db.execute("SELECT body, crc FROM state").fetchone()
         if row is None or not isinstance(row[0], bytes) or crc32c(row[0]) != row[1]:
             raise self.damaged("the row of table state does not match its checksum")
-        self.state = msgspec.json.decode(row[0], type=LedgerState)
-        if self.state.version != VERSION:
-            raise self.damaged(f"got version {self.state.version}, expected {VERSION}")
+        return msgspec.json.decode(row[0], type=LedgerState)
 
     def save_state(self) -> None:
         """Write ``state`` to the file, with a checksum."""
@@ -181,9 +220,9 @@ class Tables:
         return wrong
 
     def fingerprints(self) -> dict[tuple[Any, ...], int | None]:
-        """Return the checksums of all rows of steps, records and rejected samples, by key; None for a damaged row."""
+        """Return the checksums of the rows in ``KEYS``, by key; None for a damaged row."""
         found: dict[tuple[Any, ...], int | None] = {}
-        for table, width in (("records", 1), ("steps", 3), ("rejected", 4)):
+        for table, width in KEYS.items():
             names = ", ".join(TABLES[table])
             for *values, crc in self._db.execute(f"SELECT {names}, crc FROM {table}"):
                 found[(table, *values[:width])] = crc if crc == _crc(table, values) else None

@@ -117,4 +117,8 @@ def _row_name(row: tuple[Any, ...]) -> str:
             return f"step {step} of {feed}, lineage {lineage}"
         case "rejected", lsn, stream, lo, hi:
             return f"rejected samples {stream}:{lo} to {stream}:{hi} in record {lsn}"
+        case "completed", stream, partition, base, lsn:
+            return f"sent numbers of samples from {base} on in partition {partition} of {stream}, record {lsn}"
+        case "reported", feed, step, lineage, lsn:
+            return f"reported values of step {step} of {feed}, lineage {lineage}, record {lsn}"
     return f"record {row[1]}"

@@ -1,14 +1,13 @@
 """Encode a step for the ledger: all facts of its ``StepFormed`` record, in about 10 bytes per sample instead of 28.
 
-The columns follow one another. A column stores differences to its least value, in as few bytes as the greatest
-difference needs: no bytes if all values are equal. In two columns all values are usually the same: the
-parts, and the lengths minus the loss tokens. Indices are stored relative to the least index of their stream in the
-step. Checksums are stored unchanged.
+The columns (``columns``) follow one another. In two of them all values are usually the same, so that they need no
+bytes: the parts, and the lengths minus the loss tokens. Indices are stored relative to the least index of their stream
+in the step. Checksums are stored unchanged.
 
     50 bytes of head: digest, chain, u64 loss tokens, u32 samples, u32 packs, u16 streams
     columns: counts [packs]; numbers and least indices [streams]
     columns [samples]: stream, index, part, length, length minus loss tokens
-    each column: u8 bytes per value, i64 least, values
+    each column: see ``columns``
     u32 checksums [samples]; u8 keeps [samples], only if there are groups
 
 A step with trees has a last column [samples]: shared tokens.
@@ -27,10 +26,9 @@ from numpy.typing import NDArray
 from streampack.core.journal.log_records import StepFormed
 from streampack.core.model.samples import I64, ROW
 from streampack.core.model.steps import chain_digest, pack_digests, step_digest
+from streampack_services.ledger.columns import pack_column, unpack_column
 
 _HEAD = struct.Struct("<16s16sQIIH")
-_COLUMN = struct.Struct("<Bq")
-_WIDTHS = ((1 << 8, 1), (1 << 16, 2), (1 << 32, 4))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,8 +116,8 @@ def encode(step: StepRows) -> bytes:
     )  # fmt: skip
     trees = step.shared.any()
     keeps = step.keeps.tobytes() if trees or step.keeps.any() else b""
-    shared = _packed(step.shared) if trees else b""
-    return b"".join([head, *map(_packed, columns), rows["crc"].tobytes(), keeps, shared])
+    shared = pack_column(step.shared) if trees else b""
+    return b"".join([head, *map(pack_column, columns), rows["crc"].tobytes(), keeps, shared])
 
 
 def decode(feed: str, lineage: int, step: int, lsn: int, body: bytes) -> StepRows:
@@ -127,23 +125,23 @@ def decode(feed: str, lineage: int, step: int, lsn: int, body: bytes) -> StepRow
     digest, chain, num_loss_tokens, num_samples, packs, num_streams = _HEAD.unpack_from(body)
     at, columns = _HEAD.size, []
     for count in (packs, num_streams, num_streams):
-        column, at = _unpacked(body, at, count)
+        column, at = unpack_column(body, at, count)
         columns.append(column)
     counts, streams, least = columns
     bounds = _bounds(counts)
     rows = np.empty(int(bounds[-1]), ROW)
-    which, at = _unpacked(body, at, len(rows))
-    index, at = _unpacked(body, at, len(rows))
+    which, at = unpack_column(body, at, len(rows))
+    index, at = unpack_column(body, at, len(rows))
     rows["stream"], rows["index"] = streams[which], index + least[which]
-    rows["part"], at = _unpacked(body, at, len(rows))
-    rows["length"], at = _unpacked(body, at, len(rows))
-    unlearned, at = _unpacked(body, at, len(rows))
+    rows["part"], at = unpack_column(body, at, len(rows))
+    rows["length"], at = unpack_column(body, at, len(rows))
+    unlearned, at = unpack_column(body, at, len(rows))
     rows["loss_tokens"] = rows["length"] - unlearned
     rows["crc"] = np.frombuffer(body, "<u4", len(rows), at)
     at += 4 * len(rows)
     keeps, shared = _keeps(body[at : at + len(rows)], len(rows)), np.zeros(len(rows), np.int64)
     if len(body) > at + len(rows):
-        shared, _ = _unpacked(body, at + len(rows), len(rows))
+        shared, _ = unpack_column(body, at + len(rows), len(rows))
     return StepRows(feed, lineage, step, lsn, digest, chain, num_loss_tokens, num_samples, bounds, rows, keeps, shared)
 
 
@@ -172,24 +170,3 @@ def _bounds(counts: NDArray[Any]) -> I64:
     bounds = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=bounds[1:])
     return bounds
-
-
-def _packed(values: NDArray[Any]) -> bytes:
-    """Encode a column: bytes per value, least value, and the differences to it."""
-    if not len(values):
-        return _COLUMN.pack(0, 0)
-    least, greatest = int(values.min()), int(values.max())
-    if least == greatest:
-        return _COLUMN.pack(0, least)
-    width = next((width for bound, width in _WIDTHS if greatest - least < bound), 8)
-    return _COLUMN.pack(width, least) + (values.astype(np.int64) - least).astype(f"<u{width}").tobytes()
-
-
-def _unpacked(body: bytes, at: int, count: int) -> tuple[I64, int]:
-    """Decode a column of ``count`` values at byte ``at``; return the values and the byte where the next one begins."""
-    width, least = _COLUMN.unpack_from(body, at)
-    at += _COLUMN.size
-    if not width:
-        return np.full(count, least, np.int64), at
-    values = np.frombuffer(body, f"<u{width}", count, at).astype(np.int64)
-    return values + least, at + width * count

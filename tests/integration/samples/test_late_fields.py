@@ -13,7 +13,7 @@ import pytest
 
 import streampack
 from streampack.errors import DataStall, Rejected, SampleError, UserError
-from tests.integration.running import PATIENCE_S, RunningBroker, folder, running_broker, until
+from tests.integration.running import PATIENCE_S, RunningBroker, folder, in_process, running_broker, until
 from tests.integration.running import streampack as command
 
 GROUPS, MEMBERS = 60, 4
@@ -117,8 +117,30 @@ def test_values_come_with_their_samples_whoever_is_killed() -> None:
             check(reader.result(PATIENCE_S))
         finally:
             broker.kill()
-        state = str(path / "state")
-        assert json.loads(command("ledger", "verify", "--state-dir", state, "--json").stdout)["good"]
+        state = ("--state-dir", str(path / "state"))
+        assert json.loads(command("ledger", "verify", *state, "--json").stdout)["good"]
+        found = [json.loads(in_process("why", "--sample", f"rollouts:0:{number}", *state, "--json").stdout)
+                 for number in range(0, GROUPS * MEMBERS, 17)]  # fmt: skip
+        for number, each in zip(range(0, GROUPS * MEMBERS, 17), found, strict=True):
+            (place,) = each["places"]
+            assert (each["is"], each["sent"]["seq"]) == ("step", number)
+            assert place["length"] == len(rollout(number)["input_ids"])
+        moved = next(each for each in found if each["index"] != each["sent"]["seq"])
+        shown = command("why", "--sample", f"rollouts:0:{moved['sent']['seq']}", *state).stdout
+        assert f"rollouts:{moved['index']}  feed train" in shown
+        said = "was sent as sample {seq} of partition 0, and waited for its late fields (advantages,"
+        assert said.format(**moved["sent"]) in shown
+
+
+def test_why_tells_of_a_sample_that_waits() -> None:
+    with folder() as path, running_broker(settings(path)) as broker:
+        with streampack.Producer(broker.producers, stream="rollouts", timeout_s=PATIENCE_S) as rollouts:
+            seq = rollouts.send(rollout(1))
+            rollouts.amend(seq, reward=[1.5])
+        shown = command("why", "--sample", f"rollouts:0:{seq}", "--state-dir", str(path / "state")).stdout
+        assert shown == (
+            f"rollouts:0:{seq}  feed train\nwaiting: the sample waits for its late fields (advantages, reward)\n"
+        )
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 import streampack
 from streampack.errors import DataStall, Rejected, UserError
 from tests.integration.running import PATIENCE_S, RunningBroker, folder, running_broker, until
+from tests.integration.running import streampack as command
 
 COUNT, BATCH = 96, 12
 
@@ -109,6 +112,19 @@ def test_values_of_all_ranks_come_back_once_whoever_is_killed() -> None:
             assert [step.values["index"].tolist() for step in same] == [
                 step.sample_ids[:, 1].astype(float).tolist() for step in same
             ], "a value that each context-parallel rank has whole is not added up"
+            state = ("--state-dir", str(path / "state"))
+            for step in same[::3]:
+                partition, seq = int(step.partitions[5]), int(step.seqs[5])
+                name = f"rollouts:{partition}:{seq}"
+                (place,) = json.loads(command("why", "--sample", name, *state, "--json").stdout)["places"]
+                assert (place["step"], place["values"]) == (
+                    step.step, {"tokens": 3 + seq % 5, "index": 2 * seq + partition}
+                )  # fmt: skip
+            shown = command("why", "--sample", "rollouts:1:4", *state).stdout
+            assert re.search(r"\n *step +reported +value *\n", shown), shown
+            assert re.search(r"\n *\d+ +tokens +7 *\n", shown), shown
+            shown = command("why", "--step", "2", *state).stdout
+            assert re.search(r"reported +index [\d.]+, tokens [\d.]+ \(means of the samples\)", shown), shown
         finally:
             broker.kill()
 
