@@ -14,7 +14,7 @@ from streampack_services.amounts import count_text, counted, duration_text, size
 from streampack_services.broker.status import BrokerStatus, PackFigures, StandbyStatus
 from streampack_services.watch.top_ranks import rank_lines
 from streampack_services.watch.top_text import printable
-from streampack_services.watch.top_view import PADDING_LABELS, stream_lines
+from streampack_services.watch.top_view import PADDING_LABELS, late_lines, stream_lines
 from streampack_services.watch.view_model import FeedView, StreamView, Watch
 
 STREAM_COLUMNS = ("weight", "samples", "tokens", "buffered", "lag", "heard", "ended", "over-long", "lost", "rejected")
@@ -50,7 +50,8 @@ def show_status(status: BrokerStatus) -> None:
         _show_feed(console, feed)
         streams = view.streams_of(feed)
         lines = stream_lines(streams, STREAM_COLUMNS, "lag: tokens that producers have not sent yet", console.width)
-        _print(console, lines, _rejected(streams), rank_lines(feed, "waits", console.width, None))
+        _print(console, lines, _rejected(streams), late_lines(streams, console.width))
+        _print(console, rank_lines(feed, "waits", console.width, None))
 
 
 def show_standby(tree: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from streampack.core.staging.staged_chunk import LATE_TIMEOUT
 from streampack_services.amounts import count_text, counted, duration_text, size_text, state_text
 from streampack_services.watch.top_ranks import MOST_ROWS, Measure, rank_lines
 from streampack_services.watch.top_text import Cell, bar, chart, fitted, printable, row, spark, table, title
@@ -81,12 +82,13 @@ def page(view: BrokerView, options: PageOptions, width: int, height: int | None 
     streamed = _Block(
         lambda lines: stream_lines(streams, STREAM_COLUMNS, counted(now.producers, "producer"), narrow, lines), 3
     )
+    late = _Block(lambda lines: late_lines(streams, narrow, lines), 3)
     shares = _Block(lambda _: _shares(feed, narrow), 0, extra=True)
     events = _Block(lambda lines: _events(view, narrow, lines), 3)
     if width >= WIDE:
-        body = _beside(_stacked([facts, chart, ranks], room), _stacked([streamed, shares, events], room), wide)
+        body = _beside(_stacked([facts, chart, ranks], room), _stacked([streamed, late, shares, events], room), wide)
     else:
-        body = _stacked([facts, chart, streamed, ranks, shares, events], room)
+        body = _stacked([facts, chart, streamed, late, ranks, shares, events], room)
     if height is not None:
         body = body[:room] + [Text()] * ((room or 0) - len(body))
     return [fitted(printable(line), width) for line in head + body + foot][:height]
@@ -278,6 +280,36 @@ def stream_lines(
     rows = [[stream.status.stream, *(_CELLS[name](stream) for name in columns)] for stream in streams]
     left = [n for n, name in enumerate(("", *columns)) if name in ("", "hosts")]
     return [title(counted(every, "stream"), note, width), *table(("", *columns), rows, width, left)]
+
+
+def late_lines(streams: Sequence[StreamView], width: int, room: int | None = None) -> list[Text]:
+    """Return a title and a row for each stream with late fields, the longest wait first; nothing without late fields.
+
+    Args:
+        streams: The streams.
+        width: Most characters of a line.
+        room: Most lines; None for any number.
+    """
+    found = [(stream, late) for stream in streams if (late := stream.status.late) is not None]
+    found.sort(key=lambda each: -each[1].oldest_s)
+    shown = found if room is None or len(found) + 2 <= room else found[: max(room - 2, 1)]
+    rows: list[list[Cell]] = [
+        [
+            stream.status.stream, f"{late.samples:,}", duration_text(late.oldest_s) if late.samples else "-",
+            ", ".join(late.fields), (f"{dropped:,}", "yellow") if (dropped := _timed_out(stream)) else "",
+        ]
+        for stream, late in shown
+    ]  # fmt: skip
+    if not rows:
+        return []
+    note = f"{len(found) - len(shown)} more" if len(shown) < len(found) else "samples that wait for values"
+    header = ("", "samples", "oldest", "lacks", "dropped")
+    return [title("late fields", note, width), *table(header, rows, width, left=(0, 3))]
+
+
+def _timed_out(stream: StreamView) -> int:
+    """Return the number of samples that were dropped because a late field did not come."""
+    return stream.status.rejected.get(LATE_TIMEOUT, 0)
 
 
 def _heard(stream: StreamView) -> Cell:

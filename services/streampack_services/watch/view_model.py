@@ -364,5 +364,5 @@ def _stream_tree(stream: StreamView) -> Tree:
         "name": row.stream, "feed": row.feed, "weight": row.weight, "tokens": row.tokens,
         "tokens_per_s": stream.tokens_per_s, "buffered": stream.buffered, "lag_tokens": row.lag.tokens,
         "last_seen_s": row.last_seen_s, "producers": row.producers, "hosts": row.hosts, "rejected": stream.rejected,
-        "ended": stream.ended,
+        "ended": stream.ended, "late": msgspec.to_builtins(row.late),
     }  # fmt: skip

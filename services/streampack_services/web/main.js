@@ -9,7 +9,7 @@ import { History, RANGES } from "./history.js";
 import { gone, noticeOf, Waits } from "./notice.js";
 import { Recent } from "./recent.js";
 import { CHARTS, drawCharts } from "./views.js";
-import { aboutRanks, showEvents, showHead, showLongestWaits, showNodes, showNotice, showRoom, showStreams, showTiles } from "./words.js";
+import { aboutRanks, showEvents, showHead, showLate, showLongestWaits, showNodes, showNotice, showRoom, showStreams, showTiles } from "./words.js";
 
 const EVERY_MS = 1000;
 const STUCK_MS = 10_000; // a broker takes a new snapshot twice a second
@@ -92,6 +92,7 @@ function show() {
   if (feed.ranks.left_out) setText(byId("about-ranks"), aboutRanks(feed));
   showLongestWaits(feed);
   showStreams(status.streams.filter((row) => row.feed === chosen.feed));
+  showLate(status.streams.filter((row) => row.feed === chosen.feed));
   showRoom(status, feed);
   showEvents(last.events);
   document.body.dataset.shown = String(Number(document.body.dataset.shown ?? 0) + 1); // for tests

@@ -129,6 +129,16 @@ export function showStreams(streams) {
   }));
 }
 
+// The streams with late fields; without one, there is no such section.
+export function showLate(streams) {
+  const shown = streams.filter((row) => row.late).sort((a, b) => b.late.oldest_s - a.late.oldest_s).slice(0, MAX_STREAMS);
+  byId("late").hidden = !shown.length;
+  fillTable(byId("late-streams"), shown.map(({ stream, late, rejected: { late_timeout: dropped = 0 } }) => [
+    stream, [count(late.samples), "n"], [late.samples ? duration(late.oldest_s) : "none waits", "n"], late.fields.join(", "),
+    [count(dropped), dropped ? "n bad" : "n"],
+  ]));
+}
+
 const isSilent = (row) => row.ended_partitions < row.partitions && (row.last_seen_s ?? Infinity) > STREAM_SILENT_S;
 
 function aboutStandby(standby) {

@@ -109,7 +109,7 @@ class Staging:
 
     def waiting(self, partitions: Iterable[int]) -> LateWaits | None:
         """Return what waits for late fields in some partitions; None if none of them has late fields."""
-        staged = [self._of[p] for p in partitions if p in self._of]
+        staged = [self._of[p] for p in partitions if p in self._of and self._of[p].late]
         if not staged:
             return None
         oldest = min((found for each in staged if (found := each.oldest()) is not None), default=None)

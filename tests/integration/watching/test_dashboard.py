@@ -24,7 +24,10 @@ RULES = yaml.safe_load((DEPLOY / "prometheus/alerts.yaml").read_text())["groups"
 ALERTS: dict[str, Any] = {rule["alert"]: rule for group in RULES for rule in group["rules"]}
 FILE = DEPLOY / "grafana/dashboards/streampack.json"
 DASHBOARD: dict[str, Any] = json.loads(FILE.read_text())
+ROWS: list[Any] = [panel for panel in DASHBOARD["panels"] if panel["type"] == "row"]
 PANELS: list[Any] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+PANELS += [panel for row in ROWS for panel in row["panels"]]
+"""All of them: Grafana has the panels of a collapsed row in the row."""
 GRID = 24
 """Columns of Grafana's grid."""
 OTHERS = {"ALERTS", "up", "process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds",
@@ -108,14 +111,24 @@ def test_the_dashboard_can_be_provisioned_with_any_prometheus() -> None:
 
 
 def test_panels_lie_beside_and_below_each_other_and_never_over() -> None:
-    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
-    for a, b in itertools.combinations(places, 2):
-        beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
-        below = a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
-        assert beside or below
-    assert all(place["x"] + place["w"] <= GRID for place in places)
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    for panels in (DASHBOARD["panels"], *(row["panels"] for row in ROWS)):
+        places = [panel["gridPos"] for panel in panels]
+        for a, b in itertools.combinations(places, 2):
+            beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
+            below = a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
+            assert beside or below
+        assert all(place["x"] + place["w"] <= GRID for place in places)
+    ids = [panel["id"] for panel in (*ROWS, *PANELS)]
     assert len(set(ids)) == len(ids)
+
+
+def test_what_few_runs_have_is_in_a_collapsed_row() -> None:
+    hidden = {row["title"]: row["panels"] for row in ROWS if row["collapsed"]}
+    assert list(hidden) == ["Late fields"]
+    expressions = [target["expr"] for panel in hidden["Late fields"] for target in panel["targets"]]
+    assert all("streampack_late_" in expression for expression in expressions)
+    shown = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
+    assert not any("streampack_late_" in expression for expression in shown)
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])

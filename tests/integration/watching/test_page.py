@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
+from streampack_services.broker.status import LateStatus
 
 from tests.integration.many_ranks import many_ranks
 from tests.integration.running import PATIENCE_S, producing_here, until
@@ -234,6 +236,28 @@ def test_of_thousands_of_streams_those_that_are_not_heard_are_shown(page: Page, 
     assert "100 of 3,000" in page.text("#about-streams")
     shown_again(page)
     assert page.text("#about-streams") == ""
+
+
+def test_samples_that_wait_for_late_fields_are_shown_where_there_are_such_fields(page: Page, four: Watched) -> None:
+    assert page.value("document.getElementById('late').hidden")
+    now = four.service.snapshot
+    late = LateStatus(samples=1234, oldest_s=75.0, fields=["advantages", "reward"])
+    rows = [replace(now.streams[0], late=late, rejected={"late_timeout": 5}), now.streams[1]]
+    none = replace(rows[1], stream="more", late=LateStatus(samples=0, oldest_s=0.0, fields=[]))
+    four.held = replace(now, streams=[*rows, none])
+    try:
+        page.until("!document.getElementById('late').hidden")
+        script = "[...document.querySelectorAll('#late-streams tbody tr')].map((row) => [...row.cells].map(TEXT))"
+        assert page.value(script.replace("TEXT", "(cell) => cell.textContent")) == [
+            [rows[0].stream, "1,234", "1 min 15 s", "advantages, reward", "5"], ["more", "0", "none waits", "", "0"],
+        ]  # fmt: skip
+        tops = "['title-streams', 'title-room'].map((id) => document.getElementById(id).getBoundingClientRect().top)"
+        streams, room = page.value(tops)
+        assert streams == room, "the room beside them begins at the same height"
+        check_layout(page)
+    finally:
+        four.held = None
+    page.until("document.getElementById('late').hidden")
 
 
 def test_a_rank_waits_as_much_as_it_did_in_the_last_minute(page: Page) -> None:

@@ -254,6 +254,26 @@ def test_of_more_streams_than_lines_those_that_are_not_heard_are_shown(snapshot:
     assert all(name in shown for name in ("s900 ", "s950 ", "s0 "))
 
 
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+def test_samples_that_wait_for_late_fields_are_shown_where_there_are_such_fields(
+    snapshot: Tree, size: tuple[int, int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(size[0]))
+    late = {"samples": 1234, "oldest_s": 75.0, "fields": ["reward"]}
+    row = snapshot["streams"][0]
+    others = [row | {"stream": f"s{n}", "late": late | {"oldest_s": n / 10}} for n in range(40)]
+    rows = [*others, row | {"late": late, "rejected": {"late_timeout": 5}}]
+    for streams, shows in ((rows, True), (snapshot["streams"], False)):
+        view = view_of(snapshot | {"streams": streams})
+        shown = [line.plain for line in page(view, PageOptions(), *size)]
+        assert max(map(len, shown)) <= size[0]
+        assert any("late fields ──" in line for line in shown) == shows
+        status_report.show_status(view.status)
+        shown += capsys.readouterr().out.splitlines()
+        found = [line for line in shown if re.search(rf"{row['stream']} +1,234 +1m15s +reward +5", line)]
+        assert len(found) == 2 * shows, shown
+
+
 @pytest.mark.parametrize("ranks", [17, 64, 100, 512])
 def test_a_map_has_a_cell_for_each_rank_and_marks_the_one_that_waits(snapshot: Tree, ranks: int) -> None:
     (feed,) = view_of(many(snapshot, ranks)).feeds
