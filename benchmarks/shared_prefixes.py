@@ -24,8 +24,8 @@ from streampack.core.deal.assignment import deal_step
 from streampack.core.deal.deal_stats import DealtFigures
 from streampack.core.deal.dealt_steps import StepDealer
 from streampack.core.form.former import Former
-from streampack.core.intake.lease_terms import terms_of
 from streampack.core.intake.overlong import apply_terms
+from streampack.core.model.lease_terms import terms_of
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Balance, Batch, Rules, StreamRules
 from streampack.core.model.samples import I64, PACK, STEP, SampleTable

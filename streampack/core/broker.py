@@ -132,7 +132,7 @@ class Broker:
             if isinstance(event.record, ValuesReported):
                 return feed.results.recalled(event)
             if isinstance(event.record, ChunkStaged | SamplesAmended):
-                return self._advance(feed, self.leases.staged_recalled(event))
+                return self._advance(feed, self.leases.staged.recalled(event))
             chunk = isinstance(event.record, ChunkAdmitted)
             return self._advance(feed, self.leases.recalled(event) if chunk else feed.recalled(event))
         if isinstance(event, Tick):

@@ -14,9 +14,9 @@ from streampack.core.form.former import Former
 from streampack.core.intake.admission import Admission
 from streampack.core.intake.chunk_check import ReceivedChunk, parse_chunk
 from streampack.core.intake.intake import Intake
-from streampack.core.intake.lease_terms import terms_of
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.fields import Field
+from streampack.core.model.lease_terms import terms_of
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Batch, Rules, StreamRules
 from streampack.core.model.samples import Keep, SampleTable

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from streampack.core.intake.admission import Admission
 from streampack.core.intake.chunk_check import ReceivedChunk, parse_chunk
 from streampack.core.intake.intake import Intake
-from streampack.core.intake.lease_terms import StreamTerms
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.fields import Field, from_bfloat16, to_bfloat16
+from streampack.core.model.lease_terms import StreamTerms
 from streampack.core.model.rules import Overlong, Rules, StreamRules
 from streampack.core.model.samples import SampleTable
 from streampack.core.protocol.effects import Store

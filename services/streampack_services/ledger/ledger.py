@@ -32,7 +32,6 @@ import numpy as np
 from msgspec.structs import replace
 
 from streampack.core.intake.admission import POLICY_LAG
-from streampack.core.intake.lease_terms import terms_of
 from streampack.core.intake.overlong import apply_terms
 from streampack.core.intake.partition_records import repeated_of
 from streampack.core.journal.key_index import REPEATED
@@ -46,6 +45,7 @@ from streampack.core.journal.log_records import (
     StepFormed,
     ValuesReported,
 )
+from streampack.core.model.lease_terms import terms_of
 from streampack.core.model.samples import I64
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.producer_messages import OVERLONG

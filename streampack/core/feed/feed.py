@@ -238,7 +238,7 @@ class Feed:
         """Admit the samples that were begun first, for the next step of a paced feed; None if none may be admitted."""
         if self.planner.former.closed or self._learns or self._in_the_way is not None:
             return None
-        return self._leases.release(self.name)
+        return self._leases.staged.release(self.name)
 
     def _grant(self) -> list[Effect]:
         """Give tickets to programs that want to generate samples."""
@@ -247,7 +247,7 @@ class Feed:
         told, merged = self._leases.credits.told(self.name), self.memory.held_samples
         if told is not None:  # returned steps after the last published policy are not trained, as programs see it
             merged += max(self.steps.released_upto - told.step, 0) * (self._batch_samples or 1)
-        return self._leases.grant(self.name, merged, 0 if told is None else told.version)
+        return self._leases.staged.grant(self.name, merged, 0 if told is None else told.version)
 
     @property
     def _batch_samples(self) -> int | None:

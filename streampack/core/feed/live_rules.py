@@ -14,13 +14,13 @@ import msgspec
 
 from streampack.core.feed.merged_memory import MergedMemory
 from streampack.core.intake.admission import Admission
-from streampack.core.intake.lease_terms import terms_of
 from streampack.core.intake.leases import Leases
 from streampack.core.journal.history import History
 from streampack.core.journal.recorder import Recorder
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.merge.queues import NOWHERE
 from streampack.core.merge.schedule import change_merge
+from streampack.core.model.lease_terms import terms_of
 from streampack.core.model.rules import Rules, RulesChange
 from streampack.core.protocol.effects import Release
 from streampack.core.protocol.events import Effect

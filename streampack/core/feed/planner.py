@@ -15,12 +15,12 @@ from streampack.core.feed.merged_memory import MergedMemory
 from streampack.core.feed.resume import restore, snapshot
 from streampack.core.form.former import Former
 from streampack.core.intake.admission import Admission
-from streampack.core.intake.lease_terms import terms_of
 from streampack.core.intake.leases import Leases
 from streampack.core.journal.history import History
 from streampack.core.journal.recorder import Recorder
 from streampack.core.merge.arrival import Arrival
 from streampack.core.merge.feed_merge import FeedMerge
+from streampack.core.model.lease_terms import terms_of
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, SampleTable
 from streampack.core.model.snapshot import Floor, Snapshot

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from streampack.core.intake.admission_kernels import enter
 from streampack.core.intake.chunk_check import Frames, ReceivedChunk, Unfit, malformed, unwanted
 from streampack.core.intake.intake import Intake
-from streampack.core.intake.lease_terms import StreamTerms
 from streampack.core.intake.overlong import Pieces, apply_terms, drop_chunk, drop_some, drop_unfit_media
 from streampack.core.journal.key_index import REPEATED
 from streampack.core.layout.step_frames import INPUT_IDS
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.fields import LABELS, LOSS_MASK, Field
+from streampack.core.model.lease_terms import StreamTerms
 from streampack.core.model.samples import I64, IGNORE_INDEX, KEEPS, PACK, SampleTable, index_of
 from streampack.core.protocol.effects import Store
 from streampack.core.protocol.events import Effect

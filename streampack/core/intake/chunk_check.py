@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 
 from streampack.core.intake.admission_kernels import measure
-from streampack.core.intake.lease_terms import StreamTerms
 from streampack.core.journal.key_index import KEY_BYTES
 from streampack.core.media.media_counts import MediaOfChunk, over_limits, read_media
 from streampack.core.model.bounded import MAX_CHUNK_SAMPLES
+from streampack.core.model.lease_terms import StreamTerms
 from streampack.core.model.rules import MediaLimits
 from streampack.core.model.samples import I64, U32, index_of
 from streampack.core.protocol.message import Envelope

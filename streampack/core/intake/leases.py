@@ -11,17 +11,17 @@ A partition is named by its number ``p``, which counts the partitions of all fee
 from __future__ import annotations
 
 from streampack.core.intake.admission import Admission
-from streampack.core.intake.chunk_check import ReceivedChunk, parse_chunk
+from streampack.core.intake.chunk_check import parse_chunk
 from streampack.core.intake.credits import Credits
 from streampack.core.intake.partition_accounts import PartitionAccounts
 from streampack.core.intake.partition_records import PartitionRecords
 from streampack.core.intake.partitions import Partitions
 from streampack.core.intake.producers import CLAIM_S, ConnectedProducer, ProducerDeparture, Producers, Seen, refusal
 from streampack.core.intake.rebalance import Rebalancer
+from streampack.core.intake.staged_intake import StagedIntake
 from streampack.core.journal.history import History
 from streampack.core.journal.journal import Journal
 from streampack.core.journal.log_effects import Recalled
-from streampack.core.journal.log_records import ChunkStaged, EndStaged, MarkStaged, SamplesAmended
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.capacity import Capacity
 from streampack.core.model.rules import Rules
@@ -31,7 +31,6 @@ from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.message import WRONG_SIDE, Bye, Envelope, Reject, Who
 from streampack.core.protocol.producer_messages import (
     Amend,
-    Amended,
     CommitWrite,
     Done,
     Eos,
@@ -44,7 +43,6 @@ from streampack.core.protocol.producer_messages import (
     Start,
 )
 from streampack.core.protocol.trainer_messages import Attach, Get, ReaderPing
-from streampack.core.staging.staged_chunk import StagedChunk
 from streampack.core.staging.staging import Staging
 
 FAREWELL = Bye(reason="the broker is stopping")
@@ -65,6 +63,7 @@ class Leases:
         producers: The connected producers, and the holder of each partition.
         credits: Sends leases and credit to holders.
         rebalancer: Decides which producer holds which partition.
+        staged: Takes samples that wait, and admits those that are complete.
     """
 
     def __init__(self, run: int, epoch: int, capacity: Capacity, table: SampleTable, journal: Journal) -> None:
@@ -76,6 +75,9 @@ class Leases:
         self.producers = Producers(self.partitions)
         self.credits = Credits(run, epoch, capacity, self.partitions, self.producers, journal, self.staging)
         self.rebalancer = Rebalancer(self.partitions, self.records, self.producers, self.credits)
+        self.staged = StagedIntake(
+            run, self.partitions, self.records, self.accounts, self.producers, self.credits, self.staging, self._pull
+        )
         self.refused = 0
         """Number of messages that were rejected."""
         self._now = 0.0
@@ -142,19 +144,9 @@ class Leases:
             return effects
         return effects + self._pull(p) + self.credits.flow(p, repeat=not self.partitions.intakes[p].behind)
 
-    def staged_recalled(self, event: Recalled) -> list[Effect]:
-        """Take a record of samples that wait for late fields, which was read from the log; admit complete samples."""
-        record = event.record
-        assert isinstance(record, ChunkStaged | SamplesAmended)
-        p = self.partitions.find(record.stream, record.partition)
-        if p is None:
-            return []
-        self.staging.recalled(p, event)
-        return self._admit_complete(p)
-
     def safe(self, upto: int) -> list[Effect]:
         """Tell producers what is safe, now that the log is safe below ``upto``."""
-        return self.credits.safe(upto) + self._answer()
+        return self.credits.safe(upto) + self.staged.answer()
 
     def _read_from(self, mine: list[int]) -> list[Effect]:
         """Begin new sessions that read partitions from the positions of their intakes on."""
@@ -183,9 +175,7 @@ class Leases:
     def tick(self, now: float) -> list[Effect]:
         """Drop silent producers, and repeat the credit of the others."""
         self._now = now
-        effects, changed = self.staging.tick(now)
-        for p in changed:
-            effects += self._admit_complete(p)
+        effects = self.staged.tick(now)
         for producer in self.producers:
             if now - producer.heard > PRODUCER_SILENT_S:
                 effects += self.rebalancer.leave(producer, ProducerDeparture.SILENT, round(PRODUCER_SILENT_S))
@@ -229,9 +219,9 @@ class Leases:
         if isinstance(message, ProducerPing):
             return self._ping(producer, message)
         if isinstance(message, Amend):
-            return self._amend(producer, envelope, message)
+            return self.staged.amend(producer, envelope, message)
         if isinstance(message, Start):
-            return self._start(producer, message)
+            return self.staged.start(producer, message)
         if isinstance(message, Samples | Eos | Sent | Mark | CommitWrite):
             return self._of_partition(producer, envelope, message)
         return self._refuse(peer, "protocol", f"got {type(message).__name__} from a producer")
@@ -349,7 +339,7 @@ class Leases:
         if message.keys and message.write == stream.keys.write and len(chunk.lengths) > stream.keys.room:
             return self.credits.again(p)  # with credit for the keys that the index has room for
         self.producers.failures.pop(p, None)
-        taken = self.accounts.take(p, chunk) if intake.staged is None else self._stage(p, chunk)
+        taken = self.accounts.take(p, chunk) if intake.staged is None else self.staged.stage(p, chunk)
         return taken + self.credits.settle(p) + self.credits.flow(p, repeat=intake.closed)
 
     def _eos(self, producer: ConnectedProducer, p: int, message: Eos) -> list[Effect]:
@@ -372,7 +362,7 @@ class Leases:
             )  # fmt: skip
         if intake.staged is None:
             return self.accounts.end(p, message.total) + self.credits.flow(p, repeat=True)
-        return self.staging.end(p, message.total) + self._admit_complete(p) + self.credits.flow(p, repeat=True)
+        return self.staged.end(p, message.total) + self.credits.flow(p, repeat=True)
 
     def _mark(self, p: int, message: Mark) -> list[Effect]:
         """Take the end of a batch of a pushed partition, or ask for the samples that are missing before it."""
@@ -382,108 +372,10 @@ class Leases:
         if message.number > intake.sent_marks or message.seq != intake.sent_seq:
             return self.credits.again(p)
         if intake.staged is not None:
-            effects = self.staging.mark(p, message)
-            self._note_staged(p)
-            return effects + self._admit_complete(p) + self.credits.settle(p)
+            return self.staged.mark(p, message) + self.credits.settle(p)
         return self.records.append_mark(p, message) + self._pull(p) + self.credits.settle(p)
 
-    # Samples that wait for late fields
-
-    def _stage(self, p: int, chunk: ReceivedChunk) -> list[Effect]:
-        """Record a good chunk, and let its samples wait for their late fields."""
-        intake = self.partitions.intakes[p]
-        effects = self.staging.stage(p, chunk.message, chunk.envelope.payload)
-        self._note_staged(p)
-        intake.session_bytes += chunk.num_tokens * intake.token_bytes
-        return effects + self.staging.amend_early(p) + self._admit_complete(p) + self._answer()
-
-    def _note_staged(self, p: int) -> None:
-        """Remember that what came to partition ``p`` so far is safe once the last record is."""
-        intake = self.partitions.intakes[p]
-        intake.unsafe.append((self.credits.last_lsn, intake.sent_seq, intake.sent_marks))
-
-    def _amend(self, producer: ConnectedProducer, envelope: Envelope, message: Amend) -> list[Effect]:
-        """Take the values of late fields, and answer once they are safe."""
-        if self.credits.drained:
-            return []
-        p = self.partitions.find(message.stream, message.partition)
-        if p is None or self.partitions.intakes[p].staged is None:
-            known = ", ".join(name for name, of in self.partitions.streams.items() if of.terms.late)
-            text = (
-                f"got values for stream {message.stream!r} partition {message.partition}, expected a partition of a "
-                f"stream with late fields: {known or 'there is none'}"
-            )
-            return self.credits.send(producer.peer, Amended(number=message.number, refusal=text))
-        effects = self.staging.amend(p, message, envelope.payload, producer.name)
-        return effects + self._admit_complete(p) + self._answer()
-
-    def _admit_complete(self, p: int, chosen: StagedChunk | None = None) -> list[Effect]:
-        """Admit the samples of partition ``p`` that have all late fields, and the marks and the end behind them.
-
-        In a paced feed, only the samples of a ``chosen`` chunk are admitted.
-        """
-        intake = self.partitions.intakes[p]
-        effects: list[Effect] = []
-        while intake.staged is not None and (found := intake.staged.take(intake.recorded_seq, chosen)) is not None:
-            chosen = None
-            if isinstance(found, EndStaged):
-                effects += self.accounts.end(p, found.total)
-            elif isinstance(found, MarkStaged):
-                mark = Mark(
-                    stream=found.stream, partition=found.partition, number=found.number, seq=intake.recorded_seq,
-                    batch=found.batch,
-                )  # fmt: skip
-                effects += self.records.append_mark(p, mark) + self._pull(p)
-            else:
-                envelope = Envelope(
-                    run=self._run, epoch=self.credits.epoch, fence=0, message=found.message, payload=found.payload
-                )  # fmt: skip
-                chunk = parse_chunk(envelope, found.message)
-                assert isinstance(chunk, ReceivedChunk)  # the samples were checked when they came
-                effects += self.accounts.take(p, chunk, found.sent)
-        return effects
-
-    def release(self, feed: str) -> list[Effect] | None:
-        """Admit the complete samples of a paced feed that were begun first; None if there are none, or not yet."""
-        mine = self.partitions.of_feed(feed)
-        if any(self.partitions.intakes[p].behind for p in mine):
-            return None
-        found = self.staging.next_in_turn(feed)
-        return None if found is None else self._admit_complete(*found)
-
-    def _start(self, producer: ConnectedProducer, message: Start) -> list[Effect]:
-        """Take a program's counts of tickets; ``Feed`` gives tickets."""
-        p = self.partitions.find(message.stream, message.partition)
-        if p is None or self.producers.holder[p] != producer.name:
-            return []
-        tickets = self.staging.tickets.get(self.partitions.stream_of[p].feed)
-        if tickets is not None:
-            tickets.report(p, producer.name, message)
-        return []
-
-    def grant(self, feed: str, merged: int, version: int) -> list[Effect]:
-        """Give tickets of a paced feed to programs that ask.
-
-        Args:
-            feed: Name of the feed.
-            merged: Number of samples that are merged, and not trained.
-            version: Version of the newest policy that programs are told; 0 if there is none.
-        """
-        tickets, intakes = self.staging.tickets[feed], self.partitions.intakes
-        mine = self.partitions.of_feed(feed)
-        for p in mine:
-            if self.producers.holder[p] is None:
-                tickets.leave(p)
-        waiting = merged + sum(
-            max(intakes[p].recorded_seq - intakes[p].merged_seq, 0) + (staged.num_left if staged is not None else 0)
-            for p in mine for staged in (intakes[p].staged,)
-        )  # fmt: skip
-        return [e for p in sorted(tickets.grant(waiting, version)) for e in self.credits.flow(p, repeat=True)]
-
-    def _answer(self) -> list[Effect]:
-        """Answer producers whose values are safe."""
-        answers = [(self.producers.named(each.producer), each.answer) for each in self.staging.answers()]
-        return [e for to, answer in answers if to is not None for e in self.credits.send(to.peer, answer)]
+    # Keys, and messages that are refused
 
     def _commit_write(self, p: int, message: CommitWrite) -> list[Effect]:
         """Forget the keys of a stream's current write, which its job has completed."""

@@ -14,8 +14,8 @@ import numpy as np
 from msgspec import UnsetType
 from numpy.typing import NDArray
 
-from streampack.core.intake.lease_terms import StreamTerms
 from streampack.core.media.media_counts import MediaOfChunk, over_limits
+from streampack.core.model.lease_terms import StreamTerms
 from streampack.core.model.samples import I64, Keep
 from streampack.core.trees.shared_prefixes import SharedPieces, cut_trees, fit_trees
 

@@ -15,11 +15,11 @@ import numpy as np
 
 from streampack.core.intake.admission import Admission
 from streampack.core.intake.intake import Intake
-from streampack.core.intake.lease_terms import StreamTerms, terms_of
 from streampack.core.journal.history import History
 from streampack.core.journal.key_index import KeyIndex
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.capacity import MAX_KEYS
+from streampack.core.model.lease_terms import StreamTerms, terms_of
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack.core.staging.staging import Staging

@@ -6,6 +6,7 @@
 - ``steps``: packs and steps, and their digests.
 - ``shapes``: the length of a pack in tokens.
 - ``rules``: the planning settings that a run records.
+- ``lease_terms``: the terms of a stream: the rules that its samples have to meet.
 - ``rule_changes``: changes to a running feed, and the rules that follow from a change.
 - ``snapshot``: the state that decides all later steps, apart from samples that are not merged yet.
 - ``capacity``: the feeds of a broker, and the most that each side may hold.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import UNSET
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streampack.core.journal.log_records import ChunkStaged
@@ -151,37 +152,46 @@ class StagedChunk:
         kind = next(state for state in (SampleState.COMPLETE, *_REASONS) if (self.state == state).any())
         rows = np.flatnonzero(self.state == kind)
         self.state[rows] = SampleState.ADMITTED
-        record, sent = self.record, rows + self.base_seq
-        whole = len(rows) == len(self.lengths)
-        lengths, count = self.lengths[rows], len(rows)
-        crcs, rejected, lost, payload = np.zeros(count, "<u4"), {}, 0, tuple(b"" for _ in range(1 + len(fields)))
         if kind is SampleState.COMPLETE:
-            crcs = np.array([self._crc(fields, at) for at in rows.tolist()], "<u4")
-            payload = self._payload(fields, None if whole else rows)
-            if rows[0] == 0:
-                rejected, lost = record.rejected, record.lost_tokens
+            found = self._complete(fields, rows, base_seq)
         else:
-            rejected = {_REASONS[kind]: int((lengths > 0).sum())}
-            lengths = np.zeros(count, np.int64)
-            payload = tuple(
-                bytes(each.value_bytes * count) if each is not None and each.axis == "sample" else b""
-                for each in (None, *fields)
-            )
-        loss = (
-            np.frombuffer(record.loss_tokens_u32, "<u4")[rows]
-            if kind is SampleState.COMPLETE
-            else np.zeros(count, "<u4")
-        )
-        kept = whole and kind is SampleState.COMPLETE
-        message = Samples(
-            stream=record.stream, partition=record.partition, base_seq=base_seq,
-            lengths_u32=lengths.astype("<u4").tobytes(), crcs_u32=crcs.tobytes(), loss_tokens_u32=loss.tobytes(),
-            cursor=record.cursor, rejected=rejected, lost_tokens=lost, policy_version=record.policy_version,
-            keep=record.keep if kept else UNSET, shared_u32=record.shared_u32 if kept else UNSET,
-        )  # fmt: skip
+            found = self._dropped(fields, rows, base_seq, _REASONS[kind])
         if self.empty:
             self.payload, self.values = None, {}
-        return Complete(message, payload, sent)
+        return found
+
+    def _complete(self, fields: Sequence[Field], rows: I64, base_seq: int) -> Complete:
+        """Return the complete samples ``rows`` as an ordinary chunk.
+
+        A whole chunk keeps its group. Samples that the producer rejected count with the chunk's first sample.
+        """
+        record, whole = self.record, len(rows) == len(self.lengths)
+        crcs = np.array([self._crc(fields, at) for at in rows.tolist()], "<u4")
+        loss = np.frombuffer(record.loss_tokens_u32, "<u4")[rows]
+        message = self._message(base_seq, self.lengths[rows], crcs, loss)
+        if rows[0] == 0:
+            message = replace(message, rejected=record.rejected, lost_tokens=record.lost_tokens)
+        if whole:
+            message = replace(message, keep=record.keep, shared_u32=record.shared_u32)
+        return Complete(message, self._payload(fields, None if whole else rows), rows + self.base_seq)
+
+    def _dropped(self, fields: Sequence[Field], rows: I64, base_seq: int, reason: str) -> Complete:
+        """Return the samples ``rows``, which are dropped, as empty ones; those that had tokens count as rejected."""
+        count = len(rows)
+        none: I64 = np.zeros(count, np.int64)
+        message = self._message(base_seq, none, none, none)
+        frames = (bytes(each.value_bytes * count) if each.axis == "sample" else b"" for each in fields)
+        rejected = {reason: int((self.lengths[rows] > 0).sum())}
+        return Complete(replace(message, rejected=rejected), (b"", *frames), rows + self.base_seq)
+
+    def _message(self, base_seq: int, lengths: NDArray[Any], crcs: NDArray[Any], loss: NDArray[Any]) -> Samples:
+        """Return a message with samples of this chunk, numbered from ``base_seq`` on, and these columns."""
+        record = self.record
+        return Samples(
+            stream=record.stream, partition=record.partition, base_seq=base_seq,
+            lengths_u32=lengths.astype("<u4").tobytes(), crcs_u32=crcs.astype("<u4").tobytes(),
+            loss_tokens_u32=loss.astype("<u4").tobytes(), cursor=record.cursor, policy_version=record.policy_version,
+        )  # fmt: skip
 
     def _crc(self, fields: Sequence[Field], at: int) -> int:
         """Return the checksum of a complete sample."""

@@ -20,7 +20,6 @@ from streampack.core.form.former import Former
 from streampack.core.intake.admission import Admission
 from streampack.core.intake.chunk_check import ReceivedChunk, parse_chunk
 from streampack.core.intake.intake import Intake
-from streampack.core.intake.lease_terms import StreamTerms
 from streampack.core.intake.overlong import apply_terms
 from streampack.core.journal.log_records import (
     BatchMarked,
@@ -32,6 +31,7 @@ from streampack.core.journal.log_records import (
 )
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.merge.schedule import merge_of
+from streampack.core.model.lease_terms import StreamTerms
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rule_changes import Restream
 from streampack.core.model.rules import Align, Balance, Batch, Rules, StreamRules

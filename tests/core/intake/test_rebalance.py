@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.core.intake.admission import Admission
-from streampack.core.intake.lease_terms import terms_of
 from streampack.core.intake.leases import Leases
 from streampack.core.intake.producers import ProducerDeparture
 from streampack.core.journal.history import History
 from streampack.core.journal.journal import Journal
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.capacity import Capacity
+from streampack.core.model.lease_terms import terms_of
 from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.samples import SampleTable
 from streampack.core.protocol.events import Report

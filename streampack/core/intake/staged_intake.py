@@ -1,0 +1,162 @@
+"""Samples that wait for late fields, or for their turn in a paced feed: takes them, and admits those that are complete.
+
+``staging`` holds the samples that wait, and ``partition_accounts`` admits them as ordinary chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from streampack.core.intake.chunk_check import ReceivedChunk, parse_chunk
+from streampack.core.intake.credits import Credits
+from streampack.core.intake.partition_accounts import PartitionAccounts
+from streampack.core.intake.partition_records import PartitionRecords
+from streampack.core.intake.partitions import Partitions
+from streampack.core.intake.producers import ConnectedProducer, Producers
+from streampack.core.journal.log_effects import Recalled
+from streampack.core.journal.log_records import ChunkStaged, EndStaged, MarkStaged, SamplesAmended
+from streampack.core.protocol.events import Effect
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.producer_messages import Amend, Amended, Mark, Start
+from streampack.core.staging.staged_chunk import StagedChunk
+from streampack.core.staging.staging import Staging
+
+
+class StagedIntake:
+    """Takes and admits the samples of partitions that are staged; other partitions have nothing to do with it.
+
+    Args:
+        run: Number of the run.
+        partitions, records, accounts, producers, credits, staging: The parts of ``Leases``.
+        pull: Reads a partition's next chunk from the log, if the log has one.
+    """
+
+    def __init__(
+        self, run: int, partitions: Partitions, records: PartitionRecords, accounts: PartitionAccounts,
+        producers: Producers, credits: Credits, staging: Staging, pull: Callable[[int], list[Effect]],
+    ) -> None:  # fmt: skip
+        self._run, self._partitions, self._records, self._accounts = run, partitions, records, accounts
+        self._producers, self._credits, self._staging, self._pull = producers, credits, staging, pull
+
+    def stage(self, p: int, chunk: ReceivedChunk) -> list[Effect]:
+        """Record a good chunk, and let its samples wait for their late fields."""
+        intake = self._partitions.intakes[p]
+        effects = self._staging.stage(p, chunk.message, chunk.envelope.payload)
+        self._note_staged(p)
+        intake.session_bytes += chunk.num_tokens * intake.token_bytes
+        return effects + self._staging.amend_early(p) + self._admit_complete(p) + self.answer()
+
+    def mark(self, p: int, message: Mark) -> list[Effect]:
+        """Record the end of a batch, which waits for the samples before it."""
+        effects = self._staging.mark(p, message)
+        self._note_staged(p)
+        return effects + self._admit_complete(p)
+
+    def end(self, p: int, total: int) -> list[Effect]:
+        """Record the end of a partition, which waits for its samples."""
+        return self._staging.end(p, total) + self._admit_complete(p)
+
+    def _note_staged(self, p: int) -> None:
+        """Remember that what came to partition ``p`` so far is safe once the last record is."""
+        intake = self._partitions.intakes[p]
+        intake.unsafe.append((self._credits.last_lsn, intake.sent_seq, intake.sent_marks))
+
+    def amend(self, producer: ConnectedProducer, envelope: Envelope, message: Amend) -> list[Effect]:
+        """Take the values of late fields, and answer once they are safe."""
+        if self._credits.drained:
+            return []
+        p = self._partitions.find(message.stream, message.partition)
+        if p is None or self._partitions.intakes[p].staged is None:
+            known = ", ".join(name for name, of in self._partitions.streams.items() if of.terms.late)
+            text = (
+                f"got values for stream {message.stream!r} partition {message.partition}, expected a partition of a "
+                f"stream with late fields: {known or 'there is none'}"
+            )
+            return self._credits.send(producer.peer, Amended(number=message.number, refusal=text))
+        effects = self._staging.amend(p, message, envelope.payload, producer.name)
+        return effects + self._admit_complete(p) + self.answer()
+
+    def recalled(self, event: Recalled) -> list[Effect]:
+        """Take a record of samples that wait for late fields, which was read from the log; admit complete samples."""
+        record = event.record
+        assert isinstance(record, ChunkStaged | SamplesAmended)
+        p = self._partitions.find(record.stream, record.partition)
+        if p is None:
+            return []
+        self._staging.recalled(p, event)
+        return self._admit_complete(p)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Fill in or drop what has waited too long, and admit what is complete since then."""
+        effects, changed = self._staging.tick(now)
+        for p in changed:
+            effects += self._admit_complete(p)
+        return effects
+
+    def _admit_complete(self, p: int, chosen: StagedChunk | None = None) -> list[Effect]:
+        """Admit the samples of partition ``p`` that have all late fields, and the marks and the end behind them.
+
+        In a paced feed, only the samples of a ``chosen`` chunk are admitted.
+        """
+        intake = self._partitions.intakes[p]
+        effects: list[Effect] = []
+        while intake.staged is not None and (found := intake.staged.take(intake.recorded_seq, chosen)) is not None:
+            chosen = None
+            if isinstance(found, EndStaged):
+                effects += self._accounts.end(p, found.total)
+            elif isinstance(found, MarkStaged):
+                mark = Mark(
+                    stream=found.stream, partition=found.partition, number=found.number, seq=intake.recorded_seq,
+                    batch=found.batch,
+                )  # fmt: skip
+                effects += self._records.append_mark(p, mark) + self._pull(p)
+            else:
+                envelope = Envelope(
+                    run=self._run, epoch=self._credits.epoch, fence=0, message=found.message, payload=found.payload
+                )  # fmt: skip
+                chunk = parse_chunk(envelope, found.message)
+                assert isinstance(chunk, ReceivedChunk)  # the samples were checked when they came
+                effects += self._accounts.take(p, chunk, found.sent)
+        return effects
+
+    def release(self, feed: str) -> list[Effect] | None:
+        """Admit the complete samples of a paced feed that were begun first; None if there are none, or not yet."""
+        mine = self._partitions.of_feed(feed)
+        if any(self._partitions.intakes[p].behind for p in mine):
+            return None
+        found = self._staging.next_in_turn(feed)
+        return None if found is None else self._admit_complete(*found)
+
+    def start(self, producer: ConnectedProducer, message: Start) -> list[Effect]:
+        """Take a program's counts of tickets; ``Feed`` gives tickets."""
+        p = self._partitions.find(message.stream, message.partition)
+        if p is None or self._producers.holder[p] != producer.name:
+            return []
+        tickets = self._staging.tickets.get(self._partitions.stream_of[p].feed)
+        if tickets is not None:
+            tickets.report(p, producer.name, message)
+        return []
+
+    def grant(self, feed: str, merged: int, version: int) -> list[Effect]:
+        """Give tickets of a paced feed to programs that ask.
+
+        Args:
+            feed: Name of the feed.
+            merged: Number of samples that are merged, and not trained.
+            version: Version of the newest policy that programs are told; 0 if there is none.
+        """
+        tickets, intakes = self._staging.tickets[feed], self._partitions.intakes
+        mine = self._partitions.of_feed(feed)
+        for p in mine:
+            if self._producers.holder[p] is None:
+                tickets.leave(p)
+        waiting = merged + sum(
+            max(intakes[p].recorded_seq - intakes[p].merged_seq, 0) + (staged.num_left if staged is not None else 0)
+            for p in mine for staged in (intakes[p].staged,)
+        )  # fmt: skip
+        return [e for p in sorted(tickets.grant(waiting, version)) for e in self._credits.flow(p, repeat=True)]
+
+    def answer(self) -> list[Effect]:
+        """Answer producers whose values are safe."""
+        answers = [(self._producers.named(each.producer), each.answer) for each in self._staging.answers()]
+        return [e for to, answer in answers if to is not None for e in self._credits.send(to.peer, answer)]
