@@ -5,13 +5,13 @@ The connection is made at the first call, so a trainer that tells nothing has no
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any, Literal, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
+from streampack.connection.policy_versions import checked_version
 from streampack.connection.telling import Telling
 from streampack.core.model.fields import MAX_FIELDS
 from streampack.core.model.mesh import Mesh
@@ -34,7 +34,7 @@ class Reporting:
 
     def publish(self, version: SupportsIndex, step: int, attempt: Attempt) -> None:
         """Publish a policy's version; ``step`` is trained next."""
-        found = _version(version)
+        found = checked_version(version, "version")
         if self._published is not None and self._published[0] == attempt and found < self._published[1]:
             raise UserError(
                 f"got policy version {found} after version {self._published[1]}, expected a version that is not lower"
@@ -82,17 +82,6 @@ class Reporting:
         if self._telling is None:
             self._telling = Telling(self._endpoint, self._feed, self._timeout_s, self._key)
         return self._telling
-
-
-def _version(given: SupportsIndex) -> int:
-    """Return a version as an int. Raises UserError for another value."""
-    try:
-        found = operator.index(given)
-    except TypeError:
-        found = -1
-    if not 0 <= found < 2**62:
-        raise UserError(f"got version={given!r}, expected an integer of at least 0")
-    return found
 
 
 def _column(name: str, given: Any, count: int) -> NDArray[Any]:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Literal, SupportsIndex
 
 from streampack.config.typed_yaml import parse_size
+from streampack.connection.policy_versions import checked_version
 from streampack.core.protocol.producer_messages import ANY_PROCESS
 from streampack.core.sessions.pushing.push_session import EndBatch, EndWrite
 from streampack.errors import UserError
@@ -265,9 +266,12 @@ class Producer:
             policy_version: Version of the policy with which they were begun. Default: the oldest.
 
         Raises:
-            UserError: The producer is closed.
+            UserError: ``samples`` or ``policy_version`` is not an integer of at least 0, or the producer is closed.
         """
-        self._pushing.give_back(samples, None if policy_version is None else _index(policy_version))
+        if not isinstance(samples, int) or not 0 <= samples <= 2**24:
+            raise UserError(f"got samples={samples!r}, expected a whole number of at least 0")
+        version = None if policy_version is None else checked_version(policy_version, "policy_version")
+        self._pushing.give_back(samples, version)
 
     def wait_for(self, version: SupportsIndex, timeout_s: float | None = None) -> int:
         """Wait until the trainers have published policy ``version`` or a newer one (``Client.publish``).
@@ -281,15 +285,12 @@ class Producer:
 
         Raises:
             DataStall: The version was not published in time.
-            UserError: ``version`` is not an integer, or the producer is closed.
+            UserError: ``version`` is not an integer of at least 0, or the producer is closed.
 
         Example:
             >>> version = rollouts.wait_for(version + 1)  # doctest: +SKIP
         """
-        wanted = _index(version)
-        if wanted is None:
-            raise UserError(f"got version={version!r}, expected an integer")
-        return self._pushing.wait_for_policy(wanted, timeout_s)
+        return self._pushing.wait_for_policy(checked_version(version, "version"), timeout_s)
 
     def sample_ids(self, seqs: SupportsIndex | Iterable[SupportsIndex]) -> list[SampleId]:
         """Return the ids of samples that this producer sent, for ``amend`` in any process.

@@ -17,6 +17,7 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
+from streampack.connection.policy_versions import checked_version
 from streampack.core.journal.key_index import KEY_BYTES
 from streampack.core.layout.step_frames import INPUT_IDS
 from streampack.core.model.fields import GROUP, LOSS_MASK, POLICY_VERSION, Field
@@ -56,7 +57,7 @@ def _batches(
     samples: Sequence[Given], lease: Lease, first_seq: int, policy_version: SupportsIndex | None
 ) -> tuple[list[TokenChunk], int | UnsetType]:
     """Return samples in as few batches as the lease's limits allow, and the version of their policy."""
-    version = UNSET if policy_version is None else _version(policy_version)
+    version = UNSET if policy_version is None else checked_version(policy_version, "policy_version")
     common = {POLICY_VERSION: version} if version is not UNSET and POLICY_VERSION in _by_sample(lease) else {}
     reader = _reader((*lease.fields, *(lease.media_fields or ())))
     records = (_record(as_mapping(sample) | common, lease, first_seq + i, reader) for i, sample in enumerate(samples))
@@ -148,17 +149,6 @@ def _reader(fields: tuple[Field, ...]) -> RowReader:
 def _by_sample(lease: Lease) -> set[str]:
     """Return the names of the lease's fields with one value for each sample."""
     return {field.name for field in lease.fields if field.axis == "sample"}
-
-
-def _version(given: SupportsIndex) -> int:
-    """Return a policy version as an int. Raises UserError for another value."""
-    try:
-        found = operator.index(given)
-    except TypeError:
-        found = -1
-    if not 0 <= found < 2**62:
-        raise UserError(f"got policy_version={given!r}, expected an integer of at least 0")
-    return found
 
 
 def as_mapping(sample: Given) -> dict[str, Any]:

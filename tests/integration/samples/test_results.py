@@ -152,6 +152,14 @@ def test_a_published_policy_is_told_to_those_that_push(broker: RunningBroker) ->
                 loader.publish(-1)
             loader.publish(4)
             assert rollouts.wait_for(4) == 4
+            for wrong in (-1, "new", 1.5, None):
+                with pytest.raises(UserError, match=r"got version=.*, expected an integer of at least 0"):
+                    rollouts.wait_for(wrong)  # type: ignore[arg-type]
+                with pytest.raises(UserError, match=r"got samples=.*, expected a whole number of at least 0"):
+                    rollouts.give_back(wrong)  # type: ignore[arg-type]
+            with pytest.raises(UserError, match="got policy_version='old', expected an integer of at least 0"):
+                rollouts.give_back(0, "old")  # type: ignore[arg-type]
+            rollouts.give_back(0)
         rollouts.send([1, 2, 3], policy_version=3)
         rollouts.send([1, 2, 3], policy_version=2)
         rollouts.flush()

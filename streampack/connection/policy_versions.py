@@ -1,0 +1,27 @@
+"""Check the versions of policies that a program gives, in trainers and in programs that push samples."""
+
+from __future__ import annotations
+
+import operator
+from typing import SupportsIndex
+
+from streampack.errors import UserError
+
+
+def checked_version(given: SupportsIndex, name: str) -> int:
+    """Return a policy version as an int.
+
+    Args:
+        given: The value that the program gave as ``name``.
+        name: Name of the argument.
+
+    Raises:
+        UserError: The value is not an integer of at least 0.
+    """
+    try:
+        found = operator.index(given)
+    except TypeError:
+        found = -1
+    if not 0 <= found < 2**62:
+        raise UserError(f"got {name}={given!r}, expected an integer of at least 0")
+    return found
