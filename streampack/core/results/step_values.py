@@ -3,7 +3,7 @@
 A step is complete once every part has come; then subscribers get it. Its place is the log sequence number of its last
 record, which grows from step to step and stays the same after a restart. If the trainers train a step again before it
 is complete, the parts of the newest attempt count. A complete step is not reported again in its lineage: a subscriber
-gets each sample of a step at most once.
+gets each sample of a step at most once. This holds for steps whose values are forgotten, too, except after a restart.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from streampack.core.protocol.events import Effect
 from streampack.core.protocol.message import Envelope, Message
 from streampack.core.protocol.trainer_messages import AskResults, Noted, ReportValues, Results
 from streampack.core.results.merge_parts import ids_of, merge_parts
+from streampack.core.results.step_ranges import StepRanges
 
 MOST_WAITING = 256
 """Most subscribers of a feed that wait for its next step."""
@@ -88,7 +89,8 @@ class StepValues:
         """Names of the feed's streams."""
         self._pending: dict[Key, _Parts] = {}
         self._complete: list[CompleteStep] = []
-        self._done: set[Key] = set()
+        self._done: dict[tuple[int, tuple[str, ...]], StepRanges] = {}
+        """Steps that are complete, also forgotten ones, by (lineage, names)."""
         self._kept: dict[int, ValuesReported] = {}
         """Records, by number, if there is no log."""
         self._waiting: dict[bytes, _Waiting] = {}
@@ -131,7 +133,7 @@ class StepValues:
         is_old = known is not None and (
             message.attempt < known.attempt or (message.attempt == known.attempt and message.part in known.found)
         )
-        if key in self._done or is_old:
+        if self._is_done(key) or is_old:
             return []
         record = ValuesReported(
             feed=self._feed, lineage=message.lineage, step=message.step, attempt=message.attempt, part=message.part,
@@ -146,7 +148,7 @@ class StepValues:
         """Add a recorded part, also one of an earlier broker."""
         key = record.lineage, record.step, record.names
         known = self._pending.get(key)
-        if key in self._done or (known is not None and record.attempt < known.attempt):
+        if self._is_done(key) or (known is not None and record.attempt < known.attempt):
             return
         if known is None or record.attempt > known.attempt:
             known = self._pending[key] = _Parts(record.attempt)
@@ -156,14 +158,20 @@ class StepValues:
         if len(known.found) < record.parts:
             return
         del self._pending[key]
-        self._done.add(key)
+        self._done.setdefault((record.lineage, record.names), StepRanges()).add(record.step)
         self._complete.append(CompleteStep(lsn, key, tuple(sorted(at for at, _ in known.found.values()))))
         if not self._journal.keeps and len(self._complete) > KEPT_STEPS:
             self._forget(1)
 
+    def _is_done(self, key: Key) -> bool:
+        """Return whether a step is complete."""
+        lineage, step, names = key
+        return (lineage, names) in self._done and step in self._done[lineage, names]
+
     def branch(self, lineage: int) -> None:
-        """Forget incomplete steps of earlier lineages."""
+        """Forget which steps of earlier lineages are complete or not: no part of them is recorded any more."""
         self._pending = {key: parts for key, parts in self._pending.items() if key[0] >= lineage}
+        self._done = {key: steps for key, steps in self._done.items() if key[0] >= lineage}
 
     def forget_below(self, lsn: int) -> None:
         """Forget the steps with records below ``lsn``: these records were deleted from the log."""
@@ -173,9 +181,8 @@ class StepValues:
                 del self._pending[key]
 
     def _forget(self, count: int) -> None:
-        """Forget the oldest complete steps."""
+        """Forget the values of the oldest complete steps."""
         for step in self._complete[:count]:
-            self._done.discard(step.key)
             for lsn in step.lsns:
                 self._kept.pop(lsn, None)
         del self._complete[:count]

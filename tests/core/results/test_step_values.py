@@ -6,6 +6,7 @@ from random import Random
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,8 @@ from streampack.core.protocol.effects import SendTrainer
 from streampack.core.protocol.events import Effect
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.trainer_messages import AskResults, Noted, ReportValues, Results
-from streampack.core.results.step_values import StepValues
+from streampack.core.results.step_ranges import StepRanges
+from streampack.core.results.step_values import KEPT_STEPS, StepValues
 
 STEPS, DP, CP, SAMPLES = 4, 2, 2, 3
 
@@ -168,3 +170,32 @@ def test_a_report_that_contradicts_itself_is_refused() -> None:
         assert isinstance(effect.envelope.message, Noted)
         assert effect.envelope.message.refusal.startswith("got ")
     assert not desk.log
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_trainers_that_go_back_over_many_steps_do_not_deliver_a_step_again(keeps: bool) -> None:
+    """More steps than a broker without a log keeps; with a log, the records of most steps were deleted."""
+    desk, steps = Desk(keeps), KEPT_STEPS + 40
+    for attempt in (1, 2):
+        for step in range(steps + attempt):
+            for dp in range(DP):
+                for cp in range(CP):
+                    desk.perform(desk.values.report(b"t", *part_of(step, attempt, dp, cp), 0, 2 * steps))
+            desk.sync()
+            desk.ask()
+        if keeps:
+            desk.values.forget_below(len(desk.log) - 8)
+    desk.ask()
+    assert [message.step for message, _ in desk.had] == list(range(steps + 2))
+    assert len(desk.noted) == (2 * steps + 3) * DP * CP, "every report is answered"
+
+
+@given(st.lists(st.integers(0, 40)))
+def test_ranges_of_steps_are_a_set(steps: list[int]) -> None:
+    ranges, known = StepRanges(), set[int]()
+    for step in steps:
+        ranges.add(step)
+        known.add(step)
+        assert [each for each in range(-1, 43) if each in ranges] == sorted(known)
+    starts = sum(step - 1 not in known for step in known)
+    assert ranges.num_ranges == starts, "steps that follow each other are one range"
