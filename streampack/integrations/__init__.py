@@ -6,6 +6,7 @@
 - ``megatron``: Megatron-LM.
 - ``torchtitan``: torchtitan.
 - ``trl``: AsyncGRPO of TRL.
+- ``trl_grpo``: GRPOTrainer of TRL.
 - ``verl``: verl.
 
 Each adapter translates a framework's calls to those of a loader: ``steps``, ``state_dict``, ``commit``. Settings with
