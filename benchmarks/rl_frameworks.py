@@ -3,9 +3,11 @@
     python -m benchmarks.rl_frameworks [--json]
 
 ``verl``: 512 rollouts on 8 ranks, at most 16,384 tokens each: verl balances the ranks, and splits each rank's part.
-``AsyncGRPO``: groups of 8 rollouts on 8 ranks, rows of 16,384 tokens, as they come from a queue. Costs are those of
-each framework's own model. The critical path is the sum over micro-batches of the dearest rank's cost; 1.00 is that of
-equal ranks and no padding. Frameworks are verl 0.9.1 and trl 1.16.0, as installed for the tests.
+``GRPO``: the same rollouts, in groups of 8 with one prompt, as a generation batch of TRL's GRPOTrainer: 8 micro-batches
+with 8 rollouts each on 8 ranks. ``AsyncGRPO``: groups of 8 rollouts on 8 ranks, rows of 16,384 tokens, as they come
+from a queue. Costs are those of each framework's own model; for GRPO, those of ``plan_step``, padding included. The
+critical path is the sum over micro-batches of the dearest rank's cost; 1.00 is that of equal ranks and no padding.
+Times are those of planning alone. Frameworks are verl 0.9.1 and trl 1.16.0, as installed for the tests.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 
 from streampack.planning import plan_step
 
-RANKS, BUDGET, SAMPLES, STEPS = 8, 16_384, 512, 8
+RANKS, BUDGET, SAMPLES, STEPS, MICRO_BATCHES = 8, 16_384, 512, 8, 8
 
 
 def lengths_of(step: int) -> list[int]:
@@ -56,7 +58,7 @@ def verl() -> dict[str, dict[str, float]]:
     from streampack.integrations import verl as ours
 
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for step in range(STEPS):
+    for step in (0, *range(STEPS)):  # the first one warms up
         lengths = lengths_of(step)
         work = theirs.calculate_workload(torch.tensor(lengths)).tolist()
         began = time.perf_counter()
@@ -74,7 +76,7 @@ def verl() -> dict[str, dict[str, float]]:
         plan = plan_step(lengths, budget=BUDGET, dp=RANKS)
         costs = [[sum(work[at] for at in pack) for pack in packs] for packs in plan.packs]
         note(found["plan_step"], costs, time.perf_counter() - began)
-    return {name: {key: float(np.mean(values)) for key, values in each.items()} for name, each in found.items()}
+    return {name: {key: float(np.mean(values[1:])) for key, values in each.items()} for name, each in found.items()}
 
 
 def note(found: dict[str, list[float]], costs: list[list[float]], seconds: float) -> None:
@@ -82,6 +84,53 @@ def note(found: dict[str, list[float]], costs: list[list[float]], seconds: float
     found["micro_batches"].append(max(map(len, costs)))
     found["critical_path"].append(path_of(costs))
     found["ms"].append(1000 * seconds)
+
+
+def grpo() -> dict[str, dict[str, float]]:
+    """TRL's split of a generation batch, the same split with each micro-batch padded by itself, and ours."""
+    from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
+
+    from streampack.integrations.trl_grpo import plan_micro_batches
+
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for step in (0, *range(STEPS)):  # the first one warms up
+        drawn = np.random.default_rng(step).normal(500, 100, SAMPLES // 8)
+        prompts = np.repeat(np.clip(drawn, 50, 1000).astype(int), 8)
+        answers = np.maximum(np.array(lengths_of(step)) - 500, 16)
+        parts = np.arange(SAMPLES).reshape(RANKS, -1)
+        torch.manual_seed(step)
+        began = time.perf_counter()
+        split: list[list[list[int]]] = []
+        for part in parts:
+            batch = shuffle_sequence_dict({"number": torch.tensor(part)})
+            split.append([each["number"].tolist() for each in split_tensor_dict(batch, MICRO_BATCHES)])
+        split_s = time.perf_counter() - began
+        began = time.perf_counter()
+        plan = plan_micro_batches((prompts + answers).tolist(), MICRO_BATCHES, RANKS)
+        plan_s = time.perf_counter() - began
+        whole = [[part.tolist()] * MICRO_BATCHES for part in parts]
+        for name, ways, padded_to, seconds in (
+            ("trl", split, whole, split_s), ("repadded", split, split, split_s),
+            ("adapter", plan.packs, plan.packs, plan_s),
+        ):  # fmt: skip
+            rows = np.array([[len(each) for each in rank] for rank in ways])
+            widths = np.array([[prompts[each].max() + answers[each].max() for each in rank] for rank in padded_to])
+            costs, tokens = rows * cost_of(widths), rows * widths
+            least = cost_of(prompts + answers).sum() / RANKS
+            figures = {
+                "micro_batches": rows.shape[1], "tokens": tokens.sum(), "largest": tokens.max(),
+                "fill": (prompts + answers).sum() / tokens.sum(), "critical_path": costs.max(axis=0).sum() / least,
+                "max_mean": costs.sum(axis=1).max() / costs.sum(axis=1).mean(), "ms": 1000 * seconds,
+            }  # fmt: skip
+            for key, value in figures.items():
+                found[name][key].append(float(value))
+    return {name: {key: float(np.mean(values[1:])) for key, values in each.items()} for name, each in found.items()}
+
+
+def cost_of(widths: np.ndarray) -> np.ndarray:
+    """Cost of rows of so many tokens, as ``plan_step`` counts it."""
+    costs: np.ndarray = 24_576.0 * widths + np.square(widths, dtype=float)
+    return costs
 
 
 def async_grpo() -> dict[str, dict[str, float]]:
@@ -123,7 +172,7 @@ def main() -> None:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = {"verl": verl(), "AsyncGRPO": async_grpo()}
+        found = {"verl": verl(), "GRPO": grpo(), "AsyncGRPO": async_grpo()}
     if arguments.json:
         print(json.dumps(found))
         return

@@ -12,6 +12,7 @@ import random
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -70,7 +71,8 @@ def trainer_of(folder: Path, model: Any = None, **settings: Any) -> Any:
         whole = [[*answer, EOS] if draw.random() < 0.7 else answer for answer in answers]
         tools = [[int(draw.random() < 0.9) for _ in answer] for answer in whole]
         prompt_ids = [[int(word) for word in prompt.split()] for prompt in prompts]
-        return {"prompt_ids": prompt_ids, "completion_ids": whole, "logprobs": None, "env_mask": tools}
+        sampled = [[-5 * draw.random() for _ in answer] for answer in whole] if trainer.use_vllm else None
+        return {"prompt_ids": prompt_ids, "completion_ids": whole, "logprobs": sampled, "env_mask": tools}
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [sum(answer) % 7 + len(answer) / 10 for answer in completion_ids]
@@ -94,6 +96,9 @@ def trainer_of(folder: Path, model: Any = None, **settings: Any) -> Any:
         model, reward, arguments, train_dataset=data, processing_class=tokenizer, rollout_func=generate
     )
     trainer.remove_callback(PrinterCallback)
+    if "vllm_importance_sampling_mode" in settings:  # as with vLLM, which gives the log-probs of its samples
+        trainer.use_vllm, trainer._last_loaded_step = True, -1
+        trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
     return trainer
 
 

@@ -56,9 +56,19 @@ def test_each_loss_is_that_of_trl(folder: Path, loss_type: str) -> None:
         {"loss_type": "dapo", "steps_per_generation": 6, "beta": 0.05},
         {"loss_type": "luspo", "importance_sampling_level": "sequence", "steps_per_generation": 2},
         {"loss_type": "grpo", "mask_truncated_completions": True, "off_policy_mask_threshold": 0.01},
+        {"loss_type": "grpo", "vllm_importance_sampling_mode": "sequence_truncate", "off_policy_mask_threshold": 0.5},
+        {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate", "pad_to_multiple_of": 8},
         {"loss_type": "vespo", "steps_per_generation": 8, "per_device_train_batch_size": 1},
     ],
-    ids=["iterations", "steps-of-two-generations", "sequence-weights", "masks", "one-rollout"],
+    ids=[
+        "iterations",
+        "steps-of-two-generations",
+        "sequence-weights",
+        "masks",
+        "vllm-sequences",
+        "vllm-tokens",
+        "one-rollout",
+    ],
 )
 def test_an_optimizer_step_has_the_rollouts_that_it_has_in_trl(folder: Path, settings: dict[str, Any]) -> None:
     theirs, ours = both(folder, max_steps=4, **settings)
