@@ -50,6 +50,7 @@ TESTED = (
     "streampack.packed_loss(",
     "batch.attention_mask",
     "eval_loader=valid",
+    "trl_grpo.install(trainer)",
 )
 """A text of each example that has a test of its own."""
 
@@ -324,6 +325,17 @@ def test_a_rollout_worker(monkeypatch: pytest.MonkeyPatch) -> None:
         broker.stop()
     assert [taken.lengths for taken in broker.taken] == [[1, 3]] * 4
     assert broker.marks == [(4, 0), (8, 1)]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers warns of names that TRL uses
+def test_a_trainer_of_trl_with_grpo(tmp_path: Path) -> None:
+    from tests.integration.frameworks.grpo_trainers import trainer_of  # here: it imports TRL
+
+    names: dict[str, Any] = {"streampack": streampack, "GRPOTrainer": lambda *_, **__: trainer_of(tmp_path)}
+    names |= dict.fromkeys(("model", "reward_funcs", "args", "dataset"))
+    exec(compile(block("trl_grpo.install(trainer)"), "README.md", "exec"), names)
+    assert names["trainer"].state.global_step == 3
+    assert any("streampack_share" in batch for batch in names["trainer"]._buffered_inputs)
 
 
 def test_pairs_of_preferences(monkeypatch: pytest.MonkeyPatch) -> None:
