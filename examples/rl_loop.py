@@ -1,18 +1,16 @@
 """An RL loop in two processes: a generator and a trainer, which know each other only through the broker.
 
-Run both with ``streampack run -c broker.yaml -- python rl_loop.py`` and this broker.yaml. Or start ``python rl_loop.py
-generate`` and ``python rl_loop.py train`` in two terminals, and kill either: it goes on where it was::
-
-    {run: rl-loop, merge: arrival, state_dir: state, streams: {rollouts: {pushed: true, partitions: 1}}, rules:
-    {budget: 512, window: {samples: 32}, step: {samples: 64}, staleness: {max_policy_lag: 1, on_exceed: wait}},
-    fields: {loss_mask: {}, advantages: {dtype: float32, align: target, late: true}, reward: {dtype: float32,
-    axis: sample, late: true}}}
+Run both with ``streampack run -c rl_loop.yaml -- python rl_loop.py``. Or start ``streampack broker -c rl_loop.yaml``,
+``python rl_loop.py generate`` and ``python rl_loop.py train`` in three terminals, the last two with
+STREAMPACK_ENDPOINT=tcp://127.0.0.1:7402 and STREAMPACK_PRODUCERS=tcp://127.0.0.1:7401. Kill any of them with
+``kill -9`` and start it again: it goes on where it was.
 """
 
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -82,6 +80,8 @@ def train():
             loader.load_state_dict(saved["loader"])
             first = saved["step"]
         publish(loader, first)
+        if first == STEPS:
+            return
         for step in loader.steps():
             forward = step.regroup(budget=1024)  # a pass without gradients takes larger packs
             with torch.no_grad():
@@ -119,6 +119,9 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         {"generate": generate, "train": train}[sys.argv[1]]()
     else:
-        generator = subprocess.Popen([sys.executable, __file__, "generate"])
-        train()
-        generator.wait(60)
+        parts = [subprocess.Popen([sys.executable, __file__, part]) for part in ("generate", "train")]
+        while not any(part.poll() for part in parts) and any(part.poll() is None for part in parts):
+            time.sleep(0.2)
+        for part in parts:
+            part.kill()  # one has failed, or both have ended
+        sys.exit(any(part.wait() for part in parts))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
 import json
 import os
@@ -25,10 +24,9 @@ STEPS = 40
 
 
 def settings(path: Path) -> dict[str, Any]:
-    """Return the settings in the example's docstring, with addresses and a state_dir under ``path``."""
-    text = ast.get_docstring(ast.parse((EXAMPLES / "rl_loop.py").read_text())) or ""
+    """Return the example's settings, with addresses and a state_dir under ``path``."""
     sides = {side: f"ipc://{path}/{side}" for side in ("producers", "trainers")}
-    found: dict[str, Any] = yaml.safe_load(text.split("::\n", 1)[1])
+    found: dict[str, Any] = yaml.safe_load((EXAMPLES / "rl_loop.yaml").read_text())
     return found | {"listen": {**sides, "http": "127.0.0.1:0"}, "state_dir": str(path / "state")}
 
 
