@@ -139,8 +139,7 @@ class Broker:
             self._now = event.now
             effects = self.leases.tick(event.now) + self._cut_log()
             for feed in self.feeds.values():
-                feed.tick(event.now)
-                effects += self._advance(feed, feed.readers.tick(event.now))
+                effects += self._advance(feed, feed.tick(event.now) + feed.readers.tick(event.now))
             return effects
         if isinstance(event, NotSent):
             for feed in self.feeds.values():

@@ -268,11 +268,12 @@ class Feed:
         policy = published.version + max(self.next_step - published.step, 0)
         return self._leases.staging.in_the_way(self.name, policy, self.planner.former.queued_samples)
 
-    def tick(self, now: float) -> None:
-        """Note the time, in seconds since the broker's first tick."""
+    def tick(self, now: float) -> list[Effect]:
+        """Note the time, in seconds since the broker's first tick; complete results of steps that are done."""
         self._first_tick = now if self._first_tick < 0 else self._first_tick
         self._now = now - self._first_tick
         self.results.tick(now)
+        return self.results.carry(self.steps.returned_by)
 
     def formed(self, event: Formed) -> list[Effect]:
         """Make and serve the steps of a packer's choice; ignore the choice if the feed has moved to another step."""
@@ -543,7 +544,8 @@ class Feed:
         if isinstance(message, Publish):
             return self._publish_policy(peer, message)
         if isinstance(message, ReportValues):
-            return results.report(peer, message, envelope.payload, self.history.lineage, self.steps.formed_upto)
+            served = max(self.steps.formed_upto, self.history.num_steps)  # also by an earlier broker
+            return results.report(peer, message, envelope.payload, self.history.lineage, served)
         assert isinstance(message, AskResults)
         return results.ask(peer, message, now)
 

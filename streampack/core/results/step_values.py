@@ -4,6 +4,9 @@ A step is complete once every part has come; then subscribers get it. Its place 
 record, which grows from step to step and stays the same after a restart. If the trainers train a step again before it
 is complete, the parts of the newest attempt count. A complete step is not reported again in its lineage: a subscriber
 gets each sample of a step at most once. This holds for steps whose values are forgotten, too, except after a restart.
+
+A new attempt may begin while some ranks are done with a step and others are not, for example if the broker restarts.
+Ranks that are done do not train the step again. So their parts count in the new attempt, too, and are recorded again.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from msgspec import UNSET
 
@@ -36,6 +40,8 @@ KEPT_STEPS = 64
 """Complete steps that are kept in memory without a log."""
 Key = tuple[int, int, tuple[str, ...]]
 """(lineage, step, names)."""
+Returned = Callable[[int, int], int]
+"""Function that returns how many steps a rank has returned, from the number of its part, and the number of parts."""
 Locate = Callable[[I64], tuple[I64, I64]]
 """Function that returns partition and sent number of samples, int64 [n] each, from their ids."""
 
@@ -50,10 +56,36 @@ class CompleteStep(NamedTuple):
 
 @dataclass(slots=True)
 class _Parts:
-    """Parts of a step of one attempt: log sequence number and record of each, by number."""
+    """Parts of a step: log sequence number and newest record of each, by number.
+
+    ``attempt`` is the newest attempt. Parts of earlier attempts do not count yet.
+    """
 
     attempt: tuple[int, int]
     found: dict[int, tuple[int, ValuesReported]] = field(default_factory=dict)
+
+    def has(self, part: int, attempt: tuple[int, int]) -> bool:
+        """Return whether a part of this attempt, or of a newer one, is known."""
+        return part in self.found and self.found[part][1].attempt >= attempt
+
+    def put(self, lsn: int, record: ValuesReported) -> None:
+        """Add a part. Parts that belong to another mesh than the newest attempt are dropped."""
+        if record.attempt >= self.attempt:
+            self.attempt = record.attempt
+            self.found = {part: each for part, each in self.found.items() if each[1].parts == record.parts}
+        elif any(each.parts != record.parts for _, each in self.found.values()):
+            return
+        self.found[record.part] = lsn, record
+
+    @property
+    def earlier(self) -> list[ValuesReported]:
+        """The parts of earlier attempts."""
+        return [record for _, record in self.found.values() if record.attempt < self.attempt]
+
+    @property
+    def complete(self) -> bool:
+        """True if every part of the newest attempt is there."""
+        return not self.earlier and all(len(self.found) == record.parts for _, record in self.found.values())
 
 
 class _Waiting(NamedTuple):
@@ -117,6 +149,8 @@ class StepValues:
             lineage: The feed's lineage.
             upto: Steps before this one were served.
         """
+        if message.attempt[0] > self.epoch:
+            return []  # a standby has taken over, and has served the step. The rank repeats its message until it knows
         refusal = _fault(message, payload)
         if not refusal and (message.step >= upto or message.lineage > lineage):
             refusal = f"got values for step {message.step}, expected a step that was served: one before step {upto}"
@@ -130,10 +164,7 @@ class StepValues:
         """Record a part, unless it is known or older than what is known."""
         key = message.lineage, message.step, message.names
         known = self._pending.get(key)
-        is_old = known is not None and (
-            message.attempt < known.attempt or (message.attempt == known.attempt and message.part in known.found)
-        )
-        if self._is_done(key) or is_old:
+        if self._is_done(key) or (known is not None and known.has(message.part, message.attempt)):
             return []
         record = ValuesReported(
             feed=self._feed, lineage=message.lineage, step=message.step, attempt=message.attempt, part=message.part,
@@ -147,16 +178,16 @@ class StepValues:
     def add(self, lsn: int, record: ValuesReported) -> None:
         """Add a recorded part, also one of an earlier broker."""
         key = record.lineage, record.step, record.names
-        known = self._pending.get(key)
-        if self._is_done(key) or (known is not None and record.attempt < known.attempt):
+        if self._is_done(key):
             return
-        if known is None or record.attempt > known.attempt:
-            known = self._pending[key] = _Parts(record.attempt)
-        known.found[record.part] = lsn, record
+        known = self._pending.setdefault(key, _Parts(record.attempt))
+        if known.has(record.part, record.attempt):
+            return
+        known.put(lsn, record)
+        if not known.complete:
+            return
         if not self._journal.keeps:
-            self._kept[lsn] = record
-        if len(known.found) < record.parts:
-            return
+            self._kept |= dict(known.found.values())
         del self._pending[key]
         self._done.setdefault((record.lineage, record.names), StepRanges()).add(record.step)
         self._complete.append(CompleteStep(lsn, key, tuple(sorted(at for at, _ in known.found.values()))))
@@ -168,6 +199,17 @@ class StepValues:
         lineage, step, names = key
         return (lineage, names) in self._done and step in self._done[lineage, names]
 
+    def carry(self, returned: Returned) -> list[Effect]:
+        """Record parts of earlier attempts again, if their ranks have returned the step and so report it no more."""
+        effects: list[Effect] = []
+        for (_, step, _), parts in list(self._pending.items()):
+            for record in parts.earlier:
+                if returned(record.part, record.parts) > step:
+                    again = msgspec.structs.replace(record, attempt=parts.attempt)
+                    effects += self._journal.append(again)
+                    self.add(self._journal.next_lsn - 1, again)
+        return effects + self.safe() if effects else []
+
     def branch(self, lineage: int) -> None:
         """Forget which steps of earlier lineages are complete or not: no part of them is recorded any more."""
         self._pending = {key: parts for key, parts in self._pending.items() if key[0] >= lineage}
@@ -177,7 +219,8 @@ class StepValues:
         """Forget the steps with records below ``lsn``: these records were deleted from the log."""
         self._forget(sum(step.lsns[0] < lsn for step in self._complete))
         for key, parts in list(self._pending.items()):
-            if min(at for at, _ in parts.found.values()) < lsn:
+            parts.found = {part: each for part, each in parts.found.items() if each[0] >= lsn}
+            if not parts.found:
                 del self._pending[key]
 
     def _forget(self, count: int) -> None:

@@ -435,6 +435,18 @@ class StepServer:
         reader.have_upto = max(reader.have_upto, have_upto)
         return self._note_done(reader, done_upto)
 
+    def returned_by(self, part: int, parts: int) -> int:
+        """Return how many steps the rank that reports part ``part`` of ``parts`` has returned; 0 if unknown.
+
+        Ranks of the last pipeline stage report. Context-parallel ranks are one part, or have a part each.
+        """
+        reader = next(iter(self._registry.held.values()), None)
+        if reader is None or parts not in (reader.mesh.dp, reader.mesh.dp * reader.mesh.cp):
+            return 0
+        mesh = reader.mesh
+        dp_rank, cp_rank = divmod(part, mesh.cp) if parts == mesh.dp * mesh.cp else (part, 0)
+        return self.returned.get((dp_rank, cp_rank, 0, mesh.pp - 1), 0)
+
     def note_figures(self, reader: Reader, stats: dict[str, float], starvation: Starvation | None) -> None:
         """Keep the metrics and the data wait that a reader reports."""
         reader.stats = stats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import msgspec
@@ -14,12 +15,13 @@ from streampack.core.journal.journal import Journal
 from streampack.core.journal.log_effects import Append, Recall, Recalled
 from streampack.core.journal.log_records import ValuesReported
 from streampack.core.model.samples import I64
-from streampack.core.protocol.effects import SendTrainer
+from streampack.core.protocol.effects import FromTrainer, SendTrainer
 from streampack.core.protocol.events import Effect
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.trainer_messages import AskResults, Noted, ReportValues, Results
 from streampack.core.results.step_ranges import StepRanges
 from streampack.core.results.step_values import KEPT_STEPS, StepValues
+from tests.core.feed.test_going_back import Rollouts
 
 STEPS, DP, CP, SAMPLES = 4, 2, 2, 3
 
@@ -137,6 +139,78 @@ def test_one_that_subscribes_now_gets_what_comes_from_now_on() -> None:
         desk.sync()
         desk.ask()
     assert [message.step for message, _ in desk.had] == [2, 1], "in the order in which they were complete"
+
+
+def returned_by(done: set[int]) -> Callable[[int, int], int]:
+    """Ranks whose parts are ``done`` have returned step 0."""
+    return lambda part, parts: int(part in done and parts == DP * CP)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("killed", [True, False])
+@pytest.mark.parametrize("late", [True, False])
+def test_a_part_counts_in_a_new_attempt_once_its_rank_is_done_with_the_step(
+    keeps: bool, killed: bool, late: bool
+) -> None:
+    """The broker restarts while some ranks have reported a step, or while their reports are on their way."""
+    desk, places = Desk(keeps), [(dp, cp) for dp in range(DP) for cp in range(CP)]
+    reports = [(1, place) for place in places[:2]] + [(2, place) for place in places[2:]]
+    for attempt, place in sorted(reports, reverse=late):
+        desk.perform(desk.values.report(b"t", *part_of(0, attempt, *place), 0, STEPS))
+    desk.sync()
+    if killed and keeps:
+        desk.start()
+    desk.perform(desk.values.carry(returned_by({0})))
+    desk.sync()
+    desk.ask()
+    assert not desk.had, "the rank of part 1 may train the step again"
+    desk.perform(desk.values.carry(returned_by({0, 1})))
+    desk.sync()
+    if killed and keeps:
+        desk.start()
+    desk.ask()
+    ((found, values),) = desk.had
+    assert found.step == 0
+    assert values == [2 * i + 1 + (2000 if i < SAMPLES else 4000) for i in range(DP * SAMPLES)]
+    desk.perform(desk.values.carry(returned_by({0, 1})))
+    desk.perform(desk.values.report(b"t", *part_of(0, 3, 0, 0), 0, STEPS))
+    desk.sync()
+    desk.ask()
+    assert len(desk.had) == 1
+
+
+def test_a_part_of_another_mesh_does_not_count_in_a_new_attempt() -> None:
+    desk = Desk(True)
+    message, payload = part_of(0, 1, 0, 0)
+    desk.perform(desk.values.report(b"t", msgspec.structs.replace(message, parts=3), payload, 0, STEPS))
+    for dp, cp in ((0, 1), (1, 0), (1, 1)):
+        desk.perform(desk.values.report(b"t", *part_of(0, 2, dp, cp), 0, STEPS))
+    desk.perform(desk.values.carry(lambda part, parts: 1))
+    desk.sync()
+    desk.ask()
+    assert not desk.had
+
+
+def test_a_broker_that_was_replaced_does_not_answer_a_report_about_a_step_of_its_successor() -> None:
+    desk = Desk(True)
+    message, payload = part_of(STEPS, 1, 0, 0)
+    assert not desk.values.report(b"t", msgspec.structs.replace(message, attempt=(2, 1)), payload, 0, STEPS)
+    assert not desk.log
+
+
+def test_a_new_broker_takes_values_of_steps_that_an_earlier_one_has_served() -> None:
+    live = Rollouts(3)
+    live.wanted = 40
+    live.until(lambda: live.had >= 4)
+    live.start_broker()
+    assert live.feed.steps.formed_upto < live.had, "the steps are not formed again yet"
+    message, payload = part_of(live.had - 1, 1, 0, 0)
+    told = Envelope(run=0, epoch=0, fence=0, message=message, payload=payload)
+    answers = [
+        effect.envelope.message for effect in live.broker.handle(FromTrainer(b"pub", told))
+        if isinstance(effect, SendTrainer) and effect.peer == b"pub"
+    ]  # fmt: skip
+    assert not any(isinstance(answer, Noted) and answer.refusal for answer in answers)
 
 
 def test_steps_whose_records_were_deleted_are_skipped() -> None:
