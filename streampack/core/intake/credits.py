@@ -132,6 +132,8 @@ class Credits:
         if keys_full:
             seq = intake.sent_seq + keys.room
         said_seq, said_size = self._granted[p]
+        if intake.behind and intake.staged is not None:  # no new samples are taken until the log's are read
+            seq, size = said_seq, said_size
         if not repeat and seq - said_seq < MAX_UNMERGED // 4 and size - said_size < intake.quota_bytes // 4:
             return []
         self._granted[p] = (seq, size)

@@ -151,20 +151,26 @@ class Intake:
     @property
     def waiting_tokens(self) -> int:
         """Tokens that wait for the merge, or for late fields before."""
-        return self.kept_tokens - self.merged_tokens + (0 if self.staged is None else self.staged.num_tokens)
+        return self.kept_tokens - self.merged_tokens + (0 if self.staged is None else self.staged.tokens_left)
 
     @property
     def grant_seq(self) -> int:
         """The producer may send samples below this number."""
         if self.staged is None:
             return self.merged_seq + self.max_unmerged
-        waiting = self.staged.num_samples + max(self.recorded_seq - self.merged_seq, 0)
+        waiting = self.staged.num_left + max(self.recorded_seq - self.merged_seq, 0)
         return self.staged.next_seq + max(self.max_unmerged - waiting, 0)
 
     @property
     def grant_bytes(self) -> int:
         """The total bytes that the producer may send in this session."""
-        return self.session_bytes + self.quota_bytes - self.waiting_tokens * self.token_bytes - self.waiting_media
+        room = self.quota_bytes - self.waiting_tokens * self.token_bytes - self.waiting_media
+        return self.session_bytes + max(room, 0)  # chunks of the log, with what waits for late fields, may be more
+
+    def may_keep(self, tokens: int) -> bool:
+        """Return whether the memory of merged samples has room for so many tokens more of the partition."""
+        waiting = self.kept_tokens - self.merged_tokens + tokens
+        return waiting * self.token_bytes + self.waiting_media <= self.quota_bytes
 
     def fits(self, stop_seq: int, num_bytes: int) -> bool:
         """Return whether credit allows a chunk of ``num_bytes`` that ends before sample ``stop_seq``."""

@@ -48,12 +48,14 @@ class PartitionAccounts:
         """Record a good chunk in the log, and admit its samples.
 
         ``sent`` int64 [n]: numbers with which the samples came, if they waited for late fields. They may be complete
-        while the partition is read from the log again. Then they are read from there, too.
+        while the partition is read from the log again, or just after, when its samples take all the memory. Then they
+        are read from the log later.
         """
-        behind = self._partitions.intakes[p].behind
+        intake = self._partitions.intakes[p]
+        behind = intake.behind or (sent is not None and not intake.may_keep(chunk.num_tokens))
         version = chunk.message.policy_version
         stale = version is not UNSET and self._partitions.stream_of[p].history.is_stale(version)
-        effects, repeated = self._records.append_chunk(p, chunk, stale, sent)
+        effects, repeated = self._records.append_chunk(p, chunk, stale, sent, behind)
         if not behind:
             return effects + self._admit(p, chunk, stale, repeated)
         stream = self._partitions.stream_of[p]
@@ -154,9 +156,7 @@ class PartitionAccounts:
                 merge.push(number, none - 1, none, none)
                 intake.expected_seq = place.stop_seq
             elif place.stop_seq > intake.expected_seq:
-                waiting = intake.kept_tokens - intake.merged_tokens + place.tokens
-                num_bytes = waiting * intake.token_bytes + intake.waiting_media
-                if num_bytes > intake.quota_bytes or place.stop_seq > intake.grant_seq:
+                if not intake.may_keep(place.tokens) or place.stop_seq > intake.grant_seq:
                     return []
                 intake.expected_seq = place.base_seq
                 intake.recalling = True

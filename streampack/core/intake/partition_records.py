@@ -66,11 +66,12 @@ class PartitionRecords:
             self.digests.pop(stream, None)
 
     def append_chunk(
-        self, p: int, chunk: ReceivedChunk, stale: bool, sent: I64 | None = None
+        self, p: int, chunk: ReceivedChunk, stale: bool, sent: I64 | None = None, behind: bool = False
     ) -> tuple[list[Effect], NDArray[np.bool_] | None]:
         """Record a chunk if samples are merged in the order of arrival; record a pushed chunk with its payload.
 
-        ``sent`` int64 [n]: numbers with which the samples came, if they have waited for late fields.
+        ``sent`` int64 [n]: numbers with which the samples came, if they have waited for late fields. With ``behind``,
+        they are read from the log later.
 
         Returns:
             The effects, and the samples to drop because of their keys, bool [n]; None if there are none.
@@ -98,7 +99,6 @@ class PartitionRecords:
         )  # fmt: skip
         if sent is not None:
             record = ChunkCompleted(**msgspec.structs.asdict(record), sent_u64=sent.astype("<u8").tobytes())
-        behind = intake.behind
         effects = self._journal.append(record, chunk.envelope.payload if stream.terms.pushed else ())
         lsn = self._journal.next_lsn - 1
         self._note_chunk(p, lsn, record)

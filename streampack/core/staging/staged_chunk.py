@@ -59,28 +59,37 @@ class StagedChunk:
         lsn: Log sequence number of the record.
         since: Time at which the chunk came, in seconds of this broker's clock.
         batch: Number of the partition's marks that came before the chunk.
+        by_sample: For each field that is not late, whether it has one value for each sample.
         lengths: int64 [n], tokens of each sample.
         payload: Frames of the tokens and of the fields that are not late; None until they are read from the log.
+            They may lack samples that were admitted.
         state: uint8 [n], ``SampleState`` of each sample.
         values: Bytes of each sample's value by late field; None where a value has not come.
         crcs: Checksum of each value, as for ``values``.
         unread: Records whose payload must be read from the log again.
+        num_left, tokens_left: Number of the samples that were not admitted, and their tokens.
     """
 
     record: ChunkStaged
     lsn: int
     since: float
     batch: int
+    by_sample: tuple[bool, ...] = ()
     payload: tuple[Any, ...] | None = None
     lengths: I64 = field(init=False)
     state: NDArray[np.uint8] = field(init=False)
     values: dict[str, list[bytes | None]] = field(default_factory=dict)
     crcs: dict[str, list[int | None]] = field(default_factory=dict)
     unread: set[int] = field(default_factory=set)
+    num_left: int = field(init=False)
+    tokens_left: int = field(init=False)
+    _rows: I64 | None = None
+    """Places of the samples in ``payload``; None for all samples."""
 
     def __post_init__(self) -> None:
         self.lengths = np.frombuffer(self.record.lengths_u32, "<u4").astype(np.int64)
         self.state = np.zeros(len(self.lengths), np.uint8)
+        self.num_left, self.tokens_left = len(self.lengths), int(self.lengths.sum())
 
     @property
     def base_seq(self) -> int:
@@ -110,7 +119,7 @@ class StagedChunk:
     @property
     def empty(self) -> bool:
         """True if every sample was admitted."""
-        return bool((self.state == SampleState.ADMITTED).all())
+        return not self.num_left
 
     @property
     def is_dropped(self) -> bool:
@@ -144,6 +153,32 @@ class StagedChunk:
             self.state[whole] = SampleState.COMPLETE
         return bool(((self.state != SampleState.WAITING) & (self.state != SampleState.ADMITTED)).any())
 
+    def read(self, payload: tuple[Any, ...]) -> None:
+        """Take the payload of all samples, which was read from the log."""
+        self.payload, self._rows = tuple(map(bytes, payload)), None
+        self._shrink()
+
+    def admit(self, rows: I64) -> None:
+        """Count samples as admitted, which were not before. The memory of their values is freed."""
+        self.state[rows] = SampleState.ADMITTED
+        self.num_left -= len(rows)
+        self.tokens_left -= int(self.lengths[rows].sum())
+        for column in self.values.values():
+            for at in rows.tolist():
+                column[at] = None
+        self._shrink()
+
+    def _shrink(self) -> None:
+        """Free the payload of admitted samples, if it is more than half of the payload."""
+        if not self.num_left:
+            self.payload, self.values = None, {}
+        if self.payload is None or self.is_group:
+            return
+        held = int((self.lengths if self._rows is None else self.lengths[self._rows]).sum())
+        if 2 * self.tokens_left < held:
+            rows = np.flatnonzero(self.state != SampleState.ADMITTED)
+            self.payload, self._rows = tuple(self._sent_frames(rows)), rows
+
     def take(self, fields: Sequence[Field], base_seq: int) -> Complete:
         """Return the next samples to admit, numbered from ``base_seq`` on, and count them as admitted.
 
@@ -151,13 +186,11 @@ class StagedChunk:
         """
         kind = next(state for state in (SampleState.COMPLETE, *_REASONS) if (self.state == state).any())
         rows = np.flatnonzero(self.state == kind)
-        self.state[rows] = SampleState.ADMITTED
         if kind is SampleState.COMPLETE:
             found = self._complete(fields, rows, base_seq)
         else:
             found = self._dropped(fields, rows, base_seq, _REASONS[kind])
-        if self.empty:
-            self.payload, self.values = None, {}
+        self.admit(rows)
         return found
 
     def _complete(self, fields: Sequence[Field], rows: I64, base_seq: int) -> Complete:
@@ -201,25 +234,34 @@ class StagedChunk:
 
     def _payload(self, fields: Sequence[Field], rows: I64 | None) -> tuple[Any, ...]:
         """Return the frames of the tokens and of all fields for the samples ``rows``; for all samples with None."""
-        assert self.payload is not None  # nothing is complete while ``unread``
-        frames, given = [_rows_of(self.payload[0], self.lengths, rows)], iter(self.payload[1:])
+        tokens, *sent = self._sent_frames(rows)
+        frames, given = [tokens], iter(sent)
         every = range(len(self.lengths)) if rows is None else rows.tolist()
         for each in fields:
             by_sample = each.axis == "sample"
             if not each.late:
-                frame = next(given)
-                frames.append(_rows_of(frame, np.ones_like(self.lengths) if by_sample else self.lengths, rows))
+                frames.append(next(given))
                 continue
             values = self.values.get(each.name, [None] * len(self.lengths))
             none = bytes(each.value_bytes) if by_sample else b""  # of a rejected sample
             frames.append(b"".join(none if (value := values[at]) is None else value for at in every))
         return tuple(frames)
 
+    def _sent_frames(self, rows: I64 | None) -> list[Any]:
+        """Return the payload of the samples ``rows``; of all samples with None."""
+        assert self.payload is not None  # nothing is complete while ``unread``
+        if rows is None:
+            return list(self.payload)
+        held = np.arange(len(self.lengths)) if self._rows is None else self._rows
+        lengths, places = self.lengths[held], np.searchsorted(held, rows)
+        found: list[Any] = []
+        for frame, by_sample in zip(self.payload, (False, *self.by_sample), strict=True):
+            found.append(_rows_of(frame, np.ones_like(lengths) if by_sample else lengths, places))
+        return found
 
-def _rows_of(frame: Any, sizes: I64, rows: I64 | None) -> Any:
+
+def _rows_of(frame: Any, sizes: I64, rows: I64) -> bytes:
     """Return the part of a frame that belongs to ``rows``; sample i has ``sizes[i]`` of the frame's equal values."""
-    if rows is None:
-        return frame
     data, ends = memoryview(frame).cast("B"), np.concatenate([[0], np.cumsum(sizes)])
     width = len(data) // max(int(ends[-1]), 1)
     return b"".join(data[int(ends[at]) * width : int(ends[at + 1]) * width] for at in rows.tolist())

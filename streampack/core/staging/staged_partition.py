@@ -61,6 +61,8 @@ class StagedPartition:
     ended: bool = False
     paced: bool = False
     late: tuple[Field, ...] = field(init=False)
+    by_sample: tuple[bool, ...] = field(init=False)
+    """For each field that is not late, whether it has one value for each sample."""
     _complete: list[StagedChunk] = field(default_factory=list)
     """Chunks that may have samples to admit."""
     _known: dict[int, dict[str, int]] = field(default_factory=dict)
@@ -68,21 +70,17 @@ class StagedPartition:
 
     def __post_init__(self) -> None:
         self.late = tuple(each for each in self.fields if each.late)
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples in chunks that are not admitted whole."""
-        return sum(len(chunk.lengths) for chunk in self.chunks)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of these samples."""
-        return sum(int(chunk.lengths.sum()) for chunk in self.chunks)
+        self.by_sample = tuple(each.axis == "sample" for each in self.fields if not each.late)
 
     @property
     def num_left(self) -> int:
         """Number of samples that were not admitted."""
-        return sum(int((chunk.state != SampleState.ADMITTED).sum()) for chunk in self.chunks)
+        return sum(chunk.num_left for chunk in self.chunks)
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens of these samples."""
+        return sum(chunk.tokens_left for chunk in self.chunks)
 
     @property
     def num_waiting(self) -> int:
@@ -192,7 +190,7 @@ class StagedPartition:
             place = self.find(seq)
             if place is None:
                 continue
-            place.chunk.state[place.at] = SampleState.ADMITTED
+            place.chunk.admit(np.array([place.at]))
             self._remember(place.chunk, [place.at])
             self._forget_if_done(place.chunk)
 

@@ -143,7 +143,9 @@ class Staging:
             policy_version=message.policy_version, shared_u32=message.shared_u32,
         )  # fmt: skip
         lsn, staged = self._journal.next_lsn, self._of[p]
-        staged.add_chunk(StagedChunk(record, lsn, self._now, staged.num_marks, tuple(map(bytes, payload))))
+        chunk = StagedChunk(record, lsn, self._now, staged.num_marks, staged.by_sample)
+        chunk.read(payload)
+        staged.add_chunk(chunk)
         return self._journal.append(record, payload)
 
     def mark(self, p: int, message: Mark) -> list[Effect]:
@@ -290,7 +292,7 @@ class Staging:
         """Apply a record of an earlier broker while this broker starts."""
         staged = self._of[p]
         if isinstance(record, ChunkStaged):
-            chunk = StagedChunk(record, lsn, self._now, staged.num_marks)
+            chunk = StagedChunk(record, lsn, self._now, staged.num_marks, staged.by_sample)
             chunk.unread.add(lsn)
             staged.add_chunk(chunk)
         elif isinstance(record, MarkStaged):
@@ -320,7 +322,7 @@ class Staging:
             _put(staged, _values_of(record, event.payload, staged.late))
         for chunk in [chunk for chunk in staged.chunks if event.lsn in chunk.unread]:
             if chunk.lsn == event.lsn:
-                chunk.payload = tuple(map(bytes, event.payload))
+                chunk.read(event.payload)
             chunk.unread.discard(event.lsn)
             staged.note(chunk)
 
