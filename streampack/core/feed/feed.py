@@ -241,13 +241,15 @@ class Feed:
         return self._leases.staged.release(self.name)
 
     def _grant(self) -> list[Effect]:
-        """Give tickets to programs that want to generate samples."""
+        """Give tickets to programs that want to generate samples, and credit to one for which the next step waits."""
         if self._learns:
             return []
+        oldest = self._in_the_way
+        effects = [] if oldest is None else self._leases.staged.make_room(oldest.producer)
         told, merged = self._leases.credits.told(self.name), self.memory.held_samples
         if told is not None:  # returned steps after the last published policy are not trained, as programs see it
             merged += max(self.steps.released_upto - told.step, 0) * (self._batch_samples or 1)
-        return self._leases.staged.grant(self.name, merged, 0 if told is None else told.version)
+        return effects + self._leases.staged.grant(self.name, merged, 0 if told is None else told.version)
 
     @property
     def _batch_samples(self) -> int | None:

@@ -53,6 +53,7 @@ class Credits:
         self._published: deque[tuple[int, PolicyPublished]] = deque()
         self._told: dict[str, PolicyPublished] = {}
         """The newest policy that is safely published, by feed."""
+        self._num_told = 0
         self._held_back: set[int] = set()
         """Partitions that are leased once all samples pushed to them are safe."""
 
@@ -70,6 +71,7 @@ class Credits:
         while self._published and self._published[0][0] <= self._journal.safe_upto:
             _, published = self._published.popleft()
             self._told[published.feed] = published
+            self._num_told += 1
             moved.add(published.feed)
         partitions = [p for feed in sorted(moved) for p in self._partitions.of_feed(feed)]
         return [e for p in partitions if self._partitions.stream_of[p].terms.pushed for e in self.flow(p, repeat=True)]
@@ -144,13 +146,17 @@ class Credits:
             ended=self._needs_no_more(p), write=keys.safe_write(self._journal.safe_upto),
             keys_full=keys_full, granted=self._granted_tickets(p),
             policy_version=self._told[stream.feed].version if stream.feed in self._told else msgspec.UNSET,
+            policy_number=self._num_told,
         )  # fmt: skip
         return self.send(holder.peer, flow, intake.session)
 
     def _granted_tickets(self, p: int) -> int | msgspec.UnsetType:
         """Return the number of tickets that the holder of ``p`` was given in a paced feed."""
         tickets = self._staging.tickets.get(self._partitions.stream_of[p].feed)
-        granted = None if tickets is None else tickets.granted(p)
+        if tickets is None:
+            return msgspec.UNSET
+        tickets.hand_over(p, self._producers.holder[p])
+        granted = tickets.granted(p)
         return msgspec.UNSET if granted is None else granted
 
     def _needs_no_more(self, p: int) -> bool:

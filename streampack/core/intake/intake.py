@@ -62,6 +62,7 @@ class Intake:
         recalling: True while the chunk at ``place`` is being read from the log.
         staged: Samples that came and wait for their late fields; None if the feed has none. They have numbers of their
             own, and so have ``durable_seq``, ``durable_marks`` and ``unsafe`` then.
+        more_bytes: Bytes that may wait beyond ``quota_bytes``; only in a paced feed, where tickets bound the samples.
     """
 
     quota_bytes: int
@@ -92,6 +93,7 @@ class Intake:
     place: int = 0
     recalling: bool = False
     staged: StagedPartition | None = None
+    more_bytes: int = 0
     _floors: list[Floor] = field(default_factory=list)
 
     def go_to(self, floor: Floor, known_seq: int, merged_tokens: int) -> None:
@@ -164,13 +166,23 @@ class Intake:
     @property
     def grant_bytes(self) -> int:
         """The total bytes that the producer may send in this session."""
-        room = self.quota_bytes - self.waiting_tokens * self.token_bytes - self.waiting_media
+        waiting = self.waiting_tokens * self.token_bytes + self.waiting_media
+        room = self.quota_bytes + self.more_bytes - waiting
         return self.session_bytes + max(room, 0)  # chunks of the log, with what waits for late fields, may be more
 
     def may_keep(self, tokens: int) -> bool:
         """Return whether the memory of merged samples has room for so many tokens more of the partition."""
         waiting = self.kept_tokens - self.merged_tokens + tokens
         return waiting * self.token_bytes + self.waiting_media <= self.quota_bytes
+
+    def make_room(self, num_bytes: int) -> bool:
+        """Give credit for at least so many bytes more; return whether that is new."""
+        lacking = num_bytes - (self.grant_bytes - self.session_bytes)
+        if lacking <= 0:
+            return False
+        waiting = self.waiting_tokens * self.token_bytes
+        self.more_bytes = max(waiting + num_bytes - self.quota_bytes, self.more_bytes)
+        return True
 
     def fits(self, stop_seq: int, num_bytes: int) -> bool:
         """Return whether credit allows a chunk of ``num_bytes`` that ends before sample ``stop_seq``."""

@@ -76,7 +76,15 @@ class Leases:
         self.credits = Credits(run, epoch, capacity, self.partitions, self.producers, journal, self.staging)
         self.rebalancer = Rebalancer(self.partitions, self.records, self.producers, self.credits)
         self.staged = StagedIntake(
-            run, self.partitions, self.records, self.accounts, self.producers, self.credits, self.staging, self._pull
+            run,
+            self.partitions,
+            self.records,
+            self.accounts,
+            self.producers,
+            self.credits,
+            self.staging,
+            capacity.max_chunk_bytes,
+            self._pull,
         )
         self.refused = 0
         """Number of messages that were rejected."""
@@ -221,7 +229,7 @@ class Leases:
         if isinstance(message, Amend):
             return self.staged.amend(producer, envelope, message)
         if isinstance(message, Start):
-            return self.staged.start(producer, message)
+            return self.staged.start(producer, envelope.fence, message)
         if isinstance(message, Samples | Eos | Sent | Mark | CommitWrite):
             return self._of_partition(producer, envelope, message)
         return self._refuse(peer, "protocol", f"got {type(message).__name__} from a producer")

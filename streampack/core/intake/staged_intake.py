@@ -28,13 +28,16 @@ class StagedIntake:
     Args:
         run: Number of the run.
         partitions, records, accounts, producers, credits, staging: The parts of ``Leases``.
+        max_chunk_bytes: Most bytes of a chunk.
         pull: Reads a partition's next chunk from the log, if the log has one.
     """
 
     def __init__(
         self, run: int, partitions: Partitions, records: PartitionRecords, accounts: PartitionAccounts,
-        producers: Producers, credits: Credits, staging: Staging, pull: Callable[[int], list[Effect]],
+        producers: Producers, credits: Credits, staging: Staging, max_chunk_bytes: int,
+        pull: Callable[[int], list[Effect]],
     ) -> None:  # fmt: skip
+        self._max_chunk_bytes = max_chunk_bytes
         self._run, self._partitions, self._records, self._accounts = run, partitions, records, accounts
         self._producers, self._credits, self._staging, self._pull = producers, credits, staging, pull
 
@@ -127,14 +130,26 @@ class StagedIntake:
         found = self._staging.next_in_turn(feed)
         return None if found is None else self._admit_complete(*found)
 
-    def start(self, producer: ConnectedProducer, message: Start) -> list[Effect]:
-        """Take a program's counts of tickets; ``Feed`` gives tickets."""
+    def make_room(self, name: str) -> list[Effect]:
+        """Give credit for a chunk to a producer in a paced feed, if newer samples have taken all of its credit.
+
+        The next step waits for an older sample of this producer. Without credit, it would wait for ever.
+        """
+        effects: list[Effect] = []
+        for p in self._producers.held_by(name):
+            intake = self._partitions.intakes[p]
+            if intake.staged is not None and not intake.behind and intake.make_room(self._max_chunk_bytes):
+                effects += self._credits.flow(p, repeat=True)
+        return effects
+
+    def start(self, producer: ConnectedProducer, session: int, message: Start) -> list[Effect]:
+        """Take a program's counts of tickets, unless they are of an earlier session; ``Feed`` gives tickets."""
         p = self._partitions.find(message.stream, message.partition)
-        if p is None or self._producers.holder[p] != producer.name:
+        if p is None or self._producers.holder[p] != producer.name or session != self._partitions.intakes[p].session:
             return []
         tickets = self._staging.tickets.get(self._partitions.stream_of[p].feed)
         if tickets is not None:
-            tickets.report(p, producer.name, message)
+            tickets.report(p, producer.name, message, session)
         return []
 
     def grant(self, feed: str, merged: int, version: int) -> list[Effect]:
@@ -148,8 +163,7 @@ class StagedIntake:
         tickets, intakes = self._staging.tickets[feed], self._partitions.intakes
         mine = self._partitions.of_feed(feed)
         for p in mine:
-            if self._producers.holder[p] is None:
-                tickets.leave(p)
+            tickets.hand_over(p, self._producers.holder[p])
         waiting = merged + sum(
             max(intakes[p].recorded_seq - intakes[p].merged_seq, 0) + (staged.num_left if staged is not None else 0)
             for p in mine for staged in (intakes[p].staged,)

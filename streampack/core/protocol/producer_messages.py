@@ -168,9 +168,12 @@ class Start(Message, frozen=True, kw_only=True):
     Attributes:
         asked: Number of tickets that it wants in all.
         granted: Number of tickets that it knows to be given.
-        used: Number of tickets that it has used: their samples are safe.
+        used: Number of tickets that it has used: their samples are safe, or were given back.
         open: (version of the policy, number) of the samples that it generates now, or may begin with a ticket that it
             has. Version 0 stands for an unknown policy.
+        together: Number of tickets with which no sample was begun, and which the program must have before it begins
+            more. Absent if it uses tickets one by one.
+        number: Number of the message in its session. A message that comes after a later one is out of date.
     """
 
     TYPE: ClassVar[int] = 19
@@ -180,6 +183,8 @@ class Start(Message, frozen=True, kw_only=True):
     granted: Count
     used: Count
     open: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=4096)] = ()
+    together: Count | UnsetType = msgspec.UNSET
+    number: Count = 0
 
 
 class SourceSize(Struct, frozen=True, kw_only=True):
@@ -267,6 +272,8 @@ class Flow(Message, frozen=True, kw_only=True):
         keys_full: True if there is less credit because the index of the stream's keys is full, or nearly full.
         policy_version: Version of the newest policy that trainers have published; absent if they have published none.
         granted: Number of tickets that the program was given (``Start``); absent if it has not asked.
+        policy_number: Number of that policy, in the order in which this broker has told policies. A message with a
+            lower number than before is out of date.
     """
 
     TYPE: ClassVar[int] = 11
@@ -282,6 +289,7 @@ class Flow(Message, frozen=True, kw_only=True):
     keys_full: bool = False
     policy_version: Count | UnsetType = msgspec.UNSET
     granted: Count | UnsetType = msgspec.UNSET
+    policy_number: Count = 0
 
 
 class Revoke(Message, frozen=True, kw_only=True):

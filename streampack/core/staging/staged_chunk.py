@@ -117,6 +117,11 @@ class StagedChunk:
         return self.record.keep is not UNSET or self.record.shared_u32 is not UNSET
 
     @property
+    def num_complete(self) -> int:
+        """Number of the samples that may be admitted."""
+        return int((self.state == SampleState.COMPLETE).sum())
+
+    @property
     def empty(self) -> bool:
         """True if every sample was admitted."""
         return not self.num_left

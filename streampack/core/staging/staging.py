@@ -125,7 +125,8 @@ class Staging:
         if found is None:
             return None
         incomplete = [each for p in self.of_feed(feed) for each in self._of[p].incomplete()]
-        return self.tickets[feed].in_the_way(found[1].version, incomplete, policy, filled)
+        chunk = found[1]
+        return self.tickets[feed].in_the_way(chunk.version, incomplete, policy, filled, chunk.num_complete)
 
     @property
     def first_lsn(self) -> int:

@@ -8,6 +8,10 @@ the older sample would be too old for a later step.
 
 The bound is that of AReaL (Fu et al., 2025, "AReaL: A Large-Scale Asynchronous Reinforcement Learning System").
 
+A group gets all its tickets at once. Else several programs might each hold a part of their tickets, and wait for the
+rest for ever. If the samples that are generated or wait do not fill a step, a group gets tickets beyond the bound.
+Else trainers would wait for ever. This happens only with a lag of 0, or if a group is larger than a step.
+
 A program reports its counts in full, so that a lost report does no harm, and a new broker learns them again.
 """
 
@@ -17,6 +21,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec import UNSET
 
 from streampack.core.protocol.producer_messages import Start
 
@@ -39,6 +45,7 @@ class _Holder:
     producer: str
     report: Start
     granted: int = 0
+    session: int = 0
     untold: deque[tuple[int, int]] = field(default_factory=deque)
     """(number, version of the newest policy then) of tickets that the program may not know yet."""
 
@@ -46,6 +53,18 @@ class _Holder:
     def num_open(self) -> int:
         """Number of tickets that are not used."""
         return self.granted - self.report.used
+
+    @property
+    def num_wanted(self) -> int:
+        """Number of tickets that the program gets at a time."""
+        wanted = max(self.report.asked - self.granted, 0)
+        return min(wanted, 1) if self.report.together is UNSET else wanted
+
+    @property
+    def num_idle(self) -> int:
+        """Number of tickets with which the program begins nothing before it gets more."""
+        wanted, together = self.report.asked - self.granted, self.report.together
+        return 0 if together is UNSET or wanted <= 0 else max(together - wanted, 0)
 
 
 @dataclass(slots=True)
@@ -63,12 +82,14 @@ class Tickets:
     _turns: deque[int] = field(default_factory=deque)
     """Partitions, the one that was given a ticket last at the end."""
 
-    def report(self, p: int, producer: str, message: Start) -> None:
-        """Take a program's report."""
+    def report(self, p: int, producer: str, message: Start, session: int = 0) -> None:
+        """Take a program's report, unless it is older than the last one in this session."""
         holder = self._holders.get(p)
         if holder is None or holder.producer != producer:
             holder = self._holders[p] = _Holder(producer, message)
-        holder.report = message
+        elif holder.session == session and message.number < holder.report.number:
+            return
+        holder.session, holder.report = session, message
         holder.granted = max(holder.granted, message.granted)
         while holder.untold and holder.untold[0][0] <= message.granted:
             holder.untold.popleft()
@@ -79,6 +100,11 @@ class Tickets:
         """Forget the tickets of a program that has left partition ``p``: what it was generating will not come."""
         if self._holders.pop(p, None) is not None:
             self._turns.remove(p)
+
+    def hand_over(self, p: int, producer: str | None) -> None:
+        """Forget the tickets of partition ``p``, unless ``producer``, which holds it now, was given them."""
+        if p in self._holders and self._holders[p].producer != producer:
+            self.leave(p)
 
     def granted(self, p: int) -> int | None:
         """Return the number of tickets that the holder of a partition was given; None if it has not asked."""
@@ -95,23 +121,26 @@ class Tickets:
             yield from (InFlight(version, count, holder.producer) for version, count in holder.report.open if count)
             yield from (InFlight(version, 1, holder.producer) for _, version in holder.untold)
 
-    def in_the_way(self, candidate: int, incomplete: Iterable[InFlight], policy: int, filled: int) -> InFlight | None:
+    def in_the_way(
+        self, candidate: int, incomplete: Iterable[InFlight], policy: int, filled: int, size: int = 1
+    ) -> InFlight | None:  # fmt: skip
         """Return samples for which the next step keeps room, so that a newer sample must wait; None if there are none.
 
         A sample of policy v must be in the step that trains policy v + lag, or in an earlier one. The places
         up to that step must suffice for all samples of policy v or older. Else a newer sample may not take one.
 
         Args:
-            candidate: Policy of the newer sample.
+            candidate: Policy of the newer samples.
             incomplete: Samples that wait for values.
             policy: Version of the policy that the next step trains.
             filled: Samples that the next step has already.
+            size: Number of the newer samples, which are admitted together.
         """
         before = sorted(each for each in (*self.generated(), *incomplete) if each.version < candidate)
         count = 0
         for each in before:
             count += each.samples
-            if count >= self.samples * (each.version + self.lag - policy + 1) - filled:
+            if count + size > self.samples * (each.version + self.lag - policy + 1) - filled:
                 return before[0]
         return None
 
@@ -122,17 +151,22 @@ class Tickets:
             waiting: Number of samples that wait to be trained.
             version: Version of the newest policy that programs are told; 0 if there is none.
         """
-        room = (self.lag + 1) * self.samples - waiting - self.num_open
+        used, most = waiting + self.num_open, (self.lag + 1) * self.samples
+        running = used - sum(holder.num_idle for holder in self._holders.values())
         changed, idle = set[int](), 0
-        while room > 0 and idle < len(self._turns):
+        while idle < len(self._turns):
             p = self._turns[0]
-            self._turns.rotate(-1)
             holder = self._holders[p]
-            if holder.report.asked <= holder.granted:
+            count = holder.num_wanted
+            if count > most - used and running >= self.samples:
+                break  # the others wait, too: else small groups would take the place of a large one again and again
+            self._turns.rotate(-1)
+            if count <= 0:
                 idle += 1
                 continue
-            holder.granted += 1
-            holder.untold.append((holder.granted, version))
-            room, idle = room - 1, 0
+            holder.untold.extend((holder.granted + number, version) for number in range(1, count + 1))
+            running += count + holder.num_idle
+            holder.granted += count
+            used, idle = used + count, 0
             changed.add(p)
         return changed

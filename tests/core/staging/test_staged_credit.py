@@ -17,6 +17,8 @@ from streampack.core.staging.staged_chunk import StagedChunk
 from streampack.core.staging.staged_partition import StagedPartition
 from tests.core.feed.test_going_back import do
 from tests.core.feed.test_late_fields import FIELDS, Late, check, value_of
+from tests.core.feed.test_pacing import Paced
+from tests.core.feed.test_pacing import check as check_paced
 
 STORIES = (
     [("push", 10), ("turns", 60)],
@@ -101,3 +103,11 @@ def test_credit_is_never_negative() -> None:
     intake.kept_tokens = 20
     assert intake.grant_bytes == 0
     assert not intake.fits(11, 4)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_older_samples_of_a_paced_feed_get_credit_that_newer_ones_have_taken(seed: int) -> None:
+    """Else the step waits for the older samples, and these wait for the step."""
+    live = Paced(seed, 2, 5, wanted=40, quota=16)
+    live.finish()
+    check_paced(live, 2)

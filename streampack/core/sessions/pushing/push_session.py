@@ -160,6 +160,10 @@ class PushSession(Sender):
     _window: SendWindow = field(default_factory=lambda: SendWindow(0))
     _sent: deque[tuple[int, int, int | None]] = field(default_factory=deque)
     """Samples that are not known to be safe: (number after the last one, count, version of the policy)."""
+    _policy_number: int = 0
+    """Number that the current broker has given to that policy."""
+    _num_starts: int = 0
+    """Number of the messages about tickets."""
     _ending_write: int = -1
     """Number of the write that the program commits, until the broker has said so; -1 for none."""
 
@@ -260,6 +264,7 @@ class PushSession(Sender):
 
     def _forget_sessions(self) -> list[Effect]:
         """Drop the lease of the previous broker; the buffer keeps its samples."""
+        self._policy_number = 0
         if self.phases.now is not PushPhase.UNLEASED:
             self.phases.go(PushPhase.UNLEASED)
         return []
@@ -313,8 +318,8 @@ class PushSession(Sender):
         self.write = max(self.write, flow.write)
         effects: list[Effect] = []
         known = self.policy_version, self.tickets.granted
-        if flow.policy_version is not UNSET:
-            self.policy_version = flow.policy_version
+        if flow.policy_version is not UNSET and flow.policy_number >= self._policy_number:
+            self.policy_version, self._policy_number = flow.policy_version, flow.policy_number
         if flow.granted is not UNSET:
             self.tickets.granted = max(self.tickets.granted, flow.granted)
         if known != (self.policy_version, self.tickets.granted):
@@ -455,9 +460,12 @@ class PushSession(Sender):
         counts = self.tickets
         if not self._may_send or not counts.asked:
             return []
+        self._num_starts += 1
         start = Start(
             stream=self.stream, partition=self.partition, asked=counts.asked, granted=counts.granted, used=counts.used,
             open=counts.may_be_open(self.policy_version),
+            together=counts.asked - counts.begun if counts.asked - counts.begun > 1 else UNSET,
+            number=self._num_starts,
         )  # fmt: skip
         return [self._send(start, self._session)]
 

@@ -16,7 +16,7 @@ class TicketCounts:
     Attributes:
         asked: Tickets that the program has asked for.
         granted: Tickets that the broker has given.
-        begun: Samples that the program has begun, without those it gave back.
+        begun: Samples that the program has begun, also those that it gave back.
         open: Samples that it generates now, by version of the policy.
     """
 
@@ -27,7 +27,7 @@ class TicketCounts:
 
     @property
     def used(self) -> int:
-        """Tickets whose samples are safe in the broker's log."""
+        """Tickets whose samples are safe in the broker's log, or were given back."""
         return self.begun - self.open.total()
 
     def may_be_open(self, newest: int | None) -> tuple[tuple[int, int], ...]:
@@ -46,10 +46,8 @@ class TicketCounts:
             self._take(version)
 
     def give_back(self, count: int, version: int | None) -> None:
-        """Take back samples that will not be sent: their tickets may be used for others."""
-        for _ in range(min(count, self.open.total())):
-            self._take(version)
-            self.begun -= 1
+        """Take back samples that will not be sent. Their tickets are used, so that others may get tickets instead."""
+        self.use(count, version)
 
     def _take(self, version: int | None) -> None:
         """Remove a sample from those that are generated."""
