@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-import numpy as np
 from streampack_services.broker.arena import SLACK, Arena
 
 from streampack.core.broker import Broker
@@ -57,7 +56,11 @@ class BrokerProcess:
 
     def __init__(self, world: World, epoch: int, disk: Disk | None = None) -> None:
         self.world, self.epoch, self.alive, self.disk = world, epoch, True, disk
-        size = np.dtype(world.dtype).itemsize
+        self.is_replaced = False
+        """A standby has taken over: nothing more is safe here."""
+        self._frozen = False
+        self._inbox: list[Event] = []
+        size = world.jobs["train"].case.token_bytes
         plans = [
             FeedPlan(job.feed, job.case.rules, merged_tokens(job.case), leaving_bytes=world.leaving_bytes)
             for job in world.jobs.values()
@@ -65,6 +68,7 @@ class BrokerProcess:
         self.core: Broker = Broker(
             run=RUN, epoch=epoch, feeds=plans, capacity=Capacity(QUOTA, MAX_SAMPLE, MAX_SAMPLE * size),
             steps_ahead=world.jobs["train"].case.steps_ahead, journal=Journal(disk is not None), run_name="sim",
+            outbids=world.outbids,
         )  # fmt: skip
         for feed in self.core.feeds.values():
             feed.readers.attempts.pings_a_second = world.pings_a_second
@@ -72,7 +76,7 @@ class BrokerProcess:
         partitions = sum(stream.partitions for plan in plans for stream in plan.rules.streams)
         self.live_tokens = sum(plan.merged_tokens for plan in plans) + QUOTA * partitions
         blocks = int(self.live_tokens * SLACK / MAX_SAMPLE) + 4
-        self.arena = Arena(blocks * MAX_SAMPLE * size, world.dtype, MAX_SAMPLE)
+        self.arena = Arena(blocks * MAX_SAMPLE * size, world.dtype, MAX_SAMPLE, world.jobs["train"].case.rules.fields)
         self.published: set[tuple[str, int, int]] = set()
         self.checks = BrokerChecks(self)
         self._events: deque[Event] = deque()
@@ -93,12 +97,32 @@ class BrokerProcess:
     def kill(self) -> None:
         self.alive = False
 
+    def freeze(self, seconds: float) -> None:
+        """Do nothing for a while; messages wait."""
+        self._frozen = True
+        self.world.clock.after(seconds, self._thaw)
+
+    def _thaw(self) -> None:
+        self._frozen = False
+        waiting, self._inbox = self._inbox, []
+        for event in waiting:
+            self.handle(event)
+
+    def replace(self) -> None:
+        """A standby takes over with the log, and this broker does not know it."""
+        assert self.disk is not None
+        self.is_replaced, self.disk = True, self.disk.copy()
+
     def receive(self, peer: bytes, envelope: Envelope, from_producer: bool) -> None:
         kind = FromProducer if from_producer else FromTrainer
         self.handle(kind(peer, envelope))
 
     def handle(self, event: Event) -> None:
         if not self.alive:
+            return
+        if self._frozen:
+            if not isinstance(event, Tick):
+                self._inbox.append(event)
             return
         before = self.checks.before(event)
         effects = self.core.handle(event)
@@ -133,14 +157,14 @@ class BrokerProcess:
             self.world.clock.after(delay, self._synced, len(self.disk.records))
 
     def _synced(self, upto: int) -> None:
-        if self.alive and self.disk is not None:
+        if self.alive and self.disk is not None and not self.is_replaced:
             self._syncing = False
             self.disk.safe_upto = upto
             if not self._waits_for_standby:
                 self.handle(Safe(upto))
 
     def _standby_came(self) -> None:
-        if self.alive and self.disk is not None:
+        if self.alive and self.disk is not None and not self.is_replaced:
             self._waits_for_standby = False
             self.handle(Safe(self.disk.safe_upto))
 

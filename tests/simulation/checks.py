@@ -12,13 +12,21 @@ import msgspec
 import numpy as np
 
 from streampack.core.feed.feed import Feed
-from streampack.core.journal.log_records import ChunkAdmitted, FeedEnded, Record, StepFormed
+from streampack.core.journal.log_records import (
+    ChunkAdmitted,
+    ChunkCompleted,
+    ChunkStaged,
+    FeedEnded,
+    Record,
+    StepFormed,
+)
 from streampack.core.protocol.effects import FromProducer, FromTrainer, SendProducer, SendShard, SendTrainer
 from streampack.core.protocol.events import Effect, Event
 from streampack.core.protocol.message import Bye
 from streampack.core.protocol.producer_messages import Eos, Flow, Hello, Mark, Samples, Sent
 from streampack.core.protocol.relay_messages import NodeGet, NodePart, NodePing, relay_of, relayed
 from streampack.core.protocol.trainer_messages import (
+    AskResults,
     AskState,
     Attach,
     Attached,
@@ -26,7 +34,9 @@ from streampack.core.protocol.trainer_messages import (
     Commit,
     End,
     Get,
+    Publish,
     ReaderPing,
+    ReportValues,
     StepPart,
 )
 from streampack.core.serve.rank_reader import Reader, ReaderPhase
@@ -36,7 +46,7 @@ if TYPE_CHECKING:
     from tests.simulation.broker import BrokerProcess
 
 
-NOT_FENCED = Attach | Brought | Bye | AskState | Commit
+NOT_FENCED = Attach | Brought | Bye | AskState | Commit | Publish | ReportValues | AskResults
 """What a trainer may say whatever attempt it is in."""
 
 
@@ -51,7 +61,9 @@ class BrokerChecks:
         """(record, chain) of each step in the log, be it safe or not."""
         self._ends: dict[str, int] = {}
         self._chunks: dict[tuple[str, int], list[tuple[int, int]]] = {}
-        """(record, stop) of each chunk in the log."""
+        """(record, stop) of each chunk in the log, as its producer sent it."""
+        self._completed: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        """The same of chunks that had all their late fields."""
         self._sent_packs: dict[tuple[bytes, int, str, int, int], set[int]] = {}
         """Packs that went to a relay: by its peer, attempt, feed, number of the request and step."""
         self._peers: dict[str, tuple[int, bytes]] = {}
@@ -77,9 +89,10 @@ class BrokerChecks:
             last = self._steps.get((record.feed, record.num_steps - 1), (0, bytes(16)))[1]
             assert last == record.chain, "R8: the end is recorded before the last step"
             self._ends[record.feed] = lsn
-        elif isinstance(record, ChunkAdmitted):
+        elif isinstance(record, ChunkAdmitted | ChunkStaged):
             key, stop = (record.stream, record.partition), record.base_seq + len(record.lengths_u32) // 4
-            known = self._chunks.setdefault(key, [])
+            of_kind = self._completed if isinstance(record, ChunkCompleted) else self._chunks
+            known = of_kind.setdefault(key, [])
             assert record.base_seq == (known[-1][1] if known else 0), f"a gap in the log before a chunk of {key}"
             known.append((lsn, stop))
 

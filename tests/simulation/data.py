@@ -8,16 +8,20 @@ which samples are a group.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
 
 import msgspec
 import numpy as np
+from crc32c import crc32c
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
+from streampack.core.layout.step_frames import EDGES, INPUT_IDS, frames_for
+from streampack.core.model.fields import Field
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import (
     Align,
@@ -152,6 +156,56 @@ class Case:
             found = np.where(places < alike, (partition + seq // 8 + places) % 50 + 1, found)
         return found.astype(self.dtype)
 
+    @cache  # noqa: B019
+    def value(self, field: Field, stream: int, partition: int, seq: int) -> NDArray[Any]:
+        """The value of a field of one sample as it is stored: [tokens], or [1] for axis ``sample``."""
+        size = int(self.lengths(stream, partition)[seq]) if field.axis == "token" else 1
+        draw = np.random.default_rng([len(field.name), self.number, stream, partition, seq])
+        return draw.normal(size=size).astype(field.storage)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token, with the values of all fields of axis ``token``."""
+        fields = sum(field.value_bytes for field in self.rules.fields if field.axis == "token")
+        return np.dtype(self.dtype).itemsize + fields
+
+    @property
+    def sent_fields(self) -> list[Field]:
+        """Fields whose values come with the samples."""
+        return [field for field in self.rules.fields if not field.late]
+
+    @property
+    def late_fields(self) -> list[Field]:
+        """Fields whose values come later."""
+        return [field for field in self.rules.fields if field.late]
+
+    @property
+    def is_staged(self) -> bool:
+        """True if pushed samples wait in the log before they are admitted."""
+        return self.rules.paces or bool(self.late_fields)
+
+    @cache  # noqa: B019
+    def sent_crc(self, stream: int, partition: int, seq: int) -> int:
+        """The checksum with which a sample is sent."""
+        crc = int(crc32c(self.tokens(stream, partition, seq).tobytes()))
+        for field in self.sent_fields:
+            crc = int(crc32c(self.value(field, stream, partition, seq).tobytes(), crc))
+        return crc
+
+    def crc(self, stream: int, partition: int, seq: int) -> int:
+        """The checksum of a sample that has all its late values."""
+        crc = self.sent_crc(stream, partition, seq)
+        if not self.is_staged:
+            return crc
+        late = [crc32c(self.value(field, stream, partition, seq).tobytes()) for field in self.late_fields]
+        return zlib.crc32(np.array(late, "<u4").tobytes(), crc)
+
+    @lru_cache  # noqa: B019
+    def made(self, stream: int, partition: int) -> dict[bytes, int]:
+        """The number of each sample of a partition, by its tokens; of samples without tokens the last one."""
+        count = len(self.lengths(stream, partition))
+        return {self.tokens(stream, partition, seq).tobytes(): seq for seq in range(count)}
+
     def shared(self, samples: list[NDArray[Any]]) -> I64:
         """Tokens that each sample shares with the one before it; the last one of each is its own."""
         found = np.zeros(len(samples), np.int64)
@@ -213,6 +267,8 @@ class Shard:
     positions: I64
     width: int
     align: int
+    values: dict[str, NDArray[Any]]
+    """Each field: [T / cp] at ``positions``, or one for each sample."""
 
 
 def shards_of(parts: tuple[Envelope, ...], this: Case, mesh: Mesh) -> list[Shard]:
@@ -236,12 +292,23 @@ def shards_of(parts: tuple[Envelope, ...], this: Case, mesh: Mesh) -> list[Shard
             widths, aligns = this.widths(counts, lengths), [this.rules.align.sample] * len(counts)
             assert part.widths_u32 == (b"" if this.rules.shape == "fixed" else np.array(widths, "<u4").tobytes())
         rows: list[Any] = [None] * len(counts)
-        if envelope.payload:
-            rows = np.split(np.frombuffer(envelope.payload[0], this.dtype), np.cumsum(widths)[:-1] // mesh.cp)
+        cuts = np.cumsum(widths)[:-1] // mesh.cp
+        values: list[dict[str, Any]] = [{} for _ in counts]
+        names = frames_for(this.rules.fields, mesh, "zigzag")
+        assert len(envelope.payload) == len(names)
+        for name, frame in zip(names, envelope.payload, strict=True):
+            if name == INPUT_IDS:
+                rows = np.split(np.frombuffer(frame, this.dtype), cuts)
+            elif name != EDGES:
+                (field,) = [field for field in this.rules.fields if field.name == name]
+                ends = cuts if field.axis == "token" else np.cumsum(counts)[:-1]
+                for into, given in zip(values, np.split(np.frombuffer(frame, field.storage), ends), strict=True):
+                    into[name] = given
         at = 0
         for i, count in enumerate(counts):
             positions = _positions(lengths[at : at + count], widths[i], aligns[i], mesh)
-            shards.append(Shard(numbers[i], ids[at : at + count], loss[i], rows[i], positions, widths[i], aligns[i]))
+            mine = ids[at : at + count]
+            shards.append(Shard(numbers[i], mine, loss[i], rows[i], positions, widths[i], aligns[i], values[i]))
             at += count
     return shards
 

@@ -20,6 +20,12 @@ class Disk:
         self.sync_s = sync_s
         """Mean time of a sync; 0: what is written is safe, as from a kill of the process."""
 
+    def copy(self) -> Disk:
+        """A disk with the same log, which goes on by itself."""
+        other = Disk(self.sync_s)
+        other.records, other.safe_upto, other.first_lsn = list(self.records), self.safe_upto, self.first_lsn
+        return other
+
     def append(self, record: Record, payload: Sequence[Any] = ()) -> None:
         """A record and its payload, as bytes: what becomes of the payload afterwards is no matter."""
         frames = [memoryview(part).tobytes() for part in record_frames.encode_record(record, payload)]

@@ -13,11 +13,10 @@ from streampack.core.serve.rank_reader import Reader
 from tests.simulation.client import ClientProcess
 from tests.simulation.disk import Disk
 from tests.simulation.job import Job
-from tests.simulation.processes import Process, ProducerProcess
-from tests.simulation.pushers import PusherProcess
+from tests.simulation.processes import Process
 
 if TYPE_CHECKING:
-    from tests.simulation.world import World
+    from tests.simulation.world import AnyProducer, World
 
 LATEST_S = 30.0
 """Until then trainers that bring snapshots wait for a checkpoint that holds one before they go back."""
@@ -63,9 +62,7 @@ class Faults:
     def stop_producer(self) -> None:
         self._replace_producer(lambda producer: producer.leave())
 
-    def _replace_producer(
-        self, end: Callable[[ProducerProcess | PusherProcess], None], same_name: bool = False
-    ) -> None:
+    def _replace_producer(self, end: Callable[[AnyProducer], None], same_name: bool = False) -> None:
         world = self.world
         alive = world.alive_producers()
         if alive:
@@ -77,6 +74,7 @@ class Faults:
 
     def _any_process(self) -> Process | None:
         alive: list[Process] = [*self.world.alive_producers(), *(c for c in self.world.clients() if c.alive)]
+        alive += [process for process in self.world.others() if process.alive]
         return self.world.rng.choice(alive) if alive else None
 
     def reconnect(self) -> None:

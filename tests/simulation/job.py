@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from crc32c import crc32c
 
+from streampack.core.model.fields import Field
 from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.trainer_messages import State, StepPart
@@ -20,7 +21,7 @@ from streampack.core.serve.rank_reader import Ranks
 from streampack.core.sessions.client_events import Broken
 from tests.simulation.broker import FIRST_EPOCH
 from tests.simulation.client import Checkpoint, ClientProcess
-from tests.simulation.data import Id, Shard, case, shards_of
+from tests.simulation.data import Case, Id, Shard, case, shards_of
 from tests.simulation.log_checks import check_log
 from tests.simulation.offline import Reference, check_groups, packed, reference, row_of
 
@@ -40,10 +41,12 @@ def is_part(ids: list[Id], packs: tuple[list[Id], ...]) -> bool:
 class Job:
     """What is known of one feed's ranks. ``breaks`` has the steps after which they break an iteration off."""
 
-    def __init__(self, world: World, feed: str, number: int, rounds: int, prefix: str = "") -> None:
+    def __init__(
+        self, world: World, feed: str, number: int, rounds: int, prefix: str = "", this: Case | None = None
+    ) -> None:  # fmt: skip
         rng = world.rng
         self.world, self.feed, self.rounds = world, feed, rounds
-        self.case = case(number, prefix)
+        self.case = case(number, prefix) if this is None else this
         self.reference: Reference | None = reference(number) if self.case.rules.merge == "schedule" else None
         """What must be served; known at the end, where arrival decides."""
         self._seen: dict[int, list[tuple[StepPart, list[Shard]]]] = {}
@@ -249,7 +252,18 @@ class Job:
             assert shard.tokens is None or np.array_equal(row[shard.positions], shard.tokens), (
                 "immutability: a pack has other tokens"
             )
+            for field in self.case.rules.fields if shard.tokens is not None else ():
+                self._compare_field(reference, field, shard)
             assert shard.num_loss_tokens == sum(len(sample) - 1 for sample in samples)
+
+    def _compare_field(self, reference: Reference, field: Field, shard: Shard) -> None:
+        """A rank gets the values that were given for its samples."""
+        values = [reference.values[field.name][one] for one in shard.ids]
+        if field.axis == "token":
+            expected = row_of(self.case, values, shard.align, field)[shard.positions]
+        else:
+            expected = np.concatenate([*values, np.zeros(0, field.storage)])
+        assert np.array_equal(expected, shard.values[field.name]), f"immutability: a pack has other {field.name}"
 
     def _chain(self, step: int) -> bytes:
         """Digest of all steps before ``step``, as far as is known."""

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from streampack.core.form.former import Former
 from streampack.core.intake.overlong import apply_overlong
-from streampack.core.journal.log_records import BatchMarked, ChunkAdmitted, PartitionEnded
+from streampack.core.journal.log_records import BatchMarked, ChunkAdmitted, ChunkStaged, PartitionEnded
 from streampack.core.merge.schedule import merge_of
+from streampack.core.model.fields import Field
 from streampack.core.model.samples import I64, KEEPS, PACK, Keep, SampleTable
 from streampack.core.model.steps import PlannedStep
 from streampack.core.trees.shared_prefixes import cut_trees, fit_trees
@@ -44,6 +45,8 @@ class Reference:
     """The tokens of each."""
     shared: Mapping[Id, int]
     """How many of them each shares with the one before it in its pack."""
+    values: Mapping[str, Mapping[Id, NDArray[Any]]]
+    """The values of each by field, in a pack's order: those of axis ``token`` as they are beside its tokens."""
     follows: Mapping[Id, Id]
     """Of samples that are kept in one pack: which comes next there."""
 
@@ -54,6 +57,7 @@ class Packing:
     def __init__(self, this: Case) -> None:
         self.this, self.table, self.merge = this, SampleTable(), merge_of(this.rules)
         self._tokens: dict[int, NDArray[Any]] = {}
+        self._values: dict[str, dict[Id, NDArray[Any]]] = {field.name: {} for field in this.rules.fields}
         self._expected: set[Id] = set()
         self._rejected: set[tuple[int, int]] = set()
         self._follows: dict[Id, Id] = {}
@@ -88,6 +92,14 @@ class Packing:
             table.stream[h], table.index[h], table.part[h] = stream, index, part
             table.length[h], table.loss_tokens[h] = length, length - 1
             table.crc[h] = crc32c(whole.tobytes())
+            if this.rules.fields:
+                seq = this.made(stream, partition)[whole.tobytes()]
+                table.crc[h] = this.crc(stream, partition, seq)
+                for field in this.rules.fields:
+                    value = this.value(field, stream, partition, seq)
+                    self._values[field.name][stream, index, part] = _piece(field, value, offset, length)
+            elif this.is_staged:
+                table.crc[h] = this.crc(stream, partition, this.made(stream, partition)[whole.tobytes()])
             assert (stream, index, part) not in self._expected, "conservation: a sample was admitted twice"
             self._expected.add((stream, index, part))
         kept = handles[handles >= 0]
@@ -140,7 +152,8 @@ class Packing:
         rows = tuple(np.stack([self._row(this, pack.handles) for pack in step.packs]) for step in steps)
         shared = dict(zip(samples, self.table.shared[list(self._tokens)].tolist(), strict=True))
         return Reference(
-            tuple(steps), rows, ids, former.chain, left, frozenset(self._rejected), samples, shared, self._follows
+            tuple(steps), rows, ids, former.chain, left, frozenset(self._rejected), samples, shared, self._values,
+            self._follows,
         )  # fmt: skip
 
     def _identify(self, handles: I64) -> list[Id]:
@@ -152,6 +165,17 @@ class Packing:
         return row_of(this, own, this.rules.align.sample)
 
 
+def _piece(field: Field, value: NDArray[Any], offset: int, length: int) -> NDArray[Any]:
+    """The values of a piece of a sample in a pack; where a ``target`` field has no next token there is padding."""
+    if field.axis == "sample":
+        return value
+    if field.align == "token":
+        return value[offset : offset + length]
+    shifted = np.full(length, field.pad, field.storage)
+    shifted[:-1] = value[offset + 1 : offset + length]
+    return shifted
+
+
 def check_groups(packs: list[list[Id]], follows: Mapping[Id, Id]) -> None:
     """In every pack each sample of a group is followed by the one that belongs behind it."""
     for pack in packs:
@@ -160,9 +184,11 @@ def check_groups(packs: list[list[Id]], follows: Mapping[Id, Id]) -> None:
         assert not wrong, f"groups: {wrong} are not followed in their pack by the rest of their groups"
 
 
-def row_of(this: Case, samples: list[NDArray[Any]], align: int) -> NDArray[Any]:
-    """The tokens [T] of a pack of these samples, each padded to a multiple of ``align``."""
-    row = np.zeros(BUDGET, this.dtype)
+def row_of(
+    this: Case, samples: list[NDArray[Any]], align: int, field: Field | None = None
+) -> NDArray[Any]:  # fmt: skip
+    """The tokens or values of a field [T] of a pack of these samples, each padded to a multiple of ``align``."""
+    row = np.zeros(BUDGET, this.dtype) if field is None else np.full(BUDGET, field.pad, field.storage)
     at = 0
     for sample in samples:
         row[at : at + len(sample)] = sample
@@ -209,7 +235,7 @@ def packed(this: Case, disk: Disk) -> Reference:
     return packing.steps()
 
 
-def samples_of(this: Case, record: ChunkAdmitted, payload: tuple[memoryview, ...]) -> list[NDArray[Any]]:
+def samples_of(this: Case, record: ChunkAdmitted | ChunkStaged, payload: tuple[memoryview, ...]) -> list[NDArray[Any]]:
     """The tokens of a recorded chunk's samples: its payload's, or what the source gives; their checksums agree."""
     stream = this.names.index(record.stream)
     lengths = np.frombuffer(record.lengths_u32, "<u4").astype(np.int64)
@@ -219,8 +245,35 @@ def samples_of(this: Case, record: ChunkAdmitted, payload: tuple[memoryview, ...
         seqs = range(record.base_seq, record.base_seq + len(lengths))
         found = [this.tokens(stream, record.partition, seq) for seq in seqs]
     assert [len(sample) for sample in found] == lengths.tolist()
-    assert [crc32c(sample.tobytes()) for sample in found] == np.frombuffer(record.crcs_u32, "<u4").tolist()
+    crcs = [int(crc32c(sample.tobytes())) for sample in found]
+    if this.is_staged:
+        crcs = _check_values(this, stream, record, found, payload)
+    assert crcs == np.frombuffer(record.crcs_u32, "<u4").tolist()
     return found
+
+
+def _check_values(
+    this: Case, stream: int, record: ChunkAdmitted | ChunkStaged, found: list[NDArray[Any]], payload: tuple[Any, ...]
+) -> list[int]:
+    """Return the checksum that each sample of a recorded chunk must have; its values must be those of the sample."""
+    staged = isinstance(record, ChunkStaged)
+    fields = this.sent_fields if staged else this.rules.fields
+    seqs = [this.made(stream, record.partition)[sample.tobytes()] for sample in found]
+    for field, frame in zip(fields, payload[1:], strict=True):
+        values = [
+            this.value(field, stream, record.partition, seq) for seq, tokens in zip(seqs, found, strict=True)
+            if len(tokens) or field.axis == "token"
+        ]  # fmt: skip
+        got = np.frombuffer(frame, field.storage)
+        if field.axis == "sample":
+            got = got[[len(tokens) > 0 for tokens in found]]
+        assert got.tobytes() == b"".join(value.tobytes() for value in values), f"{field.name}: the value of another"
+    crc = this.sent_crc if staged else this.crc
+    given = np.frombuffer(record.crcs_u32, "<u4").tolist()
+    return [
+        crc(stream, record.partition, seq) if len(tokens) else given[at]
+        for at, (seq, tokens) in enumerate(zip(seqs, found, strict=True))
+    ]
 
 
 def whole_rows(tokens: NDArray[Any], lengths: I64, shared_u32: bytes) -> list[NDArray[Any]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from crc32c import crc32c
 
 from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick
 from streampack.core.protocol.message import Envelope
@@ -17,14 +16,17 @@ from streampack.core.protocol.producer_messages import Offer
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.producer_base import Chunk, Finish, Leave, PartitionKey, Session
 from streampack.core.sessions.producer_session import EndOfPartition, Forget, LeasePhase, ProducerSession, Read
+from streampack.core.sessions.pushing.amend_session import AmendSession
 from streampack.core.sessions.pushing.push_session import PushSession
 from streampack.core.sessions.relay_session import RelaySession
+from streampack.core.sessions.telling_session import TellingSession
 from tests.simulation.data import Case
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 TICK_S = 0.25
+Machine = ProducerSession | PushSession | AmendSession | ClientSession | RelaySession | TellingSession
 
 
 class Process:
@@ -34,7 +36,7 @@ class Process:
 
     name = ""
 
-    def __init__(self, world: World, machine: ProducerSession | PushSession | ClientSession | RelaySession) -> None:
+    def __init__(self, world: World, machine: Machine) -> None:
         self.world, self._machine = world, machine
         self.alive, self.frozen = True, False
         self._inbox: list[Event] = []
@@ -151,7 +153,7 @@ class ProducerProcess(Process):
             self.handle(EndOfPartition(key, read.session))
             return
         stop, pass_end = seq + 1, seq - seq % case.pass_samples + case.pass_samples
-        room = lease.max_chunk_bytes // np.dtype(case.dtype).itemsize
+        room = lease.max_chunk_bytes // case.token_bytes
         most = self.world.rng.randint(1, 12)
         while stop < min(count, pass_end, seq + most) and offsets[stop + 1] - offsets[seq] <= room:
             stop += 1
@@ -164,11 +166,16 @@ def chunk_of(case: Case, key: PartitionKey, session: Session, start: int, stop: 
     stream, partition = case.names.index(key[0]), key[1]
     lengths = case.lengths(stream, partition)[start:stop]
     samples = [case.tokens(stream, partition, seq).tobytes() for seq in range(start, stop)]
-    payload, empty = b"".join(samples), int((lengths == 0).sum())
+    fields = (
+        b"".join(case.value(field, stream, partition, seq).tobytes() for seq in range(start, stop))
+        for field in case.sent_fields
+    )
+    payload, empty = (b"".join(samples), *fields), int((lengths == 0).sum())
     return Chunk(
         key=key, session=session, lengths_u32=lengths.astype("<u4").tobytes(),
-        crcs_u32=np.array([crc32c(sample) for sample in samples], "<u4").tobytes(),
+        crcs_u32=np.array([case.sent_crc(stream, partition, seq) for seq in range(start, stop)], "<u4").tobytes(),
         loss_tokens_u32=np.maximum(lengths - 1, 0).astype("<u4").tobytes(), num_samples=len(samples),
-        num_bytes=len(payload), cursor=(stop, 0, 0), rejected={"empty": empty} if empty else {}, payload=(payload,),
+        num_bytes=int(lengths.sum()) * case.token_bytes, cursor=(stop, 0, 0),
+        rejected={"empty": empty} if empty else {}, payload=payload,
         pass_ended=stop % case.pass_samples == 0 or stop == len(case.lengths(stream, partition)),
     )  # fmt: skip

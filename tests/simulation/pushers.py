@@ -7,13 +7,12 @@ each, for the checks: what was said to be safe must be in the log, once (I9).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from crc32c import crc32c
 from msgspec.structs import replace
 
-from streampack.core.journal.log_records import ChunkAdmitted
+from streampack.core.journal.log_records import ChunkAdmitted, ChunkStaged
 from streampack.core.protocol.events import Effect, Event, Report
 from streampack.core.sessions.producer_base import Chunk, Finish, Leave
 from streampack.core.sessions.pushing.push_buffer import CHUNK_BYTES, PushBuffer, size_of
@@ -31,6 +30,13 @@ SAMPLE_BYTES = 3 * 4
 """Of the buffer, beside its tokens: a length, a checksum, a count of tokens with loss."""
 
 
+class Sent(NamedTuple):
+    """A sample as it was sent: which it was, and the process that sent it."""
+
+    birth: int
+    incarnation: int
+
+
 @dataclass
 class Births:
     """Of one partition: ``next`` was not made yet, ``safe`` were acknowledged, and at which sequence number."""
@@ -40,6 +46,14 @@ class Births:
     partition: int
     next: int = 0
     safe: dict[int, int] = field(default_factory=dict)
+    sent: dict[int, Sent] = field(default_factory=dict)
+    """What was sent last with each sequence number."""
+    versions: dict[int, int] = field(default_factory=dict)
+    """The policy that made each sample, in a paced stream."""
+    forgotten: set[int] = field(default_factory=set)
+    """Samples of which a broker did not know while they were made."""
+    safe_upto: int = 0
+    """Some process knows that all samples below this number are safe."""
 
     @property
     def count(self) -> int:
@@ -52,9 +66,10 @@ class Births:
     def check(self, disk: Disk) -> None:
         """All that was acknowledged is in the log at its place, and nothing twice."""
         found: list[int] = []
+        kind = ChunkStaged if self.case.is_staged else ChunkAdmitted
         for lsn in range(len(disk.records)):
             record, payload = disk.decode(lsn)
-            if not isinstance(record, ChunkAdmitted) or record.stream != self.case.names[self.stream]:
+            if not isinstance(record, kind) or record.stream != self.case.names[self.stream]:
                 continue
             if record.partition == self.partition:
                 assert record.base_seq == len(found)
@@ -82,7 +97,6 @@ class PusherProcess(Process):
             run=0, producer=name, incarnation=pid, host="host", pid=pid, stream=stream, partition=partition,
             buffer=PushBuffer(BUFFER_BYTES),
         )  # fmt: skip
-        self._token_bytes = np.dtype(self.case.dtype).itemsize
         self._unsafe: list[tuple[int, int]] = []
         self._ended = False
         super().__init__(world, self.session)
@@ -95,6 +109,8 @@ class PusherProcess(Process):
     def handle(self, event: Event) -> None:
         super().handle(event)
         durable = self.session.buffer.durable_seq
+        if self.session.begun:
+            self.births.safe_upto = max(self.births.safe_upto, durable)
         while self._unsafe and self._unsafe[0][1] < durable:
             birth, seq = self._unsafe.pop(0)
             self.births.safe[birth] = seq
@@ -135,16 +151,22 @@ class PusherProcess(Process):
             most = min(births.count, first - first % batch + batch, first + self.world.rng.randint(1, 6))
             while stop < most and offsets[stop + 1] - offsets[first] <= room:
                 stop += 1
-            num_bytes = (offsets[stop] - offsets[first]) * self._token_bytes + (stop - first) * SAMPLE_BYTES
+            num_bytes = (offsets[stop] - offsets[first]) * self.case.token_bytes + (stop - first) * SAMPLE_BYTES
             if self.session.room(num_bytes + CHUNK_BYTES):
                 chunk = chunk_of(self.case, (self.stream, self.partition), (0, 0), first, stop)
-                assert size_of(chunk) == num_bytes + CHUNK_BYTES
+                assert size_of(chunk) == num_bytes + CHUNK_BYTES or self.case.rules.fields
                 chunk = replace(chunk, keep=self.case.keep(births.stream, self.partition, first, stop))
                 if self.case.rules.share and first % 5:
                     chunk = tree_of(chunk, self.case, births.stream, self.partition, first)
-                births.next = stop
-                self._unsafe += [(birth, buffer.next_seq + birth - first) for birth in range(first, stop)]
-                self.handle(Push(chunk))
+                self._push_chunk(chunk, first, stop)
+
+    def _push_chunk(self, chunk: Chunk, first: int, stop: int) -> None:
+        """Push the samples ``first`` to ``stop`` that were ever made."""
+        births, seq = self.births, self.session.buffer.next_seq
+        births.next = stop
+        self._unsafe += [(birth, seq + birth - first) for birth in range(first, stop)]
+        births.sent |= {seq + birth - first: Sent(birth, self.session.incarnation) for birth in range(first, stop)}
+        self.handle(Push(chunk))
 
 
 def tree_of(chunk: Chunk, case: Case, stream: int, partition: int, first: int) -> Chunk:

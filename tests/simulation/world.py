@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
 
 from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.events import FromBroker
@@ -28,12 +32,16 @@ from tests.simulation.processes import Process, ProducerProcess
 from tests.simulation.pushers import Births, PusherProcess
 from tests.simulation.relay import Relays
 
+if TYPE_CHECKING:
+    from tests.simulation.rl.scorers import ScorerProcess
+
 PATIENCE_S = 120.0
 """Virtual time in which a job ends once its faults have."""
 LONGEST_S = 600.0
 """A job that is started again and again because of its faults has ended by then, too."""
 ISOLATED_S = 60.0
 """For so long a rank waits for a relay that has lost the broker."""
+AnyProducer: TypeAlias = "ProducerProcess | PusherProcess | ScorerProcess"
 ANSWER_S = 30.0
 """What a trainer asks is answered by then, whatever happened meanwhile."""
 
@@ -60,6 +68,11 @@ class Slow:
 
 class World:
     """State of one run. ``rng`` decides all that the data does not."""
+
+    client_kind: type[ClientProcess] = ClientProcess
+    pusher_kind: type[PusherProcess] = PusherProcess
+    outbids = True
+    """A broker that starts may have a higher epoch than its peers, and no arbiter says which."""
 
     def __init__(
         self, seed: int, case_number: int | None = None, work_s: float | None = None, slow: Slow | None = None,
@@ -122,8 +135,8 @@ class World:
         self.disk = None if sync_s is None else Disk(sync_s)
         self.lost_disk = False
         """The log may begin at the step of a checkpoint that trainers brought."""
-        self.producers: list[ProducerProcess | PusherProcess] = []
-        self.faults = Faults(self, slow is None)
+        self.producers: list[AnyProducer] = []
+        self.faults = self._make_faults(slow is None)
         self.broker = BrokerProcess(self, FIRST_EPOCH, self.disk)
         if self.relays is not None:
             self.relays.start(list(self.jobs.values()))
@@ -134,7 +147,7 @@ class World:
         """To the end of the job."""
         last = 0.0
         jobs = list(self.jobs.values())
-        while any(not job.over for job in jobs):
+        while any(not job.over for job in jobs) or self.waits:
             self.clock.step()
             self._events += 1
             last = self.clock.now
@@ -153,6 +166,15 @@ class World:
         train = self.jobs["train"].reference
         assert train is not None
         return Outcome(train.chain, len(train.steps), self._trace.hexdigest(), last, self._events)
+
+    @property
+    def waits(self) -> bool:
+        """Must the run go on after its trainers have ended?"""
+        return False
+
+    def others(self) -> Sequence[Process]:
+        """Processes that are neither trainers nor send samples."""
+        return []
 
     def note(self, *what: object) -> None:
         """A line of the trace."""
@@ -191,9 +213,13 @@ class World:
             if isinstance(message, Attach) and not envelope.epoch and broker is not self.broker:
                 return  # the first thing said over a connection, which does not outlive the broker
             self.note("broker", peer, type(arrived.message).__name__, arrived.epoch, arrived.fence)
-            self.broker.receive(peer, arrived, is_producer)
+            self.broker_of(process).receive(peer, arrived, is_producer)
 
         self.network.carry(b">" + link, envelope, arrive)
+
+    def broker_of(self, process: Process) -> BrokerProcess:
+        """The broker to which a process is connected."""
+        return self.broker
 
     def to_peer(self, peer: bytes, envelope: Envelope) -> bool:
         """Whether there is a connection; a message may be lost on it nevertheless."""
@@ -216,7 +242,9 @@ class World:
         if envelope.epoch != self.broker.epoch:
             return
         key = (envelope.epoch, message.stream, message.partition, envelope.fence, process.name)
-        sent = self._sent_bytes[key] = self._sent_bytes.get(key, 0) + len(envelope.payload[0])
+        case = self.case_of[message.stream]
+        tokens = len(envelope.payload[0]) // np.dtype(case.dtype).itemsize
+        sent = self._sent_bytes[key] = self._sent_bytes.get(key, 0) + tokens * case.token_bytes
         seq, size = self.broker.checks.granted(message.stream, message.partition, envelope.fence)
         assert sent <= size, f"R6: {sent} bytes were sent on a grant of {size}"
         assert message.base_seq + len(message.lengths_u32) // 4 <= seq, "R6: a sample was sent beyond the grant"
@@ -235,6 +263,10 @@ class World:
             for mesh in job.meshes():
                 delay = rng.uniform(0, 3) if rng.random() < 0.3 else rng.random() * 0.2
                 self.clock.after(delay, self.start_client, job, mesh, Checkpoint(), job.life)
+
+    def _make_faults(self, happen: bool) -> Faults:
+        """What goes wrong in this run."""
+        return Faults(self, happen)
 
     def _make_jobs(self, number: int) -> list[Job]:
         """Mostly one feed, read once; or it is iterated, or there is another beside it, which perhaps nobody reads."""
@@ -256,13 +288,13 @@ class World:
         """A program that pushes a partition; with ``name`` in the place of one that had it."""
         self._num_names += 1
         name = name or f"pusher{self._num_names}"
-        self.producers.append(PusherProcess(self, name, stream, partition, self._num_names))
+        self.producers.append(self.pusher_kind(self, name, stream, partition, self._num_names))
 
-    def start_again(self, producer: ProducerProcess | PusherProcess, name: str = "") -> None:
+    def start_again(self, producer: AnyProducer, name: str = "") -> None:
         """Another process for what a producer did, unless there is nothing left to do."""
         if isinstance(producer, ProducerProcess):
             self.start_producer(producer.streams, name)
-        elif not any(
+        elif isinstance(producer, PusherProcess) and not any(
             isinstance(other, PusherProcess) and other.births is producer.births for other in self.alive_producers()
         ):
             self.start_pusher(producer.stream, producer.partition, name)
@@ -275,7 +307,7 @@ class World:
         """
         if life == job.life and job.clients.get(mesh.ranks) is instead_of:
             self._num_names += 1
-            client = ClientProcess(job, f"reader{self._num_names}", mesh, begin)
+            client = self.client_kind(job, f"reader{self._num_names}", mesh, begin)
             job.clients[mesh.ranks] = job.started[client.name] = client
 
     def start_broker(self, epoch: int) -> None:
@@ -292,7 +324,7 @@ class World:
         """Those that producers read, as often as is wanted."""
         return [name for name, case in self.case_of.items() if name not in case.pushed]
 
-    def alive_producers(self) -> list[ProducerProcess | PusherProcess]:
+    def alive_producers(self) -> list[AnyProducer]:
         return [producer for producer in self.producers if producer.alive]
 
     @property

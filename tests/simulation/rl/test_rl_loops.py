@@ -1,0 +1,43 @@
+"""RL loops: late values, pacing and results under all faults of the simulation, and when a standby takes over.
+
+``SIM_SEEDS`` sets how many seeds run (``SIM_SEEDS=5000``) or which (``SIM_SEEDS=17:18``).
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.simulation.rl.cases import RL_CASES, rl_case
+from tests.simulation.rl.world import run_loop
+
+CHUNK = 6
+
+
+def _chunks(default: int) -> list[range]:
+    first, _, stop = os.environ.get("SIM_SEEDS", f"{default}").rpartition(":")
+    begin, end = int(first or 0), int(stop)
+    return [range(at, min(at + CHUNK, end)) for at in range(begin, end, CHUNK)]
+
+
+@pytest.mark.parametrize("seeds", _chunks(60), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+def test_an_rl_loop_keeps_its_promises_whatever_fails(seeds: range) -> None:
+    for seed in seeds:
+        run_loop(seed)
+
+
+@pytest.mark.parametrize("seeds", _chunks(18), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+def test_an_rl_loop_with_relays_and_standbys_keeps_its_promises(seeds: range) -> None:
+    for seed in seeds:
+        run_loop(seed, relays=True, standby=bool(seed % 2))
+
+
+def test_an_rl_loop_happens_the_same_way_twice() -> None:
+    assert run_loop(4) == run_loop(4)
+
+
+def test_the_cases_have_late_fields_or_pacing() -> None:
+    cases = [rl_case(number) for number in RL_CASES]
+    assert all(case.is_staged and case.pushed == case.names for case in cases)
+    assert {bool(case.late_fields) for case in cases} == {case.rules.paces for case in cases} == {True, False}
