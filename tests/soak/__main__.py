@@ -28,6 +28,7 @@ from typing import Any
 
 from tests.soak.accounts import Account, settle
 from tests.soak.arrived import broken_promises, pack_as_it_came
+from tests.soak.broken_values import broken_values
 from tests.soak.fire import Fire
 from tests.soak.golden import pack_offline
 from tests.soak.job import make_job
@@ -64,7 +65,7 @@ class Soak:
         folder = Path(tempfile.mkdtemp(prefix="sp-soak-", dir="/tmp"))
         job = make_job(
             seed, folder, number=seed, in_place=seed % 3 == 2, pushers=2 if seed % 4 == 3 else 0,
-            relays=seed % 5 in (1, 3),
+            relays=seed % 5 in (1, 3), late=seed % 8 == 7,
         )  # fmt: skip
         run = Run(job, Fire(seed, EVERY_S), fire_s)
         unfinished = ""
@@ -75,11 +76,12 @@ class Soak:
             tails = "".join(f"\n--- {member.name}: {member.codes}\n{member.said()}" for member in run.members)
             print(f"run {seed}: {error}{tails}", file=sys.stderr, flush=True)
         account = settle(job, pack_as_it_came(job) if job.pushers else pack_offline(job), run.fire.hits)
-        account.wrong += broken_promises(job)
+        account.wrong += broken_promises(job) + broken_values(job)
         account.wrong = [unfinished, *account.wrong] if unfinished else account.wrong
         self.add(run, account)
         how = ("in place" if job.in_place else "together") + (", pushed" if job.pushers else "")
         how += ", relays" if job.relays else ""
+        how += ", late values" if job.late else ""
         print(
             f"run {seed}: dp={job.dp} cp={job.cp} tp={job.tp} {how}: {account.steps} steps, "
             f"{account.compared} compared, {run.fire.kills.total()} kills, {run.fire.stops.total()} stops, "

@@ -7,6 +7,7 @@ samples themselves: digests, chains, and every array of every rank. That each is
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -28,6 +29,7 @@ from tests.soak.golden import Golden, GoldenPack, GoldenStep, Id
 from tests.soak.job import Job
 from tests.soak.members import lines_of
 from tests.soak.pusher import GROUP, STREAM, prompt_of, tokens_of
+from tests.soak.values import reward_of
 
 Sample = tuple[NDArray[Any], int]
 """(its tokens, the checksum of the whole sample that it is a part of)."""
@@ -36,19 +38,24 @@ Sample = tuple[NDArray[Any], int]
 def pack_as_it_came(job: Job) -> Golden:
     """Steps with the samples that the ranks had in them first."""
     rules = checked(convert(job.settings, BrokerConfig)).plan()
-    samples = _samples(job, rules)
     came: dict[int, dict[int, list[Id]]] = {}
+    numbers: dict[Id, int] = {}
     for rank in range(len(job.meshes)):
         for line in lines_of(job, rank):
             if line["kind"] == "step":
                 for pack in line["packs"]:
                     ids = [(row[0], row[1], row[2]) for row in pack["ids"]]
                     came.setdefault(line["index"], {}).setdefault(pack["pack"], ids)
+                    numbers |= dict(zip(ids, pack.get("numbers", ()), strict=False))
+    samples, values = _samples(job, rules, numbers), dict[Id, tuple[int, float]]()
+    if job.late:
+        stream = next(number for number, each in enumerate(rules.streams) if each.name == STREAM)
+        values = {each: _values(job, stream, each, numbers) for each in samples}
     steps: list[GoldenStep] = []
     chain = bytes(16)
     for number in range(len(came)):
         packs = [came.get(number, {}).get(pack, []) for pack in range(rules.packs)]
-        step = _step(number, packs, samples, chain, _shared_of(job, rules))
+        step = _step(number, packs, samples, chain, _shared_of(job, rules), values)
         chain = bytes.fromhex(step.chain)
         steps.append(step)
     return Golden(rules, tuple(steps), frozenset(samples))
@@ -90,7 +97,7 @@ def _shared_of(job: Job, rules: Rules) -> Callable[[list[Id]], list[int]] | None
 
 def _step(
     number: int, packs: list[list[Id]], samples: dict[Id, Sample], chain: bytes,
-    shared_of: Callable[[list[Id]], list[int]] | None,
+    shared_of: Callable[[list[Id]], list[int]] | None, values: dict[Id, tuple[int, float]],
 ) -> GoldenStep:  # fmt: skip
     ids = [each for pack in packs for each in pack]
     rows = np.zeros(len(ids), ROW)
@@ -105,9 +112,12 @@ def _step(
     digests = pack_digests(rows, bounds, column.tobytes() if column.any() else UNSET)
     digest = step_digest(number, loss, len(ids), digests)
     contents = [
-        GoldenPack(pack, [samples[each][0] for each in pack if each in samples], None if shared is None else shared[i])
+        GoldenPack(
+            pack, [samples[each][0] for each in pack if each in samples], _columns(pack, values) if values else None,
+            None if shared is None else shared[i],
+        )
         for i, pack in enumerate(packs)
-    ]
+    ]  # fmt: skip
     return GoldenStep(digest.hex(), chain_digest(chain, digest).hex(), loss, len(ids), tuple(contents))
 
 
@@ -116,13 +126,41 @@ def _pushed(job: Job, partition: int) -> list[list[int]]:
     return [tokens_of(job.seed, partition, seq, job.trees) for seq in range(job.pushed)]
 
 
-def _samples(job: Job, rules: Rules) -> dict[Id, Sample]:
-    """All that must be in a step, by id."""
+def _values(job: Job, stream: int, one: Id, numbers: dict[Id, int]) -> tuple[int, float]:
+    """The number and the reward of a sample; those that are read have defaults."""
+    number = numbers.get(one, -1)
+    return (number, reward_of(job.seed, one[1] % job.pushers, number)) if one[0] == stream else (-1, -1.0)
+
+
+def _columns(pack: list[Id], values: dict[Id, tuple[int, float]]) -> dict[str, NDArray[Any]]:
+    """The fields of a pack."""
+    rows = [values.get(each, (-1, -1.0)) for each in pack]
+    return {
+        "number": np.array([number for number, _ in rows], np.int64),
+        "reward": np.array([reward for _, reward in rows], np.float64),
+    }
+
+
+def _crc(job: Job, whole: NDArray[Any], values: tuple[int, float], pushed: bool) -> int:
+    """The checksum of a sample with its fields, if the run has any."""
+    crc = int(crc32c(whole.tobytes()))
+    if not job.late:
+        return crc
+    number, reward = np.array([values[0]], "<i8").tobytes(), np.array([values[1]], "<f8").tobytes()
+    crc = int(crc32c(number, crc))
+    return zlib.crc32(np.array([crc32c(reward)], "<u4").tobytes(), crc) if pushed else int(crc32c(reward, crc))
+
+
+def _samples(job: Job, rules: Rules, numbers: dict[Id, int]) -> dict[Id, Sample]:
+    """All that must be in a step, by id. Samples with late values have the ``numbers`` with which they were sent."""
     found: dict[Id, Sample] = {}
     for number, stream in enumerate(rules.streams):
         for partition in range(stream.partitions):
             if stream.name == STREAM:
                 sequence = [np.array(each, rules.tokens) for each in _pushed(job, partition)]
+                ids = [(number, seq * stream.partitions + partition, 0) for seq in range(job.pushed)]
+                if job.late:
+                    sequence = [sequence[numbers.get(each, 0)] for each in ids]
             else:
                 source = open_source(convert(job.streams[stream.name], SourceSettings))
                 records = source.read(partition, stream.partitions, seed=rules.seed, passes=stream.passes)
@@ -133,5 +171,7 @@ def _samples(job: Job, rules: Rules) -> dict[Id, Sample]:
                 if length:
                     whole = sequence[seq]
                     id_ = (number, seq * stream.partitions + partition, part)
-                    found[id_] = (whole[offset : offset + length], crc32c(whole.tobytes()))
+                    pushed = stream.name == STREAM
+                    values = _values(job, number if pushed else -1, id_, numbers)
+                    found[id_] = (whole[offset : offset + length], _crc(job, whole, values, pushed))
     return found

@@ -38,6 +38,9 @@ ACTS: tuple[tuple[tuple[str, ...], int], ...] = (
     (("relay", "trainer"), 5),
     (("lot",), 6),
     (("link",), 10),
+    (("scorer",), 10),
+    (("subscriber",), 6),
+    (("broker", "scorer"), 4),
 )
 STOP_SHARE = 0.2
 """Of the acts, those that stop processes for a while instead of killing them."""
@@ -85,7 +88,7 @@ class Fire:
         """One act on those that are there and run."""
         self.wait(now)
         there = {member.kind for member in members} | ({"link"} if links else set())
-        acts = [act for act in ACTS if not {"pusher", "relay", "link"} & set(act[0]) - there]
+        acts = [act for act in ACTS if not {"pusher", "relay", "link", "scorer", "subscriber"} & set(act[0]) - there]
         (kinds,) = self._draw.choices([kinds for kinds, _ in acts], [weight for _, weight in acts])
         stops = self._draw.random() < STOP_SHARE
         if kinds == ("link",):

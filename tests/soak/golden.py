@@ -34,6 +34,8 @@ Id = tuple[int, int, int]
 class GoldenPack:
     ids: list[Id]
     tokens: list[NDArray[Any]]
+    values: dict[str, NDArray[Any]] | None = None
+    """Values of each field, one for each sample; None in a run without fields."""
     shared: list[int] | None = None
     """Tokens that each sample shares with the one before it; None in a run without trees."""
 
@@ -88,6 +90,7 @@ class Golden:
             "input_ids": ids[mine], "labels": labels[mine], "position_ids": places[mine],
             "padding_mask": padding[mine], "positions": mine, "cu_seqlens": np.array(real, np.int32),
             "cu_seqlens_padded": np.array(padded, np.int32), "sample_ids": np.array(this.ids, np.int64).reshape(-1, 3),
+            **(this.values or {}),
         }  # fmt: skip
 
 

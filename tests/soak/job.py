@@ -21,6 +21,11 @@ PACKERS = ("exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative")
 BUDGET, PACKS = 128, 12
 SHARDS = {"web": 7, "code": 3}
 PARTITIONS = {"web": 3, "code": 2}
+FIELDS: dict[str, Any] = {
+    "number": {"dtype": "int64", "axis": "sample", "default": -1},
+    "reward": {"dtype": "float64", "axis": "sample", "default": -1.0, "late": True},
+}
+"""Fields of a run with late values: samples that are read have the defaults."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ class Job:
     """Hosts, each with a relay for its share of the ranks; 0 for no relay."""
     trees: bool = False
     """Samples are pushed in groups that share their first tokens."""
+    late: bool = False
+    """Another program gives each pushed sample its reward, and one reads the values that trainers report."""
 
     @property
     def meshes(self) -> list[dict[str, int]]:
@@ -78,12 +85,13 @@ class Job:
 
 def make_job(
     seed: int, folder: Path, number: int, in_place: bool = False, rows: tuple[int, int] = (500, 900), pushers: int = 0,
-    relays: bool = False,
+    relays: bool = False, late: bool = False,
 ) -> Job:  # fmt: skip
     """Run ``number`` of a soak: its files, of ``rows`` samples each, are written to ``folder``, which has a short path.
 
     The number chooses mesh, packer and transport (TCP where it is even), the seed all else. With ``pushers`` streams
-    are merged as they arrive. With ``relays``, small meshes get two tensor-parallel ranks for each shard.
+    are merged as they arrive. With ``relays``, small meshes get two tensor-parallel ranks for each shard. With
+    ``late``, pushed samples get late fields.
     """
     draw = random.Random(seed)
     dp, cp = MESHES[number % len(MESHES)]
@@ -117,13 +125,16 @@ def make_job(
         settings["merge"] = "arrival"
         settings["rules"] |= {"tail": "pad", "between_passes": "continue"}  # every sample is in a step
         settings["streams"] |= {"rollouts": {"pushed": True, "partitions": pushers}}
-    if trees := bool(pushers) and cp == 1:  # programs push groups that share their first tokens
+    if late:
+        settings["fields"] = FIELDS
+        settings["retain"] = {"checkpoints": 1 << 20}  # so that a subscriber that is down misses nothing
+    if trees := bool(pushers) and cp == 1 and not late:  # programs push groups that share their first tokens
         settings["rules"] |= {"share": "prefix", "align": {"sample": 1, "pack": 2}}
     tp = 2 if relays and dp * cp <= 2 else 1
     job = Job(
         seed, folder, dp, cp, settings, streams, in_place, checkpoint_every=draw.randint(3, 12),
         step_s=draw.uniform(0.05, 0.15), pushers=pushers, pushed=1500 if pushers else 0, tp=tp,
-        relays=2 if relays else 0, trees=trees,
+        relays=2 if relays else 0, trees=trees, late=late,
     )  # fmt: skip
     write(job.broker_config, settings)
     write(job.producer_config, {"broker": f"file://{settings['rendezvous']}", "processes": 2, "streams": streams})

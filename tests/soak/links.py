@@ -48,7 +48,7 @@ def links_of(job: Job, members: list[Member]) -> Iterator[dict[str, Link]]:
                 rank = int(member.name.rpartition("-")[2])
                 found[member.name] = found[f"relay-{job.host_of(rank)}"]
             elif member.kind != "broker":
-                side = "trainers" if member.kind in ("trainer", "relay") else "producers"
+                side = "trainers" if member.kind in ("trainer", "relay", "subscriber") else "producers"
                 proxy = stack.enter_context(Proxy(job.settings["listen"][side], held_bytes=HELD_BYTES))
                 found[member.name] = Link(member.kind, proxy)
         yield found

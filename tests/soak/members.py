@@ -102,10 +102,17 @@ def members_of(job: Job, producers: int) -> list[Member]:
         settings = write(
             job.folder / f"pusher-{partition}.json",
             {"endpoint": job.settings["listen"]["producers"], "partition": partition, "total": job.pushed,
-             "trees": job.trees, "seed": job.seed, "folder": str(job.folder)},
+             "trees": job.trees, "late": job.late, "seed": job.seed, "folder": str(job.folder)},
         )  # fmt: skip
         command = [sys.executable, "-m", "tests.soak.pusher", str(settings)]
         found.append(Member("pusher", f"pusher-{partition}", job.folder, command))
+    for kind, side in (("scorer", "producers"), ("subscriber", "trainers")) if job.late else ():
+        settings = write(
+            job.folder / f"{kind}.json",
+            {"endpoint": job.settings["listen"][side], "partitions": job.pushers, "total": job.pushed,
+             "seed": job.seed, "folder": str(job.folder)},
+        )  # fmt: skip
+        found.append(Member(kind, kind, job.folder, [sys.executable, "-m", "tests.soak.values", kind, str(settings)]))
     return found
 
 
@@ -117,7 +124,7 @@ def reach(job: Job, member: Member, endpoint: str) -> None:
     elif name.startswith("producer"):
         tree = json.loads(job.producer_config.read_text()) | {"broker": endpoint}
         write(job.folder / f"{name}.yaml", tree)
-    elif name.startswith("pusher"):
+    elif member.kind in ("pusher", "scorer", "subscriber"):
         path = job.folder / f"{name}.json"
         write(path, json.loads(path.read_text()) | {"endpoint": endpoint})
 
@@ -130,7 +137,7 @@ def tell_trainer(job: Job, rank: int, resume: int, endpoint: str = "") -> None:
         "endpoint": endpoint or job.settings["listen"]["trainers"], "mesh": job.meshes[rank], "folder": str(job.folder),
         "rank": rank, "ranks": len(job.meshes), "every": job.checkpoint_every, "step_s": job.step_s,
         "prefetch": PREFETCH, "resume": resume,
-        "relay": job.relay_address(job.host_of(rank)) if job.relays else "off",
+        "relay": job.relay_address(job.host_of(rank)) if job.relays else "off", "reports": job.late,
     }  # fmt: skip
     write(job.folder / f"trainer-{rank}.json", settings)
 

@@ -20,6 +20,8 @@ TURN_S = 0.02
 FINISH_S = 150.0
 """What a run may take to end once nobody shoots at it."""
 PRODUCERS = 2
+LAST = ("scorer", "subscriber")
+"""Kinds of programs that end by themselves once they have done or read everything."""
 
 
 class Unfinished(Exception):
@@ -76,9 +78,8 @@ class Run:
                 member.kill()
 
     def _over(self) -> bool:
-        return all(
-            not member.alive and member.start_at is None and member.codes[-1:] == [0] for member in self.trainers
-        )
+        last = [*self.trainers, *(member for member in self.members if member.kind in LAST)]
+        return all(not member.alive and member.start_at is None and member.codes[-1:] == [0] for member in last)
 
     def _tell_trainer(self, rank: int, resume: int) -> None:
         link = self.links.get(self.trainers[rank].name)
@@ -98,7 +99,7 @@ class Run:
                 continue
             if member.kind == "trainer":
                 self._trainer_ended(member, code, now)
-            elif member.kind != "pusher" or code:
+            elif member.kind not in ("pusher", *LAST) or code:
                 if member.kind == "broker" and code != -signal.SIGKILL:
                     raise Unfinished(f"the broker ended with {code}")
                 member.start_at = now + self.fire.delay()

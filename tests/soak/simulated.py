@@ -14,6 +14,7 @@ from itertools import count
 from multiprocessing import get_context
 from types import FrameType
 
+from tests.simulation.rl.world import run_loop
 from tests.simulation.world import run
 
 HANGS_S = 120
@@ -47,6 +48,8 @@ def run_every(first: int, step: int, until: float) -> Simulated:
         signal.alarm(HANGS_S)
         try:
             run(seed)
+            if seed % 3 == 0:
+                run_loop(seed)
         except AssertionError as error:
             print(error, file=sys.stderr, flush=True)
             found.wrong.append(str(error))

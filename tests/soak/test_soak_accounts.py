@@ -11,10 +11,12 @@ import pytest
 
 from tests.soak.accounts import Account, settle
 from tests.soak.arrived import broken_promises, pack_as_it_came
+from tests.soak.broken_values import broken_values
 from tests.soak.fire import Hit
 from tests.soak.golden import Golden, pack_offline
 from tests.soak.job import Job, make_job
 from tests.soak.pusher import tokens_of
+from tests.soak.values import loss_of, reward_of
 
 Line = dict[str, Any]
 
@@ -150,3 +152,73 @@ def test_a_program_that_is_sent_back_before_what_was_safe_is_a_broken_promise(tm
     assert broken_promises(job) == ["partition 0: begun at 15, where 16 were safe"]
     (tmp_path / "pusher-0.jsonl").write_text(json.dumps({"begun": 0, "known": 0}) + "\n")
     assert "are safe" in broken_promises(job)[0]
+
+
+def late_run(folder: Path) -> tuple[Job, list[Line], list[Line]]:
+    """A run with late values of one rank, whose samples were sent in the opposite order: its lines, and the results."""
+    job = make_job(5, folder, number=0, rows=(2, 3), pushers=1, late=True)
+    ids = [[2, index, 0] for index in range(job.pushed)]
+    numbers = [job.pushed - 1 - index for index in range(job.pushed)]
+    lines, results = list[Line](), list[Line]()
+    for step, at in enumerate(range(0, job.pushed, 100)):
+        rows, mine = ids[at : at + 100], numbers[at : at + 100]
+        pack = {"pack": 0, "micro_batch": 0, "ids": rows, "numbers": mine, "crcs": {}}
+        lines.append({"at": 0.0, "kind": "step", "index": step, "packs": [pack]})
+        loss = [[*row, loss_of(*row)] for row in rows]
+        sent = [["rollouts", 0, number] for number in mine]
+        results.append({"step": step, "lineage": 0, "cursor": step + 1, "loss": loss, "sent": sent})
+    return job, lines, results
+
+
+def values_of(job: Job, lines: list[Line], results: list[Line]) -> list[str]:
+    for name, rows in (("trainer-0", lines), ("subscriber", results)):
+        (job.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return broken_values(job)
+
+
+def test_late_values_and_results_of_a_good_run_are_found_to_be_good(tmp_path: Path) -> None:
+    assert not values_of(*late_run(tmp_path))
+
+
+def test_the_rewards_of_a_run_with_late_values_are_derived_from_the_numbers_of_its_samples(tmp_path: Path) -> None:
+    job, lines, results = late_run(tmp_path)
+    values_of(job, lines, results)
+    values = pack_as_it_came(job).steps[0].packs[0].values
+    assert values is not None
+    assert values["reward"].tolist() == [reward_of(job.seed, 0, job.pushed - 1 - index) for index in range(100)]
+
+
+def a_number_twice(lines: list[Line], results: list[Line]) -> None:
+    lines[0]["packs"][0]["numbers"][0] = 0
+
+
+def a_step_twice(lines: list[Line], results: list[Line]) -> None:
+    results.append(results[3])
+
+
+def a_step_without_results(lines: list[Line], results: list[Line]) -> None:
+    del results[4]
+
+
+def another_loss(lines: list[Line], results: list[Line]) -> None:
+    results[2]["loss"][1][3] += 1.0
+
+
+def a_sample_without_a_loss(lines: list[Line], results: list[Line]) -> None:
+    del results[2]["loss"][1], results[2]["sent"][1]
+
+
+def another_sample(lines: list[Line], results: list[Line]) -> None:
+    results[2]["sent"][1][2] -= 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [a_number_twice, a_step_twice, a_step_without_results, another_loss, a_sample_without_a_loss, another_sample],
+)
+def test_what_is_wrong_with_late_values_or_results_is_found(
+    damage: Callable[[list[Line], list[Line]], None], tmp_path: Path
+) -> None:
+    job, lines, results = late_run(tmp_path)
+    damage(lines, results)
+    assert values_of(job, lines, results)

@@ -1,10 +1,10 @@
 """One rank under fire: it attaches, uses steps, writes down what it got, and checkpoints; then it may be killed.
 
 ``python -m tests.soak.trainer SETTINGS``, SETTINGS being a JSON file: ``endpoint``, ``mesh``, ``folder``, ``rank``,
-``ranks``, ``relay`` (an address, or ``off``), ``every`` (steps between two checkpoints), ``step_s``, ``resume`` (a
-checkpoint's step, -1 for none, -2 for this rank's own last place). What it got goes to ``trainer-<rank>.jsonl``, one
-line a step and each written at once, so that a line is there whole or not at all. A step takes ``step_s`` while the
-file ``fire`` is there.
+``ranks``, ``relay`` (an address, or ``off``), ``reports``, ``every`` (steps between two checkpoints), ``step_s``,
+``resume`` (a checkpoint's step, -1 for none, -2 for this rank's own last place). What it got goes to
+``trainer-<rank>.jsonl``, one line a step and each written at once, so that a line is there whole or not at all. A step
+takes ``step_s`` while the file ``fire`` is there.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from typing import Any
 import streampack
 from streampack.errors import StreampackError
 from tests.soak.checksum import crc_of
+from tests.soak.values import loss_of
 
 PATHS = ("shared", "cu_paths", "path_index")
 ARRAYS = ("input_ids", "labels", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded", "sample_ids")
+VALUES = ("number", "reward")
 OWN_PLACE = -2
 
 
@@ -82,10 +84,12 @@ def train(rank: Rank) -> None:
         rank.write(kind="begin", resume=begun)
         committed = -1
         for step in loader.steps():
+            reported = {} if not settings["reports"] else {"loss": [loss_of(*row) for row in step.sample_ids.tolist()]}
             packs = [
                 {"pack": pack.pack, "micro_batch": pack.micro_batch, "ids": pack.sample_ids.tolist(),
-                 "crcs": {name: crc_of(pack[name]) for name in (*ARRAYS, *PATHS) if name in pack}
-                 | {"positions": crc_of(pack.positions())}}
+                 "crcs": {name: crc_of(pack[name]) for name in (*ARRAYS, *PATHS, *VALUES) if name in pack}
+                 | {"positions": crc_of(pack.positions())},
+                 "numbers": pack["number"].tolist() if "number" in pack else []}
                 for pack in step
             ]  # fmt: skip
             rank.write(
@@ -96,6 +100,8 @@ def train(rank: Rank) -> None:
                 continue  # it was trained before the checkpoint
             if (rank.folder / "fire").exists():
                 time.sleep(settings["step_s"])
+            if reported:
+                step.report(reported, reduce="same")
             here = {"next_step": step.index + 1, "loader": _state_of(loader)}
             rank.save(rank.own_place, here)
             if (step.index + 1) % settings["every"] == 0:
