@@ -18,7 +18,7 @@ from streampack.core.layout.boundaries import Contents, round_up
 from streampack.core.layout.labels import positions_of
 from streampack.core.layout.shards import LAYOUTS, shard_slices
 from streampack.core.layout.step_frames import frames_for
-from streampack.core.model.fields import DType, Field, from_bfloat16
+from streampack.core.model.fields import Field, NumberType, from_bfloat16
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Rules
 from streampack.core.model.samples import I64
@@ -134,7 +134,7 @@ def fields(draw: st.DrawFn) -> tuple[Field, ...]:
             "align": draw(st.sampled_from(["token", "target"])), "cp": draw(st.sampled_from(["slice", "replicate"])),
             "pad": draw(st.sampled_from([0, 1])),
         }  # fmt: skip
-        dtype = draw(st.sampled_from(get_args(DType)))
+        dtype = draw(st.sampled_from(get_args(NumberType)))
         found.append(Field(name=f"f{i}", dtype=dtype, axis=axis, shape=shape, **(of_token if axis == "token" else {})))
     if draw(st.booleans()):
         found.append(Field(name="loss_mask", dtype=draw(st.sampled_from(["bool", "uint8", "int32"])), align="target"))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from msgspec import UNSET, inspect
 from msgspec.structs import replace
 
-from streampack.core.model.fields import DType, Field
+from streampack.core.model.fields import Field, NumberType
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Rules, StreamRules
 from streampack.core.packers.registry import PackerName
@@ -104,7 +104,7 @@ def rules(draw: st.DrawFn) -> Rules:
 
 
 FIELDS = st.builds(
-    Field, name=st.sampled_from(["a", "b_2"]), dtype=st.sampled_from(get_args(DType)),
+    Field, name=st.sampled_from(["a", "b_2"]), dtype=st.sampled_from(get_args(NumberType)),
     shape=st.sampled_from([(), (3,), (2, 4)]), align=st.sampled_from(["token", "target"]), pad=st.sampled_from([0, 1]),
 )  # fmt: skip
 U64 = st.integers(0, 2**62 - 1)

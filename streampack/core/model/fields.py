@@ -18,10 +18,11 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-DType = Literal[
+NumberType = Literal[
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
-    "float16", "bfloat16", "float32", "float64", "reference",
+    "float16", "bfloat16", "float32", "float64",
 ]  # fmt: skip
+DType = Literal[NumberType, "reference"]
 MAX_FIELDS = 32
 MAX_VALUE_BYTES = 4096
 """The most bytes of one token's value in one field."""

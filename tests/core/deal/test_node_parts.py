@@ -19,7 +19,7 @@ from streampack.core.deal.step_cache import NOTHING, KeptSteps
 from streampack.core.form.former import Former
 from streampack.core.layout.shards import LAYOUTS
 from streampack.core.layout.step_frames import EDGES, INPUT_IDS, frames_for
-from streampack.core.model.fields import Field
+from streampack.core.model.fields import MEDIA, Field
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Batch, Rules
 from streampack.core.model.samples import ROW, SampleTable
@@ -58,6 +58,11 @@ class Formed:
         frames = tuple(draw.bytes(size) for size in [total * np.dtype(self.rules.tokens).itemsize, *values])
         self.arena = Arena(8 * 4096 * self.rules.token_bytes, self.rules.tokens, 4096, self.rules.fields)
         self.arena.store(handles, np.cumsum(lengths) - lengths, lengths, np.arange(count), frames)
+        if self.rules.media_fields:
+            table.items[handles] = items = draw.integers(0, 3, count)
+            table.media_bytes[handles] = sizes = items * draw.integers(1, 40, count)
+            ends = np.cumsum(sizes)
+            self.arena.store_media(handles, np.stack([ends - sizes, ends]), draw.bytes(int(ends[-1])))
         former = Former(self.rules, table)
         former.admit(handles, lengths)
         former.closed = True
@@ -109,8 +114,9 @@ def jobs(draw: st.DrawFn) -> Formed:
         own = {"batch": of_batch} if kind == "batch" else {"packs": mesh.dp * draw(st.integers(1, 4))}
         own["shape"] = draw(shapes(budget, of_packs))
     declared = draw(fields())
+    media = (Field(name="image", dtype="uint8", axis="item"),) if kind != "padded" and draw(st.booleans()) else ()
     rules = Rules(
-        budget=budget, align=Align(sample=align, pack=of_packs), fields=declared,
+        budget=budget, align=Align(sample=align, pack=of_packs), fields=declared, media_fields=media,
         tokens=draw(st.sampled_from(["uint16", "int32"])), **own,
     )  # fmt: skip
     assert not mesh_refusal(mesh, rules, layout)
@@ -138,7 +144,7 @@ def as_bytes(payload: tuple[memoryview, ...]) -> Frames:
 @given(hosts())
 def test_each_rank_of_a_host_gets_the_messages_that_it_gets_directly(host: tuple[Formed, list[Mesh]]) -> None:
     job, ranks = host
-    node = NodeRanks.of(ranks, job.rules.fields, job.layout)
+    node = NodeRanks.of(ranks, job.rules.all_fields, job.layout)
     for step in job.steps:
         found: dict[tuple[int, int], list[tuple[StepPart, tuple[memoryview, ...]]]] = {}
         for part, payload in job.node(step, node):
@@ -146,7 +152,7 @@ def test_each_rank_of_a_host_gets_the_messages_that_it_gets_directly(host: tuple
                 found.setdefault(rank, []).append((message, views))
         assert found.keys() == {(mesh.dp_rank, mesh.cp_rank) for mesh in ranks}
         for mesh in ranks:
-            names = frames_for(job.rules.fields, mesh, job.layout)
+            names = frames_for(job.rules.all_fields, mesh, job.layout)
             mine = [for_frames(*each, names) for each in found[mesh.dp_rank, mesh.cp_rank]]
             assert [(type(part), part, as_bytes(views)) for part, views in mine] == [
                 (StepPart, part, payload) for part, payload in job.direct(step, mesh)
@@ -158,14 +164,17 @@ def test_each_rank_of_a_host_gets_the_messages_that_it_gets_directly(host: tuple
 def test_a_host_gets_each_number_once(host: tuple[Formed, list[Mesh]]) -> None:
     """The shards of all cp ranks are the whole pack, and what is the same for all cp ranks comes once."""
     job, ranks = host
-    node = NodeRanks.of(ranks, job.rules.fields, job.layout)
+    node = NodeRanks.of(ranks, job.rules.all_fields, job.layout)
     kinds = {field.name: field for field in job.rules.fields}
     for step in job.steps:
         for part, payload in job.node(step, node):
             tokens, samples = int(part.widths(job.rules).sum()), len(part.lengths_u32) // 4
             held = tokens if job.layout == "whole" else tokens // part.cp * len(part.cp_ranks)
             for name, frame in zip(part.frames, payload, strict=True):
-                if name == INPUT_IDS:
+                if name == MEDIA:
+                    assert part.media is not msgspec.UNSET
+                    assert frame.nbytes == part.media.arrays(samples)[1].sum()
+                elif name == INPUT_IDS:
                     assert frame.nbytes == held * np.dtype(job.rules.tokens).itemsize
                 elif name in kinds:
                     field: Field = kinds[name]
@@ -181,8 +190,8 @@ def test_a_host_gets_each_number_once(host: tuple[Formed, list[Mesh]]) -> None:
 @given(hosts())
 def test_the_arena_gives_the_shards_of_the_first_rank_then_of_the_next(host: tuple[Formed, list[Mesh]]) -> None:
     job, ranks = host
-    node = NodeRanks.of(ranks, job.rules.fields, job.layout)
-    once = {field.name for field in job.rules.fields if field.axis == "sample" or field.cp == "replicate"}
+    node = NodeRanks.of(ranks, job.rules.all_fields, job.layout)
+    once = {field.name for field in job.rules.fields if field.axis == "sample" or field.cp == "replicate"} | {MEDIA}
     for step in job.steps:
         for part, packs in job.kept.node_parts(step, node):
             found = job.arena.gather(packs, part.frames, part.cp, part.cp_ranks, job.layout)
@@ -196,7 +205,7 @@ def test_the_arena_gives_the_shards_of_the_first_rank_then_of_the_next(host: tup
 @given(hosts(), st.integers(0, 12))
 def test_messages_of_a_host_are_numbered_by_part_then_group(host: tuple[Formed, list[Mesh]], begin: int) -> None:
     job, ranks = host
-    node = NodeRanks.of(ranks, job.rules.fields, job.layout)
+    node = NodeRanks.of(ranks, job.rules.all_fields, job.layout)
     for step in job.steps:
         found = list(job.kept.node_parts(step, node))
         parts = [part for part, _ in found]
@@ -211,13 +220,13 @@ def test_messages_of_a_host_are_numbered_by_part_then_group(host: tuple[Formed, 
         for part, packs in found:
             num_bytes = int(part.widths(job.rules).sum()) // shares * shards * job.rules.token_bytes
             payload = job.arena.gather(packs, part.frames, part.cp, part.cp_ranks, job.layout)
-            of_tokens = {"input_ids", *(field.name for field in job.rules.fields if field.axis == "token")}
+            of_tokens = {INPUT_IDS, MEDIA, *(field.name for field in job.rules.fields if field.axis == "token")}
             sent = sum(frame.nbytes for name, frame in zip(part.frames, payload, strict=True) if name in of_tokens)
             assert job.kept.node_bytes(packs, node) == sent
             assert num_bytes <= job.part_bytes or len(groups[0]) == 1, "one dp rank alone may need more"
         rank_parts = [part.parts for part, _ in job.kept.parts(step, ranks[0])]
         assert rank_parts == [parts[0].rank_parts] * parts[0].rank_parts
-        if job.part_bytes == 1 << 20:
+        if job.part_bytes == 1 << 20 and not job.rules.media_fields:
             assert len(parts) == 1, "a small step is one message"
         again = [part for part, _ in job.kept.node_parts(step, node, begin)]
         assert again == (parts[begin:] if begin < len(parts) else parts)
@@ -227,7 +236,7 @@ def test_messages_of_a_host_are_numbered_by_part_then_group(host: tuple[Formed, 
 @settings(max_examples=20, deadline=None)
 def test_a_skipped_step_is_one_message_without_packs(host: tuple[Formed, list[Mesh]]) -> None:
     job, ranks = host
-    node = NodeRanks.of(ranks, job.rules.fields, job.layout)
+    node = NodeRanks.of(ranks, job.rules.all_fields, job.layout)
     for step in job.steps:
         job.kept.skip(step, step)
         ((part, packs),) = job.kept.node_parts(step, node, begin=1, resend=5)
@@ -281,7 +290,7 @@ def test_damaged_messages_raise_value_error_or_give_messages_that_a_client_check
     host: tuple[Formed, list[Mesh]], data: st.DataObject
 ) -> None:
     job, ranks = host
-    node = NodeRanks.of(ranks, job.rules.fields, job.layout)
+    node = NodeRanks.of(ranks, job.rules.all_fields, job.layout)
     messages = [message for step in job.steps for message in job.node(step, node)]
     part, payload = data.draw(damaged(*data.draw(st.sampled_from(messages))))
     try:

@@ -174,10 +174,12 @@ def assert_the_kernel_agrees(
     assert not hasattr(UNCOMPILED, "py_func")
     ages = np.full(len(lengths), -1)
     sizes = np.ones(len(lengths), np.int64) if sizes is None else sizes
+    unlimited = np.zeros((0, len(lengths)), np.int64), np.zeros(0, np.int64)
     for _ in range(3):  # the second and third call begin with ages
         expected = exact_fill_oracle(lengths, ages, budget, count, closed, window, sizes, cap)
         for kernel in (compiled, UNCOMPILED):
-            indices, bounds, new_ages = kernel(lengths, sizes, ages, budget, count, closed, window, cap or NO_CAP)
+            options = budget, count, closed, window, cap or NO_CAP
+            indices, bounds, new_ages = kernel(lengths, sizes, ages, *options, *unlimited)
             assert indices.tolist() == expected.indices.tolist()
             assert bounds.tolist() == expected.bounds.tolist()
             assert new_ages.tolist() == expected.ages.tolist()

@@ -109,6 +109,7 @@ def test_values_of_all_ranks_come_back_once_whoever_is_killed() -> None:
             rest = read(broker.trainers, "tokens", start=third.cursor, upto=COUNT // BATCH - 3)
             assert [step.step for step in rest] == list(range(3, COUNT // BATCH)), "goes on from a cursor"
             same = read(broker.trainers, "index")
+            assert sorted(step.step for step in same) == list(range(COUNT // BATCH))
             assert [step.values["index"].tolist() for step in same] == [
                 step.sample_ids[:, 1].astype(float).tolist() for step in same
             ], "a value that each context-parallel rank has whole is not added up"
