@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,3 +95,12 @@ def test_a_pack_without_images_has_no_pixels(model: Any) -> None:
     assert batch["pixel_values"] is batch["image_grid_thw"] is None
     assert batch["position_ids"].shape == (4, 1, 128)
     assert loss_of(model, **batch).isfinite()
+
+
+def test_the_example_learns_to_name_the_colors_of_its_images() -> None:
+    script = Path(__file__).parents[3] / "examples" / "vlm.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    losses = [json.loads(line)["loss"] for line in done.stdout.splitlines()]
+    assert len(losses) > 40
+    assert np.mean(losses[-10:]) < 1.0 < np.log(3), "better than a guess among three colors"
