@@ -16,7 +16,7 @@ from streampack.core.packers.packer_kernels import _compiled, _first_that_fits
 
 #: In a critical window, the seed of a late pack may get a third sample: one of this many oldest samples that fit.
 OLD = 64
-#: Samples tried for a pack whose number of samples is capped.
+#: Samples tried for a pack whose number of samples is capped; as many again that have nothing of a capped unit.
 CAPPED_TRIED = 256
 #: The most samples for which ``last_packs`` tries swaps: a sweep takes the square of their number.
 MAX_SWAPPED = 2048
@@ -262,18 +262,20 @@ def capped(view, sizes, edge, samples, tokens, budget, cap, seed, end):  # type:
     room, slots = budget - lengths[seed], cap - sizes[seed]
     spares = sizes.min() == 0  # samples without the unit, which a pack without slots can take
     ahead = room * samples >= slots * tokens
-    num_rest = 0
+    num_rest = num_spares = 0
     i = after[seed]
-    while i < edge and num_rest < CAPPED_TRIED and (slots > 0 or spares):
+    while i < edge and (num_rest - num_spares < CAPPED_TRIED or num_spares < CAPPED_TRIED) and (slots > 0 or spares):
         if lengths[i] <= room and sizes[i] <= slots:
+            tried = num_spares if sizes[i] == 0 else num_rest - num_spares
             if ahead and (room - lengths[i]) * samples >= (slots - sizes[i]) * tokens:
                 indices[end] = i
                 end += 1
                 room -= lengths[i]
                 slots -= sizes[i]
-            else:
+            elif tried < CAPPED_TRIED:
                 view.rest[num_rest] = i
                 num_rest += 1
+                num_spares += sizes[i] == 0
         i = after[i]
     return _fill_with_few(view.rest[:num_rest], lengths, sizes, room, slots, indices, end)
 
