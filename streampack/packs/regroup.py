@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from streampack.core.layout.boundaries import layouts
 from streampack.core.layout.labels import derive_positions
 from streampack.core.layout.shards import cut
-from streampack.core.model.fields import POSITION_IDS, Field, from_bfloat16
+from streampack.core.model.fields import CU_ITEMS, CU_PATCHES, POSITION_IDS, Field, from_bfloat16
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, IGNORE_INDEX
 from streampack.errors import UserError
@@ -224,6 +224,27 @@ class _Cut:
             return self.paths.values(arrays, _pad(field))
         return self.by_token(arrays, _pad(field), 1 if field.cp == "replicate" else self.parts)
 
+    def media(self, rules: Rules) -> list[dict[str, NDArray[Any]]]:
+        """Return the fields and boundaries of media for each forward pack; empty if the packs have no media."""
+        if CU_ITEMS not in self.packs[0].fields:
+            return [{} for _ in self.widths]
+        held = [pack.fields for pack in self.packs]
+        of_items = _sums(np.concatenate([np.diff(each[CU_ITEMS]) for each in held]))
+        of_patches = _sums(np.concatenate([np.diff(each[CU_PATCHES]) for each in held]))
+        found = []
+        for begin, end in pairwise(self.bounds.tolist()):
+            items = of_items[begin : end + 1]
+            patches = of_patches[items[0] : items[-1] + 1]
+            bounds = {CU_ITEMS: items - items[0], CU_PATCHES: patches - patches[0]}
+            found.append({name: each.astype(np.int32) for name, each in bounds.items()})
+            for field in rules.media_fields:
+                arrays = [each[field.name] for each in held]
+                values = np.concatenate([each for each in arrays if len(each)] or arrays[:1])
+                by_patch = field.axis == "patch" or (field.is_reference and values.dtype != object)
+                span = patches if by_patch else items
+                found[-1][field.name] = values[span[0] : span[-1]].copy()
+        return found
+
     def loss_tokens(self, labels: Sequence[I64] | None) -> list[int]:
         """Return the loss tokens of each forward pack.
 
@@ -259,6 +280,7 @@ def _forward_packs(plan: _Cut, rules: Rules) -> list[Pack]:
     slices, of_pack = np.stack([mine.start, mine.stop], axis=1), mine.first.tolist()
     ids = plan.by_sample([pack.sample_ids for pack in packs])
     fields = {field.name: plan.field(field) for field in rules.fields if field.name in first.fields}
+    media = plan.media(rules)
     input_ids = labels = supplied = None
     if first.input_ids is not None:
         input_ids = plan.by_token([pack.input_ids for pack in packs], 0, parts)
@@ -287,7 +309,7 @@ def _forward_packs(plan: _Cut, rules: Rules) -> list[Pack]:
             num_micro_batches=len(loss),
             pack=i,
             slices=slices[of_pack[i] : of_pack[i + 1]],
-            fields={name: rows[i] for name, rows in fields.items()},
+            fields={name: rows[i] for name, rows in fields.items()} | media[i],
             **of_paths[i],
         )
         for i, layout in enumerate(laid.packs())

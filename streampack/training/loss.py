@@ -17,18 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from streampack.core.model.fields import CU_ITEMS, CU_PATCHES
 from streampack.core.model.samples import I64, IGNORE_INDEX
 from streampack.errors import UserError
 from streampack.packs.pack import Pack
 from streampack.views.view import View, canonical
 
 
-def per_sample(outputs: torch.Tensor, pack: Pack | View) -> list[torch.Tensor]:
+def per_sample(
+    outputs: torch.Tensor, pack: Pack | View, axis: Literal["token", "item", "patch"] = "token"
+) -> list[torch.Tensor]:
     """Split a tensor with one row for each token of a pack into its samples, without padding.
 
     Args:
@@ -36,6 +39,7 @@ def per_sample(outputs: torch.Tensor, pack: Pack | View) -> list[torch.Tensor]:
             this rank holds. Also [1, T', ...], as models of transformers return, or [B, S', ...] for padded
             micro-batches. If samples may share tokens, also [P, ...], such as labels.
         pack: The pack that the outputs belong to.
+        axis: ``"item"`` or ``"patch"`` for a tensor with one row for each media item, or for each patch of all items.
 
     Returns:
         ``num_samples`` views of ``outputs``, [n, ...] each, in the pack's order; n is the sample's real tokens that
@@ -49,6 +53,8 @@ def per_sample(outputs: torch.Tensor, pack: Pack | View) -> list[torch.Tensor]:
         >>> lengths = [len(one) for one in per_sample(batch.labels, batch)]  # doctest: +SKIP
     """
     held = canonical(pack)
+    if axis != "token":
+        return list(torch.split_with_sizes(outputs, _media_sizes(outputs, held, axis)))
     if held.path_index is not None and held.cu_paths is not None:
         on_paths = _on_paths(outputs, pack, held.path_index)[: int(held.cu_paths[-1])]
         return list(torch.split_with_sizes(on_paths, np.diff(held.cu_paths).tolist()))
@@ -57,6 +63,18 @@ def per_sample(outputs: torch.Tensor, pack: Pack | View) -> list[torch.Tensor]:
     return list(torch.split_with_sizes(rows, sizes.tolist()))[
         1::2
     ]  # n separate slices would each allocate a gradient of full size
+
+
+def _media_sizes(outputs: torch.Tensor, pack: Pack, axis: str) -> list[int]:
+    """Return the items, or the patches, of each sample of a pack. Raises UserError if ``outputs`` has other rows."""
+    if CU_ITEMS not in pack.fields:
+        raise UserError(f"got axis={axis!r} for a pack without media, expected fields of axis item or patch in the run")
+    items = np.asarray(pack.fields[CU_ITEMS], np.int64)
+    bounds = items if axis == "item" else np.asarray(pack.fields[CU_PATCHES], np.int64)[items]
+    if len(outputs) != bounds[-1]:
+        raise UserError(f"got {len(outputs)} rows, expected {int(bounds[-1])}, one for each {axis} of the pack")
+    sizes: list[int] = np.diff(bounds).tolist()
+    return sizes
 
 
 def packed_loss(

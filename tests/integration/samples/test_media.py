@@ -12,7 +12,7 @@ import pytest
 
 import streampack
 from streampack.errors import StreampackError
-from tests.integration.running import PATIENCE_S, RunningBroker, folder, running_broker, until
+from tests.integration.running import PATIENCE_S, RunningBroker, folder, running, running_broker, until, write
 
 SAMPLES, PATCHES = 160, 24
 
@@ -169,3 +169,58 @@ def test_a_sample_whose_images_do_not_fit_together_is_refused(changes: dict[str,
         streampack.Producer(broker.producers, stream="chats") as chats,
     ):
         chats.send(given)
+
+
+def test_regrouped_packs_have_the_images_of_their_samples() -> None:
+    with folder() as path, running_broker(settings(path)) as broker:
+        work(broker.producers)
+        with streampack.connect(broker.trainers, format="numpy", stall_timeout_s=PATIENCE_S) as loader:
+            found = []
+            for step in loader.steps():
+                for pack in step.regroup(512):
+                    of_items, of_patches = pack["cu_items"].tolist(), pack["cu_patches"].tolist()
+                    assert of_items[-1] == len(pack["image_grid_thw"])
+                    assert of_patches[-1] == len(pack["pixel_values"])
+                    for i, (_, number, _) in enumerate(pack.sample_ids.tolist()):
+                        first, stop = of_items[i : i + 2]
+                        pixels = pack["pixel_values"][of_patches[first] : of_patches[stop]]
+                        assert np.array_equal(pixels, sample(number).get("pixel_values", np.zeros((0, 12))))
+                        found.append(number)
+        assert sorted(found) == list(range(SAMPLES))
+
+
+def test_pixels_and_sizes_are_split_by_sample() -> None:
+    with folder() as path, running_broker(settings(path)) as broker:
+        work(broker.producers)
+        with streampack.connect(broker.trainers, format="thd", stall_timeout_s=PATIENCE_S) as loader:
+            for batch in loader:
+                pixels = streampack.per_sample(batch.pixel_values, batch, axis="patch")
+                sizes = streampack.per_sample(batch.image_grid_thw, batch, axis="item")
+                for (_, number, _), mine, grid in zip(batch.sample_ids.tolist(), pixels, sizes, strict=True):
+                    expected = sample(number)
+                    assert np.array_equal(mine.numpy(), expected.get("pixel_values", np.zeros((0, 12))))
+                    assert np.array_equal(grid.numpy(), expected.get("image_grid_thw", np.zeros((0, 3))))
+                with pytest.raises(StreampackError, match="one for each patch of the pack"):
+                    streampack.per_sample(batch.labels, batch, axis="patch")
+
+
+def test_files_that_are_read_again_after_a_kill_have_the_same_images() -> None:
+    """A stream that is not pushed: the window's samples come again from the files."""
+    with folder() as path:
+        rows = [sample(number) for number in range(SAMPLES)]
+        lines = [json.dumps({key: np.asarray(value).tolist() for key, value in row.items()}) for row in rows]
+        (path / "chats.jsonl").write_text("\n".join(lines))
+        config = settings(path, streams={"chats": {"partitions": 1}}, merge="schedule")
+        source = {"source": "jsonl", "shards": str(path / "chats.jsonl"), "shuffle": False}
+        with ThreadPoolExecutor() as pool:
+            broker = RunningBroker(path, config)
+            try:
+                tree = {"broker": broker.producers, "processes": 1, "streams": {"chats": source}}
+                with running("producer", "produce", "-c", write(path / "producer.yaml", tree)):
+                    reader = pool.submit(read, broker.trainers)
+                    until(lambda: broker.feed()["steps"]["returned"] > 3)
+                    broker.kill()
+                    broker = RunningBroker(path, config)
+                    assert sorted(reader.result(PATIENCE_S)) == list(range(SAMPLES))
+            finally:
+                broker.kill()
