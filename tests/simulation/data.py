@@ -184,7 +184,6 @@ class Case:
         """True if pushed samples wait in the log before they are admitted."""
         return self.rules.paces or bool(self.late_fields)
 
-    @cache  # noqa: B019
     def sent_crc(self, stream: int, partition: int, seq: int) -> int:
         """The checksum with which a sample is sent."""
         crc = int(crc32c(self.tokens(stream, partition, seq).tobytes()))
