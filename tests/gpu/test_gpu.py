@@ -24,17 +24,12 @@ from tests.training.test_loss import views_of
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's own compiler
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's own compiler, as the next one
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 PACKS = [[700, 1, 33, 128, 500], [2040], [2048], []]
 CASE = Case([[[7] * length for length in pack] for pack in PACKS], align=8, budget=2048, cp=1)
 FLASH = pytest.param("flash_attn", marks=pytest.mark.skipif(find_spec("flash_attn") is None, reason="no flash-attn"))
-
-
-@pytest.fixture(autouse=True)
-def compiled_anew() -> None:
-    """Torch limits how often one function is compiled, and counts the compilations of all tests."""
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("backend", ["torch", FLASH])
