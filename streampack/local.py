@@ -63,6 +63,7 @@ class LocalOptions(ConnectOptions, total=False):
     window: int
     packer: str
     max_samples_per_pack: int | None
+    limits: Mapping[str, int] | None
     align: int
     shape: Any
     overlong: str
@@ -101,6 +102,7 @@ def local(
     window: int = 1024,
     packer: str = "exact_fill",
     max_samples_per_pack: int | None = None,
+    limits: Mapping[str, int] | None = None,
     align: int = 1,
     shape: Any = "fixed",
     overlong: str = "error",
@@ -144,6 +146,7 @@ def local(
         window: Number of samples from which the packer chooses.
         packer: Name of the packer, as for ``pack_lengths``.
         max_samples_per_pack: Maximum number of samples of a pack. Default: only the budget limits a pack.
+        limits: Most ``patches`` and ``items`` of a pack, for samples with media, as in broker.yaml.
         align: Multiple of tokens to which samples and packs are padded.
         shape: Length of a pack: ``"fixed"`` (the budget), ``"exact"`` (its samples), ``{"multiple": n}`` or
             ``{"buckets": [n, ...]}``, in tokens.
@@ -193,7 +196,7 @@ def local(
         "fields": fields or {},
         "rules": {
             "packer": packer, "budget": budget, "window": {"samples": window}, "padded": padded,
-            "max_samples_per_pack": max_samples_per_pack,
+            "max_samples_per_pack": max_samples_per_pack, **({"limits": dict(limits)} if limits else {}),
             "step": {"samples": samples} if samples is not None else {"packs": packs},
             "align": {"sample": align, "pack": align}, "shape": shape, "overlong": overlong, "poison": poison,
             "tail": tail,

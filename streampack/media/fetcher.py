@@ -1,7 +1,7 @@
 """Fetches and decodes the media of steps in threads, ahead of use.
 
-The client's thread calls ``begin`` when a step arrives, and the thread that makes packs takes the values. Each item of
-a message is fetched and decoded once, also if several samples refer to it. Fetching runs ahead of use as far as the
+The client's thread calls ``begin`` when a step arrives, and the thread that makes packs takes the values. An item that
+several samples of the steps at hand refer to is fetched and decoded once. Fetching runs ahead of use as far as the
 decoded bytes that wait stay below ``memory_bytes``. An item that someone waits for is fetched in any case.
 """
 
@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,15 +32,16 @@ EXPECTED_BYTES = 1 << 20
 
 
 class _Item:
-    """One item to fetch: its reference, and its value or error once it is there."""
+    """One item to fetch: its reference, and its value or error once it is there. ``users``: messages that need it."""
 
-    __slots__ = ("done", "error", "needed", "patches", "reference", "started", "value", "where")
+    __slots__ = ("__weakref__", "done", "error", "needed", "patches", "reference", "users", "value", "where")
 
     def __init__(self, reference: Reference, patches: int, where: str) -> None:
         self.reference, self.patches, self.where = reference, patches, where
         self.value: NDArray[Any] | None = None
         self.error: Exception | None = None
-        self.done = self.needed = self.started = False
+        self.done = self.needed = False
+        self.users = 0
 
 
 class PendingItems:
@@ -75,6 +77,7 @@ class Fetcher:
         self._decode, self._timeout_s, self._memory_bytes = decode, timeout_s, memory_bytes
         self._changed = threading.Condition()
         self._queue: deque[_Item] = deque()
+        self._known: WeakValueDictionary[tuple[Reference, int], _Item] = WeakValueDictionary()
         self._held_bytes = 0  # decoded and not taken
         self._running = 0
         self._mean_bytes = float(EXPECTED_BYTES)
@@ -94,15 +97,17 @@ class Fetcher:
             patches: Patches of each item, the rows of its value.
             places: Sample that each item belongs to, for error messages.
         """
-        known: dict[tuple[Reference, int], _Item] = {}
         items = []
-        for reference, count, where in zip(references, patches, places, strict=True):
-            item = known.get((reference, count))
-            if item is None:
-                item = known[reference, count] = _Item(reference, count, where)
-            items.append(item)
         with self._changed:
-            self._queue.extend(known.values())
+            for reference, count, where in zip(references, patches, places, strict=True):
+                item = self._known.get((reference, count))
+                if item is None or not item.users or item.error is not None:
+                    item = self._known[reference, count] = _Item(reference, count, where)
+                    self._queue.append(item)
+                    item.users = 1
+                elif item not in items:
+                    item.users += 1
+                items.append(item)
             self._changed.notify_all()
         return PendingItems(self, items)
 
@@ -129,15 +134,22 @@ class Fetcher:
         return _joined(values)
 
     def release(self, items: Sequence[_Item]) -> None:
-        """Stop counting items that nobody will take again, and drop their values."""
+        """Note that a message does not need these items any more, and drop the values that no other one needs."""
         with self._changed:
             for item in items:
+                item.users -= 1
+                if item.users:
+                    continue
                 if not item.done and item in self._queue:
                     self._queue.remove(item)
-                if item.value is not None:
-                    self._held_bytes -= item.value.nbytes
-                    item.value = None
+                self._drop(item)
             self._changed.notify_all()
+
+    def _drop(self, item: _Item) -> None:
+        """Forget the value of an item."""
+        if item.value is not None:
+            self._held_bytes -= item.value.nbytes
+            item.value = None
 
     def close(self) -> None:
         """End the threads; items that wait stay unfetched."""
@@ -160,6 +172,8 @@ class Fetcher:
                     self._held_bytes += value.nbytes
                     self._mean_bytes += (value.nbytes - self._mean_bytes) / min(self.fetched + 1, 64)
                     self.fetched += 1
+                if not item.users:
+                    self._drop(item)
                 self._changed.notify_all()
 
     def _next(self) -> _Item | None:

@@ -17,7 +17,7 @@ class Media:
     """Options for media by reference, for the argument ``media`` of ``connect`` and ``local``.
 
     The client fetches only what its own rank trains on, in threads, while the trainer works on the steps before. An
-    item that several samples of a message refer to is fetched once.
+    item that several samples of these steps refer to is fetched once.
 
     Args:
         decode: Function, or its name as ``"package.module:function"``, from the bytes of an item and its ``Reference``

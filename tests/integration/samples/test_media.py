@@ -104,6 +104,11 @@ def test_files_have_images_and_limits_drop_those_that_fit_no_pack() -> None:
         ) as loader:
             packs = list(loader)
         assert sum(len(pack["image_grid_thw"]) for pack in packs) == sum(len(r.get("image_grid_thw", [])) for r in rows)
+        with streampack.local(
+            str(path / "chats.jsonl"), budget=256, format="numpy", fields=settings(path)["fields"],
+            limits={"patches": 30, "items": 2}, verify=True,
+        ) as loader:  # fmt: skip
+            assert max(len(pack["image_grid_thw"]) for pack in loader) == 2
         with running_broker(settings(path)) as broker:
             with streampack.Producer(broker.producers, stream="chats") as chats:
                 for row in rows:

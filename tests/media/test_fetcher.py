@@ -1,0 +1,112 @@
+"""Fetching ahead of use: each item once, within a bound of memory, and in any case what someone waits for."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streampack.core.media.references import Reference
+from streampack.errors import MediaError
+from streampack.media.fetcher import Fetcher
+from tests.integration.running import until
+
+SIZE = 1000
+
+
+class Decoding:
+    """A decoder that counts what it decodes; it waits while ``held`` is set."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+        self.go = threading.Event()
+        self.go.set()
+
+    def __call__(self, data: bytes, reference: Reference) -> np.ndarray:
+        self.go.wait(10)
+        self.seen[reference.uri] += 1
+        return np.frombuffer(data, np.uint8).reshape(1, -1)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Reference]:
+    found = []
+    for number in range(20):
+        (tmp_path / str(number)).write_bytes(bytes([number]) * SIZE)
+        found.append(Reference(str(tmp_path / str(number))))
+    return found
+
+
+def begun(fetcher: Fetcher, items: list[Reference]) -> Any:
+    return fetcher.begin(items, [1] * len(items), ["sample a:0"] * len(items))
+
+
+def test_an_item_of_several_messages_is_fetched_once(files: list[Reference]) -> None:
+    decode = Decoding()
+    fetcher = Fetcher(decode, 2, 10.0, 1 << 20)
+    one, other = begun(fetcher, [files[0], files[1], files[0]]), begun(fetcher, [files[1], files[2]])
+    assert one.take(0, 3)[:, 0].tolist() == [0, 1, 0]
+    assert other.take(0, 1)[:, 0].tolist() == [1]
+    assert other.take(1, 2)[:, 0].tolist() == [2]
+    assert decode.seen == Counter(files[i].uri for i in range(3))
+    again = begun(fetcher, [files[0]])  # nobody holds it any more
+    assert again.take(0, 1)[:, 0].tolist() == [0]
+    assert decode.seen[files[0].uri] == 2
+    fetcher.close()
+
+
+def test_no_more_is_fetched_ahead_than_the_memory_allows(files: list[Reference]) -> None:
+    decode = Decoding()
+    fetcher = Fetcher(decode, 2, 10.0, 6 * SIZE)
+    fetcher._mean_bytes = SIZE  # as after a while
+    pending = begun(fetcher, files)
+    until(lambda: fetcher.fetched >= 4)
+    for at in range(len(files)):
+        assert fetcher.fetched <= at + 6
+        assert pending.take(at, at + 1)[0, 0] == at, "what someone waits for is fetched in any case"
+    assert fetcher.fetched == 20
+    fetcher.close()
+
+
+def test_items_that_nobody_takes_leave_room(files: list[Reference]) -> None:
+    decode = Decoding()
+    fetcher = Fetcher(decode, 2, 10.0, 6 * SIZE)
+    fetcher._mean_bytes = SIZE
+    pending = begun(fetcher, files[:10])
+    until(lambda: fetcher.fetched >= 4)
+    decode.go.clear()
+    del pending  # a step of an iteration that has ended
+    gc.collect()
+    decode.go.set()
+    last = begun(fetcher, files[10:14])
+    until(lambda: all(decode.seen[each.uri] for each in files[10:14]))
+    assert last.take(0, 4)[:, 0].tolist() == [10, 11, 12, 13]
+    until(lambda: fetcher._held_bytes == 0)
+    fetcher.close()
+
+
+def test_an_error_is_raised_where_the_item_is_taken_and_the_others_come(files: list[Reference], tmp_path: Path) -> None:
+    fetcher = Fetcher(Decoding(), 2, 10.0, 1 << 20)
+    pending = begun(fetcher, [files[0], Reference(str(tmp_path / "none")), files[1]])
+    assert pending.take(0, 1)[0, 0] == 0
+    for _ in range(2):
+        with pytest.raises(MediaError, match=r"sample a:0: .*none"):
+            pending.take(1, 2)
+    assert pending.take(2, 3)[0, 0] == 1
+    fetcher.close()
+
+
+def test_after_close_a_wait_ends(files: list[Reference]) -> None:
+    decode = Decoding()
+    decode.go.clear()
+    fetcher = Fetcher(decode, 1, 10.0, 1 << 20)
+    pending = begun(fetcher, files[:3])
+    threading.Timer(0.2, fetcher.close).start()
+    with pytest.raises(MediaError):
+        pending.take(2, 3)
+    decode.go.set()
