@@ -51,7 +51,7 @@ class SourceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     The other keys:
 
     - ``fields``: a declared field's name to the key that holds it, where they differ. In tar files a field is the
-      member KEY.npy, else a key of the .json member.
+      member KEY.npy, else a key of the .json member. References are the members with an extension: ``jpg;png``.
     - ``missing_mask``: samples without the ``loss_mask`` that the run declares are trained on as a whole (``train``) or
       rejected (``reject``). Tar files default to ``reject``, because a member may be lost. Other formats, and tar files
       with ``train_on: all``, default to ``train``.
@@ -121,7 +121,8 @@ class SourceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         dict[str, str],
         Meta(
             description="Keys of fields in this data, as `field: key`. Required only for fields that have another "
-            "name in this data than in broker.yaml"
+            "name in this data than in broker.yaml. For a field of references in tar files, the extensions of its "
+            "members, such as `jpg;png`"
         ),
     ] = {}
     missing_mask: Annotated[

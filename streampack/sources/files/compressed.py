@@ -40,14 +40,14 @@ def decompressed(file: ShardFile) -> Iterator[ShardFile]:
     if open_stream is None:
         yield file
         return
-    found = _Decompressed(file, open_stream)
+    found = Decompressed(file, open_stream)
     try:
         yield found
     finally:
         found.close()
 
 
-class _Decompressed(LocalFile):
+class Decompressed(LocalFile):
     """The decompressed contents of a file, in a temporary file; ``path`` and ``name`` are the compressed file's."""
 
     def __init__(self, file: ShardFile, open_stream: Callable[..., Any]) -> None:

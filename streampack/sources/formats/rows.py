@@ -98,6 +98,7 @@ class FieldReader:
 
     - ``keys``: pairs (field, key that holds it), for fields with values for tokens or samples.
     - ``media_keys``: pairs (name, key that holds it) for the values of media, which are passed on as they are.
+    - ``reference_keys``: the keys among them that hold references.
     - ``needs_mask``: samples without a ``loss_mask`` are rejected, because the run declares one without a default.
 
     Raises ConfigError for a field that the settings map but the run does not declare.
@@ -115,6 +116,7 @@ class FieldReader:
         self.keys = tuple((field, key) for field, key in keys if not field.of_media)
         media = [(field.name, key) for field, key in keys if field.of_media]
         self.media_keys = (*media, (PATCHES, PATCHES)) if media else ()
+        self.reference_keys = frozenset(key for field, key in keys if field.is_reference)
         self.needs_mask = reject_unmasked and any(each.name == LOSS_MASK and each.default is None for each in fields)
 
     def add(self, encoded: Encoded, row: Mapping[str, Any]) -> Sample | str:

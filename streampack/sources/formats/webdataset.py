@@ -8,20 +8,28 @@ the first of .txt, .text, .npy, .json that the sample has is read. A .json membe
 
 A declared field is read from the member KEY.npy, else from the row, else from the sample's .json member.
 
+A field of references names extensions, such as ``jpg`` or ``jpg;png``. Each member of the sample with one of them is an
+item (``7.jpg``, ``7.0.jpg``, ``7.left.png``), in the order of names, numbers by their value. The reference has the path
+or URL of the tar, and the offset and size of the member. It has no checksum, because the bytes are not read here.
+Members of a compressed tar have no offsets in the file, so they are an error.
+
 The package webdataset is not needed.
 """
 
 import re
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 
+from streampack.core.media.references import Reference
 from streampack.core.model.fields import LOSS_MASK, Field
-from streampack.errors import ConfigError, DamagedFile
+from streampack.errors import ConfigError, DamagedFile, SourceError
 from streampack.sources.files.byte_source import ShardFile
+from streampack.sources.files.compressed import Decompressed
 from streampack.sources.files.listing import find, measure
 from streampack.sources.formats.jsonl import missing_in, open_row
 from streampack.sources.formats.npy import load_npy
@@ -37,9 +45,11 @@ from streampack.tokenizers.token_ids import Encoded
 
 Row: TypeAlias = dict[str, Any]
 Load: TypeAlias = Callable[[bytes], tuple[Encoded, Row] | str]
+Beside: TypeAlias = dict[str, tuple[int, int]]  # extension to (byte offset, size) of a sample's other members
 
 _SPLIT = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)$").match
 _META = re.compile(r"__[^/]*__($|/)").match
+_NUMBER = re.compile(r"(\d+)")
 _MISSING, _DUPLICATE, _DAMAGED = -1, -2, -3
 _REASONS = {_DUPLICATE: "duplicate", _DAMAGED: DAMAGED}
 _JSON = "json"
@@ -69,11 +79,15 @@ class TarShard:
         self._arrays = [suffix.rpartition(".")[2] == "npy" for suffix in loads]
         self._loads = list(loads.values())
         self._fields = reader.fields
-        self._decode = open_row([key for _, key in self._fields.keys])
+        named = [key for _, key in (*self._fields.keys, *self._fields.media_keys)]
+        self._decode = open_row(named)
         self._keys: list[str] = []
         self._offsets, self._sizes, self._ranks = array("q"), array("q"), array("b")
-        self._beside: list[dict[str, tuple[int, int]]] = []
-        wanted = {f"{key}.npy".lower() for _, key in self._fields.keys}
+        self._beside: list[Beside] = []
+        wanted = {f"{key}.npy".lower() for key in named}
+        self._has_fields = bool(named)
+        self._endings = {key: _endings(key) for key in sorted(self._fields.reference_keys)}
+        """Endings of the members that a key of references stands for."""
         self._damage = ""
         self._others: dict[str, None] = {}
         """Some of the extensions that are not read, for messages."""
@@ -90,6 +104,7 @@ class TarShard:
         """
         seen: set[str] = set()
         key_now: str | None = None
+        endings = tuple(chain.from_iterable(self._endings.values()))
         for name, offset, size in members(self._file):
             if name.startswith("__") and _META(name):
                 continue
@@ -108,7 +123,13 @@ class TarShard:
                 self._ranks[-1] = _DUPLICATE
             elif rank != _MISSING and (self._ranks[-1] == _MISSING or 0 <= rank < self._ranks[-1]):
                 self._offsets[-1], self._sizes[-1], self._ranks[-1] = offset, size, rank
-            if suffix in wanted:
+            is_item = bool(endings) and f".{suffix}".endswith(endings)
+            if is_item and isinstance(self._file, Decompressed):
+                raise SourceError(
+                    f"{self._file.path}: got the member {name} of a compressed tar, expected an uncompressed tar, "
+                    "because a reference is a range of bytes of the file. Decompress the shards"
+                )
+            if is_item or suffix in wanted:
                 self._beside[-1][suffix] = offset, size
             seen.add(suffix)
 
@@ -117,7 +138,7 @@ class TarShard:
         if not self._keys:
             raise error
         self._damage = str(error)
-        if self._fields.keys:
+        if self._has_fields:
             self._ranks[-1] = _DAMAGED  # some of its members may follow the damage
         else:
             self._add_sample("")
@@ -129,7 +150,7 @@ class TarShard:
         self._offsets.append(0)
         self._sizes.append(0)
         self._ranks.append(_MISSING)
-        if self._fields.keys:
+        if self._has_fields:
             self._beside.append({})
 
     def as_arrays(self) -> AnyShard:
@@ -140,7 +161,7 @@ class TarShard:
             return self
         sizes[np.array(self._ranks) < 0] = -1
         ids, fields = Members(self._file, sizes, offsets), dict[Field, Members]()
-        if ids.dtype(int(good[0])) is None:
+        if ids.dtype(int(good[0])) is None or (self._fields.media_keys and self._has_media()):
             return self
         for field, key in self._fields.keys:
             places = [beside.get(f"{key}.npy".lower(), (0, -1)) for beside in self._beside]
@@ -160,6 +181,11 @@ class TarShard:
             fields[field] = members
         return NpyShard(ids, fields, self.load, self.where)
 
+    def _has_media(self) -> bool:
+        """Return whether samples may have media: members beside those of their fields by token or sample."""
+        others = {f"{key}.npy".lower() for _, key in self._fields.keys}
+        return any(not others.issuperset(beside) for beside in self._beside)
+
     def __len__(self) -> int:
         return len(self._keys)
 
@@ -174,31 +200,67 @@ class TarShard:
         if isinstance(found, str):
             return found
         encoded, row = found
-        return self._fields.add(encoded, self._with_members(sample, row) if self._fields.keys else row)
+        whole = self._with_members(sample, row) if self._has_fields else row
+        return whole if isinstance(whole, str) else self._fields.add(encoded, whole)
 
-    def _with_members(self, sample: int, row: Row) -> Row | dict[str, object]:
-        """Return the row, extended by fields from other members; a value is a reason (str) if it cannot be read."""
+    def _with_members(self, sample: int, row: Row) -> Row | str:
+        """Return the row, extended by fields from other members, or the reason why media cannot be read.
+
+        The value of a field of another axis is a reason (str) if it cannot be read.
+        """
         beside = self._beside[sample]
-        values: dict[str, object] = {**self._read_json(beside), **row}
+        other = self._read_json(beside)
+        values: Row = {key: other for _, key in self._fields.keys} if isinstance(other, str) else other
+        values = {**values, **row}
         for _, key in self._fields.keys:
             if place := beside.get(f"{key}.npy".lower()):
                 values[key] = load_npy(self._file.pread(place[1], place[0]))
+        for name, key in self._fields.media_keys:
+            if found := self._references(beside, key):
+                values[key] = found
+            elif place := beside.get(f"{key}.npy".lower()):
+                values[key] = array = load_npy(self._file.pread(place[1], place[0]))
+                if isinstance(array, str):
+                    return f"{name}: {array}"
+            elif isinstance(other, str) and key not in row:
+                return f"{name}: {other}"
         return values
 
-    def _read_json(self, beside: dict[str, tuple[int, int]]) -> Row:
-        """Return the fields in a sample's .json member; each is a reason (str) if the member cannot be read.
+    def _references(self, beside: Beside, key: str) -> list[Reference]:
+        """Return the references to a sample's members that the key of a field stands for, in the order of names."""
+        endings = self._endings.get(key, ())
+        names = sorted((name for name in beside if f".{name}".endswith(endings)), key=_in_order)
+        return [Reference(self._file.path, *beside[name]) for name in names]
 
-        ``beside``: extension to (byte offset, size) of the sample's other members.
-        """
+    def _read_json(self, beside: Beside) -> Row | str:
+        """Return the fields in a sample's .json member, or the reason why the member cannot be read."""
         if _JSON not in beside:
             return {}
         offset, size = beside[_JSON]
-        row = self._decode(self._file.pread(size, offset))
-        return dict.fromkeys((key for _, key in self._fields.keys), row) if isinstance(row, str) else row
+        return self._decode(self._file.pread(size, offset))
 
     def where(self, sample: int) -> str:
         """Return the file and key of a sample, for messages; for a damaged sample, the text of the error."""
         return self._damage if self._ranks[sample] == _DAMAGED else f"{self._file.name}:{self._keys[sample]}"
+
+
+def _endings(key: str) -> tuple[str, ...]:
+    """Return the endings that the key of a field of references stands for.
+
+    >>> _endings("jpg;.PNG")
+    ('.jpg', '.png')
+    """
+    words = (word.strip().removeprefix(".").lower() for word in key.split(";"))
+    return tuple(f".{word}" for word in words if word)
+
+
+def _in_order(name: str) -> list[str | int]:
+    """Return what a name is sorted by: its texts, and its numbers by their value.
+
+    >>> sorted(["10.jpg", "9.jpg"], key=_in_order)
+    ['9.jpg', '10.jpg']
+    """
+    return [int(part) if place % 2 else part for place, part in enumerate(_NUMBER.split(name))]
 
 
 def _loads(settings: SourceSettings, tokenizer: Tokenizer, fields: Sequence[Field]) -> dict[str, Load]:

@@ -1,0 +1,147 @@
+"""Media in tar, Parquet and Arrow files: the pixels of each sample are those that were written."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset
+from PIL import Image
+
+import streampack
+from streampack.errors import SampleError, SourceError
+
+SAMPLES, WIDTH = 12, 4
+GRID = {"image_grid_thw": {"dtype": "int64", "axis": "item", "shape": [3]}}
+FIELDS: dict[str, Any] = {**GRID, "pixel_values": {"dtype": "reference", "axis": "item"}}
+IMAGES = {"fields": {"pixel_values": "png"}}
+
+
+def pixels(number: int) -> np.ndarray:
+    """An image of one to six rows of pixels; each row counts as a patch."""
+    draw = np.random.default_rng(number)
+    return draw.integers(0, 256, (int(draw.integers(1, 7)), WIDTH, 3), dtype=np.uint8)
+
+
+def png(number: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels(number)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def images_of(sample: int) -> list[int]:
+    """Numbers of a sample's images; every fourth sample has none, and one has more than ten."""
+    return [100 * sample + i for i in range(12 if sample == 6 else sample % 4)]
+
+
+def sizes_of(images: list[int]) -> dict[str, Any]:
+    rows = [len(pixels(each)) for each in images]
+    return {"patches": rows, "image_grid_thw": [[1, each, 1] for each in rows]} if images else {}
+
+
+def decode(data: bytes, reference: streampack.Reference) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(data))).reshape(-1, WIDTH * 3)
+
+
+def check(source: Any, expected: list[list[int]], settings: dict[str, Any] | None = None, **options: Any) -> None:
+    """Check the pixels and grids of each sample of ``source``; ``expected``: the numbers of the images of each."""
+    seen = []
+    stream = {"source": source} | (settings or {})
+    with streampack.local(
+        {"images": stream}, budget=64, format="thd", shuffle=False, media=streampack.Media(decode, threads=2),
+        fields=FIELDS, **options,
+    ) as loader:  # fmt: skip
+        for pack in loader:
+            items, patches = pack["cu_items"].tolist(), pack["cu_patches"].tolist()
+            for i, (_, number, _) in enumerate(pack["sample_ids"].tolist()):
+                first, stop = items[i : i + 2]
+                wanted = expected[number]
+                assert stop - first == len(wanted)
+                if wanted:
+                    found = np.asarray(pack["pixel_values"][patches[first] : patches[stop]])
+                    assert np.array_equal(
+                        found, np.concatenate([pixels(each) for each in wanted]).reshape(len(found), -1)
+                    )
+                    assert pack["image_grid_thw"][first:stop].tolist() == sizes_of(wanted)["image_grid_thw"]
+                seen.append(number)
+    assert sorted(seen) == list(range(len(expected)))
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]], mode: str = "w") -> str:
+    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return str(path)
+
+
+def members(sample: int, images: list[int]) -> list[tuple[str, bytes]]:
+    """The members of a sample: images before and after its ids and sizes."""
+    row = {"input_ids": [1, 2, sample]} | sizes_of(images)
+    found = [(f"{sample:04d}.{i}.png", png(each)) for i, each in enumerate(images)]
+    return [*found[::2], (f"{sample:04d}.json", json.dumps(row).encode()), *found[1::2]]
+
+
+def test_members_of_a_tar_are_the_items_of_its_samples(tmp_path: Path) -> None:
+    every = [each for sample in range(SAMPLES) for each in members(sample, images_of(sample))]
+    check(write_tar(tmp_path / "images.tar", every), [images_of(sample) for sample in range(SAMPLES)], IMAGES)
+
+
+@pytest.mark.parametrize("ids", ["npy", "txt"])
+def test_ids_and_sizes_may_be_members_beside_the_images(tmp_path: Path, ids: str) -> None:
+    with webdataset.TarWriter(str(tmp_path / "images.tar")) as writer:
+        for number in range(SAMPLES):
+            images = images_of(number)[:1]
+            row: dict[str, Any] = {"__key__": str(number), ids: np.array([1, 2, number]) if ids == "npy" else "words"}
+            row |= {"left.png": png(images[0])} if images else {}
+            if images and number % 2:
+                row |= {"json": sizes_of(images)}
+            elif images:
+                row |= {f"{name}.npy": np.array(value) for name, value in sizes_of(images).items()}
+            writer.write(row)
+    check(str(tmp_path / "images.tar"), [images_of(number)[:1] for number in range(SAMPLES)], IMAGES)
+
+
+def test_a_field_may_name_several_extensions(tmp_path: Path) -> None:
+    every = [("a.json", json.dumps({"input_ids": [1], **sizes_of([4, 5, 6])}).encode())]
+    every += [("a.10.png", png(6)), ("a.9.IMG", png(5)), ("a.1.png", png(4)), ("a.3.gif", b"not an item")]
+    check(write_tar(tmp_path / "images.tar", every), [[4, 5, 6]], {"fields": {"pixel_values": "png;.img"}})
+
+
+def test_the_rows_of_a_tar_may_name_files(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(4))
+    row = {"pixel_values": [str(tmp_path / "a.png")]} | sizes_of([4])
+    every = [("a.txt", b"words"), ("a.json", json.dumps(row).encode())]
+    check(write_tar(tmp_path / "images.tar.gz", every, "w:gz"), [[4]], IMAGES | {"fields": {}})
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"a.0.png": None}, "media: items"),
+        ({"a.0.png": None, "a.1.png": None}, "pixel_values: missing"),
+        ({"a.0.png": b""}, "pixel_values: reference"),
+        ({"a.json": None}, "image_grid_thw: missing"),
+        ({"a.json": b"{"}, "image_grid_thw: json"),
+        ({"a.image_grid_thw.npy": b"no array"}, "image_grid_thw: npy"),
+    ],
+)
+def test_members_that_are_missing_or_wrong_are_refused(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
+    every = {
+        "a.txt": b"words", "a.0.png": png(4), "a.1.png": png(5), "a.json": json.dumps(sizes_of([4, 5])).encode()
+    } | changed  # fmt: skip
+    path = write_tar(tmp_path / "images.tar", [(name, data) for name, data in every.items() if data is not None])
+    with pytest.raises(SampleError, match=said):
+        check(path, [[4, 5]], IMAGES)
+
+
+def test_members_of_a_compressed_tar_cannot_be_referred_to(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "images.tar.gz", members(0, [4]), "w:gz")
+    with pytest.raises(SourceError, match=r"images.tar.gz: got the member 0000.0.png of a compressed tar, expected an"):
+        check(path, [[4]], IMAGES)
