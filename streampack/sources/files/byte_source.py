@@ -48,6 +48,10 @@ class ShardFile(Protocol):
     def size(self) -> int:
         """Size in bytes."""
 
+    @property
+    def location(self) -> str:
+        """Path or URL that opens the file; never for messages, because its query may hold a secret."""
+
     def pread(self, size: int, offset: int) -> bytes:
         """Return exactly ``size`` bytes from byte ``offset``. Raises SourceError if the file has changed."""
 
@@ -81,7 +85,7 @@ class Head:
 
     def __init__(self, file: ShardFile, most: int) -> None:
         self.path, self.name, self.size = file.path, file.name, min(file.size, most)
-        self.pread, self.gather, self.close = file.pread, file.gather, file.close
+        self.location, self.pread, self.gather, self.close = file.location, file.pread, file.gather, file.close
 
 
 def changed_size_error(path: str, size: int, expected: int) -> SourceError:

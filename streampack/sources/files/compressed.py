@@ -51,7 +51,7 @@ class Decompressed(LocalFile):
     """The decompressed contents of a file, in a temporary file; ``path`` and ``name`` are the compressed file's."""
 
     def __init__(self, file: ShardFile, open_stream: Callable[..., Any]) -> None:
-        self.path, self.name = file.path, file.name
+        self.path, self.name, self.location = file.path, file.name, file.location
         self._mapped = memoryview(b"")
         try:
             with tempfile.TemporaryFile(prefix="streampack-") as temporary:

@@ -23,7 +23,7 @@ class LocalFile:
     """An open local file: a ShardFile with one descriptor. ``need``: range of bytes to fetch ahead."""
 
     def __init__(self, file: File, need: range) -> None:
-        self.path, self.name, self.size = file.path, file.name, file.size
+        self.path, self.name, self.size, self.location = file.path, file.name, file.size, file.path
         self._mapped = memoryview(b"")
         try:
             self._fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)

@@ -75,6 +75,7 @@ class RemoteFile:
 
     def __init__(self, file: File) -> None:
         self.path, self.name, self.size = without_query(file.path), file.name, file.size
+        self.location = file.path
         self._fs, self._at = _filesystem(file.path)
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
         size = _size(file.path)

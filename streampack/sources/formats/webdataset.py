@@ -230,7 +230,7 @@ class TarShard:
         """Return the references to a sample's members that the key of a field stands for, in the order of names."""
         endings = self._endings.get(key, ())
         names = sorted((name for name in beside if f".{name}".endswith(endings)), key=_in_order)
-        return [Reference(self._file.path, *beside[name]) for name in names]
+        return [Reference(self._file.location, *beside[name]) for name in names]
 
     def _read_json(self, beside: Beside) -> Row | str:
         """Return the fields in a sample's .json member, or the reason why the member cannot be read."""

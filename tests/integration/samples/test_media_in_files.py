@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from PIL import Image
 
 import streampack
 from streampack.errors import SampleError, SourceError
+from tests.sources.test_sources_remote import Handler, Server
 
 SAMPLES, WIDTH = 12, 4
 GRID = {"image_grid_thw": {"dtype": "int64", "axis": "item", "shape": [3]}}
@@ -145,3 +147,25 @@ def test_members_of_a_compressed_tar_cannot_be_referred_to(tmp_path: Path) -> No
     path = write_tar(tmp_path / "images.tar.gz", members(0, [4]), "w:gz")
     with pytest.raises(SourceError, match=r"images.tar.gz: got the member 0000.0.png of a compressed tar, expected an"):
         check(path, [[4]], IMAGES)
+
+
+class Signed(Handler):
+    """Serves files only to those who know the key."""
+
+    def do_GET(self) -> None:
+        self.path = self.path if self.path.endswith("?key=secret") else "/missing"
+        super().do_GET()
+
+
+def test_members_of_a_tar_at_a_url_are_ranges_of_it(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    every = [each for sample in range(4) for each in members(sample, images_of(sample))]
+    write_tar(tmp_path / "images.tar", every)
+    with Server(tmp_path) as server:
+        server.RequestHandlerClass = Signed
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        shards = {"shards": f"{server.url}/images.tar?key=secret"}
+        check("webdataset", [images_of(sample) for sample in range(4)], shards | IMAGES)
+        server.shutdown()
+    sizes = {len(png(each)) for sample in range(4) for each in images_of(sample)}
+    assert sizes <= {end - begin for begin, end in server.ranges}, "each image is fetched alone"
