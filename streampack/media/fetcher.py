@@ -201,7 +201,7 @@ class Fetcher:
             except (FileNotFoundError, PermissionError, IsADirectoryError, ConfigError):
                 raise
             except Exception as error:
-                if not waits or self._closed:
+                if not waits or self._closed or item.reference.is_inline:
                     raise
                 log.info("%s: %s: %s. Trying again", item.where, _shown(item.reference), _text(error))
                 time.sleep(waits.pop(0))
@@ -230,9 +230,9 @@ def _joined(values: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 def _shown(reference: Reference) -> str:
-    """Return a reference for messages: without the query of a URL, which may hold a secret."""
+    """Return a reference for messages."""
     at = f" at byte {reference.offset}" if reference.offset else ""
-    return reference.uri.partition("?")[0] + at
+    return reference.shown + at
 
 
 def _text(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Reads the bytes that a reference names, from a local file or through fsspec, and checks them."""
+"""Reads the bytes that a reference names, from a file, through fsspec or from a ``data:`` URL, and checks them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from awscrt.checksums import crc32c
 
-from streampack.core.media.references import Reference
+from streampack.core.media.references import Reference, inline_bytes
 from streampack.errors import ConfigError
 
 
@@ -22,14 +22,21 @@ def read_bytes(reference: Reference) -> bytes:
 
     Raises:
         OSError: They cannot be read.
-        WrongBytes: They have another size or checksum than the reference says.
+        WrongBytes: They have another size or checksum than the reference says, or the ``data:`` URL is not valid.
         ConfigError: fsspec, or a package that it needs for the URL, is not installed.
     """
     begin, size = reference.offset, reference.size
-    if "://" in reference.uri:
+    data: bytes
+    if reference.is_inline:
+        try:
+            data = inline_bytes(reference)
+        except ValueError as error:
+            raise WrongBytes(str(error)) from None
+        data = data[begin : None if size is None else begin + size] if begin or size else data
+    elif "://" in reference.uri:
         files, path = _filesystem(reference.uri)
         end = None if size is None else begin + size
-        data: bytes = files.cat_file(path, start=begin, end=end) if begin or size else files.cat_file(path)
+        data = files.cat_file(path, start=begin, end=end) if begin or size else files.cat_file(path)
     else:
         with Path(reference.uri).open("rb") as file:
             file.seek(begin)

@@ -9,18 +9,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.media.media_bytes import MAX_ITEMS, encode
-from streampack.core.media.references import MAX_REFERENCE_BYTES, reference_of
+from streampack.core.media.references import Reference, reference_of
 from streampack.core.model.fields import MEDIA, PATCHES, Field
 
 ITEMS = "items"
 """Key of the number of a sample's media items, among its values."""
+_ONE_REFERENCE = (str, bytes, bytearray, memoryview, Mapping, Reference)
 
 
 def media_of(fields: Mapping[str, Any], declared: Sequence[Field]) -> dict[str, NDArray[Any]] | str:
     """Return a sample's media by the keys ``MEDIA`` and ``ITEMS``, or the reason why they are invalid.
 
-    A sample has a value for all fields of its media, or for none. The value of a field of axis ``patch`` is a list with
-    an array for each item. It may be one array, if the sample says in ``patches`` how many rows each item has.
+    A sample has a value for all fields of its media, or for none; an empty list may stand for none. The value of a
+    field of axis ``patch`` is a list with an array for each item. It may be one array, if the sample says in
+    ``patches`` how many rows each item has. A reference need not be in a list if the sample has one item.
 
     Args:
         fields: The values of the sample, by name.
@@ -28,7 +30,7 @@ def media_of(fields: Mapping[str, Any], declared: Sequence[Field]) -> dict[str, 
     """
     given = [each for each in declared if fields.get(each.name) is not None]
     sizes = fields.get(PATCHES)
-    if not given:
+    if len(given) < len(declared) and all(_is_empty(fields[each.name]) for each in given):
         return {} if sizes is None or not len(sizes) else f"{declared[0].name}: missing"
     if len(given) < len(declared):
         return f"{next(each.name for each in declared if each not in given)}: missing"
@@ -40,11 +42,10 @@ def media_of(fields: Mapping[str, Any], declared: Sequence[Field]) -> dict[str, 
         value = fields[each.name]
         if each.is_reference:
             try:
-                values[each.name] = [reference_of(given).encode() for given in value]
+                listed = [value] if isinstance(value, _ONE_REFERENCE) else value
+                values[each.name] = [reference_of(one).encode() for one in listed]
             except (ValueError, TypeError):
                 return f"{each.name}: reference"
-            if any(len(one) > MAX_REFERENCE_BYTES for one in values[each.name]):
-                return f"{each.name}: length"
             continue
         if each.axis == "patch" and _is_by_item(value, each):
             parts = [_array_of(part, each) for part in value]
@@ -83,6 +84,11 @@ def _array_of(value: Any, field: Field) -> NDArray[Any] | None:
     if array.shape[:1] == (0,):
         return np.zeros((0, *field.shape), field.storage)
     return array if array.ndim == 1 + len(field.shape) and array.shape[1:] == field.shape else None
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether the value of a field is a list or an array without entries."""
+    return value.shape[:1] == (0,) if isinstance(value, np.ndarray) else isinstance(value, list | tuple) and not value
 
 
 def _is_by_item(value: Any, field: Field) -> bool:

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.media.references import MAX_REFERENCE_BYTES
 from streampack.core.model.fields import Field
 from streampack.core.model.samples import I64
 
@@ -90,8 +89,6 @@ def check(fields: Sequence[Field], data: Any, items: int) -> I64:
     for field in fields:
         if field.is_reference and len(data) >= expected:
             sizes = np.frombuffer(data, "<u4", items, at).astype(np.int64)
-            if len(sizes) and int(sizes.max()) > MAX_REFERENCE_BYTES:
-                raise ValueError(f"got a reference of {sizes.max()} bytes, expected at most {MAX_REFERENCE_BYTES}")
             expected, at = expected + int(sizes.sum()), at + 4 * items + int(sizes.sum())
         else:
             at += field.value_bytes * (items if field.axis == "item" else total)

@@ -3,6 +3,9 @@
 Lists of numbers become numpy arrays that share the record batch's memory. Lists of equally long lists become arrays
 with more dimensions. Texts and chats become Python objects. A struct's keys that are null are left out, because a
 table gives each message every key that any message has. Only the keys ``content`` and ``value`` stay when null.
+
+An image may be a binary, or a struct of ``bytes`` and ``path`` as Hugging Face stores it. Either becomes a reference:
+to the path, if there are no bytes in the table (``core.media.references``).
 """
 
 import importlib

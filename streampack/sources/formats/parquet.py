@@ -3,6 +3,7 @@
 Theory of operation. The index is the file's footer. A row group is read as a whole, only the needed columns, and one
 row group is held at a time. So the order shuffles the row groups of a file, and the rows in each. Memory holds one
 decoded row group: write row groups of about ten thousand rows, and at least as many files as there are partitions.
+With images in the rows, write row groups of about a hundred megabytes.
 
 A truncated file has no footer and raises DamagedFile. So does a file of 0 bytes, or one whose pages do not decode.
 """

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import tarfile
 import threading
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import webdataset
+from awscrt.checksums import crc32c
 from PIL import Image
 
 import streampack
-from streampack.errors import SampleError, SourceError
+from streampack.core.media.references import reference_of
+from streampack.errors import MediaError, SampleError, SourceError
+from streampack.media.read_bytes import WrongBytes, read_bytes
 from tests.sources.test_sources_remote import Handler, Server
 
 SAMPLES, WIDTH = 12, 4
@@ -169,3 +176,122 @@ def test_members_of_a_tar_at_a_url_are_ranges_of_it(tmp_path: Path) -> None:
         server.shutdown()
     sizes = {len(png(each)) for sample in range(4) for each in images_of(sample)}
     assert sizes <= {end - begin for begin, end in server.ranges}, "each image is fetched alone"
+
+
+IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+TYPES = {
+    "binary": pa.binary(), "large": pa.large_binary(), "struct": IMAGE, "path": pa.string(),
+    "binaries": pa.list_(pa.binary()), "structs": pa.list_(IMAGE), "paths": pa.list_(pa.string()),
+}  # fmt: skip
+
+
+def write_parquet(path: Path, values: list[Any], kind: pa.DataType, images: list[list[int]]) -> str:
+    sizes = [sizes_of(each) for each in images]
+    columns = {
+        "input_ids": pa.array([[1, 2, number] for number in range(len(values))]), "image": pa.array(values, kind),
+        "patches": pa.array([each.get("patches") for each in sizes], pa.list_(pa.int32())),
+        "image_grid_thw": pa.array([each.get("image_grid_thw") for each in sizes], pa.list_(pa.list_(pa.int64()))),
+    }  # fmt: skip
+    pq.write_table(pa.table(columns), path, row_group_size=5)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", list(TYPES))
+def test_a_column_of_a_table_has_the_images_or_their_paths(tmp_path: Path, name: str) -> None:
+    many = name.endswith("s")
+    images = [images_of(number)[: None if many else 1] for number in range(SAMPLES)]
+
+    def stored(image: int) -> Any:
+        """An image inline, in a file, or in a struct: by its path, as bytes, or as bytes with a name."""
+        path = tmp_path / f"{image}.png"
+        if name.startswith("path") or (name.startswith("struct") and image % 3 == 0):
+            path.write_bytes(png(image))
+        if not name.startswith("struct"):
+            return str(path) if name.startswith("path") else png(image)
+        return {"bytes": png(image) if image % 3 else None, "path": [str(path), None, "name.png"][image % 3]}
+
+    values = [[stored(each) for each in mine] if many else stored(mine[0]) if mine else None for mine in images]
+    path = write_parquet(tmp_path / "images.parquet", values, TYPES[name], images)
+    check(path, images, {"fields": {"pixel_values": "image"}})
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("kept", ["saved", "parquet", "in memory"])
+def test_images_of_a_dataset_of_hugging_face(tmp_path: Path, kept: str, many: bool) -> None:
+    images = [images_of(number)[: None if many else 1] for number in range(SAMPLES)]
+    for image in itertools.chain(*images):
+        (tmp_path / f"{image}.png").write_bytes(png(image))
+    paths = [[str(tmp_path / f"{image}.png") for image in each] for each in images]
+    kind = datasets.Image(decode=kept != "in memory")
+    features = datasets.Features(
+        {
+            "input_ids": datasets.List(datasets.Value("int32")), "image": datasets.List(kind) if many else kind,
+            "patches": datasets.List(datasets.Value("int32")),
+            "image_grid_thw": datasets.List(datasets.List(datasets.Value("int64"))),
+        }
+    )  # fmt: skip
+    rows = [
+        {"input_ids": [1, 2, number], "image": mine if many else mine[0] if mine else None, "patches": None}
+        | {"image_grid_thw": None}
+        | sizes_of(each)
+        for number, (mine, each) in enumerate(zip(paths, images, strict=True))
+    ]
+    made = datasets.Dataset.from_list(rows, features=features)
+    if kept == "saved":
+        made.save_to_disk(tmp_path / "saved")
+    elif kept == "parquet":
+        made.to_parquet(tmp_path / "made.parquet")
+    if kept == "saved":
+        for path in tmp_path.glob("*.png"):
+            path.unlink()  # a saved dataset has the images inline
+    source = {"saved": str(tmp_path / "saved"), "parquet": str(tmp_path / "made.parquet"), "in memory": made}[kept]
+    check(source, images, {"fields": {"pixel_values": "image"}})
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "said"),
+    [
+        ({"bytes": None, "path": None}, IMAGE, "pixel_values: reference"),
+        ({"bytes": b"", "path": "a.png"}, IMAGE, "pixel_values: reference"),
+        ([None], TYPES["structs"], "pixel_values: reference"),
+        (b"", pa.binary(), "pixel_values: reference"),
+        (7, pa.int64(), "pixel_values: reference"),
+        ([7], pa.list_(pa.int64()), "pixel_values: reference"),
+        ("a" * 8193, pa.string(), "pixel_values: reference"),
+        ([png(4), png(4)], TYPES["binaries"], "media: items"),
+        (None, pa.binary(), "pixel_values: missing"),
+        (np.random.default_rng(0).bytes(1 << 21), pa.binary(), "raise limits.chunk"),
+    ],
+)
+def test_columns_that_are_no_images_are_refused(tmp_path: Path, value: Any, kind: pa.DataType, said: str) -> None:
+    path = write_parquet(tmp_path / "images.parquet", [value], kind, [[4]])
+    with pytest.raises(SampleError, match=said):
+        check(path, [[4]], {"fields": {"pixel_values": "image"}})
+
+
+def test_bytes_that_are_no_image_end_the_trainer_with_the_place_and_without_the_bytes(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "images.parquet", [b"no image"], pa.binary(), [[4]])
+    with pytest.raises(MediaError, match=r"sample .*:0: data:;base64: the decoder raised"):
+        check(path, [[4]], {"fields": {"pixel_values": "image"}})
+
+
+def test_inline_bytes_are_cut_and_checked_like_those_of_files() -> None:
+    data = png(4)
+    whole = reference_of(data)
+    assert whole.shown == "data:;base64"
+    assert read_bytes(whole) == read_bytes(reference_of({"bytes": data, "path": "a.png"})) == data
+    part = {"uri": whole.uri, "offset": 2, "size": 5, "crc32c": crc32c(data[2:7])}
+    assert read_bytes(reference_of(part)) == data[2:7]
+    assert read_bytes(reference_of({"uri": "data:image/png;base64,QUJD", "offset": 1})) == b"BC"
+    for value in ({"bytes": "text", "path": "a.png"}, {"path": data}, {"bytes": None}, {}, b"", bytearray(), None, 7):
+        with pytest.raises(ValueError, match=r"expected the bytes|not valid"):
+            reference_of(value)
+    for wrong, said in (
+        (part | {"offset": len(data) - 4}, "got 4 bytes, expected 5"),
+        (part | {"crc32c": 1}, "got the checksum"),
+        ({"uri": "data:,abc"}, "got the URL data:, expected data:;base64,"),
+        ({"uri": "data:;base64,@@@@"}, "wrong base64"),
+        ({"uri": "data:;base64,QUI"}, "wrong base64"),
+    ):
+        with pytest.raises(WrongBytes, match=said):
+            read_bytes(reference_of(wrong))
