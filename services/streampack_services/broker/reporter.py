@@ -25,6 +25,7 @@ from streampack.core.form.former import Former
 from streampack.core.model.rules import Rules
 from streampack.core.stats.data_wait import Missing, NextWaits
 from streampack.core.stats.fill import Figures, Totals, from_moments
+from streampack.core.stats.media_figures import MediaFigures
 from streampack.core.stats.padding import CAUSES
 from streampack.version import __version__
 from streampack_services.broker.arena import Arena
@@ -42,6 +43,7 @@ from streampack_services.broker.status import (
     Histograms,
     LateStatus,
     LostTokens,
+    MediaStatus,
     MemoryStatus,
     MessageCounts,
     NodeStatus,
@@ -188,6 +190,7 @@ class Reporter:
                 live_tokens=self._arena.live_tokens,
                 moved_tokens=self._arena.moved_tokens,
                 partition_limit_tokens=self._plan.capacity.quota_tokens,
+                media_bytes=self._arena.media_bytes,
             ),
             log=self._keeper.status() if self._keeper is not None else None,
             standby=self._keeper.standby_status() if self._keeper is not None else None,
@@ -257,6 +260,7 @@ class Reporter:
             held_tokens=feed.memory.held_tokens,
             held_limit_tokens=feed.plan.merged_tokens,
             rules=self._rules[feed.name],
+            media=_media(formed.media) if formed.media is not None else None,
         )
 
     def _stream_rows(self, feed: Feed) -> list[StreamStatus]:
@@ -509,6 +513,17 @@ def _dynamic_batching(figures: PaddedFigures) -> DynamicBatching:
         actual_tokens=figures.actual_tokens,
         removed_padding_tokens=figures.removed_padding_tokens,
         removed_padding_ratio=figures.removed_padding_ratio,
+    )
+
+
+def _media(figures: MediaFigures) -> MediaStatus:
+    return MediaStatus(
+        items=figures.items,
+        patches=figures.patches,
+        bytes=figures.bytes,
+        most_items=figures.most_items,
+        most_patches=figures.most_patches,
+        bound_by=dict(figures.bound_by),
     )
 
 

@@ -209,6 +209,24 @@ class Histograms(Struct, frozen=True, kw_only=True):
     """Time that each rank waited for each step, in seconds."""
 
 
+class MediaStatus(Struct, frozen=True, kw_only=True):
+    """Media in the packs of all steps formed, in all iterations."""
+
+    items: int
+    """Media items."""
+    patches: int
+    """Patches of these items."""
+    bytes: int
+    """Bytes of these media that the broker holds and sends. For references, the bytes of the references."""
+    most_items: int
+    """Most items of a pack."""
+    most_patches: int
+    """Most patches of a pack."""
+    bound_by: dict[str, int]
+    """Packs with samples by the axis that is fullest: ``tokens``, ``patches`` or ``items``. An axis without a limit
+    does not occur."""
+
+
 class WindowStatus(Struct, frozen=True, kw_only=True):
     """Samples that are merged and not in a step yet."""
 
@@ -447,6 +465,8 @@ class FeedStatus(Struct, frozen=True, kw_only=True):
     """Most tokens that may be held."""
     rules: FeedRules
     """The rules that the feed began with."""
+    media: MediaStatus | None = None
+    """Media in the packs formed; None for a feed without fields of axis item or patch."""
 
 
 class StreamCredits(Struct, frozen=True, kw_only=True):
@@ -528,6 +548,8 @@ class MemoryStatus(Struct, frozen=True, kw_only=True):
     """Tokens copied within the arena to make room."""
     partition_limit_tokens: int
     """Most tokens of one partition that may wait for the merge."""
+    media_bytes: int = 0
+    """Bytes of the media of the samples held. They are outside the arena, and count in ``memory``."""
 
 
 class LogStatus(Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from streampack_services.broker.status import (
     Histograms,
     LateStatus,
     LogStatus,
+    MediaStatus,
     NodeStatus,
     RankStatus,
     RelayStatus,
@@ -46,6 +47,11 @@ def of_feeds(value: Callable[[FeedStatus], float | None]) -> Callable[[BrokerSta
                 yield (name,), float(found)
 
     return rows
+
+
+def of_media(value: Callable[[MediaStatus], float]) -> Callable[[BrokerStatus], Rows]:
+    """Return a function that yields a row for each feed with media."""
+    return of_feeds(lambda feed: None if feed.media is None else value(feed.media))
 
 
 def of_streams(value: Callable[[StreamStatus], float]) -> Callable[[BrokerStatus], Rows]:
@@ -123,6 +129,19 @@ def longest_waits(status: BrokerStatus) -> Rows:
     for name, feed in status.feeds.items():
         for cause, share in feed.ranks.longest_waits.items():
             yield (name, cause), share
+
+
+def bound_packs(status: BrokerStatus) -> Rows:
+    """Return the number of packs by the axis that filled them, a row for each axis with a limit of feeds with media."""
+    for name, feed in status.feeds.items():
+        for axis, packs in feed.media.bound_by.items() if feed.media is not None else ():
+            yield (name, axis), float(packs)
+
+
+def media_held(status: BrokerStatus) -> Rows:
+    """Return one row without labels, the bytes of media held, if a feed has media."""
+    if any(feed.media is not None for feed in status.feeds.values()):
+        yield (), float(status.memory.media_bytes)
 
 
 def starved(status: BrokerStatus) -> Rows:

@@ -301,7 +301,7 @@ class Feed:
         """Record formed steps, put them into the outbox, and take a snapshot or end the pass if due."""
         effects: list[Effect] = []
         for step in steps:
-            self.figures.add(step, self._table.length[step.packs.handles])
+            self.figures.add(step, self._table)
             effects += self._record_step(step)
             if self.failed:
                 return effects

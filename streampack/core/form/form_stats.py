@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.model.rules import Rules
-from streampack.core.model.samples import I32, I64
+from streampack.core.model.samples import I32, I64, SampleTable
 from streampack.core.model.steps import PlannedPacks, PlannedStep
 from streampack.core.stats.fill import Totals
 from streampack.core.stats.length_histogram import LengthCounts
+from streampack.core.stats.media_figures import MediaFigures
 from streampack.core.stats.padding import CAUSES, depends_on_mesh, padding_of_packs
 
 AT_ONCE = 1 << 14
@@ -58,10 +59,19 @@ class FormedFigures:
         self._of_samples: list[I32] = []
         self._num_waiting = 0
         self._tails: set[Tail] = set()
+        self.media = MediaFigures(rules) if rules.media_fields else None
+        """Media in the packs; None without fields of axis item or patch."""
 
-    def add(self, step: PlannedStep, lengths: I32) -> None:
-        """Add a formed step; ``lengths`` int32 [samples] are the tokens of its samples."""
-        self._packs.append(step.packs)
+    def add(self, step: PlannedStep, table: SampleTable) -> None:
+        """Add a formed step, whose samples are in ``table``."""
+        packs = step.packs
+        lengths = table.length[packs.handles]
+        if self.media is not None:
+            items, patches, sizes = (
+                column[packs.handles] for column in (table.items, table.patches, table.media_bytes)
+            )
+            self.media.add(packs, items, patches, sizes, step.number)
+        self._packs.append(packs)
         self._of_samples.append(lengths)
         self._num_waiting += 1 + len(lengths)
         if self._num_waiting > AT_ONCE:

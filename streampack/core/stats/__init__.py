@@ -1,7 +1,8 @@
-"""Statistics that decide nothing: fill, padding, data waits and lengths.
+"""Statistics that decide nothing: fill, padding, media, data waits and lengths.
 
 - ``fill``: utilization and other measures of how full packs are.
 - ``padding``: padding of delivered packs, by cause.
+- ``media_figures``: media of the packs formed, and the axis that filled each pack.
 - ``data_wait``: the time that a rank waits for its next step, by cause.
 - ``length_histogram``: a histogram of the samples' lengths, in bounded memory.
 

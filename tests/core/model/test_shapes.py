@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET, UnsetType
 
 from streampack import pack_lengths
 from streampack.core.deal.mesh_validation import mesh_refusal
@@ -63,13 +64,13 @@ def rules_of(shape: Shape) -> Rules:
     return Rules(budget=BUDGET, packs=6, window=8, align=Align(sample=ALIGN, pack=ALIGN), shape=shape)
 
 
-def formed(rules: Rules, lengths: list[int]) -> tuple[SampleTable, list[PlannedStep]]:
-    """The steps of samples of these lengths, in order."""
+def formed(rules: Rules, lengths: list[int], media: bytes | UnsetType = UNSET) -> tuple[SampleTable, list[PlannedStep]]:
+    """The steps of samples of these lengths, in order; ``media`` are their columns of ``MEDIA_ROW``."""
     table = SampleTable(8)
     rows = np.zeros(len(lengths), ROW)
     rows["index"], rows["length"] = np.arange(len(lengths)), lengths
     former = Former(rules, table)
-    former.admit(table.enter(rows), np.array(lengths, np.int64))
+    former.admit(table.enter(rows, media=media), np.array(lengths, np.int64))
     former.closed = True
     steps: list[PlannedStep] = []
     while (request := former.request()) is not None:

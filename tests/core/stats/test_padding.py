@@ -67,7 +67,7 @@ def test_the_parts_of_the_waste_add_up_to_what_was_delivered(
     kept, figures, delivered, real = KeptSteps("train", rules, "zigzag", table), FormedFigures(rules), 0, np.zeros(2)
     for step in steps:
         kept.add(step)
-        figures.add(step, table.length[step.packs.handles])
+        figures.add(step, table)
     whole = figures.waste
     for step in steps:
         parts = []
@@ -147,7 +147,7 @@ def test_every_pack_is_counted_once_by_how_full_it_is(lengths: list[int], batch:
     table, steps = formed(rules, lengths)
     figures, shares = FormedFigures(rules), []
     for step in steps:
-        figures.add(step, table.length[step.packs.handles])
+        figures.add(step, table)
         shares += [pack.num_tokens / rules.budget for pack in step.packs]
         if step.number % counted == 0:
             assert figures.fill.counts.sum() == figures.samples.counts.sum() == len(shares)

@@ -163,7 +163,7 @@ def test_what_is_forecast_of_a_pass_is_what_a_broker_counts(
     for step in steps:
         kept.add(step)
         totals.add(step.packs)
-        of_formed.add(step, table.length[step.packs.handles])
+        of_formed.add(step, table)
         for rank in range(dp):
             parts = [part for part, _ in kept.parts(step.number, Mesh(dp=dp, dp_rank=rank, pp=pp))]
             delivered += sum(int(part.widths(rules).sum()) for part in parts)
