@@ -8,6 +8,11 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
+def media_text(items: int, patches: int) -> str:
+    """Return media as text: ``2 media items with 512 patches``."""
+    return f"{items:,} media item{'s' * (items != 1)} with {patches:,} patch{'es' * (patches != 1)}"
+
+
 def count_text(value: float) -> str:
     """Return a number as ``9600`` or ``12.3M``."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from streampack_services.amounts import media_text
+
 Tree = dict[str, Any]
 SHOWN = 8
 """Characters of a digest to print in tables."""
@@ -26,6 +28,8 @@ def show_step(found: Tree) -> None:
     facts.add_row("samples", f"{found['num_samples']:,} {packs}")
     facts.add_row("tokens", f"{found['num_tokens']:,}{room}")
     facts.add_row("loss tokens", f"{found['num_loss_tokens']:,}, the step's denominator")
+    if found["num_items"]:
+        facts.add_row("media", media_text(found["num_items"], found["num_patches"]))
     facts.add_row("digest", found["digest"])
     facts.add_row("chain", found["chain"])
     means = [f"{name} {_value_text(each['mean'])}" for name, each in found["reported"].items()]
@@ -66,7 +70,10 @@ def _packs_table(packs: list[Tree]) -> Table:
     """Return a table of a step's packs with their samples, and their rank and length if they were dealt."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     dealt = bool(packs) and "dp_rank" in packs[0]
-    for name in (*(("micro", "dp") if dealt else ()), "pack", *(("length",) if dealt else ()), "tokens", "loss"):
+    media = ("num_items", "num_patches") if any(pack["num_items"] for pack in packs) else ()
+    numbers = ("num_tokens", "num_loss_tokens", *media)
+    heads = ("tokens", "loss", "items", "patches")[: len(numbers)]
+    for name in (*(("micro", "dp") if dealt else ()), "pack", *(("length",) if dealt else ()), *heads):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("samples", overflow="fold")
     for pack in packs:
@@ -75,7 +82,7 @@ def _packs_table(packs: list[Tree]) -> Table:
         number = f"{pack['pack']} of {pack['of']}" if split else str(pack["pack"])
         long = (_length_text(pack),) if dealt else ()
         samples = _samples_text(pack["samples"]) or "empty"
-        table.add_row(*rank, number, *long, f"{pack['num_tokens']:,}", f"{pack['num_loss_tokens']:,}", samples)
+        table.add_row(*rank, number, *long, *(f"{pack[key]:,}" for key in numbers), samples)
     return table
 
 
@@ -117,6 +124,9 @@ def show_sample(found: Tree) -> None:
         console.print(said[found["is"]])
     if not found["places"]:
         return
+    last = found["places"][-1]
+    if last["items"]:
+        console.print(f"has {media_text(last['items'], last['patches'])}")
     table = Table(box=None, padding=(0, 2, 0, 0))
     trees = ("shared",) if any(place["shared"] for place in found["places"]) else ()
     numbers = ("step", "lineage", "pack", "part", "offset", "length", *trees, "loss_tokens")

@@ -53,6 +53,8 @@ def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | 
         "num_loss_tokens": found.num_loss_tokens,
         "num_samples": found.num_samples,
         "num_tokens": found.num_tokens,
+        "num_items": int(found.media["items"].sum()),
+        "num_patches": int(found.media["patches"].sum()),
         "num_packs": len(found.bounds) - 1,
         "num_empty_packs": int((np.diff(found.bounds) == 0).sum()),
         "budget": rules.budget,
@@ -166,7 +168,7 @@ def _packs(
     rows, align = step.rows, rules.align.sample
     lengths = rows["length"].astype(np.int64)
     slots = -(-step.own_lengths // align) * align
-    costs = rules.balance.costs(slots, step.shared)
+    costs = rules.balance.costs(slots, step.shared) + step.media["media_cost"]
 
     def pack(number: int, positions: I64, row_tokens: int | None = None) -> Tree:
         """Return one pack as a tree; ``positions``: its rows in the step, ``row_tokens``: tokens of each padded row."""
@@ -176,6 +178,8 @@ def _packs(
             "pack": number,
             "num_tokens": int(step.own_lengths[positions].sum()),
             "num_loss_tokens": int(rows["loss_tokens"][positions].sum()),
+            "num_items": int(step.media["items"][positions].sum()),
+            "num_patches": int(step.media["patches"][positions].sum()),
             "cost": int(costs[positions].sum()),
             "samples": [
                 _sample(feed, step, reported, row, at) for row, at in zip(positions.tolist(), offsets, strict=True)
@@ -229,6 +233,8 @@ def _sample(feed: FeedHistory, step: StepRows, reported: Reported, row: int, off
         "length": int(values["length"]),
         "shared": int(step.shared[row]),
         "loss_tokens": int(values["loss_tokens"]),
+        "items": int(step.media["items"][row]),
+        "patches": int(step.media["patches"][row]),
         "crc": int(values["crc"]),
         "values": {name: _number(value) for each in told for name, value in sorted(each.items())},
     }
@@ -404,7 +410,7 @@ def _place(feed: FeedHistory, place: Placement, reported: Reported) -> Tree:
         "counts": feed.effective(step.step) == step.lineage,
         "skipped": is_skipped(feed, step.step),
         "pack": place.pack,
-        **{key: sample[key] for key in ("part", "offset", "length", "shared", "loss_tokens", "crc", "values")},
+        **{key: value for key, value in sample.items() if key not in ("stream", "index")},
         "partly_reported": _partly(reported),
         "digest": step.digest.hex(),
     }

@@ -10,7 +10,8 @@ in the step. Checksums are stored unchanged.
     each column: see ``columns``
     u32 checksums [samples]; u8 keeps [samples], only if there are groups
 
-A step with trees has a last column [samples]: shared tokens.
+A step with trees or media has a column [samples] more: shared tokens. A step with media has four more columns, those of
+``samples.MEDIA_ROW``. Both have ``u8 keeps``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from streampack.core.journal.log_records import StepFormed
-from streampack.core.model.samples import I64, ROW
+from streampack.core.model.samples import I64, MEDIA_ROW, ROW
 from streampack.core.model.steps import chain_digest, pack_digests, step_digest
 from streampack_services.ledger.columns import pack_column, unpack_column
 
@@ -52,6 +53,8 @@ class StepRows:
     """For each sample 0, or the code of ``samples.KEEPS`` with which it must stay with the next one, uint8 [n]."""
     shared: I64
     """For each sample the tokens that it shares with the sample before it, int64 [n]."""
+    media: NDArray[np.void]
+    """Items, patches, bytes and cost of the media of each sample, dtype ``samples.MEDIA_ROW`` [n]."""
 
     @property
     def own_lengths(self) -> I64:
@@ -98,7 +101,7 @@ def rows_of(record: StepFormed, lsn: int) -> StepRows:
     return StepRows(
         record.feed, record.lineage, record.step, lsn, record.digest, record.chain, record.num_loss_tokens,
         record.num_samples, bounds, rows, _keeps(record.keeps or b"", len(rows)),
-        _shared(record.shares or b"", len(rows)),
+        _shared(record.shares or b"", len(rows)), _media(record.media or b"", len(rows)),
     )  # fmt: skip
 
 
@@ -114,10 +117,12 @@ def encode(step: StepRows) -> bytes:
     head = _HEAD.pack(
         step.digest, step.chain, step.num_loss_tokens, step.num_samples, len(counts), len(streams)
     )  # fmt: skip
-    trees = step.shared.any()
-    keeps = step.keeps.tobytes() if trees or step.keeps.any() else b""
-    shared = pack_column(step.shared) if trees else b""
-    return b"".join([head, *map(pack_column, columns), rows["crc"].tobytes(), keeps, shared])
+    has_media = bool(step.media["items"].any())
+    more = has_media or bool(step.shared.any())
+    keeps = step.keeps.tobytes() if more or step.keeps.any() else b""
+    shared = pack_column(step.shared) if more else b""
+    media = [pack_column(step.media[name]) for name in MEDIA_ROW.names or ()] if has_media else []
+    return b"".join([head, *map(pack_column, columns), rows["crc"].tobytes(), keeps, shared, *media])
 
 
 def decode(feed: str, lineage: int, step: int, lsn: int, body: bytes) -> StepRows:
@@ -140,9 +145,16 @@ def decode(feed: str, lineage: int, step: int, lsn: int, body: bytes) -> StepRow
     rows["crc"] = np.frombuffer(body, "<u4", len(rows), at)
     at += 4 * len(rows)
     keeps, shared = _keeps(body[at : at + len(rows)], len(rows)), np.zeros(len(rows), np.int64)
-    if len(body) > at + len(rows):
-        shared, _ = unpack_column(body, at + len(rows), len(rows))
-    return StepRows(feed, lineage, step, lsn, digest, chain, num_loss_tokens, num_samples, bounds, rows, keeps, shared)
+    media = np.zeros(len(rows), MEDIA_ROW)
+    at += len(rows)
+    if len(body) > at:
+        shared, at = unpack_column(body, at, len(rows))
+    if len(body) > at:
+        for name in MEDIA_ROW.names or ():
+            media[name], at = unpack_column(body, at, len(rows))
+    return StepRows(
+        feed, lineage, step, lsn, digest, chain, num_loss_tokens, num_samples, bounds, rows, keeps, shared, media
+    )
 
 
 def _keeps(said: bytes, count: int) -> NDArray[np.uint8]:
@@ -163,6 +175,17 @@ def _shared(said: bytes, count: int) -> I64:
     if len(said) not in (0, 4 * count):
         raise ValueError(f"got {len(said)} bytes in the field shares, expected {4 * count} bytes or an empty field")
     return np.frombuffer(said, "<u4").astype(np.int64) if said else np.zeros(count, np.int64)
+
+
+def _media(said: bytes, count: int) -> NDArray[np.void]:
+    """Decode the ``media`` of ``count`` samples, ``samples.MEDIA_ROW`` [n]; empty bytes mean that no sample has media.
+
+    Raises ValueError for another number of bytes.
+    """
+    if len(said) not in (0, MEDIA_ROW.itemsize * count):
+        expected = MEDIA_ROW.itemsize * count
+        raise ValueError(f"got {len(said)} bytes in the field media, expected {expected} bytes or an empty field")
+    return np.frombuffer(said, MEDIA_ROW) if said else np.zeros(count, MEDIA_ROW)
 
 
 def _bounds(counts: NDArray[Any]) -> I64:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 from streampack_services.audit.verify import verify
 from streampack_services.audit.why import why_sample, why_step
@@ -27,7 +28,7 @@ from streampack.core.journal.log_records import (
     StepFormed,
 )
 from streampack.core.model.rules import Align, Rules, RulesChange, StreamRules
-from streampack.core.model.samples import ROW
+from streampack.core.model.samples import MEDIA_ROW, ROW
 from streampack.errors import LedgerDamaged, UserError
 from tests.core.live import Live
 from tests.services.recorded import FEED, Run, doubling, entries, resealed, rows_in, with_rows, without
@@ -488,15 +489,36 @@ columns = st.tuples(
 )  # fmt: skip
 
 
-@given(st.lists(st.lists(columns, max_size=6), min_size=1, max_size=5), st.binary(min_size=16, max_size=16))
-def test_a_step_comes_back_from_its_row(packs: list[list[Any]], digest: bytes) -> None:
+media_columns = st.tuples(
+    st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1), st.integers(0, 2**62), st.integers(0, 2**62)
+)  # fmt: skip
+
+
+@given(
+    st.lists(st.lists(columns, max_size=6), min_size=1, max_size=5), st.binary(min_size=16, max_size=16), st.data()
+)  # fmt: skip
+def test_a_step_comes_back_from_its_row(packs: list[list[Any]], digest: bytes, data: st.DataObject) -> None:
+    """With and without shared tokens and media, which other steps have no columns for."""
     rows = np.array([row for pack in packs for row in pack], ROW)
+
+    def drawn(values: Any, dtype: Any) -> tuple[Any, bytes | UnsetType]:
+        """A column of a value for each sample, and how a record has it."""
+        every = st.lists(values, min_size=len(rows), max_size=len(rows))
+        found = np.array(data.draw(every), dtype) if data.draw(st.booleans()) else np.zeros(len(rows), dtype)
+        has = found["items"] if found.dtype == MEDIA_ROW else found
+        return found, found.tobytes() if has.any() else UNSET
+
+    shared, shares = drawn(st.integers(0, 2**31 - 1), "<u4")
+    counts, media = drawn(media_columns, MEDIA_ROW)
     step = StepFormed(
         feed=FEED, lineage=1, step=7, digest=digest, chain=digest[::-1], num_loss_tokens=2**40, num_samples=len(rows),
         counts_u32=np.array([len(pack) for pack in packs], "<u4").tobytes(), rows=rows.tobytes(), released=0,
+        shares=shares, media=media,
     )  # fmt: skip
     before = step_rows.rows_of(step, 9)
     after = step_rows.decode(FEED, 1, 7, 9, step_rows.encode(before))
     assert after.rows.tobytes() == rows.tobytes()
+    assert after.shared.tolist() == shared.tolist()
+    assert after.media.tobytes() == (counts if media else np.zeros(len(rows), MEDIA_ROW)).tobytes()
     assert after.bounds.tolist() == before.bounds.tolist()
     assert (after.digest, after.chain, after.num_loss_tokens) == (digest, digest[::-1], 2**40)
