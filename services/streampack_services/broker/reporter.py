@@ -25,7 +25,6 @@ from streampack.core.form.former import Former
 from streampack.core.model.rules import Rules
 from streampack.core.stats.data_wait import Missing, NextWaits
 from streampack.core.stats.fill import Figures, Totals, from_moments
-from streampack.core.stats.media_figures import MediaFigures
 from streampack.core.stats.padding import CAUSES
 from streampack.version import __version__
 from streampack_services.broker.arena import Arena
@@ -260,7 +259,7 @@ class Reporter:
             held_tokens=feed.memory.held_tokens,
             held_limit_tokens=feed.plan.merged_tokens,
             rules=self._rules[feed.name],
-            media=_media(formed.media) if formed.media is not None else None,
+            media=MediaStatus(**formed.media.counts()) if formed.media is not None else None,
         )
 
     def _stream_rows(self, feed: Feed) -> list[StreamStatus]:
@@ -513,17 +512,6 @@ def _dynamic_batching(figures: PaddedFigures) -> DynamicBatching:
         actual_tokens=figures.actual_tokens,
         removed_padding_tokens=figures.removed_padding_tokens,
         removed_padding_ratio=figures.removed_padding_ratio,
-    )
-
-
-def _media(figures: MediaFigures) -> MediaStatus:
-    return MediaStatus(
-        items=figures.items,
-        patches=figures.patches,
-        bytes=figures.bytes,
-        most_items=figures.most_items,
-        most_patches=figures.most_patches,
-        bound_by=dict(figures.bound_by),
     )
 
 

@@ -119,6 +119,12 @@ def planned_rules(rules: Rules, workload: Workload, overlong: Overlong, *, all_s
     return msgspec.structs.replace(rules, streams=tuple(streams), merge="schedule", between_passes="continue")
 
 
+def rules_of_lengths(rules: Rules) -> Rules:
+    """Return rules without those that lengths say nothing of: ``share``, and all that concerns media."""
+    balance = msgspec.structs.replace(rules.balance, patches=None, items=None)
+    return msgspec.structs.replace(rules, share=None, media_fields=(), limits=None, balance=balance)
+
+
 def with_packer(rules: Rules, packer: str, joint: Balance = ALONE, **changes: Any) -> Rules:
     """Return ``rules`` with another packer and other ``changes``, without the keys that the packer does not have.
 

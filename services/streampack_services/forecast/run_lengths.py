@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
+from streampack.core.stats.media_figures import MediaFigures
 from streampack.errors import UserError
 from streampack.sources.order import sample_order
 from streampack_services.audit import why
@@ -51,6 +53,7 @@ class Served:
     ``mesh``: mesh of the ranks; None until all are attached.
     ``shared_tokens``: tokens that samples share with samples before them. ``sharing``: the same of the groups in the
     log, also of those that were not sent as trees; None if it is not known.
+    ``media``: what ``broker.status.MediaStatus`` has, of these packs; None for a run without media.
     """
 
     what: str
@@ -70,6 +73,7 @@ class Served:
     mesh: PlanMesh | None = None
     shared_tokens: int = 0
     sharing: Sharing | None = None
+    media: dict[str, Any] | None = None
 
     @property
     def filled_packs(self) -> int:
@@ -96,11 +100,14 @@ def from_ledger(state_dir: Path, feed: str | None) -> Served:
                 f"{state_dir}: feed {of.name!r} is padded, so its batches depend on the mesh, which a log does not "
                 f"record. Pass the address of the running broker."
             )
-        numbers, sums = [], np.zeros(6, np.int64)
+        numbers, sums, media = [], np.zeros(6, np.int64), MediaFigures(rules)
         for step in ledger.steps(of.name):
             if of.effective(step.step) == step.lineage:
                 numbers.append(step.step)
                 sums += _sums(step, rules)
+                if rules.media_fields:
+                    items, patches, sizes = (step.media[name] for name in ("items", "patches", "media_bytes"))
+                    media.add(step.bounds, _slots(step, rules), items, patches, sizes, step.step)
         samples, packs, empty, tokens, slots, shared = sums.tolist()
         if not samples:
             raise UserError(f"{state_dir}: feed {of.name!r} has no step yet. Wait until the run has formed a step.")
@@ -116,6 +123,7 @@ def from_ledger(state_dir: Path, feed: str | None) -> Served:
         f"{run}, feed {of.name}, {len(numbers):,} steps", every, rules, samples, packs, empty, tokens,
         slots, np.unique([*bounds, len(every)]), len(numbers), of.end is not None, "in the order of the streams",
         shared_tokens=shared, sharing=sharing_of(state_dir, rules),
+        media=media.counts() if rules.media_fields else None,
     )  # fmt: skip
 
 
@@ -125,11 +133,16 @@ def _sums(step: StepRows, rules: Rules) -> I64:
     These are samples, packs, empty packs, tokens, the total length of its other packs, and shared tokens.
     """
     lengths, counts = step.own_lengths, np.diff(step.bounds)
-    ends = np.concatenate([[0], np.cumsum(-(-lengths // rules.align.sample) * rules.align.sample)])
-    slots = (ends[step.bounds[1:]] - ends[step.bounds[:-1]])[counts > 0]
-    widths = int(rules.own_widths(slots).sum())
+    widths = int(rules.own_widths(_slots(step, rules)[counts > 0]).sum())
     shared = int(step.shared.sum())
     return np.array([len(lengths), len(counts), int((counts == 0).sum()), int(lengths.sum()), widths, shared])
+
+
+def _slots(step: StepRows, rules: Rules) -> I64:
+    """Return the aligned tokens of each pack of a step, int64 [packs]."""
+    ends = np.concatenate([[0], np.cumsum(-(-step.own_lengths // rules.align.sample) * rules.align.sample)])
+    found: I64 = ends[step.bounds[1:]] - ends[step.bounds[:-1]]
+    return found
 
 
 def _separate_groups(steps: list[StepRows], rules: Rules) -> Iterator[list[StepRows]]:
@@ -201,6 +214,7 @@ def from_status(status: BrokerStatus, feed: str | None) -> Served:
         totals.empty_packs, totals.tokens, slots, np.linspace(0, len(lengths), batches + 1).astype(np.int64),
         totals.steps, found.state == "ended", "in random order (3% buckets)", found.tokens_per_s,
         found.ranks.attached, _mesh_of(found), shared_tokens=totals.shared_tokens,
+        media=None if found.media is None else msgspec.to_builtins(found.media),
     )  # fmt: skip
 
 

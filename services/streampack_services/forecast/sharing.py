@@ -55,12 +55,12 @@ class Sharing(NamedTuple):
 
 
 def sharing_of(state_dir: Path, rules: Rules) -> Sharing | None:
-    """Return the tokens that groups of a feed share; None if its log has no group.
+    """Return the tokens that groups of a feed share; None if its log has no group, or its samples have media.
 
     ``rules``: the feed's rules, which name its streams and fields. Raises LogDamaged for a damaged log.
     """
     streams = {stream.name for stream in rules.streams if stream.pushed}
-    if not streams:
+    if not streams or rules.media_fields:  # share: prefix does not go together with media
         return None
     found = Sharing(0, 0, 0, 0)
     for entry in read_entries(state_dir):

@@ -58,7 +58,7 @@ def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
     base = base_of_broker(broker, given.feed) if broker is not None else PlanBase(Rules(), given=False)
     if what is None and producer is not None:
         options = options_of(given, base)
-        return _of_producer(given, producer, base), options
+        return _noted(_of_producer(given, producer, base), base), options
     if what is None:
         raise UserError(
             "There are no lengths to plan for. Pass a file of lengths, a broker's address, a state_dir or -c "
@@ -69,10 +69,10 @@ def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
     run = _run(what, given.feed, given.timeout_s)
     if run is None:
         options = options_of(given, base)
-        return _of_file(given, what), options
+        return _noted(_of_file(given, what), base), options
     if broker is None:
         base = base_of_run(run, other_mesh=bool(given.meshes))
-    return _of_run(run, given.samples or TO_PACK), options_of(given, base)
+    return _noted(_of_run(run, given.samples or TO_PACK), base), options_of(given, base)
 
 
 def run_of(what: str | None, feed: str | None, timeout_s: float) -> Served:
@@ -112,6 +112,14 @@ def progress_line() -> Iterator[Callable[[str], None]]:
 
 
 # Lengths
+
+
+def _noted(workload: Workload, base: PlanBase) -> Workload:
+    """Return ``workload`` with a note if its samples have media, which the forecast does not know."""
+    if not base.has_media:
+        return workload
+    note = "the forecast counts tokens only: it knows neither the limits nor the cost of media"
+    return replace(workload, notes=[*workload.notes, note])
 
 
 def _of_producer(given: PlanInputs, producer: ProducerConfig, base: PlanBase) -> Workload:

@@ -17,7 +17,7 @@ from streampack.core.model.rules import Align, Balance, Batch, Overlong, Rules
 from streampack.core.model.shapes import Shape, Sizes
 from streampack.core.packers import PACKERS
 from streampack.errors import UserError
-from streampack_services.forecast.forecast import with_packer
+from streampack_services.forecast.forecast import rules_of_lengths, with_packer
 from streampack_services.forecast.rank_loads import PlanMesh
 from streampack_services.forecast.run_lengths import Served
 from streampack_services.plan.grid import DERIVED, JOINT, PlanOptions, default_budgets, default_packers, default_windows
@@ -50,6 +50,7 @@ class PlanBase:
 
     ``align``: a run's fixed multiples of tokens, or the settings from which a mesh's multiples are derived.
     ``batch_samples``: mean samples per batch of a run whose batches end at marks. ``given``: False for defaults.
+    ``has_media``: samples have media, which ``rules`` do not know.
     """
 
     rules: Rules
@@ -60,6 +61,7 @@ class PlanBase:
     layout: str = "zigzag"
     batch_samples: int | None = None
     given: bool = True
+    has_media: bool = False
 
 
 def base_of_broker(broker: BrokerConfig, feed: str | None) -> PlanBase:
@@ -67,11 +69,12 @@ def base_of_broker(broker: BrokerConfig, feed: str | None) -> PlanBase:
     name = next(iter(broker.feeds)) if feed is None else feed
     if name not in broker.feeds:
         raise UserError(f"got feed {name!r}, expected one of: {', '.join(broker.feeds)}")
-    rules, settings = _without_sharing(broker.plan(name)), broker.rules_of(name)
+    rules, settings = rules_of_lengths(broker.plan(name)), broker.rules_of(name)
     joint = msgspec.structs.replace(_joint_of(rules), group=settings.balance.group)
     mesh = PlanMesh(**msgspec.structs.asdict(broker.planned_mesh))
     return PlanBase(
-        rules, settings.align or DERIVED, broker.precision, joint, mesh, broker.feeds[name].cp_layout
+        rules, settings.align or DERIVED, broker.precision, joint, mesh, broker.feeds[name].cp_layout,
+        has_media=bool(broker.plan(name).media_fields),
     )  # fmt: skip
 
 
@@ -80,17 +83,13 @@ def base_of_run(run: Served, *, other_mesh: bool) -> PlanBase:
 
     With ``other_mesh``, leave out the run's alignment, joint balance and mesh.
     """
-    mesh, rules = run.mesh, _without_sharing(run.rules)
+    mesh, rules = run.mesh, rules_of_lengths(run.rules)
     batch = rules.batch
     mean = max(round(run.samples / run.steps), 1) if batch is not None and batch.samples is None else None
+    media = bool(run.rules.media_fields)
     if other_mesh:
-        return PlanBase(rules, batch_samples=mean)
-    return PlanBase(rules, rules.align, None, _joint_of(rules), mesh, batch_samples=mean)
-
-
-def _without_sharing(rules: Rules) -> Rules:
-    """Return rules without ``share``: lengths do not say what samples share."""
-    return msgspec.structs.replace(rules, share=None)
+        return PlanBase(rules, batch_samples=mean, has_media=media)
+    return PlanBase(rules, rules.align, None, _joint_of(rules), mesh, batch_samples=mean, has_media=media)
 
 
 def _joint_of(rules: Rules) -> Balance:

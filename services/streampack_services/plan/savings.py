@@ -7,9 +7,10 @@ The comparison counts slots: tokens and padding that GPUs compute for the same s
 - ``greedy``: samples are concatenated until the next one does not fit (packer ``concatenative``).
 - ``first_fit_decreasing``: first-fit decreasing over blocks of the run's window, as offline packers do.
 
-The other ways share no prefixes. All ways use the run's budget, alignment and shape. None packs or pads across the end
-of a batch (``Served.bounds``). GPU hours are slots divided by a rate: the slots that one GPU computes per second. All
-ways have the same rate, so GPU hours do not show the cost of attention, which depends on lengths.
+The other ways share no prefixes, and keep no limits of media. All ways use the run's budget, alignment and shape.
+None packs or pads across the end of a batch (``Served.bounds``). GPU hours are slots divided by a rate: the slots
+that one GPU computes per second. All ways have the same rate, so GPU hours do not show the cost of attention, which
+depends on lengths.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack.errors import UserError
-from streampack_services.forecast.forecast import with_packer
+from streampack_services.forecast.forecast import rules_of_lengths, with_packer
 from streampack_services.forecast.lengths import samples_text
 from streampack_services.forecast.run_lengths import Served
 
@@ -83,7 +84,7 @@ def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
     are in slots, as a share, and in GPU hours if there is a ``rate``. ``micro_batch``: samples per micro-batch for
     ``padding``; None uses the mean number of samples per pack.
     """
-    rules = run.rules
+    rules = rules_of_lengths(run.rules)
     size = micro_batch or max(round(run.samples / run.filled_packs), 1)
     tokens = run.tokens + run.shared_tokens  # what the other ways compute
     grow = tokens / max(int(run.lengths.sum()), 1)
@@ -95,6 +96,7 @@ def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
         "tokens": run.tokens,
         "shared_tokens": run.shared_tokens,
         "sharing": None if run.sharing is None else run.sharing._asdict() | {"sentence": run.sharing.sentence()},
+        "media": run.media,
         "budget": rules.budget,
         "window": rules.window,
         "packer": "padded" if rules.padded else rules.new_packer().name,
@@ -160,6 +162,8 @@ def assumptions(run: Served, micro_batch: int, rate: Rate | None) -> list[str]:
     padding += f"{run.samples / run.filled_packs:.1f} samples on average."
     split = " Packs are counted before they are split for a mesh." if run.rules.batch is not None else ""
     sentences.append(f"{padding} Empty packs in last steps are not counted.{split}")
+    if run.rules.limits is not None:
+        sentences.append("The other ways keep no limits of media, so their packs may hold more patches than fit.")
     if rate is None:
         return [*sentences, "GPU hours are not known. Pass --tokens-per-second for one GPU, and --gpus."]
     return [*sentences, f"GPU hours assume {rate.tokens_per_s:,.0f} slots per second on each GPU ({rate.said})."]

@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from streampack_services.amounts import counted, media_text
 from streampack_services.forecast.lengths import samples_text
 from streampack_services.plan.plan_report import new_console, print_whole, width_of
 
@@ -32,6 +33,9 @@ def show_savings(found: Tree) -> None:
     if found["sharing"] is not None:
         console.print()
         console.print(found["sharing"]["sentence"])
+    if found["media"] is not None:
+        console.print()
+        console.print(f"Media: {media_text(found['media']['items'], found['media']['patches'])}. {_bound_text(found)}")
     console.print()
     console.print(headline(found), style="bold")
 
@@ -45,6 +49,12 @@ def headline(found: Tree) -> str:
         few = f", which has {row['slots']:,} slots" if row["saved_slots"] < 0 else ""
         parts.append(f"{saved} against {NAMES[name]}{few}")
     return f"Saved: {', '.join(parts)}."
+
+
+def _bound_text(found: Tree) -> str:
+    """Return the number of packs by the axis that is fullest, as a sentence."""
+    packs = (f"{axis} in {counted(number, 'pack')}" for axis, number in found["media"]["bound_by"].items())
+    return f"The fullest axis is {', '.join(packs)}."
 
 
 def _table(found: Tree, *, narrow: bool = False) -> Table:

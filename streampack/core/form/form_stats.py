@@ -70,7 +70,7 @@ class FormedFigures:
             items, patches, sizes = (
                 column[packs.handles] for column in (table.items, table.patches, table.media_bytes)
             )
-            self.media.add(packs, items, patches, sizes, step.number)
+            self.media.add(packs.bounds, packs.slots, items, patches, sizes, step.number)
         self._packs.append(packs)
         self._of_samples.append(lengths)
         self._num_waiting += 1 + len(lengths)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
-from streampack.core.model.steps import PlannedPacks
 
 AXES = ("tokens", "patches", "items")
 """Axes that can fill a pack. If two are equally full, the first counts."""
@@ -29,8 +30,7 @@ class MediaFigures:
     >>> from streampack.core.model.rules import MediaLimits
     >>> pixels = Field(name="pixels", axis="patch", dtype="uint8")
     >>> found = MediaFigures(Rules(budget=8, media_fields=(pixels,), limits=MediaLimits(patches=4)))
-    >>> packs = PlannedPacks(np.arange(3), np.array([0, 2, 3]), np.array([[6, 8], [6, 8], [0, 0], [0, 0]]), [b"", b""])
-    >>> found.add(packs, np.array([1, 1, 0]), np.array([1, 3, 0]), np.array([9, 11, 0]))
+    >>> found.add(np.array([0, 2, 3]), np.array([6, 8]), np.array([1, 1, 0]), np.array([1, 3, 0]), np.array([9, 11, 0]))
     >>> found.items, found.patches, found.most_patches, found.bound_by
     (2, 4, 4, {'tokens': 1, 'patches': 1})
     """
@@ -44,19 +44,20 @@ class MediaFigures:
         self.bound_by = {axis: 0 for axis, limit in self._limits.items() if axis == "tokens" or limit is not None}
 
     def add(
-        self, packs: PlannedPacks, items: NDArray[np.integer], patches: NDArray[np.integer],
+        self, bounds: I64, slots: I64, items: NDArray[np.integer], patches: NDArray[np.integer],
         sizes: NDArray[np.integer], step: int | None = None,
     ) -> None:  # fmt: skip
         """Count the packs of a step.
 
         Args:
-            packs: The packs.
-            items: Media items of each sample, in the order of ``packs.handles``, [n].
+            bounds: int64 [packs + 1]; pack i has samples ``bounds[i]`` to ``bounds[i + 1]`` of n.
+            slots: Aligned tokens of each pack, int64 [packs].
+            items: Media items of each sample, [n].
             patches: Patches of each sample, [n].
             sizes: Bytes of each sample's media, [n].
             step: Number of the step, on which the budget depends during ``warmup``; None for the full budget.
         """
-        of_packs = {"tokens": packs.slots, "patches": _sums(patches, packs.bounds), "items": _sums(items, packs.bounds)}
+        of_packs = {"tokens": slots, "patches": _sums(patches, bounds), "items": _sums(items, bounds)}
         self.items += int(of_packs["items"].sum())
         self.patches += int(of_packs["patches"].sum())
         self.bytes += int(sizes.sum())
@@ -64,9 +65,14 @@ class MediaFigures:
         self.most_patches = max(self.most_patches, int(of_packs["patches"].max(initial=0)))
         budget = self._rules.budget if step is None else self._rules.budget_at(step)
         fills = np.stack([of_packs[axis] / (self._limits[axis] or budget) for axis in self.bound_by])
-        fullest = np.bincount(fills[:, packs.counts > 0].argmax(axis=0), minlength=len(self.bound_by))
+        fullest = np.bincount(fills[:, np.diff(bounds) > 0].argmax(axis=0), minlength=len(self.bound_by))
         for axis, count in zip(self.bound_by, fullest.tolist(), strict=True):
             self.bound_by[axis] += count
+
+    def counts(self) -> dict[str, Any]:
+        """Return a copy of all counts, by their names."""
+        names = ("items", "patches", "bytes", "most_items", "most_patches")
+        return {name: getattr(self, name) for name in names} | {"bound_by": dict(self.bound_by)}
 
 
 def _sums(values: NDArray[np.integer], bounds: I64) -> I64:
