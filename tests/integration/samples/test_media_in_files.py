@@ -156,6 +156,16 @@ def test_members_of_a_compressed_tar_cannot_be_referred_to(tmp_path: Path) -> No
         check(path, [[4]], IMAGES)
 
 
+def test_a_sample_whose_images_a_damaged_tar_may_lack_is_refused(tmp_path: Path) -> None:
+    path = Path(write_tar(tmp_path / "images.tar", [*members(0, [4]), *members(1, [5, 6])]))
+    with tarfile.open(path) as archive:
+        end = archive.getmembers()[-1].offset
+    path.write_bytes(path.read_bytes()[:end])
+    with pytest.raises(SourceError, match=f"images.tar: at byte {end}: .* damaged or not a tar archive"):
+        check(str(path), [[4]], IMAGES)
+    check(str(path), [[4]], IMAGES, poison="drop")
+
+
 class Signed(Handler):
     """Serves files only to those who know the key."""
 
