@@ -34,8 +34,10 @@ class MergedMemory:
 
     def tokens_of(self, handles: I64) -> int:
         """Return the memory of samples, ``handles`` int64 [n], in tokens: media count as the tokens of their bytes."""
-        media = -(-self._table.media_bytes[handles] // self._token_bytes)
-        return int(self._table.length[handles].sum()) + int(media.sum())
+        tokens = int(self._table.length[handles].sum())
+        if self._table.has_media:
+            tokens += int((-(-self._table.media_bytes[handles] // self._token_bytes)).sum())
+        return tokens
 
     def hold(self, handles: I64) -> None:
         """Count samples that were merged, or dropped before the merge; ``handles`` int64 [n]."""

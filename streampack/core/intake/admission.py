@@ -198,6 +198,7 @@ class Admission:
             at = np.flatnonzero(lengths != chunk.lengths[rows])
             table.loss_tokens[handles[at]] = self._loss_tokens(payload, starts[at], lengths[at])
         if chunk.media is not None:
+            table.has_media = True
             table.items[handles], table.patches[handles] = chunk.media.items[rows], chunk.media.patches[rows]
             table.media_bytes[handles] = np.diff(chunk.media.bounds)[rows]
             table.media_cost[handles] = chunk.media.costs[rows]

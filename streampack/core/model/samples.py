@@ -82,6 +82,8 @@ class SampleTable:
         self.patches: I32 = np.zeros(capacity, np.int32)
         self.media_bytes: I64 = np.zeros(capacity, np.int64)
         self.media_cost: I64 = np.zeros(capacity, np.int64)
+        self.has_media = False
+        """True if a sample ever had media; without, the media columns need not be read."""
         self._free: I64 = np.arange(capacity, dtype=np.int64)
         self._head, self._num_free = 0, capacity
         self._marks = np.zeros(capacity, np.bool_)
@@ -151,7 +153,7 @@ class SampleTable:
 
     def media(self, handles: I64) -> bytes | UnsetType:
         """Return the media columns of these samples, ``MEDIA_ROW`` [n] as bytes; UNSET if none has media."""
-        if not self.items[handles].any():
+        if not self.has_media or not self.items[handles].any():
             return msgspec.UNSET
         found = np.empty(len(handles), MEDIA_ROW)
         for name in MEDIA_ROW.names or ():
@@ -176,9 +178,11 @@ class SampleTable:
             getattr(self, name)[handles] = rows[name]
         self.keep[handles] = np.frombuffer(keeps, np.uint8) if keeps else 0
         self.shared[handles] = np.frombuffer(shares, "<u4") if shares else 0
-        counts = np.frombuffer(media, MEDIA_ROW) if media else np.zeros(1, MEDIA_ROW)
-        for name in MEDIA_ROW.names or ():
-            getattr(self, name)[handles] = counts[name]
+        self.has_media = self.has_media or bool(media)
+        if self.has_media:
+            counts = np.frombuffer(media, MEDIA_ROW) if media else np.zeros(1, MEDIA_ROW)
+            for name in MEDIA_ROW.names or ():
+                getattr(self, name)[handles] = counts[name]
         return handles
 
     def _grow(self) -> None:
