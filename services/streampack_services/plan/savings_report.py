@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from streampack_services.amounts import counted, media_text
+from streampack_services.amounts import media_text
 from streampack_services.forecast.lengths import samples_text
 from streampack_services.plan.plan_report import new_console, print_whole, width_of
 
@@ -53,8 +53,8 @@ def headline(found: Tree) -> str:
 
 def _bound_text(found: Tree) -> str:
     """Return the number of packs by the axis that is fullest, as a sentence."""
-    packs = (f"{axis} in {counted(number, 'pack')}" for axis, number in found["media"]["bound_by"].items())
-    return f"The fullest axis is {', '.join(packs)}."
+    packs = (f"{axis} in {number:,}" for axis, number in found["media"]["bound_by"].items())
+    return f"The fullest axis of packs: {', '.join(packs)}."
 
 
 def _table(found: Tree, *, narrow: bool = False) -> Table:

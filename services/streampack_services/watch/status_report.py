@@ -14,7 +14,7 @@ from streampack_services.amounts import count_text, counted, duration_text, size
 from streampack_services.broker.status import BrokerStatus, PackFigures, StandbyStatus
 from streampack_services.watch.top_ranks import rank_lines
 from streampack_services.watch.top_text import printable
-from streampack_services.watch.top_view import PADDING_LABELS, late_lines, stream_lines
+from streampack_services.watch.top_view import PADDING_LABELS, late_lines, media_lines, stream_lines
 from streampack_services.watch.view_model import FeedView, StreamView, Watch
 
 STREAM_COLUMNS = ("weight", "samples", "tokens", "buffered", "lag", "heard", "ended", "over-long", "lost", "rejected")
@@ -48,6 +48,7 @@ def show_status(status: BrokerStatus) -> None:
     console.print(facts)
     for feed in view.feeds:
         _show_feed(console, feed)
+        _print(console, media_lines(feed, status.memory.media_bytes, console.width))
         streams = view.streams_of(feed)
         lines = stream_lines(streams, STREAM_COLUMNS, "lag: tokens that producers have not sent yet", console.width)
         _print(console, lines, _rejected(streams), late_lines(streams, console.width))

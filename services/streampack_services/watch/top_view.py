@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from streampack.core.model.rules import MediaLimits
 from streampack.core.staging.staged_chunk import LATE_TIMEOUT
 from streampack_services.amounts import count_text, counted, duration_text, size_text, state_text
 from streampack_services.watch.top_ranks import MOST_ROWS, Measure, rank_lines
@@ -83,12 +84,14 @@ def page(view: BrokerView, options: PageOptions, width: int, height: int | None 
         lambda lines: stream_lines(streams, STREAM_COLUMNS, counted(now.producers, "producer"), narrow, lines), 3
     )
     late = _Block(lambda lines: late_lines(streams, narrow, lines), 3)
+    media = _Block(lambda _: media_lines(feed, view.status.memory.media_bytes, wide), 5)
     shares = _Block(lambda _: _shares(feed, narrow), 0, extra=True)
     events = _Block(lambda lines: _events(view, narrow, lines), 3)
     if width >= WIDE:
-        body = _beside(_stacked([facts, chart, ranks], room), _stacked([streamed, late, shares, events], room), wide)
+        left, right = [facts, media, chart, ranks], [streamed, late, shares, events]
+        body = _beside(_stacked(left, room), _stacked(right, room), wide)
     else:
-        body = _stacked([facts, chart, streamed, late, ranks, shares, events], room)
+        body = _stacked([facts, media, chart, streamed, late, ranks, shares, events], room)
     if height is not None:
         body = body[:room] + [Text()] * ((room or 0) - len(body))
     return [fitted(printable(line), width) for line in head + body + foot][:height]
@@ -310,6 +313,32 @@ def late_lines(streams: Sequence[StreamView], width: int, room: int | None = Non
 def _timed_out(stream: StreamView) -> int:
     """Return the number of samples that were dropped because a late field did not come."""
     return stream.status.rejected.get(LATE_TIMEOUT, 0)
+
+
+def media_lines(feed: FeedView, held_bytes: int, width: int) -> list[Text]:
+    """Return a title and a row for each axis of a feed with media; nothing without media.
+
+    Args:
+        feed: The feed.
+        held_bytes: Bytes of media that the broker holds, for all feeds.
+        width: Most characters of a line.
+    """
+    media, rules, totals = feed.status.media, feed.status.rules, feed.status.totals
+    if media is None:
+        return []
+    limits = rules.limits or MediaLimits()
+    bound = sum(media.bound_by.values())
+    rows: list[list[Cell]] = []
+    for axis, total, most, limit in (
+        ("tokens", totals.tokens, "", rules.budget),
+        ("patches", media.patches, f"{media.most_patches:,}", limits.patches),
+        ("items", media.items, f"{media.most_items:,}", limits.items),
+    ):
+        packs = media.bound_by.get(axis)
+        share = "" if packs is None else f"{packs / max(bound, 1):.1%}"
+        rows.append([axis, count_text(total), most, "none" if limit is None else f"{limit:,}", share])
+    note = f"{size_text(held_bytes)} of media held"
+    return [title("media", note, width), *table(("", "total", "most per pack", "limit", "fills packs"), rows, width)]
 
 
 def _heard(stream: StreamView) -> Cell:

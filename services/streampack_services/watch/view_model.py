@@ -335,6 +335,7 @@ def as_tree(view: BrokerView) -> Tree:
         "uptime_s": status.uptime_s, "taken_at": status.taken_at, "feeds": list(map(_feed_tree, view.feeds)),
         "streams": list(map(_stream_tree, view.streams)), "producers": status.producers,
         "memory_bytes": view.memory_bytes, "memory_limit_bytes": status.memory.arena_bytes,
+        "media_bytes": status.memory.media_bytes,
         "log": msgspec.to_builtins(status.log), "bad_messages": view.bad_messages, "events": list(view.events),
     }  # fmt: skip
 
@@ -354,6 +355,7 @@ def _feed_tree(feed: FeedView) -> Tree:
         "ranks": list(map(asdict, feed.ranks)), "all_attached": now.all_ranks_attached,
         "attached": now.ranks.attached, "ranks_left_out": now.ranks.left_out,
         "nodes": msgspec.to_builtins(now.ranks.nodes), "nodes_left_out": now.ranks.nodes_left_out,
+        "media": msgspec.to_builtins(now.media),
     }  # fmt: skip
 
 

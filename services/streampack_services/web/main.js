@@ -9,7 +9,7 @@ import { History, RANGES } from "./history.js";
 import { gone, noticeOf, Waits } from "./notice.js";
 import { Recent } from "./recent.js";
 import { CHARTS, drawCharts } from "./views.js";
-import { aboutRanks, showEvents, showHead, showLate, showLongestWaits, showNodes, showNotice, showRoom, showStreams, showTiles } from "./words.js";
+import { aboutRanks, showEvents, showHead, showLate, showLongestWaits, showMedia, showNodes, showNotice, showRoom, showStreams, showTiles } from "./words.js";
 
 const EVERY_MS = 1000;
 const STUCK_MS = 10_000; // a broker takes a new snapshot twice a second
@@ -93,6 +93,7 @@ function show() {
   showLongestWaits(feed);
   showStreams(status.streams.filter((row) => row.feed === chosen.feed));
   showLate(status.streams.filter((row) => row.feed === chosen.feed));
+  showMedia(feed);
   showRoom(status, feed);
   showEvents(last.events);
   document.body.dataset.shown = String(Number(document.body.dataset.shown ?? 0) + 1); // for tests

@@ -139,6 +139,24 @@ export function showLate(streams) {
   ]));
 }
 
+// What fills packs, by axis; without media, there is no such section.
+export function showMedia({ media, rules: { budget, limits = {} }, totals }) {
+  byId("media").hidden = !media;
+  if (!media) return;
+  const packs = Object.values(media.bound_by).reduce((sum, some) => sum + some, 0);
+  const axes = [
+    ["tokens", totals.tokens, null, budget], ["patches", media.patches, media.most_patches, limits.patches],
+    ["items", media.items, media.most_items, limits.items],
+  ];
+  fillTable(byId("media-axes"), axes.map(([axis, total, most, limit]) => {
+    const filled = media.bound_by[axis];
+    return [
+      axis, [count(total), "n"], [most === null ? "" : count(most), "n"], [limit === undefined ? "none" : count(limit), "n"],
+      [filled === undefined ? "" : count(filled), "n"], [filled === undefined || !packs ? "" : percent(filled / packs, 1), "n"],
+    ];
+  }));
+}
+
 const isSilent = (row) => row.ended_partitions < row.partitions && (row.last_seen_s ?? Infinity) > STREAM_SILENT_S;
 
 function aboutStandby(standby) {
@@ -156,6 +174,7 @@ export function showRoom(status, feed) {
     ["window", `${count(feed.window.samples)} samples, ${short(feed.window.tokens)} tokens${oldest(feed.window)}`, null],
     ["wait in the window", feed.waits.p99_steps === null ? "" : `99th percentile ${inSteps(feed.waits.p99_steps)}`, null],
   ];
+  if (feed.media) rows.push(["media", `${bytes(memory.media_bytes)} held, beside the arena`, null]);
   if (log === null) rows.push(["log", "none (no state_dir)", null]);
   else {
     rows.push(["log", `${bytes(log.bytes)} of ${bytes(log.limit_bytes)}, ${count(log.records)} records`, log.bytes / log.limit_bytes]);

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
-from streampack_services.broker.status import LateStatus
+from msgspec.structs import asdict, replace
+from streampack_services.broker.status import FeedRules, LateStatus, MediaStatus
 
+from streampack.core.model.rules import MediaLimits
+from tests.core.media.media_cases import PIXELS
 from tests.integration.many_ranks import many_ranks
 from tests.integration.running import PATIENCE_S, producing_here, until
 from tests.integration.simulated_ranks import simulated
@@ -240,7 +242,8 @@ def test_of_thousands_of_streams_those_that_are_not_heard_are_shown(page: Page, 
 
 def test_samples_that_wait_for_late_fields_are_shown_where_there_are_such_fields(page: Page, four: Watched) -> None:
     assert page.value("document.getElementById('late').hidden")
-    now = four.service.snapshot
+    now = four.held
+    assert now is not None
     late = LateStatus(samples=1234, oldest_s=75.0, fields=["advantages", "reward"])
     rows = [replace(now.streams[0], late=late, rejected={"late_timeout": 5}), now.streams[1]]
     none = replace(rows[1], stream="more", late=LateStatus(samples=0, oldest_s=0.0, fields=[]))
@@ -256,8 +259,43 @@ def test_samples_that_wait_for_late_fields_are_shown_where_there_are_such_fields
         assert streams == room, "the room beside them begins at the same height"
         check_layout(page)
     finally:
-        four.held = None
+        four.held = now
     page.until("document.getElementById('late').hidden")
+
+
+def test_media_are_shown_where_a_run_has_some(page: Page, four: Watched) -> None:
+    assert page.value("document.getElementById('media').hidden")
+    assert "media" not in page.text("#room")
+    now = four.held
+    assert now is not None
+    feed = now.feeds["train"]
+    rules = FeedRules(**asdict(feed.rules) | {"limits": MediaLimits(patches=16_384), "media_fields": (PIXELS,)})
+    media = MediaStatus(
+        items=1234, patches=567_890, bytes=9, most_items=12, most_patches=16_000,
+        bound_by={"tokens": 30, "patches": 10},
+    )  # fmt: skip
+    late = LateStatus(samples=3, oldest_s=1.0, fields=["reward"])
+    for streams in (now.streams, [replace(now.streams[0], late=late), now.streams[1]]):
+        feeds = now.feeds | {"train": replace(feed, media=media, rules=rules)}
+        four.held = replace(now, feeds=feeds, streams=streams, memory=replace(now.memory, media_bytes=3 * 2**20))
+        try:
+            page.until("!document.getElementById('media').hidden")
+            page.until(f"document.getElementById('late').hidden === {str(streams == now.streams).lower()}")
+            script = "[...document.querySelectorAll('#media-axes tbody tr')].map((row) => [...row.cells].map(TEXT))"
+            assert page.value(script.replace("TEXT", "(cell) => cell.textContent")) == [
+                ["tokens", f"{feed.totals.tokens:,}", "", f"{rules.budget:,}", "30", "75%"],
+                ["patches", "567,890", "16,000", "16,384", "10", "25%"], ["items", "1,234", "12", "none", "", ""],
+            ]  # fmt: skip
+            assert "3 MiB held" in page.text("#room")
+            place = (
+                "['title-streams', 'title-room'].map((id) => document.getElementById(id).getBoundingClientRect().top)"
+            )
+            streams_top, room_top = page.value(place)
+            assert streams_top == room_top, "the room beside them begins at the same height"
+            check_layout(page)
+        finally:
+            four.held = now
+    page.until("document.getElementById('media').hidden")
 
 
 def test_a_rank_waits_as_much_as_it_did_in_the_last_minute(page: Page) -> None:

@@ -274,6 +274,31 @@ def test_samples_that_wait_for_late_fields_are_shown_where_there_are_such_fields
         assert len(found) == 2 * shows, shown
 
 
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+def test_media_are_shown_where_a_run_has_some(
+    snapshot: Tree, size: tuple[int, int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(size[0]))
+    bound = {"tokens": 30, "patches": 10}
+    media = {"items": 1234, "patches": 567_890, "bytes": 9, "most_items": 12, "most_patches": 16_000, "bound_by": bound}
+    seen = copy.deepcopy(snapshot)
+    seen["feeds"]["train"] |= {"media": media}
+    fields = [{"name": "pixels", "dtype": "uint8", "axis": "patch"}]
+    seen["feeds"]["train"]["rules"] |= {"limits": {"patches": 16_384}, "media_fields": fields}
+    seen["memory"]["media_bytes"] = 3 * 2**20
+    for status, shows in ((seen, True), (snapshot, False)):
+        view = view_of(status)
+        shown = [line.plain for line in page(view, PageOptions(), *size)]
+        assert max(map(len, shown)) <= size[0]
+        status_report.show_status(view.status)
+        shown += capsys.readouterr().out.splitlines()
+        for line in (
+            r"media ─+ 3\.0 MiB of media held", r"tokens +\S+ +\S+ +75\.0%",
+            r"patches +567\.9k +16,000 +16,384 +25\.0%", r"items +1234 +12 +none",
+        ):  # fmt: skip
+            assert len([each for each in shown if re.match(line, each)]) == 2 * shows, shown
+
+
 @pytest.mark.parametrize("ranks", [17, 64, 100, 512])
 def test_a_map_has_a_cell_for_each_rank_and_marks_the_one_that_waits(snapshot: Tree, ranks: int) -> None:
     (feed,) = view_of(many(snapshot, ranks)).feeds
