@@ -19,7 +19,7 @@ import streampack
 from streampack.errors import MediaError, SampleError, UserError
 from tests.integration.running import PATIENCE_S, folder, running_broker
 
-SAMPLES, WIDTH = 60, 8
+SAMPLES, WIDTH = 36, 8
 FIELDS = {"pixel_values": {"dtype": "reference", "axis": "item"}}
 
 
@@ -63,7 +63,7 @@ class Store(BaseHTTPRequestHandler):
             self.close_connection = True  # dropped
             return
         if self.faulty and tries == 1 and number % 4 == 2:
-            time.sleep(1.0)
+            time.sleep(0.3)
         if self.faulty and tries == 1 and number % 4 == 3:
             data = bytes([data[0] ^ 1]) + data[1:]
         self.send_response(200)

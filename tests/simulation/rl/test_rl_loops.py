@@ -21,13 +21,13 @@ def _chunks(default: int) -> list[range]:
     return [range(at, min(at + CHUNK, end)) for at in range(begin, end, CHUNK)]
 
 
-@pytest.mark.parametrize("seeds", _chunks(24), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+@pytest.mark.parametrize("seeds", _chunks(18), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
 def test_an_rl_loop_keeps_its_promises_whatever_fails(seeds: range) -> None:
     for seed in seeds:
         run_loop(seed)
 
 
-@pytest.mark.parametrize("seeds", _chunks(12), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+@pytest.mark.parametrize("seeds", _chunks(6), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
 def test_an_rl_loop_with_relays_and_standbys_keeps_its_promises(seeds: range) -> None:
     for seed in seeds:
         run_loop(seed, relays=True, standby=bool(seed % 2))
