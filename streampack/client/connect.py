@@ -166,7 +166,7 @@ def connect(
         if not isinstance(seconds, int | float) or not seconds > 0:
             raise UserError(f"got {name}={seconds!r}, expected seconds, more than 0")
     place = mesh_of(mesh, order)
-    views = Views(format, place, device, verify, masks, bool(static_shapes), media)
+    views = Views(format, place, device, verify, masks, bool(static_shapes), None if media is None else media.open())
     _introduce_to_torch()
     patience, key = Patience(stall_timeout_s, join_timeout_s, timeout_s), find_key(key_file)
     at, read_by = _endpoint(endpoint, timeout_s), _readers(readers)

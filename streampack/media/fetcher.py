@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -45,14 +45,16 @@ class _Item:
 
 
 class PendingItems:
-    """The media items of one message, one for each place where samples refer to them."""
+    """The media items of one message, one for each place where samples refer to them.
+
+    Values are kept as long as this object is: packs may be made again after an error.
+    """
 
     def __init__(self, fetcher: Fetcher, items: list[_Item]) -> None:
         self._fetcher, self._items = fetcher, items
-        self._left = Counter(items)
 
     def __del__(self) -> None:
-        self._fetcher.release(list(self._left))
+        self._fetcher.release(set(self._items))
 
     def take(self, first: int, stop: int) -> NDArray[Any]:
         """Wait for the items [first, stop) and return their values, one after another: [patches, ...].
@@ -60,14 +62,7 @@ class PendingItems:
         Raises:
             MediaError: An item cannot be fetched or decoded.
         """
-        mine = self._items[first:stop]
-        values = self._fetcher.take(mine)
-        self._left.subtract(mine)
-        used = [item for item in set(mine) if self._left[item] <= 0]
-        for item in used:
-            del self._left[item]
-        self._fetcher.release(used)
-        return values
+        return self._fetcher.take(self._items[first:stop])
 
 
 class Fetcher:
@@ -97,16 +92,15 @@ class Fetcher:
             patches: Patches of each item, the rows of its value.
             places: Sample that each item belongs to, for error messages.
         """
-        items = []
+        items, mine = list[_Item](), set[_Item]()
         with self._changed:
             for reference, count, where in zip(references, patches, places, strict=True):
                 item = self._known.get((reference, count))
                 if item is None or not item.users or item.error is not None:
                     item = self._known[reference, count] = _Item(reference, count, where)
                     self._queue.append(item)
-                    item.users = 1
-                elif item not in items:
-                    item.users += 1
+                item.users += item not in mine
+                mine.add(item)
                 items.append(item)
             self._changed.notify_all()
         return PendingItems(self, items)
@@ -121,7 +115,9 @@ class Fetcher:
             for item in items:
                 while not item.done:
                     left = deadline - time.monotonic()
-                    if self._closed or left <= 0:
+                    if self._closed:
+                        raise MediaError(f"{item.where}: got no media, because the loader was closed")
+                    if left <= 0:
                         raise MediaError(
                             f"{item.where}: got no answer for {_shown(item.reference)} in {self._timeout_s:g} s. "
                             f"Check the store, or raise `timeout_s` of `Media`"
@@ -133,7 +129,7 @@ class Fetcher:
             values = [item.value for item in items if item.value is not None]
         return _joined(values)
 
-    def release(self, items: Sequence[_Item]) -> None:
+    def release(self, items: Iterable[_Item]) -> None:
         """Note that a message does not need these items any more, and drop the values that no other one needs."""
         with self._changed:
             for item in items:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 from streampack.config.typed_yaml import parse_size
-from streampack.core.media.references import Reference
 from streampack.errors import UserError
-from streampack.media.fetcher import Decode, Fetcher, PendingItems
+from streampack.media.fetcher import Decode, Fetcher
 
 
 class Media:
@@ -48,28 +46,14 @@ class Media:
                 f"got decode={decode!r}, expected a function or its name, such as 'package.module:function'"
             )
         self._options = operator.index(threads), float(timeout_s), parse_size(memory, "memory of Media")
-        self._fetcher: Fetcher | None = None
 
-    def begin(self, references: Sequence[Reference], patches: Sequence[int], places: Sequence[str]) -> PendingItems:
-        """Queue items to be fetched; the client calls this.
-
-        Args:
-            references: Reference of each item.
-            patches: Patches of each item.
-            places: Sample that each item belongs to, for error messages.
+    def open(self) -> Fetcher:
+        """Start the threads of one loader; several loaders may have the same ``Media``.
 
         Returns:
-            The items, whose values can be taken.
+            What fetches, for the client, which ends it.
         """
-        if self._fetcher is None:
-            self._fetcher = Fetcher(self.decode, *self._options)
-        return self._fetcher.begin(references, patches, places)
-
-    def close(self) -> None:
-        """End the threads."""
-        if self._fetcher is not None:
-            self._fetcher.close()
-            self._fetcher = None
+        return Fetcher(self.decode, *self._options)
 
 
 def _imported(name: str) -> Any:

@@ -170,7 +170,7 @@ def _run_typed(data: bytes) -> None:
 
 
 def _records() -> list[tuple[int, bytes]]:
-    """Of the honest run, and some of samples that waited for late fields."""
+    """Return records of the honest run, and some of samples that waited for late fields."""
     return [*honest().stage.disk.records, *map(_recorded, late_records())]
 
 

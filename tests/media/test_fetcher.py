@@ -54,6 +54,9 @@ def test_an_item_of_several_messages_is_fetched_once(files: list[Reference]) -> 
     assert other.take(0, 1)[:, 0].tolist() == [1]
     assert other.take(1, 2)[:, 0].tolist() == [2]
     assert decode.seen == Counter(files[i].uri for i in range(3))
+    assert one.take(0, 3)[:, 0].tolist() == [0, 1, 0], "a pack may be made again"
+    del one, other
+    gc.collect()
     again = begun(fetcher, [files[0]])  # nobody holds it any more
     assert again.take(0, 1)[:, 0].tolist() == [0]
     assert decode.seen[files[0].uri] == 2
@@ -86,6 +89,8 @@ def test_items_that_nobody_takes_leave_room(files: list[Reference]) -> None:
     last = begun(fetcher, files[10:14])
     until(lambda: all(decode.seen[each.uri] for each in files[10:14]))
     assert last.take(0, 4)[:, 0].tolist() == [10, 11, 12, 13]
+    del last
+    gc.collect()
     until(lambda: fetcher._held_bytes == 0)
     fetcher.close()
 
@@ -107,6 +112,6 @@ def test_after_close_a_wait_ends(files: list[Reference]) -> None:
     fetcher = Fetcher(decode, 1, 10.0, 1 << 20)
     pending = begun(fetcher, files[:3])
     threading.Timer(0.2, fetcher.close).start()
-    with pytest.raises(MediaError):
+    with pytest.raises(MediaError, match="because the loader was closed"):
         pending.take(2, 3)
     decode.go.set()

@@ -47,7 +47,7 @@ class Births:
     next: int = 0
     safe: dict[int, int] = field(default_factory=dict)
     sent: dict[int, Sent] = field(default_factory=dict)
-    """What was sent last with each sequence number."""
+    """The sample that was sent last with each sequence number."""
     versions: dict[int, int] = field(default_factory=dict)
     """The policy that made each sample, in a paced stream."""
     forgotten: set[int] = field(default_factory=set)

@@ -38,15 +38,18 @@ def test_media_of_another_size_are_refused(drawn: Drawn, data: st.DataObject) ->
     with_items = [each for each in samples if len(each.patches)]
     if not with_items:
         return
-    sent = data.draw(st.sampled_from(with_items)).data(fields)
-    items = int(np.frombuffer(sent, "<u4", 1)[0] >= 0) and len(sent)  # more items than there is room for
-    for damaged, count in ((sent[:-1], 1), (sent + b"\0", 1), (sent, items), (sent, 2**16 + 1)):
-        patches = None
-        try:
-            patches = check(fields, damaged, count)
-        except ValueError:
-            continue
-        assert len(damaged) == num_bytes(fields, count, int(patches.sum()))
+    media = data.draw(st.sampled_from(with_items))
+    sent, items = media.data(fields), len(media.patches)
+    assert check(fields, sent, items).tolist() == media.patches.tolist()
+    for damaged, count in (
+        (sent[:-1], items),
+        (sent + b"\0", items),
+        (b"", items),
+        (sent, len(sent)),
+        (sent, 2**16 + 1),
+    ):
+        with pytest.raises(ValueError, match="got "):
+            check(fields, damaged, count)
 
 
 def test_golden_bytes_of_media_are_held_still() -> None:

@@ -1,4 +1,4 @@
-"""What is counted of media in packs is what a loop over packs and samples counts."""
+"""The counts of media equal those of a plain loop over packs and samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a broker's commands say of media: status, metrics, report, plan, ledger, why and replay."""
+"""Status, metrics and the commands report, plan, ledger, why and replay show the media of a run."""
 
 from __future__ import annotations
 

@@ -239,3 +239,17 @@ def test_arguments_of_media_that_cannot_be_are_named() -> None:
     ):
         with pytest.raises(UserError, match=said):
             streampack.Media(**arguments)
+
+
+def test_loaders_with_the_same_media_end_each_on_its_own() -> None:
+    """As one for training and one for validation."""
+    with folder() as path:
+        (path / "0").write_bytes(image(0))
+        sent, media = [sample(0, str(path))] * 40, streampack.Media(decode, threads=2)
+        options: Any = {"budget": 64, "format": "thd", "fields": FIELDS, "media": media}
+        with streampack.local(sent, **options) as train:
+            packs = iter(train)
+            next(packs)
+            with streampack.local(sent[:2], **options) as valid:
+                assert len(list(valid)) > 0
+            assert sum(1 for _ in packs) > 3

@@ -152,7 +152,7 @@ def walk() -> Iterator[Walk]:
 
 
 def expressions_of(panels: Iterable[Any]) -> list[str]:
-    """Of these panels, as Prometheus gets them."""
+    """Return the values of these panels, as Prometheus gets them."""
     expressions = [target["expr"] for panel in panels for target in panel.get("targets", ())]
     for variable, value in SHOWN.items():
         expressions = [expression.replace(variable, value) for expression in expressions]

@@ -1,4 +1,4 @@
-"""What must hold of an RL loop once it is over: late values, ages of samples, and results."""
+"""Checks an RL loop once it is over: its late values, the ages of its samples, and its results."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ MOST_OPEN = 6
 
 
 class Given(NamedTuple):
-    """What a message gives: sequence numbers of a partition, names of fields; ``safe``: of samples known to be safe."""
+    """Samples and fields that one message gives values for. ``safe``: the samples are known to be safe."""
 
     births: Births
     seqs: tuple[int, ...]

@@ -218,7 +218,7 @@ class SubscriberProcess(TellerProcess):
 
 
 class Kept:
-    """What a subscriber has read, and its cursor, which a new process of it begins with."""
+    """The steps that a subscriber has read, and its cursor. A new process of it begins with both."""
 
     def __init__(self, world: LoopWorld, feed: str, cursor: int | None) -> None:
         self.world, self.feed, self.cursor = world, feed, cursor
