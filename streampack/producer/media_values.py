@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.media.media_bytes import MAX_ITEMS, encode
+from streampack.core.media.media_bytes import MAX_ITEMS, MAX_PATCHES, encode
 from streampack.core.media.references import Reference, reference_of
 from streampack.core.model.fields import MEDIA, PATCHES, Field
 
@@ -67,7 +67,7 @@ def media_of(fields: Mapping[str, Any], declared: Sequence[Field]) -> dict[str, 
         if any(each.axis == "patch" for each in declared):
             return f"{PATCHES}: missing"
         counts = np.zeros(min(items), np.int64)
-    if items - {len(counts)} or len(counts) > MAX_ITEMS:
+    if items - {len(counts)} or len(counts) > MAX_ITEMS or counts.sum() > MAX_PATCHES:
         return "media: items"
     if any(len(values[each.name]) != counts.sum() for each in declared if each.axis == "patch"):
         return "media: patches"

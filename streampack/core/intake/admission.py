@@ -21,6 +21,7 @@ from streampack.core.intake.intake import Intake
 from streampack.core.intake.overlong import Pieces, apply_terms, drop_chunk, drop_some, drop_unfit_media
 from streampack.core.journal.key_index import REPEATED
 from streampack.core.layout.step_frames import INPUT_IDS
+from streampack.core.media.media_counts import over_limits
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.fields import LABELS, LOSS_MASK, Field
 from streampack.core.model.lease_terms import StreamTerms
@@ -130,8 +131,10 @@ class Admission:
             terms = self._streams[stream]
             pieces = drop_chunk(every[skip:]) if stale else apply_terms(terms, every, message.keep, skip, chunk.shared)
             if chunk.media is not None and not stale:
-                whole = message.keep == "pack"
-                pieces = drop_unfit_media(pieces, every[skip:], chunk.media.after(skip), terms, whole)
+                if message.keep == "pack" and over_limits(chunk.media.total(), terms.limits).any():
+                    pieces = drop_chunk(every[skip:])  # the whole group decides, also where a part of it is known
+                else:
+                    pieces = drop_unfit_media(pieces, every[skip:], chunk.media.after(skip), terms)
             if repeated is not None and not stale:
                 pieces = drop_some(pieces, repeated[skip:])
                 counts.count_rejected({REPEATED: int((repeated[skip:] & (every[skip:] > 0)).sum())})

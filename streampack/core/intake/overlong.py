@@ -68,7 +68,7 @@ def drop_some(pieces: Pieces, dropped: NDArray[np.bool_]) -> Pieces:
     )  # fmt: skip
 
 
-def drop_unfit_media(pieces: Pieces, lengths: I64, media: MediaOfChunk, terms: StreamTerms, whole: bool) -> Pieces:
+def drop_unfit_media(pieces: Pieces, lengths: I64, media: MediaOfChunk, terms: StreamTerms) -> Pieces:
     """Return the pieces of a chunk without the samples whose media fit no pack, and without cut samples with media.
 
     A cut would part the tokens of a media item from its values.
@@ -78,10 +78,7 @@ def drop_unfit_media(pieces: Pieces, lengths: I64, media: MediaOfChunk, terms: S
         lengths: int64 [n], tokens of each sample.
         media: The media of these samples.
         terms: Terms of the stream.
-        whole: True if the samples stay in one pack.
     """
-    if whole and over_limits(media.total(), terms.limits).any():
-        return drop_chunk(lengths)
     kept = np.bincount(pieces.source, pieces.length > 0, len(lengths)) > 0
     cut = np.bincount(pieces.source[pieces.length != lengths[pieces.source]], minlength=len(lengths)) > 0
     gone = (media.items > 0) & kept & (cut | over_limits(media, terms.limits))

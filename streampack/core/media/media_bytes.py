@@ -30,6 +30,8 @@ from streampack.core.model.samples import I64
 
 MAX_ITEMS = 1 << 16
 """Most items of a sample."""
+MAX_PATCHES = 1 << 24
+"""Most patches of a sample, so that its cost fits 64 bits."""
 
 
 class DecodedMedia(NamedTuple):
@@ -85,6 +87,8 @@ def check(fields: Sequence[Field], data: Any, items: int) -> I64:
         raise ValueError(f"got a sample with {items} media items, expected at most {MAX_ITEMS}")
     patches = patches_of(data, items)
     total = int(patches.sum())
+    if total > MAX_PATCHES:
+        raise ValueError(f"got a sample with {total} patches, expected at most {MAX_PATCHES}")
     expected, at = num_bytes(fields, items, total), 4 * items
     for field in fields:
         if field.is_reference and len(data) >= expected:

@@ -103,7 +103,7 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
         ),
     ] = None
     patches: Annotated[
-        tuple[Factor, Factor] | None,
+        tuple[Factor, Annotated[int, Meta(ge=0, lt=2**12)]] | None,
         Meta(
             description="Factors [a, b] of the cost of a media item, a * p + b * p * p for p patches. Default: "
             "patches cost nothing"

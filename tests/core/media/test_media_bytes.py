@@ -95,3 +95,8 @@ def test_bytes_without_items_are_refused() -> None:
         read_media((counts, b"1234"), 1, (GRID,), (0, 0, 0))
     with pytest.raises(ValueError, match="got 5 and 4 bytes of media columns, expected 4"):
         MediaColumns(b"12345", b"1234").arrays(1)
+
+
+def test_a_sample_of_more_patches_than_its_cost_can_count_is_refused() -> None:
+    with pytest.raises(ValueError, match="got a sample with 4294967295 patches"):
+        check((GRID,), np.array([2**32 - 1], "<u4").tobytes() + bytes(12), 1)
