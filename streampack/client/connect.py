@@ -166,7 +166,13 @@ def connect(
         if not isinstance(seconds, int | float) or not seconds > 0:
             raise UserError(f"got {name}={seconds!r}, expected seconds, more than 0")
     place = mesh_of(mesh, order)
-    views = Views(format, place, device, verify, masks, bool(static_shapes), None if media is None else media.open())
+    if verify and media is not None and media.drops:
+        raise UserError(
+            "got verify=True with Media(on_error='drop'), expected one of them, because dropped samples have no labels"
+        )
+    views = Views(
+        format, place, device, verify, masks, bool(static_shapes), None if media is None else media.open(place)
+    )
     _introduce_to_torch()
     patience, key = Patience(stall_timeout_s, join_timeout_s, timeout_s), find_key(key_file)
     at, read_by = _endpoint(endpoint, timeout_s), _readers(readers)
@@ -374,6 +380,9 @@ class Client(Generic[BatchT]):
             - ``next_p50_ms``, ``next_p99_ms``, ``next_p999_ms``: percentiles of the wait for a step, in milliseconds.
             - ``trainer_s``: seconds between a step's arrival at the trainer and the request for the next step.
             - ``step_s``: mean seconds from one step to the next, over the last 32 steps; missing before the second.
+            - ``media_items``, ``media_bytes``: media items that were fetched, and their bytes; with ``media``.
+            - ``media_dropped_REASON``: items that were dropped, by reason; with ``Media(on_error="drop")``. Reasons are
+              ``missing``, ``too_large``, ``wrong_bytes``, ``undecodable``, ``late`` and ``unreadable``.
         """
         return self._reading.stats()
 

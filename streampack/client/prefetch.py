@@ -258,7 +258,7 @@ class Prefetching:
                 now = time.monotonic()
                 if now - counted >= STATS_S:
                     counted = now
-                    self.session.stats = self._figures.counts(self.session.num_skipped)
+                    self.session.stats = self._figures.counts(self.session.num_skipped) | self._views.media_stats()
                     self.session.starvation = self._figures.starvation()
                 if now - ticked >= TICK_S:
                     ticked = now

@@ -249,7 +249,7 @@ class Reading:
 
     def stats(self) -> dict[str, float]:
         """Return counts and times by name; see ``Client.stats``."""
-        return self._figures.stats(self._session.num_skipped)
+        return self._figures.stats(self._session.num_skipped) | self._views.media_stats()
 
     def close(self) -> None:
         """Release the rank and end the client's thread; further calls have no effect."""

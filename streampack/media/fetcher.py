@@ -20,15 +20,18 @@ from numpy.typing import NDArray
 
 from streampack.core.media.references import Reference
 from streampack.errors import ConfigError, MediaError
-from streampack.media.read_bytes import read_bytes
+from streampack.media.read_bytes import TooLarge, WrongBytes, read_bytes
 
 log = logging.getLogger("streampack.client")
 
 Decode = Callable[[bytes, Reference], Any]
+_Kind = tuple[np.dtype[Any], tuple[int, ...]]
 WAITS_S = (0.1, 0.4, 1.0, 2.5)
 """Seconds between the tries to fetch an item."""
 EXPECTED_BYTES = 1 << 20
 """Decoded bytes of an item, as long as none is decoded."""
+SAID = 10
+"""Dropped items of a reason that are warned of; later ones are counted alone."""
 
 
 class _Item:
@@ -44,35 +47,75 @@ class _Item:
         self.users = 0
 
 
+class Undecodable(ValueError):
+    """The decoder raised, or returned an array that does not fit the item."""
+
+
+class Late(TimeoutError):
+    """The bytes did not come in time."""
+
+
+REASONS: dict[str, type[Exception] | tuple[type[Exception], ...]] = {
+    "missing": (FileNotFoundError, IsADirectoryError),
+    "too_large": TooLarge,
+    "wrong_bytes": WrongBytes,
+    "undecodable": Undecodable,
+    "late": Late,
+    "unreadable": Exception,
+}
+"""Reasons for which items are dropped, and the errors that each stands for; the first that fits counts."""
+
+
 class PendingItems:
     """The media items of one message, one for each place where samples refer to them.
 
     Values are kept as long as this object is: packs may be made again after an error.
     """
 
-    def __init__(self, fetcher: Fetcher, items: list[_Item]) -> None:
-        self._fetcher, self._items = fetcher, items
+    def __init__(self, fetcher: Fetcher, field: str, items: list[_Item], places: Sequence[str]) -> None:
+        self._fetcher, self._items, self._places = fetcher, items, places
+        self.field = field
+        self.counted = set[int]()
+        """Items that were counted as dropped."""
 
     def __del__(self) -> None:
         self._fetcher.release(set(self._items))
 
-    def take(self, first: int, stop: int) -> NDArray[Any]:
-        """Wait for the items [first, stop) and return their values, one after another: [patches, ...].
+    def take(self, first: int, stop: int) -> tuple[NDArray[Any], list[int]]:
+        """Wait for the items [first, stop). Return their values one after another, [patches, ...], and what is dropped.
 
         Raises:
-            MediaError: An item cannot be fetched or decoded.
+            MediaError: An item cannot be fetched or decoded, and such items are not dropped, or nothing is known that
+                may stand for it.
         """
-        return self._fetcher.take(self._items[first:stop])
+        errors = self._fetcher.wait(self._items[first:stop])
+        dropped = [first + at for at, error in enumerate(errors) if error is not None]
+        for at in dropped:
+            self._fetcher.note_failed(self, at, self._items[at], self._places[at], errors[at - first])
+        return self._fetcher.joined(self.field, self._items[first:stop], errors), dropped
 
 
 class Fetcher:
-    """Threads that fetch and decode. ``close`` ends them."""
+    """Threads that fetch and decode. ``close`` ends them.
 
-    def __init__(self, decode: Decode, threads: int, timeout_s: float, memory_bytes: int) -> None:
-        self._decode, self._timeout_s, self._memory_bytes = decode, timeout_s, memory_bytes
+    Args:
+        decode: Function from the bytes of an item and its reference to an array [patches, ...].
+        threads: Number of threads.
+        timeout_s: Seconds that ``take`` waits for items.
+        memory_bytes: Decoded bytes that may wait.
+        largest: Bytes of an item, as it is stored.
+        drops: True if items that cannot be had are dropped, so that zeros stand for them.
+    """
+
+    def __init__(
+        self, decode: Decode, threads: int, timeout_s: float, memory_bytes: int, largest: int, drops: bool = False
+    ) -> None:  # fmt: skip
+        self._decode, self._timeout_s, self._memory_bytes, self._largest = decode, timeout_s, memory_bytes, largest
+        self.drops = drops
         self._changed = threading.Condition()
         self._queue: deque[_Item] = deque()
         self._known: WeakValueDictionary[tuple[Reference, int], _Item] = WeakValueDictionary()
+        self._kinds: dict[str, _Kind] = {}
         self._held_bytes = 0  # decoded and not taken
         self._running = 0
         self._mean_bytes = float(EXPECTED_BYTES)
@@ -81,13 +124,18 @@ class Fetcher:
         """Number of items that were fetched and decoded."""
         self.fetched_bytes = 0
         """Bytes of these items as they were fetched."""
+        self.dropped = dict.fromkeys(REASONS, 0)
+        """Number of items that were dropped, by reason."""
         for number in range(threads):
             threading.Thread(target=self._run, name=f"streampack-media-{number}", daemon=True).start()
 
-    def begin(self, references: Sequence[Reference], patches: Sequence[int], places: Sequence[str]) -> PendingItems:
+    def begin(
+        self, field: str, references: Sequence[Reference], patches: Sequence[int], places: Sequence[str]
+    ) -> PendingItems:
         """Queue the items of a message.
 
         Args:
+            field: Name of the field. All of its items have the same dtype and trailing shape.
             references: Reference of each item.
             patches: Patches of each item, the rows of its value.
             places: Sample that each item belongs to, for error messages.
@@ -103,31 +151,85 @@ class Fetcher:
                 mine.add(item)
                 items.append(item)
             self._changed.notify_all()
-        return PendingItems(self, items)
+        return PendingItems(self, field, items, places)
 
-    def take(self, items: Sequence[_Item]) -> NDArray[Any]:
-        """Wait for items, and return their values one after another."""
+    def wait(self, items: Sequence[_Item]) -> list[Exception | None]:
+        """Wait for items, and return the error of each; None for those that are there.
+
+        Raises:
+            MediaError: The loader was closed.
+        """
         deadline = time.monotonic() + self._timeout_s
         with self._changed:
             for item in items:
                 item.needed = True
             self._changed.notify_all()
             for item in items:
-                while not item.done:
-                    left = deadline - time.monotonic()
+                while not item.done and (left := deadline - time.monotonic()) > 0:
                     if self._closed:
                         raise MediaError(f"{item.where}: got no media, because the loader was closed")
-                    if left <= 0:
-                        raise MediaError(
-                            f"{item.where}: got no answer for {_shown(item.reference)} in {self._timeout_s:g} s. "
-                            f"Check the store, or raise `timeout_s` of `Media`"
-                        )
                     self._changed.wait(left)
-            for each in dict.fromkeys(items):
-                if each.error is not None:
-                    raise MediaError(f"{each.where}: {_shown(each.reference)}: {each.error}") from each.error
-            values = [item.value for item in items if item.value is not None]
-        return _joined(values)
+            late = Late(
+                f"got no answer in {self._timeout_s:g} s. Check the store, or raise `timeout_s` of `Media`"
+            )  # fmt: skip
+            return [item.error if item.done else late for item in items]
+
+    def note_failed(self, pending: PendingItems, at: int, item: _Item, place: str, error: Exception | None) -> None:
+        """Count an item that is dropped, once for each place that refers to it.
+
+        Raises:
+            MediaError: Items are not dropped, or this one fails because of the machine.
+        """
+        said = f"{place}: {_shown(item.reference)}: {error}"
+        if not self.drops or isinstance(error, ConfigError):
+            raise MediaError(said) from error
+        if at in pending.counted:
+            return
+        pending.counted.add(at)
+        reason = next(reason for reason, kinds in REASONS.items() if isinstance(error, kinds))
+        with self._changed:
+            self.dropped[reason] += 1
+            loud = self.dropped[reason] <= SAID
+        log.log(logging.WARNING if loud else logging.INFO, "%s. The sample does not count in the loss", said)
+        if self.dropped[reason] == SAID:
+            log.warning("more items that are dropped (%s) are only counted, in stats() of the loader", reason)
+
+    def joined(self, field: str, items: Sequence[_Item], errors: Sequence[Exception | None]) -> NDArray[Any]:
+        """Return the values of items one after another, with zeros for those that failed.
+
+        Raises:
+            MediaError: Values differ in shape or dtype, or nothing of the field was decoded yet.
+        """
+        if not items:
+            return np.zeros((0,), np.float32)
+        values = [
+            item.value if error is None else None for item, error in zip(items, errors, strict=True)
+        ]  # fmt: skip
+        kinds = {(value.dtype, value.shape[1:]) for value in values if value is not None}
+        if len(kinds) > 1:
+            shown = " and ".join(sorted(f"{kind} {list(shape)}" for kind, shape in kinds)[:2])
+            raise MediaError(f"got items whose patches are {shown}, expected the decoder to return one shape and dtype")
+        if kinds:
+            self._kinds[field] = next(iter(kinds))
+        if field not in self._kinds:
+            item, error = items[0], errors[0]
+            raise MediaError(
+                f"{item.where}: {_shown(item.reference)}: {error}. No item of {field} was decoded yet, so it cannot be "
+                f"dropped: nothing says the shape of its patches"
+            )
+        dtype, shape = self._kinds[field]
+        return np.concatenate(
+            [
+                np.zeros((item.patches, *shape), dtype) if value is None else value
+                for item, value in zip(items, values, strict=True)
+            ]
+        )
+
+    def stats(self) -> dict[str, float]:
+        """Return the number of items and bytes fetched, and of items dropped by reason; see ``Client.stats``."""
+        with self._changed:
+            dropped = {f"media_dropped_{reason}": float(count) for reason, count in self.dropped.items()}
+            return {"media_items": self.fetched, "media_bytes": self.fetched_bytes, **(dropped if self.drops else {})}
 
     def release(self, items: Iterable[_Item]) -> None:
         """Note that a message does not need these items any more, and drop the values that no other one needs."""
@@ -192,9 +294,9 @@ class Fetcher:
         waits = list(WAITS_S)
         while True:
             try:
-                data = read_bytes(item.reference)
+                data = read_bytes(item.reference, self._largest)
                 break
-            except (FileNotFoundError, PermissionError, IsADirectoryError, ConfigError):
+            except (FileNotFoundError, PermissionError, IsADirectoryError, ConfigError, TooLarge):
                 raise
             except Exception as error:
                 if not waits or self._closed or item.reference.is_inline:
@@ -205,24 +307,13 @@ class Fetcher:
         try:
             value = np.asarray(self._decode(data, item.reference))
         except Exception as error:
-            raise ValueError(f"the decoder raised {type(error).__name__}: {_text(error)}") from error
+            raise Undecodable(f"the decoder raised {type(error).__name__}: {_text(error)}") from error
         if value.ndim < 1 or len(value) != item.patches:
-            raise ValueError(
+            raise Undecodable(
                 f"the decoder returned an array of shape {list(value.shape)}, expected {item.patches} rows, one for "
                 f"each patch of the item"
             )
         return value
-
-
-def _joined(values: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Return the values of items one after another. Raises MediaError if their shapes differ."""
-    if not values:
-        return np.zeros((0,), np.float32)
-    kinds = {(value.dtype, value.shape[1:]) for value in values}
-    if len(kinds) > 1:
-        shown = " and ".join(sorted(f"{kind} {list(shape)}" for kind, shape in kinds)[:2])
-        raise MediaError(f"got items whose patches are {shown}, expected the decoder to return one shape and dtype")
-    return np.concatenate(values)
 
 
 def _shown(reference: Reference) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import operator
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 from streampack.config.typed_yaml import parse_size
+from streampack.core.model.mesh import Mesh
 from streampack.errors import UserError
 from streampack.media.fetcher import Decode, Fetcher
 
@@ -23,6 +24,11 @@ class Media:
         threads: Number of threads that fetch and decode.
         timeout_s: Seconds that a trainer waits for the items of a pack. Failed requests are repeated meanwhile.
         memory: Decoded bytes that may wait for the trainer, such as ``"1GiB"``.
+        largest: Bytes that an item may have as it is stored, such as ``"256MiB"``. A larger one is an error.
+        on_error: ``"error"`` ends the trainer if an item cannot be fetched or decoded. ``"drop"`` puts zeros in its
+            place, and takes the labels of its sample from the loss. ``Client.stats`` counts such items by reason, and
+            the log names them. ``"drop"`` needs a mesh whose cp, tp and pp are 1: other ranks of a pack would go on
+            with the sample.
 
     Raises:
         UserError: An argument is invalid, or the function cannot be imported.
@@ -34,25 +40,43 @@ class Media:
     """
 
     def __init__(
-        self, decode: Decode | str, *, threads: int = 8, timeout_s: float = 60.0, memory: str | int = "1GiB"
-    ) -> None:
+        self, decode: Decode | str, *, threads: int = 8, timeout_s: float = 60.0, memory: str | int = "1GiB",
+        largest: str | int = "256MiB", on_error: Literal["error", "drop"] = "error",
+    ) -> None:  # fmt: skip
         if operator.index(threads) < 1:
             raise UserError(f"got threads={threads!r}, expected at least 1")
         if not timeout_s > 0:
             raise UserError(f"got timeout_s={timeout_s!r}, expected seconds, more than 0")
+        if on_error not in ("error", "drop"):
+            raise UserError(f"got on_error={on_error!r}, expected 'error' or 'drop'")
         self.decode: Decode = _imported(decode) if isinstance(decode, str) else decode
         if not callable(self.decode):
             raise UserError(
                 f"got decode={decode!r}, expected a function or its name, such as 'package.module:function'"
             )
-        self._options = operator.index(threads), float(timeout_s), parse_size(memory, "memory of Media")
+        self.drops = on_error == "drop"
+        self._options = (
+            operator.index(threads), float(timeout_s), parse_size(memory, "memory of Media"),
+            parse_size(largest, "largest of Media"), self.drops,
+        )  # fmt: skip
 
-    def open(self) -> Fetcher:
+    def open(self, mesh: Mesh) -> Fetcher:
         """Start the threads of one loader; several loaders may have the same ``Media``.
+
+        Args:
+            mesh: The place of the loader's rank.
 
         Returns:
             What fetches, for the client, which ends it.
+
+        Raises:
+            UserError: Several ranks hold a pack, and items are to be dropped.
         """
+        if self.drops and mesh.cp * mesh.tp * mesh.pp > 1:
+            raise UserError(
+                f"got Media(on_error='drop') on a mesh with cp={mesh.cp}, tp={mesh.tp} and pp={mesh.pp}, expected 1 of "
+                f"each. The other ranks of a pack would train on the sample. Use on_error='error'"
+            )
         return Fetcher(self.decode, *self._options)
 
 

@@ -6,6 +6,7 @@ In the order in which data passes:
 - ``columns``: several packs of one message, with one long array for each attribute.
 - ``kernel_loader``: imports the compiled kernels of ``core.layout`` in a thread.
 - ``block_tables``: computes from boundaries which blocks of keys each block of queries sees.
+- ``pack_media``: the media of packs, which may still be on their way.
 - ``slabs``: memory for packs, reused once the trainer has dropped them.
 - ``lazy``: makes the packs of a step on request, a few at a time.
 - ``pack``: the canonical pack, in numpy.

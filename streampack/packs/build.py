@@ -11,14 +11,12 @@ before they are cut (``formats``).
 
 from __future__ import annotations
 
-import dataclasses
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
-from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,21 +26,10 @@ from streampack.core.layout.boundaries import Boundaries, Layouts, layouts
 from streampack.core.layout.labels import derive, derive_positions
 from streampack.core.layout.shards import Slices, cut
 from streampack.core.layout.step_frames import EDGES, INPUT_IDS, frames_for
-from streampack.core.media.media_bytes import decode
-from streampack.core.media.references import Reference, decode_reference
-from streampack.core.model.fields import (
-    CU_ITEMS,
-    CU_PATCHES,
-    LABELS,
-    LOSS_MASK,
-    MEDIA,
-    POSITION_IDS,
-    Field,
-    from_bfloat16,
-)
+from streampack.core.model.fields import LABELS, LOSS_MASK, MEDIA, POSITION_IDS, Field, from_bfloat16
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
-from streampack.core.model.samples import I32, I64
+from streampack.core.model.samples import I32, I64, IGNORE_INDEX
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.trainer_messages import Attached, StepPart
 from streampack.errors import WireError
@@ -50,6 +37,7 @@ from streampack.packs.columns import Column, Columns, part, rebased, rows
 from streampack.packs.kernel_loader import kernels
 from streampack.packs.lazy import LazyPacks, Show
 from streampack.packs.pack import Pack
+from streampack.packs.pack_media import MediaFetcher, PackMedia, pack_media
 from streampack.packs.regroup import Regrouping
 from streampack.packs.slabs import Slabs
 from streampack.packs.step import Step
@@ -60,25 +48,6 @@ _NAMES = tuple(field.name for field in dataclass_fields(Pack))
 _REST = _NAMES[len(_OF_TOKENS) : _NAMES.index("fields")]
 _OF_PATHS = _NAMES[_NAMES.index("fields") + 1 :]
 _NO_EDGES, _ALL = np.zeros(0, np.int32), np.zeros(0, np.uint8)
-
-
-class PendingMedia(Protocol):
-    """Media items of a message that are being fetched."""
-
-    def take(self, first: int, stop: int) -> NDArray[Any]:
-        """Wait for items [first, stop), and return their values one after another, [patches, ...]."""
-
-
-class MediaFetcher(Protocol):
-    """Fetches the media that samples refer to."""
-
-    def begin(
-        self, references: Sequence[Reference], patches: Sequence[int], places: Sequence[str]
-    ) -> PendingMedia:  # fmt: skip
-        """Begin to fetch items: their references, their patches, and the samples that they belong to."""
-
-    def close(self) -> None:
-        """End all work."""
 
 
 def build_step(
@@ -179,8 +148,7 @@ def _content(
     if shared is None:
         tokens = _tokens(frames, rules, laid, mine, parts, slabs)
         if MEDIA in frames:
-            media, pending = _media(part, frames[MEDIA], rules, laid, fetcher)
-            tokens = replace(tokens, media=media, pending=pending)
+            tokens = replace(tokens, media=pack_media(part, frames[MEDIA], rules, laid, tokens.bounds, fetcher))
     else:
         tokens = _tree_tokens(frames, rules, laid, shared)
     ids = np.empty((num_samples, 3), np.int64)
@@ -263,10 +231,8 @@ class _Tokens:
     """int32 [slices] token after each slice; empty if slices are whole segments, or if labels were sent."""
     slabs: Slabs
     """Memory for the packs' arrays."""
-    media: Mapping[str, Column] = dataclasses.field(default_factory=dict)
-    """Fields of axis item and patch, and the boundaries of items and patches, with their values of all packs."""
-    pending: Mapping[str, _Fetched] = dataclasses.field(default_factory=dict)
-    """Fields of references whose media are being fetched."""
+    media: PackMedia | None = None
+    """Fields of axis item and patch; None if the run has none, or if this rank does not get them."""
 
     def columns(self, first: int, stop: int) -> tuple[dict[str, Column | list[Any]], dict[str, Column | list[Any]]]:
         """Return the derived arrays by token of packs [first, stop), and their declared fields, as columns by name."""
@@ -295,8 +261,11 @@ class _Tokens:
             derive_positions(*places, position_ids, padding_mask)
             tokens = dict.fromkeys(("input_ids", "labels"), [None] * (stop - first))
         tokens["position_ids"] = Column(position_ids, bounds) if supplied is None else _positions(supplied)
-        media = {name: part(column, first, stop) for name, column in self.media.items()}
-        media |= {name: fetched.column(first, stop) for name, fetched in self.pending.items()}
+        media, without_loss = self.media.columns(first, stop) if self.media is not None else ({}, [])
+        for begin, end in without_loss:
+            labels[begin:end] = IGNORE_INDEX
+            if LOSS_MASK in fields:
+                fields[LOSS_MASK].values[begin:end] = 0
         return {**tokens, "padding_mask": Column(padding_mask, bounds)}, {**fields, **media}
 
     def _field(self, field: Field, came: Column) -> Column:
@@ -332,75 +301,6 @@ def _tokens(frames: Mapping[str, Any], rules: Rules, laid: Layouts, mine: Slices
         places=(mine.start - laid.start[mine.segment], mine.stop - mine.start, laid.real[mine.segment]),
         edges=_array(frames[EDGES], "<i4", len(mine.start)) if EDGES in frames else _NO_EDGES, slabs=slabs,
     )  # fmt: skip
-
-
-class _Fetched(NamedTuple):
-    """A field whose media are being fetched; ``items`` and ``patches`` [packs + 1] are those before each pack."""
-
-    pending: PendingMedia
-    items: list[int]
-    patches: list[int]
-
-    def column(self, first: int, stop: int) -> Column:
-        """Wait for the media of packs [first, stop), and return them."""
-        return Column(self.pending.take(self.items[first], self.items[stop]), rebased(self.patches, first, stop))
-
-
-def _media(
-    part: StepPart, data: Any, rules: Rules, laid: Layouts, fetcher: MediaFetcher | None
-) -> tuple[dict[str, Column], dict[str, _Fetched]]:
-    """Check the frame ``data`` of a message's media; return its fields and boundaries, and what is being fetched.
-
-    ``cu_items`` and ``cu_patches`` begin at 0 in each pack. Raises ValueError for media of another size.
-    """
-    first = laid.first_sample
-    if part.media is msgspec.UNSET:
-        raise ValueError("got media without their columns, expected the items and bytes of each sample")
-    items, sizes = part.media.arrays(int(first[-1]))
-    ends = np.cumsum(sizes)
-    view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
-    if len(view) != (int(ends[-1]) if len(ends) else 0):
-        raise ValueError(f"got {len(view)} bytes of media, expected {int(ends[-1]) if len(ends) else 0}")
-    each = [view[begin:end] for begin, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
-    media = decode(rules.media_fields, each, items)
-    of_items = np.concatenate([[0], np.cumsum(items)])
-    of_patches = np.concatenate([[0], np.cumsum(media.patches)])
-    at = {"item": of_items[first].tolist(), "patch": of_patches[of_items[first]].tolist()}
-    found: dict[str, Column] = {}
-    fetched: dict[str, _Fetched] = {}
-    for each_field in rules.media_fields:
-        values = media.values[each_field.name]
-        if each_field.is_reference:
-            references = [decode_reference(each) for each in values]
-            if fetcher is not None:
-                pending = fetcher.begin(references, media.patches.tolist(), _places(part, items, rules))
-                fetched[each_field.name] = _Fetched(pending, at["item"], at["patch"])
-                continue
-            values[:] = references
-        values = from_bfloat16(values) if each_field.dtype == "bfloat16" else values
-        found[each_field.name] = Column(values, at[each_field.axis])
-    boundaries = {CU_ITEMS: _boundaries(of_items, first), CU_PATCHES: _boundaries(of_patches, of_items[first])}
-    return {**found, **boundaries}, fetched
-
-
-def _places(part: StepPart, items: I64, rules: Rules) -> list[str]:
-    """Return the sample of each media item as text, ``stream:index``; ``items`` int64 [n] are those of each sample."""
-    streams, indices = np.frombuffer(part.streams_u32, "<u4"), np.frombuffer(part.indices_u64, "<u8")
-    samples = zip(streams.tolist(), indices.tolist(), items.tolist(), strict=True)
-    names = [stream.name for stream in rules.streams]
-    return [
-        f"sample {names[stream] if stream < len(names) else stream}:{index}"
-        for stream, index, count in samples
-        for _ in range(count)
-    ]
-
-
-def _boundaries(ends: I64, first: I64) -> Column:
-    """Return int32 boundaries for each pack from 0, given ``ends`` of all packs, of which pack i has first[i] on."""
-    spans = list(pairwise(first.tolist()))
-    cut = [ends[begin : end + 1] - ends[begin] for begin, end in spans]
-    bounds = np.concatenate([[0], np.cumsum([len(each) for each in cut])])
-    return Column(np.concatenate(cut).astype(np.int32), bounds.tolist())
 
 
 def _tree_tokens(frames: Mapping[str, Any], rules: Rules, laid: Layouts, shared: I64) -> TreeTokens:

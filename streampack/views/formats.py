@@ -24,10 +24,10 @@ from streampack.core.model.fields import POSITION_IDS
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.errors import UserError
-from streampack.packs.build import MediaFetcher
 from streampack.packs.columns import Columns
 from streampack.packs.lazy import LazyPacks
 from streampack.packs.pack import Pack
+from streampack.packs.pack_media import MediaFetcher
 from streampack.packs.slabs import Slabs
 from streampack.packs.step import Step
 from streampack.views.device import side_stream
@@ -150,6 +150,10 @@ class Views:
         self._last: Step | None = None
         self._slabs = Slabs()
         self._stream = None if self.format == "numpy" else side_stream(device)
+
+    def media_stats(self) -> dict[str, float]:
+        """Return what the fetcher of media has counted, by name; empty without one."""
+        return self.media.stats() if self.media is not None else {}
 
     def fit(self, rules: Rules, layout: str = "zigzag") -> None:
         """Choose the default format for a feed's rules, and check the format. Raises UserError if it is unsuitable."""

@@ -43,42 +43,42 @@ def files(tmp_path: Path) -> list[Reference]:
 
 
 def begun(fetcher: Fetcher, items: list[Reference]) -> Any:
-    return fetcher.begin(items, [1] * len(items), ["sample a:0"] * len(items))
+    return fetcher.begin("pixels", items, [1] * len(items), ["sample a:0"] * len(items))
 
 
 def test_an_item_of_several_messages_is_fetched_once(files: list[Reference]) -> None:
     decode = Decoding()
-    fetcher = Fetcher(decode, 2, 10.0, 1 << 20)
+    fetcher = Fetcher(decode, 2, 10.0, 1 << 20, SIZE)
     one, other = begun(fetcher, [files[0], files[1], files[0]]), begun(fetcher, [files[1], files[2]])
-    assert one.take(0, 3)[:, 0].tolist() == [0, 1, 0]
-    assert other.take(0, 1)[:, 0].tolist() == [1]
-    assert other.take(1, 2)[:, 0].tolist() == [2]
+    assert one.take(0, 3)[0][:, 0].tolist() == [0, 1, 0]
+    assert other.take(0, 1)[0][:, 0].tolist() == [1]
+    assert other.take(1, 2)[0][:, 0].tolist() == [2]
     assert decode.seen == Counter(files[i].uri for i in range(3))
-    assert one.take(0, 3)[:, 0].tolist() == [0, 1, 0], "a pack may be made again"
+    assert one.take(0, 3)[0][:, 0].tolist() == [0, 1, 0], "a pack may be made again"
     del one, other
     gc.collect()
     again = begun(fetcher, [files[0]])  # nobody holds it any more
-    assert again.take(0, 1)[:, 0].tolist() == [0]
+    assert again.take(0, 1)[0][:, 0].tolist() == [0]
     assert decode.seen[files[0].uri] == 2
     fetcher.close()
 
 
 def test_no_more_is_fetched_ahead_than_the_memory_allows(files: list[Reference]) -> None:
     decode = Decoding()
-    fetcher = Fetcher(decode, 2, 10.0, 6 * SIZE)
+    fetcher = Fetcher(decode, 2, 10.0, 6 * SIZE, SIZE)
     fetcher._mean_bytes = SIZE  # as after a while
     pending = begun(fetcher, files)
     until(lambda: fetcher.fetched >= 4)
     for at in range(len(files)):
         assert fetcher.fetched <= at + 6
-        assert pending.take(at, at + 1)[0, 0] == at, "what someone waits for is fetched in any case"
+        assert pending.take(at, at + 1)[0][0, 0] == at, "what someone waits for is fetched in any case"
     assert fetcher.fetched == 20
     fetcher.close()
 
 
 def test_items_that_nobody_takes_leave_room(files: list[Reference]) -> None:
     decode = Decoding()
-    fetcher = Fetcher(decode, 2, 10.0, 6 * SIZE)
+    fetcher = Fetcher(decode, 2, 10.0, 6 * SIZE, SIZE)
     fetcher._mean_bytes = SIZE
     pending = begun(fetcher, files[:10])
     until(lambda: fetcher.fetched >= 4)
@@ -88,7 +88,7 @@ def test_items_that_nobody_takes_leave_room(files: list[Reference]) -> None:
     decode.go.set()
     last = begun(fetcher, files[10:14])
     until(lambda: all(decode.seen[each.uri] for each in files[10:14]))
-    assert last.take(0, 4)[:, 0].tolist() == [10, 11, 12, 13]
+    assert last.take(0, 4)[0][:, 0].tolist() == [10, 11, 12, 13]
     del last
     gc.collect()
     until(lambda: fetcher._held_bytes == 0)
@@ -96,22 +96,78 @@ def test_items_that_nobody_takes_leave_room(files: list[Reference]) -> None:
 
 
 def test_an_error_is_raised_where_the_item_is_taken_and_the_others_come(files: list[Reference], tmp_path: Path) -> None:
-    fetcher = Fetcher(Decoding(), 2, 10.0, 1 << 20)
+    fetcher = Fetcher(Decoding(), 2, 10.0, 1 << 20, SIZE)
     pending = begun(fetcher, [files[0], Reference(str(tmp_path / "none")), files[1]])
-    assert pending.take(0, 1)[0, 0] == 0
+    assert pending.take(0, 1)[0][0, 0] == 0
     for _ in range(2):
         with pytest.raises(MediaError, match=r"sample a:0: .*none"):
             pending.take(1, 2)
-    assert pending.take(2, 3)[0, 0] == 1
+    assert pending.take(2, 3)[0][0, 0] == 1
     fetcher.close()
 
 
 def test_after_close_a_wait_ends(files: list[Reference]) -> None:
     decode = Decoding()
     decode.go.clear()
-    fetcher = Fetcher(decode, 1, 10.0, 1 << 20)
+    fetcher = Fetcher(decode, 1, 10.0, 1 << 20, SIZE)
     pending = begun(fetcher, files[:3])
     threading.Timer(0.2, fetcher.close).start()
     with pytest.raises(MediaError, match="because the loader was closed"):
         pending.take(2, 3)
     decode.go.set()
+
+
+def test_dropped_items_are_zeros_and_counted_once_for_each_place(files: list[Reference], tmp_path: Path) -> None:
+    (tmp_path / "long").write_bytes(b"x" * (SIZE + 1))
+    (tmp_path / "bad").write_bytes(b"bad")
+
+    def decode(data: bytes, reference: Reference) -> np.ndarray:
+        if data == b"bad":
+            raise RuntimeError("no image")
+        return np.frombuffer(data, np.uint8).reshape(1, -1)
+
+    fetcher = Fetcher(decode, 2, 10.0, 1 << 20, SIZE, drops=True)
+    none, path = Reference(str(tmp_path / "none")), files[1].uri
+    wrong = [none, Reference(str(tmp_path / "long")), Reference(str(tmp_path / "bad")), Reference(path, crc32c=1), none]
+    pending = begun(fetcher, [files[3], *wrong, files[4]])
+    for _ in range(2):
+        values, dropped = pending.take(0, 7)
+        assert dropped == [1, 2, 3, 4, 5]
+        assert values[:, 0].tolist() == [3, 0, 0, 0, 0, 0, 4]
+        assert values.shape == (7, SIZE)
+    alone, dropped = pending.take(2, 3)
+    assert (alone.shape, alone.any(), dropped) == ((1, SIZE), False, [2])
+    counts = {name: count for name, count in fetcher.stats().items() if count}
+    assert counts.pop("media_bytes") >= 2 * SIZE
+    assert counts == {
+        "media_items": 2, "media_dropped_missing": 2, "media_dropped_too_large": 1, "media_dropped_undecodable": 1,
+        "media_dropped_wrong_bytes": 1,
+    }  # fmt: skip
+    fetcher.close()
+
+
+def test_items_cannot_be_dropped_before_one_is_decoded(files: list[Reference], tmp_path: Path) -> None:
+    fetcher = Fetcher(Decoding(), 2, 10.0, 1 << 20, SIZE, drops=True)
+    with pytest.raises(MediaError, match="No item of pixels was decoded yet, so it cannot be dropped"):
+        begun(fetcher, [Reference(str(tmp_path / "none"))]).take(0, 1)
+    assert begun(fetcher, [files[1]]).take(0, 1)[1] == []
+    assert begun(fetcher, [Reference(str(tmp_path / "none"))]).take(0, 1)[1] == [0]
+    with pytest.raises(MediaError, match="nosuch://"):  # nothing of this kind could be opened
+        begun(fetcher, [Reference("nosuch://host/x")]).take(0, 1)
+    fetcher.close()
+
+
+def test_an_item_that_is_late_is_dropped_and_used_where_it_comes_in_time(files: list[Reference]) -> None:
+    decode = Decoding()
+    fetcher = Fetcher(decode, 1, 0.3, 1 << 20, SIZE, drops=True)
+    first = begun(fetcher, [files[1]])
+    assert first.take(0, 1)[1] == []
+    decode.go.clear()
+    pending = begun(fetcher, [files[2], files[2]])
+    assert pending.take(0, 1)[1] == [0]
+    decode.go.set()
+    until(lambda: decode.seen[files[2].uri] == 1)
+    values, dropped = pending.take(1, 2)
+    assert (values[0, 0], dropped) == (2, [])
+    assert fetcher.dropped["late"] == 1
+    fetcher.close()

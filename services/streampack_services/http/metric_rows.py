@@ -181,6 +181,12 @@ def trainer_seconds(row: RankStatus) -> float | None:
     return row.trainer_s if row.has_reported else None
 
 
+def media_dropped(row: RankStatus) -> float | None:
+    """Return the media items that a rank has dropped, of all reasons; None if its trainer does not drop any."""
+    found = [count for name, count in row.stats.items() if name.startswith("media_dropped_")]
+    return sum(found) if found else None
+
+
 def bad_messages(status: BrokerStatus) -> Rows:
     """Return the number of bad messages, a row for each reason."""
     return [((reason,), float(count)) for reason, count in msgspec.structs.asdict(status.messages).items()]

@@ -32,6 +32,7 @@ from streampack_services.http.metric_rows import (
     histograms,
     last_seen,
     longest_waits,
+    media_dropped,
     media_held,
     node_waits,
     of_broker,
@@ -263,6 +264,8 @@ METRICS: tuple[Metric, ...] = (
            of_readers(lambda row: row.silent_s), ("feed", *RANKS)),
     Metric("reader_starved_ratio", "gauge", f"Data wait of the rank as a share of its time. {_FEW_RANKS}",
            client_figure("starved_fraction"), ("feed", *RANKS)),
+    Metric("reader_media_dropped", "counter", f"Media items that the rank could not have. {_FEW_RANKS}",
+           of_readers(media_dropped), ("feed", *RANKS)),
     Metric("reader_next_p99_seconds", "gauge", f"99th percentile of the rank's data wait for a step. {_FEW_RANKS}",
            client_figure("next_p99_ms", 1e-3), ("feed", *RANKS)),
     # Ranks in sum and by node

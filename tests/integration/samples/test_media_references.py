@@ -210,7 +210,7 @@ def test_a_store_that_never_answers_ends_the_trainer_after_its_time() -> None:
     with store(do_GET=Silent.do_GET) as place:
         media = streampack.Media(decode, timeout_s=0.5)
         with (
-            pytest.raises(MediaError, match=r"got no answer for http://.* in 0.5 s"),
+            pytest.raises(MediaError, match=r"http://.*: got no answer in 0.5 s"),
             streampack.local([sample(0, place)], budget=128, format="thd", fields=FIELDS, media=media) as loader,
         ):
             list(loader)
@@ -253,3 +253,42 @@ def test_loaders_with_the_same_media_end_each_on_its_own() -> None:
             with streampack.local(sent[:2], **options) as valid:
                 assert len(list(valid)) > 0
             assert sum(1 for _ in packs) > 3
+
+
+def test_a_sample_whose_media_cannot_be_had_loses_its_loss_and_is_counted() -> None:
+    with folder() as path:
+        sent = [sample(number, str(path)) for number in range(30)]
+        for number in {each for one in sent for each in one.get("images", [])} - {50}:
+            (path / str(number)).write_bytes(image(number))
+        (path / "20").write_bytes(image(20)[:-1])
+        for each in sent:
+            each["loss_mask"] = [1] * len(each["input_ids"])
+        bad = {each for each, one in enumerate(sent) if {20, 50} & set(one.get("images", []))}
+        assert len(bad) == 2
+        options: Any = {"budget": 128, "fields": {**FIELDS, "loss_mask": {}}, "shuffle": False, "window": 8}
+        media = streampack.Media(decode, on_error="drop")
+        seen = set[int]()
+        with streampack.local(sent, format="thd", media=media, **options) as loader:
+            for pack in loader:
+                ends, items = pack.cu_seqlens_padded.tolist(), pack["cu_items"].tolist()
+                for i, (_, number, _) in enumerate(pack["sample_ids"].tolist()):
+                    seen.add(number)
+                    labels, mask = pack.labels[ends[i] : ends[i + 1]], pack["loss_mask"][ends[i] : ends[i + 1]]
+                    if number in bad:
+                        assert (labels == -100).all()
+                        assert not mask.any()
+                        continue
+                    assert labels[:-1].tolist() == list(sent[number]["input_ids"][1:])
+                    assert mask.sum() == len(labels) - 1
+                    first, stop = (int(pack["cu_patches"][items[at]]) for at in (i, i + 1))
+                    expected = b"".join(image(each) for each in sent[number].get("images", []))
+                    assert np.asarray(pack["pixel_values"][first:stop]).tobytes() == expected
+            stats = loader.stats()
+        assert seen == set(range(30))
+        assert {name: count for name, count in stats.items() if name.startswith("media_dropped") and count} == {
+            "media_dropped_missing": 1, "media_dropped_wrong_bytes": 1,
+        }  # fmt: skip
+        with pytest.raises(UserError, match="got verify=True with Media"):
+            streampack.connect("tcp://127.0.0.1:1", media=media, verify=True)
+        with pytest.raises(UserError, match="on a mesh with cp=2, tp=1 and pp=1"):
+            streampack.connect("tcp://127.0.0.1:1", media=media, mesh={"cp": 2, "cp_rank": 0})
