@@ -66,7 +66,9 @@ with tempfile.TemporaryDirectory() as folder:
         fields={
             "loss_mask": {}, "position_ids": {"dtype": "int32", "shape": [3]},
             "image_grid_thw": {"dtype": "int64", "axis": "item", "shape": [3]},
-            "pixel_values": {"dtype": "reference", "axis": "item"},
+            "pixel_values": {
+                "dtype": "reference", "axis": "item", "placeholder": {"tokens": [IMAGE], "patches": MERGE**2},
+            },
         },
     ) as loader:  # fmt: skip
         for step in loader.steps():

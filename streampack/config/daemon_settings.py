@@ -16,7 +16,16 @@ from msgspec import Meta, Struct
 
 from streampack.config.alignment import AlignSettings, Precision, derived_align
 from streampack.config.typed_yaml import explained
-from streampack.core.model.fields import GROUP, LABELS, LOSS_MASK, POLICY_VERSION, POSITION_IDS, DType, Field
+from streampack.core.model.fields import (
+    GROUP,
+    LABELS,
+    LOSS_MASK,
+    POLICY_VERSION,
+    POSITION_IDS,
+    DType,
+    Field,
+    Placeholder,
+)
 from streampack.core.model.rules import (
     LATE_TIMEOUT_S,
     PACKER_KEYS,
@@ -496,6 +505,13 @@ class FieldSettings(_Settings, frozen=True, kw_only=True):
             "sample is packed once `Producer.amend` has given it all its late fields"
         ),
     ] = False
+    placeholder: Annotated[
+        Placeholder | None,
+        Meta(
+            description="The tokens that stand for media items. A sample with more or fewer of them than its items "
+            "need is rejected by `poison`. Default: tokens are not compared with items"
+        ),
+    ] = None
 
     def declared(self, name: str) -> Field:
         """Return the declared field ``name`` with all defaults filled in. Raises ConfigError."""

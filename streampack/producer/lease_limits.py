@@ -87,7 +87,7 @@ class LeaseLimits:
             self._reject_mask(record)
         sample: Values | str = reason or self._values(record)
         if isinstance(sample, dict) and self._media_fields:
-            media = media_of(record.fields, self._media_fields)
+            media = media_of(record.fields, self._media_fields, tokens)
             sample = media if isinstance(media, str) else sample | media
         if isinstance(sample, str):
             if lease.poison == "error" and sample == DAMAGED:

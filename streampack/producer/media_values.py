@@ -17,7 +17,9 @@ ITEMS = "items"
 _ONE_REFERENCE = (str, bytes, bytearray, memoryview, Mapping, Reference)
 
 
-def media_of(fields: Mapping[str, Any], declared: Sequence[Field]) -> dict[str, NDArray[Any]] | str:
+def media_of(
+    fields: Mapping[str, Any], declared: Sequence[Field], tokens: NDArray[Any]
+) -> dict[str, NDArray[Any]] | str:
     """Return a sample's media by the keys ``MEDIA`` and ``ITEMS``, or the reason why they are invalid.
 
     A sample has a value for all fields of its media, or for none; an empty list may stand for none. The value of a
@@ -27,11 +29,14 @@ def media_of(fields: Mapping[str, Any], declared: Sequence[Field]) -> dict[str, 
     Args:
         fields: The values of the sample, by name.
         declared: The run's fields of axis item and patch.
+        tokens: The sample's token ids.
     """
     given = [each for each in declared if fields.get(each.name) is not None]
     sizes = fields.get(PATCHES)
     if len(given) < len(declared) and all(_is_empty(fields[each.name]) for each in given):
-        return {} if sizes is None or not len(sizes) else f"{declared[0].name}: missing"
+        if sizes is not None and len(sizes):
+            return f"{declared[0].name}: missing"
+        return _wrong_placeholder(declared, np.zeros(0, np.int64), tokens) or {}
     if len(given) < len(declared):
         return f"{next(each.name for each in declared if each not in given)}: missing"
     counts: NDArray[Any] | None = None if sizes is None else np.asarray(sizes, None if len(sizes) else np.int64)
@@ -71,8 +76,20 @@ def media_of(fields: Mapping[str, Any], declared: Sequence[Field]) -> dict[str, 
         return "media: items"
     if any(len(values[each.name]) != counts.sum() for each in declared if each.axis == "patch"):
         return "media: patches"
+    if wrong := _wrong_placeholder(declared, counts, tokens):
+        return wrong
     data = np.frombuffer(encode(declared, counts, values), np.uint8)
     return {MEDIA: data, ITEMS: np.array([len(counts)], np.uint32)}
+
+
+def _wrong_placeholder(declared: Sequence[Field], patches: NDArray[Any], tokens: NDArray[Any]) -> str | None:
+    """Return the reason why tokens do not stand for the items; None if they do. ``patches`` [items] of each item."""
+    for each in declared:
+        if (placeholder := each.placeholder) is not None:
+            expected = int((-(-patches // placeholder.patches)).sum())
+            if int(np.isin(tokens, placeholder.tokens).sum()) != expected:
+                return f"{each.name}: placeholders"
+    return None
 
 
 def _array_of(value: Any, field: Field) -> NDArray[Any] | None:

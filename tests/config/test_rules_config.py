@@ -550,6 +550,7 @@ def test_fields_with_a_meaning_need_no_more_than_their_names() -> None:
             "got `default`, `pad` or `late` with `axis: pat",
         ),
         ("image", {"dtype": "uint8", "axis": "item", "default": 0}, "A sample without the field has no media"),
+        ("mark", {"dtype": "uint8", "placeholder": {"tokens": [7]}}, "got `placeholder` with `axis: token`"),
         ("image", {"dtype": "uint8", "axis": "item", "cp": "replicate"}, "got `align` or `cp` with `axis: item`"),
         (
             "image",

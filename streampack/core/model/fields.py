@@ -56,6 +56,21 @@ OF_MEDIA = (MEDIA, PATCHES, CU_ITEMS, CU_PATCHES)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
+class Placeholder(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The tokens of a sample that stand for its media.
+
+    Attributes:
+        tokens: Ids of these tokens.
+        patches: Patches of an item for which one token stands.
+    """
+
+    tokens: Annotated[
+        tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...],
+        Meta(min_length=1, max_length=16, description="Ids of the tokens that stand for media items"),
+    ]
+    patches: Annotated[int, Meta(ge=1, le=1 << 20, description="Patches of an item for which one token stands")] = 1
+
+
 class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One declared field. Raises ValueError for an invalid declaration.
 
@@ -69,6 +84,7 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
         default: The value for samples that come without the field; with None, such samples are rejected.
         cp: Each context-parallel rank gets its ``slice`` of the values, or all of them (``replicate``).
         late: The values of a pushed sample come after it, by ``Producer.amend``; until then the sample is in no step.
+        placeholder: A sample has one of these tokens for each so many patches of its items; others are rejected.
     """
 
     name: str
@@ -80,6 +96,7 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     default: int | float | None = None
     cp: Literal["slice", "replicate"] = "slice"
     late: bool = False
+    placeholder: Placeholder | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name) or self.name in DERIVED:
@@ -100,6 +117,8 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
                 f"got `default`, `pad` or `late` with `axis: {self.axis}`, expected none of them. A sample without the "
                 f"field has no media, and media are neither padded nor sent later"
             )
+        if self.placeholder is not None and not self.of_media:
+            raise ValueError(f"got `placeholder` with `axis: {self.axis}`, expected `axis: item` or `axis: patch`")
         most = MAX_PATCH_BYTES if self.of_media else MAX_VALUE_BYTES
         if self.value_bytes > most:
             raise ValueError(f"got {self.value_bytes} bytes per {self.axis}, expected at most {most}")
