@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,6 +18,7 @@ from awscrt.checksums import crc32c
 
 import streampack
 from streampack.errors import MediaError, SampleError, UserError
+from tests.integration.proxy import Proxy
 from tests.integration.running import PATIENCE_S, folder, running_broker
 
 SAMPLES, WIDTH = 36, 8
@@ -292,3 +294,71 @@ def test_a_sample_whose_media_cannot_be_had_loses_its_loss_and_is_counted() -> N
             streampack.connect("tcp://127.0.0.1:1", media=media, verify=True)
         with pytest.raises(UserError, match="on a mesh with cp=2, tp=1 and pp=1"):
             streampack.connect("tcp://127.0.0.1:1", media=media, mesh={"cp": 2, "cp_rank": 0})
+
+
+def run_through(path: Path, ranks: int, rules: dict[str, Any], send: Any, function: Any) -> tuple[list[Any], int]:
+    """Run samples through a broker on TCP; return the packs of each rank, and all bytes to and from the broker."""
+    given = settings(path) | {"listen": dict.fromkeys(("producers", "trainers"), "tcp://127.0.0.1:0")}
+    given["listen"]["http"] = "127.0.0.1:0"
+    given["rules"] = rules
+    with running_broker(given) as broker, Proxy(broker.producers) as near, Proxy(broker.trainers) as far:
+        with streampack.Producer(near.endpoint, stream="chats") as chats:
+            send(chats)
+            chats.close(end=True)
+
+        def read(rank: int) -> list[Any]:
+            media, mesh = streampack.Media(function, threads=2), {"dp": ranks, "dp_rank": rank}
+            with streampack.connect(far.endpoint, mesh=mesh, format="numpy", media=media) as loader:
+                return list(loader)
+
+        with ThreadPoolExecutor(ranks) as pool:
+            found = list(pool.map(read, range(ranks)))
+        return found, sum(way.carried for proxy in (near, far) for way in (proxy.up, proxy.down))
+
+
+def test_the_brokers_traffic_does_not_depend_on_the_bytes_of_images() -> None:
+    carried, patches = [], []
+    for scale in (1, 1000):
+        with folder() as path:
+            for number in range(200):
+                (path / f"{number:03}").write_bytes(bytes(scale * WIDTH * (1 + number % 6)))
+
+            def send(chats: Any, path: Path = path) -> None:
+                for number in range(200):
+                    images = {"pixel_values": [str(path / f"{number:03}")], "patches": [1 + number % 6]}
+                    chats.send({"input_ids": np.full(50, 7), **images})
+
+            rules = {"budget": 512, "step": {"packs": 2}}
+            ((packs,), total) = run_through(
+                path,
+                1,
+                rules,
+                send,
+                lambda data, _, width=scale * WIDTH: np.frombuffer(data, np.uint8).reshape(-1, width),
+            )
+            carried.append(total)
+            patches.append(sum(len(pack["pixel_values"]) for pack in packs))
+    assert patches[0] == patches[1] == sum(1 + number % 6 for number in range(200))
+    print(f"bytes to and from the broker: {carried[0]:,} and {carried[1]:,}, with images a thousand times as large")
+    assert 0.9 < carried[1] / carried[0] < 1.1, "a thousand times the bytes of images"
+
+
+def test_an_image_that_a_group_shares_is_fetched_once_for_each_rank() -> None:
+    groups, size = 12, 8
+    with store(faulty=False) as place, folder() as path:
+
+        def send(chats: Any) -> None:
+            for group in range(groups):
+                data = image(group)
+                one = {"pixel_values": [{"uri": f"{place}/{group}"}], "patches": [len(data) // WIDTH]}
+                chats.send_group([{"input_ids": np.full(20 + i, group + 1), **one} for i in range(size)])
+
+        found, _ = run_through(path, 2, {"budget": 128, "step": {"samples": 4 * size}}, send, decode)
+    ranks_of = dict.fromkeys(range(groups), 0)
+    for packs in found:
+        mine = {int(index) // size for pack in packs for _, index, _ in pack.sample_ids.tolist()}
+        for group in mine:
+            ranks_of[group] += 1
+    asked = store.asked  # type: ignore[attr-defined]
+    assert {int(name.strip("/")): count for name, count in asked.items()} == ranks_of
+    assert sum(ranks_of.values()) <= 2 * groups < groups * size
