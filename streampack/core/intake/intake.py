@@ -156,6 +156,12 @@ class Intake:
         return self.kept_tokens - self.merged_tokens + (0 if self.staged is None else self.staged.tokens_left)
 
     @property
+    def waiting_bytes(self) -> int:
+        """Bytes of these tokens, and of the media of their samples."""
+        staged = 0 if self.staged is None else self.staged.media_left
+        return self.waiting_tokens * self.token_bytes + self.waiting_media + staged
+
+    @property
     def grant_seq(self) -> int:
         """The producer may send samples below this number."""
         if self.staged is None:
@@ -166,8 +172,7 @@ class Intake:
     @property
     def grant_bytes(self) -> int:
         """The total bytes that the producer may send in this session."""
-        waiting = self.waiting_tokens * self.token_bytes + self.waiting_media
-        room = self.quota_bytes + self.more_bytes - waiting
+        room = self.quota_bytes + self.more_bytes - self.waiting_bytes
         return self.session_bytes + max(room, 0)  # chunks of the log, with what waits for late fields, may be more
 
     def may_keep(self, tokens: int) -> bool:
@@ -180,8 +185,7 @@ class Intake:
         lacking = num_bytes - (self.grant_bytes - self.session_bytes)
         if lacking <= 0:
             return False
-        waiting = self.waiting_tokens * self.token_bytes
-        self.more_bytes = max(waiting + num_bytes - self.quota_bytes, self.more_bytes)
+        self.more_bytes = max(self.waiting_bytes + num_bytes - self.quota_bytes, self.more_bytes)
         return True
 
     def fits(self, stop_seq: int, num_bytes: int) -> bool:

@@ -46,7 +46,7 @@ class StagedIntake:
         intake = self._partitions.intakes[p]
         effects = self._staging.stage(p, chunk.message, chunk.envelope.payload)
         self._note_staged(p)
-        intake.session_bytes += chunk.num_tokens * intake.token_bytes
+        intake.session_bytes += chunk.num_tokens * intake.token_bytes + chunk.media_bytes
         return effects + self._staging.amend_early(p) + self._admit_complete(p) + self.answer()
 
     def mark(self, p: int, message: Mark) -> list[Effect]:
@@ -117,7 +117,7 @@ class StagedIntake:
                 envelope = Envelope(
                     run=self._run, epoch=self._credits.epoch, fence=0, message=found.message, payload=found.payload
                 )  # fmt: skip
-                chunk = parse_chunk(envelope, found.message)
+                chunk = parse_chunk(envelope, found.message, self._partitions.stream_of[p].terms)
                 assert isinstance(chunk, ReceivedChunk)  # the samples were checked when they came
                 effects += self._accounts.take(p, chunk, found.sent)
         return effects

@@ -14,6 +14,9 @@ from streampack.core.model.fields import Field
 from streampack.core.model.rules import MediaLimits
 from streampack.core.model.samples import I64
 
+MEDIA_COUNT_BYTES = 8
+"""Bytes of a sample in the frame of counts."""
+
 
 class MediaColumns(Struct, frozen=True, forbid_unknown_fields=True):
     """Columns of a step's n samples: uint32 [n] each.
@@ -87,8 +90,8 @@ def read_media(
     Raises:
         ValueError: Frames and fields do not fit together.
     """
-    if len(frames) != 2 or memoryview(frames[0]).nbytes != 8 * count:
-        raise ValueError(f"got no counts of media, expected {8 * count} bytes of counts, and the media of the samples")
+    if len(frames) != 2 or memoryview(frames[0]).nbytes != MEDIA_COUNT_BYTES * count:
+        raise ValueError(f"got no counts of media, expected {MEDIA_COUNT_BYTES * count} bytes of counts, and the media")
     columns, data = np.frombuffer(frames[0], "<u4").reshape(-1, 2).astype(np.int64), frames[1]
     items, sizes = columns.T
     _check_empty(items, sizes)
@@ -102,6 +105,11 @@ def read_media(
         patches[i] = counts.sum()
         costs[i] = int((counts * (a + b * counts) + c).sum())
     return MediaOfChunk(items, bounds, patches, costs)
+
+
+def media_sizes(counts: Any) -> I64:
+    """Return the bytes of each sample's media, int64 [n], given a chunk's frame of counts."""
+    return np.frombuffer(counts, "<u4").reshape(-1, 2)[:, 1].astype(np.int64)
 
 
 def over_limits(media: MediaOfChunk, limits: MediaLimits) -> NDArray[np.bool_]:

@@ -385,7 +385,6 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
                 )
         for key, given in (
             ("share: prefix", self.share is not None),
-            ("late: true", bool(self.late_fields)),
             ("padded: true", self.padded),
             ("balance.kind: joint", self.balance.kind == "joint"),
         ):

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streampack.core.journal.log_records import ChunkStaged
+from streampack.core.media.media_counts import MEDIA_COUNT_BYTES, media_sizes
 from streampack.core.model.fields import Field
 from streampack.core.model.samples import I64
 from streampack.core.protocol.producer_messages import Samples
@@ -60,6 +61,7 @@ class StagedChunk:
         since: Time at which the chunk came, in seconds of this broker's clock.
         batch: Number of the partition's marks that came before the chunk.
         by_sample: For each field that is not late, whether it has one value for each sample.
+        has_media: True if the samples have fields of axis item or patch: two frames more, as in a chunk.
         lengths: int64 [n], tokens of each sample.
         payload: Frames of the tokens and of the fields that are not late; None until they are read from the log.
             They may lack samples that were admitted.
@@ -68,6 +70,7 @@ class StagedChunk:
         crcs: Checksum of each value, as for ``values``.
         unread: Records whose payload must be read from the log again.
         num_left, tokens_left: Number of the samples that were not admitted, and their tokens.
+        media_left: Bytes of their media; 0 until ``payload`` is there.
     """
 
     record: ChunkStaged
@@ -75,6 +78,7 @@ class StagedChunk:
     since: float
     batch: int
     by_sample: tuple[bool, ...] = ()
+    has_media: bool = False
     payload: tuple[Any, ...] | None = None
     lengths: I64 = field(init=False)
     state: NDArray[np.uint8] = field(init=False)
@@ -83,8 +87,11 @@ class StagedChunk:
     unread: set[int] = field(default_factory=set)
     num_left: int = field(init=False)
     tokens_left: int = field(init=False)
+    media_left: int = 0
     _rows: I64 | None = None
     """Places of the samples in ``payload``; None for all samples."""
+    _media_sizes: I64 | None = None
+    """int64 [n], bytes of the media of each sample; None without media, or until they are read."""
 
     def __post_init__(self) -> None:
         self.lengths = np.frombuffer(self.record.lengths_u32, "<u4").astype(np.int64)
@@ -161,6 +168,9 @@ class StagedChunk:
     def read(self, payload: tuple[Any, ...]) -> None:
         """Take the payload of all samples, which was read from the log."""
         self.payload, self._rows = tuple(map(bytes, payload)), None
+        if self.has_media:
+            self._media_sizes = media_sizes(self.payload[-2])
+            self.media_left = int(self._media_sizes[self.state != SampleState.ADMITTED].sum())
         self._shrink()
 
     def admit(self, rows: I64) -> None:
@@ -168,19 +178,22 @@ class StagedChunk:
         self.state[rows] = SampleState.ADMITTED
         self.num_left -= len(rows)
         self.tokens_left -= int(self.lengths[rows].sum())
+        if self._media_sizes is not None:
+            self.media_left -= int(self._media_sizes[rows].sum())
         for column in self.values.values():
             for at in rows.tolist():
                 column[at] = None
         self._shrink()
 
     def _shrink(self) -> None:
-        """Free the payload of admitted samples, if it is more than half of the payload."""
+        """Free the payload of admitted samples, if it is more than half of the payload, or of the media."""
         if not self.num_left:
             self.payload, self.values = None, {}
         if self.payload is None or self.is_group:
             return
-        held = int((self.lengths if self._rows is None else self.lengths[self._rows]).sum())
-        if 2 * self.tokens_left < held:
+        held = slice(None) if self._rows is None else self._rows
+        media = 0 if self._media_sizes is None else int(self._media_sizes[held].sum())
+        if 2 * self.tokens_left < int(self.lengths[held].sum()) or 2 * self.media_left < media:
             rows = np.flatnonzero(self.state != SampleState.ADMITTED)
             self.payload, self._rows = tuple(self._sent_frames(rows)), rows
 
@@ -220,7 +233,8 @@ class StagedChunk:
         message = self._message(base_seq, none, none, none)
         frames = (bytes(each.value_bytes * count) if each.axis == "sample" else b"" for each in fields)
         rejected = {reason: int((self.lengths[rows] > 0).sum())}
-        return Complete(replace(message, rejected=rejected), (b"", *frames), rows + self.base_seq)
+        media = (bytes(MEDIA_COUNT_BYTES * count), b"") if self.has_media else ()
+        return Complete(replace(message, rejected=rejected), (b"", *frames, *media), rows + self.base_seq)
 
     def _message(self, base_seq: int, lengths: NDArray[Any], crcs: NDArray[Any], loss: NDArray[Any]) -> Samples:
         """Return a message with samples of this chunk, numbered from ``base_seq`` on, and these columns."""
@@ -250,7 +264,7 @@ class StagedChunk:
             values = self.values.get(each.name, [None] * len(self.lengths))
             none = bytes(each.value_bytes) if by_sample else b""  # of a rejected sample
             frames.append(b"".join(none if (value := values[at]) is None else value for at in every))
-        return tuple(frames)
+        return (*frames, *given)
 
     def _sent_frames(self, rows: I64 | None) -> list[Any]:
         """Return the payload of the samples ``rows``; of all samples with None."""
@@ -259,10 +273,11 @@ class StagedChunk:
             return list(self.payload)
         held = np.arange(len(self.lengths)) if self._rows is None else self._rows
         lengths, places = self.lengths[held], np.searchsorted(held, rows)
-        found: list[Any] = []
-        for frame, by_sample in zip(self.payload, (False, *self.by_sample), strict=True):
-            found.append(_rows_of(frame, np.ones_like(lengths) if by_sample else lengths, places))
-        return found
+        ones, kinds = np.ones_like(lengths), (False, *self.by_sample)
+        sizes = [ones if by_sample else lengths for by_sample in kinds]
+        if self._media_sizes is not None:
+            sizes += [ones, self._media_sizes[held]]
+        return [_rows_of(frame, each, places) for frame, each in zip(self.payload, sizes, strict=True)]
 
 
 def _rows_of(frame: Any, sizes: I64, rows: I64) -> bytes:

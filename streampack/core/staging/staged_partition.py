@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from streampack.core.journal.log_records import EndStaged, MarkStaged
+from streampack.core.journal.log_records import ChunkStaged, EndStaged, MarkStaged
 from streampack.core.merge.queues import NOWHERE
 from streampack.core.model.fields import Field
 from streampack.core.model.snapshot import Cursor
@@ -47,6 +47,7 @@ class StagedPartition:
         end: The end of the partition with its log sequence number, if it came.
         ended: True once the end was admitted.
         paced: True if complete samples wait until a step needs them, and the oldest come first.
+        has_media: True if the feed has fields of axis item or patch.
     """
 
     stream: str
@@ -60,6 +61,7 @@ class StagedPartition:
     end: tuple[int, EndStaged] | None = None
     ended: bool = False
     paced: bool = False
+    has_media: bool = False
     late: tuple[Field, ...] = field(init=False)
     by_sample: tuple[bool, ...] = field(init=False)
     """For each field that is not late, whether it has one value for each sample."""
@@ -81,6 +83,11 @@ class StagedPartition:
     def tokens_left(self) -> int:
         """Tokens of these samples."""
         return sum(chunk.tokens_left for chunk in self.chunks)
+
+    @property
+    def media_left(self) -> int:
+        """Bytes of their media."""
+        return sum(chunk.media_left for chunk in self.chunks)
 
     @property
     def num_waiting(self) -> int:
@@ -106,6 +113,10 @@ class StagedPartition:
         return None
 
     # Arrivals
+
+    def new_chunk(self, record: ChunkStaged, lsn: int, now: float) -> StagedChunk:
+        """Return a chunk of the partition, whose payload is not there yet."""
+        return StagedChunk(record, lsn, now, self.num_marks, self.by_sample, self.has_media)
 
     def add_chunk(self, chunk: StagedChunk) -> None:
         """Add the partition's next chunk."""

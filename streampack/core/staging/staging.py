@@ -89,7 +89,9 @@ class Staging:
         self, feed: str, p: int, stream: str, partition: int, rules: Rules
     ) -> StagedPartition:  # fmt: skip
         """Add partition ``p`` of ``feed``, whose samples wait for late fields or for their turn; return it."""
-        self._of[p] = StagedPartition(stream, partition, rules.fields, paced=rules.paces)
+        self._of[p] = StagedPartition(
+            stream, partition, rules.fields, paced=rules.paces, has_media=bool(rules.media_fields)
+        )  # fmt: skip
         self._feeds.setdefault(feed, _StagedFeed([], rules.late_timeout_s or LATE_TIMEOUT_S)).partitions.append(p)
         if rules.paces and rules.max_policy_lag is not None and rules.batch is not None:
             self.tickets.setdefault(feed, Tickets(rules.max_policy_lag, rules.batch.samples or 1))
@@ -144,7 +146,7 @@ class Staging:
             policy_version=message.policy_version, shared_u32=message.shared_u32,
         )  # fmt: skip
         lsn, staged = self._journal.next_lsn, self._of[p]
-        chunk = StagedChunk(record, lsn, self._now, staged.num_marks, staged.by_sample)
+        chunk = staged.new_chunk(record, lsn, self._now)
         chunk.read(payload)
         staged.add_chunk(chunk)
         return self._journal.append(record, payload)
@@ -293,7 +295,7 @@ class Staging:
         """Apply a record of an earlier broker while this broker starts."""
         staged = self._of[p]
         if isinstance(record, ChunkStaged):
-            chunk = StagedChunk(record, lsn, self._now, staged.num_marks, staged.by_sample)
+            chunk = staged.new_chunk(record, lsn, self._now)
             chunk.unread.add(lsn)
             staged.add_chunk(chunk)
         elif isinstance(record, MarkStaged):

@@ -188,7 +188,7 @@ def run(live: Late, story: list[tuple[str, int]]) -> Late:
 
 
 @given(rollouts.moves(), st.integers(0, 999), st.booleans(), st.booleans())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 def test_each_sample_is_admitted_once_with_its_values(
     story: list[tuple[str, int]], seed: int, discards: bool, groups: bool
 ) -> None:

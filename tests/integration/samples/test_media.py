@@ -229,3 +229,90 @@ def test_files_that_are_read_again_after_a_kill_have_the_same_images() -> None:
                     assert sorted(reader.result(PATIENCE_S)) == list(range(SAMPLES))
             finally:
                 broker.kill()
+
+
+LATE = {"number": {"dtype": "int32", "axis": "sample"}, "reward": {"dtype": "float64", "axis": "sample", "late": True}}
+
+
+def numbered(number: int) -> dict[str, Any]:
+    return sample(number) | {"number": number}
+
+
+def generate(endpoint: str) -> None:
+    """Sends groups of four; rewards of eight groups come at once, those of the last group first."""
+    with streampack.Producer(endpoint, stream="chats", timeout_s=PATIENCE_S) as chats:
+        waiting = []
+        for first in range(0, SAMPLES, 4):
+            numbers = list(range(first, first + 4))
+            waiting.append((chats.send_group([numbered(number) for number in numbers]), numbers))
+            if len(waiting) == 8 or first + 4 == SAMPLES:
+                for seqs, mine in reversed(waiting):
+                    chats.amend(seqs, reward=[number / 4 for number in mine])
+                waiting.clear()
+        chats.close(end=True)
+
+
+def read_numbered(endpoint: str, publish: bool = False) -> list[int]:
+    """Check images and rewards, and return the numbers of the samples."""
+    found = []
+    with streampack.connect(endpoint, format="numpy", verify=True, stall_timeout_s=PATIENCE_S) as loader:
+        if publish:
+            loader.publish(0)
+        for number, step in enumerate(loader.steps()):
+            for pack in step:
+                of_items, of_patches = pack["cu_items"].tolist(), pack["cu_patches"].tolist()
+                for i, each in enumerate(pack["number"].tolist()):
+                    sent, (first, stop) = sample(each), of_items[i : i + 2]
+                    pixels = pack["pixel_values"][of_patches[first] : of_patches[stop]]
+                    assert np.array_equal(pixels, sent.get("pixel_values", np.zeros((0, 12))))
+                    assert np.array_equal(
+                        pack["image_grid_thw"][first:stop], sent.get("image_grid_thw", np.zeros((0, 3)))
+                    )
+                    assert pack.get("reward", {i: each / 4})[i] == each / 4
+                    found.append(each)
+            if publish:
+                loader.publish(number + 1)
+    return found
+
+
+def test_samples_with_images_wait_for_their_rewards_whoever_is_killed() -> None:
+    with folder() as path, ThreadPoolExecutor() as pool:
+        config = settings(path)
+        config["fields"] |= LATE
+        broker = RunningBroker(path, config)
+        try:
+            worker = pool.submit(generate, broker.producers)
+            until(lambda: broker.status()["streams"][0]["samples"] > 30)
+            broker.kill()
+            broker = RunningBroker(path, config)
+            until(lambda: broker.status()["streams"][0]["samples"] > 60)
+            reader = pool.submit(read_numbered, broker.trainers)
+            until(lambda: broker.feed()["steps"]["returned"] > 2)
+            broker.kill()
+            broker = RunningBroker(path, config)
+            worker.result(PATIENCE_S)
+            assert sorted(reader.result(PATIENCE_S)) == list(range(SAMPLES))
+        finally:
+            broker.kill()
+
+
+def test_paced_samples_have_their_images() -> None:
+    """They wait in the broker until a step needs them."""
+
+    def work(endpoint: str) -> None:
+        with streampack.Producer(endpoint, stream="chats", timeout_s=PATIENCE_S) as chats:
+            for first in range(0, SAMPLES, 4):
+                version = chats.wait_to_start(4)
+                chats.send_group([numbered(number) for number in range(first, first + 4)], policy_version=version)
+            chats.close(end=True)
+
+    with folder() as path, ThreadPoolExecutor() as pool:
+        config = settings(path)
+        config["fields"]["number"] = LATE["number"]
+        config["rules"] |= {"step": {"samples": 16}, "staleness": {"max_policy_lag": 1, "on_exceed": "wait"}}
+        with running_broker(config) as broker:
+            worker = pool.submit(work, broker.producers)
+            reader = pool.submit(read_numbered, broker.trainers, publish=True)
+            worker.result(PATIENCE_S)
+            assert sorted(reader.result(PATIENCE_S)) == list(range(SAMPLES))
+            until(lambda: broker.status()["memory"]["media_bytes"] == 0)
