@@ -2,6 +2,7 @@
 
 - ``why``: the samples of a step, and the places of a sample.
 - ``origins``: the file and row that a sample was read from.
+- ``named_media``: the references of a sample's media.
 - ``verify``: checks the ledger's rows against each other and against the log.
 - ``conservation``: keeps the state of each sample of a stream: in a step, rejected, dropped or missing.
 - ``audit_report``: prints these results for a person.

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streampack_services.amounts import media_text
+from streampack_services.audit.named_media import reference_text
 
 Tree = dict[str, Any]
 SHOWN = 8
@@ -122,6 +123,9 @@ def show_sample(found: Tree) -> None:
     }
     if found["is"] != "step":
         console.print(said[found["is"]])
+    for name, references in (found.get("references") or {}).items():
+        for number, reference in enumerate(references):
+            console.print(Text(f"{name}[{number}]: {reference_text(reference)}"))
     if not found["places"]:
         return
     last = found["places"][-1]

@@ -79,7 +79,8 @@ def why(
     With --sample, the command prints the steps, packs and offsets of the sample, or
     reports that the sample was rejected or is not read yet. It prints the values
     that trainers reported for the sample, and whether the sample waited for late
-    fields. With -p, the command also prints the file and row.
+    fields. If a program has pushed a sample with images in files, the command prints
+    where they are. With -p, the command also prints the file and row.
 
     \b
     Example:
@@ -89,6 +90,7 @@ def why(
     """
     from streampack_services.audit import audit_report
     from streampack_services.audit import why as audit
+    from streampack_services.audit.named_media import references_of
     from streampack_services.ledger.state_dir import open_ledger, state_folder
 
     if (step is None) == (sample is None):
@@ -105,7 +107,8 @@ def why(
         raise UserError(
             f"Got --pp-size {pp_size} without --dp-size. Pass the number of data-parallel ranks as --dp-size."
         )
-    with open_ledger(state_folder(state_dir, config)) as opened:
+    folder = state_folder(state_dir, config)
+    with open_ledger(folder) as opened:
         if step is not None:
             found = audit.why_step(opened, step, feed, dp_size, pp_size or 1)
             if dp is not None:
@@ -113,6 +116,8 @@ def why(
             print_result(found, as_json, audit_report.show_step)
         elif sample is not None:
             found = audit.why_row(opened, sample, _sources(produce or []))
+            for each in found.get("samples", [found]):
+                each["references"] = references_of(folder, opened, each)
             print_result(found, as_json, audit_report.show_row if "samples" in found else audit_report.show_sample)
 
 

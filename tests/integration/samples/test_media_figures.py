@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import numpy as np
+import pytest
 
 import streampack
 from tests.integration.running import PATIENCE_S, folder, running_broker, until, write
@@ -76,3 +77,38 @@ def test_commands_say_what_media_a_run_has() -> None:
         broker_yaml = write(path / "broker.yaml", config)
         again = json.loads(command("replay", "--step", "1", "-c", broker_yaml, "--json").stdout)
         assert again["equal"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_why_names_the_images_of_a_sample(late: bool) -> None:
+    """Of one that is in a step, or waits for its reward."""
+    with folder() as path:
+        sides = {side: f"ipc://{path}/{side}" for side in ("producers", "trainers")}
+        fields = {"pixels": {"dtype": "reference", "axis": "item"}}
+        reward = {"reward": {"dtype": "float32", "axis": "sample", "late": True}}
+        config = {
+            "run": "named", "listen": {**sides, "http": "127.0.0.1:0"}, "fields": fields | (reward if late else {}),
+            "rules": {"budget": 64, "step": {"packs": 2}}, "streams": {"chats": {"pushed": True, "partitions": 1}},
+            "state_dir": str(path / "state"), "merge": "arrival",
+        }  # fmt: skip
+        with running_broker(config) as broker, streampack.Producer(broker.producers, stream="chats") as chats:
+            for number in range(6):
+                places = [
+                    {"uri": f"https://host/{number}.tar?key=secret", "offset": 512 * i, "size": 9}
+                    for i in range(number)
+                ]
+                chats.send({"input_ids": [number], "pixels": places, "patches": [4] * number})
+            chats.flush()
+            sample = ("why", "--state-dir", str(path / "state"), "--sample", "chats:0:3")
+            found = json.loads(command(*sample, "--json").stdout)
+            assert found["references"] == {
+                "pixels": [
+                    {"uri": "https://host/3.tar", "size": 9},
+                    {"uri": "https://host/3.tar", "offset": 512, "size": 9},
+                    {"uri": "https://host/3.tar", "offset": 1024, "size": 9},
+                ]
+            }  # fmt: skip
+            assert "pixels[1]: https://host/3.tar at byte 512, 9 bytes" in command(*sample).stdout
+            none = command("why", "--state-dir", str(path / "state"), "--sample", "chats:0:0", "--json").stdout
+            assert json.loads(none)["references"] is None
+            assert found["is"] == "waiting"

@@ -1,0 +1,71 @@
+"""Finds the references of a sample's media in the log, which has the samples that programs push."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from streampack.core.journal.log_records import ChunkAdmitted, ChunkCompleted, ChunkStaged
+from streampack.core.media.media_bytes import decode
+from streampack.core.media.media_counts import media_sizes
+from streampack.core.media.references import decode_reference
+from streampack.wire.record_frames import decode_record
+from streampack_services.ledger.ledger import Ledger
+from streampack_services.ledger.run_history import LATEST
+from streampack_services.log.log import read_entries
+
+Tree = dict[str, Any]
+
+
+def references_of(state_dir: Path, ledger: Ledger, found: Tree) -> dict[str, list[Tree]] | None:
+    """Return the references of a sample by field, one for each item, as ``uri``, ``offset``, ``size`` and ``crc32c``.
+
+    Return None if the sample has none, if it was read from files, or if the log has deleted its record. A query of a
+    URL and inline bytes are left out.
+
+    Args:
+        state_dir: The broker's state_dir.
+        ledger: Its ledger.
+        found: Result of ``why.why_sample``.
+    """
+    feed = ledger.history.feed_of(found["stream"])
+    if feed is None or not feed.streams[found["stream"]].pushed:
+        return None
+    fields = feed.rules_at(LATEST).media_fields
+    named = [field.name for field in fields if field.is_reference]
+    if not named or (found["places"] and not found["places"][-1]["items"]):
+        return None
+    seq = found["seq"] if found["sent"] is None else found["sent"]["seq"]
+    for entry in read_entries(state_dir):
+        if entry.kind not in (ChunkAdmitted.TYPE, ChunkStaged.TYPE):
+            continue
+        record, payload = decode_record(entry.kind, entry.body)
+        assert isinstance(record, ChunkAdmitted | ChunkStaged)
+        assert not isinstance(record, ChunkCompleted)
+        at = seq - record.base_seq
+        mine = (record.stream, record.partition) == (found["stream"], found["partition"])
+        if not mine or not 0 <= at < len(record.lengths_u32) // 4 or len(payload) < 2:
+            continue
+        items, ends = np.frombuffer(payload[-2], "<u4").reshape(-1, 2)[:, 0], np.cumsum(media_sizes(payload[-2]))
+        if not items[at]:
+            return None
+        data = payload[-1][int(ends[at - 1]) if at else 0 : int(ends[at])]
+        values = decode(fields, [data], np.array([items[at]], np.int64)).values
+        return {name: [_shown(each) for each in values[name]] for name in named}
+    return None
+
+
+def _shown(data: bytes) -> Tree:
+    """Return a reference as a tree."""
+    reference = decode_reference(data)
+    tree: Tree = msgspec.to_builtins(reference) | {"uri": reference.shown}
+    return tree
+
+
+def reference_text(tree: Tree) -> str:
+    """Return a reference for people: ``images.tar at byte 1,536, 81,920 bytes``."""
+    at = f" at byte {tree['offset']:,}" if tree.get("offset") else ""
+    return str(tree["uri"]) + at + (f", {tree['size']:,} bytes" if tree.get("size") else "")
