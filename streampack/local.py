@@ -79,6 +79,7 @@ class LocalOptions(ConnectOptions, total=False):
     fields: Mapping[str, Mapping[str, Any]] | None
     tokens: str
     memory: str | int
+    chunk: str | int
     http: str | None
 
 
@@ -118,6 +119,7 @@ def local(
     fields: Mapping[str, Mapping[str, Any]] | None = None,
     tokens: str = "int32",
     memory: str | int = "1GiB",
+    chunk: str | int = "2MiB",
     http: str | None = None,
     **client: Any,
 ) -> LocalLoader[Any]:
@@ -164,6 +166,9 @@ def local(
         fields: Fields that samples carry beside their tokens, as in broker.yaml. Chats need ``{"loss_mask": {}}``.
         tokens: dtype in which the broker keeps token ids: ``"int32"`` or ``"uint16"``.
         memory: Size of the broker's arena, such as ``"1GiB"`` or a number of bytes; raised if the settings need more.
+        chunk: Most bytes of samples in one message of the producer, such as ``"8MiB"``; ``limits.chunk`` in
+            broker.yaml. The media of a sample must fit one chunk. A chunk takes at most a quarter of a partition's
+            share of ``memory``.
         http: ``host:port`` at which to serve status and metrics. Default: no server.
         client: Further keyword arguments of ``connect``, such as ``format``, ``device`` or ``prefetch``.
 
@@ -193,6 +198,7 @@ def local(
         "seed": seed,
         "tokens": tokens,
         "memory": memory,
+        "limits": {"chunk": chunk},
         "fields": fields or {},
         "rules": {
             "packer": packer, "budget": budget, "window": {"samples": window}, "padded": padded,

@@ -125,7 +125,8 @@ def chunk_of(batch: TokenChunk, lease: Lease, session: Session, crcs_of: CrcsOf 
         raise SampleError(
             f"stream {lease.stream!r} partition {lease.partition}: got a batch of {len(batch.lengths)} samples and "
             f"{num_bytes} bytes, expected at most {MAX_CHUNK_SAMPLES} samples and {lease.max_chunk_bytes} bytes. Make "
-            "the source yield smaller batches, or, if the batch has too many bytes, raise limits.chunk in broker.yaml"
+            "the source yield smaller batches, or, if the batch has too many bytes, raise limits.chunk in broker.yaml, "
+            "or `chunk` of streampack.local"
         )
     crcs, payload_crc = crcs_of(columns)
     loss = np.maximum(batch.lengths, 1) - 1 if batch.loss_tokens is None else batch.loss_tokens

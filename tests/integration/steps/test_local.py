@@ -398,3 +398,21 @@ def test_the_first_pack_comes_within_two_seconds() -> None:
             next(loader)
             took.append(time.monotonic() - began)
     assert min(took) < 2
+
+
+def test_inline_media_above_the_usual_chunk_need_a_larger_one(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (3 << 10, 1 << 10), dtype=np.uint8)  # 3 MiB
+    rows = [{"input_ids": [1, 2, 3], "pixels": pixels, "patches": [1 << 10, 2 << 10]}, {"input_ids": [4, 5]}]
+    options: dict[str, Any] = {
+        "budget": 8, "format": "numpy", "fields": {"pixels": {"dtype": "uint8", "axis": "patch", "shape": [1 << 10]}}
+    }  # fmt: skip
+    with pytest.raises(SampleError, match="or `chunk` of"), sp.local(rows, **options) as loader:
+        list(loader)
+    with sp.local(rows, chunk="8MiB", **options) as loader:
+        (pack,) = list(loader)
+        assert np.array_equal(pack["pixels"], pixels)
+        assert pack["cu_patches"].tolist() == [0, 1 << 10, 3 << 10]
+    with pytest.raises(ConfigError, match=r"limits\.chunk: got '8 bottles'"):
+        sp.local(rows, chunk="8 bottles", **options)
+    with pytest.raises(ConfigError, match=r"limits\.chunk: got 9GiB, expected at most"):
+        sp.local(rows, chunk="9GiB", **options)
