@@ -1,11 +1,19 @@
-"""Reads the bytes that a reference names, from a file, through fsspec or from a ``data:`` URL, and checks them."""
+"""Reads the bytes that a reference names, from a file, through fsspec or from a ``data:`` URL, and checks them.
+
+A URL may be chained, as fsspec calls it: ``zip://a.png::s3://bucket/x.zip``, ``simplecache::https://host/a.png``. File
+systems are kept by all of the URL but the item's own path. So an archive is opened once for many items, and a cache of
+files is one cache. Threads read an archive in turn, since its file has one position.
+"""
 
 from __future__ import annotations
 
 import importlib
+import re
+import threading
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from awscrt.checksums import crc32c
 
@@ -14,6 +22,10 @@ from streampack.errors import ConfigError
 
 LARGEST = 256 << 20
 """Bytes that an item may have, by default."""
+_CHAINED = re.compile(r"::(/|[A-Za-z][A-Za-z0-9+.-]*(://|::))").search
+"""Finds a further link of a chained URL: a protocol or an absolute path. A host such as ``[::1]`` is none."""
+_KEPT = 64
+"""File systems to keep; each archive is one of them, with an open file."""
 
 
 class WrongBytes(ValueError):
@@ -49,8 +61,7 @@ def read_bytes(reference: Reference, largest: int = LARGEST) -> bytes:
             raise WrongBytes(str(error)) from None
         data = data[begin:end] if begin or size else data
     elif "://" in reference.uri:
-        files, path = _filesystem(reference.uri)
-        data = files.cat_file(path, start=begin, end=end)
+        data = _fetch(reference.uri, begin, end)
     else:
         with Path(reference.uri).open("rb") as file:
             file.seek(begin)
@@ -64,18 +75,60 @@ def read_bytes(reference: Reference, largest: int = LARGEST) -> bytes:
     return data
 
 
-def _filesystem(uri: str) -> tuple[Any, str]:
-    """Return the fsspec file system for a URL, and the path in it."""
-    protocol = uri.partition("://")[0]
-    files = _files(protocol)
-    return files, files._strip_protocol(uri)
+class _Opened(NamedTuple):
+    """An fsspec file system, and the lock that threads take to read from it."""
+
+    files: Any
+    lock: AbstractContextManager[Any]
 
 
-@lru_cache(maxsize=16)
-def _files(protocol: str) -> Any:
-    """Return the fsspec file system of a protocol. Raises ConfigError."""
+def _fetch(uri: str, begin: int, end: int) -> bytes:
+    """Return the bytes [begin, end) of a URL that fsspec reads, as far as it has them."""
+    opened, path = _filesystem(uri)
+    with opened.lock:
+        try:
+            data: bytes = opened.files.cat_file(path, start=begin, end=end)
+        except KeyError as error:  # from an archive
+            raise FileNotFoundError(str(error.args[0] if error.args else error)) from None
+    return data
+
+
+def _filesystem(uri: str) -> tuple[_Opened, str]:
+    """Return the file system for a URL, and the path in it. Raises ConfigError, or an error of the file system."""
+    links = uri.split("::") if _CHAINED(uri) else [uri]
+    at = next((at for at, link in enumerate(links) if link.partition("://")[2]), 0)
+    before, (protocol, _, path), after = links[:at], links[at].partition("://"), links[at + 1 :]
+    # The file system of the last link depends on its host at most; that of an archive on all links behind it.
+    root = f"{protocol}://" if after else f"{protocol}://{path.partition('/')[0]}/"
+    opened = _open("::".join([*before, root, *after]))
+    return opened, _class_of(protocol)._strip_protocol(links[at])
+
+
+@lru_cache(maxsize=_KEPT)
+def _open(root: str) -> _Opened:
+    """Return the file system for a URL without the path of an item."""
+    if not _CHAINED(root):
+        kind = _class_of(root.partition("://")[0])
+        try:
+            return _Opened(kind(**kind._get_kwargs_from_urls(root)), nullcontext())
+        except TypeError as error:
+            raise ConfigError(
+                f"media: got a URL with {root}, which needs more than this URL says ({error}). Configure fsspec, or "
+                f"chain the URL, as in zip://a.png::/data/images.zip"
+            ) from None
+    links = root.split("::")
+    for link in links:
+        if "://" in link or link is not links[-1]:
+            _class_of(link.partition("://")[0])
+    files, _ = importlib.import_module("fsspec.core").url_to_fs(root)
+    is_archive = any(link.endswith("://") for link in links)
+    return _Opened(files, threading.Lock() if is_archive else nullcontext())
+
+
+def _class_of(protocol: str) -> Any:
+    """Return the class of a protocol's file system. Raises ConfigError."""
     try:
-        return importlib.import_module("fsspec").filesystem(protocol)
+        return importlib.import_module("fsspec").get_filesystem_class(protocol)
     except (ImportError, ValueError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(
