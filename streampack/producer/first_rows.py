@@ -6,11 +6,14 @@ The rows must have the configured keys, and a source with chats needs a tokenize
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
 from streampack.config.daemon_settings import ProducerConfig, ProducerStream
+from streampack.core.media.references import Reference
+from streampack.core.model.fields import Field
 from streampack.errors import ConfigError, SourceError, StreampackError
 from streampack.sources.formats.rows import MISSING
 from streampack.sources.in_memory import InMemory
@@ -35,14 +38,16 @@ def check_rows(config: ProducerConfig) -> None:
     for name, stream in config.streams.items():
         path = f"streams.{name}"
         bare = replace(stream, fields={})  # broker.yaml, not producer.yaml, declares the fields of a run
-        if said := _lacking(_peek(path, bare, open_tokenizer(stream.tokenizer or config.tokenizer))):
+        tokenizer = open_tokenizer(stream.tokenizer or config.tokenizer)
+        if said := _lacking(_peek(path, bare, tokenizer)):
             asked = ", ".join(f"{key} {value!r}" for key in _SAMPLE_KEYS if (value := getattr(stream, key)) is not None)
             got = (
                 f"got {asked}, but no row has such a key" if asked else f"got rows without any of the keys {_DETECTED}"
             )
             raise ConfigError(f"{path}: {got} ({said}). {_TO_SET.get(stream.source, _TO_SET_ELSEWHERE)}")
         for field, key in stream.fields.items():
-            _check_field(f"{path}.fields.{field}", bare, key)
+            if not _has_members(f"{path}.fields.{field}", bare, tokenizer, key):
+                _check_field(f"{path}.fields.{field}", bare, key)
 
 
 def refuse_chats(settings: SourceSettings, tokenizer: Tokenizer) -> None:
@@ -70,6 +75,19 @@ def _read_all(records: Iterable[RawSample]) -> None:
             pass
 
 
+def _has_members(path: str, stream: ProducerStream, tokenizer: Tokenizer, key: str) -> bool:
+    """Return whether the key of a field stands for members of tar files, which are the media of some first row.
+
+    Raises SourceError, which names file and member, if the members have no place in the file: it is compressed.
+    """
+    if stream.source != "webdataset":
+        return False
+    field = (Field(name="media", dtype="reference", axis="item"),)
+    records = _peek(path, replace(stream, fields={"media": key}), tokenizer, field)
+    values: list[Any] = [record.fields["media"] for record in records if "media" in record.fields]
+    return any(isinstance(value, list) and any(isinstance(each, Reference) for each in value) for value in values)
+
+
 def _check_field(path: str, stream: ProducerStream, key: str) -> None:
     """Raise ConfigError if no first row has the key of a field. A row has the key if its value is not null."""
     keys = [f"{key}.npy", f"json/{key}"] if stream.source == "webdataset" else [key]
@@ -82,10 +100,10 @@ def _check_field(path: str, stream: ProducerStream, key: str) -> None:
         )
 
 
-def _peek(path: str, stream: ProducerStream, tokenizer: Tokenizer) -> list[RawSample]:
+def _peek(path: str, stream: ProducerStream, tokenizer: Tokenizer, fields: Sequence[Field] = ()) -> list[RawSample]:
     """Return the first rows of a source as samples; errors name the stream's ``path`` in the configuration."""
     try:
-        return list(open_source(stream, tokenizer).peek(ROWS))
+        return list(open_source(stream, tokenizer).peek(ROWS, fields))
     except StreampackError as error:
         raise type(error)(f"{path}: {error}") from None
 

@@ -148,8 +148,8 @@ class OpenedSource(Source, Protocol):
     def num_files(self) -> int:
         """Number of files that the source listed; 0 if it reads no files."""
 
-    def peek(self, most: int) -> Iterator[RawSample]:
-        """Yield the first ``most`` samples in the files' order, without fields, for a preview before a run.
+    def peek(self, most: int, fields: Sequence[Field] = ()) -> Iterator[RawSample]:
+        """Yield the first ``most`` samples in the files' order, with these ``fields``, for a preview before a run.
 
         If a format has to read a whole file to index it, only samples in the file's first 4 MiB are yielded.
         """
@@ -201,7 +201,8 @@ class Format(NamedTuple):
     - ``reader``: function that takes the declared fields and returns a function to open a shard by its number.
     - ``words``: texts that the source's digest covers, beside files and settings.
     - ``pieces``: number of shards in each file, if shards are pieces of files; empty if each shard is a file.
-    - ``peek``: opens the beginning of a shard for a preview; None if previews use ``reader(())``.
+    - ``peek``: as ``reader``, but the shard is only the beginning of one, for a preview; None if previews use
+      ``reader``.
     """
 
     files: list[File]
@@ -209,4 +210,4 @@ class Format(NamedTuple):
     reader: Callable[[Sequence[Field]], OpenShard]
     words: tuple[str, ...] = ()
     pieces: tuple[int, ...] = ()
-    peek: OpenShard | None = None
+    peek: Callable[[Sequence[Field]], OpenShard] | None = None

@@ -73,13 +73,19 @@ def one_shard_a_file(
 
         return open_shard
 
-    @contextlib.contextmanager
-    def open_head(number: int) -> Iterator[AnyShard]:
-        """Open and index the first bytes of file ``number``, for a preview."""
-        with open_file(files[number], range(_HEAD_BYTES)) as file, decompressed(file) as opened:
-            yield index(())(Head(opened, _HEAD_BYTES))
+    def peek(fields: Sequence[Field]) -> OpenShard:
+        """Return a function that opens the beginning of a shard, with these ``fields``."""
+        index_file = index(fields)
 
-    return Format(files, len(files), reader, peek=open_head if from_start else None)
+        @contextlib.contextmanager
+        def open_head(number: int) -> Iterator[AnyShard]:
+            """Open and index the first bytes of file ``number``."""
+            with open_file(files[number], range(_HEAD_BYTES)) as file, decompressed(file) as opened:
+                yield index_file(Head(opened, _HEAD_BYTES))
+
+        return open_head
+
+    return Format(files, len(files), reader, peek=peek if from_start else None)
 
 
 def pieces(num_samples: int) -> list[range]:
@@ -232,9 +238,9 @@ class ShardedSource:
         by_sample = frozenset(each.name for each in fields if each.axis == "sample")
         return self._walk(self._reader(fields), shards, seed, passes, start, skip, _ReadOptions(room, by_sample))
 
-    def peek(self, most: int) -> Iterator[RawSample]:
-        """Yield the first ``most`` samples in the files' order, without fields: see ``OpenedSource.peek``."""
-        return islice(self._in_file_order(self._peek or self._reader(())), most)
+    def peek(self, most: int, fields: Sequence[Field] = ()) -> Iterator[RawSample]:
+        """Yield the first ``most`` samples in the files' order: see ``OpenedSource.peek``."""
+        return islice(self._in_file_order((self._peek or self._reader)(fields)), most)
 
     def _in_file_order(self, open_shard: OpenShard) -> Iterator[RawSample]:
         """Yield the samples of all shards, unshuffled, one by one."""

@@ -1,10 +1,12 @@
-"""``streampack check producer.yaml --samples N``: show the first samples as tokens, and which tokens are learned.
+"""``streampack check producer.yaml --samples N``: show the first samples as tokens, which are learned, and media.
 
-Samples are read as a producer reads them, in the order of the files. The broker's policies are not applied.
+Samples are read as a producer reads them, in the order of the files. The broker's policies are not applied. Only
+broker.yaml declares fields. So values that ``fields`` in producer.yaml names count as media if they are references.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,20 @@ from rich.text import Text
 
 from streampack.config.config_files import read_either
 from streampack.config.daemon_settings import ProducerConfig
-from streampack.core.model.fields import LOSS_MASK, Field
+from streampack.core.media.references import Reference, inline_bytes, reference_of
+from streampack.core.model.fields import LOSS_MASK, PATCHES, Field
 from streampack.errors import UserError
 from streampack.sources import RawSample, Tokenizer, open_tokenizer
+from streampack_services.amounts import media_text, size_text
 from streampack_services.daemons.producer import open_sources
 
 Tree = dict[str, Any]
-_MASK = (Field(name=LOSS_MASK, dtype="uint8", align="target", default=1),)
+_MASK = Field(name=LOSS_MASK, dtype="uint8", align="target", default=1)
+_SIZES = Field(name="media_sizes", dtype="int64", axis="item")
+"""A field of media. A sample's ``patches`` are read if there is one."""
+_MEDIA = "media_"
+_SHOWN = 4
+"""Media items of a sample to show."""
 
 
 def preview(file: Path, samples: int) -> dict[str, list[Tree]]:
@@ -32,24 +41,33 @@ def preview(file: Path, samples: int) -> dict[str, list[Tree]]:
     config = read_either(file)
     if not isinstance(config, ProducerConfig):
         raise UserError(f"{file} is a broker.yaml, but only producers read samples. Pass a producer.yaml.")
-    streams = {}
-    for name, stream in config.streams.items():  # only broker.yaml names the run's other fields
-        mask = {LOSS_MASK: stream.fields[LOSS_MASK]} if LOSS_MASK in stream.fields else {}
-        streams[name] = msgspec.structs.replace(stream, fields=mask)
-    config = msgspec.structs.replace(config, streams=streams)
     found = {}
-    for name, source in open_sources(config).items():
-        tokenizer = open_tokenizer(config.streams[name].tokenizer or config.tokenizer)
-        records = source.read(0, 1, seed=0, passes=1, fields=_MASK)
-        found[name] = [_sample(record, tokenizer) for record in islice(records, samples)]
+    streams = {
+        name: msgspec.structs.replace(each, fields=_renamed(each.fields)) for name, each in config.streams.items()
+    }
+    for name, source in open_sources(msgspec.structs.replace(config, streams=streams)).items():
+        stream = config.streams[name]
+        tokenizer = open_tokenizer(stream.tokenizer or config.tokenizer)
+        # A reference is passed on as it is, so any value may be read as one. The values say which of them are.
+        media = [Field(name=each, dtype="reference", axis="item") for each in streams[name].fields if each != LOSS_MASK]
+        records = source.read(0, 1, seed=0, passes=1, fields=(_MASK, *media, _SIZES))
+        found[name] = [_sample(record, tokenizer, list(stream.fields)) for record in islice(records, samples)]
     return found
 
 
-def _sample(record: RawSample, tokenizer: Tokenizer) -> Tree:
+def _renamed(fields: Mapping[str, str]) -> dict[str, str]:
+    """Return the keys of the ``fields`` of producer.yaml by names that a field of media may have."""
+    return {name if name == LOSS_MASK else f"{_MEDIA}{at}": key for at, (name, key) in enumerate(fields.items())}
+
+
+def _sample(record: RawSample, tokenizer: Tokenizer, fields: list[str]) -> Tree:
     """Return a sample as a tree: place, reason of a rejection (or None), tokens, learned tokens, and parts of its text.
 
-    Each of ``parts`` has its ``text`` and whether it is ``learned``.
+    Each of ``parts`` has its ``text`` and whether it is ``learned``. ``media`` has the number of ``items`` and
+    ``patches``, and the ``places`` of items by field; it is None for a sample without media. ``fields``: names of the
+    fields in producer.yaml.
     """
+    media, wrong = _media(record, fields)
     learned = record.fields.get(LOSS_MASK)
     mask = [1] * len(record.tokens) if learned is None else learned.tolist()
     parts, place = [], 0
@@ -58,9 +76,44 @@ def _sample(record: RawSample, tokenizer: Tokenizer) -> Tree:
         parts.append({"learned": bool(value), "text": tokenizer.decode(record.tokens[place : place + size])})
         place += size
     return {
-        "where": record.place, "reason": record.reason, "num_tokens": len(mask), "num_learned": sum(map(bool, mask)),
-        "parts": parts,
+        "where": record.place, "reason": record.reason or wrong, "num_tokens": len(mask),
+        "num_learned": sum(map(bool, mask)), "parts": parts, "media": media,
     }  # fmt: skip
+
+
+def _media(record: RawSample, fields: list[str]) -> tuple[Tree | None, str | None]:
+    """Return a sample's media as a tree, or None, and the reason why a producer rejects them, or None.
+
+    ``fields``: names of the fields in producer.yaml, in the order of ``_renamed``.
+    """
+    sizes = record.fields.get(PATCHES)
+    try:
+        patches = [] if sizes is None else [int(each) for each in sizes]
+    except (TypeError, ValueError):
+        return None, f"{PATCHES}: dtype"
+    values = {name: record.fields.get(f"{_MEDIA}{at}") for at, name in enumerate(fields)}
+    places = {name: places for name, value in values.items() if (places := _places(value))}
+    items = {len(each) for each in places.values()} | ({len(patches)} if sizes is not None else set())
+    if not any(items):
+        return None, None
+    tree = {"items": max(items), "patches": sum(patches), "places": places}
+    return tree, "media: items" if len(items) > 1 else None
+
+
+def _places(value: Any) -> list[Tree]:
+    """Return the places that a value refers to, one for each item; empty if the value is no list of references."""
+    try:
+        listed = value if isinstance(value, list | tuple) else [value]
+        return [_place(reference_of(each)) for each in listed]
+    except (ValueError, TypeError):
+        return []
+
+
+def _place(reference: Reference) -> Tree:
+    """Return the uri, offset and size of a reference as a tree; the uri is None for bytes in the reference."""
+    if reference.is_inline:
+        return {"uri": None, "offset": reference.offset, "size": len(inline_bytes(reference))}
+    return {"uri": reference.uri, "offset": reference.offset, "size": reference.size}
 
 
 def show_preview(found: dict[str, list[Tree]]) -> None:
@@ -70,7 +123,8 @@ def show_preview(found: dict[str, list[Tree]]) -> None:
     for name, samples in found.items():
         for sample in samples:
             console.print()
-            counts = f"{sample['num_tokens']} tokens, {sample['num_learned']} learned"
+            counts, media = f"{sample['num_tokens']} tokens, {sample['num_learned']} learned", sample["media"]
+            counts += f", {media_text(media['items'], media['patches'])}" if media else ""
             said = f"rejected: {sample['reason']}" if sample["reason"] else counts
             console.print(Text(f"{name}  {sample['where']}  {said}", style="bold"), soft_wrap=True)
             text = Text()
@@ -78,3 +132,16 @@ def show_preview(found: dict[str, list[Tree]]) -> None:
                 before, after = marks if part["learned"] else ("", "")
                 text.append(before + part["text"] + after, style="green" if part["learned"] else "dim")
             console.print(text, soft_wrap=True)
+            for field, places in media["places"].items() if media else ():
+                _show_places(console, field, places)
+
+
+def _show_places(console: Console, field: str, places: list[Tree]) -> None:
+    """Print where the first items of a field are, one line each."""
+    for place in places[:_SHOWN]:
+        size = "" if place["size"] is None else f", {size_text(place['size'])}"
+        where = "in the sample" if place["uri"] is None else place["uri"].partition("?")[0]
+        where += f" at byte {place['offset']:,}" if place["offset"] else ""
+        console.print(f"  {field}: {where}{size}", style="dim", soft_wrap=True)
+    if len(places) > _SHOWN:
+        console.print(f"  {field}: {len(places) - _SHOWN} more", style="dim")

@@ -292,7 +292,7 @@ def check(
     derived values: tokens per step, possible meshes, the parts of memory, and a
     producer's files. It reads the first rows of a producer's files and rejects keys
     that none of these rows has. With --samples, the command also prints the first
-    samples and marks the tokens that count for the loss.
+    samples, marks the tokens that count for the loss, and says where media are.
 
     \b
     Example:

@@ -84,6 +84,8 @@ class Head:
     """An open file that appears to end after its first ``most`` bytes."""
 
     def __init__(self, file: ShardFile, most: int) -> None:
+        self.whole = file
+        """The file itself."""
         self.path, self.name, self.size = file.path, file.name, min(file.size, most)
         self.location, self.pread, self.gather, self.close = file.location, file.pread, file.gather, file.close
 

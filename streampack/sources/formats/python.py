@@ -253,9 +253,9 @@ class ReplayedSource:
                 return  # no items: endless passes would be a busy loop
             pass_, first = pass_ + 1, 0
 
-    def peek(self, most: int) -> Iterator[RawSample]:
-        """Yield the first ``most`` samples in their own order, without fields: see ``OpenedSource.peek``."""
-        return islice(self.read(0, 1, seed=0, passes=1), most)
+    def peek(self, most: int, fields: Sequence[Field] = ()) -> Iterator[RawSample]:
+        """Yield the first ``most`` samples in their own order: see ``OpenedSource.peek``."""
+        return islice(self.read(0, 1, seed=0, passes=1, fields=fields), most)
 
     def _items_of_pass(self, partition: int, partitions: int, first: int) -> Iterator[tuple[int, object]]:
         """Yield (number in the partition, item) of one pass over a partition, from number ``first`` on."""

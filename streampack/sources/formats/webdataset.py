@@ -28,7 +28,7 @@ import numpy as np
 from streampack.core.media.references import Reference
 from streampack.core.model.fields import LOSS_MASK, Field
 from streampack.errors import ConfigError, DamagedFile, SourceError
-from streampack.sources.files.byte_source import ShardFile
+from streampack.sources.files.byte_source import Head, ShardFile
 from streampack.sources.files.compressed import Decompressed
 from streampack.sources.files.listing import find, measure
 from streampack.sources.formats.jsonl import missing_in, open_row
@@ -124,7 +124,7 @@ class TarShard:
             elif rank != _MISSING and (self._ranks[-1] == _MISSING or 0 <= rank < self._ranks[-1]):
                 self._offsets[-1], self._sizes[-1], self._ranks[-1] = offset, size, rank
             is_item = bool(endings) and f".{suffix}".endswith(endings)
-            if is_item and isinstance(self._file, Decompressed):
+            if is_item and _is_decompressed(self._file):
                 raise SourceError(
                     f"{self._file.path}: got the member {name} of a compressed tar, expected an uncompressed tar, "
                     "because a reference is a range of bytes of the file. Decompress the shards"
@@ -242,6 +242,11 @@ class TarShard:
     def where(self, sample: int) -> str:
         """Return the file and key of a sample, for messages; for a damaged sample, the text of the error."""
         return self._damage if self._ranks[sample] == _DAMAGED else f"{self._file.name}:{self._keys[sample]}"
+
+
+def _is_decompressed(file: ShardFile) -> bool:
+    """Return whether the bytes of a file have other places than in the file on the disk."""
+    return isinstance(file.whole if isinstance(file, Head) else file, Decompressed)
 
 
 def _endings(key: str) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ import streampack
 from streampack.core.media.references import reference_of
 from streampack.errors import MediaError, SampleError, SourceError
 from streampack.media.read_bytes import WrongBytes, read_bytes
+from tests.integration.running import in_process, the_error, write
 from tests.sources.test_sources_remote import Handler, Server
 
 SAMPLES, WIDTH = 12, 4
@@ -305,3 +306,86 @@ def test_inline_bytes_are_cut_and_checked_like_those_of_files() -> None:
     ):
         with pytest.raises(WrongBytes, match=said):
             read_bytes(reference_of(wrong))
+
+
+def producer_yaml(folder: Path, kind: str, path: str, fields: dict[str, str]) -> Path:
+    return write(folder / "producer.yaml", {"streams": {"images": {"source": kind, "shards": path, "fields": fields}}})
+
+
+def previewed(path: Path) -> list[dict[str, Any]]:
+    """What ``streampack check --samples`` says of each sample."""
+    result = in_process("check", path, "--samples", "99", "--json")
+    assert result.returncode == 0, result.stderr
+    found: list[dict[str, Any]] = json.loads(result.stdout)["samples"]["images"]
+    return found
+
+
+def test_check_shows_the_members_of_a_tar_that_are_media(tmp_path: Path) -> None:
+    every = [each for sample in range(SAMPLES) for each in members(sample, images_of(sample))]
+    tar = write_tar(tmp_path / "images.tar", every)
+    path = producer_yaml(tmp_path, "webdataset", tar, {"pixel_values": "png", "loss_mask": "mask"})
+    row = json.dumps({"input_ids": [1, 2], "mask": [1, 1]}).encode()
+    write_tar(tmp_path / "images.tar", [*every, ("last.json", row)])
+    found = {sample["where"]: sample for sample in previewed(path)}
+    data = Path(tar).read_bytes()
+    for sample in range(SAMPLES):
+        images, media = images_of(sample), found[f"images.tar:{sample:04d}"]["media"]
+        if not images:
+            assert media is None
+            continue
+        assert (media["items"], media["patches"]) == (len(images), sum(sizes_of(images)["patches"]))
+        for image, place in zip(images, media["places"]["pixel_values"], strict=True):
+            assert place["uri"] == tar
+            assert data[place["offset"] : place["offset"] + place["size"]] == png(image)
+    shown = in_process("check", path, "--samples", "99").stdout
+    patches = sum(sizes_of(images_of(6))["patches"])
+    assert f"images.tar:0006  3 tokens, 3 learned, 12 media items with {patches} patches" in shown
+    assert f"  pixel_values: {tar} at byte " in shown
+    assert "  pixel_values: 8 more" in shown
+
+
+@pytest.mark.parametrize("name", list(TYPES))
+def test_check_shows_the_images_of_a_column(tmp_path: Path, name: str) -> None:
+    many = name.endswith("s")
+    images = [images_of(number)[: None if many else 1] for number in range(4)]
+
+    def stored(image: int) -> Any:
+        if name.startswith("struct"):
+            return {"bytes": None, "path": "a.png"} if image % 2 else {"bytes": png(image), "path": None}
+        return f"{image}.png" if name.startswith("path") else png(image)
+
+    values = [[stored(each) for each in mine] if many else stored(mine[0]) if mine else None for mine in images]
+    write_parquet(tmp_path / "images.parquet", values, TYPES[name], images)
+    path = producer_yaml(tmp_path, "parquet", str(tmp_path / "images.parquet"), {"pixel_values": "image"})
+    seen = {sample["where"]: sample["media"] for sample in previewed(path)}
+    for mine, media in zip(images, (seen[key] for key in sorted(seen)), strict=True):
+        assert (media is None) == (not mine)
+        for image, place in zip(mine, media["places"]["pixel_values"] if media else (), strict=True):
+            inline = name in ("binary", "large", "binaries") or (name.startswith("struct") and not image % 2)
+            assert place["size"] == (len(png(image)) if inline else None)
+            assert (place["uri"] is None) == inline
+    assert ("in the sample, " in in_process("check", path, "--samples", "4").stdout) == (not name.startswith("path"))
+
+
+def test_check_rejects_images_that_do_not_fit_their_sizes(tmp_path: Path) -> None:
+    every = [("a.json", json.dumps({"input_ids": [1], "patches": [3]}).encode()), ("a.0.png", b"x"), ("a.1.png", b"x")]
+    tar = write_tar(tmp_path / "images.tar", every)
+    path = producer_yaml(tmp_path, "webdataset", tar, {"pixel_values": "png"})
+    assert previewed(path)[0]["reason"] == "media: items"
+    assert "images.tar:a  rejected: media: items" in in_process("check", path, "--samples", "1").stdout
+
+
+@pytest.mark.parametrize("arguments", [(), ("--samples", "2")])
+def test_check_names_shard_and_member_of_a_compressed_tar(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    tar = write_tar(tmp_path / "images.tar.gz", members(0, [4]), "w:gz")
+    path = producer_yaml(tmp_path, "webdataset", tar, {"pixel_values": "png"})
+    line = the_error(in_process("check", path, *arguments), 1)
+    assert f"streams.images.fields.pixel_values: {tar}: got the member 0000.0.png of a compressed tar" in line
+    assert "Decompress the shards" in line
+
+
+def test_check_names_a_field_that_no_member_has(tmp_path: Path) -> None:
+    tar = write_tar(tmp_path / "images.tar", members(0, [4]))
+    path = producer_yaml(tmp_path, "webdataset", tar, {"pixel_values": "jpg"})
+    line = the_error(in_process("check", path), 2)
+    assert "streams.images.fields.pixel_values: got the key 'jpg', but no row has this key" in line
