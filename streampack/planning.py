@@ -9,16 +9,19 @@ same lengths and take its own part, without communication. No tokens move.
   micro-batches, and DEAL matches costs by micro-batch.
 - ``mode="padded"``: dynamic batching (``core.deal.dynamic_batches``).
 
+With ``patches``, samples have media, as in a run: packs keep ``limits``, and the cost of media counts in that of packs.
+``exact_fill`` then fills the packs, which are split and dealt as above.
+
 All given samples are in one step. Split a batch for several updates first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,10 +29,13 @@ from numpy.typing import NDArray
 from streampack.core.deal.balanced import MAX_SAMPLES, Bounds, balanced_packs
 from streampack.core.deal.deal import BALANCES, ORDERS, arrange, deal, num_packs, split_dearest
 from streampack.core.deal.dynamic_batches import PaddedBatches, PaddedFigures, padded_batches
+from streampack.core.media.media_bytes import MAX_PATCHES
 from streampack.core.model.rules import Balance
 from streampack.core.model.samples import I64
-from streampack.core.packers.arguments import aligned_units, check_numbers, integers
+from streampack.core.packers.arguments import aligned_units, check_numbers, integers, is_integer
 from streampack.core.packers.closed import pack_lengths, way_back
+from streampack.core.packers.exact_fill.exact_fill import ExactFill
+from streampack.core.packers.packer import Limited
 from streampack.core.packers.registry import make_packer
 from streampack.core.stats.fill import Figures, figures
 from streampack.errors import ConfigError, SampleError
@@ -85,7 +91,8 @@ class StepPlan:
     num_loss_tokens: int | None
     """Loss tokens of the step, over all ranks and micro-batches; None if ``loss_tokens`` was not given."""
     costs: I64
-    """int64 [micro_batches, dp] cost of each pack (see ``a`` and ``b``); if padded, the cost of the whole shape."""
+    """int64 [micro_batches, dp] cost of each pack with its media (see ``a``, ``b`` and ``patch_costs``); if padded, the
+    cost of the whole shape."""
     before: Spread
     """Real tokens per rank if the samples were split into dp equal parts in the given order."""
     after: Spread
@@ -96,6 +103,8 @@ class StepPlan:
     """Utilization of the packs by tokens padded to ``align``; None if padded."""
     padded: PaddedFigures | None = None
     """Token counts of padded micro-batches; None if packed."""
+    patches: I64 | None = None
+    """int64 [micro_batches, dp] patches of each pack; None if ``patches`` was not given."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -170,6 +179,10 @@ def plan_step(
     hidden_size: int | None = None,
     a: int = 24576,
     b: int = 1,
+    patches: Sequence[Sequence[int] | I64] | None = None,
+    patch_costs: tuple[int, int] = (0, 0),
+    item_cost: int = 0,
+    limits: Mapping[str, int] | None = None,
     pp: int = 1,
     variable_lengths: bool = False,
     **parameters: Any,
@@ -193,12 +206,18 @@ def plan_step(
         balance: Method to balance cost over ranks. With ``"level"``, packs are formed for a short critical path: the
             sum, over micro-batches, of the most expensive rank's cost. The others distribute packs as they were formed:
             ``"deal"``, ``"karmarkar_karp"``, or ``"none"`` (in turn). Default: ``"level"``, or ``"deal"`` with a
-            ``packer``, with dp 1, or with more than 8,192 samples.
+            ``packer``, with ``patches``, with dp 1, or with more than 8,192 samples.
         empty: If there are too few samples for all micro-batches: ``"pad"`` adds empty packs, ``"error"`` raises.
         loss_tokens: Integers [n], the loss tokens of each sample. Default: unknown.
         hidden_size: Hidden size h of the model, for the cost 6 * h * s + s * s in place of ``a`` and ``b``.
         a: Cost per token; a sample of s padded tokens costs a * s + b * s * s.
         b: Cost per squared token.
+        patches: For each sample, the patches of each of its media items; empty for a sample without media. Default: no
+            sample has media.
+        patch_costs: Cost per patch and per squared patch: an item of p patches costs ``patch_costs[0] * p +
+            patch_costs[1] * p * p + item_cost``. These are ``balance.patches`` and ``balance.items`` of broker.yaml.
+        item_cost: Cost per media item.
+        limits: Most ``patches`` and ``items`` of a pack. Default: only the budget limits a pack.
         pp: Number of pipeline stages.
         variable_lengths: True if the trainer takes micro-batches of several lengths; required for padded with pp > 1.
         parameters: Parameters of the packer, such as ``max_samples_per_pack``.
@@ -207,13 +226,17 @@ def plan_step(
         The plan of all ranks.
 
     Raises:
-        SampleError: A sample's length is below 1 or above the budget, or there are too few samples; a ValueError, too.
+        SampleError: A sample's length is below 1 or above the budget, its media are above ``limits``, or there are too
+            few samples; a ValueError, too.
         ConfigError: Another argument is invalid; the message names the argument.
 
     Example:
         >>> plan = plan_step([5, 3, 8, 2, 6], budget=8, dp=2)
         >>> plan.packs
         [[[3, 4], [0]], [[2], [1]]]
+        >>> plan = plan_step([5, 3, 2, 6], budget=8, dp=2, patches=[[4], [4, 4], [], []], limits={"patches": 8})
+        >>> plan.packs
+        [[[3], [2]], [[0], [1]]]
     """
     found = integers(lengths)
     check_numbers(budget=budget, dp=dp, align=align, min_micro_batches=min_micro_batches, pp=pp)
@@ -223,12 +246,16 @@ def plan_step(
     if hidden_size is not None:
         check_numbers(hidden_size=hidden_size)
     if balance is None:
-        balance = "level" if packer is None and dp > 1 and len(found) <= MAX_SAMPLES else "deal"
+        levels = packer is None and patches is None and dp > 1 and len(found) <= MAX_SAMPLES
+        balance = "level" if levels else "deal"
     _check_names(mode, order, balance, empty)
+    media = _media_of(patches, len(found), patch_costs, item_cost, limits)
+    if media is not None:
+        _check_media(media, mode, packer, balance)
     num_loss_tokens = None if loss_tokens is None else _sum_of_loss(integers(loss_tokens), len(found))
     balanced = Balance(hidden_size=hidden_size, a=a, b=b)
     slots = -(-found // align) * align
-    work = balanced.costs(slots)
+    work = balanced.costs(slots) + (0 if media is None else media.costs)
     if mode == "padded":
         if packer is not None or parameters:
             raise ConfigError(
@@ -251,7 +278,10 @@ def plan_step(
 
         def full() -> list[list[int]]:
             """Return packs filled by the packer, the most expensive ones split until all ranks have enough."""
-            formed = pack_lengths(found, budget, packer or "exact_fill", max(len(found), 1), align, **parameters)
+            if media is not None and len(media.limited.most):
+                formed = _limited_packs(slots // align, budget // align, media.limited, parameters)
+            else:
+                formed = pack_lengths(found, budget, packer or "exact_fill", max(len(found), 1), align, **parameters)
             return split_dearest(formed, work, count(len(formed)))
 
         if balance == "level":
@@ -281,7 +311,86 @@ def plan_step(
         figures=figures(tokens, budget) if mode == "packed" else None,
         aligned=figures(_sums(packs, slots), budget) if mode == "packed" else None,
         padded=drawn.figures if mode == "padded" else None,
+        patches=None if media is None else _sums(packs, media.patches)[rows],
     )
+
+
+class _Media(NamedTuple):
+    """The media of n samples: patches and cost of each, int64 [n], and what counts against the limits of packs."""
+
+    patches: I64
+    costs: I64
+    limited: Limited
+
+
+def _media_of(
+    patches: Sequence[Sequence[int] | I64] | None, num_samples: int, patch_costs: tuple[int, int], item_cost: int,
+    limits: Mapping[str, int] | None,
+) -> _Media | None:  # fmt: skip
+    """Return the media that arguments of ``plan_step`` describe, or None.
+
+    Raises SampleError for media that are not integers, not of each sample, or above the limits; ConfigError for the
+    other arguments.
+    """
+    try:
+        linear, quadratic = patch_costs
+    except (TypeError, ValueError):
+        raise ConfigError(f"patch_costs: got {patch_costs!r}, expected two integers") from None
+    check_numbers(0, **{"patch_costs[0]": linear, "patch_costs[1]": quadratic, "item_cost": item_cost})
+    if patches is None:
+        for name, given in (("limits", limits), ("patch_costs", linear or quadratic), ("item_cost", item_cost)):
+            if given:
+                raise ConfigError(f"{name}: got {given!r} without patches, expected the patches of each sample")
+        return None
+    if len(patches) != num_samples:
+        raise SampleError(
+            f"got patches for {len(patches)} samples, expected a list with those of each item for each of "
+            f"{num_samples} samples"
+        )
+    listed = [list(np.asarray(each)) if hasattr(each, "__array__") else list(each) for each in patches]
+    for i, sample in enumerate(listed):
+        for number in sample:
+            if not is_integer(number) or not 0 <= number <= MAX_PATCHES:
+                raise SampleError(f"sample {i}: got {number!r} patches, expected integers from 0 to {MAX_PATCHES}")
+    of_items, items = np.array(list(chain.from_iterable(listed)), np.int64), np.array(list(map(len, listed)), np.int64)
+    source = np.repeat(np.arange(num_samples), items)
+    sums, costs = np.zeros((2, num_samples), np.int64)
+    np.add.at(sums, source, of_items)
+    np.add.at(costs, source, of_items * (linear + quadratic * of_items) + item_cost)
+    counts, most = {"patches": sums, "items": items}, dict(limits or {})
+    for name, limit in most.items():
+        if name not in counts:
+            raise ConfigError(f"limits: got {name!r}, expected patches or items")
+        check_numbers(**{f"limits[{name!r}]": limit})
+        if len(over := np.flatnonzero(counts[name] > limit)):
+            got = f"sample {over[0]}: got {counts[name][over[0]]} {name}"
+            raise SampleError(f"{got}, expected at most the limit of {limit}")
+    columns = [counts[name] for name in most]
+    limited = np.stack(columns) if columns else np.zeros((0, num_samples), np.int64)
+    return _Media(sums, costs, Limited(limited, np.array(list(most.values()), np.int64)))
+
+
+def _check_media(media: _Media, mode: str, packer: str | None, balance: str) -> None:
+    """Raise ConfigError if media do not go together with the other arguments of ``plan_step``."""
+    if mode == "padded" or balance == "level":
+        got = 'mode="padded"' if mode == "padded" else 'balance="level"'
+        raise ConfigError(f"patches: got media with {got}, which do not go together yet. Leave one of them out")
+    if len(media.limited.most) and packer not in (None, "exact_fill"):
+        raise ConfigError(
+            f"limits: got limits with packer {packer!r}, expected 'exact_fill', which alone keeps limits for media"
+        )
+
+
+def _limited_packs(units: I64, budget: int, limited: Limited, parameters: dict[str, Any]) -> list[list[int]]:
+    """Return packs of all samples that keep limits of media.
+
+    ``units`` int64 [n] are padded lengths, and ``budget`` is the capacity of a pack, in units of the alignment.
+    """
+    count, packer = max(len(units), 1), ExactFill(**parameters)
+    unseen = np.full(len(units), -1, np.int64)
+    choice = packer.choose(units, unseen, budget, count, True, window=count, limited=limited)
+    indices = choice.indices.tolist()
+    return [indices[begin:end] for begin, end in pairwise(choice.bounds.tolist())]
 
 
 def _check_names(mode: str, order: str, balance: str, empty: str) -> None:

@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 
 import streampack
 from streampack import planning
+from streampack.core.form.former import Former
+from streampack.core.model.fields import Field
+from streampack.core.model.rules import Balance, Batch, MediaLimits, Rules
+from streampack.core.model.samples import I64, SampleTable
 from streampack.core.packers import PACKERS
 from streampack.errors import ConfigError, SampleError
 from streampack.planning import StepPlan, plan_step
@@ -137,6 +141,145 @@ def test_too_few_samples_are_empty_packs_or_an_error() -> None:
     assert plan_step([3], 8, 2).packs == [[[0]], [[]]]
     with pytest.raises(SampleError, match="got 1 samples, which leave 1 of 2 micro-batches of 2 ranks empty"):
         plan_step([3], 8, 2, empty="error")
+
+
+# Media
+
+
+@st.composite
+def with_media(draw: st.DrawFn) -> tuple[list[int], list[list[int]], dict[str, Any]]:
+    align = draw(st.sampled_from([1, 2]))
+    budget = align * draw(st.integers(1, 24))
+    most = {"patches": draw(st.integers(1, 30)), "items": draw(st.integers(1, 5))}
+    limits = {name: most[name] for name in draw(st.sets(st.sampled_from(sorted(most))))}
+    samples = draw(st.lists(st.tuples(st.integers(1, budget), st.lists(st.integers(0, 9), max_size=6)), max_size=40))
+    for _, patches in samples:  # no sample exceeds a limit alone
+        while patches and (sum(patches) > limits.get("patches", 99) or len(patches) > limits.get("items", 99)):
+            patches.pop()
+    options: dict[str, Any] = {
+        "budget": budget, "dp": draw(st.integers(1, 4)), "align": align, "limits": limits,
+        "a": draw(st.integers(0, 9)), "b": draw(st.integers(0, 2)), "item_cost": draw(st.integers(0, 50)),
+        "patch_costs": (draw(st.integers(0, 40)), draw(st.integers(0, 3))),
+        "balance": draw(st.sampled_from([None, "deal", "karmarkar_karp", "none"])),
+        "order": draw(st.sampled_from(["packer", "largest_first", "small_at_edges"])),
+        "min_micro_batches": draw(st.integers(1, 3)),
+    }  # fmt: skip
+    return [length for length, _ in samples], [patches for _, patches in samples], options
+
+
+def cost_by_hand(length: int, patches: list[int], options: dict[str, Any]) -> int:
+    slots = -(-length // options["align"]) * options["align"]
+    a, b = options["patch_costs"]
+    media = sum(a * each + b * each**2 + options["item_cost"] for each in patches)
+    return int(options["a"] * slots + options["b"] * slots**2 + media)
+
+
+@given(with_media())
+def test_packs_keep_limits_of_media_and_cost_what_a_hand_gets(
+    asked: tuple[list[int], list[list[int]], dict[str, Any]],
+) -> None:
+    lengths, patches, options = asked
+    plan = plan_step(lengths, patches=patches, **options)
+    assert sorted(samples_of(plan)) == list(range(len(lengths)))
+    assert {len(rank) for rank in plan.packs} == {plan.num_micro_batches}
+    assert plan.patches is not None
+    for at, rank in enumerate(plan.packs):
+        for micro_batch, pack in enumerate(rank):
+            assert sum(-(-lengths[i] // options["align"]) * options["align"] for i in pack) <= options["budget"]
+            counts = {"patches": sum(sum(patches[i]) for i in pack), "items": sum(len(patches[i]) for i in pack)}
+            assert all(counts[name] <= limit for name, limit in options["limits"].items())
+            cost = sum(cost_by_hand(lengths[i], patches[i], options) for i in pack)
+            assert (plan.costs[micro_batch, at], plan.patches[micro_batch, at]) == (cost, counts["patches"])
+    if options["balance"] != "none":
+        by_micro_batch = np.sort(plan.costs, axis=None)[::-1].reshape(-1, options["dp"])
+        path = plan.costs.max(axis=1).sum()
+        assert path == by_micro_batch.max(axis=1).sum(), "no dealing of these packs has a shorter critical path"
+
+
+@given(with_media())
+def test_media_that_cost_nothing_and_have_no_limits_change_nothing(
+    asked: tuple[list[int], list[list[int]], dict[str, Any]],
+) -> None:
+    lengths, patches, options = asked
+    free = options | {"limits": None, "patch_costs": (0, 0), "item_cost": 0, "balance": options["balance"] or "deal"}
+    assert plan_step(lengths, patches=patches, **free).packs == plan_step(lengths, **free).packs
+
+
+def test_packs_of_a_step_are_those_that_a_broker_forms_of_a_batch() -> None:
+    """The oracle is FORM with the same rules, on a batch of all samples, and DEAL on its packs."""
+    draws = np.random.default_rng(5)
+    lengths = draws.integers(1, 90, 200)
+    patches = [draws.integers(1, 30, count).tolist() for count in draws.integers(0, 4, 200)]
+    sums = np.array([sum(each) for each in patches])
+    counts = [len(each) for each in patches]
+    media = Field(name="pixels", dtype="uint8", axis="patch")
+    rules = Rules(
+        budget=256, batch=Batch(samples=200, micro_batch_multiple=1), media_fields=(media,),
+        limits=MediaLimits(patches=90, items=7), balance=Balance(a=10, b=1, patches=(300, 2), items=40),
+    )  # fmt: skip
+    table = SampleTable(200)
+    handles = table.take(200)
+    table.length[handles], table.items[handles], table.patches[handles] = lengths, counts, sums
+    table.media_cost[handles] = [sum(300 * p + 2 * p * p + 40 for p in each) for each in patches]
+    former = Former(rules, table)
+    former.admit(handles, lengths)
+    former.closed = True
+    request = former.request()
+    assert request is not None
+    (step,) = former.apply(request.choose())
+    positions = np.argsort(handles)
+    formed = [sorted(positions[pack].tolist()) for pack in np.split(step.packs.handles, step.packs.bounds[1:-1])]
+    plan = plan_step(
+        lengths, 256, dp=1, patches=patches, patch_costs=(300, 2), item_cost=40, a=10,
+        limits={"patches": 90, "items": 7}, order="packer",
+    )  # fmt: skip
+    assert sorted(sorted(pack) for pack in plan.packs[0]) == sorted(formed)
+    assert sorted(plan.costs[:, 0].tolist()) == sorted(step.packs.costs.tolist())
+
+
+def test_costs_of_media_balance_ranks_whose_tokens_are_alike() -> None:
+    draws = np.random.default_rng(0)
+    lengths = draws.integers(200, 400, 256)
+    patches = [[int(each)] if draws.random() < 0.3 else [] for each in draws.lognormal(6, 1, 256)]
+    blind = plan_step(lengths, 2048, 8, patches=patches)
+    aware = plan_step(lengths, 2048, 8, patches=patches, patch_costs=(100_000, 1))
+    assert blind.patches is not None
+    assert aware.patches is not None
+
+    def imbalance(of: I64) -> float:
+        return float((of.max(axis=1) / of.mean(axis=1)).mean())
+
+    assert imbalance(aware.patches) < 0.75 * imbalance(blind.patches)
+    assert aware.cost_ratio < 1.3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "said"),
+    [
+        ({"patches": [[1]]}, SampleError, "got patches for 1 samples, expected a list .* for each of 2 samples"),
+        ({"patches": [[1], [-2]]}, SampleError, "sample 1: got -2 patches, expected integers from 0 to"),
+        ({"patches": [[1], [2.5]]}, SampleError, "sample 1: got 2.5 patches"),
+        ({"limits": {"patches": 8}}, SampleError, "sample 1: got 9 patches, expected at most the limit of 8"),
+        ({"limits": {"items": 1}}, SampleError, "sample 1: got 2 items, expected at most the limit of 1"),
+        ({"limits": {"images": 1}}, ConfigError, "limits: got 'images', expected patches or items"),
+        ({"limits": {"items": 0}}, ConfigError, r"limits\['items'\]: got 0"),
+        ({"limits": {"patches": 9}, "packer": "sliding_ffd"}, ConfigError, "expected 'exact_fill'"),
+        ({"patch_costs": 3}, ConfigError, "patch_costs: got 3, expected two integers"),
+        ({"patch_costs": (1, -1)}, ConfigError, r"patch_costs\[1\]: got -1"),
+        ({"item_cost": -1}, ConfigError, "item_cost: got -1"),
+        ({"mode": "padded"}, ConfigError, 'patches: got media with mode="padded"'),
+        ({"balance": "level"}, ConfigError, 'patches: got media with balance="level"'),
+        ({"patches": None, "limits": {"items": 1}}, ConfigError, "limits: got .* without patches"),
+        ({"patches": None, "patch_costs": (1, 0)}, ConfigError, "patch_costs: got 1 without patches"),
+    ],
+)
+def test_media_that_cannot_be_are_refused(wrong: dict[str, Any], error: type[Exception], said: str) -> None:
+    options: dict[str, Any] = {"patches": [[1], [4, 5]]} | wrong
+    with pytest.raises(error, match=said):
+        plan_step([5, 3], 8, 2, **options)
+
+
+# Errors
 
 
 @pytest.mark.parametrize(
