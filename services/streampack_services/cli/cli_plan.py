@@ -129,7 +129,8 @@ def plan(
     the lines for broker.yaml.
 
     Lengths come from a file, from a run, or from the streams in producer.yaml. For
-    producer.yaml, the command tokenizes some samples of each stream.
+    producer.yaml, the command tokenizes some samples of each stream. If broker.yaml
+    declares media, it also reads their sizes and keeps the limits of packs.
 
     \b
     Example:

@@ -1,6 +1,7 @@
 """Forecast: predict the steps that a broker forms from some lengths, by the broker's own planning.
 
 - ``lengths``: sample lengths of each stream, in the broker's order (``Workload``); read from a file of numbers.
+- ``media_sizes``: sizes of samples' media, and their cost.
 - ``sampling``: lengths from sources, by tokenizing some samples of each stream.
 - ``run_lengths``: lengths that a run has served, from its log or from its broker's status (``Served``).
 - ``sharing``: the tokens that groups in a run's log share.

@@ -1,7 +1,8 @@
 """Forecast the steps that a broker with some rules forms from some lengths, and compute their figures.
 
 The overlong policy, the merge by weights, FORM and DEAL are the broker's own functions, applied to lengths. If the
-lengths are a whole pass, the steps are exactly those of a run with these rules.
+lengths are a whole pass, the steps are exactly those of a run with these rules. So are those of samples with media, if
+the sizes of the media are known.
 
 If the lengths are a sample of a pass, the figures hold for the long run. They cover the steps that were formed while
 the window was full, or whole batches, with the whole budget. The number of steps of a pass, with a warm-up, is
@@ -17,17 +18,19 @@ import msgspec
 import numpy as np
 
 from streampack.core.form.former import Former
-from streampack.core.intake.overlong import apply_overlong
 from streampack.core.merge.schedule import merge_of
+from streampack.core.model.lease_terms import terms_of
 from streampack.core.model.rules import PACKER_KEYS, Balance, Overlong, Rules, StreamRules
 from streampack.core.model.samples import I64, SampleTable
 from streampack.core.model.steps import PlannedStep
 from streampack.core.packers import parameters_of
 from streampack.core.packers.joint.joint_bounds import PATIENCE
 from streampack.core.stats.fill import figures
+from streampack.core.stats.media_figures import MediaFigures
 from streampack.core.stats.padding import CAUSES
 from streampack.errors import UserError
 from streampack_services.forecast.lengths import Workload
+from streampack_services.forecast.media_sizes import BYTES, ITEMS, PATCHES, media_costs, pieces_of, unfit
 from streampack_services.forecast.pass_size import PassSize, size_of_pass
 from streampack_services.forecast.rank_loads import Dealt, FormSamples, dealt, waste_shares
 
@@ -45,7 +48,8 @@ class Order:
 
     ``lengths``: tokens per sample, int64 [n]. ``parts``: index of each within its split sample, 0 for a whole sample.
     ``ended``: the samples are a whole pass. ``overlong``: number of samples over the budget. ``lost_share``: share of
-    all tokens that the policy drops, 0 to 1.
+    all tokens that the policy drops, 0 to 1. ``media``: sizes of each sample's media, int64 [n, 4] (see
+    ``media_sizes``); None without media. ``unfit``: number of samples whose media alone exceed the limits of a pack.
     """
 
     lengths: I64
@@ -53,6 +57,8 @@ class Order:
     ended: bool
     overlong: int
     lost_share: float
+    media: I64 | None = None
+    unfit: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +70,20 @@ class Forecast:
 
     Packs that ranks get:
     ``filled``: real tokens / capacity. ``waste``: padding / capacity, by cause.
-    ``useful``: share of the ranks' time spent on real tokens (see ``rank_loads``). ``useful_error``: its standard error
-    over the steps, 1 for a single step.
+    ``useful``: share of the ranks' time spent on real tokens and media (see ``rank_loads``). ``useful_error``: its
+    standard error over the steps, 1 for a single step.
     ``cost_max_over_mean``: load imbalance over the ranks of a micro-batch, averaged. ``attention_max_over_mean``: the
-    same of the cost b*s*s alone. ``step_cost_max_over_mean``: the same of the ranks' costs of a whole step.
+    same of the cost b*s*s alone. ``patches_max_over_mean``: the same of the number of patches.
+    ``step_cost_max_over_mean``: the same of the ranks' costs of a whole step.
     ``micro_batches``: mean per rank and step, from ``micro_batches_low`` to ``micro_batches_high``.
     ``formed_packs``: mean packs per step before DEAL. ``split_share``: share of packs that DEAL splits off others.
 
-    ``overlong`` samples are over the budget; the policy loses ``lost_share`` of all tokens.
+    ``overlong`` samples are over the budget, and ``unfit`` samples have media over the limits of a pack; the policy
+    loses ``lost_share`` of all tokens.
+
+    Media in the packs that FORM makes:
+    ``bound_by``: share of the packs with samples, by the axis that is fullest compared with its limit. It is empty
+    without media. ``most_patches``, ``most_items``: most of a pack.
 
     One pass has ``packs`` with samples and ``steps``, with a 95% interval from ``steps_low`` to ``steps_high``. These
     are None if the size of a pass is not known.
@@ -87,13 +99,18 @@ class Forecast:
     cost_max_over_mean: float
     step_cost_max_over_mean: float
     attention_max_over_mean: float
+    patches_max_over_mean: float
     formed_packs: float
     micro_batches: float
     micro_batches_low: int
     micro_batches_high: int
     split_share: float
     overlong: int
+    unfit: int
     lost_share: float
+    bound_by: dict[str, float]
+    most_patches: int
+    most_items: int
     packs: int | None
     steps: int | None
     steps_low: int | None
@@ -117,6 +134,11 @@ def planned_rules(rules: Rules, workload: Workload, overlong: Overlong, *, all_s
             )
         )  # fmt: skip
     return msgspec.structs.replace(rules, streams=tuple(streams), merge="schedule", between_passes="continue")
+
+
+def rules_of_sizes(rules: Rules) -> Rules:
+    """Return rules without ``share``, of which lengths and sizes of media say nothing."""
+    return msgspec.structs.replace(rules, share=None)
 
 
 def rules_of_lengths(rules: Rules) -> Rules:
@@ -146,20 +168,30 @@ def with_packer(rules: Rules, packer: str, joint: Balance = ALONE, **changes: An
 def order_of(workload: Workload, rules: Rules) -> Order:
     """Apply the overlong policy to the samples of a workload and merge the streams as the broker does."""
     merge = merge_of(rules)
-    found, tokens, lost, overlong = list[I64](), 0, 0, 0
-    for stream, terms in zip(workload.streams, rules.streams, strict=True):
-        for partition, ended in zip(stream.partitions, stream.ended, strict=True):
-            pieces = apply_overlong(partition, rules.budget, terms.overlong)
-            handles = np.where(pieces.length > 0, pieces.part, -1)  # any handle will do, so it carries the part
-            merge.push(len(found), handles, pieces.length, pieces.part)
+    parts, media = list[I64](), list[I64]()
+    first = tokens = lost = overlong = num_unfit = 0
+    for stream, terms in zip(workload.streams, terms_of(rules), strict=True):
+        for number, (partition, ended) in enumerate(zip(stream.partitions, stream.ended, strict=True)):
+            sizes = stream.media[number] if stream.media is not None else None
+            pieces = pieces_of(partition, sizes, terms)
+            count = len(pieces.length)
+            merge.push(
+                len(parts), np.where(pieces.length > 0, np.arange(first, first + count), -1), pieces.length, pieces.part
+            )
             if ended:
-                merge.end(len(found))
-            found.append(pieces.length)
+                merge.end(len(parts))
+            parts.append(pieces.part)
+            media += [sizes[pieces.source]] if sizes is not None else []
+            first += count
             tokens += int(partition.sum())
             lost += pieces.lost_tokens
-            overlong += pieces.num_touched
+            overlong += int((partition > rules.budget).sum())
+            num_unfit += int(unfit(partition, sizes, terms.limits).sum())
     taken = merge.take(1 << 60)
-    return Order(taken.lengths, taken.handles, workload.whole, overlong, lost / max(tokens, 1))
+    return Order(
+        taken.lengths, np.concatenate(parts)[taken.handles], workload.whole, overlong, lost / max(tokens, 1),
+        np.concatenate(media)[taken.handles] if len(media) == len(parts) else None, num_unfit,
+    )  # fmt: skip
 
 
 def forecast(
@@ -172,15 +204,19 @@ def forecast(
     """
     steps, full = made or steps_of(order, rules)
     if not order.ended and full:  # the end of the sample is not the end of the pass
-        steps = steps[:full]
+        # Limits leave samples with many patches in the window, so the first steps alone are better than the others.
+        carries = rules.limits is not None and rules.batch is None
+        steps = _without_tail(steps) if carries else steps[:full]
     if not steps:
         raise UserError(
             f"Got {len(order.lengths):,} samples, which do not fill a step, and `tail: drop` drops incomplete steps. "
             "Pass more samples, or set `tail: pad`."
         )
+    has_media = order.media is not None
     tokens, slots = np.concatenate([step.packs.sums[:2] for step in steps], axis=1)
     num_filled = int((slots > 0).sum())
-    on_mesh = dealt(steps, FormSamples.of(order.lengths, rules), dp, pp)
+    on_mesh = dealt(steps, FormSamples.of(order.lengths, rules, order.media), dp, pp)
+    of_media = _media_figures(steps, order, rules)
     if order.ended:
         size: PassSize | None = PassSize(on_mesh.filled, len(steps), len(steps), len(steps), 0.0)
         num_empty: float = len(slots) - num_filled
@@ -200,18 +236,39 @@ def forecast(
         cost_max_over_mean=on_mesh.micro_batch,
         step_cost_max_over_mean=on_mesh.step,
         attention_max_over_mean=on_mesh.attention,
+        patches_max_over_mean=on_mesh.patches,
         formed_packs=len(slots) / len(steps),
         micro_batches=on_mesh.micro_batches[1],
         micro_batches_low=on_mesh.micro_batches[0],
         micro_batches_high=on_mesh.micro_batches[2],
         split_share=on_mesh.split / max(on_mesh.packs, 1),
         overlong=order.overlong,
+        unfit=order.unfit,
         lost_share=order.lost_share,
+        bound_by={axis: count / max(num_filled, 1) for axis, count in of_media.bound_by.items()} if has_media else {},
+        most_patches=of_media.most_patches,
+        most_items=of_media.most_items,
         packs=size.packs if size else None,
         steps=size.steps if size else None,
         steps_low=size.low if size else None,
         steps_high=size.high if size else None,
     )
+
+
+def _without_tail(steps: list[PlannedStep]) -> list[PlannedStep]:
+    """Return steps without the last one if it has empty packs, which only the end of a pass has."""
+    return steps[:-1] if len(steps) > 1 and not steps[-1].packs.counts.all() else steps
+
+
+def _media_figures(steps: list[PlannedStep], order: Order, rules: Rules) -> MediaFigures:
+    """Return the media of ``steps``, as a broker counts them; nothing without media."""
+    found = MediaFigures(_long_run(order, rules))
+    if order.media is not None:
+        for step in steps:
+            sizes = order.media[step.packs.handles]
+            columns = sizes[:, ITEMS], sizes[:, PATCHES], sizes[:, BYTES]
+            found.add(step.packs.bounds, step.packs.slots, *columns, step.number)
+    return found
 
 
 def _waste(on_mesh: Dealt, rules: Rules, num_empty: float, pp: int, *, ended: bool) -> dict[str, float]:
@@ -230,20 +287,30 @@ def _waste(on_mesh: Dealt, rules: Rules, num_empty: float, pp: int, *, ended: bo
 
 def steps_of(order: Order, rules: Rules) -> FormedSteps:
     """Form the steps of an order; leave out the warm-up of the budget for samples of only a part of a pass."""
-    long_run = rules if order.ended else msgspec.structs.replace(rules, warmup=None)
-    return formed(order.lengths, long_run, order.parts)
+    return formed(order.lengths, _long_run(order, rules), order.parts, media=order.media)
 
 
-def formed(lengths: I64, rules: Rules, parts: I64 | None = None, at_once: int = AT_ONCE) -> FormedSteps:
+def _long_run(order: Order, rules: Rules) -> Rules:
+    """Return ``rules``, without the warm-up of the budget if the samples are only a part of a pass."""
+    return rules if order.ended else msgspec.structs.replace(rules, warmup=None)
+
+
+def formed(
+    lengths: I64, rules: Rules, parts: I64 | None = None, at_once: int = AT_ONCE, media: I64 | None = None
+) -> FormedSteps:
     """Form the steps of samples with these ``lengths``, int64 [n]; the steps' ``handles`` are indices into ``lengths``.
 
     ``parts``: index of each sample within its split sample; None: all are whole samples. ``at_once``: samples to admit
-    at once, which changes the speed but not the steps.
+    at once, which changes the speed but not the steps. ``media``: sizes of their media, int64 [n, 4], or None.
     """
     table = SampleTable(max(len(lengths), 1))
     handles = table.take(len(lengths))
     table.length[handles] = lengths
     table.part[handles] = 0 if parts is None else parts
+    if media is not None:
+        table.has_media = True
+        table.items[handles], table.patches[handles] = media[:, ITEMS], media[:, PATCHES]
+        table.media_cost[handles] = media_costs(media, rules.balance)
     former, steps = Former(rules, table), list[PlannedStep]()
 
     def form() -> int:

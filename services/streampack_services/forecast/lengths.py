@@ -1,7 +1,7 @@
 """Sample lengths of the streams of a run, and how to read them from a file of numbers.
 
 A ``Workload`` is the input of a forecast. It holds the streams' sample lengths in tokens, by partition in the broker's
-order, and how much of one pass they are. Packing depends on lengths alone.
+order, and how much of one pass they are. Packing depends on lengths alone, and on the sizes of media if there are any.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class StreamLengths:
     ``ended``: for each partition, whether these are all of its samples in a pass. ``total``: samples in one pass; None
     if not known. ``shard_samples``: samples of each counted shard, int64 [k], if ``total`` is estimated from them.
     ``every``: the distinct lengths of a pass, and the number of samples with each length, int64 [2, k]; None if not
-    known.
+    known. ``media``: for each partition the sizes of its samples' media, int64 [n, 4] (see ``media_sizes``); None if
+    they are not known.
     """
 
     name: str
@@ -41,6 +42,7 @@ class StreamLengths:
     total: float | None = None
     shard_samples: I64 | None = None
     every: I64 | None = None
+    media: tuple[I64, ...] | None = None
 
     @property
     def whole(self) -> bool:
@@ -83,6 +85,16 @@ class Workload:
         """Lengths of all samples but rejected ones, stream by stream, int64 [n]."""
         return np.concatenate([each[each > 0] for stream in self.streams for each in stream.partitions])
 
+    @property
+    def media(self) -> I64 | None:
+        """Sizes of the media of these samples, int64 [n, 4]; None if they are not known."""
+        found = []
+        for stream in self.streams:
+            if stream.media is None:
+                return None
+            found += [sizes[each > 0] for each, sizes in zip(stream.partitions, stream.media, strict=True)]
+        return np.concatenate(found)
+
 
 def samples_text(count: int) -> str:
     """Return ``1 sample`` or ``2 samples``."""
@@ -114,7 +126,10 @@ def counted(lengths: I64) -> I64:
 
 
 def stretches(lengths: I64, most: int) -> I64:
-    """Return about ``most`` of ``lengths``: STRETCHES evenly spaced runs of consecutive samples, one after another."""
+    """Return about ``most`` of ``lengths``: STRETCHES evenly spaced runs of consecutive samples, one after another.
+
+    The lengths, or other values of the samples, are int64 [n, ...].
+    """
     return np.concatenate(stretches_of(lengths, most))
 
 

@@ -16,10 +16,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.intake.overlong import apply_overlong
+from streampack.core.model.lease_terms import StreamTerms, terms_of
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack_services.forecast.lengths import StreamLengths, Workload
+from streampack_services.forecast.media_sizes import pieces_of
 
 DRAWS = 400
 """Draws of the bootstrap."""
@@ -51,8 +52,8 @@ def size_of_pass(workload: Workload, rules: Rules, slots: I64, batch_packs: floa
         return None
     draws = np.random.default_rng(rules.seed)
     sums, sums_drawn = 0.0, np.zeros(DRAWS)
-    for stream, terms in zip(workload.streams, rules.streams, strict=True):
-        one, drawn = _sum_over_pass(stream, rules, terms.overlong, draws)
+    for stream, terms in zip(workload.streams, terms_of(rules), strict=True):
+        one, drawn = _sum_over_pass(stream, rules, terms, draws)
         sums, sums_drawn = sums + one, sums_drawn + drawn
     batch = rules.batch
     if batch is not None and batch.samples is not None:
@@ -94,16 +95,19 @@ def _exact(value: float) -> float:
     return round(value, 9)
 
 
-def _sum_over_pass(stream: StreamLengths, rules: Rules, overlong: str, draws: np.random.Generator) -> tuple[float, F64]:
+def _sum_over_pass(
+    stream: StreamLengths, rules: Rules, terms: StreamTerms, draws: np.random.Generator
+) -> tuple[float, F64]:
     """Estimate the sum of ``_step_units`` over one pass of a stream.
 
     Return the estimate, and that of each draw of the bootstrap, float64 [DRAWS].
     """
     if stream.every is not None:
         lengths, counts = stream.every
-        known = float((_step_units(lengths, rules, overlong) * counts).sum())
+        known = float((_step_units(lengths, None, rules, terms) * counts).sum())
         return known, np.full(DRAWS, known)
-    read = _step_units(np.concatenate(stream.partitions), rules, overlong)
+    media = np.concatenate(stream.media) if stream.media is not None else None
+    read = _step_units(np.concatenate(stream.partitions), media, rules, terms)
     have, total = float(read.sum()), float(stream.total or len(read))
     totals = np.full(DRAWS, total)
     if stream.shard_samples is not None and len(stream.shard_samples) > 1:
@@ -113,12 +117,12 @@ def _sum_over_pass(stream: StreamLengths, rules: Rules, overlong: str, draws: np
     return have + max(total - len(read), 0.0) * float(read.mean()), have + rest * _means_drawn(read, draws)
 
 
-def _step_units(lengths: I64, rules: Rules, overlong: str) -> F64:
+def _step_units(lengths: I64, media: I64 | None, rules: Rules, terms: StreamTerms) -> F64:
     """Return how much each sample fills steps, float64 [n]: its tokens with alignment, or 1 if steps are batches.
 
-    A rejected or dropped sample has 0.
+    A rejected or dropped sample has 0. ``media``: sizes of the samples' media, int64 [n, 4], or None.
     """
-    pieces = apply_overlong(lengths, rules.budget, overlong)
+    pieces = pieces_of(lengths, media, terms)
     slots = -(-pieces.length // rules.align.sample) * rules.align.sample
     sums = np.bincount(pieces.source, slots, len(lengths))
     return (sums if rules.batch is None else sums > 0).astype(np.float64)

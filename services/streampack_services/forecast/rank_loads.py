@@ -1,8 +1,8 @@
 """Deal formed steps to the ranks of a mesh, and sum up padding, load imbalance and the ranks' useful time.
 
-A pack of T tokens takes the time ``a*T + b * (sum of s*s)``, where s are the samples' lengths. The rules' cost of a
-sample gives a and b. A micro-batch takes as long as its most expensive pack. ``useful`` is the share of that time that
-real tokens need. The rest is padding and waiting for another rank.
+A pack of T tokens takes the time ``a*T + b * (sum of s*s)``, where s are the samples' lengths, and the cost of its
+media. The rules' cost of a sample gives a and b. A micro-batch takes as long as its most expensive pack. ``useful`` is
+the share of that time that real tokens and media need. The rest is padding and waiting for another rank.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from streampack.core.model.samples import I64
 from streampack.core.model.steps import PlannedStep
 from streampack.core.stats.padding import CAUSES, padding_of
 from streampack.errors import UserError
+from streampack_services.forecast.media_sizes import PATCHES, media_costs
 
 F64 = NDArray[np.float64]
 
@@ -34,19 +35,26 @@ class PlanMesh(PlannedMesh, frozen=True, kw_only=True):
 class FormSamples:
     """Samples with their costs under a set of rules.
 
-    ``columns``, int64 [4, n]: for each sample its tokens, its tokens with alignment (slots), the cost of the slots, and
-    the cost of the tokens alone.
+    ``columns``, int64 [6, n], has for each sample its tokens, its tokens with alignment (slots), and the cost of the
+    slots. Then follow the cost of the tokens, the cost of its media, and its patches. The costs of slots and of tokens
+    contain that of the media.
     """
 
     rules: Rules
     columns: I64
 
     @classmethod
-    def of(cls, lengths: I64, rules: Rules) -> FormSamples:
-        """Compute slots and costs of samples with these ``lengths``, int64 [n]."""
+    def of(cls, lengths: I64, rules: Rules, media: I64 | None = None) -> FormSamples:
+        """Compute slots and costs of samples with these ``lengths``, int64 [n].
+
+        ``media``: sizes of their media, int64 [n, 4]; None without media.
+        """
         slots = -(-lengths // rules.align.sample) * rules.align.sample
-        costs = rules.balance.costs
-        return cls(rules, np.stack([lengths, slots, costs(slots), costs(lengths)]))
+        costs, none = rules.balance.costs, np.zeros(len(lengths), np.int64)
+        of_media, patches = (none, none) if media is None else (media_costs(media, rules.balance), media[:, PATCHES])
+        return cls(
+            rules, np.stack([lengths, slots, costs(slots) + of_media, costs(lengths) + of_media, of_media, patches])
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +62,10 @@ class Dealt:
     """Figures of steps that were dealt to a mesh.
 
     ``micro_batch``: load imbalance (max / mean cost over the ranks) of micro-batches, averaged. ``step``: the same of
-    whole steps. ``attention``: the same of micro-batches, with the cost b*s*s alone.
-    ``useful``: share of the ranks' time that real tokens need. ``useful_error``: its standard error over the steps, 1
-    for a single step.
+    whole steps. ``attention``: the same of micro-batches, with the cost b*s*s alone. ``patches``: the same of
+    micro-batches, of the number of patches.
+    ``useful``: share of the ranks' time that real tokens and media need. ``useful_error``: its standard error over the
+    steps, 1 for a single step.
     ``waste``: padding tokens by cause, int64 [CAUSES]. ``delivered``: all tokens with padding.
     ``packs``: number of packs; ``filled``: those with samples; ``split``: those that DEAL splits off others.
     ``micro_batches``: least, mean and most per rank and step.
@@ -65,6 +74,7 @@ class Dealt:
     micro_batch: float
     step: float
     attention: float
+    patches: float
     useful: float
     useful_error: float
     waste: I64
@@ -80,8 +90,8 @@ class _OneStep:
     """One step after DEAL.
 
     By pack, int64 [packs]: ``tokens``, ``slots`` (tokens with alignment), ``widths`` (tokens with all padding). By
-    [micro-batch, rank], int64: ``costs``, ``attention`` (cost b*s*s alone), ``times`` (cost of the whole width).
-    ``real``: cost of the real tokens. ``formed``: number of packs before DEAL.
+    [micro-batch, rank], int64: ``costs``, ``attention`` (cost b*s*s alone), ``patches``, ``times`` (cost of the whole
+    width). ``real``: cost of the real tokens and media. ``formed``: number of packs before DEAL.
     """
 
     tokens: I64
@@ -89,6 +99,7 @@ class _OneStep:
     widths: I64
     costs: I64
     attention: I64
+    patches: I64
     times: I64
     real: int
     formed: int
@@ -112,6 +123,7 @@ def dealt(steps: list[PlannedStep], samples: FormSamples, dp: int, pp: int) -> D
         micro_batch=_max_over_mean([each.costs for each in every]),
         step=_max_over_mean([each.costs.sum(axis=0, keepdims=True) for each in every]),
         attention=_max_over_mean([each.attention for each in every]),
+        patches=_max_over_mean([each.patches for each in every]),
         useful=float(real.sum() / took.sum()),
         useful_error=float((real / took).std(ddof=1) / np.sqrt(len(whole))) if len(whole) > 1 else 1.0,
         waste=np.sum(wasted, axis=0),
@@ -142,19 +154,19 @@ def _deal(step: PlannedStep, samples: FormSamples, dp: int, pp: int) -> _OneStep
             f"samples, so that each rank gets {count // dp} micro-batches. Use larger batches or `empty: pad`."
         )
     if count == len(step.packs):
-        sums = np.concatenate([np.zeros((4, 1), np.int64), np.cumsum(columns, axis=1)], axis=1)
+        sums = np.concatenate([np.zeros((len(columns), 1), np.int64), np.cumsum(columns, axis=1)], axis=1)
         sums = np.stack([sums[:, end] - sums[:, begin] for begin, end in pairwise(bounds.tolist())], axis=1)
     else:
         alone = np.zeros(len(handles), np.uint8)  # groups are not forecast
         parts, _ = split(bounds, columns[2], alone, count)
         sums = np.stack([columns[:, part].sum(axis=1) for part in parts], axis=1)
-    tokens, slots, costs, real = sums
+    tokens, slots, costs, real, of_media, patches = sums
     widths = rules.step_widths(slots, pp)
     a, numbers = linear_cost(rules), deal_step(rules, costs, dp)
-    attention = costs - a * slots
+    times = costs + a * (widths - slots)
     return _OneStep(
-        tokens, slots, widths, costs[numbers], attention[numbers], (attention + a * widths)[numbers], int(real.sum()),
-        len(step.packs),
+        tokens, slots, widths, costs[numbers], (costs - of_media - a * slots)[numbers], patches[numbers],
+        times[numbers], int(real.sum()), len(step.packs),
     )  # fmt: skip
 
 

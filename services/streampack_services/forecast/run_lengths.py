@@ -29,6 +29,7 @@ from streampack.sources.order import sample_order
 from streampack_services.audit import why
 from streampack_services.broker.status import BrokerStatus, FeedStatus
 from streampack_services.forecast.lengths import STRETCHES, stretches_of
+from streampack_services.forecast.media_sizes import sizes_of_recorded
 from streampack_services.forecast.rank_loads import PlanMesh
 from streampack_services.forecast.sharing import Sharing, sharing_of
 from streampack_services.ledger.run_history import NEVER
@@ -54,6 +55,7 @@ class Served:
     ``shared_tokens``: tokens that samples share with samples before them. ``sharing``: the same of the groups in the
     log, also of those that were not sent as trees; None if it is not known.
     ``media``: what ``broker.status.MediaStatus`` has, of these packs; None for a run without media.
+    ``media_sizes``: sizes of the samples' media, int64 [n, 4] (see ``media_sizes``); None if they are not known.
     """
 
     what: str
@@ -74,6 +76,7 @@ class Served:
     shared_tokens: int = 0
     sharing: Sharing | None = None
     media: dict[str, Any] | None = None
+    media_sizes: I64 | None = None
 
     @property
     def filled_packs(self) -> int:
@@ -112,10 +115,14 @@ def from_ledger(state_dir: Path, feed: str | None) -> Served:
         if not samples:
             raise UserError(f"{state_dir}: feed {of.name!r} has no step yet. Wait until the run has formed a step.")
         wanted = max(MOST * len(numbers) // samples, STRETCHES)
-        lengths, bounds = list[I64](), [0]
+        lengths, sizes_of_media, bounds = list[I64](), list[I64](), [0]
         for stretch in stretches_of(np.array(numbers), wanted):
             for steps in _separate_groups([why.recorded(ledger, of, number) for number in stretch.tolist()], rules):
-                lengths.append(_in_order(steps))
+                order = _order(steps)
+                lengths.append(np.concatenate([step.rows["length"] for step in steps]).astype(np.int64)[order])
+                if rules.media_fields:
+                    recorded = np.concatenate([step.media for step in steps])[order]
+                    sizes_of_media.append(sizes_of_recorded(recorded, rules.balance))
                 if _closes(steps[-1], rules):
                     bounds.append(sum(map(len, lengths)))
     every = np.concatenate(lengths)
@@ -124,6 +131,7 @@ def from_ledger(state_dir: Path, feed: str | None) -> Served:
         slots, np.unique([*bounds, len(every)]), len(numbers), of.end is not None, "in the order of the streams",
         shared_tokens=shared, sharing=sharing_of(state_dir, rules),
         media=media.counts() if rules.media_fields else None,
+        media_sizes=np.concatenate(sizes_of_media) if rules.media_fields else None,
     )  # fmt: skip
 
 
@@ -162,13 +170,11 @@ def _closes(step: StepRows, rules: Rules) -> bool:
     return rules.batch is not None or bool((np.diff(step.bounds) == 0).any())
 
 
-def _in_order(steps: list[StepRows]) -> I64:
-    """Return the lengths of the samples of consecutive steps, int64 [n], in the order of their arrival."""
+def _order(steps: list[StepRows]) -> I64:
+    """Return the positions of the samples of consecutive steps, int64 [n], in the order of their arrival."""
     rows, counts = np.concatenate([step.rows for step in steps]), np.concatenate([np.diff(s.bounds) for s in steps])
     pack = np.repeat(np.arange(len(counts)), counts)
-    order = arrival_order(rows["stream"], rows["index"], rows["part"], pack)
-    lengths: I64 = rows["length"].astype(np.int64)[order]
-    return lengths
+    return arrival_order(rows["stream"], rows["index"], rows["part"], pack)
 
 
 def arrival_order(stream: Any, index: Any, part: Any, pack: I64) -> I64:

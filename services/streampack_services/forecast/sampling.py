@@ -1,5 +1,7 @@
 """Tokenize some samples of each source, spread over its shards, and estimate how many samples a pass has.
 
+If samples have media, their sizes are read, too. References are not followed.
+
 Shards are read in the order of a producer, which seed and pass give. So a source that is read to its end has its
 samples in the order of a run. A larger source is read as if it had ``SPREAD`` partitions, because a few samples of many
 shards represent it better. Its size is estimated from the shards that were opened.
@@ -9,17 +11,19 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from streampack.core.model.fields import Field
 from streampack.core.model.samples import I64
 from streampack.errors import SourceError
 from streampack.sources import RawSample, Source
 from streampack.sources.walk import ShardedSource
 from streampack_services.forecast.lengths import StreamLengths, Workload
+from streampack_services.forecast.media_sizes import NO_MEDIA, sizes_of
 
 SPREAD = 16
 """Partitions to read a large source in."""
@@ -27,17 +31,21 @@ SAY_EVERY = 100
 """Samples between two updates of the progress bar."""
 
 
-def sample(what: str, sources: Mapping[str, Source], partitions: Mapping[str, int], most: int, seed: int) -> Workload:
+def sample(
+    what: str, sources: Mapping[str, Source], partitions: Mapping[str, int], most: int, seed: int,
+    fields: Sequence[Field] = (),
+) -> Workload:  # fmt: skip
     """Tokenize at most ``most`` samples of each source, and return their lengths.
 
     ``what``: name of the data, for people. ``sources``, ``partitions``: each stream's source and partitions in a run.
+    ``fields``: the run's fields of axis item and patch.
     Raises SourceError for sources that cannot be read or hold no valid sample.
     """
     streams, notes, all_rejected = [], list[str](), 0
     with _progress() as progress:
         for name, source in sources.items():
             task = progress.add_task(name, total=most)
-            stream, rejected = _stream(name, source, partitions[name], most, seed, _updater(progress, task))
+            stream, rejected = _stream(name, source, partitions[name], most, seed, fields, _updater(progress, task))
             progress.update(task, total=stream.num_samples, completed=stream.num_samples)
             streams.append(stream)
             all_rejected += sum(rejected.values())
@@ -46,16 +54,25 @@ def sample(what: str, sources: Mapping[str, Source], partitions: Mapping[str, in
 
 
 def _stream(
-    name: str, source: Source, partitions: int, most: int, seed: int, say: Callable[[int], None]
+    name: str,
+    source: Source,
+    partitions: int,
+    most: int,
+    seed: int,
+    fields: Sequence[Field],
+    say: Callable[[int], None],
 ) -> tuple[StreamLengths, Counter[str]]:
     """Read up to ``most`` samples, one of each partition in turn; count rejected ones by reason.
 
     ``say`` is called with the number of samples that are read so far.
     """
-    count = _partitions(source, partitions, most, seed)
+    count = _partitions(source, partitions, most, seed, fields)
     lengths: list[list[int]] = [[] for _ in range(count)]
+    media: list[list[tuple[int, int, int, int]]] = [[] for _ in range(count)]
     rejected: Counter[str] = Counter()
-    live: dict[int, Iterator[RawSample]] = {p: source.read(p, count, seed=seed, passes=1) for p in range(count)}
+    live: dict[int, Iterator[RawSample]] = {
+        p: source.read(p, count, seed=seed, passes=1, fields=fields) for p in range(count)
+    }
     num = 0
     while live and num < most:
         for p in list(live):
@@ -63,9 +80,14 @@ def _stream(
             if record is None:
                 del live[p]
                 continue
-            lengths[p].append(len(record.tokens))
-            if record.reason is not None:
-                rejected[record.reason] += 1
+            reason, sizes = record.reason, NO_MEDIA
+            if fields and reason is None:
+                found = sizes_of(record.fields, fields)
+                reason, sizes = (found, NO_MEDIA) if isinstance(found, str) else (None, found)
+            lengths[p].append(len(record.tokens) if reason is None else 0)
+            media[p].append(sizes)
+            if reason is not None:
+                rejected[reason] += 1
             num += 1
             if num % SAY_EVERY == 0:
                 say(num)
@@ -75,16 +97,19 @@ def _stream(
         )
     total, counted = _total(source, num, whole=not live)
     ended = tuple(p not in live for p in range(count))
-    return StreamLengths(name, tuple(np.array(each, np.int64) for each in lengths), ended, total, counted), rejected
+    sizes_read = tuple(np.array(each, np.int64).reshape(-1, len(NO_MEDIA)) for each in media) if fields else None
+    return StreamLengths(
+        name, tuple(np.array(each, np.int64) for each in lengths), ended, total, counted, media=sizes_read
+    ), rejected
 
 
-def _partitions(source: Source, partitions: int, most: int, seed: int) -> int:
+def _partitions(source: Source, partitions: int, most: int, seed: int, fields: Sequence[Field]) -> int:
     """Return the number of partitions to read a source in: the run's for a whole source, else up to ``SPREAD``."""
     spread = min(source.num_shards, max(partitions, SPREAD))
     if spread <= partitions:
         return partitions
     for p in range(spread):  # opens a shard of each
-        next(source.read(p, spread, seed=seed, passes=1), None)
+        next(source.read(p, spread, seed=seed, passes=1, fields=fields), None)
     total, _ = _total(source, 0, whole=False)
     return partitions if total is not None and total <= most else spread
 

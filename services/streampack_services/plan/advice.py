@@ -14,6 +14,8 @@ UNEVEN = 1.05
 """A load imbalance (max / mean cost) below this counts as balanced."""
 COMPARED = 3
 """Number of other packers to name beside the recommended one."""
+MOST = 0.5
+"""An axis fills most packs if it is the fullest in more than this share of the packs."""
 SAID = 0.001
 """Shares below this are not mentioned."""
 
@@ -24,9 +26,9 @@ def why(found: Tree, overlong: str | None) -> list[str]:
     ``found`` is the result of ``advisor.advise``; ``overlong`` is the policy that the user asked for, or None.
     """
     return [
-        *_packer(found), *_window(found), *_budget(found), *_overlong(found, overlong), *_rejected(found),
-        *_alignment(found), *_shape(found), *_batches(found), *_balance(found), *_meshes(found), *_last_step(found),
-        *_steps(found),
+        *_packer(found), *_window(found), *_budget(found), *_overlong(found, overlong), *_unfit(found, overlong),
+        *_rejected(found), *_bound(found), *_encoder(found), *_alignment(found), *_shape(found), *_batches(found),
+        *_balance(found), *_meshes(found), *_last_step(found), *_steps(found),
     ]  # fmt: skip
 
 
@@ -68,7 +70,8 @@ def _packer(found: Tree) -> list[str]:
     take, others = found["take"], _axis(found, "packer", "packer")
     base = next((row for row in found["settings"] if row["axis"] == "packer" and row["packer"] == take["packer"]), take)
     compared = ", ".join(f"{row['packer']} {row['useful']:.2%}" for row in others[:COMPARED])
-    sentences = [f"With {take['packer']}, the ranks spend {base['useful']:.2%} of their time on real tokens."]
+    work = "real tokens and media" if found["media"] else "real tokens"
+    sentences = [f"With {take['packer']}, the ranks spend {base['useful']:.2%} of their time on {work}."]
     sentences[0] += f" Next best: {compared}." if compared else ""
     better = [row["packer"] for row in others if row["useful"] > base["useful"] + SAID]
     sorting = ", ".join(name for name in better if name not in NEAR_ORDER)
@@ -128,6 +131,39 @@ def _overlong(found: Tree, overlong: str | None) -> list[str]:
         stops = "If broker.yaml does not set `overlong`, a run stops at the first of these samples"
         return [f"{over}. `overlong: truncate` {lost}, `overlong: split` loses none. {stops}."]
     return [f"{over}. `overlong: {overlong}` {lost}."]
+
+
+def _unfit(found: Tree, overlong: str | None) -> list[str]:
+    """Describe the samples whose media alone exceed the limits of a pack; empty for no such samples."""
+    if not found["take"]["unfit"]:
+        return []
+    over = f"{found['take']['unfit']:,} of {found['lengths']['samples']:,} samples have media that exceed `limits`"
+    if overlong is None:
+        return [
+            f"{over}. If broker.yaml does not set `overlong`, a run stops at the first. Any other policy drops them."
+        ]
+    return [f"{over}. `overlong: {overlong}` drops them."]
+
+
+def _bound(found: Tree) -> list[str]:
+    """Advise on limits of media that fill most packs, so that tokens leave room; empty if tokens fill most packs."""
+    take = found["take"]
+    for axis in ("patches", "items"):
+        share = take["bound_by"].get(axis, 0.0)
+        if share > MOST and take["waste"]["pack_tail"] > SAID:
+            room = f"{axis.capitalize()} fill most packs ({share:.0%}), and {take['waste']['pack_tail']:.2%} of the"
+            return [f"{room} capacity has no tokens. Raise `limits.{axis}` or lower `budget`."]
+    return []
+
+
+def _encoder(found: Tree) -> list[str]:
+    """Advise to balance the cost of media, if ranks differ in patches and the rules give patches no cost."""
+    take = found["take"]
+    balance = take["rules"].get("balance", {})
+    if balance.get("patches") or balance.get("items") or take["patches_max_over_mean"] < UNEVEN:
+        return []
+    ratio = f"The most patches of a rank are {take['patches_max_over_mean']:.2f} times the mean"
+    return [f"{ratio}, because media cost nothing. Set `balance: {{patches: [a, b]}}` for equal work in the encoder."]
 
 
 def _rejected(found: Tree) -> list[str]:
@@ -225,7 +261,8 @@ def _balance(found: Tree) -> list[str]:
         return [f"{said}, which is balanced."]
     if take["step_samples"]:
         return [f"{said}. Larger batches lower the imbalance."]
-    joint = "" if take["packer"] == "joint" else ", and so does `balance: joint`, which forms packs of equal cost"
+    no_joint = take["packer"] == "joint" or found["media"] is not None  # which do not go together yet
+    joint = "" if no_joint else ", and so does `balance: joint`, which forms packs of equal cost"
     return [f"{said}. More packs per step lower the imbalance{joint}."]
 
 

@@ -17,8 +17,9 @@ import msgspec
 import numpy as np
 
 from streampack.core.model.capacity import needed_tokens
-from streampack.core.model.rules import PACKER_KEYS, Rules
+from streampack.core.model.rules import PACKER_KEYS, MediaLimits, Rules
 from streampack.errors import SampleError, UserError
+from streampack_services.amounts import media_text
 from streampack_services.broker.arena import SLACK
 from streampack_services.forecast.forecast import (
     Forecast,
@@ -31,6 +32,7 @@ from streampack_services.forecast.forecast import (
     with_packer,
 )
 from streampack_services.forecast.lengths import Workload, samples_text
+from streampack_services.forecast.media_sizes import BYTES, ITEMS, PATCHES, unfit
 from streampack_services.plan.grid import PlanOptions, Setting, base_of, fitting, grid
 
 Tree = dict[str, Any]
@@ -57,7 +59,7 @@ def advise(workload: Workload, options: PlanOptions, say: Callable[[str], None] 
     """
     forecaster = _Forecaster(workload, options, say)
     if options.overlong == "error":
-        _refuse_overlong(workload, options.budgets[0])
+        _refuse_overlong(workload, options.budgets[0], options.rules.limits)
     notes = _steps_notes(options, workload)
     if not options.keep_budget:
         options = _with_budget(options, forecaster)
@@ -73,7 +75,7 @@ def advise(workload: Workload, options: PlanOptions, say: Callable[[str], None] 
     found["notes"] = [*found["notes"], *notes]
     found["settings"] = [_row(setting, result) for setting, result in rows]
     kept = forecaster.rules(take)
-    memory = int(_held_tokens(kept, workload) * kept.token_bytes * SLACK * WAITING)
+    memory = int(_held_tokens(kept, workload) * _token_bytes(kept, workload) * SLACK * WAITING)
     found["take"] = _row(take, taken) | {"rules": _keys(options, take, kept), "memory_bytes": memory}
     found["precision"] = options.precision
     return found
@@ -105,11 +107,19 @@ def _held_tokens(rules: Rules, workload: Workload) -> int:
     return max(needed, int(3 * rules.batch.samples * np.minimum(workload.lengths, rules.budget).mean()))
 
 
+def _token_bytes(rules: Rules, workload: Workload) -> float:
+    """Return the mean bytes of a token with its fields, and with the media of its sample."""
+    media, tokens = workload.media, int(workload.lengths.sum())
+    return rules.token_bytes + (0.0 if media is None else int(media[:, BYTES].sum()) / max(tokens, 1))
+
+
 def _keys(options: PlanOptions, take: Setting, rules: Rules) -> Tree:
     """Return a setting's ``rules`` as written in broker.yaml, without defaults, derived keys and sample policies."""
     tree: Tree = {"packer": rules.packer, "budget": rules.budget}
     tree |= {} if options.batched else {"window": {"samples": rules.window}}
     tree |= {key: value for key in PACKER_KEYS if (value := getattr(rules, key)) is not None}
+    if rules.limits is not None:
+        tree["limits"] = {key: value for key, value in msgspec.to_builtins(rules.limits).items() if value is not None}
     tree["step"] = options.step if options.batched else {"packs": take.step_packs}
     balance = msgspec.to_builtins(rules.balance)
     if take.packer == "joint":
@@ -175,10 +185,18 @@ class _Forecaster:
         return self._formed[formed]
 
 
-def _refuse_overlong(workload: Workload, budget: int) -> None:
-    """Raise SampleError if a sample has more tokens than ``budget``."""
+def _refuse_overlong(workload: Workload, budget: int, limits: MediaLimits | None) -> None:
+    """Raise SampleError if a sample has more tokens than ``budget``, or media over the ``limits`` of a pack."""
     for stream in workload.streams:
         for partition, lengths in enumerate(stream.partitions):
+            sizes = stream.media[partition] if stream.media is not None and limits is not None else None
+            if sizes is not None and limits is not None and (wrong := unfit(lengths, sizes, limits)).any():
+                at = int(np.argmax(wrong))
+                raise SampleError(
+                    f"{workload.what}: got {media_text(int(sizes[at, ITEMS]), int(sizes[at, PATCHES]))} in sample "
+                    f"{partition + at * len(stream.partitions)} of stream {stream.name}, expected at most the limits "
+                    f"of a pack. Raise `limits` in broker.yaml, or pass --overlong drop."
+                )
             over = lengths > budget
             if over.any():
                 at = int(np.argmax(over))
@@ -247,13 +265,14 @@ def _row(setting: Setting, made: Forecast | str) -> Tree:
 
 
 def _about(workload: Workload) -> Tree:
-    """Return counts and percentiles of the lengths that were read, as a tree for JSON."""
+    """Return counts and percentiles of the lengths and media that were read, as a tree for JSON."""
     lengths = workload.lengths
     p50, p99 = np.percentile(lengths, (50, 99)).astype(int).tolist()
     return {
         "what": workload.what,
         "lengths": {"samples": len(lengths), "tokens": int(lengths.sum()), "mean": float(lengths.mean()), "p50": p50,
                     "p99": p99, "max": int(lengths.max())},
+        "media": _media_tree(workload),
         "whole": workload.whole,
         "rejected": workload.rejected,
         "streams": [
@@ -261,4 +280,22 @@ def _about(workload: Workload) -> Tree:
             for each in workload.streams
         ],
         "notes": workload.notes,
+    }  # fmt: skip
+
+
+def _media_tree(workload: Workload) -> Tree | None:
+    """Return counts of the media of the samples that were read, and percentiles of patches; None without media.
+
+    The percentiles are those of samples with media.
+    """
+    media = workload.media
+    if media is None:
+        return None
+    some = media[media[:, ITEMS] > 0]
+    patches = some[:, PATCHES] if len(some) else np.zeros(1, np.int64)
+    p50, p99 = np.percentile(patches, (50, 99)).astype(int).tolist()
+    return {
+        "samples": len(some), "items": int(some[:, ITEMS].sum()), "bytes": int(some[:, BYTES].sum()),
+        "patches": {"total": int(patches.sum()), "mean": float(patches.mean()), "p50": p50, "p99": p99,
+                    "max": int(patches.max())},
     }  # fmt: skip

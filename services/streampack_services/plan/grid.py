@@ -91,9 +91,14 @@ def default_windows(window: int) -> tuple[int, ...]:
     return (window, *(each for each in (256, 1024, 4096) if each != window))
 
 
-def default_packers(packer: str, *, batched: bool) -> tuple[str, ...]:
-    """Return ``packer``, then all others except ``none``; except ``joint``, too, if steps are batches."""
-    without = ("none", "joint") if batched else ("none",)
+def default_packers(packer: str, rules: Rules) -> tuple[str, ...]:
+    """Return ``packer``, then all others that go together with ``rules``, except ``none``.
+
+    Batches and media exclude ``joint``. Only ``exact_fill`` keeps limits of media.
+    """
+    if rules.limits is not None:
+        return (packer,)
+    without = ("none", "joint") if rules.batch is not None or rules.media_fields else ("none",)
     return (packer, *(each for each in PACKERS if each not in (packer, *without)))
 
 

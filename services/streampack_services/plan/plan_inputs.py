@@ -16,7 +16,8 @@ import msgspec
 from rich.console import Console
 
 from streampack.config.config_files import read_either
-from streampack.config.daemon_settings import BrokerConfig, ProducerConfig
+from streampack.config.daemon_settings import BrokerConfig, ProducerConfig, ProducerStream
+from streampack.core.model.fields import LOSS_MASK
 from streampack.core.model.rules import Rules
 from streampack.errors import UserError
 from streampack.sources import Source
@@ -58,7 +59,7 @@ def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
     base = base_of_broker(broker, given.feed) if broker is not None else PlanBase(Rules(), given=False)
     if what is None and producer is not None:
         options = options_of(given, base)
-        return _noted(_of_producer(given, producer, base), base), options
+        return _of_producer(given, producer, base), options
     if what is None:
         raise UserError(
             "There are no lengths to plan for. Pass a file of lengths, a broker's address, a state_dir or -c "
@@ -68,11 +69,13 @@ def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
         raise UserError(f"Got both {what} and a producer.yaml to read lengths from. Pass only one of them.")
     run = _run(what, given.feed, given.timeout_s)
     if run is None:
-        options = options_of(given, base)
+        options = options_of(given, base.without_media())
         return _noted(_of_file(given, what), base), options
     if broker is None:
         base = base_of_run(run, other_mesh=bool(given.meshes))
-    return _noted(_of_run(run, given.samples or TO_PACK), base), options_of(given, base)
+    if run.media_sizes is None or not base.has_media:
+        return _noted(_of_run(run, given.samples or TO_PACK), base), options_of(given, base.without_media())
+    return _of_run(run, given.samples or TO_PACK, media=True), options_of(given, base)
 
 
 def run_of(what: str | None, feed: str | None, timeout_s: float) -> Served:
@@ -115,25 +118,40 @@ def progress_line() -> Iterator[Callable[[str], None]]:
 
 
 def _noted(workload: Workload, base: PlanBase) -> Workload:
-    """Return ``workload`` with a note if its samples have media, which the forecast does not know."""
+    """Return ``workload`` with a note if its samples have media, whose sizes are not known."""
     if not base.has_media:
         return workload
-    note = "the forecast counts tokens only: it knows neither the limits nor the cost of media"
+    note = (
+        "the forecast counts tokens only: it knows neither the limits nor the cost of media. To forecast them, pass a "
+        "state_dir or -c producer.yaml"
+    )
     return replace(workload, notes=[*workload.notes, note])
 
 
 def _of_producer(given: PlanInputs, producer: ProducerConfig, base: PlanBase) -> Workload:
-    """Read and tokenize samples of the streams in producer.yaml; return their lengths."""
+    """Read and tokenize samples of the streams in producer.yaml; return their lengths, and the sizes of their media."""
     import_from_here()
+    declared = base.rules.media_fields
     names = [stream.name for stream in base.rules.streams if stream.name in producer.streams] or list(producer.streams)
-    streams = {name: producer.streams[name] for name in names}
+    streams, unread = dict[str, ProducerStream](), set[str]()
+    for name in names:
+        fields = producer.streams[name].fields
+        mine = {each: key for each, key in fields.items() if each in {field.name for field in declared}}
+        unread |= set(fields) - set(mine) - {LOSS_MASK}
+        streams[name] = msgspec.structs.replace(producer.streams[name], fields=mine)
     sources: Mapping[str, Source] = open_sources(msgspec.structs.replace(producer, streams=streams))
     known = {stream.name: stream.partitions for stream in base.rules.streams}
     partitions = {name: known.get(name, PARTITIONS) for name in names}
     what = ", ".join(names)
     if len(names) > 1 and not base.given:
         what += " (equal weights; pass -c broker.yaml for others)"
-    return _with_total(sampling.sample(what, sources, partitions, given.samples or TO_TOKENIZE, base.rules.seed), given)
+    found = sampling.sample(what, sources, partitions, given.samples or TO_TOKENIZE, base.rules.seed, declared)
+    if unread and not base.given:
+        note = (
+            f"the forecast counts tokens only: to read media in {', '.join(sorted(unread))}, pass -c broker.yaml, too"
+        )
+        found = replace(found, notes=[*found.notes, note])
+    return _with_total(found, given)
 
 
 def _of_file(given: PlanInputs, what: str) -> Workload:
@@ -150,8 +168,11 @@ def _of_file(given: PlanInputs, what: str) -> Workload:
     )
 
 
-def _of_run(run: Served, most: int) -> Workload:
-    """Return at most ``most`` lengths of a run's samples, taken in stretches over the whole run."""
+def _of_run(run: Served, most: int, *, media: bool = False) -> Workload:
+    """Return at most ``most`` lengths of a run's samples, taken in stretches over the whole run.
+
+    ``media``: with the sizes of their media.
+    """
     lengths = stretches(run.lengths, most)
     whole = run.ended and len(lengths) == run.samples
     every = counted(run.lengths) if len(run.lengths) == run.samples and not whole and run.ended else None
@@ -164,7 +185,8 @@ def _of_run(run: Served, most: int) -> Workload:
         notes.append(sentence[0].lower() + sentence[1:-1])
     if run.shared_tokens:
         notes.append("the forecast counts shared tokens for each sample that has them")
-    return Workload(run.what, (StreamLengths("data", (lengths,), (whole,), total, every=every),), notes)
+    sizes = (stretches(run.media_sizes, most),) if media and run.media_sizes is not None else None
+    return Workload(run.what, (StreamLengths("data", (lengths,), (whole,), total, every=every, media=sizes),), notes)
 
 
 def _with_total(workload: Workload, given: PlanInputs) -> Workload:
@@ -177,7 +199,7 @@ def _with_total(workload: Workload, given: PlanInputs) -> Workload:
     if stream.whole or given.total < stream.num_samples:
         raise UserError(f"--total is {given.total:,} samples, but {stream.num_samples:,} samples were read"
                         f"{', the whole stream' if stream.whole else ''}. Leave --total out.")  # fmt: skip
-    known = StreamLengths(stream.name, stream.partitions, stream.ended, float(given.total))
+    known = StreamLengths(stream.name, stream.partitions, stream.ended, float(given.total), media=stream.media)
     return replace(workload, streams=(known,))
 
 

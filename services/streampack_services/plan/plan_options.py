@@ -5,7 +5,7 @@ An argument comes first, then broker.yaml or the run, then a default around the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -17,7 +17,7 @@ from streampack.core.model.rules import Align, Balance, Batch, Overlong, Rules
 from streampack.core.model.shapes import Shape, Sizes
 from streampack.core.packers import PACKERS
 from streampack.errors import UserError
-from streampack_services.forecast.forecast import rules_of_lengths, with_packer
+from streampack_services.forecast.forecast import rules_of_lengths, rules_of_sizes, with_packer
 from streampack_services.forecast.rank_loads import PlanMesh
 from streampack_services.forecast.run_lengths import Served
 from streampack_services.plan.grid import DERIVED, JOINT, PlanOptions, default_budgets, default_packers, default_windows
@@ -50,7 +50,7 @@ class PlanBase:
 
     ``align``: a run's fixed multiples of tokens, or the settings from which a mesh's multiples are derived.
     ``batch_samples``: mean samples per batch of a run whose batches end at marks. ``given``: False for defaults.
-    ``has_media``: samples have media, which ``rules`` do not know.
+    ``has_media``: samples have media. ``rules`` do not know of media after ``without_media``.
     """
 
     rules: Rules
@@ -63,18 +63,22 @@ class PlanBase:
     given: bool = True
     has_media: bool = False
 
+    def without_media(self) -> PlanBase:
+        """Return the settings for lengths without sizes of media."""
+        return replace(self, rules=rules_of_lengths(self.rules))
+
 
 def base_of_broker(broker: BrokerConfig, feed: str | None) -> PlanBase:
     """Return the base settings of a feed in broker.yaml. Raises UserError if it has no such feed."""
     name = next(iter(broker.feeds)) if feed is None else feed
     if name not in broker.feeds:
         raise UserError(f"got feed {name!r}, expected one of: {', '.join(broker.feeds)}")
-    rules, settings = rules_of_lengths(broker.plan(name)), broker.rules_of(name)
+    rules, settings = rules_of_sizes(broker.plan(name)), broker.rules_of(name)
     joint = msgspec.structs.replace(_joint_of(rules), group=settings.balance.group)
     mesh = PlanMesh(**msgspec.structs.asdict(broker.planned_mesh))
     return PlanBase(
         rules, settings.align or DERIVED, broker.precision, joint, mesh, broker.feeds[name].cp_layout,
-        has_media=bool(broker.plan(name).media_fields),
+        has_media=bool(rules.media_fields),
     )  # fmt: skip
 
 
@@ -83,7 +87,7 @@ def base_of_run(run: Served, *, other_mesh: bool) -> PlanBase:
 
     With ``other_mesh``, leave out the run's alignment, joint balance and mesh.
     """
-    mesh, rules = run.mesh, rules_of_lengths(run.rules)
+    mesh, rules = run.mesh, rules_of_sizes(run.rules)
     batch = rules.batch
     mean = max(round(run.samples / run.steps), 1) if batch is not None and batch.samples is None else None
     media = bool(run.rules.media_fields)
@@ -114,7 +118,7 @@ def options_of(given: PlanInputs, base: PlanBase) -> PlanOptions:
     names = _words(given.packer)
     for name in names:
         _must_be_known("--packer", name, tuple(PACKERS))
-    packers = names if len(names) > 1 else default_packers(names[0] if names else packer, batched=bool(step))
+    packers = names if len(names) > 1 else default_packers(names[0] if names else packer, rules)
     overlong = given.overlong if given.overlong is not None else _overlong_of(rules)
     _must_be_known("--overlong", overlong, get_args(Overlong))
     _must_be_known("--precision", given.precision, get_args(Precision))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from streampack_services.amounts import media_text
 from streampack_services.forecast.lengths import samples_text
 from streampack_services.plan.charts import is_taken, setting_name
 
@@ -18,6 +20,8 @@ def show_plan(found: Tree) -> None:
     """Print the result of ``advisor.advise``, with the ``why`` and ``broker_yaml`` of ``advice``."""
     console = new_console()
     console.print(Text.assemble((str(found["what"]), "bold"), f"  {lengths_text(found['lengths'])}"), soft_wrap=True)
+    if found["media"] is not None:
+        console.print(media_line(found["media"]), soft_wrap=True)
     for stream in found["streams"]:
         console.print(_read_text(stream, alone=len(found["streams"]) == 1))
     for note in found["notes"]:
@@ -62,6 +66,15 @@ def lengths_text(lengths: Tree) -> str:
     )
 
 
+def media_line(media: Tree) -> str:
+    """Return ``media: 90 media items with 800 patches in 60 samples; patches of these: mean 13, median 9, ...``."""
+    patches = media["patches"]
+    return (
+        f"media: {media_text(media['items'], patches['total'])} in {samples_text(media['samples'])}; patches of these: "
+        f"mean {patches['mean']:.0f}, median {patches['p50']:,}, p99 {patches['p99']:,}, most {patches['max']:,}"
+    )
+
+
 def _read_text(stream: Tree, *, alone: bool) -> str:
     """Describe how much of a pass was read from a stream; ``alone``: without the stream's name."""
     name = "" if alone else f"{stream['stream']}: "
@@ -84,8 +97,12 @@ WASTE = {
 """By column: the cause of padding in a forecast, and its meaning."""
 NAME = 20
 """Least width of a setting's name, in characters."""
-LEAST = ("attention", "align", "utilization", "cut", "micro", "empty")
+LEAST = ("attention", "by tokens", "align", "utilization", "cut", "micro", "empty")
 """Columns to leave out on a narrow terminal, the first one first."""
+
+
+_BY = re.compile("by ").match
+"""Finds the columns of ``bound_by``."""
 
 
 def _columns(rows: list[Tree]) -> dict[str, list[str]]:
@@ -95,8 +112,12 @@ def _columns(rows: list[Tree]) -> dict[str, list[str]]:
     losses["cut"] = [row["lost_share"] for row in rows]
     percents |= {name: values for name, values in losses.items() if max(values) > 0.5e-4}
     found = {name: [f"{value:.2%}" for value in values] for name, values in percents.items()}
-    for name, key in (("imbalance", "cost"), ("attention", "attention")):
+    ratios = [("imbalance", "cost"), ("attention", "attention")]
+    for name, key in [*ratios, ("patches", "patches")] if rows[0]["bound_by"] else ratios:
         found[name] = [f"{row[f'{key}_max_over_mean']:.3f}" for row in rows]
+    axes = [axis for axis in rows[0]["bound_by"] if any(row["bound_by"][axis] for row in rows)]
+    for axis in axes if len(rows[0]["bound_by"]) > 1 else ():
+        found[f"by {axis}"] = [f"{row['bound_by'][axis]:.0%}" for row in rows]
     if rows[0]["step_samples"]:
         found["micro"] = [_range(row["micro_batches_low"], row["micro_batches_high"]) for row in rows]
     return found
@@ -143,12 +164,15 @@ def _legend(found: Tree) -> str:
     """Explain the columns of the table, one line each."""
     shown = _columns([row for row in found["settings"] if row["axis"] != "base" and not row["refused"]])
     causes = "; ".join(f"{name} ({what})" for name, (_, what) in WASTE.items() if name in shown)
-    useful = "share of the ranks' time that is spent on real tokens, computed with the rules' sample costs"
+    work = "real tokens" if found["media"] is None else "real tokens and media"
+    useful = f"share of the ranks' time that is spent on {work}, computed with the rules' sample costs"
     parts = [
         f"useful: {useful}; the rest is padding and waiting",
         "utilization: real tokens / capacity" + (f"; the rest is padding: {causes}" if causes else ""),
         *(["cut: tokens over the budget, as a share of all tokens"] if "cut" in shown else []),
         "imbalance: max / mean cost of the ranks in a micro-batch; attention: the same for costs of length squared",
+        *(["patches: max / mean patches of the ranks in a micro-batch"] if "patches" in shown else []),
+        *(["by AXIS: packs in which the axis is fullest, compared with its limit"] if any(map(_BY, shown)) else []),
         *(["micro: micro-batches per rank and step"] if "micro" in shown else []),
     ]
     return "\n".join([*parts, "*: recommended"])

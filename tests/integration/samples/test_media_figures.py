@@ -66,7 +66,11 @@ def test_commands_say_what_media_a_run_has() -> None:
         report = json.loads(command("report", state, "--json").stdout)
         assert report["media"] == media
         assert f"Media: {items} media items with {patches} patches." in command("report", state).stdout
-        assert "neither the limits nor the cost of media" in " ".join(command("plan", state).stdout.split())
+        planned = json.loads(command("plan", state, "--json").stdout)
+        assert (planned["media"]["items"], planned["media"]["patches"]["total"]) == (items, patches)
+        packs = sum(media["bound_by"].values())
+        shares = {axis: count / packs for axis, count in media["bound_by"].items()}
+        assert planned["settings"][0]["bound_by"] == pytest.approx(shares), "of one stream, whose order is known"
         assert json.loads(command("ledger", "verify", "--state-dir", state, "--json").stdout)["good"]
         found = json.loads(command("why", "--state-dir", state, "--sample", "chats:0", "--json").stdout)["places"][0]
         assert (found["items"], found["patches"]) == (2, 8)

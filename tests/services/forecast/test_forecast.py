@@ -14,6 +14,7 @@ from streampack_services.forecast.lengths import StreamLengths, Workload, of_len
 from streampack import pack_lengths
 from streampack.core.deal.step_cache import KeptSteps
 from streampack.core.form.form_stats import FormedFigures
+from streampack.core.model.fields import Field
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Balance, Batch, Overlong, Rules, StreamRules, Warmup
 from streampack.core.model.samples import I64
@@ -273,3 +274,61 @@ def test_balance_by_cost_shows_in_the_forecast() -> None:
     in_order = predicted(lengths, msgspec.structs.replace(rules, balance=Balance("none", a=0, b=1)), dp=8)
     assert 1 < dealt.cost_max_over_mean < in_order.cost_max_over_mean
     assert dealt.useful > in_order.useful
+
+
+# Media
+
+PIXELS = Field(name="pixels", dtype="uint8", axis="patch")
+
+
+def sizes_of(patches: list[list[int]]) -> I64:
+    """The sizes of media whose items have these patches, [samples][items]; a byte for each patch."""
+    return np.array([[len(each), sum(each), sum(p * p for p in each), sum(each)] for each in patches], np.int64)
+
+
+def with_media(lengths: I64, sizes: I64, rules: Rules, total: int | None = None, dp: int = 2) -> Forecast:
+    stream = StreamLengths("a", (lengths,), (total is None,), float(total or len(lengths)), media=(sizes,))
+    workload = Workload("some", (stream,))
+    rules = planned_rules(rules, workload, "drop")
+    return forecast(workload, order_of(workload, rules), rules, dp)
+
+
+def test_media_have_the_figures_that_a_hand_gets() -> None:
+    balance = {"a": 1, "b": 0, "patches": [10, 1], "items": 5}
+    rules = rules_of(8, 2, balance=balance, media_fields=(PIXELS,))
+    got = with_media(np.array([4, 4, 2, 2]), sizes_of([[3], [], [1, 2], []]), rules)
+    first, second = 8 + (30 + 9 + 5), 4 + (10 + 1 + 5) + (20 + 4 + 5)
+    assert got.cost_max_over_mean == pytest.approx(first / ((first + second) / 2))
+    assert got.attention_max_over_mean == 1.0, "of tokens alone"
+    assert got.patches_max_over_mean == 1.0
+    assert got.useful == pytest.approx((first + second) / (2 * (second + 4))), "four tokens of padding cost something"
+    assert (got.bound_by, got.most_patches, got.most_items) == ({"tokens": 1.0}, 3, 2)
+
+
+def test_packs_end_at_the_limit_that_binds() -> None:
+    rules = rules_of(8, 1, "exact_fill", media_fields=(PIXELS,), limits={"patches": 4, "items": 2})
+    lengths, patches = np.array([4, 4, 4, 4, 8, 2, 2]), [[4], [4], [1], [1], [], [1, 1], []]
+    got = with_media(lengths, sizes_of(patches), rules, dp=1)
+    assert got.packs == 5, "4 and 4 patches in two packs; the two others together; 8 tokens; two items and none"
+    assert got.bound_by == {"tokens": 0.4, "patches": 0.4, "items": 0.2}
+    assert (got.most_patches, got.most_items, got.unfit) == (4, 2, 0)
+    got = with_media(np.array([4, 4]), sizes_of([[5], [1, 1, 1]]), rules_of(8, 1, media_fields=(PIXELS,)), dp=1)
+    assert (got.packs, got.unfit) == (1, 0), "without limits"
+    with pytest.raises(UserError):
+        with_media(np.array([4, 4]), sizes_of([[5], [1, 1, 1]]), rules, dp=1)
+
+
+@pytest.mark.parametrize("limit", [130, 150, 1000])
+def test_a_part_of_a_pass_forecasts_packs_that_patches_fill(limit: int) -> None:
+    """Samples with many patches wait in the window. The first steps have fewer of them, and are no measure."""
+    draws = np.random.default_rng(1)
+    lengths = np.clip(draws.lognormal(4.3, 1.0, 8000), 1, 500).astype(np.int64)
+    sizes = sizes_of([draws.integers(1, 31, number % 5).tolist() for number in range(8000)])
+    rules = rules_of(512, 4, "exact_fill", window=1024, media_fields=(PIXELS,), limits={"patches": limit})
+    whole, part = with_media(lengths, sizes, rules), with_media(lengths[:3000], sizes[:3000], rules, 8000)
+    assert whole.steps is not None
+    assert part.steps_low is not None
+    assert part.steps_high is not None
+    assert part.steps_low <= whole.steps <= part.steps_high
+    assert part.filled == pytest.approx(whole.filled, abs=0.03)
+    assert part.bound_by == pytest.approx(whole.bound_by, abs=0.08)

@@ -1,0 +1,223 @@
+"""``streampack plan`` of samples with media: its predictions beside what a real broker does, and its advice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import streampack
+from streampack.sources import SourceSettings, open_source
+from tests.integration.running import (
+    RunningBroker,
+    in_process,
+    producing_here,
+    running,
+    running_broker,
+    the_error,
+    until,
+    write,
+    write_jsonl,
+)
+
+SAMPLES = 240
+RULES: dict[str, Any] = {
+    "budget": 512, "window": {"samples": 64}, "step": {"packs": 4}, "overlong": "drop",
+    "limits": {"patches": 130, "items": 8}, "balance": {"a": 100, "b": 1, "patches": [900, 7], "items": 50},
+}  # fmt: skip
+FIELDS = {
+    "image_grid_thw": {"dtype": "int32", "axis": "item", "shape": [3]},
+    "pixel_values": {"dtype": "reference", "axis": "item"},
+}
+
+
+def rows(seed: int, count: int) -> list[dict[str, Any]]:
+    """Samples of up to 700 tokens with up to four images; some exceed a limit alone, and one has no sizes."""
+    draws = np.random.default_rng(seed)
+    found = []
+    for number, length in enumerate(np.clip(draws.lognormal(4.3, 1.0, count), 1, 700).astype(int).tolist()):
+        patches = [200] if number % 11 == 7 else draws.integers(1, 31, number % 5).tolist()
+        row: dict[str, Any] = {"input_ids": [1] * length}
+        if patches:
+            row |= {"patches": patches, "images": [f"{number}-{i}.png" for i in range(len(patches))]}
+            row |= {"image_grid_thw": [[1, 1, each] for each in patches]}
+        found.append(row)
+    found[count // 2 + 1].pop("image_grid_thw")
+    return found
+
+
+def ask(*arguments: str | Path) -> dict[str, Any]:
+    """What a command says as JSON."""
+    result = in_process(*arguments, "--json")
+    assert result.returncode == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def make_files(folder: Path, **rules: Any) -> Path:
+    """broker.yaml, producer.yaml and the data of two streams, three files each."""
+    streams = {"chats": {"weight": 0.6, "partitions": 3}, "captions": {"weight": 0.4, "partitions": 2}}
+    for at, name in enumerate(streams):
+        for number in range(3):
+            write_jsonl(folder / f"{name}-{number}.jsonl", rows(3 * at + number, SAMPLES // 6))
+    sources = {
+        name: {"source": "jsonl", "shards": str(folder / f"{name}-*.jsonl"), "fields": {"pixel_values": "images"}}
+        for name in streams
+    }
+    write(folder / "producer.yaml", {"streams": sources})
+    broker = {
+        "run": "planned", "rules": RULES | {"poison": "drop"} | rules, "planned_mesh": {"dp": 2}, "streams": streams,
+        "fields": FIELDS, "state_dir": str(folder / "state"),
+    }  # fmt: skip
+    write(folder / "broker.yaml", broker)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_files(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def served(files: Path) -> Iterator[RunningBroker]:
+    """A broker whose two ranks have read all of one pass."""
+    with running_broker(json.loads((files / "broker.yaml").read_text())) as broker:
+        tree = json.loads((files / "producer.yaml").read_text())
+        config = write(files / "real.yaml", {**tree, "broker": broker.producers, "processes": 2})
+        with running("producer", "produce", "-c", config):
+            ranks = [{"dp": 2, "dp_rank": dp} for dp in range(2)]
+            clients = [streampack.connect(broker.trainers, mesh=mesh, format="numpy") for mesh in ranks]
+            broker.num_steps = sum(1 for _ in zip(*(client.steps() for client in clients), strict=True))
+            for client in clients:
+                client.close()
+        until(lambda: broker.feed()["state"] == "ended" and broker.feed()["steps"]["returned"] == broker.num_steps)
+        yield broker
+
+
+def shares(media: dict[str, Any]) -> dict[str, float]:
+    """The shares of packs that each axis fills, of the counts in a status or a report."""
+    packs = media["bound_by"]
+    return {axis: count / sum(packs.values()) for axis, count in packs.items()}
+
+
+def test_the_steps_predicted_from_the_sources_are_those_of_a_real_broker(files: Path, served: RunningBroker) -> None:
+    found, feed = ask("plan", "-c", files / "producer.yaml", "-c", files / "broker.yaml"), served.feed()
+    base, totals, media = found["settings"][0], feed["totals"], feed["media"]
+    assert found["whole"]
+    assert (base["steps"], base["steps_low"], base["steps_high"]) == (served.num_steps,) * 3
+    assert base["packs"] == totals["packs"] - totals["empty_packs"]
+    slots = totals["packs"] * RULES["budget"]
+    assert base["waste"] == pytest.approx({cause: tokens / slots for cause, tokens in feed["waste_tokens"].items()})
+    for name in ("utilization", "bin_balance", "cost_max_over_mean", "step_cost_max_over_mean"):
+        assert base[name] == pytest.approx(feed["figures"][name]), name
+    assert base["bound_by"] == pytest.approx(shares(media))
+    assert min(base["bound_by"].values()) > 0, "each axis fills some pack"
+    assert (base["most_patches"], base["most_items"]) == (media["most_patches"], media["most_items"])
+    assert base["unfit"] > 0
+    assert base["overlong"] > 0
+    assert found["rejected"] == 6, "one in each file"
+    report = ask("report", files / "state")
+    assert base["bound_by"] == pytest.approx(shares(report["media"]))
+    assert base["filled"] * totals["packs"] == pytest.approx(
+        report["run"]["utilization"] * (totals["packs"] - totals["empty_packs"])
+    )
+
+
+def test_a_log_gives_the_media_of_a_run_back(files: Path, served: RunningBroker) -> None:
+    media = served.feed()["media"]
+    for arguments in ((), ("-c", files / "broker.yaml")):
+        found = ask("plan", files / "state", *arguments)
+        base = found["settings"][0]
+        assert found["media"]["items"] == media["items"]
+        assert found["media"]["patches"]["total"] == media["patches"]
+        assert found["media"]["bytes"] == media["bytes"]
+        assert base["unfit"] == 0, "the run has dropped these"
+        assert abs(base["steps"] - served.num_steps) <= 1, "streams are mixed nearly as they were"
+        assert base["bound_by"] == pytest.approx(shares(media), abs=0.1)
+    by_status = ask("plan", served.http)
+    assert by_status["media"] is None
+    assert "neither the limits nor the cost of media" in by_status["notes"][-1], "a status has no sizes of samples"
+
+
+def test_costs_of_a_log_are_those_of_other_factors_too(files: Path, served: RunningBroker, tmp_path: Path) -> None:
+    """The squares of patches follow from the recorded cost, so another broker.yaml may have other factors."""
+    other = json.loads((files / "broker.yaml").read_text())
+    other["rules"]["balance"] = {"a": 1, "b": 0, "patches": [0, 3]}
+    write(tmp_path / "broker.yaml", other)
+    by_log = ask("plan", files / "state", "-c", tmp_path / "broker.yaml")["settings"][0]
+    by_files = ask("plan", "-c", files / "producer.yaml", "-c", tmp_path / "broker.yaml")["settings"][0]
+    assert by_log["cost_max_over_mean"] == pytest.approx(by_files["cost_max_over_mean"], rel=0.1)
+
+
+def test_patches_that_fill_most_packs_are_said_with_what_to_do(tmp_path: Path) -> None:
+    make_files(tmp_path, limits={"patches": 45}, balance={"hidden_size": 64})
+    both = ("-c", tmp_path / "producer.yaml", "-c", tmp_path / "broker.yaml")
+    found = ask("plan", *both)
+    take = found["take"]
+    assert take["bound_by"]["patches"] > 0.5
+    assert take["patches_max_over_mean"] > 1.05
+    why = " ".join(found["why"])
+    assert f"Patches fill most packs ({take['bound_by']['patches']:.0%})" in why
+    assert "Raise `limits.patches` or lower `budget`." in why
+    assert "Set `balance: {patches: [a, b]}`" in why
+    assert "`overlong: drop` drops them." in why
+    assert "balance: joint" not in why, "which does not go together with media"
+    assert take["rules"]["limits"] == {"patches": 45}
+    assert "limits: {patches: 45}" in found["broker_yaml"]
+    shown = " ".join(in_process("plan", *both).stdout.split())
+    assert "by tokens by patches" in shown
+    assert f"{found['media']['items']} media items with {found['media']['patches']['total']:,} patches" in shown
+    assert "not possible" not in shown
+
+
+def test_limits_that_bind_rarely_bring_no_advice(tmp_path: Path) -> None:
+    make_files(tmp_path, limits={"patches": 100_000})
+    found = ask("plan", "-c", tmp_path / "producer.yaml", "-c", tmp_path / "broker.yaml")
+    assert found["take"]["bound_by"] == {"tokens": 1.0, "patches": 0.0}
+    assert found["take"]["unfit"] == 0
+    assert not [each for each in found["why"] if "limits" in each or "balance: {patches" in each]
+
+
+def test_media_of_a_part_of_a_source_are_an_estimate(files: Path, served: RunningBroker) -> None:
+    found = ask("plan", "-c", files / "producer.yaml", "-c", files / "broker.yaml", "--samples", "60")
+    base = found["settings"][0]
+    assert not found["whole"]
+    assert 0.7 * served.num_steps < base["steps"] < 1.3 * served.num_steps
+    assert sum(base["bound_by"].values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate", "split"])
+def test_each_policy_for_long_samples_with_media_is_that_of_a_broker(tmp_path: Path, overlong: str) -> None:
+    make_files(tmp_path, overlong=overlong, budget=256)
+    found = ask("plan", "-c", tmp_path / "producer.yaml", "-c", tmp_path / "broker.yaml")
+    base, config = found["settings"][0], json.loads((tmp_path / "broker.yaml").read_text())
+    sources = json.loads((tmp_path / "producer.yaml").read_text())["streams"]
+    with running_broker(config) as broker, producing_here(
+        broker.producers,
+        {name: open_source(msgspec.convert(each, SourceSettings)) for name, each in sources.items()},
+    ), streampack.connect(broker.trainers, format="numpy") as loader:  # fmt: skip
+        steps = [[len(pack["cu_items"]) > 1 for pack in step] for step in loader.steps()]
+        until(lambda: broker.feed()["state"] == "ended")
+        media = broker.feed()["media"]
+    assert base["steps"] == len(steps)
+    assert base["packs"] == sum(map(sum, steps))
+    assert base["bound_by"] == pytest.approx(shares(media))
+
+
+def test_media_over_a_limit_are_an_error_where_they_should_be(files: Path) -> None:
+    both = ("-c", files / "producer.yaml", "-c", files / "broker.yaml", "--budget", "1024")
+    line = the_error(in_process("plan", *both, "--overlong", "error"), 2)
+    assert "expected at most the limits of a pack. Raise `limits` in broker.yaml, or pass --overlong drop." in line
+
+
+def test_without_broker_yaml_only_tokens_are_read(files: Path) -> None:
+    found = ask("plan", "-c", files / "producer.yaml")
+    assert found["media"] is None
+    assert found["notes"][-1] == (
+        "the forecast counts tokens only: to read media in pixel_values, pass -c broker.yaml, too"
+    )
