@@ -10,7 +10,6 @@ same lengths and take its own part, without communication. No tokens move.
 - ``mode="padded"``: dynamic batching (``core.deal.dynamic_batches``).
 
 With ``patches``, samples have media, as in a run: packs keep ``limits``, and the cost of media counts in that of packs.
-``exact_fill`` then fills the packs, which are split and dealt as above.
 
 All given samples are in one step. Split a batch for several updates first.
 """
@@ -206,7 +205,7 @@ def plan_step(
         balance: Method to balance cost over ranks. With ``"level"``, packs are formed for a short critical path: the
             sum, over micro-batches, of the most expensive rank's cost. The others distribute packs as they were formed:
             ``"deal"``, ``"karmarkar_karp"``, or ``"none"`` (in turn). Default: ``"level"``, or ``"deal"`` with a
-            ``packer``, with ``patches``, with dp 1, or with more than 8,192 samples.
+            ``packer``, with dp 1, or with more than 8,192 samples.
         empty: If there are too few samples for all micro-batches: ``"pad"`` adds empty packs, ``"error"`` raises.
         loss_tokens: Integers [n], the loss tokens of each sample. Default: unknown.
         hidden_size: Hidden size h of the model, for the cost 6 * h * s + s * s in place of ``a`` and ``b``.
@@ -246,12 +245,11 @@ def plan_step(
     if hidden_size is not None:
         check_numbers(hidden_size=hidden_size)
     if balance is None:
-        levels = packer is None and patches is None and dp > 1 and len(found) <= MAX_SAMPLES
-        balance = "level" if levels else "deal"
+        balance = "level" if packer is None and dp > 1 and len(found) <= MAX_SAMPLES else "deal"
     _check_names(mode, order, balance, empty)
     media = _media_of(patches, len(found), patch_costs, item_cost, limits)
     if media is not None:
-        _check_media(media, mode, packer, balance)
+        _check_media(media, mode, packer)
     num_loss_tokens = None if loss_tokens is None else _sum_of_loss(integers(loss_tokens), len(found))
     balanced = Balance(hidden_size=hidden_size, a=a, b=b)
     slots = -(-found // align) * align
@@ -285,8 +283,11 @@ def plan_step(
             return split_dearest(formed, work, count(len(formed)))
 
         if balance == "level":
-            fewest = max(-(-int(slots.sum()) // budget), -(-len(found) // cap))
-            packs = balanced_packs(work, slots, Bounds(dp, budget, cap), count(fewest), full)
+            sizes, most = slots[np.newaxis], np.array([budget], np.int64)
+            if media is not None:
+                sizes, most = np.vstack([sizes, media.limited.counts]), np.append(most, media.limited.most)
+            fewest = max(int((-(-sizes.sum(axis=1) // most)).max()), -(-len(found) // cap))
+            packs = balanced_packs(work, sizes, Bounds(dp, most, cap), count(fewest), full)
         else:
             packs = full()
         costs = _sums(packs, work)
@@ -370,11 +371,10 @@ def _media_of(
     return _Media(sums, costs, Limited(limited, np.array(list(most.values()), np.int64)))
 
 
-def _check_media(media: _Media, mode: str, packer: str | None, balance: str) -> None:
+def _check_media(media: _Media, mode: str, packer: str | None) -> None:
     """Raise ConfigError if media do not go together with the other arguments of ``plan_step``."""
-    if mode == "padded" or balance == "level":
-        got = 'mode="padded"' if mode == "padded" else 'balance="level"'
-        raise ConfigError(f"patches: got media with {got}, which do not go together yet. Leave one of them out")
+    if mode == "padded":
+        raise ConfigError('patches: got media with mode="padded", which do not go together yet. Leave one of them out')
     if len(media.limited.most) and packer not in (None, "exact_fill"):
         raise ConfigError(
             f"limits: got limits with packer {packer!r}, expected 'exact_fill', which alone keeps limits for media"

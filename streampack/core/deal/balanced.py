@@ -18,8 +18,9 @@ samples cannot move to make them alike. Here packs are formed by cost:
   when no exchange helps, or after ``LOOKS`` pairs of samples for each sample. In packs by rank no rank's work grows
   beyond that of the costliest rank, so ranks stay as alike as differencing made them.
 
-All values are integers, and ties go to the longer sample, then to the first: packs are a function of the lengths. The
-arguments ``work`` and ``slots`` int64 [n] are each sample's cost and padded tokens; a longer sample never costs less.
+All values are integers, and ties go to the longer sample, then to the first: packs are a function of the samples. The
+argument ``work`` int64 [n] is each sample's cost. ``sizes`` int64 [k, n] are its padded tokens, and what it has of
+other units that a pack has limits for, such as patches.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ MAX_SAMPLES = 2**13
 
 
 class Bounds(NamedTuple):
-    """The number of data-parallel ranks, and the most tokens (``budget``) and samples (``cap``) of a pack."""
+    """The number of data-parallel ranks, and the most of each unit (``most`` int64 [k]) and samples of a pack."""
 
     dp: int
-    budget: int
+    most: I64
     cap: int
 
 
@@ -65,7 +66,7 @@ class BalancedPacks(NamedTuple):
 
 
 def balanced_packs(
-    work: I64, slots: I64, bounds: Bounds, fewest: int, full: Callable[[], list[list[int]]]
+    work: I64, sizes: I64, bounds: Bounds, fewest: int, full: Callable[[], list[list[int]]]
 ) -> list[list[int]]:
     """Return the samples of each pack of a step, with a short critical path.
 
@@ -74,16 +75,16 @@ def balanced_packs(
     critical path is at most that of the full packs. Otherwise the function compares the full packs with packs by cost,
     and levels those with the shorter path.
     """
-    order = np.argsort(-slots, kind="stable")
-    work, slots = work[order], slots[order]
+    order = np.lexsort((-sizes[0], -work))
+    work, sizes = work[order], np.ascontiguousarray(sizes[:, order])
     filled = _filled(full(), order, work, bounds)
-    found = _by_rank(work, slots, bounds, fewest // bounds.dp)
+    found = _by_rank(work, sizes, bounds, fewest // bounds.dp)
     if found is None and filled.rows * bounds.dp > fewest:
-        found = _by_rank(work, slots, bounds, filled.rows)
+        found = _by_rank(work, sizes, bounds, filled.rows)
     if found is None or _path(found, work, bounds) > _path(filled, work, bounds):
-        by_cost = _by_cost(work, slots, bounds, fewest // bounds.dp)
+        by_cost = _by_cost(work, sizes, bounds, fewest // bounds.dp)
         start = min((packs for packs in (by_cost, filled) if packs), key=lambda packs: _path(packs, work, bounds))
-        found = _leveled(start, work, slots, bounds, MOST)
+        found = _leveled(start, work, sizes, bounds, MOST)
     by_sample = np.empty_like(order)
     by_sample[order] = found.where
     packs: list[list[int]] = [[] for _ in range(found.rows * bounds.dp)]
@@ -92,69 +93,69 @@ def balanced_packs(
     return packs
 
 
-# Below, samples are sorted, longest first.
+# Below, samples are sorted, costliest first.
 
 
-def _by_rank(work: I64, slots: I64, bounds: Bounds, rows: int) -> BalancedPacks | None:
+def _by_rank(work: I64, sizes: I64, bounds: Bounds, rows: int) -> BalancedPacks | None:
     """Deal samples to ranks, then to packs; return the leveled packs, or None if a rank's samples do not fit."""
     dp = bounds.dp
     rank_of = dp - 1 - _kernel().difference(work, dp, dp)
     most = int(_sums(rank_of, work, dp).max())
-    found = _within_ranks(rank_of, work, slots, bounds, rows, most)
+    found = _within_ranks(rank_of, work, sizes, bounds, rows, most)
     if len(work) > MAX_TWICE:
         return found
     rank_of = dp - 1 - _kernel().difference(work, dp, 1)
     least = int(_sums(rank_of, work, dp).max())
     if least > most or _sums(rank_of, 1, dp).min() < rows:
         return found
-    other = _within_ranks(rank_of, work, slots, bounds, rows, least)
+    other = _within_ranks(rank_of, work, sizes, bounds, rows, least)
     if found is None or (other is not None and _path(other, work, bounds) < _path(found, work, bounds)):
         return other
     return found
 
 
-def _within_ranks(rank_of: I64, work: I64, slots: I64, bounds: Bounds, rows: int, most: int) -> BalancedPacks | None:
+def _within_ranks(rank_of: I64, work: I64, sizes: I64, bounds: Bounds, rows: int, most: int) -> BalancedPacks | None:
     """Return leveled packs of samples dealt to the ranks ``rank_of``, int64 [n]; None if they do not fit.
 
     Leveling gives no rank more work than ``most``.
     """
-    dp, budget, cap = bounds
-    if len(work) * rows > MAX_PLACED or _sums(rank_of, slots, dp).max() > rows * budget:
+    dp, cap = bounds.dp, bounds.cap
+    if len(work) * rows > MAX_PLACED or not _fit(rank_of, sizes, dp, rows * bounds.most):
         return None
     where, fits = np.empty(0, np.int64), False
     if -(-len(work) // dp) * rows <= MAX_DIFFERENCED:
         where = _kernel().difference_within(work, rank_of, dp, rows)
-        fits = bool(_sums(where, slots, rows * dp).max() <= budget and _sums(where, 1, rows * dp).max() <= cap)
+        fits = _fit(where, sizes, rows * dp, bounds.most) and bool(_sums(where, 1, rows * dp).max() <= cap)
     if not fits:
-        where, fits = _kernel().place(work, slots, rank_of, dp, rows, budget, cap)
-    return _leveled(BalancedPacks(where, rows), work, slots, bounds, most) if fits else None
+        where, fits = _kernel().place(work, sizes, rank_of, dp, rows, bounds.most, cap)
+    return _leveled(BalancedPacks(where, rows), work, sizes, bounds, most) if fits else None
 
 
-def _by_cost(work: I64, slots: I64, bounds: Bounds, rows: int) -> BalancedPacks | None:
+def _by_cost(work: I64, sizes: I64, bounds: Bounds, rows: int) -> BalancedPacks | None:
     """Place samples in all packs by cost, without leveling; None if they do not fit."""
-    dp, budget, cap = bounds
+    dp, most, cap = bounds
     if len(work) * rows * dp > MAX_PLACED:
         return None
-    where, fits = _kernel().place(work, slots, np.full(len(work), -1), dp, rows, budget, cap)
+    where, fits = _kernel().place(work, sizes, np.full(len(work), -1), dp, rows, most, cap)
     return _in_rows(BalancedPacks(where, rows), work, bounds, MOST) if fits else None
 
 
 def _filled(packs: list[list[int]], order: I64, work: I64, bounds: Bounds) -> BalancedPacks:
-    """Return full packs as ``BalancedPacks``; ``order`` int64 [n] sorts the samples, longest first."""
+    """Return full packs as ``BalancedPacks``; ``order`` int64 [n] sorts the samples, costliest first."""
     where = np.empty_like(order)
     for number, pack in enumerate(packs):
         where[pack] = number
     return _in_rows(BalancedPacks(where[order], len(packs) // bounds.dp), work, bounds, MOST)
 
 
-def _leveled(packs: BalancedPacks, work: I64, slots: I64, bounds: Bounds, most: int) -> BalancedPacks:
+def _leveled(packs: BalancedPacks, work: I64, sizes: I64, bounds: Bounds, most: int) -> BalancedPacks:
     """Exchange samples between packs to level their cost; ``most`` bounds the work of a rank."""
-    dp, budget, cap = bounds
+    dp, limits, cap = bounds
     where, rows = _in_rows(packs, work, bounds, most)
-    free = np.zeros(rows * dp, np.int64)  # a place in each pack
+    free = np.zeros((len(sizes), rows * dp), np.int64)  # a place in each pack
     where = np.append(where, np.arange(rows * dp))
     _kernel().level(
-        np.append(work, free), np.append(slots, free), where, dp, rows, budget, cap, most, LOOKS * len(work)
+        np.append(work, free[0]), np.hstack([sizes, free]), where, dp, rows, limits, cap, most, LOOKS * len(work)
     )
     return _in_rows(BalancedPacks(where[: len(work)], rows), work, bounds, most)
 
@@ -184,6 +185,11 @@ def _kernel() -> ModuleType:
     from streampack.core.deal import balanced_kernels
 
     return balanced_kernels
+
+
+def _fit(where: I64, sizes: I64, count: int, most: I64) -> bool:
+    """Return whether the sums of ``sizes``, int64 [k, n], by number ``where`` are at most ``most``, int64 [k]."""
+    return all(int(_sums(where, each, count).max()) <= limit for each, limit in zip(sizes, most.tolist(), strict=True))
 
 
 def _sums(where: I64, values: I64 | int, count: int) -> I64:

@@ -119,50 +119,62 @@ def sort_rows(where: I64, work: I64, dp: int, rows: int) -> I64:
 
 
 @njit(nogil=True, cache=True)
-def place(work: I64, slots: I64, rank_of: I64, dp: int, rows: int, budget: int, cap: int) -> tuple[I64, bool]:
+def place(work: I64, sizes: I64, rank_of: I64, dp: int, rows: int, most: I64, cap: int) -> tuple[I64, bool]:
     """Put each sample, costliest first, into the cheapest pack that has room.
 
     Returns the samples' packs, int64 [n], and True if all samples fit. The m-th pack of rank r is number m * dp + r. A
-    sample goes to the rank in ``rank_of`` int64 [n], or to any rank where that is -1.
+    sample goes to the rank in ``rank_of`` int64 [n], or to any rank where that is -1. ``sizes`` int64 [k, n] and
+    ``most`` int64 [k]: the sizes of each sample, and the most of a pack.
     """
-    cost, tokens, count = np.zeros(rows * dp, np.int64), np.zeros(rows * dp, np.int64), np.zeros(rows * dp, np.int64)
+    cost, count = np.zeros(rows * dp, np.int64), np.zeros(rows * dp, np.int64)
+    room = np.zeros((len(most), rows * dp), np.int64)
+    room[:] = most.reshape(-1, 1)
     where = np.full(len(work), -1, np.int64)
     for i in range(len(work)):
         free = rank_of[i] < 0
         best = -1
         for pack in range(0 if free else rank_of[i], rows * dp, 1 if free else dp):
-            if tokens[pack] + slots[i] <= budget and count[pack] < cap and (best < 0 or cost[pack] < cost[best]):
-                best = pack
+            if count[pack] < cap and (best < 0 or cost[pack] < cost[best]):
+                fits = True
+                for unit in range(len(most)):
+                    fits &= sizes[unit, i] <= room[unit, pack]
+                if fits:
+                    best = pack
         if best < 0:
             return where, False
         where[i] = best
         cost[best] += work[i]
-        tokens[best] += slots[i]
         count[best] += 1
+        for unit in range(len(most)):
+            room[unit, best] -= sizes[unit, i]
     return where, True
 
 
 def best_by_arrays(
-    work: I64, slots: I64, mine: I64, others: I64, theirs: I64, spare: I64, room: I64, slack: I64, halves: I64, gap: int
-) -> tuple[int, int]:
+    work: I64, sizes: I64, mine: I64, others: I64, theirs: I64, spare: I64, room: I64, own: I64, slack: I64,
+    halves: I64, gap: int,
+) -> tuple[int, int]:  # fmt: skip
     """Return the best exchange of a sample of ``mine`` with one of ``others``; (-1, -1) if none helps.
 
     Args:
         work: int64 [n], the cost of each sample.
-        slots: int64 [n], the padded tokens of each sample.
+        sizes: int64 [k, n], the sizes of each sample in k units, such as its padded tokens.
         mine: int64 [k], samples of the costliest pack of a micro-batch.
         others: int64 [m], samples of other packs.
         theirs: int64 [m], the packs of ``others``.
         spare: int64 [packs], the most that each pack's work may grow.
-        room: int64 [packs], free tokens of each pack.
+        room: int64 [k, packs], how much more of each unit each pack may hold.
+        own: int64 [k], how much more of each unit the pack of ``mine`` may hold.
         slack: int64 [packs], cost of the costliest pack of the same micro-batch minus the pack's own.
         halves: int64 [packs], ``slack`` in the micro-batch of ``mine``, ``MOST`` elsewhere.
         gap: Cost of the pack of ``mine`` minus that of the next costliest in its micro-batch.
     """
     less = work[mine][:, None] - work[others]
     gain = np.minimum(np.minimum(less, gap), halves[theirs] - less) - np.maximum(less - slack[theirs], 0)
-    fits = (less > 0) & (less <= spare[theirs]) & (slots[mine][:, None] - slots[others] <= room[theirs])
-    fits &= (gain > 0) | (less < slack[theirs])
+    fits = (less > 0) & (less <= spare[theirs]) & ((gain > 0) | (less < slack[theirs]))
+    for unit in range(len(own)):
+        grows = sizes[unit, mine][:, None] - sizes[unit, others]
+        fits &= (grows <= room[unit, theirs]) & (-grows <= own[unit])
     if not fits.any():
         return -1, -1
     gain = np.where(fits, gain, -1)
@@ -173,8 +185,9 @@ def best_by_arrays(
 
 @njit(nogil=True, cache=True)
 def best_by_loops(
-    work: I64, slots: I64, mine: I64, others: I64, theirs: I64, spare: I64, room: I64, slack: I64, halves: I64, gap: int
-) -> tuple[int, int]:
+    work: I64, sizes: I64, mine: I64, others: I64, theirs: I64, spare: I64, room: I64, own: I64, slack: I64,
+    halves: I64, gap: int,
+) -> tuple[int, int]:  # fmt: skip
     """Return the best exchange, as ``best_by_arrays`` does; with loops, which are faster when compiled by numba."""
     one = other = best = -1
     least = MOST
@@ -182,7 +195,13 @@ def best_by_loops(
         for k in range(len(others)):
             j, pack = others[k], theirs[k]
             less = work[i] - work[j]
-            if less <= 0 or less > spare[pack] or slots[i] - slots[j] > room[pack]:
+            if less <= 0 or less > spare[pack]:
+                continue
+            fits = True
+            for unit in range(len(own)):
+                grows = sizes[unit, i] - sizes[unit, j]
+                fits &= grows <= room[unit, pack] and -grows <= own[unit]
+            if not fits:
                 continue
             gain = min(less, gap, halves[pack] - less) - max(less - slack[pack], 0)
             if gain < best or (gain <= 0 and less >= slack[pack]):
@@ -197,20 +216,25 @@ best_exchange = best_by_loops if hasattr(best_by_loops, "py_func") else best_by_
 
 
 @njit(nogil=True, cache=True)
-def level(work: I64, slots: I64, where: I64, dp: int, rows: int, budget: int, cap: int, most: int, limit: int) -> None:
+def level(
+    work: I64, sizes: I64, where: I64, dp: int, rows: int, most: I64, cap: int, most_work: int, limit: int
+) -> None:
     """Exchange samples between packs, in place in ``where``, while that makes the critical path shorter.
 
-    The arrays, int64 [n + packs], have the samples first, and then a free place in each pack, with work and slots 0.
-    The pack of each sample or place is in ``where``. No rank's work grows beyond ``most``. The search ends after about
-    ``limit`` pairs of samples. See ``balanced``.
+    The arrays, int64 [n + packs], have the samples first, and then a free place in each pack, with work and sizes 0.
+    The pack of each sample or place is in ``where``. ``sizes`` int64 [k, n + packs] and ``most`` int64 [k]: as for
+    ``place``. No rank's work grows beyond ``most_work``. The search ends after about ``limit`` pairs of samples. See
+    ``balanced``.
     """
     packs = rows * dp
     num_samples = len(work) - packs
-    cost, tokens, count = np.zeros(packs, np.int64), np.zeros(packs, np.int64), np.zeros(packs, np.int64)
-    load = np.zeros(dp, np.int64)
+    cost, count, load = np.zeros(packs, np.int64), np.zeros(packs, np.int64), np.zeros(dp, np.int64)
+    room = np.zeros((len(most), packs), np.int64)
+    room[:] = most.reshape(-1, 1)
     for i in range(num_samples):
         cost[where[i]] += work[i]
-        tokens[where[i]] += slots[i]
+        for unit in range(len(most)):
+            room[unit, where[i]] -= sizes[unit, i]
         count[where[i]] += 1
         load[where[i] % dp] += work[i]
     top = np.array([cost[row * dp : (row + 1) * dp].max() for row in range(rows)])
@@ -225,8 +249,8 @@ def level(work: I64, slots: I64, where: I64, dp: int, rows: int, budget: int, ca
         rest[rank] = 0
         gap = cost[here] - rest.max()
         mine = np.flatnonzero(where[:num_samples] == here)
-        # The most that other packs may grow before their rank passes ``most``; below ``least`` no sample fits there.
-        spare = np.where(ranks == rank, MOST, most - load[ranks])
+        # The most that other packs may grow before their rank passes ``most_work``; below ``least`` no sample fits.
+        spare = np.where(ranks == rank, MOST, most_work - load[ranks])
         spare[here] = 0
         usable = (spare >= least)[where]
         usable[num_samples:] &= count < (cap if len(mine) > 1 else 0)
@@ -234,7 +258,8 @@ def level(work: I64, slots: I64, where: I64, dp: int, rows: int, budget: int, ca
         theirs = where[others]
         slack = top[micro_batches] - cost
         halves = np.where(micro_batches == row, slack, MOST)
-        one, other = best_exchange(work, slots, mine, others, theirs, spare, budget - tokens, slack, halves, gap)
+        own = room[:, here].copy()
+        one, other = best_exchange(work, sizes, mine, others, theirs, spare, room, own, slack, halves, gap)
         limit -= len(work) + len(mine) * len(others)
         if one < 0:
             still += 1
@@ -243,7 +268,7 @@ def level(work: I64, slots: I64, where: I64, dp: int, rows: int, budget: int, ca
         there = where[other]
         for pack, sign in ((here, -1), (there, 1)):
             cost[pack] += sign * (work[one] - work[other])
-            tokens[pack] += sign * (slots[one] - slots[other])
+            room[:, pack] -= sign * (sizes[:, one] - sizes[:, other])
             count[pack] += sign if other >= num_samples else 0
             load[pack % dp] += sign * (work[one] - work[other])
         where[one] = there

@@ -142,14 +142,16 @@ def test_the_best_exchange_is_the_same_by_loops_and_by_arrays(
     others = np.array([i for i in range(len(slots)) if i not in mine], np.int64)
     theirs = np.array(data.draw(st.lists(st.integers(0, 3), min_size=len(others), max_size=len(others))), np.int64)
     halves = np.where(np.arange(4) < 2, 9 * slack, MOST)
+    units = data.draw(st.integers(1, 2))  # tokens, and patches, of which a short sample may have many
     given_all = (
         slots * (3 + slots),
-        slots,
+        np.ascontiguousarray(np.stack([slots, slots[::-1]])[:units]),
         np.array(mine, np.int64),
         others,
         theirs,
         9 * spare,
-        room,
+        np.ascontiguousarray(np.stack([room, room[::-1]])[:units]),
+        np.ascontiguousarray(spare[:units]),
         9 * slack,
         halves,
         gap,
@@ -160,9 +162,10 @@ def test_the_best_exchange_is_the_same_by_loops_and_by_arrays(
 def test_leveling_looks_at_no_more_pairs_than_it_may() -> None:
     work = np.array([9, 5, 4, 1, 0, 0], np.int64)
     where = np.array([0, 0, 1, 1, 0, 1], np.int64)
-    level(work, work, where, 2, 1, 99, 99, MOST, 0)
+    most = np.array([99], np.int64)
+    level(work, work[np.newaxis], where, 2, 1, most, 99, MOST, 0)
     assert where.tolist() == [0, 0, 1, 1, 0, 1]
-    level(work, work, where, 2, 1, 99, 99, MOST, LOOKS * 4)
+    level(work, work[np.newaxis], where, 2, 1, most, 99, MOST, LOOKS * 4)
     assert where.tolist() == [1, 0, 0, 1, 0, 1], "9 + 1 and 5 + 4"
 
 
