@@ -248,7 +248,7 @@ class WindowWaits(Struct, frozen=True, kw_only=True):
     bound_steps: int | None
     """Most steps that a sample can wait; None where the packer gives no bound."""
     outliers: int | None
-    """Samples in the window that wait for others as long (``balance: joint``); None with other packers."""
+    """Samples in the window that wait for others of similar cost (``balance: joint``); None with other packers."""
 
 
 class RankStatus(Struct, frozen=True, kw_only=True):

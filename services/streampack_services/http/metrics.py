@@ -186,7 +186,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("wait_bound_steps", "gauge", "Longest wait in the window that the packer allows for a sample, in steps.",
            of_feeds(lambda feed: feed.waits.bound_steps), ("feed",)),
     Metric("outliers_waiting", "gauge",
-           "Samples in the window that wait for samples of similar length (`balance: joint`).",
+           "Samples in the window that wait for samples of similar cost (`balance: joint`).",
            of_feeds(lambda feed: feed.waits.outliers), ("feed",)),
     Metric("arena_live_tokens", "gauge",
            "Tokens held in the arena.", of_broker(lambda status: status.memory.live_tokens)),

@@ -20,9 +20,11 @@ for a larger budget, and no pack is larger than the final budget.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from streampack.core.form.form_kernels import describe, take_out
 from streampack.core.form.waits import Waits
@@ -43,7 +45,8 @@ class Request:
     """The arguments of one call of a packer: see ``Packer.choose``.
 
     ``lengths`` and ``budget`` are in units of the sample alignment. ``sizes`` is the number of samples in each item;
-    None means one sample per item. ``limited``: limits of packs for media; only ``exact_fill`` knows them.
+    None means one sample per item. ``limited``: limits of packs for media; only ``exact_fill`` and ``joint`` know
+    them. ``media``: work of each item's media, for ``joint``.
     """
 
     packer: Packer
@@ -55,15 +58,21 @@ class Request:
     window: int
     sizes: I64 | None = None
     limited: Limited | None = None
+    media: I64 | None = None
 
     def choose(self) -> Choice:
         """Run the packer, a pure function, and return its choice. Compiled kernels do not hold the GIL."""
-        if self.limited is not None:
-            assert isinstance(self.packer, ExactFill)
+        if isinstance(self.packer, Joint):
+            return self.packer.choose(
+                self.lengths, self.ages, self.budget, self.count, self.closed, window=self.window, sizes=self.sizes,
+                limited=self.limited, media=self.media,
+            )  # fmt: skip
+        if isinstance(self.packer, ExactFill):
             return self.packer.choose(
                 self.lengths, self.ages, self.budget, self.count, self.closed, window=self.window, sizes=self.sizes,
                 limited=self.limited,
             )  # fmt: skip
+        assert self.limited is None
         return self.packer.choose(
             self.lengths, self.ages, self.budget, self.count, self.closed, window=self.window, sizes=self.sizes
         )
@@ -175,7 +184,8 @@ class Former:
         lengths = self._lengths[:size] if rules.warmup is None else np.minimum(self._lengths[:size], budget)
         sizes = self._sizes[:size] if len(self._sizes) < len(self._handles) else None
         return Request(
-            self._packer, lengths, self._ages[:size], budget, count, closed, window, sizes, self._limited(size)
+            self._packer, lengths, self._ages[:size], budget, count, closed, window, sizes, self._limited(size),
+            self._media(size),
         )  # fmt: skip
 
     def _limited(self, size: int) -> Limited | None:
@@ -183,12 +193,24 @@ class Former:
         limits, table = self._rules.limits, self._table
         if limits is None:
             return None
-        ends = np.cumsum(self._sizes[:size])
-        handles = self._handles[: int(ends[-1])]
         given = [(table.patches, limits.patches), (table.items, limits.items)]
         units = [(column, most) for column, most in given if most is not None]
-        counts = [np.add.reduceat(column[handles], ends - self._sizes[:size], dtype=np.int64) for column, _ in units]
+        counts = [self._sums(column, size) for column, _ in units]
         return Limited(np.stack(counts), np.array([most for _, most in units], np.int64)) if units else None
+
+    def _media(self, size: int) -> I64 | None:
+        """Return the work of the first ``size`` items' media for ``joint``; None if media cost nothing."""
+        rules = self._rules
+        if not rules.forms_by_media:
+            return None
+        return rules.media_work(self._sums(self._table.media_cost, size))
+
+    def _sums(self, column: NDArray[np.integer[Any]], size: int) -> I64:
+        """Return the sum of a table's ``column`` over the samples of each of the first ``size`` items, int64 [size]."""
+        sizes = self._sizes[:size]
+        values = column[self._handles[: sizes.sum()]]
+        sums: I64 = np.add.reduceat(values, np.cumsum(sizes) - sizes, dtype=np.int64)
+        return sums
 
     def apply(self, choice: Choice) -> list[PlannedStep]:
         """Move the samples that the packer chose for the last ``request`` into packs; return the completed steps.
@@ -255,7 +277,9 @@ class Former:
         """Number of outliers in the window, which wait for similar samples; None unless the packer is ``joint``."""
         if not isinstance(self._packer, Joint):
             return None
-        return num_outliers(self._lengths[self._ages >= 0], self._rules.budget // self._rules.align.sample)
+        seen, media = self._ages >= 0, self._media(len(self._ages))
+        budget = self._rules.budget // self._rules.align.sample
+        return num_outliers(self._lengths[seen], budget, media if media is None else media[seen])
 
     def state(self) -> FormState:
         """Return the state that, with the samples to come, decides all later steps; not between request and apply."""

@@ -63,7 +63,8 @@ def needed_tokens(rules: Rules, max_sample_tokens: int) -> int:
     held = (rules.window + 2) * rules.budget
     if rules.balance.kind == "joint" and rules.balance.group is not None:
         align = rules.align.sample
-        held = align * joint_bounds.held_tokens(rules.budget // align, rules.balance.group, rules.window)
+        units = rules.budget // align
+        held = align * joint_bounds.held_tokens(units, rules.balance.group, rules.window, rules.forms_by_media)
     return held + 2 * rules.packs * rules.budget + max_sample_tokens
 
 

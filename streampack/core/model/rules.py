@@ -17,7 +17,7 @@ from streampack.core.model.fields import OF_MEDIA, OF_ROWS, OF_TREES, Field, che
 from streampack.core.model.samples import I64, Share
 from streampack.core.model.shapes import Shape, check_shape, own_widths, step_widths, width_unit
 from streampack.core.packers.blocks.modified_first_fit import Leftovers
-from streampack.core.packers.joint.joint_bounds import PATIENCE
+from streampack.core.packers.joint.joint_bounds import MAX_BUDGET, MAX_MEDIA, PATIENCE
 from streampack.core.packers.packer import Packer
 from streampack.core.packers.registry import PackerName, make_packer, parameters_of
 
@@ -57,7 +57,8 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     The default is the cost of a transformer layer of hidden size 4096; ``hidden_size`` h gives a = 6 * h, b = 1.
 
     Attributes:
-        kind: ``none`` deals packs in order, ``deal`` by cost. ``joint`` forms packs of equal cost (``packers.joint``).
+        kind: ``none`` deals packs in order, ``deal`` by cost. ``joint`` forms packs of equal cost (``packers.joint``),
+            media included.
         order: Order of each rank's micro-batches. ``packer`` keeps the packer's order, the default with kind ``none``.
             The default with other kinds is ``largest_first``. With ``small_at_edges`` the costliest micro-batches are
             in the middle, where a pipeline is full.
@@ -386,7 +387,6 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
         for key, given in (
             ("share: prefix", self.share is not None),
             ("padded: true", self.padded),
-            ("balance.kind: joint", self.balance.kind == "joint"),
         ):
             if given:
                 raise ValueError(f"got `{key}` with fields of axis item or patch, which do not go together yet")
@@ -420,8 +420,8 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
                 )
         if self.balance.kind == "joint":
             raise ValueError(
-                "got `share: prefix` with `balance.kind: joint`, expected `deal` or `none`, because joint derives the "
-                "cost of a sample from its length alone"
+                "got `share: prefix` with `balance.kind: joint`, expected `deal` or `none`, because joint does not "
+                "know the cost of shared tokens"
             )
 
     def _check_joint(self) -> None:
@@ -472,6 +472,23 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
         ``slots`` int64 [packs] are the aligned tokens of each pack's samples.
         """
         return step_widths(slots, self.shape, self.budget, self.align.pack, pp)
+
+    @property
+    def forms_by_media(self) -> bool:
+        """True if FORM needs the cost of media: with kind ``joint``, if media cost something."""
+        return self.balance.kind == "joint" and bool(self.media_fields) and any(self.balance.media_factors)
+
+    def media_work(self, costs: I64) -> I64:
+        """Return the work of media that have these ``costs``, int64 [n], as ``joint`` counts it.
+
+        The unit is the cost of a pair of tokens, in units of ``align.sample``. Full packs have equal costs in tokens,
+        so the factor a has no influence. If pairs cost nothing, samples of equal media are told apart by length: the
+        square of the budget counts 1/64 of its tokens' cost.
+        """
+        a, b = self.balance.factors
+        align = self.align.sample
+        pair = b * align * align or max(a, 1) * align * align / (64 * self.budget)
+        return np.minimum(costs / pair, float(MAX_BUDGET * MAX_MEDIA)).astype(np.int64)
 
     @property
     def width_unit(self) -> int:

@@ -125,6 +125,12 @@ class Capped:
         return None
 
 
+def writable(array: I64) -> I64:
+    """Return ``array`` as a contiguous, writable int64 array, as kernels take it; copy it only if needed."""
+    found: I64 = np.ascontiguousarray(array, np.int64)
+    return found if found.flags.writeable else found.copy()
+
+
 def sample_counts(sizes: I64 | None, num_items: int) -> list[int]:
     """Return the number of samples in each item as a list; all 1 if ``sizes`` is None."""
     return [1] * num_items if sizes is None else sizes.tolist()

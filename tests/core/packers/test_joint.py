@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from benchmarks.lengths import lengths_of
 from streampack.core.packers.joint.joint import Joint
-from streampack.core.packers.joint.joint_bounds import held_tokens, max_wait, num_outliers
+from streampack.core.packers.joint.joint_bounds import MAX_MEDIA, held_tokens, max_wait, num_outliers, work_of
 from streampack.core.packers.joint.joint_kernels import joint
-from streampack.core.packers.packer import I64
+from streampack.core.packers.packer import I64, Choice, Limited
 from streampack.errors import ConfigError
 from tests.core.packers.oracles.joint import View, joint_oracle
 from tests.core.packers.uncompiled import uncompiled
@@ -32,11 +32,13 @@ class Stream:
     group: int
     patience: int
     cap: int
+    media: list[int] | None
+    limited: Limited | None
 
 
 @st.composite
 def streams(draw: st.DrawFn) -> Stream:
-    """Some with heavy tails, some of one length or two, some of groups of samples under a cap."""
+    """Some with heavy tails, some of one length or two, some of groups of samples under a cap; some with media."""
     budget = draw(st.integers(1, 60))
     anything, short = st.integers(1, budget), st.integers(1, max(1, budget // 6))
     few = st.sampled_from([draw(anything), draw(anything)])
@@ -44,11 +46,38 @@ def streams(draw: st.DrawFn) -> Stream:
     cap = draw(st.sampled_from([3, 10_000]))
     sizes = draw(st.lists(st.integers(1, 3), min_size=len(lengths), max_size=len(lengths)))
     small = st.integers(1, 5)
-    return Stream(lengths, sizes, budget, draw(st.integers(1, 20)), draw(small), draw(small), cap)
+    window, group, patience = draw(st.integers(1, 20)), draw(small), draw(small)
+    count, media, limited = len(lengths), None, None
+    if draw(st.booleans()):
+        heavy = st.just(0) | st.integers(0, budget * budget) | st.integers(0, 2**48)
+        media = draw(st.lists(heavy, min_size=count, max_size=count))
+    if draw(st.booleans()):
+        most = draw(st.lists(st.integers(1, 40), min_size=1, max_size=2))
+        columns = [draw(st.lists(st.integers(0, each), min_size=count, max_size=count)) for each in most]
+        limited = Limited(np.array(columns, np.int64), array(most))
+    return Stream(lengths, sizes, budget, window, group, patience, cap, media, limited)
+
+
+def limits_of(stream: Stream) -> Limited:
+    """The limits with that of samples first, as kernels take them."""
+    samples = Limited(array(stream.sizes)[None], array([stream.cap]))
+    if stream.limited is None:
+        return samples
+    return Limited(*(np.concatenate(each) for each in zip(samples, stream.limited, strict=True)))
+
+
+def check_limits(stream: Stream, pack: list[int]) -> None:
+    limited = limits_of(stream)
+    assert 0 < sum(stream.lengths[i] for i in pack) <= stream.budget
+    assert (limited.counts[:, pack].sum(axis=1) <= limited.most).all()
 
 
 def array(values: list[int]) -> I64:
     return np.array(values, np.int64)
+
+
+def vars_of(choice: Choice) -> tuple[I64, I64, I64]:
+    return choice.indices, choice.bounds, choice.ages
 
 
 def packs_of(indices: I64, bounds: I64) -> list[list[int]]:
@@ -63,9 +92,11 @@ def test_the_kernel_forms_what_the_oracle_forms_compiled_or_not(
     seen = data.draw(st.lists(st.integers(0, 6), max_size=len(stream.lengths)))
     ages = array(seen + [-1] * (len(stream.lengths) - len(seen)))
     given_ages = ages.copy()
+    lengths = array(stream.lengths)
+    work = work_of(lengths, None if stream.media is None else array(stream.media))
     asked = (
-        array(stream.lengths), ages, array(stream.sizes), stream.budget, count, closed,
-        stream.window, stream.group, stream.patience, stream.cap,
+        lengths, work, ages, *limits_of(stream), stream.budget, count, closed, stream.window, stream.group,
+        stream.patience,
     )  # fmt: skip
     expected, compiled, plain = joint_oracle(*asked), joint(*asked), UNCOMPILED(*asked)
     assert not hasattr(UNCOMPILED, "py_func")
@@ -76,8 +107,7 @@ def test_the_kernel_forms_what_the_oracle_forms_compiled_or_not(
     assert ages.tolist() == given_ages.tolist(), "what it was given is left alone"
     for pack in packs_of(*compiled[:2]):
         assert pack == sorted(pack)
-        assert 0 < sum(stream.lengths[i] for i in pack) <= stream.budget
-        assert sum(stream.sizes[i] for i in pack) <= stream.cap
+        check_limits(stream, pack)
 
 
 @given(stream=streams())
@@ -87,14 +117,22 @@ def test_no_sample_waits_beyond_the_bound_and_no_more_is_held_than_promised(stre
     each = Joint(group=stream.group, patience=stream.patience, max_samples_per_pack=stream.cap)
     names, ages = np.arange(len(stream.lengths)), np.full(len(stream.lengths), -1)
     lengths, sizes = array(stream.lengths), array(stream.sizes)
+    media = None if stream.media is None else array(stream.media)
+    most_held = held_tokens(stream.budget, stream.group, stream.window, stream.media is not None)
     came: dict[int, tuple[int, int]] = {}
     waited: dict[int, int] = {}
     groups = 0
     while len(names):
-        choice = each.choose(lengths[names], ages, stream.budget, 1, True, window=stream.window, sizes=sizes[names])
+        choice = each.choose(
+            lengths[names], ages, stream.budget, 1, True, window=stream.window, sizes=sizes[names],
+            limited=stream.limited and Limited(stream.limited.counts[:, names], stream.limited.most),
+            media=None if media is None else media[names],
+        )  # fmt: skip
         assert 0 < len(choice.bounds) - 1 <= stream.group
         seen = choice.ages >= 0
-        assert lengths[names[seen]].sum() <= held_tokens(stream.budget, stream.group, stream.window)
+        assert lengths[names[seen]].sum() <= most_held
+        for pack in packs_of(names[choice.indices], choice.bounds):
+            check_limits(stream, pack)
         for place in np.flatnonzero(seen & (ages < 0)).tolist():
             came[int(names[place])] = (groups, place + 1)
         left = np.ones(len(names), np.bool_)
@@ -108,10 +146,13 @@ def test_no_sample_waits_beyond_the_bound_and_no_more_is_held_than_promised(stre
     assert len(waited) == len(stream.lengths)
 
 
-@given(lengths=st.lists(st.integers(1, 60), max_size=80))
-def test_outliers_are_counted_as_they_are_told_apart(lengths: list[int]) -> None:
-    view = View(lengths, [0] * len(lengths), [1] * len(lengths), 60, 8, 2, 2, 99)
-    assert num_outliers(array(lengths), 60) == view.num_outliers
+@given(lengths=st.lists(st.integers(1, 60), max_size=80), data=st.data())
+def test_outliers_are_counted_as_they_are_told_apart(lengths: list[int], data: st.DataObject) -> None:
+    count = len(lengths)
+    media = data.draw(st.none() | st.lists(st.integers(0, 2**40), min_size=count, max_size=count))
+    work = [n * n + (min(media[i], n * MAX_MEDIA) if media else 0) for i, n in enumerate(lengths)]
+    view = View(lengths, work, [0] * count, [[1]] * count, [99], 60, 8, 2, 2)
+    assert num_outliers(array(lengths), 60, None if media is None else array(media)) == view.num_outliers
 
 
 def test_an_outlier_that_finds_no_others_goes_when_its_patience_is_over() -> None:
@@ -125,6 +166,16 @@ def test_an_outlier_that_finds_no_others_goes_when_its_patience_is_over() -> Non
     two[9] = 7
     choice = Joint(group=2, patience=5).choose(two, np.full(2000, -1), 8, 2, False, window=16)
     assert [two[pack].max() for pack in np.split(choice.indices, choice.bounds[1:-1])] == [7, 7], "two go at once"
+
+
+@given(stream=streams(), count=st.integers(1, 9))
+def test_media_that_cost_nothing_change_no_pack(stream: Stream, count: int) -> None:
+    each, lengths, ages = Joint(group=stream.group), array(stream.lengths), np.full(len(stream.lengths), -1)
+    without, free = (
+        each.choose(lengths, ages, stream.budget, count, True, window=stream.window, media=media)
+        for media in (None, np.zeros(len(lengths), np.int64))
+    )
+    assert all(np.array_equal(*pair) for pair in zip(vars_of(without), vars_of(free), strict=True))
 
 
 def figures(lengths: I64, group: int, budget: int) -> tuple[float, float]:
@@ -141,6 +192,28 @@ def test_packs_of_heavy_tailed_lengths_cost_the_same_and_are_full(kind: str, gro
     ratio, utilization = figures(lengths_of(kind, 32768, samples), group, 32768)
     assert ratio <= 1.05
     assert utilization >= 0.995
+
+
+def images(count: int, seed: int) -> tuple[I64, I64, I64]:
+    """Lengths, patches and media work of chats, of which 40% have no image; the costs are those of Qwen2-VL 7B."""
+    rng = np.random.default_rng(seed)
+    patches = np.where(rng.random(count) < 0.6, np.clip(rng.lognormal(7.5, 1.2, count), 64, 40_000), 0).astype(np.int64)
+    lengths = np.minimum(np.clip(rng.lognormal(6, 1, count), 16, 8192).astype(np.int64) + patches // 4, 16_384)
+    return lengths, patches, 3600 * patches + patches * patches // 2
+
+
+@pytest.mark.parametrize(("group", "most"), [(8, None), (8, 49_152), (64, 49_152)])
+def test_packs_with_media_cost_the_same_and_are_full(group: int, most: int | None) -> None:
+    lengths, patches, media = images(60_000, group)
+    limited = None if most is None else Limited(patches[None], array([most]))
+    choice = Joint(group=group).choose(
+        lengths, np.full(len(lengths), -1), 16_384, 2000, False, window=4096, limited=limited, media=media
+    )
+    taken, starts = choice.indices, choice.bounds[:-1]
+    work = np.add.reduceat((lengths**2 + media)[taken].astype(np.float64), starts).reshape(-1, group)
+    assert (work.max(axis=1) / work.mean(axis=1)).mean() <= 1.08
+    assert lengths[taken].sum() / len(starts) / 16_384 >= 0.995
+    assert most is None or np.add.reduceat(patches[taken], starts).max() <= most
 
 
 def test_the_last_samples_go_in_few_packs() -> None:

@@ -74,9 +74,10 @@ def read(endpoint: str, **options: Any) -> list[int]:
     return found
 
 
-def test_a_broker_that_is_killed_loses_no_image() -> None:
+@pytest.mark.parametrize("balance", [{}, {"kind": "joint", "group": 2, "patience": 4}])
+def test_a_broker_that_is_killed_loses_no_image(balance: dict[str, Any]) -> None:
     with folder() as path, ThreadPoolExecutor() as pool:
-        config = settings(path)
+        config = settings(path, rules={"balance": {"patches": [10, 1], "items": 5} | balance})
         broker = RunningBroker(path, config)
         try:
             worker = pool.submit(work, broker.producers)

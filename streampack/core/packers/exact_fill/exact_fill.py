@@ -59,7 +59,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from streampack.core.packers.packer import I64, WHOLE, Choice, Limited, check_cap
+from streampack.core.packers.packer import I64, WHOLE, Choice, Limited, check_cap, writable
 from streampack.errors import ConfigError
 
 #: A subset sum takes one bit per token of the budget and per sample tried: 17 GB of address space at this budget.
@@ -108,7 +108,7 @@ class ExactFill:
         if sizes is None or cap is None:
             sizes, cap = np.ones(len(lengths), np.int64), cap or NO_CAP
         # Numba would compile another variant for every other type, memory layout and access.
-        lengths, sizes, ages = _writable(lengths), _writable(sizes), _writable(ages)
+        lengths, sizes, ages = writable(lengths), writable(sizes), writable(ages)
         counts, most = limited or Limited(np.zeros((0, len(lengths)), np.int64), np.zeros(0, np.int64))
         if (most > WHOLE).any():  # smaller numbers, so that their products with tokens fit 64 bits
             scale = np.where(most > WHOLE, most, WHOLE)[:, None]
@@ -116,10 +116,4 @@ class ExactFill:
         if len(most) and self.max_samples_per_pack is not None:
             counts, most = np.vstack([sizes, counts]), np.append(self.max_samples_per_pack, most)
         options = int(budget), int(count), bool(closed), int(window), int(cap)
-        return Choice(*exact_fill(lengths, sizes, ages, *options, _writable(counts), _writable(most)))
-
-
-def _writable(array: I64) -> I64:
-    """Return ``array`` as a contiguous, writable int64 array; copy it only if needed."""
-    found: I64 = np.ascontiguousarray(array, np.int64)
-    return found if found.flags.writeable else found.copy()
+        return Choice(*exact_fill(lengths, sizes, ages, *options, writable(counts), writable(most)))

@@ -1,8 +1,9 @@
 """The loop of ``joint``: refill the window, form a group of packs, remove the group. ``joint`` has the theory.
 
-Positions are int64 indices into ``lengths``. ``by_age`` and ``by_length`` list the samples held, oldest and longest
-first, and are updated once a group. In ``by_length`` the outliers come first: ``outliers`` is their number. ``density``
-is the mean work per token of the ordinary samples. The bitset is that of ``packer_kernels``.
+Positions are int64 indices into ``lengths`` and ``work``. ``by_age`` and ``by_work`` list the samples held, oldest and
+most work first, and are updated once a group. In ``by_work`` the outliers come first: ``outliers`` is their number.
+``density`` is the mean work per token of the ordinary samples. ``counts`` and ``most`` are those of ``Limited``; their
+first unit is samples. The bitset is that of ``packer_kernels``.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ FEW = 64
 
 
 @_compiled
-def joint(lengths, ages, sizes, budget, count, closed, window, group, patience, cap):  # type: ignore[no-untyped-def]
+def joint(lengths, work, ages, counts, most, budget, count, closed, window, group, patience):  # type: ignore[no-untyped-def]
     """Choose at least ``count`` packs, in whole groups: return the indices, bounds and ages of a ``Choice``.
 
-    Arguments are those of ``Joint.choose``; ``cap`` is the most samples in a pack. It is one long function because its
-    parts share their state.
+    Arguments are those of ``Joint.choose``; ``work`` int64 [n] is the work of each sample. It is one long function
+    because its parts share their state.
     """
     n = len(lengths)
     seen = int((ages >= 0).sum())
     edge, held, num_sorted, sorted_to = seen, seen, 0, 0
     due, gone = ages.copy(), np.zeros(n, np.bool_)
-    by_age, by_length = np.arange(n), np.empty(n, np.int64)
+    by_age, by_work = np.arange(n), np.empty(n, np.int64)
     rows = np.empty((MAX_TRIED + 1) * (budget // 64 + 1), np.uint64)
     barren = np.zeros(budget + 1, np.bool_)
     chosen, left, rest = np.empty(n, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
@@ -37,18 +38,18 @@ def joint(lengths, ages, sizes, budget, count, closed, window, group, patience, 
     indices, end = np.empty(n, np.int64), 0
     bounds, packs = np.zeros(n + 1, np.int64), 0
     groups, tokens = 0, group * budget
-    all_tokens = all_squares = 0  # of those held
-    for length in lengths[:seen]:
-        all_tokens += length
-        all_squares += length * length
+    all_tokens = all_work = 0  # of those held
+    for i in range(seen):
+        all_tokens += lengths[i]
+        all_work += work[i]
 
     while packs < count:
         ready = short = False
         while True:
-            num_sorted = _sort_in(by_length, num_sorted, lengths, gone, sorted_to, edge)
+            num_sorted = _sort_in(by_work, num_sorted, work, gone, sorted_to, edge)
             sorted_to = edge
             outliers, outlier_tokens, ordinary, density = _split(
-                by_length, num_sorted, lengths, budget, all_tokens, all_squares
+                by_work, num_sorted, lengths, work, budget, all_tokens, all_work
             )
             crowded = outlier_tokens >= max(WAITING * tokens, 2 * ordinary)
             missing, missing_tokens = window - held + outliers, 2 * tokens - ordinary
@@ -60,7 +61,7 @@ def joint(lengths, ages, sizes, budget, count, closed, window, group, patience, 
             while edge < n and (missing > 0 or missing_tokens > 0):
                 due[edge] = groups + 2 * patience + all_tokens // tokens
                 all_tokens += lengths[edge]
-                all_squares += lengths[edge] * lengths[edge]
+                all_work += work[edge]
                 by_age[held] = edge
                 held += 1
                 missing -= 1
@@ -70,12 +71,12 @@ def joint(lengths, ages, sizes, budget, count, closed, window, group, patience, 
         if held == 0 or not (closed or ready):
             break
 
-        is_outlier[by_length[:outliers]] = True
+        is_outlier[by_work[:outliers]] = True
         num_packs = group
         mean = num_late = num_forced = 0
         last = False
         if not ready:
-            num_packs = _last_packs(by_length, held, lengths, sizes, budget, group, cap, pack_of)
+            num_packs = _last_packs(by_work, held, lengths, work, counts, most, budget, group, pack_of)
             last = num_packs > 0
             num_packs = num_packs or group
         if not last:
@@ -88,47 +89,55 @@ def joint(lengths, ages, sizes, budget, count, closed, window, group, patience, 
             first = 0
             if ready:
                 first = _first_run(
-                    by_length, outliers, lengths, budget, density, group, due, groups + patience, crowded
+                    by_work, outliers, lengths, work, budget, density, group, due, groups + patience, crowded
                 )
             while first + size <= outliers and size:
-                for i in by_length[first : first + size]:
+                longest = 0
+                for i in by_work[first : first + size]:
+                    longest = max(longest, lengths[i])
                     if not forced[i]:
                         chosen[num_forced] = i
                         forced[i] = True
                         num_forced += 1
-                space -= lengths[by_length[first]]
-                first += size
-                first = _longest_run(by_length, outliers, lengths, density, group, first, space) if ready else outliers
+                space -= longest
+                first = (
+                    _next_run(by_work, outliers, lengths, work, density, group, first + size, space)
+                    if ready
+                    else outliers
+                )
             num_chosen = _by_age(chosen, num_forced, by_age, held, lengths, budget, group, is_outlier, forced)
-            longest, mean = _shorts(by_length, outliers, held, lengths, ordinary)
-            _longest_first(chosen[:num_late], lengths)
-            _longest_first(chosen[num_late:num_chosen], lengths)
-            room, work = np.full(group, budget), np.zeros(group, np.int64)
-            free = np.full(group, cap)
-            for i in chosen[:num_chosen]:
-                keep = 0 if forced[i] else budget // (OPEN // 2)
-                pack_of[i] = _place(lengths[i], sizes[i], keep, mean, room, work, free, group)
+            short_work, mean = _shorts(by_work, outliers, held, lengths, work, ordinary)
+            _largest_first(chosen[:num_late], work, lengths, density)
+            _largest_first(chosen[num_late:num_chosen], work, lengths, density)
+            room, load, free = np.full(group, budget), np.zeros(group, np.int64), _free(most, group)
+            keeps = np.full(num_chosen, budget // (OPEN // 2))
+            for k in range(num_chosen):
+                if forced[chosen[k]]:
+                    keeps[k] = 0
+                elif not is_outlier[chosen[k]]:
+                    keeps[k] = min(keeps[k], budget - lengths[chosen[k]])
+            _place(chosen[:num_chosen], keeps, lengths, work, counts, mean, room, load, free, pack_of, False)
 
         # Write one pack after another: first the placed samples (a counting sort), then those that fill the pack.
-        order, starts = _by_pack(by_length[:held] if last else chosen[:num_chosen], pack_of, num_packs)
+        order, starts = _by_pack(by_work[:held] if last else chosen[:num_chosen], pack_of, num_packs)
         if not last:
-            num_left = _left(left, rest, by_age, held, lengths, pack_of, is_outlier, ready, longest)
+            num_left = _left(left, rest, by_age, held, work, pack_of, is_outlier, ready, short_work)
         for p in range(num_packs):
             start = end
             for i in order[starts[p] : starts[p + 1]]:
                 indices[end] = i
                 end += 1
             if not last and room[p]:
-                end = _fill(left, num_left, gone, rest, lengths, sizes, room[p], free[p], rows, barren, indices, end)
+                end = _fill(left, num_left, gone, rest, lengths, counts, p, room[p], free, rows, barren, indices, end)
             for i in indices[start:end]:
                 gone[i] = True
                 all_tokens -= lengths[i]
-                all_squares -= lengths[i] * lengths[i]
+                all_work -= work[i]
             if end > start:
                 indices[start:end].sort()
                 packs += 1
                 bounds[packs] = end
-        is_outlier[by_length[:outliers]] = False
+        is_outlier[by_work[:outliers]] = False
         forced[chosen[:num_forced]] = False
         held = _drop(by_age, held, gone)
         seen = edge
@@ -140,64 +149,67 @@ def joint(lengths, ages, sizes, budget, count, closed, window, group, patience, 
 
 
 @_compiled
-def _split(by_length, held, lengths, budget, tokens, squares):  # type: ignore[no-untyped-def]
+def _split(by_work, held, lengths, work, budget, tokens, all_work):  # type: ignore[no-untyped-def]
     """Split the window's samples into outliers and ordinary samples.
 
     Return the number of outliers, their tokens, the tokens of the ordinary samples, and the ordinary samples' density.
-    The sums over all samples held are ``tokens`` and ``squares``.
+    The sums over all samples held are ``tokens`` and ``all_work``.
     """
     outlier_tokens = outliers = 0
-    for i in by_length[:held]:
-        length = lengths[i]
-        if 5.0 * float(length) * float(length) * float(tokens) <= 3.0 * float(budget) * float(squares):
+    for i in by_work[:held]:
+        if 5.0 * float(work[i]) * float(tokens) <= 3.0 * float(budget) * float(all_work):
             break
         outliers += 1
-        outlier_tokens += length
-        tokens -= length
-        squares -= length * length
-    return outliers, outlier_tokens, tokens, squares // max(tokens, 1)
+        outlier_tokens += lengths[i]
+        tokens -= lengths[i]
+        all_work -= work[i]
+    return outliers, outlier_tokens, tokens, all_work // max(tokens, 1)
 
 
 @_compiled
-def _first_run(by_length, outliers, lengths, budget, density, group, due, soon, crowded):  # type: ignore[no-untyped-def]
-    """Return the index in ``by_length`` where the first run of outliers to place begins.
+def _first_run(by_work, outliers, lengths, work, budget, density, group, due, soon, crowded):  # type: ignore[no-untyped-def]
+    """Return the index in ``by_work`` where the first run of outliers to place begins.
 
-    If an outlier is ``due`` by group ``soon``, take the run around the oldest such outlier with the least ratio of
-    longest to shortest. Otherwise take the longest run of similar outliers. If there is none, take the run with the
+    If an outlier is ``due`` by group ``soon``, take the run around the oldest such outlier with the least ratio of most
+    to least work. Otherwise take the run of similar outliers with most work. If there is none, take the run with the
     least ratio in a ``crowded`` window, else return ``outliers``.
     """
     size = min(group, outliers)
     lasts = outliers - size
     at = -1
     for k in range(outliers):
-        if due[by_length[k]] <= soon and (at < 0 or by_length[k] < by_length[at]):
+        if due[by_work[k]] <= soon and (at < 0 or by_work[k] < by_work[at]):
             at = k
     start, stop = 0, lasts + 1
     if at >= 0:
         start, stop = max(0, at - size + 1), min(at, lasts) + 1
     else:
-        first = _longest_run(by_length, outliers, lengths, density, group, 0, budget)
+        first = _next_run(by_work, outliers, lengths, work, density, group, 0, budget)
         if first < outliers or not crowded:
             return first
     best, first = np.inf, start
     for k in range(start, stop):
-        ratio = lengths[by_length[k]] / lengths[by_length[k + size - 1]]
+        ratio = work[by_work[k]] / work[by_work[k + size - 1]]
         if ratio < best:
             best, first = ratio, k
     return first
 
 
 @_compiled
-def _longest_run(by_length, outliers, lengths, density, group, start, room):  # type: ignore[no-untyped-def]
-    """Return the index of the longest run of ``group`` similar outliers that fit ``room``; ``outliers`` if none fits.
+def _next_run(by_work, outliers, lengths, work, density, group, start, room):  # type: ignore[no-untyped-def]
+    """Return the index of the next run of ``group`` similar outliers that fit ``room``; ``outliers`` if none fits.
 
     The search begins at ``start``. The docstring of ``joint`` defines similar outliers.
     """
     for k in range(start, outliers - group + 1):
-        long, short = lengths[by_length[k]], lengths[by_length[k + group - 1]]
-        work = long * long + (room - long) * density
-        if long <= room and work <= short * short + (room - short) * density * 3 // 2:
-            return k
+        most, least = by_work[k], by_work[k + group - 1]
+        highest = work[most] + (room - lengths[most]) * density
+        if highest <= work[least] + (room - lengths[least]) * density * 3 // 2:
+            fit = True
+            for i in by_work[k : k + group]:
+                fit &= lengths[i] <= room
+            if fit:
+                return k
     return outliers
 
 
@@ -224,64 +236,90 @@ def _by_age(chosen, num_forced, by_age, held, lengths, budget, group, is_outlier
 
 
 @_compiled
-def _shorts(by_length, outliers, held, lengths, ordinary):  # type: ignore[no-untyped-def]
-    """Return the longest and the mean length of the short samples.
+def _shorts(by_work, outliers, held, lengths, work, ordinary):  # type: ignore[no-untyped-def]
+    """Return the most work of a short sample, and the work that short samples have for a token.
 
-    Short samples are the shortest ordinary ones, with an eighth of the tokens of the ordinary ones.
+    Short samples are the ordinary ones with the least work, with an eighth of the tokens of the ordinary ones. Their
+    work for a token is their mean length, and the work of their media for a token.
     """
-    tokens = longest = count = 0
+    tokens = highest = media = count = 0
     while outliers < held - count and 8 * tokens < ordinary:
         count += 1
-        longest = lengths[by_length[held - count]]
-        tokens += longest
-    return longest, tokens // max(count, 1)
+        i = by_work[held - count]
+        highest = work[i]
+        tokens += lengths[i]
+        media += work[i] - lengths[i] * lengths[i]
+    return highest, tokens // max(count, 1) + media // max(tokens, 1)
 
 
 @_compiled
-def _longest_first(chosen, lengths):  # type: ignore[no-untyped-def]
-    """Sort the positions in place, longest first; among equal lengths, the oldest first."""
-    chosen.sort()
-    chosen[:] = chosen[np.argsort(-lengths[chosen], kind="mergesort")]
+def _largest_first(chosen, work, lengths, density):  # type: ignore[no-untyped-def]
+    """Sort the positions in place, largest first; among samples of equal size, the oldest first.
 
-
-@_compiled
-def _place(length, size, keep, mean, room, work, free, count):  # type: ignore[no-untyped-def]
-    """Place a sample in the pack with the least work that has room for it; return the pack, or -1 if none has room.
-
-    The pack keeps ``keep`` tokens open. ``room``, ``work`` and ``free`` (samples) of the ``count`` packs are updated.
+    The size of a sample is its work, or that of its tokens at ``density`` if it is more.
     """
-    best = -1
-    for p in range(count):
-        if room[p] >= length + keep and free[p] >= size and (best < 0 or work[p] < work[best]):
-            best = p
-    if best >= 0:
-        room[best] -= length
-        free[best] -= size
-        work[best] += length * (length - mean)
-    return best
+    chosen.sort()
+    chosen[:] = chosen[np.argsort(-np.maximum(work[chosen], lengths[chosen] * density), kind="mergesort")]
 
 
 @_compiled
-def _last_packs(by_length, held, lengths, sizes, budget, group, cap, pack_of):  # type: ignore[no-untyped-def]
+def _free(most, packs):  # type: ignore[no-untyped-def]
+    """Return the limits of ``packs`` empty packs, int64 [packs, units]."""
+    free = np.empty((packs, len(most)), np.int64)
+    free[:] = most
+    return free
+
+
+@_compiled
+def _fits(counts, i, free, p, unit):  # type: ignore[no-untyped-def]
+    """Return True if pack p has ``free`` what sample i has of each unit from ``unit`` on."""
+    while unit < len(counts) and counts[unit, i] <= free[p, unit]:
+        unit += 1
+    return unit == len(counts)
+
+
+@_compiled
+def _place(order, keeps, lengths, work, counts, mean, room, load, free, pack_of, every):  # type: ignore[no-untyped-def]
+    """Place samples in ``order``, each in the pack with the least work that has room for it; set ``pack_of``.
+
+    Sample ``order[k]`` leaves ``keeps[k]`` tokens of its pack open. ``room``, ``load`` (work) and ``free``
+    (``Limited``) of the packs are updated. Samples without room get -1; with ``every``, the first of them ends the
+    placing. Return True if every sample has a pack.
+    """
+    placed = True
+    for k in range(len(order)):
+        i, best, needed = order[k], -1, lengths[order[k]] + keeps[k]
+        for p in range(len(room)):
+            if room[p] >= needed and (best < 0 or load[p] < load[best]) and _fits(counts, i, free, p, 0):
+                best = p
+        pack_of[i] = best
+        if best >= 0:
+            room[best] -= lengths[i]
+            load[best] += work[i] - lengths[i] * mean
+            for unit in range(len(counts)):
+                free[best, unit] -= counts[unit, i]
+        else:
+            placed = False
+            if every:
+                break
+    return placed
+
+
+@_compiled
+def _last_packs(by_work, held, lengths, work, counts, most, budget, group, pack_of):  # type: ignore[no-untyped-def]
     """Place all remaining samples in as few packs as ``_place`` can: set ``pack_of``, return the number of packs.
 
     Return 0, with ``pack_of`` cleared, if ``group`` packs are not enough.
     """
     tokens = 0
-    for i in by_length[:held]:
+    for i in by_work[:held]:
         tokens += lengths[i]
     for count in range(-(-tokens // budget), group + 1):
-        room, work, free = np.full(count, budget), np.zeros(count, np.int64), np.full(count, cap)
-        placed = 0
-        while placed < held:
-            i = by_length[placed]
-            pack_of[i] = _place(lengths[i], sizes[i], 0, 0, room, work, free, count)
-            if pack_of[i] < 0:
-                break
-            placed += 1
-        if placed == held:
+        room, load, free = np.full(count, budget), np.zeros(count, np.int64), _free(most, count)
+        keeps = np.zeros(held, np.int64)
+        if _place(by_work[:held], keeps, lengths, work, counts, 0, room, load, free, pack_of, True):
             return count
-    for i in by_length[:held]:
+    for i in by_work[:held]:
         pack_of[i] = -1
     return 0
 
@@ -303,7 +341,7 @@ def _by_pack(chosen, pack_of, num_packs):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _left(left, others, by_age, held, lengths, pack_of, is_outlier, ready, longest):  # type: ignore[no-untyped-def]
+def _left(left, others, by_age, held, work, pack_of, is_outlier, ready, short_work):  # type: ignore[no-untyped-def]
     """Write the samples that may fill packs to ``left``: first the short samples, then the others, both by age.
 
     Return their number. Samples that are placed, and waiting outliers, are left out. ``others`` is scratch space.
@@ -311,7 +349,7 @@ def _left(left, others, by_age, held, lengths, pack_of, is_outlier, ready, longe
     num_left = num_others = 0
     for i in by_age[:held]:
         if pack_of[i] < 0 and not (ready and is_outlier[i]):
-            if lengths[i] <= longest:
+            if work[i] <= short_work:
                 left[num_left] = i
                 num_left += 1
             else:
@@ -333,37 +371,43 @@ def _drop(positions, count, gone):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _fill(left, num_left, gone, rest, lengths, sizes, room, free, rows, barren, indices, end):  # type: ignore[no-untyped-def]
-    """Append samples of ``left`` that fill a pack's ``room`` to ``indices``. Return the new end.
+def _fill(left, num_left, gone, rest, lengths, counts, p, room, free, rows, barren, indices, end):  # type: ignore[no-untyped-def]
+    """Append samples of ``left`` that fill the ``room`` of pack p to ``indices``. Return the new end.
 
-    The pack takes at most ``free`` samples. If the exact fill needs more, the longest that fit are taken instead.
+    The pack takes at most ``free`` of each unit. If the exact fill needs more, the longest that fit are taken instead.
     """
     for most in (FEW, MAX_TRIED):
         num_rest = 0
         for i in left[:num_left]:
-            if lengths[i] <= room and num_rest < most and not gone[i]:
+            if lengths[i] <= room and num_rest < most and not gone[i] and _fits(counts, i, free, p, 1):
                 rest[num_rest] = i
                 num_rest += 1
             if num_rest == most:
                 break
         stop = _fill_exactly(rest, num_rest, lengths, room, rows, barren, indices, end)
-        tokens = samples = 0
+        tokens = 0
         for i in indices[end:stop]:
             tokens += lengths[i]
-            samples += sizes[i]
         if tokens == room or num_rest < most:
             break
-    if samples <= free:
+    within = True
+    for unit in range(len(counts)):
+        total = 0
+        for i in indices[end:stop]:
+            total += counts[unit, i]
+        within &= total <= free[p, unit]
+    if within:
         return stop
     fits = left[:num_left].copy()
-    _longest_first(fits, lengths)
+    _largest_first(fits, lengths, lengths, 0)
     stop = end
     for i in fits:
-        if free == 0:
+        if free[p, 0] == 0:
             break
-        if lengths[i] <= room and sizes[i] <= free and not gone[i]:
+        if lengths[i] <= room and not gone[i] and _fits(counts, i, free, p, 0):
             indices[stop] = i
             stop += 1
             room -= lengths[i]
-            free -= sizes[i]
+            for unit in range(len(counts)):
+                free[p, unit] -= counts[unit, i]
     return stop
