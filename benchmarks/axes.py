@@ -6,7 +6,7 @@ Samples are chats with 1 to 20 images of 200 x 200 to 3,840 x 2,160 pixels, and 
 pixels, and a token for four patches. A step is formed and dealt by the broker's core. The language model's work is
 that of Qwen2-VL 7B: ``24576 * s + s * s`` for s tokens. Its encoder's work for an image of p patches is ``3600 * p +
 0.5 * p * p`` in the same unit. Beside it is what trainers do: samples are split over ranks by tokens
-(verl's partition), and each rank packs its own with first-fit decreasing.
+(verl's partition), and each rank packs its own with first-fit decreasing. *joint* has limits and costs, too.
 
 *encoder*, *model* and *both* are the work of the costliest rank over the mean of all ranks, for each micro-batch, in
 which ranks wait for each other.
@@ -20,6 +20,7 @@ import time
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -59,8 +60,10 @@ def formed(lengths: I64, patches: list[I64], dp: int, way: str) -> tuple[list[li
     limits = MediaLimits(patches=LIMIT) if way != "tokens alone" else None
     media = (Field(name="image", dtype="uint8", axis="item"),)
     balance = Balance(a=2 * MODEL[0], b=2 * MODEL[1])  # twice, since factors are whole numbers
-    if way == "limits and costs":
+    if way in ("limits and costs", "joint"):
         balance = Balance(a=2 * MODEL[0], b=2 * MODEL[1], patches=(2 * ENCODER[0], int(2 * ENCODER[1])))
+    if way == "joint":
+        balance = msgspec.structs.replace(balance, kind="joint", group=dp)
     rules = Rules(
         budget=BUDGET, packs=4 * dp, window=max(1024, 32 * dp), media_fields=media, limits=limits, balance=balance,
         streams=(StreamRules("chats"),),
@@ -138,7 +141,7 @@ def main() -> None:
         ways: dict[str, dict[str, float]] = {
             "split by tokens, then packed": figures(split_by_tokens(lengths, dp, per_step), lengths, patches)
         }
-        for way in ("tokens alone", "limits", "limits and costs"):
+        for way in ("tokens alone", "limits", "limits and costs", "joint"):
             found, seconds = formed(lengths, patches, dp, way)
             ways[f"streampack, {way}"] = figures(found, lengths, patches) | {"seconds": seconds}
         report.append({"dp": dp, "ways": ways})
