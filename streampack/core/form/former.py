@@ -189,9 +189,9 @@ class Former:
         )  # fmt: skip
 
     def _limited(self, size: int) -> Limited | None:
-        """Return what the first ``size`` items have of each unit that the rules limit; None without limits."""
+        """Return what the first ``size`` items have of each unit that the rules limit; None without limits or items."""
         limits, table = self._rules.limits, self._table
-        if limits is None:
+        if limits is None or not size:
             return None
         given = [(table.patches, limits.patches), (table.items, limits.items)]
         units = [(column, most) for column, most in given if most is not None]

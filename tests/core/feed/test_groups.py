@@ -29,16 +29,19 @@ from streampack.core.journal.log_records import (
     SamplesRejected,
     StepFormed,
 )
+from streampack.core.media.media_bytes import encode
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.merge.schedule import merge_of
+from streampack.core.model.fields import Field
 from streampack.core.model.lease_terms import StreamTerms
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rule_changes import Restream
-from streampack.core.model.rules import Align, Balance, Batch, Rules, StreamRules
+from streampack.core.model.rules import Align, Balance, Batch, MediaLimits, Rules, StreamRules
 from streampack.core.model.samples import KEEPS, ROW, Keep, SampleTable, index_of
 from streampack.core.model.snapshot import FormState
 from streampack.core.model.steps import PlannedStep
 from streampack.core.packers.registry import PackerName
+from streampack.core.protocol.effects import Store
 from streampack.core.protocol.events import Tick
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Samples
@@ -215,6 +218,16 @@ def test_more_is_admitted_until_the_next_step_has_all_that_it_needs(case: tuple[
         assert run.admitted == len(run.samples) or run.form()
 
 
+def test_a_part_of_a_group_forms_no_pack_in_a_feed_with_limits_for_media() -> None:
+    pixels = Field(name="pixels", dtype="uint8", axis="patch")
+    rules = Rules(budget=8, packs=1, window=2, media_fields=(pixels,), limits=MediaLimits(patches=4))
+    run = Run(rules, [("pack", [4, 4])])
+    run.admit(1)
+    assert not run.form() or not run.steps
+    run.close()
+    assert [run.packs(step) for step in run.steps] == [[[0, 1]]]
+
+
 def test_a_group_is_packed_as_soon_as_its_last_sample_is_there() -> None:
     """Programs may wait for the step before they push what comes after."""
     run = Run(Rules(budget=64, batch=Batch(samples=4)), [("step", [3] * 6), ("pack", [5] * 5)])
@@ -331,6 +344,29 @@ def test_a_group_that_no_pack_or_step_holds_is_refused_and_says_why(
     assert found is not None
     assert found[0] == "group"
     assert re.search(why, found[1])
+
+
+@pytest.mark.parametrize("known", range(3))
+def test_a_group_over_a_limit_for_media_is_dropped_whole_if_a_broker_knows_a_part_of_it(known: int) -> None:
+    """Three samples of two patches each are too much for a pack, but two of them would fit."""
+    pixels = Field(name="pixels", dtype="uint8", axis="patch")
+    terms = replace(PUSHED, overlong="drop", media_fields=(pixels,), limits=MediaLimits(patches=5))
+    merge = FeedMerge(Rules(streams=(StreamRules("s", 1.0, 1, pushed=True),), merge="arrival"))
+    admission = Admission([terms], "int32", (), 1000, SampleTable(), merge)
+    column, media = np.full(3, 4, "<u4").tobytes(), encode((pixels,), np.array([2]), {"pixels": np.zeros(2)})
+    message = Samples(
+        stream="s", partition=0, base_seq=0, lengths_u32=column, crcs_u32=column, loss_tokens_u32=bytes(12),
+        cursor=(0, 0, 0), keep="pack",
+    )  # fmt: skip
+    payload = bytes(48), np.full((3, 2), (1, len(media)), "<u4").tobytes(), 3 * media
+    chunk = parse_chunk(Envelope(run=1, epoch=1, fence=1, message=message, payload=payload), message, terms)
+    assert isinstance(chunk, ReceivedChunk)
+    intake = Intake(1 << 20, 4)
+    intake.go_to((0, None), known, 0)
+    (store,), rejected = admission.admit(0, 0, intake, chunk)
+    assert isinstance(store, Store)
+    assert not len(store.handles)
+    assert rejected.tolist() == [*range(known, 3)]
 
 
 @given(
