@@ -175,10 +175,10 @@ class Intake:
         room = self.quota_bytes + self.more_bytes - self.waiting_bytes
         return self.session_bytes + max(room, 0)  # chunks of the log, with what waits for late fields, may be more
 
-    def may_keep(self, tokens: int) -> bool:
-        """Return whether the memory of merged samples has room for so many tokens more of the partition."""
+    def may_keep(self, tokens: int, media_bytes: int = 0) -> bool:
+        """Return whether the memory has room for so many tokens and bytes of media more that wait for the merge."""
         waiting = self.kept_tokens - self.merged_tokens + tokens
-        return waiting * self.token_bytes + self.waiting_media <= self.quota_bytes
+        return waiting * self.token_bytes + self.waiting_media + media_bytes <= self.quota_bytes
 
     def make_room(self, num_bytes: int) -> bool:
         """Give credit for at least so many bytes more; return whether that is new."""

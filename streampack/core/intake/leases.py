@@ -71,7 +71,7 @@ class Leases:
         self.staging = Staging(journal)
         self.partitions = Partitions(capacity.quota_tokens, self.staging, capacity.max_keys)
         self.records = PartitionRecords(self.partitions, journal, self.staging)
-        self.accounts = PartitionAccounts(run, self.partitions, self.records, table)
+        self.accounts = PartitionAccounts(run, self.partitions, self.records, table, capacity.max_chunk_bytes)
         self.producers = Producers(self.partitions)
         self.credits = Credits(run, epoch, capacity, self.partitions, self.producers, journal, self.staging)
         self.rebalancer = Rebalancer(self.partitions, self.records, self.producers, self.credits)

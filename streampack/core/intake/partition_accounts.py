@@ -35,10 +35,14 @@ class PartitionAccounts:
         partitions: The partitions of all feeds.
         records: Writes their records to the log.
         table: The metadata of all samples.
+        max_chunk_bytes: Most bytes of a chunk.
     """
 
-    def __init__(self, run: int, partitions: Partitions, records: PartitionRecords, table: SampleTable) -> None:
+    def __init__(
+        self, run: int, partitions: Partitions, records: PartitionRecords, table: SampleTable, max_chunk_bytes: int
+    ) -> None:  # fmt: skip
         self._run, self._partitions, self._records, self._table = run, partitions, records, table
+        self._max_chunk_bytes = max_chunk_bytes
         self.absent: dict[int, tuple[int, int]] = {}
         """(partition, sequence number) of each sample whose payload is to come again, by handle."""
 
@@ -156,7 +160,10 @@ class PartitionAccounts:
                 merge.push(number, none - 1, none, none)
                 intake.expected_seq = place.stop_seq
             elif place.stop_seq > intake.expected_seq:
-                if not intake.may_keep(place.tokens) or place.stop_seq > intake.grant_seq:
+                # Records do not count media, so the chunk may have as many bytes of them as any chunk.
+                most = self._max_chunk_bytes if stream.terms.media_fields else 0
+                media = max(most - place.tokens * intake.token_bytes, 0)
+                if not intake.may_keep(place.tokens, media) or place.stop_seq > intake.grant_seq:
                     return []
                 intake.expected_seq = place.base_seq
                 intake.recalling = True
