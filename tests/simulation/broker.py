@@ -32,7 +32,7 @@ from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Flow
 from streampack.core.protocol.trainer_messages import Committed, End
 from tests.simulation.checks import BrokerChecks
-from tests.simulation.data import BATCH, BUDGET, MAX_SAMPLE, Case
+from tests.simulation.data import BATCH, BUDGET, MAX_MEDIA, MAX_SAMPLE, Case
 from tests.simulation.disk import Disk
 
 if TYPE_CHECKING:
@@ -40,15 +40,18 @@ if TYPE_CHECKING:
 
 RUN, FIRST_EPOCH = 77, 5
 TICK_S = 0.25
-QUOTA = 2 * MAX_SAMPLE
 
 
 def merged_tokens(this: Case) -> int:
-    """Memory for what is merged: as little as will do; where marks close batches, what holds three of any."""
+    """Memory for what is merged: as little as will do; where marks close batches, what holds three of any.
+
+    With media it is twice as much.
+    """
+    times = 2 if this.rules.media_fields else 1
     if this.rules.batch is None or this.rules.batch.samples is not None:
-        return wanted_tokens(this.rules, MAX_SAMPLE)
+        return times * wanted_tokens(this.rules, MAX_SAMPLE)
     partitions = sum(stream.partitions for stream in this.rules.streams)
-    return 3 * (BATCH * partitions + this.rules.batch.min_samples) * BUDGET + MAX_SAMPLE
+    return times * (3 * (BATCH * partitions + this.rules.batch.min_samples) * BUDGET + MAX_SAMPLE)
 
 
 class BrokerProcess:
@@ -60,23 +63,27 @@ class BrokerProcess:
         """A standby has taken over: nothing more is safe here."""
         self._frozen = False
         self._inbox: list[Event] = []
-        size = world.jobs["train"].case.token_bytes
+        train = world.jobs["train"].case
+        size, quota = train.token_bytes, 2 * train.chunk_bytes // train.token_bytes
         plans = [
-            FeedPlan(job.feed, job.case.rules, merged_tokens(job.case), leaving_bytes=world.leaving_bytes)
+            FeedPlan(
+                job.feed, job.case.rules, merged_tokens(job.case), leaving_bytes=world.leaving_bytes,
+                max_media_bytes=MAX_MEDIA if job.case.rules.media_fields else 0,
+            )
             for job in world.jobs.values()
-        ]
+        ]  # fmt: skip
         self.core: Broker = Broker(
-            run=RUN, epoch=epoch, feeds=plans, capacity=Capacity(QUOTA, MAX_SAMPLE, MAX_SAMPLE * size),
-            steps_ahead=world.jobs["train"].case.steps_ahead, journal=Journal(disk is not None), run_name="sim",
+            run=RUN, epoch=epoch, feeds=plans, capacity=Capacity(quota, MAX_SAMPLE, train.chunk_bytes),
+            steps_ahead=train.steps_ahead, journal=Journal(disk is not None), run_name="sim",
             outbids=world.outbids,
         )  # fmt: skip
         for feed in self.core.feeds.values():
             feed.readers.attempts.pings_a_second = world.pings_a_second
             feed.readers.steps.kept.part_bytes = world.part_bytes
         partitions = sum(stream.partitions for plan in plans for stream in plan.rules.streams)
-        self.live_tokens = sum(plan.merged_tokens for plan in plans) + QUOTA * partitions
+        self.live_tokens = sum(plan.merged_tokens for plan in plans) + quota * partitions
         blocks = int(self.live_tokens * SLACK / MAX_SAMPLE) + 4
-        self.arena = Arena(blocks * MAX_SAMPLE * size, world.dtype, MAX_SAMPLE, world.jobs["train"].case.rules.fields)
+        self.arena = Arena(blocks * MAX_SAMPLE * size, world.dtype, MAX_SAMPLE, train.rules.fields)
         self.published: set[tuple[str, int, int]] = set()
         self.checks = BrokerChecks(self)
         self._events: deque[Event] = deque()
@@ -177,6 +184,8 @@ class BrokerProcess:
         world = self.world
         if isinstance(effect, Store):
             self.arena.store(effect.handles, effect.offsets, effect.lengths, effect.rows, effect.payload)
+            if effect.media_bounds is not None:
+                self.arena.store_media(effect.handles, effect.media_bounds, effect.media)
         elif isinstance(effect, Release):
             self.arena.release(effect.handles)
         elif isinstance(effect, SendShard):

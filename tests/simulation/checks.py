@@ -181,19 +181,30 @@ class BrokerChecks:
             assert steps.released_upto <= client.done, f"R4: {reader.name} has not returned {steps.released_upto} steps"
 
     def memory(self) -> None:
-        """Waiting, merged and live tokens are within their bounds, and the books agree with the arena."""
+        """Waiting, merged and live tokens and media are within their bounds, and the books agree with the arena."""
         core, process = self._core, self._process
-        waiting = 0
+        waiting = waiting_media = 0
         for intake in core.leases.partitions.intakes:
-            tokens = intake.kept_tokens - intake.merged_tokens
-            assert 0 <= tokens * intake.token_bytes <= intake.quota_bytes, "a partition is over its quota"
-            waiting += tokens
+            tokens, media = intake.kept_tokens - intake.merged_tokens, intake.waiting_media
+            assert 0 <= tokens * intake.token_bytes <= intake.quota_bytes - media, "a partition is over its quota"
+            assert tokens or not media, "a partition keeps media of no sample"
+            waiting, waiting_media = waiting + tokens, waiting_media + media
         for feed in core.feeds.values():
             assert 0 <= feed.memory.held_tokens <= feed.plan.merged_tokens, f"{feed.name} holds more than its share"
             self._queues(feed.readers)
         held = sum(feed.memory.held_tokens for feed in core.feeds.values())
-        absent = sum(int(core.table.length[handle]) for handle in core.leases.accounts.absent)
-        assert process.arena.live_tokens == waiting + held - absent, "the books differ from the arena"
+        table, away = core.table, [*core.leases.accounts.absent]
+        merged = 0
+        if table.has_media:
+            known = np.ones(table.capacity, np.bool_)
+            known[table._first_free(table._num_free)] = False
+            media, absent_media = int(table.media_bytes[known].sum()), int(table.media_bytes[away].sum())
+            assert process.arena.media_bytes == media - absent_media, "the books differ from the media that are held"
+            merged = media - waiting_media
+        size = next(iter(core.feeds.values())).plan.rules.token_bytes
+        assert merged % size == 0, "the media of cases are a number of tokens each"
+        absent = int(table.length[away].sum())
+        assert process.arena.live_tokens == waiting + held - merged // size - absent, "the books differ from the arena"
 
     def _queues(self, readers: Readers) -> None:
         """Bytes that are sent and not confirmed are within their bounds, but for one part."""

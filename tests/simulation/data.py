@@ -9,10 +9,11 @@ which samples are a group.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,12 +22,15 @@ from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from streampack.core.layout.step_frames import EDGES, INPUT_IDS, frames_for
-from streampack.core.model.fields import Field
+from streampack.core.media.media_bytes import check, encode
+from streampack.core.media.media_counts import MediaColumns
+from streampack.core.model.fields import MEDIA, Field
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import (
     Align,
     Balance,
     Batch,
+    MediaLimits,
     OnExhaust,
     Overlong,
     Poison,
@@ -44,6 +48,21 @@ WIDE = (NUM_CASES, NUM_CASES + 1)
 """Cases for meshes with eight data-parallel ranks, which no seed has of itself."""
 """Cases from the first on are merged in the order of arrival, from the second on pushed, that before the third in part.
 Then steps are batches: of pushed samples, so many or up to marks, then of samples that are read, at last padded."""
+MEDIA_CASES = range(30, 36)
+"""Cases whose samples have media, which no seed has of itself: those of ``_MEDIA_BASES``, each with media."""
+_MEDIA_BASES = (0, 5, 10, 11, 14, 13)
+"""They are read by schedule (the first also cuts samples), pushed (the third and fourth), and batches. Every second one
+has the same dtype of tokens.
+"""
+MEDIA_FIELDS = (
+    Field(name="grid", dtype="int32", axis="item"),
+    Field(name="image", dtype="reference", axis="item"),
+    Field(name="pixels", dtype="uint8", axis="patch", shape=(4,)),
+)
+MEDIA_LIMITS = MediaLimits(patches=12, items=6)
+MEDIA_BALANCE = Balance(a=10, patches=(40, 2), items=100)
+MAX_MEDIA = 320
+"""Bytes that the media of a sample stay below."""
 TREES = (10, 12)
 """Cases of pushed samples that share their first tokens: one packs a stream of samples, one batches."""
 BATCH = 13
@@ -65,6 +84,24 @@ _BATCHES = {
 
 Id = tuple[int, int, int]
 """(stream, index, part)."""
+
+
+class Media(NamedTuple):
+    """The media of one sample: its bytes, as they are sent, and the patches of each item."""
+
+    data: bytes = b""
+    patches: tuple[int, ...] = ()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Its items and its patches."""
+        return len(self.patches), sum(self.patches)
+
+    @property
+    def cost(self) -> int:
+        """What it costs a rank, by ``MEDIA_BALANCE``."""
+        a, b, c = MEDIA_BALANCE.media_factors
+        return sum(a * patches + b * patches * patches + c for patches in self.patches)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +183,45 @@ class Case:
         """Tokens of a partition before each sample, and at last all of them."""
         return [0, *np.cumsum(self.lengths(stream, partition)).tolist()]
 
+    @lru_cache  # noqa: B019
+    def media(self, stream: int, partition: int, seq: int) -> Media:
+        """The media of one sample. Some samples have none, and some exceed a limit of packs alone."""
+        fields = self.rules.media_fields
+        if not fields or not self.lengths(stream, partition)[seq]:
+            return Media()
+        draw = np.random.default_rng([self.number, stream, partition, seq])
+        if draw.random() < 0.4:
+            return Media()
+        patches = draw.integers(0, 5, int(draw.integers(1, 4)))
+        if draw.random() < 0.08:
+            patches[0] += MEDIA_LIMITS.patches or 0
+        values: dict[str, NDArray[Any]] = {
+            "grid": draw.integers(1, 1 << 30, len(patches)), "image": np.empty(len(patches), object),
+            "pixels": draw.integers(0, 256, (int(patches.sum()), 4), np.uint8),
+        }  # fmt: skip
+        values["image"][:] = [draw.bytes(4 * int(draw.integers(1, 5))) for _ in patches]
+        return Media(encode(fields, patches, values), tuple(patches.tolist()))
+
+    def media_frames(self, stream: int, partition: int, seqs: Iterable[int]) -> tuple[bytes, ...]:
+        """The payload frames with the media of some samples; none in a run without media."""
+        if not self.rules.media_fields:
+            return ()
+        media = [self.media(stream, partition, seq) for seq in seqs]
+        counts = np.array([(len(each.patches), len(each.data)) for each in media], "<u4")
+        return counts.tobytes(), b"".join(each.data for each in media)
+
+    @lru_cache  # noqa: B019
+    def byte_offsets(self, stream: int, partition: int) -> list[int]:
+        """Bytes of a partition before each sample, as credit counts them, and at last all of them."""
+        media = [len(self.media(stream, partition, seq).data) for seq in range(self.counts[stream][partition])]
+        sizes = self.token_bytes * self.lengths(stream, partition) + np.array(media, np.int64)
+        return [0, *np.cumsum(sizes).tolist()]
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The most bytes of a chunk: those of any sample."""
+        return MAX_SAMPLE * self.token_bytes + (MAX_MEDIA if self.rules.media_fields else 0)
+
     def tokens(self, stream: int, partition: int, seq: int) -> NDArray[Any]:
         """The tokens of one sample, never 0. Where samples may share tokens, neighbors begin alike."""
         length = int(self.lengths(stream, partition)[seq])
@@ -189,6 +265,8 @@ class Case:
         crc = int(crc32c(self.tokens(stream, partition, seq).tobytes()))
         for field in self.sent_fields:
             crc = int(crc32c(self.value(field, stream, partition, seq).tobytes(), crc))
+        for frame in self.media_frames(stream, partition, [seq]):
+            crc = int(crc32c(frame, crc))
         return crc
 
     def crc(self, stream: int, partition: int, seq: int) -> int:
@@ -215,9 +293,17 @@ class Case:
         return found
 
 
+def beside(number: int, steps: int) -> int:
+    """The case of another feed of the run: one of the same dtype, ``2 * steps`` cases behind case ``number``."""
+    cases = MEDIA_CASES if number in MEDIA_CASES else range(NUM_CASES)
+    return cases[(number - cases.start + 2 * steps) % len(cases)]
+
+
 @lru_cache
 def case(number: int, prefix: str = "") -> Case:
-    """Case ``number``, below NUM_CASES; its streams' names begin with ``prefix``."""
+    """Case ``number``; its streams' names begin with ``prefix``."""
+    if number in MEDIA_CASES:
+        return _with_media(case(_MEDIA_BASES[MEDIA_CASES.index(number)], prefix))
     draw = np.random.default_rng([20, number])
     cp = 1 + number % 2
     counts = tuple(
@@ -253,6 +339,17 @@ def case(number: int, prefix: str = "") -> Case:
     )  # fmt: skip
 
 
+def _with_media(base: Case) -> Case:
+    """A case whose samples have media. In the fifth case packs have no limits, in the others they have."""
+    rules: dict[str, Any] = {"media_fields": MEDIA_FIELDS, "balance": MEDIA_BALANCE, "share": None}
+    if base.number != FIRST_READ_BATCH:
+        rules |= {"packer": "exact_fill", "limits": MEDIA_LIMITS}
+    if base.pushed:  # so that a group over a limit may be pushed, and is dropped
+        streams = base.rules.streams
+        rules["streams"] = tuple(msgspec.structs.replace(stream, overlong="drop") for stream in streams)
+    return replace(base, rules=msgspec.structs.replace(base.rules, **rules))
+
+
 @dataclass(frozen=True)
 class Shard:
     """What one rank got of one pack of T tokens, ``width``: tokens [T / cp] that lie at ``positions`` of the whole
@@ -268,6 +365,8 @@ class Shard:
     align: int
     values: dict[str, NDArray[Any]]
     """Each field: [T / cp] at ``positions``, or one for each sample."""
+    media: list[bytes] | None
+    """The media of each sample; None for a stage of a pipeline that gets none."""
 
 
 def shards_of(parts: tuple[Envelope, ...], this: Case, mesh: Mesh) -> list[Shard]:
@@ -293,11 +392,14 @@ def shards_of(parts: tuple[Envelope, ...], this: Case, mesh: Mesh) -> list[Shard
         rows: list[Any] = [None] * len(counts)
         cuts = np.cumsum(widths)[:-1] // mesh.cp
         values: list[dict[str, Any]] = [{} for _ in counts]
-        names = frames_for(this.rules.fields, mesh, "zigzag")
+        media: list[bytes] | None = None
+        names = frames_for(this.rules.all_fields, mesh, "zigzag")
         assert len(envelope.payload) == len(names)
         for name, frame in zip(names, envelope.payload, strict=True):
             if name == INPUT_IDS:
                 rows = np.split(np.frombuffer(frame, this.dtype), cuts)
+            elif name == MEDIA:
+                media = _media_of(part, bytes(frame), this, ids)
             elif name != EDGES:
                 (field,) = [field for field in this.rules.fields if field.name == name]
                 ends = cuts if field.axis == "token" else np.cumsum(counts)[:-1]
@@ -307,9 +409,24 @@ def shards_of(parts: tuple[Envelope, ...], this: Case, mesh: Mesh) -> list[Shard
         for i, count in enumerate(counts):
             positions = _positions(lengths[at : at + count], widths[i], aligns[i], mesh)
             mine = ids[at : at + count]
-            shards.append(Shard(numbers[i], mine, loss[i], rows[i], positions, widths[i], aligns[i], values[i]))
+            shards.append(Shard(
+                numbers[i], mine, loss[i], rows[i], positions, widths[i], aligns[i], values[i],
+                None if media is None else media[at : at + count],
+            ))  # fmt: skip
             at += count
     return shards
+
+
+def _media_of(part: StepPart, frame: bytes, this: Case, ids: list[Id]) -> list[bytes]:
+    """The media of each sample of a message."""
+    assert isinstance(part.media, MediaColumns), "media have no columns"
+    items, sizes = part.media.arrays(len(ids))
+    ends = np.cumsum(sizes).tolist()
+    found = [frame[end - size : end] for end, size in zip(ends, sizes.tolist(), strict=True)]
+    assert b"".join(found) == frame, "media are longer than their columns say"
+    for data, count in zip(found, items.tolist(), strict=True):
+        check(this.rules.media_fields, data, count)
+    return found
 
 
 def _positions(lengths: list[int], width: int, align: int, mesh: Mesh) -> I64:

@@ -15,6 +15,7 @@ from crc32c import crc32c
 
 from streampack.core.model.fields import Field
 from streampack.core.model.mesh import Mesh
+from streampack.core.model.rules import MediaLimits
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.trainer_messages import State, StepPart
 from streampack.core.serve.rank_reader import Ranks
@@ -224,7 +225,8 @@ class Job:
         part = envelope.message
         assert isinstance(part, StepPart)
         is_middle = 0 < mesh.pp_rank < mesh.pp - 1
-        key = part.step, part.part, mesh.dp, mesh.cp, mesh.pp, mesh.dp_rank, mesh.cp_rank, is_middle
+        has_media = bool(self.case.rules.media_fields) and mesh.pp_rank == 0
+        key = part.step, part.part, mesh.dp, mesh.cp, mesh.pp, mesh.dp_rank, mesh.cp_rank, is_middle, has_media
         crc = crc32c(msgspec.msgpack.encode(msgspec.structs.replace(part, resend=0, lineage=0)))
         for frame in envelope.payload:
             crc = crc32c(memoryview(frame), crc)
@@ -254,6 +256,8 @@ class Job:
             )
             for field in self.case.rules.fields if shard.tokens is not None else ():
                 self._compare_field(reference, field, shard)
+            if self.case.rules.media_fields:
+                self._compare_media(reference, shard)
             assert shard.num_loss_tokens == sum(len(sample) - 1 for sample in samples)
 
     def _compare_field(self, reference: Reference, field: Field, shard: Shard) -> None:
@@ -264,6 +268,15 @@ class Job:
         else:
             expected = np.concatenate([*values, np.zeros(0, field.storage)])
         assert np.array_equal(expected, shard.values[field.name]), f"immutability: a pack has other {field.name}"
+
+    def _compare_media(self, reference: Reference, shard: Shard) -> None:
+        """A first stage of a pipeline gets the media of its samples, and no pack exceeds a limit."""
+        media = [reference.media[one] for one in shard.ids]
+        assert shard.media is None or shard.media == [each.data for each in media], "immutability: other media"
+        items, patches = (sum(counts) for counts in zip((0, 0), *(each.counts for each in media), strict=True))
+        limits = self.case.rules.limits or MediaLimits()
+        assert items <= (limits.items or items), f"limits: a pack has {items} items"
+        assert patches <= (limits.patches or patches), f"limits: a pack has {patches} patches"
 
     def _chain(self, step: int) -> bytes:
         """Digest of all steps before ``step``, as far as is known."""

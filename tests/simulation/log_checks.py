@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from streampack.core.journal.log_records import FeedEnded, SamplesRejected, StepFormed, TailDropped
-from streampack.core.model.samples import ROW
+from streampack.core.model.samples import MEDIA_ROW, ROW
 from tests.simulation.data import Case, Id
 from tests.simulation.disk import Disk
 from tests.simulation.offline import Reference
@@ -38,6 +38,10 @@ def check_log(feed: str, case: Case, reference: Reference, disk: Disk) -> None:
         assert record.chain == reference.steps[number].chain, f"immutability: step {number} is recorded otherwise"
         ids = [one for pack in reference.ids[number] for one in pack]
         assert _ids(record.rows) == ids, f"conservation: step {number} is recorded with other samples"
+        media = [(*reference.media[one].counts, len(reference.media[one].data)) for one in ids if reference.media]
+        recorded = np.frombuffer(record.media or b"", MEDIA_ROW)[["items", "patches", "media_bytes"]].tolist()
+        assert recorded == (media if record.media else []), f"step {number} is recorded with other media"
+        assert record.media or not any(items for items, *_ in media), f"step {number} is recorded without its media"
     assert len(left) == len(set(left)) == len(reference.left), "conservation: a tail is recorded otherwise"
     assert set(left) == reference.left, "conservation: a tail is recorded otherwise"
     assert rejected >= reference.rejected, "conservation: a rejected sample is not recorded"

@@ -18,14 +18,15 @@ from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from streampack.core.form.former import Former
-from streampack.core.intake.overlong import apply_overlong
+from streampack.core.intake.overlong import apply_overlong, drop_some
 from streampack.core.journal.log_records import BatchMarked, ChunkAdmitted, ChunkStaged, PartitionEnded
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.fields import Field
+from streampack.core.model.rules import MediaLimits
 from streampack.core.model.samples import I64, KEEPS, PACK, Keep, SampleTable
 from streampack.core.model.steps import PlannedStep
 from streampack.core.trees.shared_prefixes import cut_trees, fit_trees
-from tests.simulation.data import BUDGET, Case, Id, case
+from tests.simulation.data import BUDGET, Case, Id, Media, case
 from tests.simulation.disk import Disk
 
 
@@ -49,6 +50,8 @@ class Reference:
     """The values of each by field, in a pack's order: those of axis ``token`` as they are beside its tokens."""
     follows: Mapping[Id, Id]
     """Of samples that are kept in one pack: which comes next there."""
+    media: Mapping[Id, Media]
+    """The media of each; empty in a run without media."""
 
 
 class Packing:
@@ -61,6 +64,7 @@ class Packing:
         self._expected: set[Id] = set()
         self._rejected: set[tuple[int, int]] = set()
         self._follows: dict[Id, Id] = {}
+        self._media: dict[Id, Media] = {}
         self._kept_in_a_step: list[list[Id]] = []
 
     def place(self, stream: int, partition: int) -> int:
@@ -78,6 +82,11 @@ class Packing:
         this, table = self.this, self.table
         lengths = np.array([len(sample) for sample in samples], np.int64)
         pieces = apply_overlong(lengths, BUDGET, this.overlong)
+        media = list[Media]()
+        if this.rules.media_fields:
+            made = this.made(stream, partition)
+            media = [this.media(stream, partition, made[sample.tobytes()]) for sample in samples]
+            pieces = drop_some(pieces, _unfit_media(this, lengths, media, keep))
         partitions = this.rules.streams[stream].partitions
         handles = np.full(len(pieces.length), -1, np.int64)
         columns = (pieces.source.tolist(), pieces.offset.tolist(), pieces.length.tolist(), pieces.part.tolist())
@@ -92,7 +101,9 @@ class Packing:
             table.stream[h], table.index[h], table.part[h] = stream, index, part
             table.length[h], table.loss_tokens[h] = length, length - 1
             table.crc[h] = crc32c(whole.tobytes())
-            if this.rules.fields:
+            if media:
+                self._enter_media(h, (stream, index, part), media[source])
+            if this.rules.fields or media:
                 seq = this.made(stream, partition)[whole.tobytes()]
                 table.crc[h] = this.crc(stream, partition, seq)
                 for field in this.rules.fields:
@@ -121,6 +132,12 @@ class Packing:
             ids = self._identify(kept)
             self._follows |= {ids[i]: ids[i + 1] for i in np.flatnonzero(joined).tolist()}
         self.merge.push(self.place(stream, partition), handles, pieces.length, pieces.part)
+
+    def _enter_media(self, handle: int, one: Id, media: Media) -> None:
+        table = self.table
+        table.has_media, self._media[one] = True, media
+        table.items[handle], table.patches[handle] = media.counts
+        table.media_bytes[handle], table.media_cost[handle] = len(media.data), media.cost
 
     def steps(self) -> Reference:
         """Everything is entered; every sample is seen to be in exactly one place."""
@@ -153,7 +170,7 @@ class Packing:
         shared = dict(zip(samples, self.table.shared[list(self._tokens)].tolist(), strict=True))
         return Reference(
             tuple(steps), rows, ids, former.chain, left, frozenset(self._rejected), samples, shared, self._values,
-            self._follows,
+            self._follows, self._media,
         )  # fmt: skip
 
     def _identify(self, handles: I64) -> list[Id]:
@@ -174,6 +191,23 @@ def _piece(field: Field, value: NDArray[Any], offset: int, length: int) -> NDArr
     shifted = np.full(length, field.pad, field.storage)
     shifted[:-1] = value[offset + 1 : offset + length]
     return shifted
+
+
+def _unfit_media(this: Case, lengths: I64, media: list[Media], keep: Keep | UnsetType) -> NDArray[np.bool_]:
+    """Samples of a chunk that are dropped for their media: those that no pack holds, and those that would be cut.
+
+    If the samples are kept in one pack, none is left where all together are too much.
+    """
+    limits = this.rules.limits or MediaLimits()
+
+    def is_over(items: int, patches: int) -> bool:
+        return items > (limits.items or items) or patches > (limits.patches or patches)
+
+    counts = [each.counts for each in media]
+    if keep == "pack" and is_over(sum(items for items, _ in counts), sum(patches for _, patches in counts)):
+        return np.ones(len(media), np.bool_)
+    cut = (lengths > BUDGET).tolist()
+    return np.array([items > 0 and (cut[i] or is_over(items, n)) for i, (items, n) in enumerate(counts)], np.bool_)
 
 
 def check_groups(packs: list[list[Id]], follows: Mapping[Id, Id]) -> None:
@@ -248,6 +282,11 @@ def samples_of(this: Case, record: ChunkAdmitted | ChunkStaged, payload: tuple[m
     crcs = [int(crc32c(sample.tobytes())) for sample in found]
     if this.is_staged:
         crcs = _check_values(this, stream, record, found, payload)
+    elif this.rules.media_fields:
+        made = [this.made(stream, record.partition)[sample.tobytes()] for sample in found]
+        crcs = [this.sent_crc(stream, record.partition, seq) for seq in made]
+        frames = this.media_frames(stream, record.partition, made)
+        assert not payload or tuple(map(bytes, payload[1:])) == frames, "the log has the media of other samples"
     assert crcs == np.frombuffer(record.crcs_u32, "<u4").tolist()
     return found
 

@@ -147,15 +147,14 @@ class ProducerProcess(Process):
             seq = lease.cursor[0] if lease.cursor is not None else lease.first_seq
             assert seq == lease.first_seq, "a cursor that is not where the lease begins"
         assert seq == read.seq
-        offsets = case.offsets(stream, lease.partition)
+        offsets = case.byte_offsets(stream, lease.partition)
         count = len(offsets) - 1
         if seq >= count:
             self.handle(EndOfPartition(key, read.session))
             return
         stop, pass_end = seq + 1, seq - seq % case.pass_samples + case.pass_samples
-        room = lease.max_chunk_bytes // case.token_bytes
         most = self.world.rng.randint(1, 12)
-        while stop < min(count, pass_end, seq + most) and offsets[stop + 1] - offsets[seq] <= room:
+        while stop < min(count, pass_end, seq + most) and offsets[stop + 1] - offsets[seq] <= lease.max_chunk_bytes:
             stop += 1
         self._at[key, read.session] = stop
         self.handle(chunk_of(case, key, read.session, seq, stop))
@@ -170,12 +169,13 @@ def chunk_of(case: Case, key: PartitionKey, session: Session, start: int, stop: 
         b"".join(case.value(field, stream, partition, seq).tobytes() for seq in range(start, stop))
         for field in case.sent_fields
     )
-    payload, empty = (b"".join(samples), *fields), int((lengths == 0).sum())
+    media, offsets = case.media_frames(stream, partition, range(start, stop)), case.byte_offsets(stream, partition)
+    payload, empty = (b"".join(samples), *fields, *media), int((lengths == 0).sum())
     return Chunk(
         key=key, session=session, lengths_u32=lengths.astype("<u4").tobytes(),
         crcs_u32=np.array([case.sent_crc(stream, partition, seq) for seq in range(start, stop)], "<u4").tobytes(),
         loss_tokens_u32=np.maximum(lengths - 1, 0).astype("<u4").tobytes(), num_samples=len(samples),
-        num_bytes=int(lengths.sum()) * case.token_bytes, cursor=(stop, 0, 0),
+        num_bytes=offsets[stop] - offsets[start], cursor=(stop, 0, 0),
         rejected={"empty": empty} if empty else {}, payload=payload,
         pass_ended=stop % case.pass_samples == 0 or stop == len(case.lengths(stream, partition)),
     )  # fmt: skip

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 BUFFER_BYTES = 6 << 10
 SAMPLE_BYTES = 3 * 4
 """Of the buffer, beside its tokens: a length, a checksum, a count of tokens with loss."""
+MEDIA_COUNT_BYTES = 2 * 4
+"""Of the buffer, in a run with media: the items of a sample, and the bytes of its media."""
 
 
 class Sent(NamedTuple):
@@ -147,11 +149,17 @@ class PusherProcess(Process):
         else:
             room = self.case.rules.budget
             first, stop = births.next, births.next + 1
-            offsets = self.case.offsets(births.stream, self.partition)
+            case, offsets = self.case, self.case.offsets(births.stream, self.partition)
+            sizes = case.byte_offsets(births.stream, self.partition)
             most = min(births.count, first - first % batch + batch, first + self.world.rng.randint(1, 6))
-            while stop < most and offsets[stop + 1] - offsets[first] <= room:
+            while (
+                stop < most
+                and offsets[stop + 1] - offsets[first] <= room
+                and sizes[stop + 1] - sizes[first] <= case.chunk_bytes
+            ):
                 stop += 1
-            num_bytes = (offsets[stop] - offsets[first]) * self.case.token_bytes + (stop - first) * SAMPLE_BYTES
+            each = SAMPLE_BYTES + (MEDIA_COUNT_BYTES if case.rules.media_fields else 0)
+            num_bytes = sizes[stop] - sizes[first] + (stop - first) * each
             if self.session.room(num_bytes + CHUNK_BYTES):
                 chunk = chunk_of(self.case, (self.stream, self.partition), (0, 0), first, stop)
                 assert size_of(chunk) == num_bytes + CHUNK_BYTES or self.case.rules.fields

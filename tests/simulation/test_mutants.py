@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from streampack_services.broker.arena import Arena
 
 from streampack.core.deal import dealt_steps
 from streampack.core.deal.assignment import PaddedStep, deal_padded, split
@@ -28,6 +29,7 @@ from streampack.core.feed.planner import Planner
 from streampack.core.form import former
 from streampack.core.form.former import Former, Request
 from streampack.core.intake import admission
+from streampack.core.intake.admission import Admission
 from streampack.core.intake.credits import Credits
 from streampack.core.intake.intake import Intake
 from streampack.core.intake.leases import Leases
@@ -36,11 +38,12 @@ from streampack.core.intake.producers import ConnectedProducer
 from streampack.core.journal.history import History
 from streampack.core.journal.log_effects import Recalled
 from streampack.core.journal.log_records import ChunkAdmitted
+from streampack.core.media.media_counts import MediaOfChunk
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack.core.model.steps import PlannedStep
-from streampack.core.protocol.effects import Formed
+from streampack.core.protocol.effects import Formed, Store
 from streampack.core.protocol.events import Effect, FromBroker, Send
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Eos, Flow, Hello, ProducerPing, Samples
@@ -60,6 +63,7 @@ from tests.simulation.data import (
     FIRST_PADDED,
     FIRST_PUSHED,
     FIRST_READ_BATCH,
+    MEDIA_CASES,
     NUM_CASES,
 )
 from tests.simulation.world import World, run
@@ -568,6 +572,54 @@ def a_rank_pads_its_rows_to_its_own_longest(patch: Patch) -> None:
         return dataclasses.replace(found, widths=np.array(own, np.int64))
 
     patch.setattr(dealt_steps, "deal_padded", deal)
+
+
+@mutant("media", MEDIA_CASES)
+def two_samples_get_the_media_of_each_other(patch: Patch) -> None:
+    """Of two neighbors of a chunk whose media have as many bytes."""
+
+    def store_media(original: Any, self: Arena, handles: I64, bounds: I64, frame: Any) -> None:
+        sizes, bounds = bounds[1] - bounds[0], bounds.copy()
+        for i in np.flatnonzero((sizes[1:] == sizes[:-1]) & (sizes[1:] > 0))[:1].tolist():
+            bounds[:, [i, i + 1]] = bounds[:, [i + 1, i]]
+        original(self, handles, bounds, frame)
+
+    wrap(patch, Arena, "store_media", store_media)
+
+
+@mutant("media", MEDIA_CASES, first=9)
+def media_of_samples_that_come_again_are_lost(patch: Patch) -> None:
+    def fill_in(original: Any, self: Admission, *more: Any) -> list[Effect]:
+        bare = {"media": None, "media_bounds": None}
+        effects: list[Effect] = original(self, *more)
+        return [msgspec.structs.replace(e, **bare) if isinstance(e, Store) else e for e in effects]
+
+    wrap(patch, Admission, "_fill_in", fill_in)
+
+
+@mutant("media", MEDIA_CASES, first=2)
+def media_that_are_read_from_the_log_do_not_count_in_the_quota(patch: Patch) -> None:
+    wrap(patch, Intake, "may_keep", lambda original, self, tokens, media_bytes=0: original(self, tokens))
+
+
+@mutant("media", MEDIA_CASES, first=12)
+def a_snapshot_knows_no_media(patch: Patch) -> None:
+    def state(original: Any, self: Former) -> Any:
+        return msgspec.structs.replace(original(self), media=msgspec.UNSET)
+
+    wrap(patch, Former, "state", state)
+
+
+@mutant("media", MEDIA_CASES[2:4])
+def packs_keep_no_limits_for_media(patch: Patch) -> None:
+    """In cases that are packed offline at the end, without limits, too."""
+    patch.setattr(Former, "_limited", lambda self, size: None)
+
+
+@mutant("media", MEDIA_CASES, first=2)
+def a_group_is_not_too_much_if_each_of_its_samples_fits(patch: Patch) -> None:
+    """Such a group has a pack of its own, which exceeds a limit."""
+    patch.setattr(MediaOfChunk, "total", lambda self: self)
 
 
 @mutant("R10")

@@ -23,7 +23,7 @@ from streampack.core.protocol.trainer_messages import Attach
 from streampack.core.sessions.relay_events import ForReaders
 from tests.simulation.broker import FIRST_EPOCH, BrokerProcess
 from tests.simulation.client import Checkpoint, ClientProcess
-from tests.simulation.data import NUM_CASES, WIDE, case
+from tests.simulation.data import MEDIA_CASES, NUM_CASES, WIDE, beside, case
 from tests.simulation.disk import Disk
 from tests.simulation.faults import Faults
 from tests.simulation.job import Job
@@ -244,7 +244,8 @@ class World:
         key = (envelope.epoch, message.stream, message.partition, envelope.fence, process.name)
         case = self.case_of[message.stream]
         tokens = len(envelope.payload[0]) // np.dtype(case.dtype).itemsize
-        sent = self._sent_bytes[key] = self._sent_bytes.get(key, 0) + tokens * case.token_bytes
+        media = len(envelope.payload[-1]) if case.rules.media_fields else 0
+        sent = self._sent_bytes[key] = self._sent_bytes.get(key, 0) + tokens * case.token_bytes + media
         seq, size = self.broker.checks.granted(message.stream, message.partition, envelope.fence)
         assert sent <= size, f"R6: {sent} bytes were sent on a grant of {size}"
         assert message.base_seq + len(message.lengths_u32) // 4 <= seq, "R6: a sample was sent beyond the grant"
@@ -274,7 +275,7 @@ class World:
         again = again and not case(number).pushed
         jobs = [Job(self, "train", number, self.rng.randint(2, 3) if again else 1)]
         if more:
-            other = (number + 2 * self.rng.randint(0, 3)) % NUM_CASES  # of the same dtype
+            other = beside(number, self.rng.randint(0, 3))
             most = 1 if case(other).pushed else 3
             jobs.append(Job(self, "valid", other, self.rng.randint(0, most), "v."))
         return jobs
@@ -382,6 +383,6 @@ def run(
     try:
         return World(seed, case_number, work_s, relays=relays, standby=standby).run()
     except Exception as error:
-        name = "test_relays" if relays else "test_simulation"
+        name = "test_media" if case_number in MEDIA_CASES else "test_relays" if relays else "test_simulation"
         again = f"SIM_SEEDS={seed}:{seed + 1} .venv/bin/python -m pytest tests/simulation/{name}.py"
         raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}\nto run it alone: {again}") from error
