@@ -65,7 +65,7 @@ class Soak:
         folder = Path(tempfile.mkdtemp(prefix="sp-soak-", dir="/tmp"))
         job = make_job(
             seed, folder, number=seed, in_place=seed % 3 == 2, pushers=2 if seed % 4 == 3 else 0,
-            relays=seed % 5 in (1, 3), late=seed % 8 == 7,
+            relays=seed % 5 in (1, 3), late=seed % 8 == 7, media=seed % 8 == 2 or seed % 16 == 11,
         )  # fmt: skip
         run = Run(job, Fire(seed, EVERY_S), fire_s)
         unfinished = ""
@@ -81,7 +81,7 @@ class Soak:
         self.add(run, account)
         how = ("in place" if job.in_place else "together") + (", pushed" if job.pushers else "")
         how += ", relays" if job.relays else ""
-        how += ", late values" if job.late else ""
+        how += (", late values" if job.late else "") + (", media" if job.media else "")
         print(
             f"run {seed}: dp={job.dp} cp={job.cp} tp={job.tp} {how}: {account.steps} steps, "
             f"{account.compared} compared, {run.fire.kills.total()} kills, {run.fire.stops.total()} stops, "

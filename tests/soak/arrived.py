@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from crc32c import crc32c
@@ -25,14 +26,24 @@ from streampack.core.model.rules import Rules
 from streampack.core.model.samples import ROW
 from streampack.core.model.steps import chain_digest, pack_digests, step_digest
 from streampack.sources import SourceSettings, open_source
+from tests.soak import sample_media
 from tests.soak.golden import Golden, GoldenPack, GoldenStep, Id
 from tests.soak.job import Job
 from tests.soak.members import lines_of
 from tests.soak.pusher import GROUP, STREAM, prompt_of, tokens_of
+from tests.soak.sample_media import SampleMedia
 from tests.soak.values import reward_of
 
-Sample = tuple[NDArray[Any], int]
-"""(its tokens, the checksum of the whole sample that it is a part of)."""
+Columns = Callable[[list[Id]], dict[str, NDArray[Any]]]
+"""Returns the fields of a pack with these samples."""
+
+
+class Sample(NamedTuple):
+    """A sample or a part of one: its tokens, the checksum of the whole sample, and its media in a run with media."""
+
+    tokens: NDArray[Any]
+    crc: int
+    media: SampleMedia | None = None
 
 
 def pack_as_it_came(job: Job) -> Golden:
@@ -47,15 +58,19 @@ def pack_as_it_came(job: Job) -> Golden:
                     ids = [(row[0], row[1], row[2]) for row in pack["ids"]]
                     came.setdefault(line["index"], {}).setdefault(pack["pack"], ids)
                     numbers |= dict(zip(ids, pack.get("numbers", ()), strict=False))
-    samples, values = _samples(job, rules, numbers), dict[Id, tuple[int, float]]()
+    samples = _samples(job, rules, numbers)
+    columns: Columns | None = None
     if job.late:
         stream = next(number for number, each in enumerate(rules.streams) if each.name == STREAM)
         values = {each: _values(job, stream, each, numbers) for each in samples}
+        columns = partial(_columns, values=values)
+    elif job.media:
+        columns = partial(_media_columns, seed=job.seed, samples=samples)
     steps: list[GoldenStep] = []
     chain = bytes(16)
     for number in range(len(came)):
         packs = [came.get(number, {}).get(pack, []) for pack in range(rules.packs)]
-        step = _step(number, packs, samples, chain, _shared_of(job, rules), values)
+        step = _step(number, packs, samples, chain, _shared_of(job, rules), columns)
         chain = bytes.fromhex(step.chain)
         steps.append(step)
     return Golden(rules, tuple(steps), frozenset(samples))
@@ -97,14 +112,14 @@ def _shared_of(job: Job, rules: Rules) -> Callable[[list[Id]], list[int]] | None
 
 def _step(
     number: int, packs: list[list[Id]], samples: dict[Id, Sample], chain: bytes,
-    shared_of: Callable[[list[Id]], list[int]] | None, values: dict[Id, tuple[int, float]],
+    shared_of: Callable[[list[Id]], list[int]] | None, columns: Columns | None,
 ) -> GoldenStep:  # fmt: skip
     ids = [each for pack in packs for each in pack]
     rows = np.zeros(len(ids), ROW)
     for row, each in zip(rows, ids, strict=True):
-        tokens, crc = samples.get(each, (np.zeros(1, np.int32), 0))  # a foreign one: accounts says so
+        sample = samples.get(each, Sample(np.zeros(1, np.int32), 0))  # a foreign one: accounts says so
         row["stream"], row["index"], row["part"] = each
-        row["length"], row["loss_tokens"], row["crc"] = len(tokens), len(tokens) - 1, crc
+        row["length"], row["loss_tokens"], row["crc"] = len(sample.tokens), len(sample.tokens) - 1, sample.crc
     bounds = np.cumsum([0, *map(len, packs)])
     loss = int(rows["loss_tokens"].sum())
     shared = None if shared_of is None else [shared_of(pack) for pack in packs]
@@ -113,8 +128,8 @@ def _step(
     digest = step_digest(number, loss, len(ids), digests)
     contents = [
         GoldenPack(
-            pack, [samples[each][0] for each in pack if each in samples], _columns(pack, values) if values else None,
-            None if shared is None else shared[i],
+            pack, [samples[each].tokens for each in pack if each in samples],
+            None if columns is None else columns(pack), None if shared is None else shared[i],
         )
         for i, pack in enumerate(packs)
     ]  # fmt: skip
@@ -141,9 +156,17 @@ def _columns(pack: list[Id], values: dict[Id, tuple[int, float]]) -> dict[str, N
     }
 
 
-def _crc(job: Job, whole: NDArray[Any], values: tuple[int, float], pushed: bool) -> int:
+def _media_columns(pack: list[Id], seed: int, samples: dict[Id, Sample]) -> dict[str, NDArray[Any]]:
+    """The media of a pack."""
+    found = (samples[each].media for each in pack if each in samples)
+    return sample_media.of_pack(seed, [media for media in found if media is not None])
+
+
+def _crc(job: Job, rules: Rules, whole: NDArray[Any], values: tuple[int, float], pushed: bool) -> int:
     """The checksum of a sample with its fields, if the run has any."""
     crc = int(crc32c(whole.tobytes()))
+    if job.media:
+        return sample_media.sample_crc(rules, job.seed, job.folder, whole)
     if not job.late:
         return crc
     number, reward = np.array([values[0]], "<i8").tobytes(), np.array([values[1]], "<f8").tobytes()
@@ -166,6 +189,9 @@ def _samples(job: Job, rules: Rules, numbers: dict[Id, int]) -> dict[Id, Sample]
                 records = source.read(partition, stream.partitions, seed=rules.seed, passes=stream.passes)
                 sequence = [np.asarray(record.tokens).astype(rules.tokens) for record in records]
             pieces = apply_overlong(np.array([len(s) for s in sequence], np.int64), rules.budget, stream.overlong)
+            media = [sample_media.media_of(job.seed, each.tolist()) for each in sequence if job.media]
+            if job.media:
+                pieces = sample_media.drop_unfit(rules, pieces, media, sequence)
             columns = (pieces.source, pieces.offset, pieces.length, pieces.part)
             for seq, offset, length, part in zip(*(c.tolist() for c in columns), strict=True):
                 if length:
@@ -173,5 +199,6 @@ def _samples(job: Job, rules: Rules, numbers: dict[Id, int]) -> dict[Id, Sample]
                     id_ = (number, seq * stream.partitions + partition, part)
                     pushed = stream.name == STREAM
                     values = _values(job, number if pushed else -1, id_, numbers)
-                    found[id_] = (whole[offset : offset + length], _crc(job, whole, values, pushed))
+                    crc = _crc(job, rules, whole, values, pushed)
+                    found[id_] = Sample(whole[offset : offset + length], crc, media[seq] if job.media else None)
     return found

@@ -23,8 +23,10 @@ from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, IGNORE_INDEX, SampleTable
 from streampack.core.model.steps import PlannedStep
 from streampack.sources import Cursor, Source, SourceSettings, open_source
+from tests.soak import sample_media
 from tests.soak.checksum import crc_of
 from tests.soak.job import Job
+from tests.soak.sample_media import SampleMedia
 
 Id = tuple[int, int, int]
 """(stream, index, part)."""
@@ -35,7 +37,7 @@ class GoldenPack:
     ids: list[Id]
     tokens: list[NDArray[Any]]
     values: dict[str, NDArray[Any]] | None = None
-    """Values of each field, one for each sample; None in a run without fields."""
+    """Values of each field, one for each sample or for the media of all; None in a run without fields."""
     shared: list[int] | None = None
     """Tokens that each sample shares with the one before it; None in a run without trees."""
 
@@ -137,11 +139,12 @@ def pack_offline(job: Job) -> Golden:
     table, merge = SampleTable(), merge_of(rules)
     assert isinstance(merge, Merge)
     tokens: dict[int, NDArray[Any]] = {}
+    media: dict[int, SampleMedia] = {}
     place = 0
     for number, stream in enumerate(rules.streams):
         source = open_source(convert(job.streams[stream.name], SourceSettings))
         for partition in range(stream.partitions):
-            _enter(rules, number, partition, place, source, merge, table, tokens)
+            _enter(job, rules, number, partition, place, source, merge, table, tokens, media)
             place += 1
     former, steps = Former(rules, table), []
     while not merge.closed:
@@ -159,8 +162,12 @@ def pack_offline(job: Job) -> Golden:
     def identify(handles: I64) -> list[Id]:
         return [(int(table.stream[h]), int(table.index[h]), int(table.part[h])) for h in handles]
 
+    def pack_of(handles: list[int]) -> GoldenPack:
+        values = sample_media.of_pack(job.seed, [media[h] for h in handles]) if job.media else None
+        return GoldenPack(identify(np.array(handles, np.int64)), [tokens[h] for h in handles], values)
+
     def golden(step: PlannedStep) -> GoldenStep:
-        packs = (GoldenPack(identify(p.handles), [tokens[h] for h in p.handles.tolist()]) for p in step.packs)
+        packs = (pack_of(pack.handles.tolist()) for pack in step.packs)
         return GoldenStep(
             step.digest.hex(), step.chain.hex(), step.num_loss_tokens, step.num_samples, tuple(packs)
         )  # fmt: skip
@@ -173,8 +180,8 @@ def pack_offline(job: Job) -> Golden:
 
 
 def _enter(
-    rules: Rules, stream: int, partition: int, place: int, source: Source, merge: Merge, table: SampleTable,
-    tokens: dict[int, NDArray[Any]],
+    job: Job, rules: Rules, stream: int, partition: int, place: int, source: Source, merge: Merge, table: SampleTable,
+    tokens: dict[int, NDArray[Any]], media: dict[int, SampleMedia],
 ) -> None:  # fmt: skip
     """All samples of one partition, in all its passes, to the merge."""
     settings = rules.streams[stream]
@@ -185,6 +192,9 @@ def _enter(
         )
         samples = [np.asarray(record.tokens).astype(rules.tokens) for record in records]
         pieces = apply_overlong(np.array([len(s) for s in samples], np.int64), rules.budget, settings.overlong)
+        of_samples = [sample_media.media_of(job.seed, each.tolist()) for each in samples if job.media]
+        if job.media:
+            pieces = sample_media.drop_unfit(rules, pieces, of_samples, samples)
         handles = np.full(len(pieces.length), -1, np.int64)
         columns = (pieces.source, pieces.offset, pieces.length, pieces.part)
         for i, (at, offset, length, part) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
@@ -195,6 +205,10 @@ def _enter(
             table.stream[h], table.index[h], table.part[h] = stream, (seq + at) * settings.partitions + partition, part
             table.length[h], table.loss_tokens[h] = length, length - 1
             table.crc[h] = crc32c(samples[at].tobytes())
+            if job.media:
+                media[h] = of_samples[at]
+                table.crc[h] = sample_media.sample_crc(rules, job.seed, job.folder, samples[at])
+                table.items[h], table.patches[h] = len(media[h].images), sum(media[h].patches)
         merge.push(place, handles, pieces.length, pieces.part)
         seq += len(samples)
         if rules.between_passes == "drain":

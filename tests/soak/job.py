@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.running import write, write_jsonl
+from tests.soak import sample_media
 
 MESHES = ((1, 1), (2, 1), (4, 1), (3, 1), (1, 2), (2, 2))
 """(dp, cp) of the ranks that read."""
@@ -53,6 +54,8 @@ class Job:
     """Samples are pushed in groups that share their first tokens."""
     late: bool = False
     """Another program gives each pushed sample its reward, and one reads the values that trainers report."""
+    media: bool = False
+    """Samples have media: see ``sample_media``."""
 
     @property
     def meshes(self) -> list[dict[str, int]]:
@@ -85,19 +88,21 @@ class Job:
 
 def make_job(
     seed: int, folder: Path, number: int, in_place: bool = False, rows: tuple[int, int] = (500, 900), pushers: int = 0,
-    relays: bool = False, late: bool = False,
+    relays: bool = False, late: bool = False, media: bool = False,
 ) -> Job:  # fmt: skip
     """Run ``number`` of a soak: its files, of ``rows`` samples each, are written to ``folder``, which has a short path.
 
     The number chooses mesh, packer and transport (TCP where it is even), the seed all else. With ``pushers`` streams
     are merged as they arrive. With ``relays``, small meshes get two tensor-parallel ranks for each shard. With
-    ``late``, pushed samples get late fields.
+    ``late``, pushed samples get late fields. With ``media``, samples have images, and the packer is ``exact_fill``.
     """
     draw = random.Random(seed)
     dp, cp = MESHES[number % len(MESHES)]
     for stream, count in SHARDS.items():
         for shard in range(count):
             samples = [{"tokens": _tokens(draw)} for _ in range(draw.randint(*rows))]
+            if media:
+                samples = [each | sample_media.given(seed, folder, each["tokens"]) for each in samples]
             write_jsonl(folder / f"{stream}-{shard}.jsonl", samples)
     settings: dict[str, Any] = {
         "run": f"soak-{seed}",
@@ -128,13 +133,18 @@ def make_job(
     if late:
         settings["fields"] = FIELDS
         settings["retain"] = {"checkpoints": 1 << 20}  # so that a subscriber that is down misses nothing
-    if trees := bool(pushers) and cp == 1 and not late:  # programs push groups that share their first tokens
+    if media:
+        sample_media.write_images(seed, folder)
+        settings["fields"] = sample_media.FIELDS
+        settings["rules"] |= {"packer": "exact_fill", "limits": sample_media.LIMITS, "balance": {"patches": [40, 2]}}
+    trees = bool(pushers) and cp == 1 and not late and not media
+    if trees:  # programs push groups that share their first tokens
         settings["rules"] |= {"share": "prefix", "align": {"sample": 1, "pack": 2}}
     tp = 2 if relays and dp * cp <= 2 else 1
     job = Job(
         seed, folder, dp, cp, settings, streams, in_place, checkpoint_every=draw.randint(3, 12),
         step_s=draw.uniform(0.05, 0.15), pushers=pushers, pushed=1500 if pushers else 0, tp=tp,
-        relays=2 if relays else 0, trees=trees, late=late,
+        relays=2 if relays else 0, trees=trees, late=late, media=media,
     )  # fmt: skip
     write(job.broker_config, settings)
     write(job.producer_config, {"broker": f"file://{settings['rendezvous']}", "processes": 2, "streams": streams})

@@ -102,7 +102,7 @@ def members_of(job: Job, producers: int) -> list[Member]:
         settings = write(
             job.folder / f"pusher-{partition}.json",
             {"endpoint": job.settings["listen"]["producers"], "partition": partition, "total": job.pushed,
-             "trees": job.trees, "late": job.late, "seed": job.seed, "folder": str(job.folder)},
+             "trees": job.trees, "late": job.late, "media": job.media, "seed": job.seed, "folder": str(job.folder)},
         )  # fmt: skip
         command = [sys.executable, "-m", "tests.soak.pusher", str(settings)]
         found.append(Member("pusher", f"pusher-{partition}", job.folder, command))
@@ -137,7 +137,7 @@ def tell_trainer(job: Job, rank: int, resume: int, endpoint: str = "") -> None:
         "endpoint": endpoint or job.settings["listen"]["trainers"], "mesh": job.meshes[rank], "folder": str(job.folder),
         "rank": rank, "ranks": len(job.meshes), "every": job.checkpoint_every, "step_s": job.step_s,
         "prefetch": PREFETCH, "resume": resume,
-        "relay": job.relay_address(job.host_of(rank)) if job.relays else "off", "reports": job.late,
+        "relay": job.relay_address(job.host_of(rank)) if job.relays else "off", "reports": job.late, "media": job.media,
     }  # fmt: skip
     write(job.folder / f"trainer-{rank}.json", settings)
 

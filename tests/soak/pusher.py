@@ -1,9 +1,10 @@
 """A program that pushes its own samples to one partition, under fire: what it was told is safe, it writes down.
 
 ``python -m tests.soak.pusher SETTINGS``, a JSON file: ``endpoint``, ``partition``, ``partitions``, ``total``, ``seed``,
-``folder``, ``trees``, ``late``. Sample n of a partition is a function of (seed, partition, n); one that is started
-again goes on where the broker stands, which must not be before what it was told is safe. With ``trees``, groups of
-``GROUP`` samples begin alike and are sent as trees. With ``late``, each sample carries its number.
+``folder``, ``trees``, ``late``, ``media``. Sample n of a partition is a function of (seed, partition, n); one that is
+started again goes on where the broker stands, which must not be before what it was told is safe. With ``trees``, groups
+of ``GROUP`` samples begin alike and are sent as trees. With ``late``, each sample carries its number, with ``media``,
+its images.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import streampack
 from streampack.errors import DataStall, PeerError
+from tests.soak import sample_media
 
 STREAM = "rollouts"
 FLUSH_EVERY = GROUP = 8
@@ -70,7 +72,9 @@ def main() -> None:
         for seq in range(begun, total, step):
             of_group = range(seq, min(seq + step, total))
             group = [tokens_of(settings["seed"], partition, each, trees) for each in of_group]
-            one = {"input_ids": group[0], "number": seq} if settings["late"] else group[0]
+            one: Any = {"input_ids": group[0], "number": seq} if settings["late"] else group[0]
+            if settings["media"]:
+                one = {"input_ids": group[0]} | sample_media.given(settings["seed"], folder, group[0])
             sent = list(rollouts.send_group(group, share="prefix")) if trees else [rollouts.send(one)]
             if sent != [*of_group]:
                 raise RuntimeError(f"got the numbers {sent}, expected {[*of_group]}")

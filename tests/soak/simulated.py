@@ -14,6 +14,7 @@ from itertools import count
 from multiprocessing import get_context
 from types import FrameType
 
+from tests.simulation.data import MEDIA_CASES
 from tests.simulation.rl.world import run_loop
 from tests.simulation.world import run
 
@@ -50,6 +51,8 @@ def run_every(first: int, step: int, until: float) -> Simulated:
             run(seed)
             if seed % 3 == 0:
                 run_loop(seed)
+            elif seed % 3 == 1:
+                run(seed, MEDIA_CASES[seed % len(MEDIA_CASES)])
         except AssertionError as error:
             print(error, file=sys.stderr, flush=True)
             found.wrong.append(str(error))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.soak import sample_media
 from tests.soak.accounts import Account, settle
 from tests.soak.arrived import broken_promises, pack_as_it_came
 from tests.soak.broken_values import broken_values
@@ -105,6 +106,17 @@ def test_what_is_wrong_is_found(damage: Callable[[list[Line]], None], job: Job, 
     lines = lines_of_a_good_run(job, golden)
     damage(lines[-1])
     assert settled(job, golden, lines).wrong
+
+
+def test_other_media_are_found(tmp_path: Path) -> None:
+    job = make_job(10, tmp_path, number=10, rows=(5, 9), media=True)
+    golden = pack_offline(job)
+    assert not settled(job, golden, lines_of_a_good_run(job, golden)).wrong
+    for name in sample_media.ARRAYS:
+        lines = lines_of_a_good_run(job, golden)
+        pack = next(pack for pack in lines[0][0]["packs"] if "image" in pack["crcs"])
+        pack["crcs"][name] ^= 1
+        assert f"{name} of pack {pack['pack']} differs" in settled(job, golden, lines).wrong[0]
 
 
 def test_a_lost_and_a_duplicated_sample_are_counted(job: Job, golden: Golden) -> None:

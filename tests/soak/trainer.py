@@ -1,8 +1,8 @@
 """One rank under fire: it attaches, uses steps, writes down what it got, and checkpoints; then it may be killed.
 
 ``python -m tests.soak.trainer SETTINGS``, SETTINGS being a JSON file: ``endpoint``, ``mesh``, ``folder``, ``rank``,
-``ranks``, ``relay`` (an address, or ``off``), ``reports``, ``every`` (steps between two checkpoints), ``step_s``,
-``resume`` (a checkpoint's step, -1 for none, -2 for this rank's own last place). What it got goes to
+``ranks``, ``relay`` (an address, or ``off``), ``reports``, ``media``, ``every`` (steps between two checkpoints),
+``step_s``, ``resume`` (a checkpoint's step, -1 for none, -2 for this rank's own last place). What it got goes to
 ``trainer-<rank>.jsonl``, one line a step and each written at once, so that a line is there whole or not at all. A step
 takes ``step_s`` while the file ``fire`` is there.
 """
@@ -18,12 +18,14 @@ from typing import Any
 
 import streampack
 from streampack.errors import StreampackError
+from tests.soak import sample_media
 from tests.soak.checksum import crc_of
 from tests.soak.values import loss_of
 
 PATHS = ("shared", "cu_paths", "path_index")
 ARRAYS = ("input_ids", "labels", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded", "sample_ids")
 VALUES = ("number", "reward")
+NAMES = (*ARRAYS, *PATHS, *VALUES, *sample_media.ARRAYS)
 OWN_PLACE = -2
 
 
@@ -75,6 +77,7 @@ def train(rank: Rank) -> None:
         prefetch=settings["prefetch"],
         verify=True,
         timeout_s=300.0,
+        media=streampack.Media(sample_media.decode, threads=2) if settings["media"] else None,
     ) as loader:
         begun = 0
         if state is not None and state["loader"] is not None:
@@ -87,7 +90,7 @@ def train(rank: Rank) -> None:
             reported = {} if not settings["reports"] else {"loss": [loss_of(*row) for row in step.sample_ids.tolist()]}
             packs = [
                 {"pack": pack.pack, "micro_batch": pack.micro_batch, "ids": pack.sample_ids.tolist(),
-                 "crcs": {name: crc_of(pack[name]) for name in (*ARRAYS, *PATHS, *VALUES) if name in pack}
+                 "crcs": {name: crc_of(pack[name]) for name in NAMES if name in pack}
                  | {"positions": crc_of(pack.positions())},
                  "numbers": pack["number"].tolist() if "number" in pack else []}
                 for pack in step
