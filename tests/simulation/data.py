@@ -303,7 +303,7 @@ def beside(number: int, steps: int) -> int:
 def case(number: int, prefix: str = "") -> Case:
     """Case ``number``; its streams' names begin with ``prefix``."""
     if number in MEDIA_CASES:
-        return _with_media(case(_MEDIA_BASES[MEDIA_CASES.index(number)], prefix))
+        return with_media(case(_MEDIA_BASES[MEDIA_CASES.index(number)], prefix))
     draw = np.random.default_rng([20, number])
     cp = 1 + number % 2
     counts = tuple(
@@ -339,7 +339,7 @@ def case(number: int, prefix: str = "") -> Case:
     )  # fmt: skip
 
 
-def _with_media(base: Case) -> Case:
+def with_media(base: Case) -> Case:
     """A case whose samples have media. In the fifth case packs have no limits, in the others they have."""
     rules: dict[str, Any] = {"media_fields": MEDIA_FIELDS, "balance": MEDIA_BALANCE, "share": None}
     if base.number != FIRST_READ_BATCH:

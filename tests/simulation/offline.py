@@ -283,10 +283,12 @@ def samples_of(this: Case, record: ChunkAdmitted | ChunkStaged, payload: tuple[m
     if this.is_staged:
         crcs = _check_values(this, stream, record, found, payload)
     elif this.rules.media_fields:
-        made = [this.made(stream, record.partition)[sample.tobytes()] for sample in found]
-        crcs = [this.sent_crc(stream, record.partition, seq) for seq in made]
-        frames = this.media_frames(stream, record.partition, made)
-        assert not payload or tuple(map(bytes, payload[1:])) == frames, "the log has the media of other samples"
+        made = this.made(stream, record.partition)
+        crcs = [this.sent_crc(stream, record.partition, made[sample.tobytes()]) for sample in found]
+    if payload and this.rules.media_fields:
+        made = this.made(stream, record.partition)
+        frames = this.media_frames(stream, record.partition, [made[sample.tobytes()] for sample in found])
+        assert tuple(map(bytes, payload[-2:])) == frames, "the log has the media of other samples"
     assert crcs == np.frombuffer(record.crcs_u32, "<u4").tolist()
     return found
 
@@ -298,7 +300,7 @@ def _check_values(
     staged = isinstance(record, ChunkStaged)
     fields = this.sent_fields if staged else this.rules.fields
     seqs = [this.made(stream, record.partition)[sample.tobytes()] for sample in found]
-    for field, frame in zip(fields, payload[1:], strict=True):
+    for field, frame in zip(fields, payload[1 : len(payload) - 2 * bool(this.rules.media_fields)], strict=True):
         values = [
             this.value(field, stream, record.partition, seq) for seq, tokens in zip(seqs, found, strict=True)
             if len(tokens) or field.axis == "token"

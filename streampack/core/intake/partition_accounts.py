@@ -56,7 +56,7 @@ class PartitionAccounts:
         are read from the log later.
         """
         intake = self._partitions.intakes[p]
-        behind = intake.behind or (sent is not None and not intake.may_keep(chunk.num_tokens))
+        behind = intake.behind or (sent is not None and not intake.may_keep(chunk.num_tokens, chunk.media_bytes))
         version = chunk.message.policy_version
         stale = version is not UNSET and self._partitions.stream_of[p].history.is_stale(version)
         effects, repeated = self._records.append_chunk(p, chunk, stale, sent, behind)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from streampack.core.model.fields import Field
-from tests.simulation.data import Case, case
+from tests.simulation.data import Case, case, with_media
 
 FIELDS = (
     Field(name="advantages", dtype="float32", align="target", late=True),
@@ -23,13 +23,17 @@ FIELDS = (
     Field(name="origin", dtype="float32", axis="sample"),
 )
 LATE_PACKS, LATE_SPLIT, LATE_BATCHES, LATE_MARKS, PACED, PACED_LATE = RL_CASES = range(6)
+RL_MEDIA = {6: LATE_SPLIT, 7: PACED_LATE, 8: LATE_MARKS, 9: PACED}
+"""Cases whose samples have media, which no seed has of itself, and the case that each is without media."""
 _BASES = {LATE_PACKS: 10, LATE_SPLIT: 11, LATE_BATCHES: 12, LATE_MARKS: 13, PACED: 12, PACED_LATE: 12}
 """The case of the simulation whose sizes, lengths and rules each has, but for what is set here."""
 
 
 @lru_cache
 def rl_case(number: int, lag: int = 0) -> Case:
-    """Case ``number`` of ``RL_CASES``; samples of paced ones may be ``lag`` policies old when they are trained."""
+    """Case ``number``; samples of paced cases may be ``lag`` policies old when they are trained."""
+    if number in RL_MEDIA:
+        return with_media(rl_case(RL_MEDIA[number], lag))
     base = case(_BASES[number])
     streams = tuple(msgspec.structs.replace(stream, pushed=True) for stream in base.rules.streams)
     rules: dict[str, Any] = {"share": None, "streams": streams}

@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from tests.simulation.rl.cases import RL_CASES, rl_case
+from tests.simulation.rl.cases import RL_CASES, RL_MEDIA, rl_case
 from tests.simulation.rl.world import run_loop
 
 CHUNK = 6
@@ -31,6 +31,12 @@ def test_an_rl_loop_keeps_its_promises_whatever_fails(seeds: range) -> None:
 def test_an_rl_loop_with_relays_and_standbys_keeps_its_promises(seeds: range) -> None:
     for seed in seeds:
         run_loop(seed, relays=True, standby=bool(seed % 2))
+
+
+@pytest.mark.parametrize("seeds", _chunks(2), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+def test_an_rl_loop_with_media_keeps_its_promises(seeds: range) -> None:
+    for seed in seeds:
+        run_loop(seed, [*RL_MEDIA][seed % len(RL_MEDIA)])
 
 
 def test_an_rl_loop_happens_the_same_way_twice() -> None:

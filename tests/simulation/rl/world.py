@@ -13,7 +13,7 @@ from streampack.core.staging.tickets import LEARN_S
 from tests.simulation.broker import TICK_S
 from tests.simulation.faults import Faults
 from tests.simulation.job import Job
-from tests.simulation.rl.cases import PACED, PACED_LATE, RL_CASES, rl_case
+from tests.simulation.rl.cases import PACED, PACED_LATE, RL_CASES, RL_MEDIA, rl_case
 from tests.simulation.rl.generators import GeneratorProcess
 from tests.simulation.rl.loop_checks import check_ages, check_results, check_staged, has_results
 from tests.simulation.rl.scorers import ScorerProcess
@@ -47,7 +47,7 @@ class LoopWorld(World):
         """Samples for which a program asks at a time."""
         self.generate_s = rng.choice((0.02, 0.1))
         self.reports = rng.random() < 0.8
-        self.publishes = self.number in (PACED, PACED_LATE) or rng.random() < 0.3
+        self.publishes = RL_MEDIA.get(self.number, self.number) in (PACED, PACED_LATE) or rng.random() < 0.3
         self.reduces_same = rng.random() < 0.3
         self.kept: list[Kept] = []
         self.subscribers: list[SubscriberProcess] = []
