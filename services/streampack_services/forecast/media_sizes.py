@@ -27,14 +27,17 @@ ITEMS, PATCHES, SQUARES, BYTES = range(4)
 NO_MEDIA = (0, 0, 0, 0)
 
 
-def sizes_of(fields: Mapping[str, Any], declared: Sequence[Field]) -> tuple[int, int, int, int] | str:
+def sizes_of(
+    fields: Mapping[str, Any], declared: Sequence[Field], tokens: NDArray[Any]
+) -> tuple[int, int, int, int] | str:
     """Return the row of sizes of a sample as a source has read it, or the reason why its media are invalid.
 
     Args:
         fields: The values of the sample, by name.
         declared: The run's fields of axis item and patch.
+        tokens: Its token ids.
     """
-    found = media_of(fields, declared)
+    found = media_of(fields, declared, tokens)
     if isinstance(found, str):
         return found
     if not found or not len(found[MEDIA]):

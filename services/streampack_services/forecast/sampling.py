@@ -82,7 +82,7 @@ def _stream(
                 continue
             reason, sizes = record.reason, NO_MEDIA
             if fields and reason is None:
-                found = sizes_of(record.fields, fields)
+                found = sizes_of(record.fields, fields, record.tokens)
                 reason, sizes = (found, NO_MEDIA) if isinstance(found, str) else (None, found)
             lengths[p].append(len(record.tokens) if reason is None else 0)
             media[p].append(sizes)
