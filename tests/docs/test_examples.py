@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch.nn.functional import cross_entropy
 
 import streampack
@@ -51,6 +52,7 @@ TESTED = (
     "batch.attention_mask",
     "eval_loader=valid",
     "trl_grpo.install(trainer)",
+    "chats.send(sample)",
 )
 """A text of each example that has a test of its own."""
 
@@ -325,6 +327,17 @@ def test_a_rollout_worker(monkeypatch: pytest.MonkeyPatch) -> None:
         broker.stop()
     assert [taken.lengths for taken in broker.taken] == [[1, 3]] * 4
     assert broker.marks == [(4, 0), (8, 1)]
+
+
+def test_a_sample_with_an_image_reaches_a_trainer_of_the_page_s_broker(tmp_path: Path) -> None:
+    (config,) = [each.code for each in BLOCKS if each.code.startswith("# broker.yaml\nrun: vlm")]
+    with running_broker(yaml.safe_load(config) | {"state_dir": str(tmp_path / "state"), "memory": "256MiB"}) as running:
+        code = block("chats.send(sample)").replace("tcp://node0:7401", running.producers)
+        exec(compile(code, "vision.md", "exec"), {})
+        with streampack.connect(running.trainers, format="numpy") as loader:
+            (pack,) = [pack for pack in loader if pack.num_samples]
+    assert pack["image_grid_thw"].tolist() == [[1, 2, 4]]
+    assert [each.uri for each in pack["pixel_values"]] == ["s3://bucket/images.tar"]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers warns of names that TRL uses

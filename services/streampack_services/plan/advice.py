@@ -261,7 +261,8 @@ def _balance(found: Tree) -> list[str]:
         return [f"{said}, which is balanced."]
     if take["step_samples"]:
         return [f"{said}. Larger batches lower the imbalance."]
-    no_joint = take["packer"] == "joint" or found["media"] is not None  # which do not go together yet
+    no_room = sum(take["bound_by"].values()) - take["bound_by"].get("tokens", 0.0) > 0.5  # to move samples
+    no_joint = take["packer"] == "joint" or no_room
     joint = "" if no_joint else ", and so does `balance: joint`, which forms packs of equal cost"
     return [f"{said}. More packs per step lower the imbalance{joint}."]
 

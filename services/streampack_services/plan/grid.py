@@ -94,12 +94,11 @@ def default_windows(window: int) -> tuple[int, ...]:
 def default_packers(packer: str, rules: Rules) -> tuple[str, ...]:
     """Return ``packer``, then all others that go together with ``rules``, except ``none``.
 
-    Batches and media exclude ``joint``. Only ``exact_fill`` keeps limits of media.
+    Batches exclude ``joint``. Only ``exact_fill`` keeps limits of media, also with the balance ``joint``.
     """
-    if rules.limits is not None:
-        return (packer,)
-    without = ("none", "joint") if rules.batch is not None or rules.media_fields else ("none",)
-    return (packer, *(each for each in PACKERS if each not in (packer, *without)))
+    without = ("none", "joint") if rules.batch is not None else ("none",)
+    known = PACKERS if rules.limits is None else ("exact_fill", "joint")
+    return (packer, *(each for each in known if each not in (packer, *without)))
 
 
 def default_shapes(shape: Shape, budget: int, align: int) -> tuple[Shape, ...]:

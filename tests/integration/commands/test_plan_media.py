@@ -78,9 +78,9 @@ def make_files(folder: Path, **rules: Any) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_files(tmp_path_factory.mktemp("data"))
+@pytest.fixture(scope="module", params=["deal", "joint"])
+def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_files(tmp_path_factory.mktemp("data"), balance=RULES["balance"] | {"kind": request.param})
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_patches_that_fill_most_packs_are_said_with_what_to_do(tmp_path: Path) -
     assert "Raise `limits.patches` or lower `budget`." in why
     assert "Set `balance: {patches: [a, b]}`" in why
     assert "`overlong: drop` drops them." in why
-    assert "balance: joint" not in why, "which does not go together with media"
+    assert "balance: joint" not in why, "limits leave it no room"
     assert take["rules"]["limits"] == {"patches": 45}
     assert "limits: {patches: 45}" in found["broker_yaml"]
     shown = " ".join(in_process("plan", *both).stdout.split())
