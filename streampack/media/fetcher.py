@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.media.references import Reference
+from streampack.core.stats.media_figures import MEDIA_DROPPED
 from streampack.errors import ConfigError, MediaError
 from streampack.media.read_bytes import TooLarge, WrongBytes, read_bytes
 
@@ -228,7 +229,7 @@ class Fetcher:
     def stats(self) -> dict[str, float]:
         """Return the number of items and bytes fetched, and of items dropped by reason; see ``Client.stats``."""
         with self._changed:
-            dropped = {f"media_dropped_{reason}": float(count) for reason, count in self.dropped.items()}
+            dropped = {f"{MEDIA_DROPPED}{reason}": float(count) for reason, count in self.dropped.items()}
             return {"media_items": self.fetched, "media_bytes": self.fetched_bytes, **(dropped if self.drops else {})}
 
     def release(self, items: Iterable[_Item]) -> None:

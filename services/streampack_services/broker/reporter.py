@@ -25,6 +25,7 @@ from streampack.core.form.former import Former
 from streampack.core.model.rules import Rules
 from streampack.core.stats.data_wait import Missing, NextWaits
 from streampack.core.stats.fill import Figures, Totals, from_moments
+from streampack.core.stats.media_figures import MEDIA_DROPPED
 from streampack.core.stats.padding import CAUSES
 from streampack.version import __version__
 from streampack_services.broker.arena import Arena
@@ -259,7 +260,7 @@ class Reporter:
             held_tokens=feed.memory.held_tokens,
             held_limit_tokens=feed.plan.merged_tokens,
             rules=self._rules[feed.name],
-            media=MediaStatus(**formed.media.counts()) if formed.media is not None else None,
+            media=None if formed.media is None else MediaStatus(**formed.media.counts(), dropped=_dropped_media(feed)),
         )
 
     def _stream_rows(self, feed: Feed) -> list[StreamStatus]:
@@ -503,6 +504,17 @@ def _lost_tokens(feed: Feed) -> LostTokens:
 
 def _rank_tokens(dealt: DealtFigures) -> RankTokens:
     return RankTokens(**{when: TokenSpread(**tokens) for when, tokens in dealt.rank_tokens().items()})
+
+
+def _dropped_media(feed: Feed) -> dict[str, int]:
+    """Return the number of media items that the clients of the attached ranks have dropped, by reason."""
+    found: dict[str, int] = {}
+    for reader in feed.readers.registry.held.values():
+        for name, count in reader.stats.items():
+            if name.startswith(MEDIA_DROPPED) and count > 0 and math.isfinite(count):
+                reason = name.removeprefix(MEDIA_DROPPED)
+                found[reason] = found.get(reason, 0) + int(count)
+    return dict(sorted(found.items()))
 
 
 def _dynamic_batching(figures: PaddedFigures) -> DynamicBatching:

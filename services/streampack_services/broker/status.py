@@ -225,6 +225,8 @@ class MediaStatus(Struct, frozen=True, kw_only=True):
     bound_by: dict[str, int]
     """Packs with samples by the axis that is fullest: ``tokens``, ``patches`` or ``items``. An axis without a limit
     does not occur."""
+    dropped: dict[str, int] = {}
+    """Items that the clients of the attached ranks could not have since they began, by reason."""
 
 
 class WindowStatus(Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from streampack.core.stats.media_figures import MEDIA_DROPPED
 from streampack_services.broker.status import (
     BrokerStatus,
     DynamicBatching,
@@ -183,7 +184,7 @@ def trainer_seconds(row: RankStatus) -> float | None:
 
 def media_dropped(row: RankStatus) -> float | None:
     """Return the media items that a rank has dropped, of all reasons; None if its trainer does not drop any."""
-    found = [count for name, count in row.stats.items() if name.startswith("media_dropped_")]
+    found = [count for name, count in row.stats.items() if name.startswith(MEDIA_DROPPED)]
     return sum(found) if found else None
 
 

@@ -84,7 +84,7 @@ def page(view: BrokerView, options: PageOptions, width: int, height: int | None 
         lambda lines: stream_lines(streams, STREAM_COLUMNS, counted(now.producers, "producer"), narrow, lines), 3
     )
     late = _Block(lambda lines: late_lines(streams, narrow, lines), 3)
-    media = _Block(lambda _: media_lines(feed, view.status.memory.media_bytes, wide), 5)
+    media = _Block(lambda _: media_lines(feed, view.status.memory.media_bytes, wide), 6)
     shares = _Block(lambda _: _shares(feed, narrow), 0, extra=True)
     events = _Block(lambda lines: _events(view, narrow, lines), 3)
     if width >= WIDE:
@@ -338,7 +338,11 @@ def media_lines(feed: FeedView, held_bytes: int, width: int) -> list[Text]:
         share = "" if packs is None else f"{packs / max(bound, 1):.1%}"
         rows.append([axis, count_text(total), most, "none" if limit is None else f"{limit:,}", share])
     note = f"{size_text(held_bytes)} of media held"
-    return [title("media", note, width), *table(("", "total", "most per pack", "limit", "fills packs"), rows, width)]
+    lines = [title("media", note, width), *table(("", "total", "most per pack", "limit", "fills packs"), rows, width)]
+    if media.dropped:
+        reasons = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in media.dropped.items())
+        lines.append(Text(f"{sum(media.dropped.values()):,} items dropped by trainers: {reasons}", style="yellow"))
+    return lines
 
 
 def _heard(stream: StreamView) -> Cell:

@@ -155,6 +155,11 @@ export function showMedia({ media, rules: { budget, limits = {} }, totals }) {
       [filled === undefined ? "" : count(filled), "n"], [filled === undefined || !packs ? "" : percent(filled / packs, 1), "n"],
     ];
   }));
+  const dropped = Object.entries(media.dropped);
+  const all = dropped.reduce((sum, [, some]) => sum + some, 0);
+  byId("media-dropped").hidden = !all;
+  const reasons = dropped.map(([reason, some]) => `${count(some)} ${reason.replaceAll("_", " ")}`).join(", ");
+  byId("media-dropped").textContent = `${count(all)} items dropped by trainers: ${reasons}`;
 }
 
 const isSilent = (row) => row.ended_partitions < row.partitions && (row.last_seen_s ?? Infinity) > STREAM_SILENT_S;

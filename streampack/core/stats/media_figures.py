@@ -14,6 +14,10 @@ AXES = ("tokens", "patches", "items")
 """Axes that can fill a pack. If two are equally full, the first counts."""
 
 
+MEDIA_DROPPED = "media_dropped_"
+"""How the names begin of a client's counts of media items that it has dropped; the reason follows."""
+
+
 class MediaFigures:
     """Media in the packs formed by ``rules``, in all iterations.
 

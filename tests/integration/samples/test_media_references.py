@@ -19,7 +19,7 @@ from awscrt.checksums import crc32c
 import streampack
 from streampack.errors import MediaError, SampleError, UserError
 from tests.integration.proxy import Proxy
-from tests.integration.running import PATIENCE_S, folder, running_broker
+from tests.integration.running import PATIENCE_S, folder, running_broker, until
 
 SAMPLES, WIDTH = 36, 8
 FIELDS = {"pixel_values": {"dtype": "reference", "axis": "item"}}
@@ -362,3 +362,21 @@ def test_an_image_that_a_group_shares_is_fetched_once_for_each_rank() -> None:
     asked = store.asked  # type: ignore[attr-defined]
     assert {int(name.strip("/")): count for name, count in asked.items()} == ranks_of
     assert sum(ranks_of.values()) <= 2 * groups < groups * size
+
+
+def test_dropped_media_show_in_status_and_metrics() -> None:
+    with folder() as path, running_broker(settings(path)) as broker:
+        sent = [sample(number, str(path)) for number in range(20)]
+        for number in {each for one in sent for each in one.get("images", [])} - {10, 50}:
+            (path / str(number)).write_bytes(image(number))
+        with streampack.Producer(broker.producers, stream="chats") as chats:
+            for each in sent:
+                chats.send(each)
+            chats.close(end=True)
+        media = streampack.Media(decode, on_error="drop")
+        with streampack.connect(broker.trainers, format="numpy", media=media, stall_timeout_s=PATIENCE_S) as loader:
+            list(loader)
+            until(lambda: broker.feed()["media"]["dropped"] == {"missing": 2})
+            metrics = broker.get("/metrics")
+    (line,) = [each for each in metrics.splitlines() if each.startswith("streampack_reader_media_dropped_total")]
+    assert line.endswith(" 2.0")

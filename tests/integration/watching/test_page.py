@@ -272,7 +272,7 @@ def test_media_are_shown_where_a_run_has_some(page: Page, four: Watched) -> None
     rules = FeedRules(**asdict(feed.rules) | {"limits": MediaLimits(patches=16_384), "media_fields": (PIXELS,)})
     media = MediaStatus(
         items=1234, patches=567_890, bytes=9, most_items=12, most_patches=16_000,
-        bound_by={"tokens": 30, "patches": 10},
+        bound_by={"tokens": 30, "patches": 10}, dropped={"missing": 4, "wrong_bytes": 1},
     )  # fmt: skip
     late = LateStatus(samples=3, oldest_s=1.0, fields=["reward"])
     for streams in (now.streams, [replace(now.streams[0], late=late), now.streams[1]]):
@@ -286,6 +286,7 @@ def test_media_are_shown_where_a_run_has_some(page: Page, four: Watched) -> None
                 ["tokens", f"{feed.totals.tokens:,}", "", f"{rules.budget:,}", "30", "75%"],
                 ["patches", "567,890", "16,000", "16,384", "10", "25%"], ["items", "1,234", "12", "none", "", ""],
             ]  # fmt: skip
+            assert page.text("#media-dropped") == "5 items dropped by trainers: 4 missing, 1 wrong bytes"
             assert "3 MiB held" in page.text("#room")
             place = (
                 "['title-streams', 'title-room'].map((id) => document.getElementById(id).getBoundingClientRect().top)"

@@ -281,6 +281,7 @@ def test_media_are_shown_where_a_run_has_some(
     monkeypatch.setenv("COLUMNS", str(size[0]))
     bound = {"tokens": 30, "patches": 10}
     media = {"items": 1234, "patches": 567_890, "bytes": 9, "most_items": 12, "most_patches": 16_000, "bound_by": bound}
+    media |= {"dropped": {"missing": 4, "wrong_bytes": 1}}
     seen = copy.deepcopy(snapshot)
     seen["feeds"]["train"] |= {"media": media}
     fields = [{"name": "pixels", "dtype": "uint8", "axis": "patch"}]
@@ -295,6 +296,7 @@ def test_media_are_shown_where_a_run_has_some(
         for line in (
             r"media ─+ 3\.0 MiB of media held", r"tokens +\S+ +\S+ +75\.0%",
             r"patches +567\.9k +16,000 +16,384 +25\.0%", r"items +1234 +12 +none",
+            r"5 items dropped by trainers: 4 missing, 1 wrong bytes",
         ):  # fmt: skip
             assert len([each for each in shown if re.match(line, each)]) == 2 * shows, shown
 
