@@ -181,7 +181,7 @@ class Fetcher:
         Raises:
             MediaError: Items are not dropped, or this one fails because of the machine.
         """
-        said = f"{place}: {_shown(item.reference)}: {error}"
+        said = f"{place}: {_shown(item.reference)}: {_text(error)}"
         if not self.drops or isinstance(error, ConfigError):
             raise MediaError(said) from error
         if at in pending.counted:
@@ -215,8 +215,8 @@ class Fetcher:
         if field not in self._kinds:
             item, error = items[0], errors[0]
             raise MediaError(
-                f"{item.where}: {_shown(item.reference)}: {error}. No item of {field} was decoded yet, so it cannot be "
-                f"dropped: nothing says the shape of its patches"
+                f"{item.where}: {_shown(item.reference)}: {_text(error)}. No item of {field} was decoded yet, so it "
+                f"cannot be dropped: nothing says the shape of its patches"
             )
         dtype, shape = self._kinds[field]
         return np.concatenate(
@@ -323,6 +323,8 @@ def _shown(reference: Reference) -> str:
     return reference.shown + at
 
 
-def _text(error: Exception) -> str:
-    """Return the message of an error on one line."""
+def _text(error: Exception | None) -> str:
+    """Return the message of an error on one line, without the path, which the reference says."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     return " ".join(str(error).split()) or type(error).__name__
