@@ -89,7 +89,7 @@ class PendingItems:
             MediaError: An item cannot be fetched or decoded, and such items are not dropped, or nothing is known that
                 may stand for it.
         """
-        errors = self._fetcher.wait(self._items[first:stop])
+        errors = self._fetcher.wait(self.field, self._items[first:stop])
         dropped = [first + at for at, error in enumerate(errors) if error is not None]
         for at in dropped:
             self._fetcher.note_failed(self, at, self._items[at], self._places[at], errors[at - first])
@@ -154,8 +154,10 @@ class Fetcher:
             self._changed.notify_all()
         return PendingItems(self, field, items, places)
 
-    def wait(self, items: Sequence[_Item]) -> list[Exception | None]:
+    def wait(self, field: str, items: Sequence[_Item]) -> list[Exception | None]:
         """Wait for items, and return the error of each; None for those that are there.
+
+        The first item of a field sets the dtype and shape of the patches of all others.
 
         Raises:
             MediaError: The loader was closed.
@@ -173,7 +175,18 @@ class Fetcher:
             late = Late(
                 f"got no answer in {self._timeout_s:g} s. Check the store, or raise `timeout_s` of `Media`"
             )  # fmt: skip
-            return [item.error if item.done else late for item in items]
+            return [(item.error or self._misfit(field, item)) if item.done else late for item in items]
+
+    def _misfit(self, field: str, item: _Item) -> Exception | None:
+        """Return an error for an item whose patches differ in dtype or shape from those of the items before."""
+        if item.value is None:
+            return None
+        kind = item.value.dtype, item.value.shape[1:]
+        expected = self._kinds.setdefault(field, kind)
+        if kind == expected:
+            return None
+        got, wanted = (f"{dtype} {list(shape)}" for dtype, shape in (kind, expected))
+        return Undecodable(f"the decoder returned patches of {got}, expected {wanted}, as of items before")
 
     def note_failed(self, pending: PendingItems, at: int, item: _Item, place: str, error: Exception | None) -> None:
         """Count an item that is dropped, once for each place that refers to it.
@@ -199,19 +212,10 @@ class Fetcher:
         """Return the values of items one after another, with zeros for those that failed.
 
         Raises:
-            MediaError: Values differ in shape or dtype, or nothing of the field was decoded yet.
+            MediaError: Nothing of the field was decoded yet.
         """
         if not items:
             return np.zeros((0,), np.float32)
-        values = [
-            item.value if error is None else None for item, error in zip(items, errors, strict=True)
-        ]  # fmt: skip
-        kinds = {(value.dtype, value.shape[1:]) for value in values if value is not None}
-        if len(kinds) > 1:
-            shown = " and ".join(sorted(f"{kind} {list(shape)}" for kind, shape in kinds)[:2])
-            raise MediaError(f"got items whose patches are {shown}, expected the decoder to return one shape and dtype")
-        if kinds:
-            self._kinds[field] = next(iter(kinds))
         if field not in self._kinds:
             item, error = items[0], errors[0]
             raise MediaError(
@@ -219,12 +223,11 @@ class Fetcher:
                 f"cannot be dropped: nothing says the shape of its patches"
             )
         dtype, shape = self._kinds[field]
-        return np.concatenate(
-            [
-                np.zeros((item.patches, *shape), dtype) if value is None else value
-                for item, value in zip(items, values, strict=True)
-            ]
-        )
+        values = [
+            item.value if error is None and item.value is not None else np.zeros((item.patches, *shape), dtype)
+            for item, error in zip(items, errors, strict=True)
+        ]
+        return np.concatenate(values)
 
     def stats(self) -> dict[str, float]:
         """Return the number of items and bytes fetched, and of items dropped by reason; see ``Client.stats``."""

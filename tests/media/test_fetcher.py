@@ -171,3 +171,22 @@ def test_an_item_that_is_late_is_dropped_and_used_where_it_comes_in_time(files: 
     assert (values[0, 0], dropped) == (2, [])
     assert fetcher.dropped["late"] == 1
     fetcher.close()
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_an_item_of_another_shape_is_named_or_dropped(files: list[Reference], drops: bool) -> None:
+    def decode(data: bytes, reference: Reference) -> np.ndarray:
+        return np.frombuffer(data, np.uint8).reshape(1, -1)[:, : 3 if data[0] == 2 else None]
+
+    fetcher = Fetcher(decode, 1, 10.0, 1 << 20, SIZE, drops)
+    pending = begun(fetcher, files[:4])
+    assert pending.take(0, 2)[1] == []
+    if drops:
+        values, dropped = pending.take(2, 4)
+        assert (values[:, 0].tolist(), dropped, fetcher.dropped["undecodable"]) == ([0, 3], [2], 1)
+    else:
+        with pytest.raises(
+            MediaError, match=r"sample a:0: .*/2: the decoder returned patches of uint8 \[3\], expected"
+        ):
+            pending.take(2, 4)
+    fetcher.close()
