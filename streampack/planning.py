@@ -316,6 +316,10 @@ def plan_step(
     )
 
 
+MAX_FACTOR, MAX_COST = 1 << 32, 1 << 62
+"""Bounds of a factor of costs, as in broker.yaml, and of the cost of all media."""
+
+
 class _Media(NamedTuple):
     """The media of n samples: patches and cost of each, int64 [n], and what counts against the limits of packs."""
 
@@ -337,7 +341,13 @@ def _media_of(
         linear, quadratic = patch_costs
     except (TypeError, ValueError):
         raise ConfigError(f"patch_costs: got {patch_costs!r}, expected two integers") from None
-    check_numbers(0, **{"patch_costs[0]": linear, "patch_costs[1]": quadratic, "item_cost": item_cost})
+    factors = {"patch_costs[0]": linear, "patch_costs[1]": quadratic, "item_cost": item_cost}
+    check_numbers(0, **factors)
+    for name, factor in factors.items():
+        if factor >= MAX_FACTOR:
+            raise ConfigError(f"{name}: got {factor}, expected an integer below {MAX_FACTOR}")
+    if limits is not None and not isinstance(limits, Mapping):
+        raise ConfigError(f"limits: got {limits!r}, expected a mapping such as {{'patches': 16384}}")
     if patches is None:
         for name, given in (("limits", limits), ("patch_costs", linear or quadratic), ("item_cost", item_cost)):
             if given:
@@ -348,7 +358,12 @@ def _media_of(
             f"got patches for {len(patches)} samples, expected a list with those of each item for each of "
             f"{num_samples} samples"
         )
-    listed = [list(np.asarray(each)) if hasattr(each, "__array__") else list(each) for each in patches]
+    listed = list[list[Any]]()
+    for i, each in enumerate(patches):
+        try:
+            listed.append(list(np.asarray(each) if hasattr(each, "__array__") else each))
+        except TypeError:
+            raise SampleError(f"sample {i}: got patches {each!r}, expected a list with those of each item") from None
     for i, sample in enumerate(listed):
         for number in sample:
             if not is_integer(number) or not 0 <= number <= MAX_PATCHES:
@@ -356,6 +371,9 @@ def _media_of(
     of_items, items = np.array(list(chain.from_iterable(listed)), np.int64), np.array(list(map(len, listed)), np.int64)
     source = np.repeat(np.arange(num_samples), items)
     sums, costs = np.zeros((2, num_samples), np.int64)
+    floats = of_items.astype(np.float64)
+    if float((floats * (linear + quadratic * floats) + item_cost).sum()) >= MAX_COST:
+        raise ConfigError(f"patch_costs: got {patch_costs!r}, with which the media cost 2**62 or more. Use less")
     np.add.at(sums, source, of_items)
     np.add.at(costs, source, of_items * (linear + quadratic * of_items) + item_cost)
     counts, most = {"patches": sums, "items": items}, dict(limits or {})

@@ -7,6 +7,7 @@ decoded bytes that wait stay below ``memory_bytes``. An item that someone waits 
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -52,6 +53,10 @@ class Undecodable(ValueError):
     """The decoder raised, or returned an array that does not fit the item."""
 
 
+class OtherShape(ValueError):
+    """The decoder returned patches of another dtype or shape than for the items before."""
+
+
 class Late(TimeoutError):
     """The bytes did not come in time."""
 
@@ -65,6 +70,10 @@ REASONS: dict[str, type[Exception] | tuple[type[Exception], ...]] = {
     "unreadable": Exception,
 }
 """Reasons for which items are dropped, and the errors that each stands for; the first that fits counts."""
+_NOT_THE_ITEMS = (ConfigError, ImportError, MemoryError, OtherShape)
+"""Errors of the machine, of its settings or of the decoder: no item is dropped for them."""
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
+"""Numbers of system errors that are not the item's either."""
 
 
 class PendingItems:
@@ -186,17 +195,24 @@ class Fetcher:
         if kind == expected:
             return None
         got, wanted = (f"{dtype} {list(shape)}" for dtype, shape in (kind, expected))
-        return Undecodable(f"the decoder returned patches of {got}, expected {wanted}, as of items before")
+        return OtherShape(f"the decoder returned patches of {got}, expected {wanted}, as of items before")
 
     def note_failed(self, pending: PendingItems, at: int, item: _Item, place: str, error: Exception | None) -> None:
         """Count an item that is dropped, once for each place that refers to it.
 
         Raises:
-            MediaError: Items are not dropped, or this one fails because of the machine.
+            MediaError: Items are not dropped, or this one is not to blame. Or nothing says what may stand for it: no
+                item of its field was decoded yet.
         """
-        said = f"{place}: {_shown(item.reference)}: {_text(error)}"
-        if not self.drops or isinstance(error, ConfigError):
+        said = f"{place}: {_shown(item.reference)}: {_text(error, item.reference)}"
+        full = isinstance(error, OSError) and error.errno in _FULL
+        if not self.drops or full or isinstance(error, _NOT_THE_ITEMS):
             raise MediaError(said) from error
+        if pending.field not in self._kinds:
+            raise MediaError(
+                f"{said}. No item of {pending.field} was decoded yet, so it cannot be dropped: nothing says the shape "
+                f"of its patches"
+            ) from error
         if at in pending.counted:
             return
         pending.counted.add(at)
@@ -209,19 +225,9 @@ class Fetcher:
             log.warning("more items that are dropped (%s) are only counted, in stats() of the loader", reason)
 
     def joined(self, field: str, items: Sequence[_Item], errors: Sequence[Exception | None]) -> NDArray[Any]:
-        """Return the values of items one after another, with zeros for those that failed.
-
-        Raises:
-            MediaError: Nothing of the field was decoded yet.
-        """
+        """Return the values of items one after another, with zeros for those that failed."""
         if not items:
             return np.zeros((0,), np.float32)
-        if field not in self._kinds:
-            item, error = items[0], errors[0]
-            raise MediaError(
-                f"{item.where}: {_shown(item.reference)}: {_text(error)}. No item of {field} was decoded yet, so it "
-                f"cannot be dropped: nothing says the shape of its patches"
-            )
         dtype, shape = self._kinds[field]
         values = [
             item.value if error is None and item.value is not None else np.zeros((item.patches, *shape), dtype)
@@ -267,6 +273,8 @@ class Fetcher:
                 value = self._fetch(item)
             except Exception as error:
                 value, item.error = None, error
+                if self.drops:  # the trainer goes on; frames of the traceback would keep the bytes of the item
+                    error.__traceback__ = error.__cause__ = error.__context__ = None
             with self._changed:
                 self._running -= 1
                 item.value, item.done = value, True
@@ -305,11 +313,13 @@ class Fetcher:
             except Exception as error:
                 if not waits or self._closed or item.reference.is_inline:
                     raise
-                log.info("%s: %s: %s. Trying again", item.where, _shown(item.reference), _text(error))
+                log.info("%s: %s: %s. Trying again", item.where, _shown(item.reference), _text(error, item.reference))
                 time.sleep(waits.pop(0))
         self.fetched_bytes += len(data)
         try:
             value = np.asarray(self._decode(data, item.reference))
+        except (ImportError, MemoryError):
+            raise
         except Exception as error:
             raise Undecodable(f"the decoder raised {type(error).__name__}: {_text(error)}") from error
         if value.ndim < 1 or len(value) != item.patches:
@@ -326,8 +336,8 @@ def _shown(reference: Reference) -> str:
     return reference.shown + at
 
 
-def _text(error: Exception | None) -> str:
-    """Return the message of an error on one line, without the path, which the reference says."""
-    if isinstance(error, OSError) and error.strerror:
+def _text(error: Exception | None, reference: Reference | None = None) -> str:
+    """Return the message of an error on one line, without a path that ``reference`` says."""
+    if isinstance(error, OSError) and error.strerror and reference is not None and error.filename == reference.uri:
         return error.strerror
     return " ".join(str(error).split()) or type(error).__name__

@@ -27,7 +27,8 @@ class Media:
         largest: Bytes that an item may have as it is stored, such as ``"256MiB"``. A larger one is an error.
         on_error: ``"error"`` ends the trainer if an item cannot be fetched or decoded. ``"drop"`` puts zeros in its
             place, and takes the labels of its sample from the loss. ``Client.stats`` counts such items by reason, and
-            the log names them. ``"drop"`` needs a mesh whose cp, tp and pp are 1: other ranks of a pack would go on
+            the log names them. Before an item of the field was decoded, nothing says the shape of the zeros, and the
+            trainer ends. ``"drop"`` needs a mesh whose cp, tp and pp are 1: other ranks of a pack would go on
             with the sample.
 
     Raises:

@@ -24,6 +24,8 @@ LARGEST = 256 << 20
 """Bytes that an item may have, by default."""
 _CHAINED = re.compile(r"::(/|[A-Za-z][A-Za-z0-9+.-]*(://|::))").search
 """Finds a further link of a chained URL: a protocol or an absolute path. A host such as ``[::1]`` is none."""
+_ARCHIVES = ("zip", "tar", "libarchive")
+"""Protocols of archives, whose URLs are always chained."""
 _KEPT = 64
 """File systems to keep; each archive is one of them, with an open file."""
 
@@ -68,6 +70,11 @@ def read_bytes(reference: Reference, largest: int = LARGEST) -> bytes:
             data = file.read(end - begin)
     if size is None and len(data) > largest:
         raise TooLarge(f"got an item of more than {largest} bytes. Raise `largest` of `Media`")
+    if size is not None and len(data) > size:
+        raise ConfigError(
+            f"media: got {len(data)} bytes for a range of {size} bytes of {reference.shown}, expected a store that "
+            f"serves ranges. Use another store, or a file for each item"
+        )
     if size is not None and len(data) != size:
         raise WrongBytes(f"got {len(data)} bytes, expected {size}")
     if reference.crc32c is not None and (found := crc32c(data)) != reference.crc32c:
@@ -95,7 +102,7 @@ def _fetch(uri: str, begin: int, end: int) -> bytes:
 
 def _filesystem(uri: str) -> tuple[_Opened, str]:
     """Return the file system for a URL, and the path in it. Raises ConfigError, or an error of the file system."""
-    links = uri.split("::") if _CHAINED(uri) else [uri]
+    links = uri.split("::") if _is_chained(uri) else [uri]
     at = next((at for at, link in enumerate(links) if link.partition("://")[2]), 0)
     before, (protocol, _, path), after = links[:at], links[at].partition("://"), links[at + 1 :]
     # The file system of the last link depends on its host at most; that of an archive on all links behind it.
@@ -104,10 +111,15 @@ def _filesystem(uri: str) -> tuple[_Opened, str]:
     return opened, _class_of(protocol)._strip_protocol(links[at])
 
 
+def _is_chained(uri: str) -> bool:
+    """Return whether a URL has further links; those of an archive may be relative paths."""
+    return bool(_CHAINED(uri)) or ("::" in uri and uri.partition("://")[0] in _ARCHIVES)
+
+
 @lru_cache(maxsize=_KEPT)
 def _open(root: str) -> _Opened:
     """Return the file system for a URL without the path of an item."""
-    if not _CHAINED(root):
+    if not _is_chained(root):
         kind = _class_of(root.partition("://")[0])
         try:
             return _Opened(kind(**kind._get_kwargs_from_urls(root)), nullcontext())

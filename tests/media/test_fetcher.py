@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from streampack.core.media.references import Reference
@@ -174,19 +175,64 @@ def test_an_item_that_is_late_is_dropped_and_used_where_it_comes_in_time(files: 
 
 
 @pytest.mark.parametrize("drops", [False, True])
-def test_an_item_of_another_shape_is_named_or_dropped(files: list[Reference], drops: bool) -> None:
+def test_an_item_of_another_shape_is_named(files: list[Reference], drops: bool) -> None:
+    """Also where items are dropped: the decoder is to blame, and might return another shape for all others."""
+
     def decode(data: bytes, reference: Reference) -> np.ndarray:
         return np.frombuffer(data, np.uint8).reshape(1, -1)[:, : 3 if data[0] == 2 else None]
 
     fetcher = Fetcher(decode, 1, 10.0, 1 << 20, SIZE, drops)
     pending = begun(fetcher, files[:4])
     assert pending.take(0, 2)[1] == []
-    if drops:
-        values, dropped = pending.take(2, 4)
-        assert (values[:, 0].tolist(), dropped, fetcher.dropped["undecodable"]) == ([0, 3], [2], 1)
-    else:
-        with pytest.raises(
-            MediaError, match=r"sample a:0: .*/2: the decoder returned patches of uint8 \[3\], expected"
-        ):
-            pending.take(2, 4)
+    with pytest.raises(MediaError, match=r"sample a:0: .*/2: the decoder returned patches of uint8 \[3\], expected"):
+        pending.take(2, 4)
+    fetcher.close()
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), ImportError("no PIL"), OSError(24, "Too many open files")])
+def test_no_item_is_dropped_for_an_error_of_the_machine(
+    files: list[Reference], error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(data: bytes, reference: Reference) -> np.ndarray:
+        if data[0] == 1 and not isinstance(error, OSError):
+            raise error
+        return np.frombuffer(data, np.uint8).reshape(1, -1)
+
+    def read(reference: Reference, largest: int) -> bytes:
+        if reference == files[1] and isinstance(error, OSError):
+            raise error
+        return Path(reference.uri).read_bytes()
+
+    monkeypatch.setattr("streampack.media.fetcher.read_bytes", read)
+    monkeypatch.setattr("streampack.media.fetcher.WAITS_S", ())
+    fetcher = Fetcher(decode, 1, 10.0, 1 << 20, SIZE, drops=True)
+    pending = begun(fetcher, files[:2])
+    assert pending.take(0, 1)[1] == []
+    with pytest.raises(MediaError, match="sample a:0"):
+        pending.take(1, 2)
+    assert not any(fetcher.dropped.values())
+    fetcher.close()
+
+
+def test_dropped_items_do_not_keep_their_bytes(tmp_path: Path) -> None:
+    def decode(data: bytes, reference: Reference) -> np.ndarray:
+        if len(data) > 1:
+            raise RuntimeError("no image")
+        return np.zeros((1, 1), np.uint8)
+
+    size, seen = 8 << 20, []
+    (tmp_path / "good").write_bytes(b"x")
+    fetcher = Fetcher(decode, 1, 10.0, 1 << 20, size, drops=True)
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(12):
+            (tmp_path / str(number)).write_bytes(bytes(size))
+            pending = begun(fetcher, [Reference(str(tmp_path / "good")), Reference(str(tmp_path / str(number)))])
+            assert pending.take(0, 2)[1] == [1]
+            del pending
+            seen.append(psutil.Process().memory_info().rss)
+    finally:
+        gc.enable()
+    assert seen[-1] - seen[1] < 4 * size
     fetcher.close()

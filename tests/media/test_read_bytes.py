@@ -136,3 +136,15 @@ def test_a_loader_reads_members_of_an_archive(archives: Path) -> None:
         streampack.local(gone, media=streampack.Media(decode), **options) as loader,
     ):
         list(loader)
+
+
+def test_an_archive_may_have_a_relative_path(archives: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(archives)
+    for kind in ("zip", "tar"):
+        assert read_bytes(Reference(f"{kind}://some/3::images.{kind}")) == image(3)
+
+
+def test_a_store_that_serves_no_ranges_is_named() -> None:
+    """More bytes than a range has are no fault of the item, so it is neither asked for again nor dropped."""
+    with store(faulty=False) as place, pytest.raises(ConfigError, match=r"expected a\s+store that\s+serves ranges"):
+        read_bytes(Reference(f"{place}/4", 1, 2))

@@ -13,6 +13,7 @@ from streampack.core.media.media_bytes import decode
 from streampack.core.media.media_counts import media_sizes
 from streampack.core.media.references import decode_reference
 from streampack.wire.record_frames import decode_record
+from streampack_services.audit.why import waited_for
 from streampack_services.ledger.ledger import Ledger
 from streampack_services.ledger.run_history import LATEST
 from streampack_services.log.log import read_entries
@@ -37,6 +38,8 @@ def references_of(state_dir: Path, ledger: Ledger, found: Tree) -> dict[str, lis
     fields = feed.rules_at(LATEST).media_fields
     named = [field.name for field in fields if field.is_reference]
     if not named or (found["places"] and not found["places"][-1]["items"]):
+        return None
+    if found["sent"] is None and waited_for(feed, found["stream"]):  # the sample has no number yet
         return None
     seq = found["seq"] if found["sent"] is None else found["sent"]["seq"]
     for entry in read_entries(state_dir):

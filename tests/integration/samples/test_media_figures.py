@@ -116,3 +116,5 @@ def test_why_names_the_images_of_a_sample(late: bool) -> None:
             none = command("why", "--state-dir", str(path / "state"), "--sample", "chats:0:0", "--json").stdout
             assert json.loads(none)["references"] is None
             assert found["is"] == "waiting"
+            index = command("why", "--state-dir", str(path / "state"), "--sample", "chats:3", "--json").stdout
+            assert (json.loads(index)["references"] is None) == late, "a sample that waits has no index yet"

@@ -9,7 +9,7 @@ from streampack.core.packers.packer import I64
 MAX_BUDGET = 2**24
 """Exclusive upper limit of the budget, so that sums of squares stay within 64 bits."""
 MAX_MEDIA = 2**32
-"""Most work of media that counts for each token of a sample; sums over 2**31 tokens stay within 64 bits."""
+"""Most work of media that counts for each token of a sample; sums over 2**30 tokens stay within 64 bits."""
 PATIENCE = 64
 """Default of ``patience``: groups that an outlier waits for similar outliers, about."""
 WAITING = 8
