@@ -68,7 +68,7 @@ class Media:
             mesh: The place of the loader's rank.
 
         Returns:
-            What fetches, for the client, which ends it.
+            The fetcher; the client closes it.
 
         Raises:
             UserError: Several ranks hold a pack, and items are to be dropped.

@@ -99,7 +99,7 @@ class Media(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """What it costs a rank, by ``MEDIA_BALANCE``."""
+        """Return the cost of the sample's media for a rank, by ``MEDIA_BALANCE``."""
         a, b, c = MEDIA_BALANCE.media_factors
         return sum(a * patches + b * patches * patches + c for patches in self.patches)
 

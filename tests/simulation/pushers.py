@@ -29,7 +29,7 @@ BUFFER_BYTES = 6 << 10
 SAMPLE_BYTES = 3 * 4
 """Of the buffer, beside its tokens: a length, a checksum, a count of tokens with loss."""
 MEDIA_COUNT_BYTES = 2 * 4
-"""Of the buffer, in a run with media: the items of a sample, and the bytes of its media."""
+"""Bytes of the buffer that a sample with media takes for its number of items and for its bytes of media."""
 
 
 class Sent(NamedTuple):

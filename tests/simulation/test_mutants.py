@@ -576,7 +576,7 @@ def a_rank_pads_its_rows_to_its_own_longest(patch: Patch) -> None:
 
 @mutant("media", MEDIA_CASES)
 def two_samples_get_the_media_of_each_other(patch: Patch) -> None:
-    """Of two neighbors of a chunk whose media have as many bytes."""
+    """Swap the media of two neighboring samples of a chunk, whose media have equally many bytes."""
 
     def store_media(original: Any, self: Arena, handles: I64, bounds: I64, frame: Any) -> None:
         sizes, bounds = bounds[1] - bounds[0], bounds.copy()

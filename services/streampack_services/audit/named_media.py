@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from streampack.core.journal.log_records import ChunkAdmitted, ChunkCompleted, ChunkStaged
+from streampack.core.journal.log_records import ChunkAdmitted, ChunkStaged
 from streampack.core.media.media_bytes import decode
 from streampack.core.media.media_counts import media_sizes
 from streampack.core.media.references import decode_reference
@@ -47,7 +47,6 @@ def references_of(state_dir: Path, ledger: Ledger, found: Tree) -> dict[str, lis
             continue
         record, payload = decode_record(entry.kind, entry.body)
         assert isinstance(record, ChunkAdmitted | ChunkStaged)
-        assert not isinstance(record, ChunkCompleted)
         at = seq - record.base_seq
         mine = (record.stream, record.partition) == (found["stream"], found["partition"])
         if not mine or not 0 <= at < len(record.lengths_u32) // 4 or len(payload) < 2:

@@ -52,7 +52,7 @@ def rows(seed: int, count: int) -> list[dict[str, Any]]:
 
 
 def ask(*arguments: str | Path) -> dict[str, Any]:
-    """What a command says as JSON."""
+    """Run a command, and return the JSON that it prints."""
     result = in_process(*arguments, "--json")
     assert result.returncode == 0, result.stderr
     found: dict[str, Any] = json.loads(result.stdout)

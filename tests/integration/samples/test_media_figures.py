@@ -85,7 +85,7 @@ def test_commands_say_what_media_a_run_has() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_why_names_the_images_of_a_sample(late: bool) -> None:
-    """Of one that is in a step, or waits for its reward."""
+    """The sample is in the window, or waits for its reward."""
     with folder() as path:
         sides = {side: f"ipc://{path}/{side}" for side in ("producers", "trainers")}
         fields = {"pixels": {"dtype": "reference", "axis": "item"}}
