@@ -275,8 +275,8 @@ class Client(Generic[BatchT]):
         """Iterate the rank's steps.
 
         Requesting the next step marks the current one as used, and the broker may forget it. The first step is the one
-        of a loaded state. Otherwise, it is the feed's first step if the feed is finite and this iteration has begun. In
-        all other cases it is the next step.
+        of a loaded state. Otherwise, if the feed is finite and the iteration before has handed out a step or its end,
+        it is the feed's first step. In all other cases it is the next step.
 
         Returns:
             An iterator of steps. It ends at the end of the feed, or when another iteration begins.

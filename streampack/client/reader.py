@@ -65,7 +65,7 @@ class Reading:
         self._place = Begin()  # position where the iteration begins
         self._loaded: dict[str, Any] | None = None  # the loaded state that set ``_place``
         self._upto: int | None = None  # this iteration has handed out all packs of the steps before; None: of no step
-        self._delivered = False
+        self._taken = False  # this iteration has handed out a step, or its end
         self._in_use: int | None = None
         self._num_taken, self._first_taken = 0, 0.0
         # Iterating packs: ``_left`` packs remain of step ``_packs_of``. ``_packs`` are made, later groups are not yet.
@@ -100,12 +100,15 @@ class Reading:
     # Called by ``Client``
 
     def begin(self) -> None:
-        """Begin to iterate: the first time, or again on a finite feed after a step was handed out or the feed ended."""
+        """Begin to iterate: the first time, or again on a finite feed once a step or the end was handed out.
+
+        Prefetched steps do not count: a trainer that begins twice before it takes a step would lose them.
+        """
         self._prefetching.check_usable()
         if self._last_round != self.round:
             self._last_round = self.round
             self._prefetching.tell(self._place)
-        elif self.rules.finite and (self._delivered or self._prefetching.ended):
+        elif self.rules.finite and self._taken:
             self._move_to(Begin(round=self.round + 1))
             self._last_round = self.round
             self._prefetching.tell(Again())
@@ -153,10 +156,10 @@ class Reading:
             step = self._prefetching.take_step()
         finally:
             self._figures.end_wait(step is not None)
+        self._taken = True
         if step is None:
             return None
         step = replace(self._views.arrive(step), reporting=self._report)
-        self._delivered = True
         self._in_use = step.index
         self._figures.note_step(len(step), step.num_tokens)
         self._advise()
@@ -236,7 +239,7 @@ class Reading:
 
     def _move_to(self, place: Begin) -> None:
         """Drop all steps and packs of the current iteration; the next one begins at ``place``."""
-        self._place, self._loaded, self._upto, self._delivered = place, None, None, False
+        self._place, self._loaded, self._upto, self._taken = place, None, None, False
         self._prefetching.turn_to(place.round)
         self._in_use = None
         self._packs.clear()

@@ -1,4 +1,4 @@
-"""What has come for a trainer changes under one lock alone, whichever thread changes it."""
+"""Prefetched steps change under one lock alone, and none is lost before the trainer takes it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from threading import Condition
 from typing import Any
 
 import streampack
+from tests.integration.running import until
 
 
 class Guarded(deque[Any]):
@@ -45,3 +46,18 @@ def test_steps_and_answers_are_taken_under_the_lock_that_guards_them() -> None:
         loader.load_state_dict(state)
     assert steps == [*range(8)]
     assert unguarded == []
+
+
+def test_iterating_twice_loses_no_step_even_if_the_rest_of_the_feed_was_prefetched() -> None:
+    """Lightning asks for an iterator twice before it takes the first step."""
+    with streampack.local([[1, 2, 3]] * 40, budget=16, format="numpy") as loader:
+        assert [step.index for step in loader.steps()] == [*range(8)]
+        loader.load_state_dict(loader.state_dict(5))
+        loader.steps()
+        until(lambda: loader._reading._prefetching.ended)
+        assert [step.index for step in loader.steps()] == [6, 7]
+        loader.load_state_dict(loader.state_dict())
+        loader.steps()
+        until(lambda: loader._reading._prefetching.ended)
+        assert [*loader.steps()] == [], "nobody was given the end of this iteration"
+        assert [step.index for step in loader.steps()] == [*range(8)]
