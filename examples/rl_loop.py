@@ -55,12 +55,12 @@ def generate():
             answers = llm.generate([prompt] * GROUP)
             seqs = rollouts.send_group(
                 [{"input_ids": row, "loss_mask": torch.arange(len(row)) > 0} for row in answers], policy_version=version
-            )  # safe from here on, whoever is killed
+            )
             reward = torch.stack([1 - (row[1:] - prompt).abs().float().mean() / VOCAB for row in answers])
             gains = (reward - reward.mean()) / (reward.std() + 0.01)
             rollouts.amend(
                 seqs, reward=reward, advantages=[g.expand(len(r)) for g, r in zip(gains, answers, strict=True)]
-            )
+            )  # waits until all is durable: safe from here on, whoever is killed
 
 
 def logprobs(batch):

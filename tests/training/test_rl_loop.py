@@ -33,8 +33,8 @@ def settings(path: Path) -> dict[str, Any]:
 class Role:
     """A process of the example, which is started again when it was killed."""
 
-    def __init__(self, path: Path, name: str, broker: RunningBroker) -> None:
-        self.path, self.name = path, name
+    def __init__(self, path: Path, name: str, broker: RunningBroker, file: Path = EXAMPLES / "rl_loop.py") -> None:
+        self.path, self.name, self.file = path, name, file
         self.environment = {
             **os.environ, "STREAMPACK_ENDPOINT": broker.trainers, "STREAMPACK_PRODUCERS": broker.producers,
             "OMP_NUM_THREADS": "1",
@@ -45,7 +45,7 @@ class Role:
     def start(self) -> None:
         self.starts += 1
         with (self.path / f"{self.name}.log").open("a") as log:
-            command_line = [sys.executable, str(EXAMPLES / "rl_loop.py"), self.name]
+            command_line = [sys.executable, str(self.file), self.name]
             self.process = subprocess.Popen(
                 command_line, cwd=self.path, env=self.environment, stdout=log, stderr=subprocess.STDOUT
             )
@@ -124,3 +124,33 @@ def test_the_loop_goes_on_whoever_is_killed() -> None:
             broker.kill()
         state = str(path / "state")
         assert json.loads(command("ledger", "verify", "--state-dir", state, "--json").stdout)["good"]
+
+
+def test_rollouts_whose_rewards_never_come_stop_the_loop_for_seconds_only() -> None:
+    """The generator is killed when its samples are durable, and nobody else knows their rewards."""
+    lines = (EXAMPLES / "rl_loop.py").read_text()
+    rewarding = "            reward = torch.stack("
+    assert lines.count(rewarding) == 1
+    killing = "            if version == 4 and not os.path.exists('killed'):\n"
+    killing += (
+        "                rollouts.flush()\n"  # the broker has the samples: otherwise their numbers are used again
+    )
+    killing += "                os.mkdir('killed')\n                os.kill(os.getpid(), 9)\n"
+    with folder() as path:
+        config = settings(path)
+        broker = RunningBroker(path, config)
+        (path / "killed.py").write_text(lines.replace(rewarding, killing + rewarding))
+        trainer, generator = Role(path, "train", broker), Role(path, "generate", broker, path / "killed.py")
+        try:
+            assert generator.process.wait(PATIENCE_S) == -9, generator.said
+            generator.start()
+            assert trainer.process.wait(PATIENCE_S) == 0, trainer.said
+            assert generator.process.wait(PATIENCE_S) == 0, generator.said
+            assert trained(trainer) == [*range(STEPS)]
+            assert (
+                f"within {config['rules']['late_timeout_s']} s (late_timeout_s); 16 samples are dropped" in broker.said
+            )
+        finally:
+            for role in (trainer, generator):
+                role.kill()
+            broker.kill()
