@@ -87,7 +87,7 @@ def read_again(folder: Path) -> None:
     start()
     with packs.connect("resumed", format="numpy") as loader:
         used = sum(step.num_samples for _, step in zip(range(READ_STEPS), loader.steps(), strict=False))
-        state = loader.state_dict()
+        state = loader.state_dict(step=READ_STEPS - 1)
     packs.shutdown("resumed")
     shutil.rmtree(broker["state_dir"])
     before = counted_rows.count()

@@ -123,7 +123,7 @@ class Trainer:
                 self.had.append((time.monotonic(), step.index))
                 self.samples += step.num_samples
                 if self._asked.is_set() and self._state is None:
-                    self._state = self.loader.state_dict()
+                    self._state = self.loader.state_dict(step.index)
 
     def checkpoint(self) -> dict[str, Any]:
         """A state, once it has its next step; it goes on."""

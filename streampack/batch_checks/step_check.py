@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from streampack.batch_checks.view_keys import check_keys
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
-from streampack.packs.step import Step
+from streampack.packs.step import Step, uncounted
 
 
 def verify(batch: Any, mesh: Mesh | None = None, rules: Rules | None = None) -> None:
@@ -64,7 +65,7 @@ def _check_pack(batch: Any, mesh: Mesh | None, rules: Rules | None) -> PackCheck
 
 def check_step(step: Step, mesh: Mesh | None = None, rules: Rules | None = None) -> None:
     """Check every pack of a step, and that the step's totals agree with its packs. Raises InvariantError."""
-    what = f"step {step.index}"
+    what, step = f"step {step.index}", _uncounted(step)
     expect(
         len(step.digest) == len(step.chain) == 32 and not set(step.digest + step.chain) - set("0123456789abcdef"),
         "digest", f"{what}: got digest {step.digest!r} and chain {step.chain!r}, expected 32 hex digits for each",
@@ -81,6 +82,11 @@ def check_step(step: Step, mesh: Mesh | None = None, rules: Rules | None = None)
         equal(name, what, [int(each.pack[name]) for each in checked], [expected] * len(step))
     if rules is not None and mesh is not None and rules.batch is None and rules.packs % mesh.dp == 0:
         equal("micro-batches", what, len(step), rules.packs // mesh.dp)
+
+
+def _uncounted(step: Step) -> Step:
+    """Return ``step`` for a check, which does not count as taking its packs."""
+    return replace(step, packs=uncounted(step.packs))
 
 
 def follows(last: Step | None, step: Step) -> None:
@@ -118,6 +124,7 @@ def _check_totals(what: str, step: Step, checked: Sequence[PackCheck], whole: bo
 
 def _check_ranks(steps: Sequence[Step], rules: Rules | None) -> None:
     """Check the same step of all ranks: ranks agree, shards make up whole packs, and totals are right."""
+    steps = [_uncounted(step) for step in steps]
     first = steps[0]
     what = f"step {first.index}"
     for name in ("index", "digest", "chain", "num_samples", "num_loss_tokens"):

@@ -295,20 +295,26 @@ class Client(Generic[BatchT]):
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """Return the loader's position, to save with the model; equal on all ranks, valid for any mesh.
 
-        A step counts as used once all its packs are handed out. Between two steps, the state is the one after the
-        earlier step. The call has no side effects and waits for the broker's answer; any rank may call it at any time.
-        If a broker without a ``state_dir`` restarts between two ranks' calls, their ``snapshot`` may differ. Both are
-        valid.
+        Until the trainer has taken the last micro-batch of a step, the state is the one before that step, then the one
+        after it. This holds for every way to iterate. A step resumes as a whole, from its first micro-batch. Save after
+        the optimizer's update, as gradients are not in a checkpoint.
+
+        A loop over a step that has micro-batches left counts, even if an earlier loop took all of them. ``list(step)``
+        takes all at once. ``Step.regroup``, ``Step.sample_ids`` and ``verify`` take none. A request for the next step
+        marks the step before as used.
+
+        The call has no side effects and waits for the broker's answer; any rank may call it at any time. If a broker
+        without a ``state_dir`` restarts between two ranks' calls, their ``snapshot`` may differ. Both are valid.
 
         Args:
-            step: Index of the last trained step. Pass it if steps are fetched ahead of training. Default: the last
-                step whose packs were all handed out.
+            step: Index of the last trained step. Pass it if steps or micro-batches are fetched ahead of training.
+                Default: the last step whose micro-batches were all taken.
 
         Returns:
             A dict that holds only what JSON can hold.
 
         Raises:
-            UserError: The step was not handed out in this iteration.
+            UserError: The step was not handed out in this iteration, or the trainer is in the middle of it.
             DataStall: The broker did not answer.
         """
         return self._reading.state(step)
@@ -337,7 +343,7 @@ class Client(Generic[BatchT]):
             step: Index of the last trained step in the checkpoint.
 
         Raises:
-            UserError: The step was not handed out.
+            UserError: The step was not handed out, or the trainer is in the middle of it.
             DataStall: The broker did not answer.
         """
         self._reading.commit(step)

@@ -33,7 +33,7 @@ from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.patience import Patience
 from streampack.errors import StreampackError, UserError
 from streampack.packs.lazy import LazyPacks
-from streampack.packs.step import Step
+from streampack.packs.step import CountedPacks, Step
 from streampack.transport.keys import Key
 from streampack.views.formats import Views
 
@@ -64,14 +64,16 @@ class Reading:
         self._last_round = -1  # the last iteration that has begun
         self._place = Begin()  # position where the iteration begins
         self._loaded: dict[str, Any] | None = None  # the loaded state that set ``_place``
-        self._upto: int | None = None  # this iteration has handed out all packs of the steps before; None: of no step
+        self._upto = 0  # the trainer has used the steps before, and may have used the one in use
         self._taken = False  # this iteration has handed out a step, or its end
         self._in_use: int | None = None
+        self._counted = CountedPacks(())  # of the step in use
         self._num_taken, self._first_taken = 0, 0.0
-        # Iterating packs: ``_left`` packs remain of step ``_packs_of``. ``_packs`` are made, later groups are not yet.
+        # Iterating packs: ``_left`` of ``_packs_of`` remain. ``_packs`` are made, later groups are not yet.
         self._packs: deque[Any] = deque()
+        self._packs_of = self._counted
         self._source: LazyPacks | None = None
-        self._group = self._left = self._packs_of = 0
+        self._group = self._left = 0
         self._prefetching = Prefetching(
             endpoint, self._session, mesh, views, patience.answer_s, self._figures, key, relay, insists
         )
@@ -113,43 +115,38 @@ class Reading:
             self._last_round = self.round
             self._prefetching.tell(Again())
 
-    def next_step(self) -> Step | None:
-        """Return the next step, or None at the end of the feed; mark the step before as used."""
-        step = self._take_step()
-        if step is not None:
-            self._upto = step.index + 1
-        return step
-
     def next_pack(self) -> Any:
         """Return the rank's next pack. Raises StopIteration after the feed's last step, which is equal on all ranks."""
         self._prefetching.check_usable()
         if not self._left:
-            step = self._take_step()
+            step = self.next_step()
             if step is None:
                 raise StopIteration
-            if isinstance(step.packs, LazyPacks):
-                self._source, self._group = step.packs, 0
+            self._packs_of, packs = self._counted, self._counted.packs
+            if isinstance(packs, LazyPacks):
+                self._source, self._group = packs, 0
             else:
-                self._packs.extend(step.packs)
-            self._left, self._packs_of = len(step), step.index
+                self._packs.extend(packs)
+            self._left = len(packs)
         if not self._packs and self._source is not None:
             self._packs.extend(self._source.take(self._group))
             self._group += 1  # only now: after an interrupt, the same group is taken again
         pack = self._packs.popleft()
+        self._packs_of.note_taken(len(self._packs_of) - self._left)
         self._left -= 1
         if not self._left:
             self._source = None
-            self._upto = max(self._upto or 0, self._packs_of + 1)
         return pack
 
-    def _take_step(self) -> Step | None:
-        """Wait for the next step and return the previous one to the broker; None at the end of the feed."""
+    def next_step(self) -> Step | None:
+        """Wait for the next step and return the one before to the broker, as used; None at the end of the feed."""
         self._prefetching.check_usable()
         if self._last_round != self.round:
             self.begin()
         if self._in_use is not None:
-            self._prefetching.tell(Returned(self._in_use + 1))
-            self._in_use = None
+            self._upto = self._in_use + 1
+            self._prefetching.tell(Returned(self._upto))
+            self._drop_step()
         step = None
         self._figures.begin_wait()
         try:
@@ -159,8 +156,9 @@ class Reading:
         self._taken = True
         if step is None:
             return None
-        step = replace(self._views.arrive(step), reporting=self._report)
-        self._in_use = step.index
+        step = self._views.arrive(step)
+        self._in_use, self._counted = step.index, CountedPacks(step.packs)
+        step = replace(step, packs=self._counted, reporting=self._report)
         self._figures.note_step(len(step), step.num_tokens)
         self._advise()
         return step
@@ -189,7 +187,7 @@ class Reading:
     def publish(self, version: SupportsIndex) -> None:
         """Publish a policy's version; see ``Client.publish``."""
         self._prefetching.check_usable()
-        step = self._in_use + 1 if self._in_use is not None else self._upto or self._place.next_step
+        step = self._in_use + 1 if self._in_use is not None else self._upto
         self._reporting.publish(version, step, self._attempt)
 
     def _report(self, step: Step[Any], values: Mapping[str, Any], reduce: str) -> None:
@@ -208,11 +206,10 @@ class Reading:
     # Checkpoints
 
     def state(self, step: int | None) -> dict[str, Any]:
-        """Return the state after ``step``, by default the last step whose packs were all handed out."""
+        """Return the state after ``step``, by default the last step whose packs were all taken."""
         self._prefetching.check_usable()
         begins = self._place.next_step
-        upto = begins if self._upto is None else self._upto
-        next_step = upto if step is None else _handed_out_step(step, begins - 1, upto) + 1
+        next_step = self._used_upto if step is None else self._used_step(step, begins - 1) + 1
         origin = self._origin
         if next_step > begins:
             found = self._prefetching.ask(AskState(feed=origin.feed, step=next_step))
@@ -234,16 +231,43 @@ class Reading:
     def commit(self, step: int) -> None:
         """Tell the broker that a checkpoint made after ``step`` is durable, and wait until the broker has logged it."""
         self._prefetching.check_usable()
-        upto = self._place.next_step if self._upto is None else self._upto
-        self._prefetching.ask(Commit(feed=self._origin.feed, step=_handed_out_step(step, 0, upto)))
+        self._prefetching.ask(Commit(feed=self._origin.feed, step=self._used_step(step, 0)))
+
+    @property
+    def _used_upto(self) -> int:
+        """Index of the first step that is not used: the next one, or the one in use while packs of it are left."""
+        return self._in_use + 1 if self._in_use is not None and self._counted.all_taken else self._upto
+
+    def _used_step(self, given: Any, least: int) -> int:
+        """Return the step index ``given`` as an int. Raises UserError for a step below ``least`` or not handed out.
+
+        The step in use may be named if the trainer has taken all of its packs, or none: others may train on it.
+        """
+        upto, in_the_middle = self._used_upto, ""
+        if self._in_use is not None and not self._counted.all_taken:
+            if self._counted.none_taken:
+                upto = self._in_use + 1
+            elif given == self._in_use:
+                in_the_middle = (
+                    f". The trainer is in the middle of step {given}. Call this after the loop over its micro-batches"
+                )
+        with contextlib.suppress(TypeError):
+            if least <= operator.index(given) < upto:
+                return operator.index(given)
+        had = f"{least} to {upto - 1}" if least < upto else "no step yet"
+        raise UserError(f"got step={given!r}, expected the index of a step that was handed out ({had}){in_the_middle}")
 
     def _move_to(self, place: Begin) -> None:
         """Drop all steps and packs of the current iteration; the next one begins at ``place``."""
-        self._place, self._loaded, self._upto, self._taken = place, None, None, False
+        self._place, self._loaded, self._upto, self._taken = place, None, place.next_step, False
         self._prefetching.turn_to(place.round)
-        self._in_use = None
+        self._drop_step()
         self._packs.clear()
         self._source, self._left = None, 0
+
+    def _drop_step(self) -> None:
+        """Drop the step in use, and with it the memory of its packs."""
+        self._in_use, self._counted = None, CountedPacks(())
 
     @property
     def _origin(self) -> checkpoint.Origin:
@@ -295,12 +319,3 @@ class Reading:
     def fail(self, error: StreampackError) -> None:
         """Raise ``error`` at the next request for a step, once the prefetched steps are used up. For any thread."""
         self._prefetching.fail(error)
-
-
-def _handed_out_step(given: Any, least: int, upto: int) -> int:
-    """Return the step index ``given`` as an int. Raises UserError unless it is an integer in [least, upto)."""
-    with contextlib.suppress(TypeError):
-        if least <= operator.index(given) < upto:
-            return operator.index(given)
-    had = f"{least} to {upto - 1}" if least < upto else "no step yet"
-    raise UserError(f"got step={given!r}, expected the index of a step that was handed out ({had})")

@@ -10,7 +10,7 @@ In the order in which data passes:
 - ``slabs``: memory for packs, reused once the trainer has dropped them.
 - ``lazy``: makes the packs of a step on request, a few at a time.
 - ``pack``: the canonical pack, in numpy.
-- ``step``: the micro-batches of one update, a sequence of packs or of views.
+- ``step``: the micro-batches of one update, a sequence of packs or of views, which counts those taken.
 - ``batch_type``: the type variable of loaders and steps: a pack or a view.
 - ``regroup``: makes forward packs, which are the samples of a step under another budget.
 - ``forward_packs``: maps values of forward packs back to the step's micro-batches.

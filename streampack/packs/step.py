@@ -1,11 +1,14 @@
-"""``Step``: the micro-batches of one optimizer update on one rank, with the denominators over all ranks."""
+"""``Step``: the micro-batches of one optimizer update on one rank, with the denominators over all ranks.
+
+A loader's state counts a step as used once the trainer has taken all of its packs, which ``CountedPacks`` knows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
-from typing import Any, Generic, Literal, SupportsIndex, cast
+from typing import Any, Generic, Literal, SupportsIndex, cast, overload
 
 import numpy as np
 
@@ -79,7 +82,8 @@ class Step(Generic[BatchT]):
 
         Such a forward pass (log-probs, rewards) keeps no activations, so it can take larger packs. The samples keep
         their order. In a forward pack, ``micro_batch`` and ``pack`` are its number on this rank. Its
-        ``num_loss_tokens`` is -1 if it holds a part of a pack whose labels other ranks hold, too.
+        ``num_loss_tokens`` is -1 if it holds a part of a pack whose labels other ranks hold, too. For
+        ``Client.state_dict``, the call takes no micro-batch.
 
         Args:
             budget: Tokens of a forward pack. With the run's budget or more, M micro-batches become ceil(M / (budget //
@@ -100,14 +104,14 @@ class Step(Generic[BatchT]):
         """
         if self.regrouping is None:
             raise UserError("got a step that was not made by a loader, expected a step from loader.steps()")
-        packs = tuple(self.regrouping.read(batch) for batch in self.packs)
+        packs = tuple(self.regrouping.read(batch) for batch in uncounted(self.packs))
         return self.regrouping.regroup(packs, budget, min_packs)
 
     @property
     def sample_ids(self) -> I64:
         """Ids of the samples in this rank's packs, int64 [samples, 3]: stream number, index and part of each."""
         return np.concatenate(
-            [np.zeros((0, 3), np.int64), *(np.asarray(cast(Any, pack).sample_ids) for pack in self.packs)]
+            [np.zeros((0, 3), np.int64), *(np.asarray(cast(Any, pack).sample_ids) for pack in uncounted(self.packs))]
         )
 
     def __repr__(self) -> str:
@@ -125,3 +129,75 @@ class Step(Generic[BatchT]):
 
     def __len__(self) -> int:
         return len(self.packs)
+
+
+class CountedPacks(Sequence[Any]):
+    """A step's packs, as a sequence that counts the packs it hands out.
+
+    The trainer may iterate the packs, index them, and iterate them again. A loop that has packs left therefore counts,
+    even if another loop took them before. Reads by the library itself, such as ``Step.regroup`` and
+    ``streampack.verify``, go through ``uncounted``.
+    """
+
+    def __init__(self, packs: Sequence[Any]) -> None:
+        self.packs = packs
+        """The same packs, without counting."""
+        self._untaken = set(range(len(packs)))
+        self._loops = 0
+
+    @property
+    def all_taken(self) -> bool:
+        """True if every pack was taken, and no loop over the packs has packs left."""
+        return not self._untaken and not self._loops
+
+    @property
+    def none_taken(self) -> bool:
+        """True if no pack was taken yet."""
+        return len(self._untaken) == len(self)
+
+    def note_taken(self, number: int) -> None:
+        """Count pack ``number`` as taken."""
+        self._untaken.discard(number)
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    @overload
+    def __getitem__(self, at: int) -> Any: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Any, ...]: ...
+    def __getitem__(self, at: int | slice) -> Any:
+        packs = self.packs[at]
+        numbers = range(len(self))[at]
+        for number in numbers if isinstance(numbers, range) else (numbers,):
+            self.note_taken(number)
+        return packs
+
+    def __iter__(self) -> Iterator[Any]:
+        last, is_open = len(self) - 1, False
+        try:
+            for number, pack in enumerate(self.packs):
+                if (number < last) != is_open:
+                    is_open = not is_open
+                    self._loops += 1 if is_open else -1
+                self.note_taken(number)
+                yield pack
+        finally:
+            self._loops -= is_open
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.packs == uncounted(other))
+
+    def __hash__(self) -> int:
+        return hash(self.packs)
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return tuple, (tuple(self),)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} packs>"
+
+
+def uncounted(packs: Any) -> Any:
+    """Return ``packs`` for a read that does not count as taking them."""
+    return packs.packs if isinstance(packs, CountedPacks) else packs

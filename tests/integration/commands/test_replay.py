@@ -271,6 +271,7 @@ def test_steps_of_pushed_samples_need_no_producer(tmp_path: Path) -> None:
                     for step in loader.steps():
                         first[step.index] = step
                         if step.index == 3:
+                            list(step)
                             state = loader.state_dict()
                             push(range(20, 45))
                         if step.index == 9:

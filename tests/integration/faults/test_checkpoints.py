@@ -73,9 +73,16 @@ def impatient(loader: streampack.Client, **seconds: float) -> None:
 
 
 def take(loader: Any, count: int) -> list[streampack.Step]:
-    """Some steps, one iteration left open."""
+    """Some steps with all their packs, one iteration left open."""
     steps = loader.steps()
-    return [next(steps) for _ in range(count)]
+    return [take_packs(next(steps)) for _ in range(count)]
+
+
+def take_packs(step: streampack.Step) -> streampack.Step:
+    """The step itself, once all its packs are taken."""
+    for _ in step:
+        pass
+    return step
 
 
 def state_after(broker: RunningBroker, count: int) -> dict[str, Any]:
@@ -98,6 +105,8 @@ def test_asking_moves_nothing(broker: RunningBroker, golden: list[str]) -> None:
         found = []
         for step in loader.steps():
             found.append(step.digest)
+            assert loader.state_dict()["next_step"] == step.index
+            take_packs(step)
             first, second = loader.state_dict(), loader.state_dict()
             assert first == second
             assert (first["next_step"], first["chain"]) == (step.index + 1, step.chain)
@@ -160,7 +169,7 @@ def test_the_last_state_that_was_loaded_counts(broker: RunningBroker, golden: li
 def test_loading_in_the_middle_ends_the_iteration_that_is_on(broker: RunningBroker, golden: list[str]) -> None:
     with connect(broker) as loader:
         steps = loader.steps()
-        assert [next(steps).digest for _ in range(4)] == golden[:4]
+        assert [take_packs(next(steps)).digest for _ in range(4)] == golden[:4]
         early, late = loader.state_dict(0), loader.state_dict()
         next(steps)
         for state, at in ((early, 1), (late, 4), (early, 1)):
@@ -199,7 +208,7 @@ def read_rank(
         samples: list[Sample] = []
         steps = loader.steps()
         while len(digests) < count and (step := next(steps, None)) is not None:
-            digests.append(step.digest)
+            digests.append(take_packs(step).digest)
             samples += [tuple(row) for row in step.sample_ids.tolist()]
         assert len(set(samples)) == len(samples)
         return digests, set(samples), loader.state_dict()

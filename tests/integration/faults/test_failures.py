@@ -172,6 +172,7 @@ def test_a_broker_killed_anywhere_is_a_pause_and_the_same_bytes_and_states(job: 
             for step in loader.steps():
                 pauses[-1] = time.monotonic() - pauses[-1]
                 steps.append(step)
+                assert len(list(step)) == len(step)
                 state = loader.state_dict()
                 assert (state["next_step"], state["chain"]) == (step.index + 1, step.chain)
                 if step.index in KILLED_AT:

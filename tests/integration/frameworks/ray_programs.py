@@ -166,6 +166,7 @@ def train_fn(config: dict[str, Any]) -> None:
             with Path(config["notes"]).open("a") as notes:
                 notes.write(json.dumps([rank, step.index, step.digest, loader.mesh.dp]) + "\n")
             time.sleep(config["pause_s"])
+            assert all(pack.step == step.index for pack in step)
             if (step.index + 1) % config["every"] == 0:
                 with tempfile.TemporaryDirectory() as folder:
                     packs.report({"step": step.index}, loader, folder)

@@ -129,6 +129,15 @@ def test_what_is_durable_is_committed_and_any_mesh_goes_on_from_what_rank_0_save
         train_iterator(broker, arguments(tmp_path, iteration=9))
 
 
+def test_a_save_between_micro_batches_is_the_state_before_the_step(broker: RunningBroker) -> None:
+    train = train_iterator(broker, arguments())
+    for taken in range(1, 10):
+        pack = next(train)
+        assert train.save_state()["next_step"] == taken // pack.num_micro_batches
+    assert pack.num_micro_batches > 1
+    train.close()
+
+
 def test_an_iteration_after_the_end_of_the_feed_is_an_error(broker: RunningBroker) -> None:
     train, packs = train_iterator(broker, arguments()), []
     with pytest.raises(UserError, match=r"got the end of the feed after iteration (\d+), expected packs") as caught:

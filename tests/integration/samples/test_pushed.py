@@ -248,6 +248,7 @@ def test_trainers_that_go_back_have_what_came_since_again_or_never(on_rewind: st
                     for step in loader.steps():
                         first.append(step)
                         if step.index == 3:
+                            list(step)
                             state = loader.state_dict()
                             push(20, 45)
                         if step.index == 9:

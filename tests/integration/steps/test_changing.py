@@ -147,6 +147,7 @@ def test_steps_that_a_rank_may_have_had_are_skipped_once_the_trainers_have_stopp
         with connect(broker) as loader:
             steps = loader.steps()
             found = [next(steps) for _ in range(4)]
+            list(found[-1])
             state = loader.state_dict()
             found += [next(steps) for _ in range(4)]
             error = the_error(asked(broker, "skip", "--steps", "5-6"), 1)

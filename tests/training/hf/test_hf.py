@@ -165,6 +165,23 @@ def test_epochs_are_passes_over_a_feed_of_known_length(tmp_path: Path) -> None:
     assert saved["stateful_callbacks"]["LoaderState"]["attributes"]["saved"]["next_step"] == count
 
 
+def test_a_save_between_the_packs_of_a_step_is_the_state_before_it(tmp_path: Path) -> None:
+    places: list[tuple[int, int]] = []
+
+    class Saving(hf.PackedTrainer):
+        def compute_loss(self, *args: Any, **given: Any) -> Any:
+            loss = super().compute_loss(*args, **given)
+            states = self._steps.state(), self._steps.loader.state_dict()
+            places.append((states[0]["next_step"], self.packed_step.index))
+            assert states[1]["next_step"] in (self.packed_step.index, self.packed_step.index + 1)
+            return loss
+
+    with hf.local() as loader:
+        Saving(model=hf.llama(), args=hf.arguments(tmp_path, max_steps=3), loader=loader).train()
+    assert len(places) > 3
+    assert all(saved == trained for saved, trained in places)
+
+
 def test_training_again_begins_where_it_began(tmp_path: Path) -> None:
     seen = hf.Seen()
     with hf.local(repeat=True) as loader:
