@@ -7,6 +7,7 @@
 - ``examples``: shows the examples in docstrings as code.
 - ``errors``: the tree of errors, from ``streampack.errors``.
 - ``messages``: the tables of messages and of records of the log, from their classes.
+- ``sample_warnings``: the table of warnings about samples.
 - ``figures``: diagrams as SVG; packing figures are computed by ``streampack.pack_lengths``.
 - ``repository``: links from pages to files of the repository outside ``docs/``.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -51,8 +52,10 @@ class TokenChunk:
     """[n] loss tokens of each sample; None if all tokens but each sample's first are."""
     pass_ended: bool = False
     """True if the last sample is the last of its pass."""
-    unmasked: int = 0
-    """Number of samples without the declared loss mask, of which all tokens are trained on."""
+    warnings: Mapping[str, int] = field(default_factory=dict)
+    """Number of samples by warning, a word of ``core.stats.sample_warnings``."""
+    warned: Mapping[str, str] = field(default_factory=dict)
+    """Place of the first sample by warning."""
     media: MediaChunk | None = None
     """The media of the samples; None if the run has no fields of axis item or patch."""
 
@@ -74,7 +77,8 @@ class Gathered:
 
     Each of ``parts`` holds the values of one sample or of several. ``media`` has the position, the items and the media
     bytes of each sample that has some. ``tokens`` counts their tokens; ``lost`` counts the tokens lost by cutting or
-    dropping samples. ``began``: time of the first sample, in seconds of the monotonic clock.
+    dropping samples. ``warnings`` and ``warned`` are those of TokenChunk. ``records`` has each record, and the position
+    of its first sample. ``began``: time of the first sample, in seconds of the monotonic clock.
     """
 
     parts: list[Values] = field(default_factory=list)
@@ -85,13 +89,15 @@ class Gathered:
     tokens: int = 0
     media_bytes: int = 0
     lost: int = 0
-    unmasked: int = 0
+    warnings: dict[str, int] = field(default_factory=dict)
+    warned: dict[str, str] = field(default_factory=dict)
+    records: list[tuple[int, RawSample | Records]] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
 
-    def add(self, record: RawSample | Records, sample: Values, reason: str | None, unmasked: bool) -> None:
+    def add(self, record: RawSample | Records, sample: Values, reason: str | None, warnings: tuple[str, ...]) -> None:
         """Add a record that the policies turned into ``sample``, or several records that they left unchanged.
 
-        ``reason``: why the policies rejected the record, or None. ``unmasked``: the declared loss mask was missing.
+        ``reason``: why the policies rejected the record, or None. ``warnings``: words about each of its samples.
         """
         length = len(sample[TOKENS])
         self.parts.append(sample)
@@ -99,8 +105,9 @@ class Gathered:
         if MEDIA in sample and len(sample[MEDIA]):
             self.media.append((len(self.lengths), int(sample[ITEMS][0]), sample[MEDIA]))
             self.media_bytes += len(sample[MEDIA])
-        if unmasked and not reason:
-            self.unmasked += len(record) if isinstance(record, Records) else 1
+        for word in warnings if not reason else ():
+            self._warn(word, len(record) if isinstance(record, Records) else 1, record, 0)
+        self.records.append((len(self.lengths), record))
         if isinstance(record, Records):
             self.lengths += record.samples.lengths.tolist()
             return
@@ -111,6 +118,19 @@ class Gathered:
             self.rejected[reason] = self.rejected.get(reason, 0) + 1
         if record.reason is None and reason in (None, OVERLONG):
             self.lost += len(record.tokens) - length
+
+    def warn_of(self, word: str, samples: NDArray[np.bool_]) -> None:
+        """Count the marked ``samples`` (bool [n]) of the n gathered samples under a warning."""
+        if samples.any():
+            first = int(samples.argmax())
+            begin, record = self.records[bisect_right(self.records, first, key=lambda each: each[0]) - 1]
+            self._warn(word, int(samples.sum()), record, first - begin)
+
+    def _warn(self, word: str, count: int, record: RawSample | Records, sample: int) -> None:
+        """Count ``count`` samples under a warning; sample number ``sample`` of ``record`` is the first of them."""
+        if word not in self.warnings:
+            self.warned[word] = record.where(sample) if isinstance(record, Records) else record.place
+        self.warnings[word] = self.warnings.get(word, 0) + count
 
 
 TOKENS = ""

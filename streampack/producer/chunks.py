@@ -7,17 +7,19 @@ records. It does not know sockets or files.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from streampack.core.model.bounded import MAX_CHUNK_SAMPLES
 from streampack.core.model.samples import I64
 from streampack.core.protocol.producer_messages import Lease
 from streampack.core.sessions.producer_base import Chunk, PartitionKey, Session
+from streampack.core.stats.sample_warnings import NO_LOSS_TOKENS
 from streampack.errors import ConfigError, SampleError
 from streampack.producer.chunk import Gathered, TokenChunk
 from streampack.producer.lease_limits import LeaseLimits, is_by_sample
@@ -83,7 +85,7 @@ def _batches(
             if cursor is not None and (pass_ > before or terms.full(gathered, sample, chunk_s)):
                 yield terms.batch(gathered, cursor, pass_ > before)
                 gathered = Gathered()
-            gathered.add(record, sample, reason, terms.lacks_mask(record))
+            gathered.add(record, sample, reason, terms.warnings_of(record))
             cursor = record.cursor
         if many:
             terms.update_room(room, gathered)
@@ -135,8 +137,13 @@ def chunk_of(batch: TokenChunk, lease: Lease, session: Session, crcs_of: CrcsOf 
         crcs_u32=crcs.astype("<u4").tobytes(), loss_tokens_u32=loss.astype("<u4").tobytes(),
         num_samples=len(batch.lengths), num_bytes=num_bytes, cursor=batch.cursor, rejected=batch.rejected,
         lost_tokens=batch.lost_tokens, pass_ended=batch.pass_ended, payload=tuple(data.data for data, _ in columns),
-        payload_crc=payload_crc,
+        payload_crc=payload_crc, warnings=_sent(batch.warnings),
     )  # fmt: skip
+
+
+def _sent(warnings: Mapping[str, int]) -> dict[str, int] | UnsetType:
+    """Return the warnings that travel with a chunk; the broker counts samples without loss tokens on admission."""
+    return {word: count for word, count in warnings.items() if word != NO_LOSS_TOKENS} or UNSET
 
 
 def _column(values: NDArray[Any], bounds: I64) -> Column:

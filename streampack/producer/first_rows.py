@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from msgspec.structs import replace
 
 from streampack.config.daemon_settings import ProducerConfig, ProducerStream
 from streampack.core.media.references import Reference
-from streampack.core.model.fields import Field
+from streampack.core.model.fields import LOSS_MASK, Field
+from streampack.core.stats.sample_warnings import NO_LOSS_TOKENS
 from streampack.errors import ConfigError, SourceError, StreampackError
 from streampack.sources.formats.rows import MISSING
 from streampack.sources.in_memory import InMemory
@@ -33,13 +35,29 @@ _TORN = ("json", DAMAGED)
 """Reasons of rows that cannot be read, so their keys are unknown."""
 
 
-def check_rows(config: ProducerConfig) -> None:
-    """Raise ConfigError if none of a source's first rows has a configured key, and SourceError for broken files."""
+class FirstWarning(NamedTuple):
+    """A warning about the first rows of a stream: ``samples`` of ``rows`` rows have it, the first at ``where``."""
+
+    stream: str
+    word: str
+    samples: int
+    rows: int
+    where: str
+
+
+def check_rows(config: ProducerConfig) -> list[FirstWarning]:
+    """Return the warnings about the first rows of each source.
+
+    Raises ConfigError if no first row has a configured key, and SourceError for broken files.
+    """
+    warnings: list[FirstWarning] = []
     for name, stream in config.streams.items():
         path = f"streams.{name}"
         bare = replace(stream, fields={})  # broker.yaml, not producer.yaml, declares the fields of a run
         tokenizer = open_tokenizer(stream.tokenizer or config.tokenizer)
-        if said := _lacking(_peek(path, bare, tokenizer)):
+        records = _peek(path, bare, tokenizer)
+        warnings += _warnings(name, records)
+        if said := _lacking(records):
             asked = ", ".join(f"{key} {value!r}" for key in _SAMPLE_KEYS if (value := getattr(stream, key)) is not None)
             got = (
                 f"got {asked}, but no row has such a key" if asked else f"got rows without any of the keys {_DETECTED}"
@@ -48,6 +66,23 @@ def check_rows(config: ProducerConfig) -> None:
         for field, key in stream.fields.items():
             if not _has_members(f"{path}.fields.{field}", bare, tokenizer, key):
                 _check_field(f"{path}.fields.{field}", bare, key)
+    return warnings
+
+
+def warnings_of(record: RawSample) -> tuple[str, ...]:
+    """Return the words of the warnings about a sample, whose loss tokens are those of its mask."""
+    mask = record.fields.get(LOSS_MASK)
+    no_loss = record.reason is None and not (len(record.tokens) > 1 if mask is None else np.any(mask[1:]))
+    return (*record.warnings, NO_LOSS_TOKENS) if no_loss else record.warnings
+
+
+def _warnings(stream: str, records: list[RawSample]) -> list[FirstWarning]:
+    """Return each warning about the first rows of a stream."""
+    places: dict[str, list[str]] = {}
+    for record in records:
+        for word in warnings_of(record):
+            places.setdefault(word, []).append(record.where)
+    return [FirstWarning(stream, word, len(where), len(records), where[0]) for word, where in places.items()]
 
 
 def refuse_chats(settings: SourceSettings, tokenizer: Tokenizer) -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from streampack.core.model.fields import LABELS, LOSS_MASK, MEDIA, POSITION_IDS, Field
 from streampack.core.model.samples import IGNORE_INDEX
 from streampack.core.protocol.producer_messages import OVERLONG, Lease
+from streampack.core.stats.sample_warnings import NO_LOSS_MASK, NO_LOSS_TOKENS
 from streampack.errors import DamagedFile, SampleError
 from streampack.producer.chunk import CHUNK_SAMPLES, TOKENS, Gathered, MediaChunk, TokenChunk, Values
 from streampack.producer.media_values import media_of
@@ -50,14 +51,16 @@ class LeaseLimits:
         self.most = min(CHUNK_SAMPLES, max(lease.max_chunk_bytes // max(sample_bytes, 1), 1))
         """Largest number of samples in a batch, so that no frame of a field by sample exceeds ``max_chunk_bytes``."""
 
-    def lacks_mask(self, record: RawSample | Records) -> bool:
-        """Return True if the records lack a loss mask that the run declares without a default."""
-        fields = record.samples.fields if isinstance(record, Records) else record.fields
-        return self._needs_mask and LOSS_MASK not in fields
+    def warnings_of(self, record: RawSample | Records) -> tuple[str, ...]:
+        """Return the words of the warnings about each sample of the records."""
+        samples = record.samples if isinstance(record, Records) else record
+        if self._needs_mask and LOSS_MASK not in samples.fields:
+            return (*samples.warnings, NO_LOSS_MASK)
+        return samples.warnings
 
     def split(self, records: Records) -> Iterator[RawSample | Records]:
         """Yield the records in order, in arrays; each record about which a policy must decide comes alone."""
-        tokens, lengths, _, fields = records.samples
+        tokens, lengths, _, fields, _ = records.samples
         odd = (lengths == 0) | (lengths > self._lease.max_sample_tokens)
         if tokens.dtype != np.uint16 and self._largest < 2**31 - 1:
             outside = tokens > self._largest
@@ -75,7 +78,7 @@ class LeaseLimits:
         the policy is ``error``, and SampleError for a loss mask that the run does not declare.
         """
         if isinstance(record, Records):
-            tokens, lengths, _, fields = record.samples
+            tokens, lengths, _, fields, _ = record.samples
             columns = self._columns(tokens, fields, lengths)
             assert not isinstance(columns, str), "records that stay together after split have all fields"
             return columns, None
@@ -205,10 +208,12 @@ class LeaseLimits:
             for at, count, data in gathered.media:
                 items[at], sizes[at] = count, len(data)
             media = MediaChunk(items, sizes, b"".join(data.data for _, _, data in gathered.media))
+        loss = _loss_tokens(lengths, fields)
+        gathered.warn_of(NO_LOSS_TOKENS, (lengths == 1) if loss is None else (lengths > 0) & (loss == 0))
         return TokenChunk(
             joined(TOKENS).astype(self._dtype, copy=False), lengths, cursor, gathered.rejected,
-            tuple(gathered.examples), gathered.lost, fields, _loss_tokens(lengths, fields), pass_ended,
-            gathered.unmasked, media,
+            tuple(gathered.examples), gathered.lost, fields, loss, pass_ended,
+            gathered.warnings, gathered.warned, media,
         )  # fmt: skip
 
 

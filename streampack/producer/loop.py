@@ -21,6 +21,7 @@ from streampack.core.protocol.events import Effect, FromBroker, Report, Send, Ti
 from streampack.core.protocol.producer_messages import Flow, Lease, Offer, SourceSize
 from streampack.core.sessions.producer_base import Chunk, Failed, Finish, Leave, PartitionKey, Session
 from streampack.core.sessions.producer_session import EndOfPartition, Forget, ProducerSession, Read
+from streampack.core.stats.sample_warnings import advice
 from streampack.errors import Rejected, StreampackError, Unreachable, WireError
 from streampack.producer.chunk import BatchSource, TokenChunk
 from streampack.producer.chunks import batches, chunk_of
@@ -62,9 +63,9 @@ class StreamProgress:
     passes: int | None = None
     """Number of passes of the stream; None if endless, or not known yet."""
     examples: dict[str, str] = field(default_factory=dict)
-    """A line for the first rejected sample by reason, and for every damaged file by error."""
-    unmasked: int = 0
-    """Samples without the declared loss mask, of which all tokens are trained on."""
+    """A line for the first rejected sample by reason, the first by warning, and for every damaged file by error."""
+    warnings: dict[str, int] = field(default_factory=dict)
+    """Number of delivered samples by warning, a word of ``core.stats.sample_warnings``."""
     opened_shards: int = 0
     """Number of shards that this process has opened."""
     opened_samples: int = 0
@@ -88,7 +89,7 @@ class _Sent:
     samples: int
     tokens: int
     rejected: dict[str, int]
-    unmasked: int
+    warnings: Mapping[str, int]
 
 
 class ProducerLoop:
@@ -259,11 +260,15 @@ class ProducerLoop:
             self._perform(self._session.handle(EndOfPartition((stream, read.lease.partition), read.session)))
             return
         for reason, where in batch.examples:
-            self._store_example(stream, reason, where)
+            dropped = f"dropped {where} ({reason}); more samples with this reason are counted but not logged"
+            damaged = reason == DAMAGED
+            self._store_example(stream, where if damaged else reason, where if damaged else dropped)
+        for word, where in batch.warned.items():
+            self._store_example(stream, word, f"{where}: {advice(word)}. More such samples are counted but not logged")
         sent = self._sent.setdefault((chunk.key, chunk.session), deque())
         first = sent[-1].stop_seq if sent else read.seq
         stop, samples = first + len(batch.lengths), len(batch.lengths)
-        sent.append(_Sent(stop, read.lease, samples, len(batch.tokens), batch.rejected, batch.unmasked))
+        sent.append(_Sent(stop, read.lease, samples, len(batch.tokens), batch.rejected, batch.warnings))
         self._perform(self._session.handle(chunk))
 
     def _note_size(self, stream: str) -> None:
@@ -288,22 +293,20 @@ class ProducerLoop:
             lease, progress, source = chunk.lease, self.progress.streams[key[0]], self._by_record.get(key[0])
             progress.samples += chunk.samples
             progress.tokens += chunk.tokens
-            progress.unmasked += chunk.unmasked
             for reason, count in chunk.rejected.items():
                 progress.rejected[reason] = progress.rejected.get(reason, 0) + count
+            for word, count in chunk.warnings.items():
+                progress.warnings[word] = progress.warnings.get(word, 0) + count
             if source is not None:
                 progress.done[lease.partition] = chunk.stop_seq
                 progress.passes = lease.passes
 
-    def _store_example(self, stream: str, reason: str, where: str) -> None:
-        """Store a line about a rejected sample in the progress; without ``on_progress``, log the line."""
+    def _store_example(self, stream: str, key: str, text: str) -> None:
+        """Store a line about a sample in the progress, once for each key; without ``on_progress``, log the line."""
         examples = self.progress.streams[stream].examples
-        damaged = reason == DAMAGED
-        key = where if damaged else reason
         if key in examples:
             return
-        dropped = f"dropped {where} ({reason}); more samples with this reason are counted but not logged"
-        examples[key] = f"stream {stream!r}: {where if damaged else dropped}"
+        examples[key] = f"stream {stream!r}: {text}"
         if self._on_progress is None:
             log.warning("%s", examples[key], extra={"about": {"stream": stream}})
 

@@ -184,7 +184,7 @@ def _record(sample: Given, lease: Lease, seq: int, reader: RowReader) -> RawSamp
     fields = found.fields
     if LOSS_MASK in row and LOSS_MASK not in fields:
         fields = {**fields, LOSS_MASK: np.asarray(row[LOSS_MASK])}  # not declared: LeaseLimits raises
-    return RawSample(found.tokens, None, where, cursor, fields)
+    return RawSample(found.tokens, None, where, cursor, fields, warnings=found.warnings)
 
 
 def plain(value: Any) -> Any:

@@ -40,7 +40,7 @@ class Records:
 
     def __iter__(self) -> Iterator[RawSample]:
         """Yield each sample as a RawSample whose arrays share memory with these Records."""
-        tokens, lengths, reasons, fields = self.samples
+        tokens, lengths, reasons, fields, warnings = self.samples
         tokens = tokens.astype(np.int32, copy=False)
         at = 0
         for i, length in enumerate(lengths.tolist()):
@@ -50,7 +50,7 @@ class Records:
             if reason := reasons.get(i):
                 yield RawSample(tokens[at:end], str(reason), self.where(i), cursor, why=why_of(reason))
             else:
-                yield RawSample(tokens[at:end], None, self.where(i), cursor, own or NO_FIELDS)
+                yield RawSample(tokens[at:end], None, self.where(i), cursor, own or NO_FIELDS, warnings=warnings)
             at = end
 
     def _after(self, count: int) -> Cursor:
@@ -71,13 +71,14 @@ class Records:
 
     def _part(self, begin: int, end: int, ends: NDArray[np.int64]) -> "Records":
         """Return samples ``begin`` to ``end`` as Records; ``ends`` [n + 1]: where each sample's tokens end."""
-        tokens, lengths, reasons, fields = self.samples
+        tokens, lengths, reasons, fields, warnings = self.samples
         of_tokens = slice(int(ends[begin]), int(ends[end]))
         part = RawSamples(
             tokens[of_tokens],
             lengths[begin:end],
             {i - begin: reason for i, reason in reasons.items() if begin <= i < end},
             {name: value[begin:end] if name in self.by_sample else value[of_tokens] for name, value in fields.items()},
+            warnings,
         )
         return Records(
             part, self._after(begin) if begin else self.begin, self._after(end), lambda i: self.where(begin + i),
@@ -130,7 +131,7 @@ def one_sample(found: Sample | str, by_sample: Collection[str]) -> RawSamples:
     if isinstance(found, str):
         return RawSamples(NO_TOKENS, np.zeros(1, np.int64), {0: found})
     fields = {name: value[np.newaxis] if name in by_sample else value for name, value in found.fields.items()}
-    return RawSamples(found.tokens, np.array([len(found.tokens)]), fields=fields)
+    return RawSamples(found.tokens, np.array([len(found.tokens)]), fields=fields, warnings=found.warnings)
 
 
 def as_samples(

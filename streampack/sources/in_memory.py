@@ -79,7 +79,7 @@ class InMemory:
                 if isinstance(got, str):
                     yield RawSample(NO_TOKENS, str(got), where, cursor, why=why_of(got))
                 else:
-                    yield RawSample(got.tokens, None, where, cursor, got.fields)
+                    yield RawSample(got.tokens, None, where, cursor, got.fields, warnings=got.warnings)
             if not done:
                 return  # no rows: endless passes would be a busy loop
             pass_, first = pass_ + 1, 0

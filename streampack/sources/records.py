@@ -44,10 +44,14 @@ def why_of(reason: str) -> str:
 
 
 class Sample(NamedTuple):
-    """A valid sample: ``tokens`` [T] int32, T > 0, and its fields by name, [T, ...] or [...] for axis ``sample``."""
+    """A valid sample: ``tokens`` [T] int32, T > 0, and its fields by name, [T, ...] or [...] for axis ``sample``.
+
+    ``warnings`` are words of ``core.stats.sample_warnings``.
+    """
 
     tokens: Tokens
     fields: Mapping[str, NDArray[Any]] = NO_FIELDS
+    warnings: tuple[str, ...] = ()
 
 
 class RawSample(NamedTuple):
@@ -62,6 +66,7 @@ class RawSample(NamedTuple):
     - ``fields``: values by field name, [T, ...] or [...] for axis ``sample``. Their dtype is the declared one, but
       float32 for bfloat16. A field that the sample lacks is absent. ``loss_mask`` is present if the tokenizer made one.
     - ``why``: detail of the reason, such as a parser's message; may be empty.
+    - ``warnings``: words of ``core.stats.sample_warnings`` for a valid sample.
     """
 
     tokens: Tokens
@@ -70,6 +75,7 @@ class RawSample(NamedTuple):
     cursor: Cursor
     fields: Mapping[str, NDArray[Any]] = NO_FIELDS
     why: str = ""
+    warnings: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
@@ -85,12 +91,14 @@ class RawSamples(NamedTuple):
     - ``reasons``: sample number (0..n-1) to reason, for each rejected sample.
     - ``fields``: values by field name, [sum of lengths, ...] or [n, ...] for axis ``sample``. Their dtype is the
       declared one, but float32 for bfloat16. All n samples have a field, or the field is absent.
+    - ``warnings``: words of ``core.stats.sample_warnings`` for all n samples.
     """
 
     tokens: NDArray[np.int32] | NDArray[np.uint16]
     lengths: NDArray[np.int64]
     reasons: Mapping[int, str] = NO_REASONS
     fields: Mapping[str, NDArray[Any]] = NO_FIELDS
+    warnings: tuple[str, ...] = ()
 
 
 class Source(Protocol):

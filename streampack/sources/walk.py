@@ -395,7 +395,7 @@ def _read_each(shard: Shard, order: NDArray[np.int64], at: Cursor, after: Cursor
             if isinstance(got, str):
                 yield RawSample(NO_TOKENS, str(got), place_of(sample), cursor, why=why_of(got))
             else:
-                yield RawSample(got.tokens, None, where(sample), cursor, got.fields)
+                yield RawSample(got.tokens, None, where(sample), cursor, got.fields, warnings=got.warnings)
 
 
 def _read_many(

@@ -21,10 +21,12 @@ class Encoded(NamedTuple):
 
     - ``tokens``: [T] int32, T > 0.
     - ``loss_mask``: [T] uint8; ``loss_mask[t]`` is 1 if ``tokens[t]`` is learned (not shifted). None: all are learned.
+    - ``warnings``: words of ``core.stats.sample_warnings``.
     """
 
     tokens: Tokens
     loss_mask: NDArray[np.uint8] | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def as_encoded(values: object) -> Encoded | str:

@@ -252,6 +252,10 @@ def test_pieces_keep_their_own_labels_and_bytes(
             piece = range(begin, min(begin + LIMIT, len(tokens)))
             expected.append((index, part, len(piece), counted(piece, values, names)))
     assert found == expected
+    without = sum(loss == 0 for *_, loss in expected)
+    assert admission.counts[0].warnings == ({"no_loss_tokens": without} if without else {})
+    whole = [counted(range(len(tokens)), values, names) for tokens, values in rows if tokens]
+    assert batch.warnings.get("no_loss_tokens", 0) == whole.count(0)
     assert rejected.tolist() == sorted(set(range(len(rows))) - {index for index, *_ in expected})
     assert store.rows.tolist() == [index for index, *_ in expected]
     assert [int(table.crc[h]) for h in store.handles] == [crc_of(rows[index], fields) for index, *_ in expected]
@@ -312,15 +316,15 @@ def test_a_sample_without_its_loss_mask_is_rejected_or_counted(kind: str, policy
     lost = 3 if "no masks" in kind else 1
     if policy == "reject" or (policy is None and kind.startswith("tar")):
         assert batch.lengths.tolist() == ([0, 0, 0] if lost == 3 else [3, 0, 2])
-        assert (batch.rejected, batch.unmasked) == ({"loss_mask: missing": lost}, 0)
+        assert (batch.rejected, batch.warnings) == ({"loss_mask: missing": lost}, {})
         said = r"got a sample without a loss_mask, but the run declares this field\. Add the mask, or"
         with pytest.raises(SampleError, match=said):
             list(batches(open_source(settings), lease((MASK,), poison="error")))
     else:
         assert batch.lengths.tolist() == [3, 2, 2]
-        assert (batch.rejected, batch.unmasked) == ({}, lost)
+        assert (batch.rejected, batch.warnings) == ({}, {"no_loss_mask": lost})
     (batch,) = batches(open_source(settings), lease((msgspec.structs.replace(MASK, default=1),)))
-    assert (batch.lengths.tolist(), batch.unmasked) == ([3, 2, 2], 0), "the run says what such samples have"
+    assert (batch.lengths.tolist(), batch.warnings) == ([3, 2, 2], {}), "the run says what such samples have"
 
 
 def test_the_digest_says_what_becomes_of_samples_without_a_mask(tmp_path: Path) -> None:

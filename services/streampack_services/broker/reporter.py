@@ -282,6 +282,7 @@ class Reporter:
                     overlong=counts.overlong,
                     lost_tokens=counts.lost_tokens,
                     rejected=dict(counts.rejected),
+                    warnings=dict(counts.warnings),
                     producers=seen.producers,
                     hosts=seen.hosts,
                     last_seen_s=seen.last_s,

@@ -523,6 +523,8 @@ class StreamStatus(Struct, frozen=True, kw_only=True):
     """Tokens that the over-long policy cut off or dropped."""
     rejected: dict[str, int]
     """Samples that could not be used and were dropped, by reason."""
+    warnings: dict[str, int]
+    """Delivered samples with a warning, by word of ``core.stats.sample_warnings``; a piece of a split sample counts."""
     producers: int
     """Producers that offer the stream."""
     hosts: list[str]

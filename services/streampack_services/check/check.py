@@ -26,12 +26,13 @@ from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.packers.joint.joint import Joint
+from streampack.core.stats.sample_warnings import advice
 from streampack.errors import UserError
-from streampack.producer.first_rows import check_rows
+from streampack.producer.first_rows import FirstWarning, check_rows
 from streampack.sources import open_tokenizer
 from streampack.transport.endpoints import check_endpoint, split_endpoints
 from streampack.transport.keys import find_key, load_key
-from streampack_services.amounts import size_text
+from streampack_services.amounts import counted, size_text
 from streampack_services.broker.authorization import BROKER
 from streampack_services.broker.memory_peak import MEAN_TOKENS, PREFETCH, peak
 from streampack_services.broker.memory_plan import Plan, plan
@@ -60,10 +61,10 @@ class Value(Struct, frozen=True):
 def check(file: Path) -> Tree:
     """Check a broker.yaml or producer.yaml; return the ``values`` of its keys and what ``follows``, as ``Value`` trees.
 
-    Also read the first rows of a producer's sources. Raises ConfigError or UserError for wrong settings, SourceError
-    for missing files or rows.
+    Also read the first rows of a producer's sources, and return the ``warnings`` about them. Raises ConfigError or
+    UserError for wrong settings, SourceError for missing files or rows.
     """
-    config = read_either(file)
+    config, warnings = read_either(file), list[FirstWarning]()
     lines = key_lines(file.read_text(encoding="utf-8"))
     if isinstance(config, BrokerConfig):
         found = plan(config)
@@ -79,11 +80,12 @@ def check(file: Path) -> Tree:
         find_key(config.key_file)
         resolved = _resolved_producer(config)
         follows = list(_follows_producer(config))
-        check_rows(config)
+        warnings = check_rows(config)
     return {
         "command": "broker" if isinstance(config, BrokerConfig) else "produce",
         "values": msgspec.to_builtins(list(_values(config, resolved, lines))),
         "follows": msgspec.to_builtins(follows),
+        "warnings": [warning._asdict() | {"meaning": advice(warning.word)} for warning in warnings],
     }
 
 
@@ -357,6 +359,9 @@ def show_check(found: Tree, file: Path) -> None:
     console.print()
     console.print(_table("what follows", found["follows"]))
     console.print()
+    for warning in found["warnings"]:
+        rows = f"{warning['samples']} of the first {counted(warning['rows'], 'row')}, such as {warning['where']}"
+        console.print(f"warning: streams.{warning['stream']}: {warning['meaning']}. Concerns {rows}", style="yellow")
     console.print(f"good: streampack {found['command']} can use {file.name}", soft_wrap=True)
 
 

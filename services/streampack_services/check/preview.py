@@ -19,7 +19,9 @@ from streampack.config.config_files import read_either
 from streampack.config.daemon_settings import ProducerConfig
 from streampack.core.media.references import Reference, inline_bytes, reference_of
 from streampack.core.model.fields import LOSS_MASK, PATCHES, Field
+from streampack.core.stats.sample_warnings import advice
 from streampack.errors import UserError
+from streampack.producer.first_rows import warnings_of
 from streampack.sources import RawSample, Tokenizer, open_tokenizer
 from streampack_services.amounts import media_text, size_text
 from streampack_services.daemons.producer import open_sources
@@ -77,7 +79,7 @@ def _sample(record: RawSample, tokenizer: Tokenizer, fields: list[str]) -> Tree:
         place += size
     return {
         "where": record.place, "reason": record.reason or wrong, "num_tokens": len(mask),
-        "num_learned": sum(map(bool, mask)), "parts": parts, "media": media,
+        "num_learned": sum(map(bool, mask)), "parts": parts, "media": media, "warnings": list(warnings_of(record)),
     }  # fmt: skip
 
 
@@ -127,6 +129,8 @@ def show_preview(found: dict[str, list[Tree]]) -> None:
             counts += f", {media_text(media['items'], media['patches'])}" if media else ""
             said = f"rejected: {sample['reason']}" if sample["reason"] else counts
             console.print(Text(f"{name}  {sample['where']}  {said}", style="bold"), soft_wrap=True)
+            for word in sample["warnings"]:
+                console.print(f"warning: {advice(word)}", style="yellow", soft_wrap=True)
             text = Text()
             for part in sample["parts"]:
                 before, after = marks if part["learned"] else ("", "")

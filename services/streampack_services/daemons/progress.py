@@ -94,7 +94,7 @@ def add_up(names: Iterable[str], parts: Iterable[Mapping[str, StreamProgress]]) 
             all_ = total[name]
             all_.samples += one.samples
             all_.tokens += one.tokens
-            all_.unmasked += one.unmasked
+            all_.warnings = dict(Counter(all_.warnings) + Counter(one.warnings))
             all_.rejected = dict(Counter(all_.rejected) + Counter(one.rejected))
             all_.opened_shards += one.opened_shards
             all_.opened_samples += one.opened_samples
@@ -112,7 +112,7 @@ def line(overall: Overall) -> str:
 
 def summary(overall: Overall) -> str:
     """Return the final result as a line: ``1200 samples, 48000 tokens, 3 rejected (json 3); web ...; code ...``."""
-    notes = [f"{overall.samples} samples", f"{overall.tokens} tokens", _rejected(overall.rejected), _unmasked(overall)]
+    notes = [f"{overall.samples} samples", f"{overall.tokens} tokens", _rejected(overall.rejected), *_warnings(overall)]
     first = ", ".join(note for note in notes if note)
     parts = [_stream(overall, name) for name in overall.streams] if len(overall.streams) > 1 else []
     return "; ".join([first, *parts, *_restarts(overall)])
@@ -124,7 +124,7 @@ def figures(overall: Overall) -> dict[str, Any]:
         name: {
             "samples": stream.samples, "tokens": stream.tokens, "share": overall.share(name),
             "tokens_per_s": round(overall.tokens_per_s[name], 1), "rejected": stream.rejected,
-            "unmasked": stream.unmasked,
+            "warnings": stream.warnings,
         }
         for name, stream in overall.streams.items()
     }  # fmt: skip
@@ -155,7 +155,7 @@ def table(overall: Overall) -> RenderableType:
             Text(name), bar, "" if share is None else f"{share:.0%}", f"{stream.samples:,}", short(stream.tokens),
             short(overall.tokens_per_s[name]), Text(f"{rejected:,}", style="yellow" if rejected else "dim"),
         )  # fmt: skip
-    notes = [_rejected(overall.rejected), _unmasked(overall), *_restarts(overall), *_waits(overall)]
+    notes = [_rejected(overall.rejected), *_warnings(overall), *_restarts(overall), *_waits(overall)]
     return Group(shown, Text("; ".join(note for note in notes if note), style="dim"))
 
 
@@ -191,11 +191,10 @@ def _rejected(reasons: Mapping[str, int]) -> str:
     return f"{sum(reasons.values())} rejected ({each})"
 
 
-def _unmasked(overall: Overall) -> str:
-    """Return how many samples have no loss_mask although the run declares one, as text; empty for none."""
-    count = sum(stream.unmasked for stream in overall.streams.values())
-    samples = f"{count} sample{'s' * (count != 1)}"
-    return f"{samples} without the declared loss_mask (all their tokens count in the loss)" if count else ""
+def _warnings(overall: Overall) -> list[str]:
+    """Return the number of delivered samples with each warning as text: ``2 samples with the warning no_loss_mask``."""
+    words = sum((Counter(stream.warnings) for stream in overall.streams.values()), Counter())
+    return [f"{count} sample{'s' * (count != 1)} with the warning {word}" for word, count in sorted(words.items())]
 
 
 def _restarts(overall: Overall) -> list[str]:

@@ -246,6 +246,13 @@ def rejected(status: BrokerStatus) -> Rows:
             yield (row.stream, reason), float(count)
 
 
+def sample_warnings(status: BrokerStatus) -> Rows:
+    """Return the number of delivered samples with a warning, a row for each stream and word."""
+    for row in status.streams:
+        for word, count in row.warnings.items():
+            yield (row.stream, word), float(count)
+
+
 def data_wait(status: BrokerStatus) -> Rows:
     """Return the data wait in seconds, a row for each rank and cause; for the cause ``stream`` one for each stream.
 

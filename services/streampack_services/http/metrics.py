@@ -50,6 +50,7 @@ from streampack_services.http.metric_rows import (
     rejected,
     removed_ratio,
     run_info,
+    sample_warnings,
     starved,
     steps_left,
     trainer_seconds,
@@ -106,6 +107,8 @@ METRICS: tuple[Metric, ...] = (
            of_late(lambda late: late.oldest_s), ("stream",)),
     Metric("rejected_samples", "counter", "Samples that could not be used and were dropped, by reason.",
            rejected, ("stream", "reason")),
+    Metric("sample_warnings", "counter", "Delivered samples that may not mean what you intend, by warning.",
+           sample_warnings, ("stream", "warning")),
     # Formed steps and packs
     Metric("steps", "counter", "Steps formed.", of_feeds(lambda feed: feed.totals.steps), ("feed",)),
     Metric("packs", "counter",

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from streampack.core.stats.sample_warnings import advice
 from streampack_services.amounts import count_text, counted, duration_text, size_text, state_text
 from streampack_services.broker.status import BrokerStatus, PackFigures, StandbyStatus
 from streampack_services.watch.top_ranks import rank_lines
@@ -51,7 +52,7 @@ def show_status(status: BrokerStatus) -> None:
         _print(console, media_lines(feed, status.memory.media_bytes, console.width))
         streams = view.streams_of(feed)
         lines = stream_lines(streams, STREAM_COLUMNS, "lag: tokens that producers have not sent yet", console.width)
-        _print(console, lines, _rejected(streams), late_lines(streams, console.width))
+        _print(console, lines, _rejected(streams), _warnings(streams), late_lines(streams, console.width))
         _print(console, rank_lines(feed, "waits", console.width, None))
 
 
@@ -161,6 +162,15 @@ def _rejected(streams: Sequence[StreamView]) -> list[Text]:
         )
         for row in (stream.status for stream in streams)
         if row.rejected
+    ]
+
+
+def _warnings(streams: Sequence[StreamView]) -> list[Text]:
+    """Return a line for each warning of each stream: the number of samples, and what the warning means."""
+    return [
+        Text(f"{row.stream}: warning {word}, {counted(count, 'sample')}: {advice(word)}", overflow="fold")
+        for row in (stream.status for stream in streams)
+        for word, count in row.warnings.items()
     ]
 
 

@@ -258,10 +258,11 @@ _CELLS: dict[str, Callable[[StreamView], Cell]] = {
     "over-long": lambda stream: str(stream.status.overlong or ""),
     "lost": lambda stream: count_text(stream.status.lost_tokens) if stream.status.lost_tokens else "",
     "rejected": lambda stream: (f"{stream.rejected:,}", "yellow") if stream.rejected else "",
+    "warnings": lambda stream: (f"{stream.warnings:,}", "yellow") if stream.warnings else "",
     "hosts": lambda stream: ", ".join(stream.status.hosts),
 }  # fmt: skip
 """The cell of a stream in each column of the table of streams."""
-STREAM_COLUMNS = ("weight", "tokens", "tokens/s", "buffered", "lag", "heard", "rejected", "hosts")
+STREAM_COLUMNS = ("weight", "tokens", "tokens/s", "buffered", "lag", "heard", "rejected", "warnings", "hosts")
 
 
 def stream_lines(

@@ -76,6 +76,11 @@ class StreamView:
         return sum(self.status.rejected.values())
 
     @property
+    def warnings(self) -> int:
+        """Number of warnings about delivered samples."""
+        return sum(self.status.warnings.values())
+
+    @property
     def ended(self) -> bool:
         """True if all partitions have ended."""
         return self.status.ended_partitions == self.status.partitions
@@ -366,5 +371,6 @@ def _stream_tree(stream: StreamView) -> Tree:
         "name": row.stream, "feed": row.feed, "weight": row.weight, "tokens": row.tokens,
         "tokens_per_s": stream.tokens_per_s, "buffered": stream.buffered, "lag_tokens": row.lag.tokens,
         "last_seen_s": row.last_seen_s, "producers": row.producers, "hosts": row.hosts, "rejected": stream.rejected,
+        "warnings": stream.warnings,
         "ended": stream.ended, "late": msgspec.to_builtins(row.late),
     }  # fmt: skip

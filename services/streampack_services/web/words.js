@@ -115,6 +115,7 @@ export function showStreams(streams) {
   const all = streams.reduce((sum, row) => sum + row.tokens, 0);
   const shown = streams.length > MAX_STREAMS ? [...streams].sort((a, b) => isSilent(b) - isSilent(a)).slice(0, MAX_STREAMS) : streams;
   setText(byId("about-streams"), shown === streams ? "" : `${count(MAX_STREAMS)} of ${count(streams.length)} streams, silent streams first. /status lists all streams.`);
+  showWarnings(shown);
   fillTable(byId("streams"), shown.map((row) => {
     const rejected = Object.entries(row.rejected);
     const number = rejected.reduce((sum, [, some]) => sum + some, 0);
@@ -127,6 +128,15 @@ export function showStreams(streams) {
       [`${row.ended_partitions} of ${row.partitions}`, "n"],
     ];
   }));
+}
+
+// A line for each warning about samples that were delivered all the same.
+function showWarnings(streams) {
+  const line = byId("stream-warnings");
+  const warnings = streams.flatMap(({ stream, warnings = {} }) => Object.entries(warnings).map(
+    ([word, number]) => `${stream}: ${count(number)} samples with the warning ${word}`));
+  line.hidden = !warnings.length;
+  setText(line, warnings.length ? `${warnings.join("; ")}. "streampack status" says what to do.` : "");
 }
 
 // The streams with late fields; without one, there is no such section.

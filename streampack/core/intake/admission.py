@@ -13,6 +13,7 @@ from dataclasses import field as field_
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from streampack.core.intake.admission_kernels import enter
@@ -29,6 +30,7 @@ from streampack.core.model.samples import I64, IGNORE_INDEX, KEEPS, PACK, Sample
 from streampack.core.protocol.effects import Store
 from streampack.core.protocol.events import Effect
 from streampack.core.protocol.producer_messages import OVERLONG
+from streampack.core.stats.sample_warnings import NO_LOSS_TOKENS
 from streampack.core.trees.shared_prefixes import path_index
 
 POLICY_LAG = "policy_lag"
@@ -49,6 +51,7 @@ class StreamCounts:
         lost_tokens: Tokens of overlong samples that were not admitted.
         stale_tokens: Tokens of samples whose policy was too old.
         rejected: Number of rejected samples by reason; after ``MAX_REASONS`` reasons, further ones count as "other".
+        warnings: Number of samples by warning, a word of ``stats.sample_warnings``, bounded in the same way.
     """
 
     samples: int = 0
@@ -57,6 +60,7 @@ class StreamCounts:
     lost_tokens: int = 0
     stale_tokens: int = 0
     rejected: dict[str, int] = field_(default_factory=dict)
+    warnings: dict[str, int] = field_(default_factory=dict)
 
     def count_rejected(self, reasons: dict[str, int]) -> None:
         """Add rejected samples to the counts, by reason."""
@@ -64,8 +68,18 @@ class StreamCounts:
             if reason == OVERLONG:
                 self.overlong += count
                 continue
-            known = reason if reason in self.rejected or len(self.rejected) < MAX_REASONS else "other"
-            self.rejected[known] = self.rejected.get(known, 0) + count
+            _add(self.rejected, reason, count)
+
+    def count_warnings(self, warnings: dict[str, int] | UnsetType) -> None:
+        """Add samples to the counts, by warning."""
+        for word, count in warnings.items() if warnings is not UNSET else ():
+            _add(self.warnings, word, count)
+
+
+def _add(counts: dict[str, int], word: str, count: int) -> None:
+    """Add to the count of a word, or of "other" for a new word where there are ``MAX_REASONS``."""
+    known = word if word in counts or len(counts) < MAX_REASONS else "other"
+    counts[known] = counts.get(known, 0) + count
 
 
 class Admission:
@@ -156,6 +170,7 @@ class Admission:
         if message.base_seq == known < stop:
             counts.lost_tokens += message.lost_tokens
             counts.count_rejected(message.rejected)
+            counts.count_warnings(message.warnings)
         had = int(every[: begin - message.base_seq].sum()) if begin > message.base_seq else 0
         num_bytes = (chunk.num_tokens - had) * self.token_bytes
         if chunk.media is not None:
@@ -200,6 +215,8 @@ class Admission:
         if cut:
             at = np.flatnonzero(lengths != chunk.lengths[rows])
             table.loss_tokens[handles[at]] = self._loss_tokens(payload, starts[at], lengths[at])
+        if no_loss := int(np.count_nonzero(table.loss_tokens[handles] == 0)):
+            self.counts[stream].count_warnings({NO_LOSS_TOKENS: no_loss})
         if chunk.media is not None:
             table.has_media = True
             table.items[handles], table.patches[handles] = chunk.media.items[rows], chunk.media.patches[rows]

@@ -43,7 +43,8 @@ class StagedIntake:
 
     def stage(self, p: int, chunk: ReceivedChunk) -> list[Effect]:
         """Record a good chunk, and let its samples wait for their late fields."""
-        intake = self._partitions.intakes[p]
+        intake, stream = self._partitions.intakes[p], self._partitions.stream_of[p]
+        stream.admission.counts[stream.number].count_warnings(chunk.message.warnings)
         effects = self._staging.stage(p, chunk.message, chunk.envelope.payload)
         self._note_staged(p)
         intake.session_bytes += chunk.num_tokens * intake.token_bytes + chunk.media_bytes

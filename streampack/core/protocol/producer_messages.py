@@ -70,6 +70,7 @@ class Samples(Message, frozen=True, kw_only=True):
         keys: [n], key of each sample, 16 bytes; the broker admits one sample of a key. For pushed samples only.
         write: Number of the write to which the keys belong.
         shared_u32: [n], tokens that each sample shares with the sample before it; absent without trees.
+        warnings: Number of samples by warning, a word of ``stats.sample_warnings``; absent if there are none.
     """
 
     TYPE: ClassVar[int] = 2
@@ -88,6 +89,7 @@ class Samples(Message, frozen=True, kw_only=True):
     keys: bytes | UnsetType = msgspec.UNSET
     write: Count | UnsetType = msgspec.UNSET
     shared_u32: bytes | UnsetType = msgspec.UNSET
+    warnings: Annotated[dict[Name, Count], Meta(max_length=64)] | UnsetType = msgspec.UNSET
 
 
 class Eos(Message, frozen=True, kw_only=True):

@@ -54,6 +54,7 @@ class Chunk(Event, frozen=True):
         payload_crc: CRC32C of the payload's concatenated frames, if known.
         shared_u32: Tokens that each sample shares with the sample before it; the payload of such a chunk is smaller
             than ``num_bytes``.
+        warnings: Number of samples by warning, a word of ``core.stats.sample_warnings``.
     """
 
     key: PartitionKey
@@ -74,6 +75,7 @@ class Chunk(Event, frozen=True):
     keys: bytes | UnsetType = msgspec.UNSET
     write: int | UnsetType = msgspec.UNSET
     shared_u32: bytes | UnsetType = msgspec.UNSET
+    warnings: dict[str, int] | UnsetType = msgspec.UNSET
 
 
 class Failed(Event, frozen=True):

@@ -256,6 +256,7 @@ class ProducerSession(Sender):
             stream=chunk.key[0], partition=chunk.key[1], base_seq=held.next_seq, lengths_u32=chunk.lengths_u32,
             crcs_u32=chunk.crcs_u32, loss_tokens_u32=chunk.loss_tokens_u32, cursor=chunk.cursor,
             rejected=chunk.rejected, lost_tokens=chunk.lost_tokens, pass_ended=chunk.pass_ended,
+            warnings=chunk.warnings,
         )  # fmt: skip
         held.next_seq = stop
         held.window.sent_bytes += chunk.num_bytes

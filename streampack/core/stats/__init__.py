@@ -4,6 +4,7 @@
 - ``padding``: padding of delivered packs, by cause.
 - ``media_figures``: media of the packs formed, and the axis that filled each pack.
 - ``data_wait``: the time that a rank waits for its next step, by cause.
+- ``sample_warnings``: the words of warnings about samples that are delivered.
 - ``length_histogram``: a histogram of the samples' lengths, in bounded memory.
 
 FORM, DEAL and the serving of steps count here; the services turn the counts into status and metrics. The tokens or

@@ -248,7 +248,7 @@ class ReplayedSource:
                 if isinstance(got, str):
                     yield RawSample(NO_TOKENS, str(got), where, cursor, why=why_of(got))
                 else:
-                    yield RawSample(got.tokens, None, where, cursor, got.fields)
+                    yield RawSample(got.tokens, None, where, cursor, got.fields, warnings=got.warnings)
             if first == 0 and count == 0:
                 return  # no items: endless passes would be a busy loop
             pass_, first = pass_ + 1, 0

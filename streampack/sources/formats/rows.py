@@ -124,9 +124,9 @@ class FieldReader:
 
         A value in ``row`` may be a reason (str) instead: the value could not be read.
         """
-        tokens, mask = encoded
+        tokens, mask, warnings = encoded
         if not self.keys and not self.media_keys and mask is None:
-            return Sample(tokens)
+            return Sample(tokens, warnings=warnings)
         found: dict[str, Any] = {name: row[key] for name, key in self.media_keys if row.get(key) is not None}
         for field, key in self.keys:
             value = mask if field.name == LOSS_MASK and mask is not None else row.get(key)
@@ -140,7 +140,7 @@ class FieldReader:
             found[field.name] = array
         if mask is not None:
             found.setdefault(LOSS_MASK, mask)  # not declared: the producer reports that
-        return Sample(tokens, found or NO_FIELDS)
+        return Sample(tokens, found or NO_FIELDS, warnings)
 
 
 def missing_from(keys: Iterable[str], what: str = "the keys") -> Because:

@@ -222,7 +222,7 @@ def test_a_killed_producer_process_is_started_again_and_no_step_differs(
     settings = {"rules": RULES, "streams": {"web": {"partitions": 6}}}
     slow = {"name": "tests.integration.commands.test_daemons:slowly"}
     for number in range(6):
-        write_jsonl(tmp_path / f"{number}.jsonl", [{"text": "t" * (1 + 31 * i % 97)} for i in range(100)])
+        write_jsonl(tmp_path / f"{number}.jsonl", [{"text": "t" * (2 + 31 * i % 97)} for i in range(100)])
     source = {"source": "jsonl", "shards": str(tmp_path / "?.jsonl"), "tokenizer": slow}
     found = []
     for kills in (0, 1):
@@ -337,18 +337,16 @@ def test_progress_is_told_by_stream() -> None:
     assert summary(overall()).startswith("45 samples, 1500 tokens, 4 rejected (dtype 2, json 2); web 50% 40 samples")
     assert json.loads(json.dumps(figures(overall())))["streams"]["web"] == {
         "samples": 40, "tokens": 500, "share": 0.5, "tokens_per_s": 50.0, "rejected": {"json": 2, "dtype": 2},
-        "unmasked": 0,
+        "warnings": {},
     }  # fmt: skip
 
 
 def test_samples_without_their_declared_mask_are_counted() -> None:
     found = overall()
-    parts = {"web": StreamProgress(30, 400, unmasked=7), "code [x]": StreamProgress(5, 1000, unmasked=1)}
-    found.update(120.0, [parts, {"web": StreamProgress(10, 90, unmasked=2)}], [], 0)
-    assert summary(found).startswith(
-        "45 samples, 1490 tokens, 10 samples without the declared loss_mask (all their tokens count in the loss)"
-    )
-    assert figures(found)["streams"]["web"]["unmasked"] == 9
+    web, again, code = (StreamProgress(warnings={"no_loss_mask": count}) for count in (7, 2, 1))
+    found.update(120.0, [{"web": web, "code [x]": code}, {"web": again}], [], 0)
+    assert summary(found).startswith("0 samples, 0 tokens, 10 samples with the warning no_loss_mask")
+    assert figures(found)["streams"]["web"]["warnings"] == {"no_loss_mask": 9}
 
 
 def test_each_wait_is_told_with_as_many_processes_as_have_it() -> None:

@@ -263,6 +263,22 @@ def test_samples_that_wait_for_late_fields_are_shown_where_there_are_such_fields
     page.until("document.getElementById('late').hidden")
 
 
+def test_warnings_about_samples_are_shown_by_stream(page: Page, four: Watched) -> None:
+    assert page.value("document.getElementById('stream-warnings').hidden")
+    now = four.held
+    assert now is not None
+    four.held = replace(now, streams=[replace(now.streams[0], warnings={"no_loss_tokens": 1234}), now.streams[1]])
+    try:
+        page.until("!document.getElementById('stream-warnings').hidden")
+        assert f"{now.streams[0].stream}: 1,234 samples with the warning no_loss_tokens" in page.text(
+            "#stream-warnings"
+        )
+        check_layout(page)
+    finally:
+        four.held = now
+    page.until("document.getElementById('stream-warnings').hidden")
+
+
 def test_media_are_shown_where_a_run_has_some(page: Page, four: Watched) -> None:
     assert page.value("document.getElementById('media').hidden")
     assert "media" not in page.text("#room")

@@ -428,6 +428,7 @@ class PushSession(Sender):
             crcs_u32=chunk.crcs_u32, loss_tokens_u32=chunk.loss_tokens_u32, cursor=(self.incarnation, 0, kept.stop_seq),
             rejected=chunk.rejected, lost_tokens=chunk.lost_tokens, keep=chunk.keep,
             policy_version=chunk.policy_version, keys=chunk.keys, write=chunk.write, shared_u32=chunk.shared_u32,
+            warnings=chunk.warnings,
         )  # fmt: skip
 
     def _next_mark_or_end(self) -> Mark | Eos | None:
