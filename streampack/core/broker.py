@@ -50,7 +50,7 @@ from streampack.core.protocol.effects import (
 from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.protocol.message import WRONG_SIDE, Bye, Envelope, Message, Reject, Who
 from streampack.core.protocol.producer_messages import Amend, Eos, Hello, Mark, ProducerPing, Samples, Start
-from streampack.core.protocol.relay_messages import NodeGet, NodePing, relay_of
+from streampack.core.protocol.relay_messages import PASSED_ON, NodeGet, NodePing, relay_of
 from streampack.core.protocol.rights import Rights, forbidden, key_of, not_its_rank
 from streampack.core.protocol.trainer_messages import AskResults, Attach, Get, Publish, ReaderPing, ReportValues
 from streampack.core.serve.attempts import Departure
@@ -368,6 +368,9 @@ class Broker:
     def _on_trainer(self, peer: bytes, envelope: Envelope) -> list[Effect]:
         """Pass a client's message to the feed that the client reads or asks for."""
         message = envelope.message
+        if relay_of(peer) is not None and not isinstance(message, PASSED_ON):
+            got = f"got {type(message).__name__} of a rank from a relay, expected a message that relays pass on"
+            return self._refuse(peer, "protocol", got)
         if isinstance(message, (NodeGet, NodePing)):
             return self._on_relay(peer, envelope, message)
         reads = next((feed for feed in self.feeds.values() if feed.readers.knows(peer)), None)

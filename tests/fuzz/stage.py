@@ -8,6 +8,7 @@ says -1: nothing that is refused at once would find much.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from streampack.core.broker import Broker
 from streampack.core.journal.journal import Journal
 from streampack.core.journal.log_effects import Append, Cut, Recall, Recalled, Safe, WasCut
 from streampack.core.model.capacity import Capacity, FeedPlan, needed_tokens
+from streampack.core.model.fields import Field
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.protocol.effects import (
@@ -37,12 +39,14 @@ from streampack.core.protocol.effects import (
 from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick
 from streampack.core.protocol.message import Envelope, Message
 from streampack.core.protocol.producer_messages import Eos, Lease, Mark, Offer, Samples, Sent
+from streampack.core.protocol.relay_messages import relay_of
 from streampack.core.protocol.trainer_messages import Attached
 from streampack.core.sessions.client_events import Deliver, Detach, Ended, Returned
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.producer_base import Chunk, Finish
 from streampack.core.sessions.producer_session import EndOfPartition, ProducerSession, Read
 from streampack.errors import WireError
+from streampack.wire import bundles
 from streampack.wire import frames as wire
 from streampack.wire.frames import ALL_MESSAGES
 from tests.fuzz.forms import packed
@@ -60,20 +64,27 @@ READ = Rules(
 PUSHED = Rules(
     budget=BUDGET, packs=2, window=4, merge="arrival", streams=(StreamRules("p", 1.0, 2, pushed=True, poison="drop"),)
 )
+LATE = Rules(
+    budget=BUDGET, packs=2, window=4, merge="arrival", fields=(Field(name="reward", dtype="float64", axis="sample", late=True),),
+    streams=(StreamRules("p", 1.0, 2, pushed=True, poison="drop"),),
+)  # fmt: skip
+FEEDS = {"train": READ, "push": PUSHED}
 EXACT = msgspec.structs.replace
 
 
 class Stage:
     """The broker and its shell; ``said`` is what it sent, by peer."""
 
-    def __init__(self) -> None:
+    def __init__(self, feeds: Mapping[str, Rules] = FEEDS) -> None:
         plans = [
             FeedPlan(name, rules, needed_tokens(rules, LONGEST), max_readers=MOST_PEERS)
-            for name, rules in (("train", READ), ("push", PUSHED))
+            for name, rules in feeds.items()
         ]
         partitions = sum(stream.partitions for plan in plans for stream in plan.rules.streams)
         self.tokens = sum(plan.merged_tokens for plan in plans) + QUOTA * partitions
-        self.arena = Arena((int(self.tokens * SLACK / LONGEST) + 4) * LONGEST * 4, "int32", LONGEST)
+        fields = plans[0].rules.fields
+        size = (int(self.tokens * SLACK / LONGEST) + 4) * LONGEST * plans[0].rules.token_bytes
+        self.arena = Arena(size, "int32", LONGEST, fields)
         self.disk, self.now = Disk(), 0.0
         self.core = Broker(
             run=RUN, epoch=EPOCH, feeds=plans, capacity=Capacity(QUOTA, LONGEST, 4 * LONGEST, MOST_PEERS),
@@ -136,7 +147,10 @@ class Stage:
             assert isinstance(effect, Report | Answer), effect
 
     def _send(self, peer: bytes, envelope: Envelope) -> None:
-        heard = wire.decode(wire.encode(envelope))  # what it says fits into what its type declares
+        if (relay := relay_of(peer)) is not None:  # as the service does
+            [(_, heard)] = bundles.decode_bundle(bundles.encode_bundle([(relay[1], envelope)]))
+        else:
+            heard = wire.decode(wire.encode(envelope))  # what it says fits into what its type declares
         self.said.setdefault(peer, []).append(heard)
         message = heard.message
         if isinstance(message, Lease):

@@ -207,8 +207,8 @@ class Producers:
         A holder that still sends messages keeps its partitions; a silent holder, such as a killed process, loses them.
         """
         streams = self._partitions.streams
-        wanted = {streams[offer.stream].first + (offer.partition or 0): offer for offer in hello.offers}
-        others = {self.holder[p]: offer for p, offer in wanted.items() if offer.partition is not None}
+        named = [offer for offer in hello.offers if offer.partition is not None and offer.amends is not True]
+        others = {self.holder[streams[offer.stream].first + (offer.partition or 0)]: offer for offer in named}
         held = [(self._named[name], offer) for name, offer in others.items() if name not in (None, hello.producer)]
         if not held:
             self.claims.pop(hello.producer, None)
@@ -263,15 +263,18 @@ def refusal(offer: Offer, partitions: Partitions, digests: dict[str, str]) -> tu
 def _misplaced(offer: Offer, partitions: Partitions) -> str:
     """Return an error text if an offer names a partition wrongly; empty if not. Only pushed streams name one."""
     terms = partitions.streams[offer.stream].terms
-    if offer.amends is True:
+    if offer.amends is True and not terms.late:
         return (
-            ""
-            if terms.late
-            else (
-                f"got a producer that amends stream {offer.stream!r}, expected a stream with late fields. Set "
-                f"`late: true` for a field, or give the producer a partition"
-            )
+            f"got a producer that amends stream {offer.stream!r}, expected a stream with late fields. Set "
+            f"`late: true` for a field, or give the producer a partition"
         )
+    if offer.amends is True and offer.partition is not None:
+        return (
+            f"got partition {offer.partition} of stream {offer.stream!r} from a producer that amends, expected no "
+            f"partition, because it amends samples of all partitions"
+        )
+    if offer.amends is True:
+        return ""
     if terms.pushed and offer.partition is None:
         return (
             f"got an offer to read stream {offer.stream!r}, expected no such offer, because programs push this stream "

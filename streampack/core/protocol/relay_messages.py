@@ -1,8 +1,8 @@
 """Messages between a relay and the broker: a catalog of each message and its answer.
 
-A relay speaks for the readers of one host. Most messages of a reader pass through it unchanged, under the reader's
-address (``relayed``). Requests for steps and pings do not: the relay sends one ``NodeGet`` and one ``NodePing`` for all
-its readers. The broker answers a ``NodeGet`` with ``NodePart`` messages, in which each sample of the host's ranks
+A relay speaks for the readers of one host. It passes the messages ``PASSED_ON`` of a reader on unchanged, under the
+reader's address (``relayed``). For steps and pings, the relay sends one ``NodeGet`` and one ``NodePing`` for all its
+readers. The broker answers a ``NodeGet`` with ``NodePart`` messages, in which each sample of the host's ranks
 occurs once.
 """
 
@@ -15,8 +15,8 @@ from msgspec import Meta, Struct
 
 from streampack.core.model.bounded import Name, Small, Text
 from streampack.core.model.snapshot import Count
-from streampack.core.protocol.message import Message
-from streampack.core.protocol.trainer_messages import StepPart
+from streampack.core.protocol.message import Bye, Message
+from streampack.core.protocol.trainer_messages import AskState, Attach, Brought, Commit, StepPart
 from streampack.core.stats.data_wait import Starvation
 
 MAX_READERS = 1024
@@ -124,3 +124,10 @@ class Elsewhere(Message, frozen=True, kw_only=True):
 
 
 RELAY_MESSAGES: tuple[type[Message], ...] = (NodeGet, NodePing, NodePart, Elsewhere)
+
+PASSED_ON: tuple[type[Message], ...] = (Attach, AskState, Commit, Brought, Bye)
+"""Messages that a relay passes on for its readers.
+
+The answers to them have no payload, so they fit into bundles (``wire.bundles``). The broker rejects any other message
+from a reader's address. Readers publish policies, report values and ask for results on a connection of their own.
+"""

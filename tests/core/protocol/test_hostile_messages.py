@@ -11,15 +11,18 @@ import pytest
 from crc32c import crc32c
 from msgspec.structs import replace
 
-from streampack.core.protocol.message import Envelope, Message
-from streampack.core.protocol.producer_messages import Hello, Offer, Samples
+from streampack.core.intake.producers import CLAIM_S
+from streampack.core.protocol.message import Envelope, Message, Reject
+from streampack.core.protocol.producer_messages import Hello, LateFields, Offer, Samples
+from streampack.core.protocol.relay_messages import PASSED_ON, relayed
 from streampack.core.protocol.trainer_messages import Attach, Get
+from streampack.core.sessions.pushing.push_session import PUSHED
 from streampack.errors import WireError
 from streampack.wire import frames as wire
 from streampack.wire.frames import ALL_MESSAGES
 from tests.fuzz.decoders import messages
 from tests.fuzz.machines import honest
-from tests.fuzz.stage import EPOCH, QUOTA, RUN, Stage, chunk_message, read_item
+from tests.fuzz.stage import EPOCH, LATE, QUOTA, RUN, Stage, chunk_message, read_item
 
 SAID = {type(envelope.message): envelope for envelope in messages()}
 BITS = 400
@@ -171,3 +174,36 @@ def test_a_rank_that_asks_for_all_steps_there_will_ever_be_gets_those_there_are(
         get = Get(feed="train", lineage=2**62 - 1, start=2**62 - 2, stop=2**62 - 1, done_upto=done, resend=99)
         stage.hear(1, b"2", Envelope(run=RUN, epoch=EPOCH, fence=1, message=get))
     stage.check()
+
+
+def told(stage: Stage, peer: bytes) -> list[Reject]:
+    """What a peer was rejected for."""
+    return [each.message for each in stage.said.get(peer, []) if isinstance(each.message, Reject)]
+
+
+@pytest.mark.parametrize("partition", [0, 1, 2, 2**20 - 1])
+def test_a_producer_that_amends_names_no_partition_and_claims_none(partition: int) -> None:
+    """A number beyond the stream's partitions ended the broker; a smaller one took a partition of another producer."""
+    stage = Stage({"train": LATE})
+    pushes = Hello(producer="x", host="h", pid=1, offers=[Offer(stream="p", source_digest=PUSHED, partition=0)])
+    stage.hear(0, b"x", Envelope(run=RUN, epoch=EPOCH, fence=0, message=pushes))
+    offer = Offer(stream="p", source_digest=PUSHED, partition=partition, amends=True)
+    amends = Hello(producer="y", host="h", pid=2, offers=[offer])
+    for _ in range(3):
+        stage.hear(0, b"y", Envelope(run=RUN, epoch=EPOCH, fence=0, message=amends))
+        stage.tick(1.5 * CLAIM_S)
+    assert stage.core.leases.producers.holder == ["x", None]
+    assert "from a producer that amends, expected no partition" in told(stage, b"y")[0].detail
+    honest = replace(amends, offers=[replace(offer, partition=None)])
+    stage.hear(0, b"y", Envelope(run=RUN, epoch=EPOCH, fence=0, message=honest))
+    assert isinstance(stage.said[b"y"][-1].message, LateFields)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in ALL_MESSAGES if kind not in PASSED_ON], ids=lambda kind: kind.__name__
+)
+def test_a_relay_passes_on_no_message_whose_answer_may_have_a_payload(kind: type[Message]) -> None:
+    stage, address = Stage(), relayed(b"relay", "rank")
+    envelope = replace(SAID[kind], run=RUN, epoch=EPOCH, fence=0)
+    stage.hear(1, address, envelope)
+    assert [reject.code for reject in told(stage, address)] == ["protocol"]
