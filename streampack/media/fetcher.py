@@ -23,13 +23,12 @@ from streampack.core.media.references import Reference
 from streampack.core.stats.media_figures import MEDIA_DROPPED
 from streampack.errors import ConfigError, MediaError
 from streampack.media.read_bytes import TooLarge, WrongBytes, read_bytes
+from streampack.sources.files.retries import Retries, kind_of, status_of, text_of
 
 log = logging.getLogger("streampack.client")
 
 Decode = Callable[[bytes, Reference], Any]
 _Kind = tuple[np.dtype[Any], tuple[int, ...]]
-WAITS_S = (0.1, 0.4, 1.0, 2.5)
-"""Seconds between the tries to fetch an item."""
 EXPECTED_BYTES = 1 << 20
 """Decoded bytes of an item, as long as none is decoded."""
 SAID = 10
@@ -37,16 +36,19 @@ SAID = 10
 
 
 class _Item:
-    """One item to fetch: its reference, and its value or error once it is there. ``users``: messages that need it."""
+    """One item to fetch: its reference, and its value or error once it is there.
 
-    __slots__ = ("__weakref__", "done", "error", "needed", "patches", "reference", "users", "value", "where")
+    ``users``: messages that need it. ``cause``: why the last try failed.
+    """
+
+    __slots__ = ("__weakref__", "cause", "done", "error", "needed", "patches", "reference", "users", "value", "where")
 
     def __init__(self, reference: Reference, patches: int, where: str) -> None:
         self.reference, self.patches, self.where = reference, patches, where
         self.value: NDArray[Any] | None = None
         self.error: Exception | None = None
         self.done = self.needed = False
-        self.users = 0
+        self.users, self.cause = 0, ""
 
 
 class Undecodable(ValueError):
@@ -129,7 +131,7 @@ class Fetcher:
         self._held_bytes = 0  # decoded and not taken
         self._running = 0
         self._mean_bytes = float(EXPECTED_BYTES)
-        self._closed = False
+        self._closed = threading.Event()
         self.fetched = 0
         """Number of items that were fetched and decoded."""
         self.fetched_bytes = 0
@@ -178,13 +180,17 @@ class Fetcher:
             self._changed.notify_all()
             for item in items:
                 while not item.done and (left := deadline - time.monotonic()) > 0:
-                    if self._closed:
+                    if self._closed.is_set():
                         raise MediaError(f"{item.where}: got no media, because the loader was closed")
                     self._changed.wait(left)
-            late = Late(
-                f"got no answer in {self._timeout_s:g} s. Check the store, or raise `timeout_s` of `Media`"
-            )  # fmt: skip
-            return [(item.error or self._misfit(field, item)) if item.done else late for item in items]
+            return [(item.error or self._misfit(field, item)) if item.done else self._late(item) for item in items]
+
+    def _late(self, item: _Item) -> Late:
+        """Return the error of an item that did not come in time."""
+        cause = f" ({item.cause})" if item.cause else ""
+        return Late(
+            f"got no answer in {self._timeout_s:g} s{cause}. Check the store, or raise `timeout_s` of `Media`"
+        )  # fmt: skip
 
     def _misfit(self, field: str, item: _Item) -> Exception | None:
         """Return an error for an item whose patches differ in dtype or shape from those of the items before."""
@@ -262,7 +268,7 @@ class Fetcher:
     def close(self) -> None:
         """End the threads; items that wait stay unfetched."""
         with self._changed:
-            self._closed = True
+            self._closed.set()
             self._queue.clear()
             self._changed.notify_all()
 
@@ -289,7 +295,7 @@ class Fetcher:
     def _next(self) -> _Item | None:
         """Wait until an item may be fetched, and return it; None after ``close``."""
         with self._changed:
-            while not self._closed:
+            while not self._closed.is_set():
                 wanted = next((item for item in self._queue if item.needed), None)
                 if wanted is None and self._queue:
                     expected = self._held_bytes + (self._running + 1) * self._mean_bytes
@@ -303,18 +309,20 @@ class Fetcher:
 
     def _fetch(self, item: _Item) -> NDArray[Any]:
         """Fetch an item, again after an error, and decode it."""
-        waits = list(WAITS_S)
+        retries = Retries(_shown(item.reference), self._closed, self._timeout_s)
         while True:
             try:
                 data = read_bytes(item.reference, self._largest)
                 break
-            except (FileNotFoundError, PermissionError, IsADirectoryError, ConfigError, TooLarge):
+            except (ConfigError, TooLarge):
                 raise
             except Exception as error:
-                if not waits or self._closed or item.reference.is_inline:
-                    raise
-                log.info("%s: %s: %s. Trying again", item.where, _shown(item.reference), _text(error, item.reference))
-                time.sleep(waits.pop(0))
+                item.cause = text_of(error)
+                if not item.reference.is_inline and retries.again(error):
+                    continue
+                if kind_of(error) != "final" and status_of(error) is not None:  # fsspec calls it a missing file
+                    raise OSError(f"{item.cause}, in {retries.tries} tries") from error
+                raise
         self.fetched_bytes += len(data)
         try:
             value = np.asarray(self._decode(data, item.reference))

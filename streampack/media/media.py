@@ -22,7 +22,8 @@ class Media:
         decode: Function, or its name as ``"package.module:function"``, from the bytes of an item and its ``Reference``
             to an array [patches, ...]. All items have the same dtype and trailing shape. It runs in several threads.
         threads: Number of threads that fetch and decode.
-        timeout_s: Seconds that a trainer waits for the items of a pack. Failed requests are repeated meanwhile.
+        timeout_s: Seconds that a trainer waits for the items of a pack. Failed requests are repeated meanwhile,
+            after as long as the store asks to wait.
         memory: Decoded bytes that may wait for the trainer, such as ``"1GiB"``.
         largest: Bytes that an item may have as it is stored, such as ``"256MiB"``. A larger one is an error.
         on_error: ``"error"`` ends the trainer if an item cannot be fetched or decoded. ``"drop"`` puts zeros in its

@@ -25,6 +25,7 @@ from streampack.core.stats.sample_warnings import advice
 from streampack.errors import Rejected, StreampackError, Unreachable, WireError
 from streampack.producer.chunk import BatchSource, TokenChunk
 from streampack.producer.chunks import batches, chunk_of
+from streampack.sources.files import retries
 from streampack.sources.records import DAMAGED, Source
 from streampack.sources.walk import ShardedSource
 from streampack.transport.keys import Key as PeerKey
@@ -317,7 +318,9 @@ class ProducerLoop:
             return text and text + self._dealer.seeks
         if now - self._asked_at < SLOW_S:
             return ""
-        return f"a sample of stream {self._reading.stream!r}, because reading its file or tokenizing is slow"
+        store = self._session.store_wait
+        cause = f"the store does not serve {store}" if store else "reading its file or tokenizing is slow"
+        return f"a sample of stream {self._reading.stream!r}, because {cause}"
 
     def _report(self) -> None:
         """Call ``on_progress``, log the cause of a long wait, and raise Unreachable if no broker has answered."""
@@ -327,6 +330,7 @@ class ProducerLoop:
                 f"{self._endpoint}: got no answer in {self._timeout_s:g} s, expected an answer from a broker. Check "
                 "that 'streampack broker' is running and listens for producers at this address"
             )
+        self._session.store_wait = retries.waiting() if self._reading is not None else ""
         self.progress.waiting = self._waiting_for(now)
         if not self.progress.waiting:
             self._idle_since = now

@@ -204,7 +204,7 @@ def test_no_item_is_dropped_for_an_error_of_the_machine(
         return Path(reference.uri).read_bytes()
 
     monkeypatch.setattr("streampack.media.fetcher.read_bytes", read)
-    monkeypatch.setattr("streampack.media.fetcher.WAITS_S", ())
+    monkeypatch.setattr("streampack.sources.files.retries.FEW_TRIES", 1)
     fetcher = Fetcher(decode, 1, 10.0, 1 << 20, SIZE, drops=True)
     pending = begun(fetcher, files[:2])
     assert pending.take(0, 1)[1] == []

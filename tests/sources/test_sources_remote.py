@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from streampack.errors import ConfigError, SourceError
 from streampack.sources import RawSample, Source, SourceSettings, open_source
-from streampack.sources.files import remote
+from streampack.sources.files import remote, retries
 from streampack.sources.files.byte_source import File
 from streampack.sources.files.listing import measure
 from tests.sources.test_sources_formats import PLAIN, WRITERS
@@ -95,7 +95,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_WAITS_S", (0.0, 0.01, 0.01))
+    monkeypatch.setattr(retries, "WAITS_S", (0.0, 0.01))
 
 
 def settings_at(local: SourceSettings, folder: Path, url: str) -> SourceSettings:
@@ -186,7 +186,7 @@ def test_failures_that_pass_are_one_line_in_the_log(
     with caplog.at_level(logging.WARNING, "streampack"):
         assert records(open_source(settings, PLAIN)) == want
     assert len(caplog.records) == 1
-    assert "trying again" in caplog.text
+    assert "HTTP 503 Service Unavailable; try 2 follows" in caplog.text
 
 
 def stop_message(settings: SourceSettings) -> str:
@@ -196,14 +196,18 @@ def stop_message(settings: SourceSettings) -> str:
     return str(error.value)
 
 
-def test_what_cannot_be_read_is_one_line(tmp_path: Path, server: Server) -> None:
+def test_what_cannot_be_read_is_one_line(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "MOST_S", 0.2)
     WRITERS["jsonl"](tmp_path)
     good = SourceSettings("jsonl", path=f"{server.url}/2.jsonl?key=secret")
-    server.failures = 99
-    assert "2.jsonl: at byte 0: the file cannot be read in 4 tries" in stop_message(good)
+    server.failures = 9999
+    tried = (
+        r"2\.jsonl: at byte 0: the file cannot be read in \d+ tries \(HTTP 503 Service Unavailable\)\. Check the store"
+    )
+    assert re.search(tried, stop_message(good))
     assert "secret" not in stop_message(good)
     server.failures = 0
-    assert "gone.jsonl: the file cannot be read" in stop_message(
+    assert "gone.jsonl: the file cannot be read (HTTP 404 Not Found)" in stop_message(
         SourceSettings("jsonl", path=f"{server.url}/gone.jsonl")
     )
     server.sizeless = True

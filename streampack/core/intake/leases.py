@@ -288,6 +288,7 @@ class Leases:
         """Take a producer's report of itself, and repeat its credit; remove a producer that failed."""
         mine = self.producers.held_by(producer.name)
         producer.sizes = {name: size for name, size in message.sizes.items() if name in producer.offers}
+        producer.waiting = message.waiting
         if message.failure:
             open_ = [p for p in mine if not self.partitions.intakes[p].ended]
             self.producers.failures |= dict.fromkeys(open_, message.failure)

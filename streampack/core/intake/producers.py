@@ -54,6 +54,7 @@ class ConnectedProducer:
             that the process only amends are not among them.
         heard: Time of its last message, in seconds.
         sizes: Sizes of the streams' sources, counting the files that this process has opened, by stream.
+        waiting: The cause for which a read of its files waits; empty if none waits.
     """
 
     name: str
@@ -62,6 +63,7 @@ class ConnectedProducer:
     offers: dict[str, int | None]
     heard: float
     sizes: dict[str, SourceSize] = field(default_factory=dict)
+    waiting: str = ""
 
     @property
     def host(self) -> str:
@@ -172,7 +174,8 @@ class Producers:
         if holder is None:
             how = "a streampack.Producer for it" if stream.terms.pushed else "one with 'streampack produce'"
             return f"{text} (no producer offers it; start {how})"
-        return f"{text} (held by the producer at {holder.where})"
+        waits = f", whose store does not serve {holder.waiting}" if holder.waiting else ""
+        return f"{text} (held by the producer at {holder.where}{waits})"
 
     def pushed_from(self, p: int) -> str | None:
         """Return host:pid of the producer that pushes to partition ``p``; None if there is none or it has failed."""

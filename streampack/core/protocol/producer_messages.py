@@ -206,12 +206,20 @@ class SourceSize(Struct, frozen=True, kw_only=True):
 
 
 class ProducerPing(Message, frozen=True, kw_only=True):
-    """A producer is alive, or stops with an error (``failure``); ``sizes`` are the source sizes of its streams."""
+    """A producer is alive, or stops with an error (``failure``).
+
+    Attributes:
+        producer: Name of the producer.
+        failure: Text of the error; empty if there is none.
+        sizes: Source sizes of its streams.
+        waiting: The cause for which a read of its files waits, such as a busy store; empty if none waits.
+    """
 
     TYPE: ClassVar[int] = 4
     producer: Name
     failure: Text = ""
     sizes: Annotated[dict[Name, SourceSize], Meta(max_length=MAX_STREAMS)] = msgspec.field(default_factory=dict)
+    waiting: Text = ""
 
 
 # Broker -> producer

@@ -146,6 +146,8 @@ class Sender(ABC):
     epoch: int = 0
     sizes: dict[str, SourceSize] = field(default_factory=dict)
     """Size of each stream's source, as far as it is known; pings carry it."""
+    store_wait: str = ""
+    """The cause for which a read of the producer's files waits; empty if none waits. Pings carry it."""
     _now: float = 0.0
     _last_ping: float = -PING_S
     _last_hello: float = -HELLO_S
@@ -228,7 +230,8 @@ class Sender(ABC):
             effects.append(self._hello())
         if now - self._last_ping >= PING_S:
             self._last_ping = now
-            effects += [self._send(ProducerPing(producer=self.producer, sizes=self.sizes)), *self._repeat_unconfirmed()]
+            ping = ProducerPing(producer=self.producer, sizes=self.sizes, waiting=self.store_wait[:500])
+            effects += [self._send(ping), *self._repeat_unconfirmed()]
         return effects
 
     def _receive(self, envelope: Envelope) -> list[Effect]:

@@ -5,6 +5,7 @@
 - ``braces``: patterns such as ``{000..127}`` as the paths that they stand for.
 - ``local_files``: files of this machine.
 - ``remote``: files at URLs, read through fsspec in ranges, with a bounded cache of blocks.
+- ``retries``: which failures of requests are tried again, and what is waited for.
 - ``compressed``: a gzip or Zstandard file, read as the plain file in it.
 
 A path or a pattern becomes a list of ``File`` (name and size), and opening one gives a ``ShardFile`` with exact reads.

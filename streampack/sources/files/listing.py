@@ -87,8 +87,14 @@ def _expand_braces(pattern: str) -> list[str]:
 def _expand_glob(path: str) -> list[str]:
     """Return the files that match a glob, sorted, or the path itself. Raises SourceError without a match."""
     if is_url(path):
-        if "*" not in path and "[" not in path:  # "?" begins the query of a URL
+        before, query, _ = path.partition("?")  # "?" alone is no pattern: it begins the query of a URL
+        if "*" not in before and "[" not in before:
             return [path]
+        if query and path.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"shards: got the pattern {before!r} with a query, expected no query, because the listing of a folder "
+                "has none. Give the files one by one, or as a brace pattern such as web-{000..127}.tar?key=1"
+            )
         from streampack.sources.files.remote import list_urls
 
         found = list_urls(path)

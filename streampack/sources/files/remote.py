@@ -3,18 +3,20 @@
 Theory of operation. Reads come from blocks of 4 MiB; each open file caches the 64 blocks used last (256 MiB). A shard
 up to that size crosses the network once, in whatever order its samples are read. A larger shuffled shard is fetched
 again and again, so keep remote shards below 256 MiB. Neighboring missing blocks are one request. A request that fails,
-or returns the wrong number of bytes, is retried up to four times within 4 s.
+or returns the wrong number of bytes, is tried again at the same offset: see ``retries``.
+
+Folders are listed one by one, because fsspec's own glob leaves out a folder whose listing fails.
 
 The store must report a file's size, which is compared when the file is opened. A replacement of the same size is not
 noticed. Credentials and endpoints come from fsspec: its configuration file and environment.
 """
 
 import importlib
-import logging
-import time
+import re
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,14 +24,14 @@ from numpy.typing import NDArray
 
 from streampack.errors import ConfigError, SourceError
 from streampack.sources.files.byte_source import File, changed_size_error
+from streampack.sources.files.retries import Retries, kind_of, text_of
 
 _BLOCK_BYTES = 4 << 20
 _BLOCKS = 64
-_WAITS_S = (0.1, 0.4, 1.0, 2.5)
 _LISTERS = 16
+_MAGIC = re.compile(r"[*?[]")
 
 _T = TypeVar("_T")
-_log = logging.getLogger(__name__)
 
 
 def without_query(url: str) -> str:
@@ -44,22 +46,50 @@ def list_urls(pattern: str) -> list[str]:
         raise ConfigError(
             f"shards: got the glob {pattern!r}, expected no glob in a URL with '::'. List the files one by one"
         )
-    return sorted(fs.unstrip_protocol(found) for found in _retry(without_query(pattern), lambda: fs.glob(path)))
+    folder = path[: _MAGIC.search(path).start()].rpartition("/")[0] + "/"  # type: ignore[union-attr]
+    levels = None if "**" in path else path.count("/") - folder.count("/") + 1
+    matches = re.compile(importlib.import_module("fsspec.utils").glob_translate(path)).match
+    found = [name for name in _walk(fs, fs._strip_protocol(folder), levels) if matches(name)]
+    return sorted(map(fs.unstrip_protocol, found))
+
+
+def _walk(fs: Any, folder: str, levels: int | None) -> list[str]:
+    """Return the paths of files and folders in a folder, ``levels`` deep, or all; empty if there is no such folder."""
+    try:
+        listing = _request(without_query(fs.unstrip_protocol(folder)), lambda: fs.ls(folder, detail=True))
+    except _Missing:
+        return []
+    found = []
+    for info in listing:
+        name = info["name"].rstrip("/")
+        found.append(name)
+        if info["type"] == "directory" and name != folder.rstrip("/") and levels != 1:
+            found += _walk(fs, name, levels and levels - 1)
+    return found
 
 
 def size_urls(urls: Sequence[str]) -> dict[str, int]:
-    """Return the size in bytes of the file at each URL. Raises SourceError if one is missing or has no known size."""
+    """Return the size in bytes of the file at each URL. Raises SourceError if one is missing or has no known size.
+
+    The first error ends all requests, also those that wait for their next try.
+    """
     for url in urls:
         _filesystem(url)  # a failing import or name raises here, not in a thread
-    with ThreadPoolExecutor(min(_LISTERS, len(urls))) as pool:
-        return dict(zip(urls, pool.map(_size, urls), strict=True))
+    stop = threading.Event()
+    pool = ThreadPoolExecutor(min(_LISTERS, len(urls)))
+    try:
+        asked = {pool.submit(_size, url, stop): url for url in urls}
+        return {asked[done]: done.result() for done in as_completed(asked)}
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
 
 
-def _size(url: str) -> int:
+def _size(url: str, stop: threading.Event | None = None) -> int:
     """Return the size in bytes of the file at a URL. Raises SourceError."""
     fs, path = _filesystem(url)
     name = without_query(url)
-    info = _retry(name, lambda: fs.info(path))
+    info = _request(name, lambda: fs.info(path), stop)
     if info.get("type") == "directory":
         raise SourceError(f"{name}: the path is not a file. To read the files of a folder, write {name}/*")
     size = info.get("size")
@@ -135,7 +165,7 @@ class RemoteFile:
                 )
             return data
 
-        return _retry(f"{self.path}: at byte {begin}", fetch)
+        return _request(f"{self.path}: at byte {begin}", fetch)
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
@@ -159,31 +189,27 @@ def _filesystem(url: str) -> tuple[Any, str]:
     return fs, path
 
 
-def _retry(what: str, call: Callable[[], _T]) -> _T:
-    """Return ``call()``; repeat the call after an exception, five tries in all. ``what`` names the URL in errors.
+class _Missing(SourceError):
+    """The store answers that there is no such file or folder."""
+
+
+def _request(what: str, call: Callable[[], _T], stop: threading.Event | None = None) -> _T:
+    """Return ``call()``; repeat the call after a failure, as ``Retries`` says. ``what`` names the URL in errors.
 
     Raises SourceError after the last try, or at once if the file is missing or must not be read.
     """
-    waits = list(_WAITS_S)
+    retries = Retries(what, stop)
     while True:
         try:
             return call()
-        except (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError) as error:
-            raise SourceError(
-                f"{what}: the file cannot be read ({_error_text(error)}). Correct the path or its permissions"
-            ) from error
         except Exception as error:
-            if not waits:
+            if retries.again(error):
+                continue
+            if kind_of(error) != "final":
                 raise SourceError(
-                    f"{what}: the file cannot be read in {len(_WAITS_S) + 1} tries ({_error_text(error)}). Check the "
-                    "store"
+                    f"{what}: the file cannot be read in {retries.tries} tries ({text_of(error)}). Check the store"
                 ) from error
-            if len(waits) == len(_WAITS_S):
-                _log.warning("a read failed: %s: %s; trying again", what, _error_text(error))
-            time.sleep(waits.pop(0))
-
-
-def _error_text(error: Exception) -> str:
-    """Return the text of an exception in one line, at most 200 characters, without the queries of URLs."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return " ".join(without_query(word) if "://" in word else word for word in text.split(" "))[:200]
+            kind = _Missing if isinstance(error, FileNotFoundError) else SourceError
+            raise kind(
+                f"{what}: the file cannot be read ({text_of(error)}). Correct the path or its permissions"
+            ) from error
