@@ -16,7 +16,8 @@ FEW_NEED = {
     "rules.align.lcm", "rules.balance.a", "rules.balance.b", "rules.balance.group", "rules.balance.patience",
     "rules.step.min_samples", "rules.step.micro_batch_multiple", "rules.step.min_micro_batches", "rules.step.empty",
     "limits.peers", "limits.chunk", "steps_ahead", "drain_timeout_s", "tokenizer.date", "tokenizer.allow_special",
-    "tokenizer.bos_token", "tokenizer.eos_token", "tokenizer.chat_template", "streams.NAME.modes",
+    "tokenizer.bos_token", "tokenizer.eos_token", "tokenizer.chat_template", "tokenizer.chat_template_kwargs",
+    "tokenizer.roles", "streams.NAME.modes",
     "streams.NAME.missing_mask",
 }  # fmt: skip
 """Keys by their paths."""

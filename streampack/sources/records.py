@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from streampack.core.model.fields import Field
 from streampack.sources.files.byte_source import File
 from streampack.sources.order import Cursor
-from streampack.tokenizers.token_ids import Tokens
+from streampack.tokenizers.token_ids import Because, Tokens
 
 NO_FIELDS: Mapping[str, NDArray[Any]] = MappingProxyType({})
 NO_REASONS: Mapping[int, str] = MappingProxyType({})
@@ -22,20 +22,6 @@ DAMAGED = "damaged"
 
 Its ``where`` holds the error's text.
 """
-
-
-class Because(str):
-    """The reason why a sample is rejected, with ``why``, a detail such as a parser's message."""
-
-    __slots__ = ("why",)
-
-    def __new__(cls, reason: str, why: str) -> "Because":
-        """Make a reason: ``reason`` is the word that is counted, ``why`` the detail that messages show."""
-        made = super().__new__(cls, reason)
-        made.why = why
-        return made
-
-    why: str
 
 
 def why_of(reason: str) -> str:

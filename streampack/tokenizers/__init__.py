@@ -6,8 +6,10 @@
 - ``callable_tokenizer``: a function of the user, by its import path.
 - ``tokenizer_json``: a tokenizer.json file, read by the library ``tokenizers``.
 - ``transformers_tokenizer``: a tokenizer object of transformers.
-- ``chat``: renders a list of messages to one text, and finds the spans of the text that are learned.
+- ``chat``: reads messages, and keeps marker tokens in them apart from those of templates.
 - ``chat_template``: Jinja templates of model authors, in a sandbox.
+- ``chat_marks``: marks in a rendered text, which tell the message that a piece of it belongs to.
+- ``chat_spans``: renders a chat to one text, and finds the spans of the text that are learned.
 - ``token_ids``: checks that a sequence of ids is valid.
 - ``rejections``: warnings about rejected samples, each once.
 

@@ -1,6 +1,7 @@
 """The protocol of tokenizers (texts, chats and pairs in, token ids out), and the settings of a tokenizer."""
 
-from typing import Annotated, Literal, Protocol
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -27,6 +28,9 @@ class TokenizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
       file's folder.
     - ``allow_special``: the text of a special token in the data becomes that token. If false, the text stays ordinary
       text, so that a web page or user cannot end a turn.
+    - ``chat_template_kwargs``: variables of the chat template, such as ``enable_thinking``. A row's key
+      ``chat_template_kwargs`` overrides them.
+    - ``roles``: roles in the data, each with the role that the template gets.
     - ``date`` (YYYY-MM-DD): date for a template that asks for today's date.
     """
 
@@ -86,6 +90,20 @@ class TokenizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
             "the completions (`answers`), or all tokens (`all`)"
         ),
     ] = "answers"
+    chat_template_kwargs: Annotated[
+        dict[str, Any],
+        Meta(
+            description="Variables of the chat template, such as `{enable_thinking: false}`, for all chats. A "
+            "row's key `chat_template_kwargs` overrides them"
+        ),
+    ] = {}
+    roles: Annotated[
+        dict[str, str],
+        Meta(
+            description="Roles in the data and the role that the chat template gets for each, such as `{model: "
+            "assistant}`. Only messages of the `assistant` are learned"
+        ),
+    ] = {}
     date: Annotated[
         str | None,
         Meta(
@@ -131,16 +149,26 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> Encoded | str:
         """Return the ids of a text, or a reason such as ``empty``, ``encoding`` or ``range``."""
 
-    def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
+    def encode_chat(
+        self, messages: object, tools: object = None, variables: Mapping[str, Any] | None = None
+    ) -> Encoded | str:
         """Return the ids and loss mask of a chat, a list of messages ``{"role": ..., "content": ...}``, or a reason.
 
-        The assistant's messages are learned. ``tools``: list of tools for the chat template, or None. The reasons are
-        ``messages``, ``tools`` (not a list), ``template``, and those of a text. Raises ConfigError if this tokenizer
-        has no chat template.
+        The assistant's messages are learned. ``tools``: list of tools for the chat template, or None. ``variables``:
+        variables for the template. The reasons are ``messages``, ``roles`` (an unknown one), ``tools`` (not a list),
+        ``chat_template_kwargs`` (variables that cannot be used), ``template``, and those of a text. Raises ConfigError
+        if this tokenizer has no chat template.
         """
 
-    def encode_pair(self, prompt: object, completion: object) -> Encoded | str:
+    def encode_pair(
+        self,
+        prompt: object,
+        completion: object,
+        tools: object = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Encoded | str:
         """Return the ids and loss mask of a prompt and its completion, or a reason. Only the completion is learned.
 
-        Both are texts, or both are lists of messages; the completion of a list may be a text.
+        Both are texts, or both are lists of messages; the completion of a list may be a text. ``tools`` and
+        ``variables`` are for messages.
         """

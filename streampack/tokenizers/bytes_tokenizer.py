@@ -1,6 +1,8 @@
 """A tokenizer whose ids are UTF-8 bytes: it needs no vocabulary, and writes chats as ``role: content`` lines."""
 
-from typing import Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal
 
 import numpy as np
 
@@ -9,6 +11,7 @@ from streampack.tokenizers.chat import pair_messages, read_messages
 from streampack.tokenizers.token_ids import Encoded, Tokens, digest_of_words
 
 EOS_OF_BYTES = 256
+NO_ROLES: Mapping[str, str] = MappingProxyType({})
 
 
 class BytesTokenizer:
@@ -24,9 +27,16 @@ class BytesTokenizer:
     has_chat_template = True
     eos_token: str | None = "<256>"
 
-    def __init__(self, *, append_eos: bool = True, train_on: Literal["answers", "all"] = "answers") -> None:
-        self._append_eos, self.train_on = append_eos, train_on
-        self.digest = digest_of_words("bytes", str(append_eos), *[train_on] * (train_on != "answers"))
+    def __init__(
+        self,
+        *,
+        append_eos: bool = True,
+        train_on: Literal["answers", "all"] = "answers",
+        roles: Mapping[str, str] = NO_ROLES,
+    ) -> None:
+        self._append_eos, self.train_on, self._roles = append_eos, train_on, roles
+        words = [train_on] * (train_on != "answers") + [f"{role}: {name}" for role, name in sorted(roles.items())]
+        self.digest = digest_of_words("bytes", str(append_eos), *words)
 
     def encode(self, text: str) -> Encoded | str:
         """Return the bytes of a text as ids, or the reason ``empty`` or ``encoding``."""
@@ -42,9 +52,11 @@ class BytesTokenizer:
         ids[-1] = EOS_OF_BYTES
         return Encoded(ids)
 
-    def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
+    def encode_chat(
+        self, messages: object, tools: object = None, variables: Mapping[str, Any] | None = None
+    ) -> Encoded | str:
         """Return the ids and loss mask of a chat, written as ``role: content`` lines; ``tools`` are left out."""
-        checked = read_messages(messages)
+        checked = read_messages(messages, self._roles, any_role=self.train_on == "all")
         if isinstance(checked, str):
             return checked
         parts: list[tuple[str, bool, bool]] = []
@@ -55,11 +67,17 @@ class BytesTokenizer:
             parts.append(("" if answer else "\n", False, False))
         return self._join(parts)
 
-    def encode_pair(self, prompt: object, completion: object) -> Encoded | str:
+    def encode_pair(
+        self,
+        prompt: object,
+        completion: object,
+        tools: object = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Encoded | str:
         """Return the ids of a prompt and its completion, and a loss mask that is 1 for the completion."""
         messages = pair_messages(prompt, completion)
         if messages is not None:
-            return self.encode_chat(messages)
+            return self.encode_chat(messages, tools, variables)
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             return "dtype"
         if not prompt + completion:
@@ -102,7 +120,9 @@ class UnnamedTokenizer(BytesTokenizer):
 
     has_chat_template = False
 
-    def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
+    def encode_chat(
+        self, messages: object, tools: object = None, variables: Mapping[str, Any] | None = None
+    ) -> Encoded | str:
         """Raise ConfigError: chats need a named tokenizer."""
         raise ConfigError(
             "tokenizer: got chats without a tokenizer, expected a tokenizer with a chat template. Set `tokenizer: "

@@ -5,7 +5,7 @@ sample and is logged, a limited number of times.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from streampack.errors import ConfigError
 from streampack.tokenizers.chat import pair_messages
 from streampack.tokenizers.rejections import Rejections
-from streampack.tokenizers.token_ids import Encoded, Tokens, as_encoded, digest_of_words
+from streampack.tokenizers.token_ids import Because, Encoded, Tokens, as_encoded, digest_of_words
 
 
 class CallableTokenizer:
@@ -56,16 +56,29 @@ class CallableTokenizer:
         ids: list[int] = tokens.tolist()
         return "".join(f"{number} " for number in ids) if self._decode is None else self._decode(ids)
 
-    def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
-        """Return the ids and loss mask of a chat, by the callable's attribute ``encode_chat``. Raises ConfigError."""
+    def encode_chat(
+        self, messages: object, tools: object = None, variables: Mapping[str, Any] | None = None
+    ) -> Encoded | str:
+        """Return the ids and loss mask of a chat, by the callable's attribute ``encode_chat``. Raises ConfigError.
+
+        A chat with variables for a template is rejected, because the callable does not take them.
+        """
         if self._encode_chat is None:
             raise ConfigError(
                 f"tokenizer {self.name}: got a chat, expected texts. To read chats, give the callable an attribute "
                 "encode_chat: a function (messages, tools) -> (ids, loss_mask)"
             )
+        if variables:
+            return Because("chat_template_kwargs", f"the callable {self.name} takes no variables of a chat template")
         return self._call(self._encode_chat, messages, tools)
 
-    def encode_pair(self, prompt: object, completion: object) -> Encoded | str:
+    def encode_pair(
+        self,
+        prompt: object,
+        completion: object,
+        tools: object = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Encoded | str:
         """Return the ids of ``prompt + completion`` and a loss mask that is 1 for the completion, or a reason.
 
         The completion begins at the first id that differs from the ids of the prompt alone. A token that spans the
@@ -74,7 +87,7 @@ class CallableTokenizer:
         """
         messages = pair_messages(prompt, completion)
         if messages is not None:
-            return self.encode_chat(messages)
+            return self.encode_chat(messages, tools, variables)
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             return "dtype"
         both = self.encode(prompt + completion)

@@ -6,21 +6,26 @@ returns a date from the settings, because the same data must give the same token
 settings it is undefined. Many templates then use a date of their own; a template that needs the function raises
 ConfigError.
 
+A second rendering can mark which text a template writes for which message. Each loop of the template gets calls that
+note its loop variable. If that is one of the messages, the text of the loop's body belongs to the message. In a loop
+over other values, such as numbers, the body's text belongs to the first message that it sets a variable to.
+
 A template is untrusted code. It runs in Jinja's immutable sandbox, and any exception rejects only the chat.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date
+from functools import partial
 from typing import Any, NoReturn
 
-from jinja2 import TemplateSyntaxError, UndefinedError, nodes
-from jinja2.ext import Extension
+from jinja2 import Environment, TemplateSyntaxError, UndefinedError, meta, nodes
+from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from streampack.errors import ConfigError
-from streampack.tokenizers.chat import BEGIN, END, TemplateError
+from streampack.tokenizers.chat_marks import BEGIN, END, LEAVE, TemplateError, entering
 
 
 class ChatTemplate:
@@ -28,43 +33,59 @@ class ChatTemplate:
 
     ``source``: the template's text. ``variables``: values that it sees beside the messages, such as ``bos_token``. The
     date ``today`` is what ``strftime_now`` returns. Raises ConfigError if ``source`` is not a valid template.
+
+    - ``has_generation``: whether the template marks answers with ``{% generation %}`` blocks.
+    - ``reads``: names of the variables that the template reads, such as ``tools`` and ``enable_thinking``.
+    - ``searched``: texts that the template searches for in values, such as ``</think>``.
+    - ``header``: text that the generation prompt adds after a question; may be empty.
+    - ``eos_token``: the variable of this name; may be empty.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, str], today: date | None) -> None:
-        self._marking = False
+    def __init__(self, source: str, variables: Mapping[str, Any], today: date | None) -> None:
+        self._marks: _Marks | None = None
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["mark_generation"] = self._generation
+        for name in ("enter", "assign", "leave"):
+            environment.globals[f"mark_{name}"] = partial(self._mark, name)
         if today is not None:
             environment.globals["strftime_now"] = lambda form: today.strftime(form)
         try:
             tree = environment.parse(source)
-            self._template = environment.from_string(source)
+            self.reads = frozenset(meta.find_undeclared_variables(tree))
+            self.searched = frozenset(_searched(tree))
+            _mark_loops(tree, environment)
+            self._template = environment.from_string(tree)
         except TemplateSyntaxError as error:
             raise ConfigError(
                 f"tokenizer chat_template: line {error.lineno} of the template is not valid Jinja ({error}). Correct "
                 "the template"
             ) from error
         self._variables = dict(variables)
-        self.has_generation = any(
-            isinstance(call.node, nodes.Name) and call.node.name == "mark_generation"
-            for call in tree.find_all(nodes.Call)
-        )
+        self.eos_token = str(variables.get("eos_token") or "")
+        self.has_generation = any(name.name == "mark_generation" for name in tree.find_all(nodes.Name))
+        self._content: Callable[[dict[str, Any]], dict[str, Any]] = _as_it_is
+        self._content = self._find_content()
         self.header = self._find_header()
-        self._takes_parts = self._probe_parts()
 
-    def render(self, messages: list[dict[str, Any]], tools: Any, *, prompt: bool = False, mark: bool = False) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Any,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        prompt: bool = False,
+        mark: bool = False,
+    ) -> str:
         """Return the text of a chat: see ``chat.Template``. Raises ConfigError if the template needs today's date."""
-        if not self._takes_parts:
-            messages = [_with_text_content(message) for message in messages]
-        self._marking = mark
+        messages = [self._content(message) for message in messages]
+        self._marks = _Marks(messages) if mark else None
+        given = {**self._variables, "documents": None, **(variables or {})}
         try:
-            return self._template.render(
-                **self._variables, messages=messages, tools=tools, documents=None, add_generation_prompt=prompt
-            )
+            return self._template.render(**given, messages=messages, tools=tools, add_generation_prompt=prompt)
         except UndefinedError as error:
             if "strftime_now" in str(error):
                 raise ConfigError(
@@ -77,25 +98,63 @@ class ChatTemplate:
 
     def _generation(self, caller: Callable[[], str]) -> str:
         """Return the text of a generation block, between BEGIN and END while marking."""
-        return BEGIN + caller() + END if self._marking else caller()
+        return BEGIN + caller() + END if self._marks else caller()
+
+    def _mark(self, name: str, *values: object) -> str:
+        """Return the mark of a loop, see ``_Marks``; empty unless marking."""
+        return str(getattr(self._marks, name)(*values)) if self._marks else ""
 
     def _find_header(self) -> str:
         """Return the text that the generation prompt adds after a message; empty if there is none."""
         question = [{"role": "user", "content": "x"}]
-        self._takes_parts = True
         try:
             without, with_ = self.render(question, None), self.render(question, None, prompt=True)
         except TemplateError:
             return ""
         return with_[len(without) :] if with_.startswith(without) else ""
 
-    def _probe_parts(self) -> bool:
-        """Return whether the template renders a content that is a list of parts, instead of printing the list."""
+    def _find_content(self) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        """Return how to pass a message: templates take its content as a text, as a list of parts, or as both."""
+        if not self._writes([{"type": "text", "text": "probe"}]):
+            return _with_text
+        return _as_it_is if self._writes("probe") else _with_parts
+
+    def _writes(self, content: object) -> bool:
+        """Return whether the template writes the content ``probe`` of a question, instead of printing a list."""
         try:
-            text = self.render([{"role": "user", "content": [{"type": "text", "text": "probe"}]}], None)
+            text = self.render([{"role": "user", "content": content}], None)
         except TemplateError:
             return False
         return "probe" in text and "'type'" not in text and '"type"' not in text
+
+
+class _Marks:
+    """Marks of one rendering: each method returns the text that a template writes to mark a message's text.
+
+    ``messages``: the messages that the template gets. A value is one of them if it is the same object.
+    """
+
+    def __init__(self, messages: list[dict[str, Any]]) -> None:
+        self._numbers = {id(message): number for number, message in enumerate(messages)}
+        self._loops: list[bool] = []
+        """For each running loop, outermost first: True if its body has entered a message."""
+
+    def enter(self, item: object = None) -> str:
+        """Begin the body of a loop whose variable is ``item``."""
+        self._loops.append(False)
+        return self.assign(item)
+
+    def assign(self, item: object) -> str:
+        """Set a variable to ``item`` in the body of a loop."""
+        number = self._numbers.get(id(item))
+        if number is None or self._loops[-1]:
+            return ""
+        self._loops[-1] = True
+        return entering(number)
+
+    def leave(self) -> str:
+        """End the body of a loop."""
+        return LEAVE if self._loops.pop() else ""
 
 
 class _Generation(Extension):
@@ -109,6 +168,46 @@ class _Generation(Extension):
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         call = nodes.Call(nodes.Name("mark_generation", "load"), [], [], None, None)
         return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+
+def _mark_loops(tree: nodes.Template, environment: Environment) -> None:
+    """Make each loop of a template call ``mark_enter``, ``mark_assign`` and ``mark_leave``: see ``_Marks``."""
+    for loop in list(tree.find_all(nodes.For)):
+        _mark_block(loop.body)
+        names = [loop.target.name] if isinstance(loop.target, nodes.Name) else []
+        loop.body.insert(0, _call("enter", names, loop))
+        loop.body.append(_call("leave", [], loop))
+    tree.set_environment(environment)
+
+
+def _mark_block(body: list[nodes.Node]) -> None:
+    """Add calls after assignments, and before ``continue`` and ``break``, in a block of a loop."""
+    for node in list(body):
+        place = body.index(node)
+        if isinstance(node, nodes.Assign) and isinstance(node.target, nodes.Name):
+            body.insert(place + 1, _call("assign", [node.target.name], node))
+        elif isinstance(node, nodes.Continue | nodes.Break):
+            body.insert(place, _call("leave", [], node))
+        elif isinstance(node, nodes.If):
+            for block in (node.body, node.else_, *(branch.body for branch in node.elif_)):
+                _mark_block(block)
+
+
+def _call(name: str, names: list[str], at: nodes.Node) -> nodes.Node:
+    """Return a node that writes the result of ``mark_NAME``, called with variables."""
+    values: list[nodes.Expr] = [nodes.Name(each, "load") for each in names]
+    call = nodes.Call(nodes.Name(f"mark_{name}", "load"), values, [], None, None)
+    return nodes.Output([call]).set_lineno(at.lineno)
+
+
+def _searched(tree: nodes.Template) -> Iterator[str]:
+    """Yield the constant texts that a template looks for in values: ``X in value`` and ``value.split(X)``."""
+    for compare in tree.find_all(nodes.Compare):
+        if any(operand.op.endswith("in") for operand in compare.ops) and isinstance(compare.expr, nodes.Const):
+            yield str(compare.expr.value)
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr):
+            yield from (str(value.value) for value in call.args if isinstance(value, nodes.Const))
 
 
 def _to_json(
@@ -127,9 +226,20 @@ def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _with_text_content(message: dict[str, Any]) -> dict[str, Any]:
+def _as_it_is(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message."""
+    return message
+
+
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message whose content is one text, joined from its parts."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
     return {**message, "content": "".join(part["text"] for part in content)}
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is a list of parts."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message

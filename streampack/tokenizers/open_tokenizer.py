@@ -24,13 +24,18 @@ def open_tokenizer(settings: TokenizerSettings) -> Tokenizer:
         from streampack.tokenizers.tokenizer_json import FileTokenizer  # needs an optional package
 
         return FileTokenizer(settings)
-    for key in ("eos_token", "bos_token", "chat_template", "date", "allow_special"):
+    for key in ("eos_token", "bos_token", "chat_template", "chat_template_kwargs", "date", "allow_special"):
         if getattr(settings, key):
             raise ConfigError(
                 f"tokenizer.{key}: got {getattr(settings, key)!r} without tokenizer.file. Set both keys or neither"
             )
     if settings.name in (None, "bytes"):
         kind = UnnamedTokenizer if settings.name is None else BytesTokenizer
-        return kind(append_eos=settings.append_eos, train_on=settings.train_on)
+        return kind(append_eos=settings.append_eos, train_on=settings.train_on, roles=settings.roles)
     assert settings.name is not None
+    if settings.roles:
+        raise ConfigError(
+            f"tokenizer.roles: got {settings.roles!r} for the callable {settings.name!r}, which reads roles itself. "
+            "Remove the key"
+        )
     return CallableTokenizer(settings.name, train_on=settings.train_on)

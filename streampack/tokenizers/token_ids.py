@@ -16,6 +16,20 @@ NO_TOKENS: Tokens = np.empty(0, np.int32)
 NO_TOKENS.flags.writeable = False
 
 
+class Because(str):
+    """The reason why a sample is rejected, with ``why``, a detail such as a parser's message."""
+
+    __slots__ = ("why",)
+
+    def __new__(cls, reason: str, why: str) -> "Because":
+        """Make a reason: ``reason`` is the word that is counted, ``why`` the detail that messages show."""
+        made = super().__new__(cls, reason)
+        made.why = why
+        return made
+
+    why: str
+
+
 class Encoded(NamedTuple):
     """The ids of one sample and its loss mask.
 

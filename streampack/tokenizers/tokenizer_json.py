@@ -14,7 +14,7 @@ This module reads only the tokenizer's files.
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -24,11 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.errors import ConfigError
-from streampack.tokenizers import chat
 from streampack.tokenizers.base import TokenizerSettings
-from streampack.tokenizers.chat import SPLIT, Rendered, TemplateError, any_of, pair_messages, read_messages
+from streampack.tokenizers.chat import ChatMessage, any_of, pair_messages, read_messages, split_markers
+from streampack.tokenizers.chat_marks import SPLIT, TemplateError
+from streampack.tokenizers.chat_spans import Rendered, render_chat
 from streampack.tokenizers.rejections import Rejections
-from streampack.tokenizers.token_ids import Encoded, Tokens
+from streampack.tokenizers.token_ids import Because, Encoded, Tokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -60,7 +61,7 @@ class FileTokenizer:
         self._special = {token.content for token in added if token.special}
         self._ids = {token.content: number for number, token in self._plain.get_added_tokens_decoder().items()}
         self._markers = None if settings.allow_special else any_of(self._special)
-        self._stops = any_of(token.content for token in added)
+        self._ends = {token.content for token in added if token.content.strip()}
 
         self.eos_token = settings.eos_token or beside.token("eos_token")
         self.bos_token = settings.bos_token or beside.token("bos_token")
@@ -69,17 +70,17 @@ class FileTokenizer:
             bos = self._token_id("bos_token", settings.bos_token)
             self._before = self._before if self._before[:1] == [bos] else [bos, *self._before]
         self._templates = beside.templates(settings.chat_template)
-        self._variables = beside.tokens() | {
-            key: token for key, token in (("bos_token", self.bos_token), ("eos_token", self.eos_token)) if token
-        }
+        tokens = {key: token for key, token in (("bos_token", self.bos_token), ("eos_token", self.eos_token)) if token}
+        self._variables = beside.tokens() | tokens | settings.chat_template_kwargs
         self._today = _date(settings.date)
         self.has_chat_template = bool(self._templates)
-        if settings.chat_template is not None:
+        if settings.chat_template is not None or settings.chat_template_kwargs:
             self._template(False)  # compile a given template now; one from the folder when it is needed
+            self._check_variables()
         words = (self._json, *map(str, (self.eos_token, settings.bos_token, settings.append_eos)))
         words += tuple(map(str, (settings.allow_special, settings.train_on, settings.date)))
-        words += (json.dumps([self._templates, self._variables], sort_keys=True),)
-        version = 2 if self._templates else 1  # 2: white space that the model generates is learned
+        words += (json.dumps([self._templates, self._variables, settings.roles], sort_keys=True),)
+        version = 3 if self._templates else 1  # 3: chats are rendered as by transformers 5.23, with its aliases
         self.digest = hashlib.sha256("\0".join((f"streampack-tokenizer-file-{version}", *words)).encode()).hexdigest()
 
     def encode(self, text: str) -> Encoded | str:
@@ -94,28 +95,36 @@ class FileTokenizer:
             return "empty"
         return Encoded(np.array(self._close(ids), np.int32))
 
-    def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
+    def encode_chat(
+        self, messages: object, tools: object = None, variables: Mapping[str, Any] | None = None
+    ) -> Encoded | str:
         """Return the ids and loss mask of a chat, rendered by the chat template, or the reason it is rejected."""
-        read = read_messages(messages)
+        read = read_messages(messages, self._settings.roles, any_role=self.train_on == "all")
         if isinstance(read, str):
             return read
         if tools and not isinstance(tools, list | tuple):  # a template would iterate over the letters of a text
             return "tools"
+        template = self._template(bool(tools))
+        if wrong := wrong_variables(variables):
+            return Because("chat_template_kwargs", wrong)
         try:
-            markers = self._markers
-            split = [message._replace(raw=chat.split_markers(message.raw, markers)) for message in read]
-            template = self._template(bool(tools))
-            rendered = chat.render_chat(template, split, chat.split_markers(tools, markers) or None, self._stops)
+            rendered = self._render(template, read, tools, variables or {})
         except (TemplateError, RecursionError) as error:  # RecursionError: values nested too deeply
             self._rejections.warn(f"the chat template rejects a chat of {len(read)} messages", error)
-            return "template"
+            return Because("template", str(error))
         return self._encode_rendered(rendered)
 
-    def encode_pair(self, prompt: object, completion: object) -> Encoded | str:
+    def encode_pair(
+        self,
+        prompt: object,
+        completion: object,
+        tools: object = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Encoded | str:
         """Return the ids and loss mask of a prompt and its completion, or the reason the pair is rejected."""
         messages = pair_messages(prompt, completion)
         if messages is not None:
-            return self.encode_chat(messages)
+            return self.encode_chat(messages, tools, variables)
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             return "dtype"
         text = prompt + completion
@@ -136,6 +145,47 @@ class FileTokenizer:
     def decode(self, tokens: Tokens) -> str:
         """Return the text of ``tokens``, special tokens included."""
         return str(self._plain.decode(tokens.tolist(), skip_special_tokens=False))
+
+    def _render(
+        self, template: "ChatTemplate", read: list[ChatMessage], tools: object, variables: Mapping[str, Any]
+    ) -> Rendered:
+        """Render a chat whose marker tokens are text. Raises TemplateError."""
+        markers, of_answers = self._markers, any_of(self._not_searched(template))
+        split = [
+            message._replace(raw=split_markers(message.raw, of_answers if message.is_answer else markers))
+            for message in read
+        ]
+        tools, variables = split_markers(tools, markers) or None, split_markers(variables, markers)
+        if self.train_on == "all":
+            text = template.render([message.raw for message in split], tools, variables)
+            return Rendered(text, [(0, len(text))])
+        return render_chat(template, split, tools, variables, self._ends)
+
+    def _not_searched(self, template: "ChatTemplate") -> set[str]:
+        """Return the special tokens that stay text in answers: those that the template does not look for in them.
+
+        For example, a template looks for ``</think>`` to leave out the reasoning of earlier turns. Then ``<think>``
+        and ``</think>`` are tokens.
+        """
+        if self._settings.allow_special:
+            return set()
+        looked_for = {
+            token.replace("/", "") for token in self._special if any(token in text for text in template.searched)
+        }
+        return {token for token in self._special if token.replace("/", "") not in looked_for}
+
+    def _check_variables(self) -> None:
+        """Raise ConfigError for a variable in the settings that no chat template reads."""
+        reads = frozenset[str]().union(*(template.reads for template in self._compiled.values()))
+        for name in self._settings.chat_template_kwargs:
+            if wrong := wrong_variables({name: None}):
+                raise ConfigError(f"tokenizer.{wrong}")
+            if name not in reads:
+                known = ", ".join(sorted(reads - {"messages", "tools", "add_generation_prompt"})) or "none"
+                raise ConfigError(
+                    f"tokenizer.chat_template_kwargs: got {name}, but the chat template reads no such variable. It "
+                    f"reads: {known}. Correct or remove the name"
+                )
 
     def _encode_rendered(self, rendered: Rendered) -> Encoded | str:
         """Return the ids and loss mask of a rendered chat, or a reason."""
@@ -241,6 +291,16 @@ class FileTokenizer:
                 f"{known})"
             )
         return int(found)
+
+
+def wrong_variables(variables: object) -> str | None:
+    """Return what is wrong with the variables for a chat template; None if they can be used."""
+    if variables is not None and not isinstance(variables, Mapping):
+        return f"chat_template_kwargs: got a {type(variables).__name__}, expected a mapping of names to values"
+    reserved = sorted(set(variables or ()) & {"messages", "tools", "add_generation_prompt"})
+    if reserved:
+        return f"chat_template_kwargs: got {reserved[0]}, which streampack gives the template itself. Remove it"
+    return None
 
 
 class _FolderFiles:

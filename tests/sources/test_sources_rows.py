@@ -242,7 +242,7 @@ def test_nulls_that_a_table_adds_to_messages_are_taken_out(tmp_path: Path) -> No
     seen: list[Any] = []
 
     class Spy(BytesTokenizer):
-        def encode_chat(self, messages: object, tools: object = None) -> str:
+        def encode_chat(self, messages: object, tools: object = None, variables: object = None) -> str:
             seen.extend((messages, tools))
             return "seen"
 

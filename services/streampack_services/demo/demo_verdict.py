@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,9 @@ Expected = dict[tuple[int, int, int], tuple[int, int]]
 class _NoTokenizer(UnnamedTokenizer):
     """A tokenizer that turns texts into bytes, and rejects chats with an error that names the demo's option."""
 
-    def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
+    def encode_chat(
+        self, messages: object, tools: object = None, variables: Mapping[str, Any] | None = None
+    ) -> Encoded | str:
         """Raise UserError: a chat needs a tokenizer that the user names."""
         raise UserError(
             "The files of --source hold chats, which need a tokenizer. "

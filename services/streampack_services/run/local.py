@@ -33,7 +33,7 @@ from streampack.sources.in_memory import InMemory
 from streampack.sources.settings import check_settings
 from streampack.tokenizers.base import Tokenizer
 from streampack.tokenizers.callable_tokenizer import CallableTokenizer
-from streampack.tokenizers.transformers_tokenizer import TransformersTokenizer
+from streampack.tokenizers.transformers_tokenizer import from_transformers
 from streampack_services.broker.memory_plan import with_enough_memory
 from streampack_services.broker.service import BrokerService
 from streampack_services.http.http_guard import find_token
@@ -201,7 +201,7 @@ def _tokenizer(given: Any) -> Tokenizer:
     if isinstance(given, Mapping):
         return open_tokenizer(convert(dict(given), TokenizerSettings, "tokenizer"))
     if all(hasattr(given, name) for name in ("apply_chat_template", "chat_template", "save_pretrained")):
-        return TransformersTokenizer(given)
+        return from_transformers(given)
     encode = getattr(given, "encode", given)
     if not callable(encode):
         raise UserError(f"tokenizer: got a {type(given).__name__}, expected a name, settings or a callable")

@@ -23,10 +23,11 @@ from streampack.core.model.fields import Field
 from streampack.sources.files.byte_source import ShardFile, refuse_compressed
 from streampack.sources.files.listing import find, measure
 from streampack.sources.formats.rows import MISSING, RowReader, missing_from
-from streampack.sources.records import Because, Format, Sample, Shard
+from streampack.sources.records import Format, Sample, Shard
 from streampack.sources.settings import SourceSettings
 from streampack.sources.walk import one_shard_a_file
 from streampack.tokenizers.base import Tokenizer
+from streampack.tokenizers.token_ids import Because
 
 _BLOCK_BYTES = 1 << 20
 _NEWLINE, _RETURN = 10, 13

@@ -5,9 +5,11 @@ If they name none, the first of these keys that the row has, with a value that i
 
     text                       a text
     tokens, input_ids          token ids
-    messages (with tools)      a chat, by the tokenizer's template
-    prompt + completion        a prompt, and the answer to learn
+    messages                   a chat, by the tokenizer's template
+    prompt + completion        a prompt, and the answer to learn; texts, or lists of messages
     prompt + response          the same
+
+``tools`` and ``chat_template_kwargs`` beside messages are passed to the template.
 
 Then the declared fields are read. A field that the row lacks is left out. A value must have the declared shape, as
 many entries as there are tokens, and fit the declared dtype. Else the whole sample is rejected, because a wrong
@@ -26,10 +28,10 @@ from numpy.typing import NDArray
 
 from streampack.core.model.fields import LOSS_MASK, PATCHES, Field
 from streampack.errors import ConfigError
-from streampack.sources.records import NO_FIELDS, Because, Sample
+from streampack.sources.records import NO_FIELDS, Sample
 from streampack.sources.settings import SourceSettings, rejects_unmasked
 from streampack.tokenizers.base import Tokenizer
-from streampack.tokenizers.token_ids import Encoded, Tokens, as_tokens
+from streampack.tokenizers.token_ids import Because, Encoded, Tokens, as_tokens
 
 _TEXT, _TOKENS, _CHAT, _PAIR = "text", "tokens", "chat", "pair"
 _DETECTED = (
@@ -40,7 +42,7 @@ _DETECTED = (
     (_PAIR, "prompt", "completion"),
     (_PAIR, "prompt", "response"),
 )
-_TOOLS = "tools"
+_TOOLS, _VARIABLES = "tools", "chat_template_kwargs"
 NO_MASK = f"{LOSS_MASK}: missing"
 """Reason of a sample that lacks its loss mask."""
 MISSING = "missing"
@@ -61,7 +63,8 @@ class RowReader:
         self._candidates = _candidate_keys(settings)
         self.fields = FieldReader(settings, fields, rejects_unmasked(settings, tokenizer))
         keys = [key for _, *pair in self._candidates for key in pair if key]
-        tools = [_TOOLS] if any(kind == _CHAT for kind, *_ in self._candidates) else []
+        chats = any(kind in (_CHAT, _PAIR) for kind, *_ in self._candidates)
+        tools = [_TOOLS, _VARIABLES] if chats else []
         self.sample_keys = tuple(dict.fromkeys(keys))
         of_fields = [key for _, key in (*self.fields.keys, *self.fields.media_keys)]
         self.keys = tuple(dict.fromkeys([*keys, *tools, *of_fields]))
@@ -87,9 +90,10 @@ class RowReader:
                 ids = ids_of(value)
                 return ids if isinstance(ids, str) else Encoded(ids)
             if kind == _CHAT:
-                return self._tokenizer.encode_chat(value, _tools(row.get(_TOOLS)))
+                return self._tokenizer.encode_chat(value, _tools(row.get(_TOOLS)), _variables(row.get(_VARIABLES)))
             if (completion := row.get(second)) is not None:
-                return self._tokenizer.encode_pair(value, completion)
+                tools, variables = _tools(row.get(_TOOLS)), _variables(row.get(_VARIABLES))
+                return self._tokenizer.encode_pair(value, completion, tools, variables)
         return MISSING
 
 
@@ -247,3 +251,12 @@ def _tools(value: object) -> object:
         return json.loads(value)
     except (ValueError, RecursionError):
         return value  # the tokenizer rejects it with its reason
+
+
+def _variables(value: object) -> Any:
+    """Return a row's variables for the chat template without nulls, which tables write for every key that a row lacks.
+
+    Text is decoded from JSON. Values of another type are returned as they are, for the tokenizer to reject.
+    """
+    value = _tools(value)
+    return {key: item for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value
