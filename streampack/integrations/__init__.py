@@ -1,7 +1,6 @@
 """Integrations: adapters that let the trainers of frameworks read from a loader.
 
-- ``hf``: transformers' Trainer and TRL's SFTTrainer. ``hf_checks`` rejects unsuitable settings, and ``hf_isolation``
-  rejects models in which samples of a pack attend to each other.
+- ``hf``: transformers' Trainer and TRL's SFTTrainer. ``hf_checks`` rejects unsuitable settings.
 - ``lightning``: Lightning's Trainer.
 - ``megatron``: Megatron-LM.
 - ``torchtitan``: torchtitan.

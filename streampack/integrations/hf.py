@@ -302,8 +302,7 @@ class PackedTrainerMixin:
             self._steps.samples += int(pack.num_samples)
             self._slots += pack["input_ids"].numel()
             with self._accumulating(model, last):
-                batch = {**pack, "use_cache": False}  # with a cache, sdpa and eager let samples attend to each other
-                losses.append(super().training_step(model, batch, num_items_in_batch))  # type: ignore[misc]
+                losses.append(super().training_step(model, dict(pack), num_items_in_batch))  # type: ignore[misc]
         return torch.stack(losses).sum()
 
     def _accumulating(self, model: Any, last: bool) -> contextlib.AbstractContextManager[Any]:
@@ -407,7 +406,7 @@ class PackedTrainerMixin:
         if not isinstance(inputs, View):
             found: tuple[Any, Any, Any] = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
             return found
-        batch = self._prepare_inputs({**inputs, "use_cache": False})  # type: ignore[attr-defined]
+        batch = self._prepare_inputs(dict(inputs))  # type: ignore[attr-defined]
         labels, wants_outputs = batch["labels"], not prediction_loss_only
         one = torch.ones((), device=labels.device)
         with torch.no_grad(), self.compute_loss_context_manager():  # type: ignore[attr-defined]

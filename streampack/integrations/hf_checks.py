@@ -1,7 +1,7 @@
 """Check that a Trainer's settings suit packs: before its construction, and once it has its accelerator.
 
 The checks reject settings that would train on other steps than the loader's, divide by another denominator, or let
-samples attend to each other (``hf_isolation``). They also reject requests that the Trainer would ignore. Settings
+samples attend to each other (``views.hf_isolation``). They also reject requests that the Trainer would ignore. Settings
 without effect are accepted. Each error says what to do.
 """
 
@@ -11,11 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from streampack.errors import MeshError, UserError
-from streampack.integrations import hf_isolation
+from streampack.views import hf_isolation
 
 _OF_DATASETS = ("train_dataset", "eval_dataset", "data_collator", "formatting_func")
-_BY_POSITIONS = ("sdpa", "eager", "flex_attention")
-"""Attention implementations that find samples by position_ids alone; flash attention gets their boundaries."""
 _EXPECTED: tuple[tuple[str, Any, str], ...] = (
     ("gradient_accumulation_steps", 1, "Set the number of micro-batches of an update with rules.step in broker.yaml"),
     ("auto_find_batch_size", False, "The budget sets the length of packs. Lower rules.budget in broker.yaml"),
@@ -148,7 +146,7 @@ def _check_mesh(mesh: Any, args: Any, tp: int) -> None:
 def _check_positions(rules: Any, config: Any) -> None:
     """Raise UserError if samples bring position ids and the model's attention finds samples by position ids."""
     kind = getattr(config, "_attn_implementation", None)
-    if kind in _BY_POSITIONS and any(field.name == "position_ids" for field in rules.fields):
+    if kind in hf_isolation.BY_POSITIONS and any(field.name == "position_ids" for field in rules.fields):
         raise UserError(
             f"got declared position_ids with attn_implementation={kind!r}, expected flash attention. Other "
             f"implementations find the samples of a pack by position ids that restart at 0, but declared position ids "

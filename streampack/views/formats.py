@@ -136,6 +136,8 @@ class Views:
             )
         if self.format != "numpy":
             import_module("torch")  # takes seconds, which the client's thread must not spend
+        if self.format.startswith("hf"):
+            import_module("streampack.views.hf_isolation").guard()
         check_mesh(self.format, mesh)
         if self.format == "numpy" and device is not None:
             raise UserError(

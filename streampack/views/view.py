@@ -99,6 +99,14 @@ class View(dict[str, Any]):
                 return values[name]
         raise AttributeError(f"got attribute {name!r}, expected one of: {', '.join([*self, *self.rest])}")
 
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        for name, value in state[1].items():
+            setattr(self, name, value)
+        if "cu_seq_lens_q" in self:  # of the format hf, and perhaps from another process
+            from streampack.views.hf_isolation import guard
+
+            guard()
+
     def __repr__(self) -> str:
         return f"View({f'{summary(self.canonical)}, ' if self.canonical is not None else ''}{shapes_of(self)})"
 

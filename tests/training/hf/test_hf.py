@@ -313,12 +313,14 @@ def test_trainers_that_lose_the_denominator_are_refused(tmp_path: Path, loader: 
 def test_models_in_which_samples_see_each_other_are_refused(
     tmp_path: Path, loader: Any, kind: str, attention: str, apart: bool
 ) -> None:
-    """And those alone: what changes a sample's logits is tried beside it."""
+    """And those alone: what changes a sample's logits is tried beside it, in calls that are not checked."""
+    from streampack.views.hf_isolation import inside
+
     model = hf.tiny(kind, attention).eval()
     positions = torch.tensor([[*range(5), *range(6)]])
     ids = torch.arange(1, 12)[None]
     other = torch.cat([ids[:, :5] + 20, ids[:, 5:]], dim=1)
-    with torch.no_grad():
+    with torch.no_grad(), inside():
         one, two = (model(input_ids=x, position_ids=positions, use_cache=False).logits[0, 5:] for x in (ids, other))
     assert torch.allclose(one, two, atol=1e-6) == apart  # experts get other shapes, and add in another order
     if apart:

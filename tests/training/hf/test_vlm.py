@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 import streampack
+from streampack.errors import UserError
 
 IMAGE, START, END = 90, 91, 92
 FIELDS: dict[str, dict[str, Any]] = {
@@ -63,7 +64,7 @@ def sample(model: Any, number: int) -> dict[str, Any]:
 
 
 def loss_of(model: Any, labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    logits = model(**inputs, use_cache=False).logits[0]
+    logits = model(**inputs).logits[0]
     return cross_entropy(logits[:-1], labels[0, 1:], reduction="sum")
 
 
@@ -88,6 +89,29 @@ def test_a_pack_with_images_is_its_samples_alone(model: Any) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
+def test_other_samples_stay_as_they_are_when_one_changes(model: Any) -> None:
+    samples = [sample(model, number) for number in range(4)]
+    other = samples[0] | {"input_ids": samples[0]["input_ids"] + 1}
+    logits = []
+    for first in (samples[0], other):
+        with streampack.local([first, *samples[1:]], budget=160, format="hf", fields=FIELDS, shuffle=False) as loader:
+            (batch,) = list(loader)
+        found = streampack.per_sample(model(**batch).logits.detach(), batch)
+        numbers = batch.sample_ids[:, 1].tolist()
+        logits.append([found[numbers.index(number)] for number in range(4)])
+    moved = [float((one - two).abs().max()) for one, two in zip(*logits, strict=True)]
+    assert moved[0] > 1e-3
+    assert moved[1:] == [0, 0, 0]
+
+
+def test_a_model_of_three_positions_is_refused_without_them(model: Any) -> None:
+    """It finds no samples by one position for each token."""
+    with streampack.local([[1, 2, 3], [4, 5]], budget=16, format="hf") as loader:
+        (batch,) = list(loader)
+    with pytest.raises(UserError, match=r"affect each other.* declare position_ids with shape \[3\]"):
+        model(**batch)
+
+
 def test_a_pack_without_images_has_no_pixels(model: Any) -> None:
     samples = [sample(model, 3 * number) for number in range(4)]
     with streampack.local(samples, budget=128, format="hf", fields=FIELDS, verify=True) as loader:
@@ -103,4 +127,4 @@ def test_the_example_learns_to_name_the_colors_of_its_images() -> None:
     assert done.returncode == 0, done.stderr
     losses = [json.loads(line)["loss"] for line in done.stdout.splitlines()]
     assert len(losses) > 40
-    assert np.mean(losses[-10:]) < 1.0 < np.log(3), "better than a guess among three colors"
+    assert np.mean(losses[-10:]) < 0.1, "with samples that see each other it ends at 0.77"
