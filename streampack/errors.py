@@ -16,12 +16,15 @@
     │   ├── Unreachable        no answer at the endpoint; exit code 75: try again
     │   ├── DataStall          no step came in time; exit code 75
     │   ├── Rejected           the broker rejected this client or producer
+    │   │   └── ValuesRejected values of late fields contradict earlier ones; names the samples
     │   └── WireError          a message is damaged, hostile or of another version
     └── InternalError          a bug in streampack
         └── InvariantError     a batch breaks an invariant
 
 Each message has three parts: the value, the expected value, and what to do.
 """
+
+from __future__ import annotations
 
 
 class StreampackError(Exception):
@@ -119,6 +122,25 @@ class Rejected(PeerError):
         super().__init__(f"{detail} [{code}]")
         self.code = code
         self.detail = detail
+
+
+class ValuesRejected(Rejected):
+    """Values of late fields contradict what the broker has; the other values of the call are stored.
+
+    Args:
+        detail: The broker's explanation, for a person.
+        samples: All samples of the call whose values were not stored, with the reason of each.
+    """
+
+    samples: dict[tuple[int, int, int], str]
+    """Id of each sample whose values were not stored, with the reason; empty if the whole call was rejected."""
+
+    def __init__(self, detail: str, samples: dict[tuple[int, int, int], str]) -> None:
+        super().__init__("amend", detail)
+        self.samples = samples
+
+    def __reduce__(self) -> tuple[type[ValuesRejected], tuple[str, dict[tuple[int, int, int], str]]]:
+        return type(self), (self.detail, self.samples)
 
 
 class WireError(PeerError):

@@ -11,10 +11,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from streampack.connection.session_thread import SessionThread
-from streampack.core.protocol.producer_messages import LateFields
+from streampack.core.protocol.producer_messages import Amend, Amended, LateFields
 from streampack.core.sessions.pushing.amend_session import AmendSession, GiveValues
-from streampack.errors import Rejected
-from streampack.producer.late_values import SampleId, values_of
+from streampack.core.staging.dropped_samples import CONTRADICTIONS, REASONS
+from streampack.errors import ValuesRejected
+from streampack.producer.late_values import SampleId, refused_of, seqs_of, values_of
 from streampack.transport.keys import Key
 
 
@@ -28,6 +29,9 @@ class Amending(SessionThread):
         self._session = AmendSession(
             run=0, producer=uuid.uuid4().hex, host=socket.gethostname(), pid=os.getpid(), stream=stream
         )  # fmt: skip
+        self.counts = {"amended": 0.0, "not_amended": 0.0}
+        self._logged: set[str] = set()
+        """Reasons that were logged."""
         super().__init__(endpoint, self._session, f"stream {stream!r}", timeout_s, key)
         try:
             self._wait_for(lambda: self._session.terms is not None and self._error is None, timeout_s, "an answer")
@@ -41,22 +45,48 @@ class Amending(SessionThread):
         assert self._session.terms is not None  # __init__ has waited for them
         return self._session.terms
 
-    def amend(self, ids: Sequence[SampleId], values: Mapping[str, Sequence[Any]], timeout_s: float | None) -> None:
-        """Give values to samples, and wait until they are safe; see ``Producer.amend``."""
+    def amend(
+        self, ids: Sequence[SampleId], values: Mapping[str, Sequence[Any]], timeout_s: float | None
+    ) -> dict[SampleId, str]:  # fmt: skip
+        """Give values to samples, wait until they are safe, and return what was not stored; see ``Producer.amend``."""
         self._check_usable()
-        messages = list(values_of(ids, values, self.terms))
-        numbers: list[int] = []
+        sent: dict[int, Amend] = {}
         try:
-            for message, payload in messages:
+            for message, payload in list(values_of(ids, values, self.terms)):
                 with self._changed:
-                    numbers.append(self._session.open.take_number())
-                self.tell(GiveValues(replace(message, number=numbers[-1]), payload))
+                    number = self._session.open.take_number()
+                sent[number] = replace(message, number=number)
+                self.tell(GiveValues(sent[number], payload))
             wait_s = self._timeout_s if timeout_s is None else timeout_s
-            self._wait_for(lambda: self._session.open.keys().isdisjoint(numbers), wait_s, "its values to be durable")
+            self._wait_for(lambda: self._session.open.keys().isdisjoint(sent), wait_s, "its values to be durable")
         finally:
-            with self._changed:
-                refusals = [self._session.refusals.pop(number, "") for number in numbers]
-                for number in numbers:
-                    self._session.open.pop(number, None)
-        for refusal in filter(None, refusals):
-            raise Rejected("amend", refusal)
+            answered = self._forget(sent)
+        refused = {one: reason for message, answer in answered for one, reason in refused_of(message, answer).items()}
+        whole = sum(len(seqs_of(each)) for each, answer in answered if answer.refusal and not answer.refused)
+        self._count(sum(len(seqs_of(each)) for each, _ in answered), whole, refused)
+        for _, answer in answered:
+            if answer.refusal:
+                raise ValuesRejected(answer.refusal, dict(refused.items()))
+        return refused
+
+    def _count(self, num_answered: int, num_rejected: int, refused: Mapping[SampleId, str]) -> None:
+        """Count samples; log the first sample of each reason that is not an error, and what the reason means."""
+        not_amended = num_rejected + len(refused)
+        with self._changed:
+            self.counts["amended"] += num_answered - not_amended
+            self.counts["not_amended"] += not_amended
+        for one, reason in refused.items():
+            if reason not in self._logged and reason not in CONTRADICTIONS:
+                self._logged.add(reason)
+                text = REASONS.get(reason, "the sample was rejected when it came")
+                self._log.warning(
+                    "%s: values of sample %d of partition %d are not trained (%s): %s. Further samples are counted, "
+                    "and not logged", self._name, one.seq, one.partition, reason, text,
+                )  # fmt: skip
+
+    def _forget(self, sent: Mapping[int, Amend]) -> list[tuple[Amend, Amended]]:
+        """Forget messages; return those that were answered, with their answers."""
+        with self._changed:
+            open_ = {number for number in sent if self._session.open.pop(number, None) is not None}
+            answers = {number: self._session.refused.pop(number, Amended(number=number)) for number in sent}
+        return [(message, answers[number]) for number, message in sent.items() if number not in open_]

@@ -1,4 +1,4 @@
-"""Turn a program's values of late fields into ``Amend`` messages."""
+"""Turn a program's values of late fields into ``Amend`` messages, and the answers into ids of samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from streampack.core.model.bounded import MAX_CHUNK_SAMPLES
 from streampack.core.model.fields import Field, to_bfloat16
-from streampack.core.protocol.producer_messages import Amend, LateFields
+from streampack.core.protocol.producer_messages import Amend, Amended, LateFields
 from streampack.errors import SampleError, UserError
 from streampack.producer.pushed_samples import plain
 from streampack.sources.formats.rows import as_field
@@ -44,6 +44,20 @@ def as_id(given: Any) -> SampleId:
     if not (0 <= found.partition < 2**20 and 0 <= found.seq < 2**62 and 0 <= found.incarnation < 2**62):
         raise UserError(f"got the id {given!r:.80}, expected an id from Producer.sample_ids")
     return found
+
+
+def seqs_of(message: Amend) -> list[int]:
+    """Return the numbers of the samples of a message."""
+    seqs: list[int] = np.frombuffer(message.seqs_u64, "<u8").tolist()
+    return seqs
+
+
+def refused_of(message: Amend, answer: Amended) -> dict[SampleId, str]:
+    """Return the samples of a message whose values were not stored, with the reason of each."""
+    return {
+        SampleId(message.partition, seq, message.incarnation): reason
+        for reason, seqs in (answer.refused or {}).items() for seq in np.frombuffer(seqs, "<u8").tolist()
+    }  # fmt: skip
 
 
 def values_of(

@@ -311,11 +311,12 @@ class Producer:
         *,
         timeout_s: float | None = None,
         **fields: Any,
-    ) -> None:
+    ) -> dict[SampleId, str]:
         """Give values to late fields of samples, and wait until the values are durable in the broker's log.
 
         A sample is packed once it has all its late fields. A call that is repeated with the same values has no effect.
-        If one value is refused, the other samples of the call may have got theirs.
+        Values may come too late: the broker has dropped the sample, or uses the default. The call returns such samples,
+        and stores the values of the others.
 
         Args:
             ids: Samples: ids from ``sample_ids`` of any process, or sequence numbers of this producer's own samples.
@@ -323,26 +324,40 @@ class Producer:
             fields: By late field, a sequence with a value for each sample: arrays [tokens, ...] for ``axis: token``,
                 else scalars or arrays of the field's shape.
 
+        Returns:
+            The samples that do not train with these values, with the reason of each; empty if there are none:
+
+            - ``late_timeout``: the sample was dropped after ``late_timeout_s``.
+            - ``default_used``: the sample got the field's default after ``late_timeout_s``.
+            - ``discarded``: trainers went back to an earlier step.
+            - ``policy_lag``: the policy of the sample was too old.
+            - ``ended``: the partition, the feed or the stream ended before.
+            - Any other: the sample was rejected for this reason when it was sent.
+
+            The first sample of each reason is logged.
+
         Raises:
             SampleError: A value does not fit its field.
-            Rejected: A sample already has another value, or the sample was lost before it was durable.
+            ValuesRejected: A sample already has another value, or was lost before it was durable. The error names all
+                samples of the call whose values were not stored; the other values are stored.
             DataStall: The values were not durable in time, for example because the broker does not have a sample yet.
             UserError: An id or a field is unknown, or the producer is closed.
 
         Example:
             >>> seqs = rollouts.send_group(completions, policy_version=v)  # doctest: +SKIP
             >>> rollouts.amend(seqs, advantages=advantages)  # doctest: +SKIP
+            {SampleId(partition=0, seq=17, incarnation=4711): 'late_timeout'}
         """
         one = _index(ids)
         listed: list[Any] = list(ids) if one is None else [one]  # type: ignore[arg-type]
         if not listed:
-            return
+            return {}
         found = [as_id(each) if _index(each) is None else self.sample_ids(each)[0] for each in listed]
         with self._given:
             if self._threads.amending is None:
                 self._pushing.lease()  # raises if the producer is closed or has failed
                 self._threads.amending = self._new_amending()
-        self._threads.amending.amend(found, fields, timeout_s)
+        return self._threads.amending.amend(found, fields, timeout_s)
 
     def _new_amending(self) -> Amending:
         """Return a connection that gives values to late fields."""
@@ -409,8 +424,14 @@ class Producer:
             - ``next_seq``: sequence number of the next sample.
             - ``durable_seq``: samples with lower sequence numbers are durable.
             - ``buffered_bytes``: bytes in the buffer.
+            - ``amended``: samples that got values of late fields (``amend``); a repeated call counts again.
+            - ``not_amended``: samples whose values were not stored, or came too late.
+
+            A producer without a partition has only the last two.
         """
-        return self._pushing.stats()
+        pushed = {} if self._threads.pushing is None else self._threads.pushing.stats()
+        amending = self._threads.amending
+        return pushed | ({"amended": 0.0, "not_amended": 0.0} if amending is None else dict(amending.counts))
 
     def __enter__(self) -> Producer:
         return self

@@ -299,7 +299,9 @@ class Reporter:
         waits = staging.waiting(self._core.leases.partitions.of_stream(stream))
         if waits is None:
             return None
-        return LateStatus(samples=waits.samples, oldest_s=round(waits.oldest_s, 3), fields=waits.fields)
+        return LateStatus(
+            samples=waits.samples, oldest_s=round(waits.oldest_s, 3), fields=waits.fields, refused=waits.refused
+        )
 
     def _stalled_s(self, now: float, feed: Feed, reasons: Missing | None) -> float | None:
         """Return the seconds since the feed's last step; None if no rank waits for data, for these ``reasons``."""

@@ -498,6 +498,8 @@ class LateStatus(Struct, frozen=True, kw_only=True):
     """Seconds that the oldest of them has waited, since the broker started or the sample came; 0 if none waits."""
     fields: list[str]
     """Fields that this sample lacks."""
+    refused: dict[str, int] = {}
+    """Samples for which values came that are not trained, by reason, since the broker started."""
 
 
 class StreamStatus(Struct, frozen=True, kw_only=True):

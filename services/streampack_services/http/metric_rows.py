@@ -253,6 +253,13 @@ def sample_warnings(status: BrokerStatus) -> Rows:
             yield (row.stream, word), float(count)
 
 
+def refused_values(status: BrokerStatus) -> Rows:
+    """Return the samples whose late values are not trained, a row for each stream and reason."""
+    for row in status.streams:
+        for reason, count in (row.late.refused if row.late is not None else {}).items():
+            yield (row.stream, reason), float(count)
+
+
 def data_wait(status: BrokerStatus) -> Rows:
     """Return the data wait in seconds, a row for each rank and cause; for the cause ``stream`` one for each stream.
 

@@ -31,7 +31,6 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from streampack.core.intake.admission import POLICY_LAG
 from streampack.core.intake.overlong import apply_terms
 from streampack.core.intake.partition_records import repeated_of
 from streampack.core.journal.key_index import REPEATED
@@ -49,6 +48,7 @@ from streampack.core.model.lease_terms import terms_of
 from streampack.core.model.samples import I64
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.producer_messages import OVERLONG
+from streampack.core.staging.dropped_samples import POLICY_LAG
 from streampack.wire import record_frames
 from streampack.wire.checksums import crc32c
 from streampack_services.ledger import step_rows

@@ -30,11 +30,10 @@ from streampack.core.model.samples import I64, IGNORE_INDEX, KEEPS, PACK, Sample
 from streampack.core.protocol.effects import Store
 from streampack.core.protocol.events import Effect
 from streampack.core.protocol.producer_messages import OVERLONG
+from streampack.core.staging.dropped_samples import POLICY_LAG
 from streampack.core.stats.sample_warnings import NO_LOSS_TOKENS
 from streampack.core.trees.shared_prefixes import path_index
 
-POLICY_LAG = "policy_lag"
-"""Reason of samples that are rejected because the policy that made them is too old."""
 MAX_REASONS = 64
 """Most reasons for rejection that are counted separately, for each stream."""
 _NONE = np.zeros(0, np.int64)

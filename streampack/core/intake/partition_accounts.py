@@ -11,7 +11,6 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
-from streampack.core.intake.admission import POLICY_LAG
 from streampack.core.intake.chunk_check import ReceivedChunk, parse_chunk
 from streampack.core.intake.partition_records import PartitionRecords, repeated_of
 from streampack.core.intake.partitions import Partitions
@@ -25,6 +24,7 @@ from streampack.core.protocol.effects import Store
 from streampack.core.protocol.events import Effect
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import OVERLONG, Samples
+from streampack.core.staging.dropped_samples import POLICY_LAG
 
 
 class PartitionAccounts:

@@ -9,6 +9,7 @@ that replace deleted records.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -35,6 +36,7 @@ from streampack.core.journal.log_records import (
 from streampack.core.model.samples import I64, index_of
 from streampack.core.protocol.events import Effect
 from streampack.core.protocol.producer_messages import Mark
+from streampack.core.staging.dropped_samples import POLICY_LAG, DroppedRange
 from streampack.core.staging.staged_chunk import DISCARDED
 from streampack.core.staging.staging import StagedRecord, Staging
 
@@ -166,6 +168,8 @@ class PartitionRecords:
         stream = self._partitions.stream_of[p]
         indices = np.asarray(index_of(seqs, p - stream.first, stream.terms.partitions), "<u8")
         record = SamplesRejected(stream=stream.terms.name, indices_u64=indices.tobytes(), reasons=reasons)
+        for seq in seqs.tolist():
+            _note_dropped(self._partitions.intakes[p], seq, reasons)
         return self._journal.append(record)
 
     def discard(self, feed: str) -> list[Effect]:
@@ -191,6 +195,8 @@ class PartitionRecords:
         )
         if isinstance(record, ChunkCompleted):
             place.sent = np.frombuffer(record.sent_u64, "<u8").astype(np.int64)
+            if intake.staged is not None and (record.stale or not lengths.any()):
+                intake.staged.drops.add(place.sent.tolist(), [POLICY_LAG] if record.stale else record.rejected)
         if record.base_seq > intake.recorded_seq:
             stream.history.is_cut = True
         intake.recorded_seq = place.stop_seq
@@ -222,6 +228,7 @@ class PartitionRecords:
                 marks=[intake.num_marks for intake in mine],
                 write=self._partitions.streams[name].keys.write or UNSET,
                 staged=[(intake.sent_seq, intake.sent_marks) for intake in mine] if mine[0].staged else UNSET,
+                dropped=_dropped(mine),
             )
             for name, mine in intakes.items()
         }
@@ -243,6 +250,9 @@ class PartitionRecords:
                 intake.staged.next_seq = max(intake.staged.next_seq, seq)
                 intake.staged.num_marks = max(intake.staged.num_marks, marks)
                 intake.durable_seq, intake.durable_marks = intake.sent_seq, intake.sent_marks
+        for intake, ranges in zip(mine, facts.dropped or (), strict=False):
+            if intake.staged is not None:
+                intake.staged.drops.ranges = list(ranges)
 
     def recover(
         self,
@@ -298,9 +308,9 @@ class PartitionRecords:
         for index in np.frombuffer(record.indices_u64, "<u8").tolist():
             intake, seq = self._partitions.intakes[stream.first + index % count], index // count
             intake.rejected_seq = max(intake.rejected_seq, seq + 1)
-            at = bisect_right(intake.places, seq, key=lambda place: place.stop_seq)
-            if DISCARDED in record.reasons and at < len(intake.places) and intake.places[at].base_seq <= seq:
-                intake.places[at].counted = True
+            place = _note_dropped(intake, seq, record.reasons)
+            if DISCARDED in record.reasons and place is not None:
+                place.counted = True
 
     def forget_below(self, lsn: int) -> None:
         """Forget chunks below log sequence number ``lsn``: their records were deleted from the log."""
@@ -308,6 +318,21 @@ class PartitionRecords:
             gone = sum(place.lsn < lsn for place in intake.places)
             del intake.places[:gone]
             intake.place = max(intake.place - gone, 0)
+
+
+def _note_dropped(intake: Intake, seq: int, reasons: Iterable[str]) -> ChunkPlace | None:
+    """Let programs that give late values know that sample ``seq`` was dropped; return its place, if it is known."""
+    at = bisect_right(intake.places, seq, key=lambda place: place.stop_seq)
+    place = intake.places[at] if at < len(intake.places) and intake.places[at].base_seq <= seq else None
+    if place is not None and place.sent is not None and intake.staged is not None:
+        intake.staged.drops.add([int(place.sent[seq - place.base_seq])], reasons)
+    return place
+
+
+def _dropped(intakes: list[Intake]) -> list[list[DroppedRange]] | UnsetType:
+    """Return the dropped samples of a stream's partitions; ``UNSET`` if there are none."""
+    found = [[] if intake.staged is None else list(intake.staged.drops.ranges) for intake in intakes]
+    return found if any(found) else UNSET
 
 
 def repeated_of(record: ChunkAdmitted) -> NDArray[np.bool_] | None:

@@ -70,14 +70,17 @@ class StagedIntake:
         if self._credits.drained:
             return []
         p = self._partitions.find(message.stream, message.partition)
-        if p is None or self._partitions.intakes[p].staged is None:
+        staged = None if p is None else self._partitions.intakes[p].staged
+        if p is None or staged is None:
             known = ", ".join(name for name, of in self._partitions.streams.items() if of.terms.late)
             text = (
                 f"got values for stream {message.stream!r} partition {message.partition}, expected a partition of a "
                 f"stream with late fields: {known or 'there is none'}"
             )
             return self._credits.send(producer.peer, Amended(number=message.number, refusal=text))
-        effects = self._staging.amend(p, message, envelope.payload, producer.name)
+        intake = self._partitions.intakes[p]
+        ended = intake.closed or intake.known_total is not None or staged.end is not None
+        effects = self._staging.amend(p, message, envelope.payload, producer.name, ended)
         return effects + self._admit_complete(p) + self.answer()
 
     def recalled(self, event: Recalled) -> list[Effect]:
@@ -173,5 +176,5 @@ class StagedIntake:
 
     def answer(self) -> list[Effect]:
         """Answer producers whose values are safe."""
-        answers = [(self._producers.named(each.producer), each.answer) for each in self._staging.answers()]
+        answers = [(self._producers.named(name), answer) for name, answer in self._staging.answers()]
         return [e for to, answer in answers if to is not None for e in self._credits.send(to.peer, answer)]

@@ -35,6 +35,8 @@ class StreamFacts(Struct, frozen=True, kw_only=True):
         write: Number of the stream's current write; absent before the first write was committed.
         staged: Recorded samples and marks of the partition that came to wait for late fields; absent without late
             fields.
+        dropped: Dropped samples of the partition, in ranges: (first, first after them, reason). Absent without late
+            fields, or if there are none.
     """
 
     source_digest: str = ""
@@ -43,6 +45,7 @@ class StreamFacts(Struct, frozen=True, kw_only=True):
     marks: list[int] = []
     write: Count | UnsetType = msgspec.UNSET
     staged: list[tuple[int, int]] | UnsetType = msgspec.UNSET
+    dropped: list[list[tuple[int, int, str]]] | UnsetType = msgspec.UNSET
 
 
 class PolicyPublished(Record, frozen=True, kw_only=True):

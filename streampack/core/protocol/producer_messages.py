@@ -321,11 +321,18 @@ class LateFields(Message, frozen=True, kw_only=True):
 
 
 class Amended(Message, frozen=True, kw_only=True):
-    """The values of ``Amend`` number ``number`` are safe in the log, or were refused for the reason ``refusal``."""
+    """The values of ``Amend`` number ``number`` are safe in the log, or were not stored.
+
+    Attributes:
+        refusal: Reason that values contradict the message, the samples or earlier values; empty if none do.
+        refused: Numbers of the samples whose values were not stored, uint64 each, by reason
+            (``core.staging.dropped_samples``). Absent if all values or none were stored.
+    """
 
     TYPE: ClassVar[int] = 17
     number: Count
     refusal: Text = ""
+    refused: Annotated[dict[Name, bytes], Meta(max_length=64)] | UnsetType = msgspec.UNSET
 
 
 class Done(Message, frozen=True, kw_only=True):

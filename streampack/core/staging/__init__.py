@@ -2,6 +2,7 @@
 
 - ``staged_chunk``: one chunk, the values that came for it, and which of its samples are complete.
 - ``staged_partition``: the chunks, marks and the end of one partition, and what may be admitted next.
+- ``dropped_samples``: the samples that were dropped, and why.
 - ``amendments``: checks the values of an ``Amend`` message.
 - ``tickets``: how many samples programs may generate ahead, if the feed is paced.
 - ``staging``: the staged partitions of all feeds: their records, timeouts and answers.

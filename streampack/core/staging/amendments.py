@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from msgspec import UNSET
 from streampack.core.model.bounded import MAX_CHUNK_SAMPLES
 from streampack.core.model.fields import Field
 from streampack.core.protocol.producer_messages import ANY_PROCESS, Amend
+from streampack.core.staging.dropped_samples import DEFAULT_USED, ENDED, LOST, OTHER_VALUE
 from streampack.core.staging.staged_partition import StagedPartition
 
 
@@ -28,35 +30,62 @@ class LateValue:
     data: bytes
 
 
-def parse_amend(message: Amend, payload: tuple[Any, ...], staged: StagedPartition) -> list[LateValue] | None:
-    """Return the values in a message that are new to the broker; None if a sample has not come yet.
+@dataclass(frozen=True, slots=True)
+class Amendments:
+    """The values in a message.
 
-    Raises ``Refused`` for a message that contradicts itself, the declared fields, or values that came before.
+    Attributes:
+        values: Values that are new to the broker.
+        seqs: All samples of the message.
+        refused: Samples whose values cannot be stored, with the reason. Samples that were dropped are not among them.
+        other: Name of a field that has another value already, for the error text.
+    """
+
+    values: list[LateValue]
+    seqs: list[int]
+    refused: dict[int, str] = field(default_factory=dict)
+    other: str = ""
+
+
+def parse_amend(
+    message: Amend, payload: tuple[Any, ...], staged: StagedPartition, ended: bool = False
+) -> Amendments | None:  # fmt: skip
+    """Return the values in a message; None if a sample has not come yet, and may come because nothing has ``ended``.
+
+    Raises ``Refused`` for a message that contradicts itself, or the declared fields.
     """
     seqs = _seqs_of(message)
     fields = _fields_of(message, payload, staged)
-    if max(seqs) >= staged.next_seq:
+    if max(seqs) >= staged.next_seq and not ended:
         return None
+    given = list(_values_of(message, payload, fields, _lengths_of(message, seqs, staged)))
+    refused, other = {seq: ENDED for seq in seqs if seq >= staged.next_seq}, ""
+    if message.incarnation != ANY_PROCESS:
+        refused |= {seq: LOST for seq in seqs if staged.sender(seq) not in (None, message.incarnation)}
+    for value in given:
+        crc = staged.crc(value.seq, value.name)
+        if crc not in (None, value.crc):
+            refused.setdefault(value.seq, OTHER_VALUE if crc else DEFAULT_USED)
+            other = other or value.name
+    waiting = {seq for seq in seqs if seq not in refused and staged.waits(seq)}
+    values = [each for each in given if each.seq in waiting and staged.crc(each.seq, each.name) is None]
+    return Amendments(values, seqs, refused, other)
+
+
+def _values_of(
+    message: Amend, payload: tuple[Any, ...], fields: list[Field], lengths: list[int]
+) -> Iterator[LateValue]:  # fmt: skip
+    """Yield the values in a message. Raises ``Refused`` for a frame that has not the bytes of its samples' values."""
+    seqs = _seqs_of(message)
     crcs = np.frombuffer(message.crcs_u32, "<u4").reshape(len(fields), len(seqs))
-    lengths = _lengths_of(message, seqs, staged)
-    found: list[LateValue] = []
-    for field, frame, column in zip(fields, payload, crcs.tolist(), strict=True):
-        sizes = [field.value_bytes * (length if field.axis == "token" else 1) for length in lengths]
+    for each, frame, column in zip(fields, payload, crcs.tolist(), strict=True):
+        sizes = [each.value_bytes * (length if each.axis == "token" else 1) for length in lengths]
         data, at = memoryview(frame).cast("B"), 0
         if len(data) != sum(sizes):
-            raise Refused(f"got {len(data)} bytes of {field.name}, expected {sum(sizes)} bytes for the given samples")
+            raise Refused(f"got {len(data)} bytes of {each.name}, expected {sum(sizes)} bytes for the given samples")
         for seq, size, crc in zip(seqs, sizes, column, strict=True):
-            value, at = data[at : at + size], at + size
-            known = staged.crc(seq, field.name)
-            if known is not None and known != crc:
-                raise Refused(
-                    f"stream {staged.stream!r} partition {staged.partition} sample {seq}: got another value of "
-                    f"{field.name} than before, expected the same value. A value cannot be changed once it is stored"
-                )
-            place = staged.find(seq)
-            if place is not None and known is None and place.chunk.lengths[place.at]:
-                found.append(LateValue(seq, field.name, crc, bytes(value)))
-    return found
+            yield LateValue(seq, each.name, crc, bytes(data[at : at + size]))
+            at += size
 
 
 def _seqs_of(message: Amend) -> list[int]:
@@ -86,7 +115,7 @@ def _fields_of(message: Amend, payload: tuple[Any, ...], staged: StagedPartition
 
 
 def _lengths_of(message: Amend, seqs: list[int], staged: StagedPartition) -> list[int]:
-    """Return the tokens of each sample. Raises ``Refused`` if they, or the process, are not those of the samples."""
+    """Return the tokens of each sample. Raises ``Refused`` if they are not those of the samples."""
     by_token = any(field.name in message.names and field.axis == "token" for field in staged.late)
     columns = b"" if message.lengths_u32 is UNSET else message.lengths_u32
     if len(columns) != 4 * len(seqs) * by_token:
@@ -94,14 +123,10 @@ def _lengths_of(message: Amend, seqs: list[int], staged: StagedPartition) -> lis
     given: list[int] = np.frombuffer(columns, "<u4").tolist() if by_token else [0] * len(seqs)
     for seq, length in zip(seqs, given, strict=True):
         place = staged.find(seq)
-        if place is None:
+        if place is None or message.incarnation not in (ANY_PROCESS, place.chunk.incarnation):
             continue
-        where = f"stream {staged.stream!r} partition {staged.partition} sample {seq}"
-        if message.incarnation not in (ANY_PROCESS, place.chunk.incarnation):
-            raise Refused(
-                f"{where}: got a value for a sample of another process, expected the id that `Producer.sample_ids` "
-                f"returned. The sample with this id was lost before it was stored"
-            )
-        if by_token and length != place.chunk.lengths[place.at] and place.chunk.lengths[place.at]:
-            raise Refused(f"{where}: got {length} values, expected {int(place.chunk.lengths[place.at])}, one per token")
+        expected = int(place.chunk.lengths[place.at])
+        if by_token and length != expected and expected:
+            where = f"stream {staged.stream!r} partition {staged.partition} sample {seq}"
+            raise Refused(f"{where}: got {length} values, expected {expected}, one per token")
     return given

@@ -40,7 +40,7 @@ class SampleState(IntEnum):
     ADMITTED = 4
 
 
-_REASONS = {SampleState.TIMED_OUT: LATE_TIMEOUT, SampleState.DISCARDED: DISCARDED}
+DROP_REASONS: dict[SampleState, str] = {SampleState.TIMED_OUT: LATE_TIMEOUT, SampleState.DISCARDED: DISCARDED}
 
 
 class Complete(NamedTuple):
@@ -202,12 +202,12 @@ class StagedChunk:
 
         Samples that are dropped come as empty ones, with their reason.
         """
-        kind = next(state for state in (SampleState.COMPLETE, *_REASONS) if (self.state == state).any())
+        kind = next(state for state in (SampleState.COMPLETE, *DROP_REASONS) if (self.state == state).any())
         rows = np.flatnonzero(self.state == kind)
         if kind is SampleState.COMPLETE:
             found = self._complete(fields, rows, base_seq)
         else:
-            found = self._dropped(fields, rows, base_seq, _REASONS[kind])
+            found = self._dropped(fields, rows, base_seq, DROP_REASONS[kind])
         self.admit(rows)
         return found
 

@@ -18,11 +18,14 @@ from streampack.core.journal.log_records import ChunkStaged, EndStaged, MarkStag
 from streampack.core.merge.queues import NOWHERE
 from streampack.core.model.fields import Field
 from streampack.core.model.snapshot import Cursor
-from streampack.core.staging.staged_chunk import Complete, SampleState, StagedChunk
+from streampack.core.staging.dropped_samples import ENDED, DroppedSamples
+from streampack.core.staging.staged_chunk import DROP_REASONS, Complete, SampleState, StagedChunk
 from streampack.core.staging.tickets import InFlight
 
 MOST_KNOWN = 1 << 16
 """Samples of a partition whose values are remembered after they were admitted, to tell a repeat from another value."""
+MOST_SENDERS = 1 << 10
+"""Processes of a partition that are remembered."""
 
 
 class StagedSample(NamedTuple):
@@ -48,6 +51,7 @@ class StagedPartition:
         ended: True once the end was admitted.
         paced: True if complete samples wait until a step needs them, and the oldest come first.
         has_media: True if the feed has fields of axis item or patch.
+        drops: Samples that were dropped, also by earlier brokers.
     """
 
     stream: str
@@ -62,6 +66,7 @@ class StagedPartition:
     ended: bool = False
     paced: bool = False
     has_media: bool = False
+    drops: DroppedSamples = field(default_factory=DroppedSamples)
     late: tuple[Field, ...] = field(init=False)
     by_sample: tuple[bool, ...] = field(init=False)
     """For each field that is not late, whether it has one value for each sample."""
@@ -69,6 +74,8 @@ class StagedPartition:
     """Chunks that may have samples to admit."""
     _known: dict[int, dict[str, int]] = field(default_factory=dict)
     """Checksums of the values of admitted samples, by number; the oldest first."""
+    _senders: list[tuple[int, int]] = field(default_factory=list)
+    """(number of the first sample, process) of each process that sent samples; the oldest first."""
 
     def __post_init__(self) -> None:
         self.late = tuple(each for each in self.fields if each.late)
@@ -122,6 +129,10 @@ class StagedPartition:
         """Add the partition's next chunk."""
         self.chunks.append(chunk)
         self.next_seq, self.cursor = chunk.stop_seq, chunk.record.cursor
+        if not self._senders or self._senders[-1][1] != chunk.incarnation:
+            self._senders = [*self._senders[1 - MOST_SENDERS :], (chunk.base_seq, chunk.incarnation)]
+        rejected = chunk.base_seq + np.flatnonzero(chunk.lengths == 0)
+        self.drops.add(rejected.tolist(), chunk.record.rejected)
         self.note(chunk)
 
     def add_mark(self, lsn: int, mark: MarkStaged) -> None:
@@ -147,6 +158,21 @@ class StagedPartition:
         if place is not None:
             return place.chunk.crcs[name][place.at] if name in place.chunk.crcs else None
         return self._known.get(seq, {}).get(name)
+
+    def sender(self, seq: int) -> int | None:
+        """Return the process that sent sample ``seq``; None if that is not known."""
+        at = bisect_right(self._senders, seq, key=lambda one: one[0]) - 1
+        return self._senders[at][1] if at >= 0 and seq < self.next_seq else None
+
+    def waits(self, seq: int) -> bool:
+        """Return whether sample ``seq`` may still get values."""
+        return self.find(seq) is not None and not self.drop_reason(seq)
+
+    def drop_reason(self, seq: int) -> str:
+        """Return the reason that sample ``seq`` is in no step; empty if it may be in one."""
+        place = self.find(seq)
+        state = SampleState.ADMITTED if place is None else SampleState(place.chunk.state[place.at])
+        return DROP_REASONS.get(state) or self.drops.reason(seq)
 
     def note(self, chunk: StagedChunk) -> None:
         """Look for complete samples in a chunk that has changed."""
@@ -231,6 +257,9 @@ class StagedPartition:
 
     def clear(self) -> None:
         """Forget everything that waits: the feed takes no more samples of the partition."""
+        for chunk in self.chunks:
+            left = np.flatnonzero(chunk.state != SampleState.ADMITTED)
+            self.drops.add((chunk.base_seq + left).tolist(), [ENDED])
         self.chunks.clear()
         self._complete.clear()
         self.marks.clear()

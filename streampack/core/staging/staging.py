@@ -6,7 +6,7 @@ Without late fields there are none. ``intake`` calls ``take`` after each change,
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +20,8 @@ from streampack.core.model.fields import Field
 from streampack.core.model.rules import LATE_TIMEOUT_S, Rules
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.producer_messages import Amend, Amended, Mark, Samples
-from streampack.core.staging.amendments import LateValue, Refused, parse_amend
+from streampack.core.staging.amendments import Amendments, LateValue, Refused, parse_amend
+from streampack.core.staging.dropped_samples import DroppedSamples, by_reason, contradiction
 from streampack.core.staging.staged_chunk import StagedChunk
 from streampack.core.staging.staged_partition import StagedPartition, time_out
 from streampack.core.staging.tickets import InFlight, Tickets
@@ -33,11 +34,18 @@ CHECK_S = 1.0
 
 
 class AmendAnswer(NamedTuple):
-    """The answer to a message of ``producer``, which is sent once the records below ``lsn`` are safe."""
+    """The answer to message ``number`` of ``producer``, which is sent once the records below ``lsn`` are safe.
+
+    It is made then, so that it also names samples that were dropped after their values came.
+    """
 
     lsn: int
     producer: str
-    answer: Amended
+    number: int
+    p: int
+    given: Amendments
+    refusal: str = ""
+    """Reason that the whole message is refused, or that values contradict earlier ones."""
 
 
 class Early(NamedTuple):
@@ -54,11 +62,15 @@ class Early(NamedTuple):
 
 
 class LateWaits(NamedTuple):
-    """Samples that wait for late fields: their number, the age of the oldest in seconds, and what that one lacks."""
+    """Samples that wait for late fields: their number, the age of the oldest in seconds, and what that one lacks.
+
+    ``refused``: number of samples whose values came and were not stored, by reason.
+    """
 
     samples: int
     oldest_s: float
     fields: list[str]
+    refused: dict[str, int]
 
 
 class _StagedFeed(NamedTuple):
@@ -82,6 +94,10 @@ class Staging:
         self._early: list[Early] = []
         self._changed: list[int] = []
         """Partitions of which something may be admitted at the next tick."""
+        self._refused: dict[int, Counter[str]] = {}
+        """Number of samples whose values were not stored, by partition and reason."""
+        self._counted: dict[int, DroppedSamples] = {}
+        """These samples, by partition: each counts once, however often its values come."""
         self.timed_out = 0
         """Number of samples that were dropped because a late field did not come."""
 
@@ -111,12 +127,14 @@ class Staging:
 
     def waiting(self, partitions: Iterable[int]) -> LateWaits | None:
         """Return what waits for late fields in some partitions; None if none of them has late fields."""
-        staged = [self._of[p] for p in partitions if p in self._of and self._of[p].late]
+        mine = [p for p in partitions if p in self._of and self._of[p].late]
+        staged = [self._of[p] for p in mine]
         if not staged:
             return None
         oldest = min((found for each in staged if (found := each.oldest()) is not None), default=None)
         seconds, fields = (0.0, []) if oldest is None else (self._now - oldest[0], oldest[1])
-        return LateWaits(sum(each.num_waiting for each in staged), seconds, fields)
+        refused = sum((self._refused.get(p, Counter()) for p in mine), Counter[str]())
+        return LateWaits(sum(each.num_waiting for each in staged), seconds, fields, dict(refused))
 
     def in_the_way(self, feed: str, policy: int, filled: int) -> InFlight | None:
         """Return samples of a paced feed for which the next complete sample must wait; None if there are none.
@@ -169,18 +187,29 @@ class Staging:
         staged.end = self._journal.next_lsn, record
         return self._journal.append(record)
 
-    def amend(self, p: int, message: Amend, payload: tuple[Any, ...], producer: str) -> list[Effect]:
-        """Record the new values of a message, and queue the answer; no answer if a sample has not come yet."""
+    def amend(
+        self, p: int, message: Amend, payload: tuple[Any, ...], producer: str, ended: bool = False
+    ) -> list[Effect]:  # fmt: skip
+        """Record the new values of a message, and queue the answer; no answer if a sample has not come yet.
+
+        ``ended``: no more samples of the partition can come.
+        """
+        staged = self._of[p]
         try:
-            values = parse_amend(message, payload, self._of[p])
+            given = parse_amend(message, payload, staged, ended)
         except Refused as refused:
-            self._answers.append(AmendAnswer(0, producer, Amended(number=message.number, refusal=str(refused)[:2000])))
-            return [Report("warning", f"refused values: {refused}", stream=message.stream, partition=message.partition)]
-        if values is None:
-            self._hold(Early(p, message, tuple(map(bytes, payload)), producer))
-            return []
-        effects = self._put(p, values) if values else []
-        self._answers.append(AmendAnswer(self._journal.next_lsn, producer, Amended(number=message.number)))
+            given, refusal = Amendments([], []), str(refused)
+        else:
+            if given is None:
+                self._hold(Early(p, message, tuple(map(bytes, payload)), producer))
+                return []
+            wrong = contradiction(given.refused, given.other)
+            refusal = wrong and f"stream {staged.stream!r} partition {staged.partition} {wrong}"
+        effects = self._put(p, given.values) if given.values else []
+        self._answers.append(AmendAnswer(self._journal.next_lsn, producer, message.number, p, given, refusal[:2000]))
+        if refusal:
+            text = f"refused values: {refusal}"
+            effects.append(Report("warning", text, stream=message.stream, partition=message.partition))
         return effects
 
     def _hold(self, early: Early) -> None:
@@ -221,12 +250,26 @@ class Staging:
             staged.note(chunk)
         return effects
 
-    def answers(self) -> list[AmendAnswer]:
-        """Return the answers that may be sent now: the records before them are safe."""
-        found: list[AmendAnswer] = []
+    def answers(self) -> list[tuple[str, Amended]]:
+        """Return (producer, answer) of the answers that may be sent now: the records before them are safe."""
+        found: list[tuple[str, Amended]] = []
         while self._answers and self._answers[0].lsn <= self._journal.safe_upto:
-            found.append(self._answers.popleft())
+            due = self._answers.popleft()
+            found.append((due.producer, self._answer(due)))
         return found
+
+    def _answer(self, due: AmendAnswer) -> Amended:
+        """Return an answer, and count the samples whose values were not stored."""
+        reasons, staged = dict(due.given.refused), self._of[due.p]
+        reasons |= {seq: why for seq in due.given.seqs if seq not in reasons and (why := staged.drop_reason(seq))}
+        if not reasons:
+            return Amended(number=due.number, refusal=due.refusal)
+        refused, counts = by_reason(reasons), self._refused.setdefault(due.p, Counter())
+        counted = self._counted.setdefault(due.p, DroppedSamples())
+        for reason, seqs in refused.items():
+            counts[reason] += counted.add(seqs, [reason])
+        columns = {reason: np.array(seqs, "<u8").tobytes() for reason, seqs in refused.items()}
+        return Amended(number=due.number, refusal=due.refusal, refused=columns)
 
     # Time
 

@@ -18,14 +18,16 @@ from streampack.core.journal.log_records import (
     ChunkCompleted,
     ChunkStaged,
     LineageBegan,
+    SamplesAmended,
     SamplesRejected,
     StepFormed,
+    StreamFacts,
 )
 from streampack.core.model.fields import Field
 from streampack.core.model.rules import Batch
 from streampack.core.model.samples import ROW, index_of
-from streampack.core.protocol.events import Tick
-from streampack.core.protocol.producer_messages import Amend
+from streampack.core.protocol.events import Event, FromBroker, Tick
+from streampack.core.protocol.producer_messages import Amend, Amended
 from streampack.core.sessions.pushing.amend_session import AmendSession, GiveValues
 from streampack.core.sessions.pushing.push_buffer import size_of
 from streampack.core.sessions.pushing.push_session import EndBatch, EndPartition, Push
@@ -62,6 +64,9 @@ class Late(Unsafe):
         self.left: dict[tuple[int, int], set[str]] = {}
         """Values that each sample has not got yet; a value that was sent may get lost, and is repeated."""
         self.marks = rollouts.RULES.batch is not None
+        self.answers_to_amends: list[Amended] = []
+        self.not_stored: dict[tuple[int, int], str] = {}
+        """The reason of each sample that some answer named."""
         try:
             super().__init__(seed, discards=discards, quota=192)
         finally:
@@ -94,6 +99,29 @@ class Late(Unsafe):
         if self.rng.random() < (0.3 if not self.over else 0.8):
             self.amend()
         super(Rollouts, self).turn()
+
+    def _to_producer(self, peer: bytes, event: Event) -> None:
+        """Check an answer to an amender against the log, before the session takes it."""
+        session: Any = self.producers.get(peer)
+        answer = event.envelope.message if isinstance(event, FromBroker) else None
+        if isinstance(session, AmendSession) and isinstance(answer, Amended) and answer.number in session.open:
+            self.answers_to_amends.append(answer)
+            self._check_answer(session.open[answer.number].message, answer)
+        super()._to_producer(peer, event)
+
+    def _check_answer(self, given: Amend, answer: Amended) -> None:
+        """The log has every value that was not refused; a sample that was refused was dropped."""
+        for reason, seqs in (getattr(answer, "refused", None) or {}).items():
+            assert reason in ("late_timeout", "discarded"), reason
+            self.not_stored |= {(given.partition, seq): reason for seq in np.frombuffer(seqs, "<u8").tolist()}
+        stored = {
+            (record.partition, seq, name) for record in self.records() if isinstance(record, SamplesAmended)
+            for seq in np.frombuffer(record.seqs_u64, "<u8").tolist() for name in record.names
+        }  # fmt: skip
+        for seq in np.frombuffer(given.seqs_u64, "<u8").tolist():
+            for name in given.names:
+                known = (given.partition, seq, name) in stored or (given.partition, seq) in self.not_stored
+                assert known, f"{name} of sample {seq} is not in the log, and the answer is: {answer}"
 
     def amend(self) -> None:
         """Give values to some samples of a partition; sometimes such as they have already."""
@@ -194,7 +222,43 @@ def test_each_sample_is_admitted_once_with_its_values(
 ) -> None:
     live = run(Late(seed, discards=discards, groups=groups), story)
     check(live)
-    assert not any(session.refusals for session in live.amenders)
+    assert not any(answer.refusal for answer in live.answers_to_amends)
+
+
+@given(rollouts.moves(), st.integers(0, 999), st.booleans(), st.booleans())
+@settings(deadline=None, max_examples=80)
+def test_values_that_come_too_late_are_refused_by_sample(
+    story: list[tuple[str, int]], seed: int, discards: bool, groups: bool
+) -> None:
+    live = run(Late(seed, discards=discards, groups=groups, late_timeout_s=1), story)
+    check(live)
+    dropped = {
+        (record.partition, seq) for record in live.records() if isinstance(record, ChunkCompleted) and record.rejected
+        for seq in np.frombuffer(record.sent_u64, "<u8").tolist()
+    }  # fmt: skip
+    late = {sample for sample, reason in live.not_stored.items() if reason == "late_timeout"}
+    assert late <= dropped
+    assert not any(answer.refusal for answer in live.answers_to_amends)
+
+
+def test_values_come_too_late_in_the_stories() -> None:
+    runs = [run(Late(seed, late_timeout_s=1), [("push", 4), ("turns", 9), ("kill", 0)]) for seed in range(8)]
+    assert {reason for live in runs for reason in live.not_stored.values()} == {"late_timeout"}
+
+
+def test_dropped_samples_are_known_after_their_records_are_deleted() -> None:
+    live = run(Late(3, late_timeout_s=1), [("push", 4), ("turns", 9)])
+    facts = live.broker.leases.records.facts()["rollouts"]
+    facts = msgspec.msgpack.decode(msgspec.msgpack.encode(facts), type=StreamFacts)
+    next_ = Late(4, late_timeout_s=1).broker.leases
+    next_.records.learn("rollouts", facts)
+    for p in range(PARTITIONS):
+        before, staged = (leases.partitions.intakes[p].staged for leases in (live.broker.leases, next_))
+        assert before is not None
+        assert staged is not None
+        assert staged.drops.ranges == before.drops.ranges
+        assert {staged.drop_reason(seq) for seq in range(live.wanted)} <= {"", "late_timeout"}
+    assert any(facts.dropped or ())
 
 
 @given(rollouts.moves(), st.integers(0, 999))

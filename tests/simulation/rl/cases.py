@@ -25,7 +25,9 @@ FIELDS = (
 LATE_PACKS, LATE_SPLIT, LATE_BATCHES, LATE_MARKS, PACED, PACED_LATE = RL_CASES = range(6)
 RL_MEDIA = {6: LATE_SPLIT, 7: PACED_LATE, 8: LATE_MARKS, 9: PACED}
 """Cases whose samples have media, which no seed has of itself, and the case that each is without media."""
-_BASES = {LATE_PACKS: 10, LATE_SPLIT: 11, LATE_BATCHES: 12, LATE_MARKS: 13, PACED: 12, PACED_LATE: 12}
+TIMED = 10
+"""A case whose samples are dropped if a late field does not come in time, which no seed has of itself."""
+_BASES = {TIMED: 10, LATE_PACKS: 10, LATE_SPLIT: 11, LATE_BATCHES: 12, LATE_MARKS: 13, PACED: 12, PACED_LATE: 12}
 """The case of the simulation whose sizes, lengths and rules each has, but for what is set here."""
 
 
@@ -39,6 +41,8 @@ def rl_case(number: int, lag: int = 0) -> Case:
     rules: dict[str, Any] = {"share": None, "streams": streams}
     if number != PACED:
         rules["fields"] = FIELDS
+    if number == TIMED:
+        rules["late_timeout_s"] = 1
     if number in (PACED, PACED_LATE):
         rules |= {"paces": True, "max_policy_lag": lag}
     return replace(base, rules=msgspec.structs.replace(base.rules, **rules))

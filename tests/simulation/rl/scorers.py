@@ -2,7 +2,8 @@
 
 A scorer knows the ids of all samples that were sent, and gives values until it has heard that they are safe. A new
 process of a scorer does not know what the last one has given, and gives it again. Sometimes a scorer is early: it gives
-values to samples that are not safe yet. Only those may be refused, if the sample was lost with its process.
+values to samples that are not safe yet. Only those may be refused, if the sample was lost with its process. In a run
+with a timeout a scorer may be too late. An answer that names no sample means that the log has the values of all.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from msgspec import UNSET
 
 from streampack.core.model.fields import Field
 from streampack.core.protocol.events import Effect, Event, Report
-from streampack.core.protocol.producer_messages import ANY_PROCESS, Amend
+from streampack.core.protocol.producer_messages import ANY_PROCESS, Amend, Amended
 from streampack.core.sessions.producer_base import Finish, Leave
 from streampack.core.sessions.pushing.amend_session import AmendSession, GiveValues
 from tests.simulation.processes import Process
@@ -65,7 +66,7 @@ class ScorerProcess(Process):
     def handle(self, event: Event) -> None:
         super().handle(event)
         for number in [number for number in self._open if number not in self.session.open]:
-            self._answered(self._open.pop(number), self.session.refusals.pop(number, ""))
+            self._answered(self._open.pop(number), self.session.refused.pop(number, Amended(number=number)))
 
     def perform(self, effect: Effect) -> None:
         if isinstance(effect, Finish):
@@ -75,14 +76,28 @@ class ScorerProcess(Process):
         else:
             assert isinstance(effect, Report), effect
 
-    def _answered(self, given: Given, refusal: str) -> None:
-        births = given.births
-        if refusal:
-            mine = [births.sent.get(seq) for seq in given.seqs]
-            lost = [each for each in mine if each is None or each.incarnation != given.incarnation]
-            assert lost, f"late values: {given} was refused: {refusal}"
-            assert not given.safe, f"late values: {given} was refused: {refusal}"
-        elif given.safe:
+    def _answered(self, given: Given, answer: Amended) -> None:
+        births, case = given.births, given.births.case
+        reasons = {seq: reason for reason, seqs in (answer.refused or {}).items()
+                   for seq in np.frombuffer(seqs, "<u8").tolist()}  # fmt: skip
+        for seq in given.seqs:
+            one, reason = births.sent.get(seq), reasons.get(seq, "")
+            where = f"late values: sample {seq} of {case.names[births.stream]} {births.partition}: {answer}"
+            if reason == "lost":
+                assert one is None or one.incarnation != given.incarnation, where
+            elif reason == "empty":
+                assert one is not None, where
+                assert not case.lengths(births.stream, births.partition)[one.birth], where
+            elif reason == "late_timeout":
+                assert case.rules.late_timeout_s, where
+                self.world.too_late.add((births.stream, births.partition, seq))
+            else:
+                assert reason in ("", "ended"), where
+                lacking = [name for name in given.names if not self.world.is_amended(births, seq, name)]
+                assert reason or not lacking, f"{where}, and the log lacks {lacking}"
+        assert bool(answer.refusal) == ("lost" in reasons.values()), answer
+        assert not (given.safe and answer.refusal), f"late values: {given} was refused: {answer}"
+        if given.safe:
             self._done[births.partition] |= {(seq, name) for seq in given.seqs for name in given.names}
 
     def _work(self) -> None:
@@ -91,7 +106,9 @@ class ScorerProcess(Process):
         if self.session.terms is not None and not self.frozen:
             self._give()
         if self.alive:
-            self.world.clock.after(self.world.rng.expovariate(1 / self.world.score_s), self._work)
+            timeout_s = self.world.jobs["train"].case.rules.late_timeout_s or 0
+            tardy_s = 2 * timeout_s if timeout_s and self.world.rng.random() < 0.02 else 0.0
+            self.world.clock.after(tardy_s + self.world.rng.expovariate(1 / self.world.score_s), self._work)
 
     def _give(self) -> None:
         """Give values to some samples of a partition that are safe, or to one that is not."""

@@ -9,8 +9,8 @@ import os
 
 import pytest
 
-from tests.simulation.rl.cases import RL_CASES, RL_MEDIA, rl_case
-from tests.simulation.rl.world import run_loop
+from tests.simulation.rl.cases import RL_CASES, RL_MEDIA, TIMED, rl_case
+from tests.simulation.rl.world import LoopWorld, checked, run_loop
 
 CHUNK = 6
 
@@ -37,6 +37,12 @@ def test_an_rl_loop_with_relays_and_standbys_keeps_its_promises(seeds: range) ->
 def test_an_rl_loop_with_media_keeps_its_promises(seeds: range) -> None:
     for seed in seeds:
         run_loop(seed, [*RL_MEDIA][seed % len(RL_MEDIA)])
+
+
+@pytest.mark.parametrize("seeds", _chunks(6), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+def test_an_rl_loop_names_the_samples_whose_values_come_too_late(seeds: range) -> None:
+    worlds = [checked(LoopWorld(seed, TIMED, standby=bool(seed % 2))) for seed in seeds]
+    assert any(world.too_late for world in worlds)
 
 
 def test_an_rl_loop_happens_the_same_way_twice() -> None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from streampack.core.journal.log_records import SamplesAmended
 from streampack.core.staging.tickets import LEARN_S
 from tests.simulation.broker import TICK_S
 from tests.simulation.faults import Faults
@@ -23,6 +26,7 @@ from tests.simulation.world import AnyProducer, Outcome, World
 if TYPE_CHECKING:
     from tests.simulation.broker import BrokerProcess
     from tests.simulation.processes import Process
+    from tests.simulation.pushers import Births
 
 ZOMBIE_S = 8.0
 """So long a broker lives after a standby has taken over."""
@@ -55,13 +59,18 @@ class LoopWorld(World):
         self._moves_at: dict[Process, float] = {}
         """When each process that still speaks to the zombie notices that another broker is active."""
         self.forgotten = 0
+        self.outcome: Outcome
+        self.too_late: set[tuple[int, int, int]] = set()
+        """Samples whose values came after they were dropped: stream, partition and number of each."""
+        self._amended: set[tuple[str, int, int, str]] = set()
+        self._amended_upto = 0
         self.began_at = 0.0
         """When the broker began."""
         super().__init__(seed, self.number, relays=relays, standby=standby)
         self.clock.after(0.0, self._watch)
 
     def run(self) -> Outcome:
-        outcome = super().run()
+        self.outcome = super().run()
         job = self.jobs["train"]
         assert self.disk is not None
         assert job.reference is not None
@@ -69,7 +78,7 @@ class LoopWorld(World):
         self.forgotten = check_ages(job.case, self.births, self.disk, self.most_at_once)
         for kept in self.kept:
             check_results(job, kept, self.disk)
-        return outcome
+        return self.outcome
 
     @property
     def waits(self) -> bool:
@@ -80,6 +89,18 @@ class LoopWorld(World):
         job = self.jobs["train"]
         num_steps = max(end[0] for end in job.ended.values())
         return not all(has_results(kept, self.kept[0], num_steps, self.disk) for kept in self.kept)
+
+    def is_amended(self, births: Births, seq: int, name: str) -> bool:
+        """Is the value of a late field of a sample safe in the log?"""
+        disk = self.disk
+        assert disk is not None
+        for lsn in range(self._amended_upto, disk.safe_upto):
+            record, _ = disk.decode(lsn)
+            if isinstance(record, SamplesAmended):
+                seqs = np.frombuffer(record.seqs_u64, "<u8").tolist()
+                self._amended |= {(record.stream, record.partition, one, of) for one in seqs for of in record.names}
+        self._amended_upto = max(self._amended_upto, disk.safe_upto)
+        return (births.case.names[births.stream], births.partition, seq, name) in self._amended
 
     def others(self) -> list[Process]:
         tellers = [client.teller for client in self.clients() if isinstance(client, LoopTrainer)]
@@ -204,8 +225,15 @@ class LoopFaults(Faults):
 
 def run_loop(seed: int, number: int | None = None, *, relays: bool = False, standby: bool = False) -> Outcome:
     """Run a seed, perhaps of another case. Raises AssertionError, with the seed, for whatever does not hold."""
+    return checked(LoopWorld(seed, number, relays=relays, standby=standby)).outcome
+
+
+def checked(world: LoopWorld) -> LoopWorld:
+    """Run a world. Raises AssertionError, with its seed, for whatever does not hold."""
     try:
-        return LoopWorld(seed, number, relays=relays, standby=standby).run()
+        world.run()
     except Exception as error:
+        seed = world.seed
         again = f"SIM_SEEDS={seed}:{seed + 1} .venv/bin/python -m pytest tests/simulation/rl/test_rl_loops.py"
         raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}\nto run it alone: {again}") from error
+    return world

@@ -1,8 +1,8 @@
 """A producer that gives values to the late fields of samples, as a pure state machine: ``handle(event) -> effects``.
 
 Any process may amend any sample of the stream, so the session holds no lease. A message is repeated until the broker
-says that its values are safe, or refuses them. The broker takes each value once, so repeats do no harm. A broker that
-has not got the sample yet gives no answer.
+says that its values are safe, or names the samples whose values it did not store. The broker takes each value once, so
+repeats do no harm. A broker that has not got the sample yet gives no answer.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class AmendSession(Sender):
     stream: str
     terms: LateFields | None = None
     """The broker's newest answer to the hello, which has the declared fields."""
-    refusals: dict[int, str] = field(default_factory=dict)
-    """Error text of each message that was refused, by number."""
+    refused: dict[int, Amended] = field(default_factory=dict)
+    """Answer to each message of which not all values were stored, by number."""
     open: OpenMessages[GiveValues] = field(default_factory=OpenMessages)
     """Messages without an answer, by number."""
     _greeted: int = -1
@@ -75,8 +75,8 @@ class AmendSession(Sender):
             self._hello_next.reset()
             return [] if known else [self._send_values(each) for each in self.open.values()]
         if isinstance(message, Amended):
-            if self.open.pop(message.number, None) is not None and message.refusal:
-                self.refusals[message.number] = message.refusal
+            if self.open.pop(message.number, None) is not None and (message.refusal or message.refused):
+                self.refused[message.number] = message
         elif isinstance(message, Who):
             self._greeted = -1
             return self._hello_if_due()
