@@ -5,6 +5,7 @@
 - ``bytes_tokenizer``: UTF-8 bytes as ids. It needs no vocabulary.
 - ``callable_tokenizer``: a function of the user, by its import path.
 - ``tokenizer_json``: a tokenizer.json file, read by the library ``tokenizers``.
+- ``folder_files``: the files beside it.
 - ``transformers_tokenizer``: a tokenizer object of transformers.
 - ``chat``: reads messages, and keeps marker tokens in them apart from those of templates.
 - ``chat_template``: Jinja templates of model authors, in a sandbox.

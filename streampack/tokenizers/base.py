@@ -140,6 +140,10 @@ class Tokenizer(Protocol):
         """Tokens of chats and pairs that are learned: see TokenizerSettings."""
 
     @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that stand for added tokens, such as ``<|im_end|>``; empty if they are unknown."""
+
+    @property
     def eos_token(self) -> str | None:
         """Text of the token that ends a text, for messages; None if it is unknown."""
 

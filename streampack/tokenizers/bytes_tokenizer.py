@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from streampack.core.stats.sample_warnings import REASONING_LEFT_OUT, TOOL_CALLS_LEFT_OUT
 from streampack.errors import ConfigError
-from streampack.tokenizers.chat import pair_messages, read_messages
+from streampack.tokenizers.chat import REASONING, left_out, pair_messages, read_messages
 from streampack.tokenizers.token_ids import Encoded, Tokens, digest_of_words
 
 EOS_OF_BYTES = 256
@@ -26,6 +27,7 @@ class BytesTokenizer:
 
     has_chat_template = True
     eos_token: str | None = "<256>"
+    special_ids = frozenset({EOS_OF_BYTES})
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class BytesTokenizer:
     def encode_chat(
         self, messages: object, tools: object = None, variables: Mapping[str, Any] | None = None
     ) -> Encoded | str:
-        """Return the ids and loss mask of a chat, written as ``role: content`` lines; ``tools`` are left out."""
+        """Return the ids and loss mask of a chat, written as ``role: content`` lines without tools and reasoning."""
         checked = read_messages(messages, self._roles, any_role=self.train_on == "all")
         if isinstance(checked, str):
             return checked
@@ -65,7 +67,12 @@ class BytesTokenizer:
             parts.append((f"{message.role}: ", False, False))
             parts.append((message.text, answer and message.train, answer))
             parts.append(("" if answer else "\n", False, False))
-        return self._join(parts)
+        joined = self._join(parts)
+        if isinstance(joined, str):
+            return joined
+        calls = [TOOL_CALLS_LEFT_OUT] * any(message.raw.get("tool_calls") for message in checked)
+        thoughts = [REASONING_LEFT_OUT] * any(REASONING[0] in message.raw for message in checked)
+        return joined._replace(warnings=(*left_out(tools, variables), *calls, *thoughts))
 
     def encode_pair(
         self,
@@ -82,7 +89,8 @@ class BytesTokenizer:
             return "dtype"
         if not prompt + completion:
             return "empty"
-        return self._join([(prompt, False, False), (completion, True, self._append_eos)])
+        joined = self._join([(prompt, False, False), (completion, True, self._append_eos)])
+        return joined if isinstance(joined, str) else joined._replace(warnings=tuple(left_out(tools, variables)))
 
     def decode(self, tokens: Tokens) -> str:
         """Return the text of the bytes, with ``<256>`` for the end of text."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from streampack.errors import ConfigError
-from streampack.tokenizers.chat import pair_messages
+from streampack.tokenizers.chat import left_out, pair_messages
 from streampack.tokenizers.rejections import Rejections
 from streampack.tokenizers.token_ids import Because, Encoded, Tokens, as_encoded, digest_of_words
 
@@ -44,6 +44,7 @@ class CallableTokenizer:
         self._decode: Callable[[list[int]], str] | None = getattr(function, "decode", None)
         self.has_chat_template = self._encode_chat is not None
         self.eos_token: str | None = None
+        self.special_ids = frozenset[int]()
         self._function, self.train_on = function, train_on
         self._rejections = Rejections()
 
@@ -93,6 +94,7 @@ class CallableTokenizer:
         both = self.encode(prompt + completion)
         if isinstance(both, str):
             return both
+        both = both._replace(warnings=tuple(left_out(tools, variables)))
         first = self.encode(prompt) if prompt else Encoded(np.empty(0, np.int32))
         if isinstance(first, str):
             return first
@@ -105,7 +107,7 @@ class CallableTokenizer:
             return both
         mask = np.ones(len(both.tokens), np.uint8)
         mask[:start] = 0
-        return Encoded(both.tokens, mask if both.loss_mask is None else mask & both.loss_mask)
+        return both._replace(loss_mask=mask if both.loss_mask is None else mask & both.loss_mask)
 
     def _call(self, function: Callable[..., object], *what: object) -> Encoded | str:
         """Return the checked result of the user's function; if it raises, warn and return the reason ``tokenizer``."""

@@ -24,12 +24,11 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from streampack.core.stats.sample_warnings import NO_END_TOKEN, REASONING_LEFT_OUT, TOOL_CALLS_LEFT_OUT
 from streampack.tokenizers.chat import REASONING, ChatMessage
 from streampack.tokenizers.chat_marks import PLACE, Piece, TemplateError, pieces_of
 
 Span = tuple[int, int]
-NO_END_TOKEN = "no_end_token"
-CALLS_LEFT_OUT, REASONING_LEFT_OUT = "tool_calls_left_out", "reasoning_left_out"
 _NAMED = re.compile(f"{PLACE}([0-9]+)([a-zA-Z]){PLACE}")
 _CONTENT, _CALL, _THOUGHT = "c", "t", "r"
 _INSTRUCTIONS = ("system", "developer")
@@ -40,7 +39,7 @@ class Rendered(NamedTuple):
 
     - ``text``: the text, in which ``SPLIT`` precedes each character of marker tokens in the data.
     - ``learned``: spans of the text that are learned, as (begin, end), in order and without overlap.
-    - ``warnings``: see ``sample_warnings``.
+    - ``warnings``: words of ``core.stats.sample_warnings``.
     """
 
     text: str
@@ -148,7 +147,7 @@ class _Chat:
         warnings = []
         calls = [number for number, raw in enumerate(self._raw) if raw.get("tool_calls")]
         if any((number, _CALL) not in self._places for number in calls):
-            warnings.append(CALLS_LEFT_OUT)
+            warnings.append(TOOL_CALLS_LEFT_OUT)
         answers = [number for number, message in enumerate(self._messages) if message.is_answer]
         # Many templates leave out the reasoning of earlier turns on purpose.
         if any(_reasoning(self._raw[number]) and (number, _THOUGHT) not in self._places for number in answers[-1:]):

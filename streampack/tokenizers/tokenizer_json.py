@@ -23,11 +23,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from streampack.core.stats.sample_warnings import SPECIAL_TOKENS_AS_TEXT
 from streampack.errors import ConfigError
 from streampack.tokenizers.base import TokenizerSettings
-from streampack.tokenizers.chat import ChatMessage, any_of, pair_messages, read_messages, split_markers
+from streampack.tokenizers.chat import (
+    ChatMessage,
+    any_of,
+    left_out,
+    pair_messages,
+    read_messages,
+    split_markers,
+    wrong_variables,
+)  # fmt: skip
 from streampack.tokenizers.chat_marks import SPLIT, TemplateError
 from streampack.tokenizers.chat_spans import Rendered, render_chat
+from streampack.tokenizers.folder_files import FolderFiles, read_text
 from streampack.tokenizers.rejections import Rejections
 from streampack.tokenizers.token_ids import Because, Encoded, Tokens
 
@@ -47,19 +57,20 @@ class FileTokenizer:
         assert settings.file is not None
         given = Path(settings.file)
         path = given / "tokenizer.json" if given.is_dir() else given
-        self._json = _read(path)
-        beside = _FolderFiles(path.parent)
+        self._json = read_text(path)
+        beside = FolderFiles(path.parent)
         self._plain = _library(self._json, path)
         self._rejections = Rejections()
         self._settings, self.train_on = settings, settings.train_on
         self.name = str(settings.file)
         self.vocab_size: int | None = max(self._plain.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self._before, self._after = _around(self._plain)
+        self._before, self._after = _ids_around(self._plain)
         _remove_post_processor(self._plain)
         self._plain.encode_special_tokens = not settings.allow_special
         added = self._plain.get_added_tokens_decoder().values()
         self._special = {token.content for token in added if token.special}
         self._ids = {token.content: number for number, token in self._plain.get_added_tokens_decoder().items()}
+        self.special_ids = frozenset(self._ids.values())
         self._markers = None if settings.allow_special else any_of(self._special)
         self._ends = {token.content for token in added if token.content.strip()}
 
@@ -86,14 +97,13 @@ class FileTokenizer:
     def encode(self, text: str) -> Encoded | str:
         """Return the ids of a text, or the reason ``empty`` or ``encoding``."""
         try:
-            ids = self._plain.encode_batch_fast([text], add_special_tokens=False)[
-                0
-            ].ids  # without offsets, 1.4 times faster
+            (encoding,) = self._plain.encode_batch_fast([text], add_special_tokens=False)  # 1.4 times faster
         except TypeError:  # half of a surrogate pair
             return "encoding"
-        if not ids:
+        if not encoding.ids:
             return "empty"
-        return Encoded(np.array(self._close(ids), np.int32))
+        before, after = self._around(encoding.ids)
+        return Encoded(np.array([*before, *encoding.ids, *after], np.int32), warnings=self._warnings(text))
 
     def encode_chat(
         self, messages: object, tools: object = None, variables: Mapping[str, Any] | None = None
@@ -112,7 +122,10 @@ class FileTokenizer:
         except (TemplateError, RecursionError) as error:  # RecursionError: values nested too deeply
             self._rejections.warn(f"the chat template rejects a chat of {len(read)} messages", error)
             return Because("template", str(error))
-        return self._encode_rendered(rendered)
+        encoded = self._encode_rendered(rendered)
+        if isinstance(encoded, str):
+            return encoded
+        return encoded._replace(warnings=(*left_out(tools, variables, template.reads), *rendered.warnings))
 
     def encode_pair(
         self,
@@ -136,11 +149,11 @@ class FileTokenizer:
             return "empty"
         learned = np.zeros(len(text), np.uint8)
         learned[len(prompt) :] = 1
-        ids = self._close(encoding.ids)
-        mask = np.ones(len(ids), np.uint8)  # ids after the text end the completion, so they are learned
-        mask[: len(self._before)] = 0
-        mask[len(self._before) :][: len(encoding.ids)] = _overlap(encoding.offsets, learned)
-        return self._encoded(ids, mask)
+        before, after = self._around(encoding.ids)
+        # Ids after the text end the completion, so they are learned.
+        masks = [0] * len(before), _overlap(encoding.offsets, learned), [1] * len(after)
+        encoded = self._encoded([*before, *encoding.ids, *after], np.concatenate(masks).astype(np.uint8))
+        return encoded._replace(warnings=(*left_out(tools, variables), *self._warnings(text)))
 
     def decode(self, tokens: Tokens) -> str:
         """Return the text of ``tokens``, special tokens included."""
@@ -150,7 +163,7 @@ class FileTokenizer:
         self, template: "ChatTemplate", read: list[ChatMessage], tools: object, variables: Mapping[str, Any]
     ) -> Rendered:
         """Render a chat whose marker tokens are text. Raises TemplateError."""
-        markers, of_answers = self._markers, any_of(self._not_searched(template))
+        markers, of_answers = self._markers, self._answer_markers[template]
         split = [
             message._replace(raw=split_markers(message.raw, of_answers if message.is_answer else markers))
             for message in read
@@ -158,21 +171,28 @@ class FileTokenizer:
         tools, variables = split_markers(tools, markers) or None, split_markers(variables, markers)
         if self.train_on == "all":
             text = template.render([message.raw for message in split], tools, variables)
-            return Rendered(text, [(0, len(text))])
-        return render_chat(template, split, tools, variables, self._ends)
+            rendered = Rendered(text, [(0, len(text))])
+        else:
+            rendered = render_chat(template, split, tools, variables, self._ends)
+        as_text = [SPECIAL_TOKENS_AS_TEXT] * (SPLIT in rendered.text)
+        return rendered._replace(warnings=(*rendered.warnings, *as_text))
 
-    def _not_searched(self, template: "ChatTemplate") -> set[str]:
-        """Return the special tokens that stay text in answers: those that the template does not look for in them.
+    def _warnings(self, text: str) -> tuple[str, ...]:
+        """Return the warnings about an ordinary text."""
+        return (SPECIAL_TOKENS_AS_TEXT,) if self._markers and self._markers.search(text) else ()
+
+    @cached_property
+    def _answer_markers(self) -> "dict[ChatTemplate, re.Pattern[str] | None]":
+        """Patterns of the special tokens that stay text in answers: those that a template does not look for in them.
 
         For example, a template looks for ``</think>`` to leave out the reasoning of earlier turns. Then ``<think>``
         and ``</think>`` are tokens.
         """
-        if self._settings.allow_special:
-            return set()
-        looked_for = {
-            token.replace("/", "") for token in self._special if any(token in text for text in template.searched)
-        }
-        return {token for token in self._special if token.replace("/", "") not in looked_for}
+        special, patterns = self._special if self._markers else (), {}
+        for template in self._compiled.values():
+            searched = {token.replace("/", "") for token in special if any(token in text for text in template.searched)}
+            patterns[template] = any_of(token for token in special if token.replace("/", "") not in searched)
+        return patterns
 
     def _check_variables(self) -> None:
         """Raise ConfigError for a variable in the settings that no chat template reads."""
@@ -267,10 +287,12 @@ class FileTokenizer:
         name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
         return self._compiled[name if name in self._compiled else next(iter(self._compiled))]
 
-    def _close(self, ids: list[int]) -> list[int]:
-        """Return a text's ids with the special ids before and after it."""
-        closed = [*self._before, *ids, *self._after]
-        return closed if self._eos is None or closed[-1] == self._eos else [*closed, self._eos]
+    def _around(self, ids: list[int]) -> tuple[list[int], list[int]]:
+        """Return the special ids that come before and after a text's ``ids``, without those that it has already."""
+        before = [] if ids[: len(self._before)] == self._before else self._before
+        after = [] if ids[-len(self._after) :] == self._after else self._after
+        last = [*ids, *after][-1]
+        return before, after if self._eos is None or last == self._eos else [*after, self._eos]
 
     def _encoded(self, ids: list[int], mask: NDArray[np.uint8]) -> Encoded:
         """Return ids and mask as Encoded; leave out the mask if every token is learned."""
@@ -291,68 +313,6 @@ class FileTokenizer:
                 f"{known})"
             )
         return int(found)
-
-
-def wrong_variables(variables: object) -> str | None:
-    """Return what is wrong with the variables for a chat template; None if they can be used."""
-    if variables is not None and not isinstance(variables, Mapping):
-        return f"chat_template_kwargs: got a {type(variables).__name__}, expected a mapping of names to values"
-    reserved = sorted(set(variables or ()) & {"messages", "tools", "add_generation_prompt"})
-    if reserved:
-        return f"chat_template_kwargs: got {reserved[0]}, which streampack gives the template itself. Remove it"
-    return None
-
-
-class _FolderFiles:
-    """Contents of the files that Hugging Face keeps in the folder of tokenizer.json; all of them may be missing."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._config: dict[str, Any] = {}
-        for name in ("special_tokens_map.json", "tokenizer_config.json"):
-            if (folder / name).is_file():
-                text = _read(folder / name)
-                try:
-                    self._config |= json.loads(text)
-                except (ValueError, TypeError) as error:
-                    raise ConfigError(
-                        f"tokenizer {folder / name}: got a file that is not a JSON object ({error}). Correct the file"
-                    ) from error
-
-    def token(self, key: str) -> str | None:
-        """Return the text of a special token, such as ``eos_token``; None if the files do not name it."""
-        value = self._config.get(key)
-        value = value.get("content") if isinstance(value, dict) else value
-        return value if isinstance(value, str) else None
-
-    def tokens(self) -> dict[str, str]:
-        """Return all special tokens by name, as chat templates see them."""
-        keys = [key for key in sorted(self._config) if re.fullmatch("[a-z_]+_token", key)]
-        return {key: token for key in keys if (token := self.token(key)) is not None}
-
-    def templates(self, given: str | None) -> dict[str, str]:
-        """Return the texts of the chat templates by name, ``default`` and perhaps ``tool_use``; {} without any.
-
-        ``given``: path or text of a template that replaces those of the folder.
-        """
-        if given is not None:
-            return {"default": given if "{" in given or "\n" in given else _read(Path(given))}
-        if (self._folder / "chat_template.jinja").is_file():
-            more = sorted((self._folder / "additional_chat_templates").glob("*.jinja"))
-            return {"default": _read(self._folder / "chat_template.jinja")} | {path.stem: _read(path) for path in more}
-        found = self._config.get("chat_template")
-        if isinstance(found, list):
-            return {each["name"]: each["template"] for each in found}
-        return {"default": found} if isinstance(found, str) else {}
-
-
-def _read(path: Path) -> str:
-    """Return the text of a file of the tokenizer. Raises ConfigError."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"tokenizer: {path}: cannot be read: {reason}: correct the path") from error
 
 
 def _date(text: str | None) -> date | None:
@@ -390,7 +350,7 @@ def _missing(module: str, error: ImportError) -> ConfigError:
     )
 
 
-def _around(library: "Library") -> tuple[list[int], list[int]]:
+def _ids_around(library: "Library") -> tuple[list[int], list[int]]:
     """Return the ids that the post-processor puts before and after a text."""
     for text in ("a", *sorted(library.get_vocab(with_added_tokens=False))[:100]):
         encoding = library.encode(text)

@@ -113,6 +113,7 @@ def test_the_ids_are_those_of_transformers_or_the_reason_says_why(name: str, fol
         ids = render(name, chat, return_dict=True)["input_ids"]
         if name in TAGS_STAY_TEXT and "think tag" in title:
             assert ours(name, folder / name).decode(found.tokens) == text, title
+            assert "special_tokens_as_text" in found.warnings, title
         else:
             assert found.tokens.tolist() == ids, title
     assert rendered >= 18, "most chats are compared"

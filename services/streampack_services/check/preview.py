@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
@@ -65,17 +67,19 @@ def _renamed(fields: Mapping[str, str]) -> dict[str, str]:
 def _sample(record: RawSample, tokenizer: Tokenizer, fields: list[str]) -> Tree:
     """Return a sample as a tree: place, reason of a rejection (or None), tokens, learned tokens, and parts of its text.
 
-    Each of ``parts`` has its ``text`` and whether it is ``learned``. ``media`` has the number of ``items`` and
-    ``patches``, and the ``places`` of items by field; it is None for a sample without media. ``fields``: names of the
-    fields in producer.yaml.
+    Each of ``parts`` has its ``text``, whether it is ``learned``, and whether its tokens are ``special``. ``media`` has
+    the number of ``items`` and ``patches``, and the ``places`` of items by field. It is None without media. ``fields``:
+    names of the fields in producer.yaml.
     """
     media, wrong = _media(record, fields)
     learned = record.fields.get(LOSS_MASK)
     mask = [1] * len(record.tokens) if learned is None else learned.tolist()
+    special = np.isin(record.tokens, list(tokenizer.special_ids)).tolist() or [False] * len(mask)
     parts, place = [], 0
-    for value, run in groupby(mask):
+    for (value, is_special), run in groupby(zip(mask, special, strict=True)):
         size = len(list(run))
-        parts.append({"learned": bool(value), "text": tokenizer.decode(record.tokens[place : place + size])})
+        text = tokenizer.decode(record.tokens[place : place + size])
+        parts.append({"learned": bool(value), "special": is_special, "text": text})
         place += size
     return {
         "where": record.place, "reason": record.reason or wrong, "num_tokens": len(mask),
@@ -119,9 +123,12 @@ def _place(reference: Reference) -> Tree:
 
 
 def show_preview(found: dict[str, list[Tree]]) -> None:
-    """Print the result of ``preview``: learned text green, or in ``[[ ]]`` without colors; the rest dim."""
+    """Print the result of ``preview``: learned text green, special tokens reversed, and the rest dim.
+
+    Without colors, learned text is in ``[[ ]]``, and runs of special tokens are in ``{{ }}``.
+    """
     console = Console(highlight=False, markup=False, emoji=False)
-    marks = ("", "") if console.color_system else ("[[", "]]")
+    plain = not console.color_system
     for name, samples in found.items():
         for sample in samples:
             console.print()
@@ -132,9 +139,13 @@ def show_preview(found: dict[str, list[Tree]]) -> None:
             for word in sample["warnings"]:
                 console.print(f"warning: {advice(word)}", style="yellow", soft_wrap=True)
             text = Text()
-            for part in sample["parts"]:
-                before, after = marks if part["learned"] else ("", "")
-                text.append(before + part["text"] + after, style="green" if part["learned"] else "dim")
+            for learned, parts in groupby(sample["parts"], key=itemgetter("learned")):
+                style = "green" if learned else "dim"
+                text.append("[[" * (learned and plain))
+                for part in parts:
+                    before, after = ("{{", "}}") if plain and part["special"] else ("", "")
+                    text.append(before + part["text"] + after, style=style + " reverse" * part["special"])
+                text.append("]]" * (learned and plain))
             console.print(text, soft_wrap=True)
             for field, places in media["places"].items() if media else ():
                 _show_places(console, field, places)

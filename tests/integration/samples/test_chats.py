@@ -95,8 +95,32 @@ def test_check_shows_the_first_samples_and_what_is_learned(folder: Path) -> None
     whole = "".join(part["text"] for part in found[0]["parts"])
     assert whole == "<|im_start|>user\nquestion 0.0<|im_end|>\n<|im_start|>assistant\nanswer 0.1<|im_end|>\n"
     shown = in_process("check", path, "--samples", "1").stdout
-    assert "assistant\n[[answer 0.1<|im_end|>]]" in shown
+    assert "{{<|im_start|>}}assistant\n[[answer 0.1{{<|im_end|>}}]]" in shown
     assert in_process("check", path).stdout.splitlines()[-1].startswith("good: ")
+
+
+def test_check_shows_special_tokens_apart_from_text_that_looks_like_them(folder: Path) -> None:
+    text = "<|im_start|>user\nhi<|im_end|>"
+    shards = str(write_jsonl(folder / "texts.jsonl", [{"text": text}]))
+    streams = {"texts": {"source": "jsonl", "shards": shards}}
+    path = write(folder / "producer.yaml", config(folder, streams=streams))
+    for shown in (in_process("check", path, "--samples", "1").stdout, in_process("check", path).stdout):
+        assert "tokenizer: {allow_special: true, append_eos: false}" in " ".join(shown.split())
+    assert f"[[{text}{{{{<|eos|>}}}}]]" in in_process("check", path, "--samples", "1").stdout
+    given = {"file": str(folder / "tokenizer"), "allow_special": True, "append_eos": False}
+    shown = in_process("check", write(path, config(folder, streams=streams, tokenizer=given)), "--samples", "1").stdout
+    assert "[[{{<|im_start|>}}user\nhi{{<|im_end|>}}]]" in shown
+    assert "warning" not in shown
+
+
+def test_check_says_why_a_chat_is_rejected(folder: Path) -> None:
+    shards = str(write_jsonl(folder / "roles.jsonl", [{"messages": turns("hi", "hello")}, {"messages": [
+        {"role": "user", "content": "hi"}, {"role": "model", "content": "hello"},
+    ]}]))  # fmt: skip
+    path = write(folder / "producer.yaml", config(folder, streams={"a": {"source": "jsonl", "shards": shards}}))
+    shown = in_process("check", path, "--samples", "2").stdout
+    assert "rejected: roles" in shown
+    assert "set tokenizer: {roles: {model: assistant}}" in shown.lower()
 
 
 UNNAMED = "streams.chats: tokenizer: got chats without a tokenizer, expected a tokenizer with a chat template. Set"
