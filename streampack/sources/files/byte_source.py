@@ -131,15 +131,3 @@ class PositionedFile(io.RawIOBase):
         data = self.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
-
-
-_MAGIC = {b"\xfd7zXZ\x00": "xz", b"BZh": "bzip2"}
-
-
-def refuse_compressed(file: ShardFile, first: bytes) -> None:
-    """Raise SourceError if the ``first`` bytes of ``file`` show xz or bzip2 compression, which is not supported."""
-    for magic, kind in _MAGIC.items():
-        if first.startswith(magic):
-            raise SourceError(
-                f"{file.path}: got a file compressed with {kind}, expected a plain, gzip or Zstandard file"
-            )

@@ -8,7 +8,9 @@ order. Each process holds one decompressed shard at a time, in the folder that T
 The alternatives cost more. An index into a gzip file needs a first pass over the whole file, and 32 KiB of memory for
 each entry point. Each sample then costs megabytes of decompression. Zstandard files with a seek table are rare.
 
-Both formats mark their end, so a file that is cut short or damaged raises DamagedFile.
+The kind of a file follows from its contents (``contents``), and other kinds of compression are refused. Both formats
+mark their end, so a file that is cut short or damaged raises DamagedFile. Decompressing Zstandard takes the memory that
+the file was written for: 8 MiB usually, and 2 GiB with ``zstd --long=31``.
 """
 
 import contextlib
@@ -18,29 +20,29 @@ import io
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import IO, Any
 
 from streampack.errors import ConfigError, DamagedFile, SourceError
 from streampack.sources.files.byte_source import PositionedFile, ShardFile
+from streampack.sources.files.contents import GZIP, compression_of
 from streampack.sources.files.local_files import LocalFile
 
 _BLOCK_BYTES = 1 << 20
-_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
 @contextlib.contextmanager
 def decompressed(file: ShardFile) -> Iterator[ShardFile]:
     """Yield ``file`` itself, or its decompressed contents if it is a gzip or Zstandard file.
 
-    Raises DamagedFile for a file that is cut short or damaged, ConfigError where a package is missing, SourceError
-    where the temporary file cannot be written.
+    Raises DamagedFile for a file that is cut short or damaged, and ConfigError where a package is missing. Raises
+    SourceError for another kind of compression, or where the temporary file cannot be written.
     """
-    first = file.pread(min(file.size, 4), 0)
-    open_stream = _open_gzip if first.startswith(_GZIP) else _zstd_reader() if first == _ZSTD else None
-    if open_stream is None:
+    kind = compression_of(file)
+    if kind is None:
         yield file
         return
-    found = Decompressed(file, open_stream)
+    found = Decompressed(file, _open_gzip if kind == GZIP else _zstd_reader())
     try:
         yield found
     finally:
@@ -83,6 +85,16 @@ def _read_block(file: ShardFile, stream: IO[bytes]) -> bytes:
         raise
     except Exception as error:  # EOFError, BadGzipFile (an OSError), zlib.error, ZstdError
         said = " ".join(str(error).split())[:200].rstrip(".")
+        if "ictionary" in said:
+            raise SourceError(
+                f"{file.path}: got a Zstandard file that needs a dictionary, expected a file without one. Decompress "
+                "the file: zstd -d -D DICTIONARY"
+            ) from error
+        if "memory" in said:
+            raise SourceError(
+                f"{file.path}: decompressing the file needs more memory than there is ({said}). Free memory, or "
+                "compress the file again without --long and --ultra"
+            ) from error
         raise DamagedFile(
             f"{file.path}: the file is cut short or damaged ({said}). Copy or write the file again"
         ) from error
@@ -94,11 +106,15 @@ def _open_gzip(raw: io.BufferedReader) -> IO[bytes]:
 
 
 def _zstd_reader() -> Callable[..., Any]:
-    """Return the class ZstdFile: the standard library's (Python 3.14 on) or the package's. Raises ConfigError."""
+    """Return the class ZstdFile: the standard library's (Python 3.14 on) or the package's. Raises ConfigError.
+
+    It reads files of any window, as ``zstd --long=31`` writes them.
+    """
     for module in ("compression.zstd", "backports.zstd"):
         with contextlib.suppress(ImportError):
-            opened: Callable[..., Any] = importlib.import_module(module).ZstdFile
-            return opened
+            zstd = importlib.import_module(module)
+            window = zstd.DecompressionParameter.window_log_max
+            return partial(zstd.ZstdFile, options={window: window.bounds()[1]})
     raise ConfigError(
         "shards: got a Zstandard file, which this Python cannot read. Run `pip install 'streampack[zstd]'`, or use "
         "Python 3.14"

@@ -20,7 +20,8 @@ import msgspec
 import numpy as np
 
 from streampack.core.model.fields import Field
-from streampack.sources.files.byte_source import ShardFile, refuse_compressed
+from streampack.sources.files.byte_source import ShardFile
+from streampack.sources.files.contents import refuse_no_text
 from streampack.sources.files.listing import find, measure
 from streampack.sources.formats.rows import MISSING, RowReader, missing_from
 from streampack.sources.records import Format, Sample, Shard
@@ -74,10 +75,10 @@ class JsonlShard:
 def index_lines(file: ShardFile) -> tuple["array[int]", "array[int]", "array[int]"]:
     """Return (offsets, sizes without line ends, line numbers from 1) of the lines that are not empty, as int64 arrays.
 
-    Offsets and sizes are in bytes. Raises SourceError if the file is compressed, or changes during the scan.
+    Offsets and sizes are in bytes. Raises SourceError if the file is no text, or changes during the scan.
     """
+    refuse_no_text(file)
     first = file.pread(min(file.size, 8), 0)
-    refuse_compressed(file, first)
     offsets, sizes, lines = array("q"), array("q"), array("q")
     begin = len(codecs.BOM_UTF8) if first.startswith(codecs.BOM_UTF8) else 0
     number, before = 1, 0  # number of the line that begins at `begin`; last byte of the previous block

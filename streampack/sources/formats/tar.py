@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator
 from typing import TypeAlias
 
 from streampack.errors import DamagedFile, SourceError
-from streampack.sources.files.byte_source import PositionedFile, ShardFile, refuse_compressed
+from streampack.sources.files.byte_source import PositionedFile, ShardFile
 
 Member: TypeAlias = tuple[str, int, int]  # (name, byte offset of the data, size in bytes) of a regular file
 
@@ -166,8 +166,7 @@ def _check_end(file: ShardFile, offset: int) -> None:
 
 
 def _broken(file: ShardFile, offset: int, got: str, expected: str) -> DamagedFile:
-    """Return the error for a tar file that is damaged at byte ``offset``. Raises SourceError if it is compressed."""
-    refuse_compressed(file, file.pread(min(file.size, 8), 0) if offset == 0 else b"")
+    """Return the error for a tar file that is damaged at byte ``offset``."""
     return DamagedFile(
         f"{file.path}: at byte {offset}: got {got}, expected {expected}. The file is cut short, damaged or not a tar "
         "archive. Copy or write the file again"

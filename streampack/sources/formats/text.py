@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from streampack.core.model.fields import Field
-from streampack.sources.files.byte_source import ShardFile, refuse_compressed
+from streampack.sources.files.byte_source import ShardFile
+from streampack.sources.files.contents import refuse_no_text
 from streampack.sources.files.listing import find, measure
 from streampack.sources.formats.jsonl import index_lines
 from streampack.sources.formats.rows import FieldReader
@@ -42,8 +43,8 @@ class TextShard:
     def __init__(self, file: ShardFile, unit: str, tokenizer: Tokenizer, reader: FieldReader) -> None:
         self._file, self._tokenizer, self._reader = file, tokenizer, reader
         if unit == "file":
+            refuse_no_text(file)
             head = file.pread(min(file.size, 8), 0)
-            refuse_compressed(file, head)
             begin = len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0
             self._offsets, self._sizes, self._lines = np.array([begin]), np.array([file.size - begin]), np.array([1])
             return
