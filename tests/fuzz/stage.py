@@ -18,10 +18,10 @@ from streampack_services.broker.arena import SLACK, Arena
 from streampack.core.broker import Broker
 from streampack.core.journal.journal import Journal
 from streampack.core.journal.log_effects import Append, Cut, Recall, Recalled, Safe, WasCut
-from streampack.core.model.capacity import Capacity, FeedPlan, needed_tokens
+from streampack.core.model.capacity import Capacity, FeedPlan, wanted_tokens
 from streampack.core.model.fields import Field
 from streampack.core.model.mesh import Mesh
-from streampack.core.model.rules import Rules, StreamRules
+from streampack.core.model.rules import Batch, Rules, StreamRules
 from streampack.core.protocol.effects import (
     Answer,
     Change,
@@ -65,9 +65,10 @@ PUSHED = Rules(
     budget=BUDGET, packs=2, window=4, merge="arrival", streams=(StreamRules("p", 1.0, 2, pushed=True, poison="drop"),)
 )
 LATE = Rules(
-    budget=BUDGET, packs=2, window=4, merge="arrival", fields=(Field(name="reward", dtype="float64", axis="sample", late=True),),
-    streams=(StreamRules("p", 1.0, 2, pushed=True, poison="drop"),),
+    budget=BUDGET, packs=2, window=4, merge="arrival", streams=PUSHED.streams,
+    fields=(Field(name="reward", dtype="float64", axis="sample", late=True),),
 )  # fmt: skip
+PACED = msgspec.structs.replace(LATE, batch=Batch(samples=4), max_policy_lag=1, paces=True)
 FEEDS = {"train": READ, "push": PUSHED}
 EXACT = msgspec.structs.replace
 
@@ -76,25 +77,39 @@ class Stage:
     """The broker and its shell; ``said`` is what it sent, by peer."""
 
     def __init__(self, feeds: Mapping[str, Rules] = FEEDS) -> None:
-        plans = [
-            FeedPlan(name, rules, needed_tokens(rules, LONGEST), max_readers=MOST_PEERS)
+        self._plans = [
+            FeedPlan(name, rules, wanted_tokens(rules, LONGEST), max_readers=MOST_PEERS)
             for name, rules in feeds.items()
         ]
-        partitions = sum(stream.partitions for plan in plans for stream in plan.rules.streams)
-        self.tokens = sum(plan.merged_tokens for plan in plans) + QUOTA * partitions
-        fields = plans[0].rules.fields
-        size = (int(self.tokens * SLACK / LONGEST) + 4) * LONGEST * plans[0].rules.token_bytes
-        self.arena = Arena(size, "int32", LONGEST, fields)
-        self.disk, self.now = Disk(), 0.0
-        self.core = Broker(
-            run=RUN, epoch=EPOCH, feeds=plans, capacity=Capacity(QUOTA, LONGEST, 4 * LONGEST, MOST_PEERS),
-            steps_ahead=2, journal=Journal(keeps=True), run_name="fuzz",
-        )  # fmt: skip
+        partitions = sum(stream.partitions for plan in self._plans for stream in plan.rules.streams)
+        self.tokens = sum(plan.merged_tokens for plan in self._plans) + QUOTA * partitions
+        self.disk, self.now, self.epoch = Disk(), 0.0, EPOCH - 1
         self.said: dict[bytes, list[Envelope]] = {}
         self.told: dict[Any, int] = {}
         """Fences, by peer and partition."""
+        self.start()
+
+    def start(self) -> None:
+        """A broker with what the log holds, in the place of the one before: that was killed, if there was one."""
+        self.epoch += 1
+        rules = self._plans[0].rules
+        size = (int(self.tokens * SLACK / LONGEST) + 4) * LONGEST * rules.token_bytes
+        self.arena = Arena(size, "int32", LONGEST, rules.fields)
+        self.core = Broker(
+            run=RUN, epoch=self.epoch, feeds=self._plans, capacity=Capacity(QUOTA, LONGEST, 4 * LONGEST, MOST_PEERS),
+            steps_ahead=2, journal=Journal(keeps=True), run_name="fuzz",
+        )  # fmt: skip
+        for lsn in range(self.first_lsn, len(self.disk.records)):
+            self.core.recover(lsn, self.disk.decode(lsn)[0])
+        self.core.journal.next_lsn = self.core.journal.safe_upto = len(self.disk.records)
         self._events: deque[Event] = deque()
+        self.said.clear()
+        self.told.clear()
         self._perform_all(self.core.begin())
+        self.tick(0.0)
+
+    first_lsn = 0
+    """Records below this number were deleted."""
 
     def handle(self, event: Event) -> None:
         """One event, and all that follows from it."""
@@ -116,7 +131,7 @@ class Stage:
         assert core.leases.num_producers <= MOST_PEERS
         assert all(feed.readers.num_readers <= MOST_PEERS for feed in core.feeds.values())
         assert self.arena.live_tokens <= self.tokens
-        assert all(feed.memory.room >= 0 for feed in core.feeds.values())
+        assert all(feed.memory.held_tokens <= feed.memory.limit_tokens for feed in core.feeds.values())
 
     def _perform_all(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -140,6 +155,7 @@ class Stage:
         elif isinstance(effect, Recall):
             self._events.append(Recalled(effect.feed, effect.lsn, *self.disk.decode(effect.lsn), effect.generation))
         elif isinstance(effect, Cut):
+            self.first_lsn = effect.lsn
             self._events.append(WasCut(effect.lsn))
         elif isinstance(effect, Form):
             self._events.append(Formed(effect.feed, effect.request.choose(), effect.generation))
@@ -147,10 +163,9 @@ class Stage:
             assert isinstance(effect, Report | Answer), effect
 
     def _send(self, peer: bytes, envelope: Envelope) -> None:
-        if (relay := relay_of(peer)) is not None:  # as the service does
-            [(_, heard)] = bundles.decode_bundle(bundles.encode_bundle([(relay[1], envelope)]))
-        else:
-            heard = wire.decode(wire.encode(envelope))  # what it says fits into what its type declares
+        heard = wire.decode(wire.encode(envelope))  # what it says fits into what its type declares
+        if (relay := relay_of(peer)) is not None:  # it fits into a bundle, as the service sends it
+            bundles.encode_bundle([(relay[1], envelope)])
         self.said.setdefault(peer, []).append(heard)
         message = heard.message
         if isinstance(message, Lease):

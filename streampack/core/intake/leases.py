@@ -44,6 +44,7 @@ from streampack.core.protocol.producer_messages import (
 )
 from streampack.core.protocol.trainer_messages import Attach, Get, ReaderPing
 from streampack.core.staging.staging import Staging
+from streampack.core.staging.tickets import fault
 
 FAREWELL = Bye(reason="the broker is stopping")
 REPEAT_S = 1.0
@@ -228,6 +229,8 @@ class Leases:
             return self._ping(producer, message)
         if isinstance(message, Amend):
             return self.staged.amend(producer, envelope, message)
+        if isinstance(message, Start) and (wrong := fault(message)):
+            return self._refuse(peer, "protocol", wrong)
         if isinstance(message, Start):
             return self.staged.start(producer, envelope.fence, message)
         if isinstance(message, Samples | Eos | Sent | Mark | CommitWrite):

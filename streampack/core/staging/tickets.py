@@ -38,6 +38,17 @@ class InFlight(NamedTuple):
     producer: str
 
 
+def fault(message: Start) -> str:
+    """Return an error text if the counts of a report contradict each other; empty if they do not."""
+    num_open = sum(count for _, count in message.open)
+    if message.used <= message.granted <= message.asked and num_open <= message.granted - message.used:
+        return ""
+    return (
+        f"got a report of {message.asked} tickets asked for, {message.granted} given, {message.used} used and "
+        f"{num_open} open. Expected no count above the one before, and open tickets among those given and not used"
+    )
+
+
 @dataclass(slots=True)
 class _Holder:
     """A program's tickets: ``report`` is its last report, ``granted`` the number that it was given in all."""
@@ -46,8 +57,8 @@ class _Holder:
     report: Start
     granted: int = 0
     session: int = 0
-    untold: deque[tuple[int, int]] = field(default_factory=deque)
-    """(number, version of the newest policy then) of tickets that the program may not know yet."""
+    untold: deque[tuple[int, int, int]] = field(default_factory=deque)
+    """(number of the last one, count, version of the newest policy then) of tickets that the program may not know."""
 
     @property
     def num_open(self) -> int:
@@ -119,7 +130,8 @@ class Tickets:
         """Yield the samples that are being generated, or may be begun with a ticket that was given."""
         for holder in self._holders.values():
             yield from (InFlight(version, count, holder.producer) for version, count in holder.report.open if count)
-            yield from (InFlight(version, 1, holder.producer) for _, version in holder.untold)
+            for last, count, version in holder.untold:
+                yield InFlight(version, min(count, last - holder.report.granted), holder.producer)
 
     def in_the_way(
         self, candidate: int, incomplete: Iterable[InFlight], policy: int, filled: int, size: int = 1
@@ -164,9 +176,9 @@ class Tickets:
             if count <= 0:
                 idle += 1
                 continue
-            holder.untold.extend((holder.granted + number, version) for number in range(1, count + 1))
             running += count + holder.num_idle
             holder.granted += count
+            holder.untold.append((holder.granted, count, version))
             used, idle = used + count, 0
             changed.add(p)
         return changed

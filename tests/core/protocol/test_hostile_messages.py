@@ -13,16 +13,17 @@ from msgspec.structs import replace
 
 from streampack.core.intake.producers import CLAIM_S
 from streampack.core.protocol.message import Envelope, Message, Reject
-from streampack.core.protocol.producer_messages import Hello, LateFields, Offer, Samples
+from streampack.core.protocol.producer_messages import Hello, LateFields, Offer, Samples, Start
 from streampack.core.protocol.relay_messages import PASSED_ON, relayed
 from streampack.core.protocol.trainer_messages import Attach, Get
 from streampack.core.sessions.pushing.push_session import PUSHED
+from streampack.core.staging.tickets import LEARN_S
 from streampack.errors import WireError
 from streampack.wire import frames as wire
 from streampack.wire.frames import ALL_MESSAGES
 from tests.fuzz.decoders import messages
 from tests.fuzz.machines import honest
-from tests.fuzz.stage import EPOCH, LATE, QUOTA, RUN, Stage, chunk_message, read_item
+from tests.fuzz.stage import EPOCH, LATE, PACED, QUOTA, RUN, Stage, chunk_message, read_item
 
 SAID = {type(envelope.message): envelope for envelope in messages()}
 BITS = 400
@@ -207,3 +208,44 @@ def test_a_relay_passes_on_no_message_whose_answer_may_have_a_payload(kind: type
     envelope = replace(SAID[kind], run=RUN, epoch=EPOCH, fence=0)
     stage.hear(1, address, envelope)
     assert [reject.code for reject in told(stage, address)] == ["protocol"]
+
+
+def paced(stage: Stage) -> int:
+    """A program of a paced stream is there; its session."""
+    hello = Hello(producer="x", host="h", pid=1, offers=[Offer(stream="p", source_digest=PUSHED, partition=0)])
+    stage.hear(0, b"x", Envelope(run=RUN, epoch=EPOCH, fence=0, message=hello))
+    return stage.told[b"x", "p", 0]
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"asked": 2, "granted": 1, "used": 2**61},
+        {"asked": 2, "granted": 2**61, "used": 0},
+        {"asked": 2, "granted": 1, "used": 0, "open": ((1, 2**61),)},
+    ],
+    ids=str,
+)
+def test_a_report_of_tickets_that_contradicts_itself_is_refused(counts: dict[str, object]) -> None:
+    """More tickets used than given made the broker give tickets without end."""
+    stage = Stage({"train": PACED})
+    session = paced(stage)
+    message = Start(stream="p", partition=0, **counts)  # type: ignore[arg-type]
+    stage.hear(0, b"x", Envelope(run=RUN, epoch=EPOCH, fence=session, message=message))
+    stage.tick(2 * LEARN_S)
+    assert [reject.code for reject in told(stage, b"x")] == ["protocol"]
+    assert all(each.num_open == 0 for each in stage.core.leases.staging.tickets.values())
+
+
+def test_a_group_of_any_size_takes_no_memory() -> None:
+    """A ticket took an entry, so one message took gigabytes."""
+    stage = Stage({"train": PACED})
+    session = paced(stage)
+    message = Start(stream="p", partition=0, asked=2**61, granted=0, used=0, together=2**61)
+    stage.hear(0, b"x", Envelope(run=RUN, epoch=EPOCH, fence=session, message=message))
+    stage.tick(2 * LEARN_S)
+    tickets = stage.core.leases.staging.tickets["train"]
+    assert tickets.granted(0) == 2**61
+    assert [(each.version, each.samples) for each in tickets.generated()] == [(0, 2**61)]
+    stage.hear(0, b"x", Envelope(run=RUN, epoch=EPOCH, fence=session, message=replace(message, granted=2**61 - 3)))
+    assert [each.samples for each in tickets.generated()] == [3], "those that the program may not know"
