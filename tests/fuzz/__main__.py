@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.engine import MAX_GROWTH, Crash, Fuzzer, resident_bytes, watch_for_hangs
+from tests.fuzz.engine import MAX_GROWTH, Crash, Fuzzer, bound_memory, resident_bytes, watch_for_hangs
 from tests.fuzz.targets import TARGETS, found_before
 
 TELL_S = 5.0
@@ -89,6 +89,7 @@ def _start(name: str, seconds: float, given: argparse.Namespace) -> dict[str, An
 def work(name: str, seconds: float, seed: int, folder: Path) -> int:
     """One target, in this process: lines of JSON, the last of them says what it came to."""
     watch_for_hangs()
+    bound_memory()
     logging.disable()  # of what is found wrong, one line each
     fuzzer, began = Fuzzer(TARGETS[name], seed), time.monotonic()
 

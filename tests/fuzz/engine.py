@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import resource
 import signal
 import statistics
 import sys
@@ -32,6 +33,8 @@ from tests.fuzz.mutate import mutated, mutated_bytes
 HANG_S = 10.0
 MAX_GROWTH = 24 << 20
 """Bytes by which the process may grow in the last two thirds of a run."""
+MOST_MEMORY = 4 << 30
+"""Bytes of addresses of a process that fuzzes."""
 SAMPLE_S = 2.0
 TRACED = 0.3
 """Of the inputs: the trace takes four times as long as what it follows."""
@@ -182,3 +185,9 @@ def watch_for_hangs() -> None:
         raise Hang(f"took more than {HANG_S:.0f} s")
 
     signal.signal(signal.SIGALRM, hang)
+
+
+def bound_memory() -> None:
+    """Have this process get no more than ``MOST_MEMORY``: an input that takes more is a crash."""
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, most))

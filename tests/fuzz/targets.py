@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.fuzz import decoders, http, machines
+from tests.fuzz import decoders, http, machines, peers
 
-TARGETS = {target.name: target for target in (*decoders.TARGETS, *http.TARGETS, *machines.TARGETS)}
+TARGETS = {target.name: target for target in (*decoders.TARGETS, *http.TARGETS, *machines.TARGETS, *peers.TARGETS)}
 _FOUND = Path(__file__).parent / "found"
 
 

@@ -14,7 +14,7 @@ from tests.fuzz.forms import JSON, MSGPACK, YAML, Form, packed, unpacked
 from tests.fuzz.mutate import mutated
 from tests.fuzz.targets import TARGETS, found_before
 
-INPUTS = {"broker": 12, "control": 12, "config": 12, "snapshot": 25, "client": 40, "producer": 40}
+INPUTS = {"broker": 12, "control": 12, "config": 12, "snapshot": 25, "client": 40, "producer": 40, "peers": 6}
 """Changed inputs of targets that are slow."""
 
 
