@@ -32,8 +32,9 @@ def group(prompt):  # rollouts of one prompt, with advantages relative to their 
 
 def loss_fn(logits, labels, old, gains):  # mean over the tokens of one rollout
     ratio, gains = (-cross_entropy(logits, labels, reduction="none") - old)[labels >= 0].exp(), gains[labels >= 0]
-    metrics.append({"ratio_min": ratio.min(), "ratio_max": ratio.max()})
-    return -torch.minimum(ratio * gains, ratio.clamp(0.8, 1.2) * gains).mean()
+    if len(ratio):  # a rollout of one token has nothing to learn
+        metrics.append({"ratio_min": ratio.min(), "ratio_max": ratio.max()})
+    return -torch.minimum(ratio * gains, ratio.clamp(0.8, 1.2) * gains).sum() / max(len(gains), 1)
 
 
 with streampack.Producer(stream="rollouts") as rollouts, streampack.connect() as loader:

@@ -59,7 +59,7 @@ def group(wanted):  # answers to one prompt of 24 tokens, which ask for the last
 
 def loss_fn(logprobs, labels, old, gains):  # mean over the learned tokens of one answer
     ratio, gains = (logprobs - old)[labels >= 0].exp(), gains[labels >= 0]
-    return -torch.minimum(ratio * gains, ratio.clamp(0.8, 1.2) * gains).mean()
+    return -torch.minimum(ratio * gains, ratio.clamp(0.8, 1.2) * gains).sum() / max(len(gains), 1)
 
 
 with (

@@ -46,7 +46,7 @@ def finalize(models: Any, num_tokens: torch.Tensor, **_: Any) -> None:
     dist.all_reduce(num_tokens)
     for parameter in models[0].parameters():
         dist.all_reduce(parameter.grad)
-        parameter.grad /= num_tokens
+        parameter.grad /= num_tokens.clamp(min=1)
 
 
 def tiny_model(checkpoint: Path) -> tuple[GPTModel, torch.optim.Optimizer]:

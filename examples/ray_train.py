@@ -19,7 +19,7 @@ def train_fn(config):
         packs.restore(loader, checkpoint)
         for step in loader.steps():
             tokens = np.concatenate([pack.labels[pack.labels >= 0] for pack in step])
-            loss = -np.log(counts / counts.sum())[tokens].mean()
+            loss = -np.log(counts / counts.sum())[tokens].sum() / max(len(tokens), 1)
             np.add.at(counts, tokens, 1)
             np.save(f"{saved}/counts.npy", counts)
             is_last = step.index + 1 >= config["steps"]

@@ -88,7 +88,8 @@ class StepPlan:
     num_tokens: int
     """Real tokens of the step, over all ranks and micro-batches."""
     num_loss_tokens: int | None
-    """Loss tokens of the step, over all ranks and micro-batches; None if ``loss_tokens`` was not given."""
+    """Loss tokens of the step, over all ranks and micro-batches: the denominator of the summed loss, at least 1. None
+    if ``loss_tokens`` was not given."""
     costs: I64
     """int64 [micro_batches, dp] cost of each pack with its media (see ``a``, ``b`` and ``patch_costs``); if padded, the
     cost of the whole shape."""
@@ -250,7 +251,7 @@ def plan_step(
     media = _media_of(patches, len(found), patch_costs, item_cost, limits)
     if media is not None:
         _check_media(media, mode, packer)
-    num_loss_tokens = None if loss_tokens is None else _sum_of_loss(integers(loss_tokens), len(found))
+    num_loss_tokens = None if loss_tokens is None else max(_sum_of_loss(integers(loss_tokens), len(found)), 1)
     balanced = Balance(hidden_size=hidden_size, a=a, b=b)
     slots = -(-found // align) * align
     work = balanced.costs(slots) + (0 if media is None else media.costs)

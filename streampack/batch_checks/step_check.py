@@ -114,6 +114,7 @@ def _check_totals(what: str, step: Step, checked: Sequence[PackCheck], whole: bo
         f"{what}: got sample {tuple(found[counts.argmax()].tolist()) if len(found) else ()} more than once",
     )  # fmt: skip
     sums = {"num_samples": len(ids), "num_loss_tokens": sum(int(each.pack["num_loss_tokens"]) for each in checked)}
+    sums["num_loss_tokens"] = max(sums["num_loss_tokens"], 1) if whole else sums["num_loss_tokens"]
     for name, total in sums.items():
         said = getattr(step, name)
         fits = said == total if whole else said >= total

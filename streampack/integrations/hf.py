@@ -266,7 +266,7 @@ class PackedTrainerMixin:
         if step is None:
             self._end_pass()
             return [], None
-        return [StepInputs(step)], torch.tensor(max(step.num_loss_tokens, 1), device=device)
+        return [StepInputs(step)], torch.tensor(step.num_loss_tokens, device=device)
 
     def _end_pass(self) -> None:
         """End the Trainer's epoch; at the end of the last pass, end training."""

@@ -80,9 +80,14 @@ def build_step(
     if first is None or count != first.micro_batches:
         raise WireError(f"got {count} micro-batches, expected {first.micro_batches if first else 'at least one'}")
     return Step(
-        first.step, LazyPacks.of(contents), sum(content.num_tokens for content in contents), first.num_loss_tokens,
+        first.step, LazyPacks.of(contents), sum(content.num_tokens for content in contents), denominator(first),
         first.num_samples, first.digest.hex(), first.chain.hex(), Regrouping(attached.rules, mesh.pp),
     )  # fmt: skip
+
+
+def denominator(part: StepPart) -> int:
+    """Return the denominator of a step's summed loss: its loss tokens, or 1 if it has none, since 0 / 0 is NaN."""
+    return max(part.num_loss_tokens, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +169,7 @@ def _content(
         "sample_ids": Column(ids, laid.first_sample.tolist()),
         "num_loss_tokens": _array(part.loss_tokens_u32, "<u4", num_packs).tolist(),
         "step": [part.step] * num_packs,
-        "step_num_loss_tokens": [part.num_loss_tokens] * num_packs,
+        "step_num_loss_tokens": [denominator(part)] * num_packs,
         "micro_batch": list(range(part.first, part.first + num_packs)),
         "num_micro_batches": [part.micro_batches] * num_packs,
         "dp_rank": [mesh.dp_rank] * num_packs,

@@ -70,7 +70,7 @@ class Pack(Mapping[str, Any]):
     step: int
     """Index of the step."""
     step_num_loss_tokens: int
-    """Loss tokens of the step over all ranks and micro-batches: the denominator of the pack's summed loss."""
+    """``Step.num_loss_tokens``: the denominator of the pack's summed loss, over all ranks and micro-batches."""
     micro_batch: int
     """Number of this micro-batch in the step on this rank, from 0."""
     num_micro_batches: int

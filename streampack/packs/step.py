@@ -39,7 +39,8 @@ class Step(Generic[BatchT]):
     num_tokens: int
     """Real tokens of this rank's packs; with context parallelism, of the whole packs."""
     num_loss_tokens: int
-    """Loss tokens over all ranks and micro-batches: the denominator of the summed loss."""
+    """Loss tokens over all ranks and micro-batches: the denominator of the summed loss. At least 1: a step without any
+    has the loss 0 / 1, and gradients 0."""
     num_samples: int
     """Samples over all ranks and micro-batches."""
     digest: str

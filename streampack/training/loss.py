@@ -89,6 +89,7 @@ def packed_loss(
     Args:
         loss_fn: Function of one sample's rows of ``outputs`` and of each of ``values``, [n, ...] each. It returns one
             number: the sum over tokens for a mean over the step's tokens, or the sample's mean for a mean over samples.
+            For a sample without learned tokens, it must return 0, as ``sum() / count.clamp(min=1)`` does.
         outputs: Tensor [T', ...] with one row for each token that this rank holds, such as logits. Also [1, T', ...],
             or [B, S', ...] for padded micro-batches. If samples may share tokens, also [P, ...].
         pack: The pack that the outputs belong to.

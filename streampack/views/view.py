@@ -35,7 +35,7 @@ class View(dict[str, Any]):
 
     Example:
         >>> batch = next(streampack.connect("tcp://node0:7402", format="hf"))  # doctest: +SKIP
-        >>> loss = model(**batch).loss * batch.num_loss_tokens / batch.step_num_loss_tokens  # doctest: +SKIP
+        >>> loss = model(**batch, num_items_in_batch=batch.step_num_loss_tokens).loss  # doctest: +SKIP
     """
 
     __slots__ = ("canonical", "copied", "rest", "rules")

@@ -169,7 +169,7 @@ def pack_offline(job: Job) -> Golden:
     def golden(step: PlannedStep) -> GoldenStep:
         packs = (pack_of(pack.handles.tolist()) for pack in step.packs)
         return GoldenStep(
-            step.digest.hex(), step.chain.hex(), step.num_loss_tokens, step.num_samples, tuple(packs)
+            step.digest.hex(), step.chain.hex(), max(step.num_loss_tokens, 1), step.num_samples, tuple(packs)
         )  # fmt: skip
 
     found = tuple(map(golden, steps))

@@ -119,7 +119,7 @@ def _compared(wanted: Wanted, ranks: list[Step]) -> Tree:
         "digest": got[0],
         "chain": got[1],
         "recorded": {"digest": recorded[0], "chain": recorded[1]},
-        "num_loss_tokens": ranks[0].num_loss_tokens,
+        "num_loss_tokens": sum(pack.num_loss_tokens for pack in packs.values()),
         "num_samples": ranks[0].num_samples,
         "num_tokens": rows.num_tokens,
         "packs": [
