@@ -247,7 +247,7 @@ def test_values_come_too_late_in_the_stories() -> None:
 
 
 def test_dropped_samples_are_known_after_their_records_are_deleted() -> None:
-    live = run(Late(3, late_timeout_s=1), [("push", 4), ("turns", 9)])
+    live = run(Late(4, late_timeout_s=1), [("push", 4), ("turns", 9), ("kill", 0)])
     facts = live.broker.leases.records.facts()["rollouts"]
     facts = msgspec.msgpack.decode(msgspec.msgpack.encode(facts), type=StreamFacts)
     next_ = Late(4, late_timeout_s=1).broker.leases
