@@ -239,6 +239,7 @@ class Reporter:
             dealt=DealtPacks(split_packs=steps.dealt.split_packs, empty_packs=steps.dealt.empty_packs),
             dynamic_batching=_dynamic_batching(steps.dealt.padded) if feed.rules.padded else None,
             lengths=formed.lengths.rows(),
+            waiting_lengths=feed.planner.waiting_lengths.rows(),
             fills=list(zip(FILL_BOUNDS, formed.fill.counts.tolist(), strict=False)),
             histograms=Histograms(
                 pack_fill_ratio=_histogram(formed.fill),

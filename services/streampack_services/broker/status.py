@@ -437,6 +437,8 @@ class FeedStatus(Struct, frozen=True, kw_only=True):
     """Padding that dynamic batching removes; None without ``padded: true``."""
     lengths: list[tuple[int, int]]
     """(samples, tokens) of each bucket of lengths that holds any, shortest first."""
+    waiting_lengths: list[tuple[int, int]] = []
+    """The same of the samples that are merged and not in a step yet."""
     fills: list[tuple[float, int]]
     """(upper bound of the fill ratio, packs) of each bucket of ``histograms.pack_fill_ratio``."""
     histograms: Histograms

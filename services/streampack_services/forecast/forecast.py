@@ -4,8 +4,9 @@ The overlong policy, the merge by weights, FORM and DEAL are the broker's own fu
 lengths are a whole pass, the steps are exactly those of a run with these rules. So are those of samples with media, if
 the sizes of the media are known.
 
-If the lengths are a sample of a pass, the figures hold for the long run. They cover the steps that were formed while
-the window was full, or whole batches, with the whole budget. The number of steps of a pass, with a warm-up, is
+If the lengths are a sample of a pass, the figures hold for the long run. They cover whole batches, or all steps but one
+with empty packs, with the whole budget. A packer leaves the samples that fit badly in the window. So the steps that are
+formed while a large window is full are better than a run's steps. The number of steps of a pass, with a warm-up, is
 estimated by ``pass_size``.
 """
 
@@ -203,10 +204,8 @@ def forecast(
     known. Raises UserError if the packer or the mesh is not possible, or if no step can be formed.
     """
     steps, full = made or steps_of(order, rules)
-    if not order.ended and full:  # the end of the sample is not the end of the pass
-        # Limits leave samples with many patches in the window, so the first steps alone are better than the others.
-        carries = rules.limits is not None and rules.batch is None
-        steps = _without_tail(steps) if carries else steps[:full]
+    if not order.ended:  # the end of the sample is not the end of the pass
+        steps = _without_tail(steps) if rules.batch is None else steps[:full] or steps
     if not steps:
         raise UserError(
             f"Got {len(order.lengths):,} samples, which do not fill a step, and `tail: drop` drops incomplete steps. "

@@ -3,6 +3,10 @@
 A ledger lists samples by pack. To pack them again in that order would repeat the run's packs, so ``arrival_order`` puts
 the samples back into the order of their streams.
 
+A packer leaves samples that fit badly in its window. So the samples in steps alone look better than all samples. A
+plan needs the samples that wait in the window, too (``waiting``). A broker's status has their lengths. A log has those
+of its last snapshot, so only the steps before that snapshot are used with them.
+
 Samples that the run kept apart stay apart (``Served.bounds``). A bound is the end of a batch or of a step with empty
 packs. Only a mark of ``end_of_batch`` or the end of a pass makes empty packs. A batch that ends with a full step cannot
 be told from the next one, unless steps are batches.
@@ -22,7 +26,7 @@ import msgspec
 import numpy as np
 
 from streampack.core.model.rules import Rules
-from streampack.core.model.samples import I64
+from streampack.core.model.samples import I64, MEDIA_ROW, ROW
 from streampack.core.stats.media_figures import MediaFigures
 from streampack.errors import UserError
 from streampack.sources.order import sample_order
@@ -32,12 +36,19 @@ from streampack_services.forecast.lengths import STRETCHES, stretches_of
 from streampack_services.forecast.media_sizes import sizes_of_recorded
 from streampack_services.forecast.rank_loads import PlanMesh
 from streampack_services.forecast.sharing import Sharing, sharing_of
-from streampack_services.ledger.run_history import NEVER
+from streampack_services.ledger.run_history import NEVER, FeedHistory
 from streampack_services.ledger.state_dir import open_ledger, state_folder
 from streampack_services.ledger.step_rows import StepRows
 
 MOST = 500_000
 """Samples to take from a ledger or a histogram; of more samples, only a part is taken."""
+WAITING = -1
+"""In place of a record and of a pack, for samples that are in no step yet."""
+IN_ORDER, SHUFFLED = "in the order of the streams", "in random order (3% buckets)"
+UNKNOWN_WINDOW = (
+    f"{IN_ORDER}; samples that wait in the window are not known, so large windows may look better than they are. Pass "
+    f"the address of the running broker"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +56,8 @@ class Served:
     """Samples and packs that a run's feed has served.
 
     ``what``: name of the run, for people; ``note``: how the lengths are ordered.
-    ``lengths``: tokens per sample, or per part of a split sample, int64 [n]; all or some of the ``samples``.
+    ``lengths``: tokens per sample, or per part of a split sample, int64 [n]; all or some of the ``samples``. A plan has
+    samples that wait, too.
     ``packs``: number of packs, with ``empty_packs``. ``tokens``: real tokens in them, shared ones once.
     ``pack_slots``: total length in tokens of the packs with samples, before DEAL (padded micro-batches: after it).
     ``bounds``: indices into ``lengths`` that no pack crosses, int64 [b + 1], from 0 to n.
@@ -89,11 +101,11 @@ class Served:
         return len(self.lengths) / self.samples
 
 
-def from_ledger(state_dir: Path, feed: str | None) -> Served:
+def from_ledger(state_dir: Path, feed: str | None, *, waiting: bool = False) -> Served:
     """Read the steps that count from a state_dir's log; only some stretches of steps, if above ``MOST`` samples.
 
-    ``feed``: name of the feed, None for the first one. Raises UserError if the feed has no steps, LedgerDamaged if the
-    ledger is damaged.
+    ``feed``: name of the feed, None for the first one. ``waiting``: ``lengths`` has samples that are in no step, too.
+    Raises UserError if the feed has no steps, LedgerDamaged if the ledger is damaged.
     """
     with open_ledger(state_folder(state_dir, None)) as ledger:
         of = why.feed_of(ledger, feed)
@@ -114,25 +126,58 @@ def from_ledger(state_dir: Path, feed: str | None) -> Served:
         samples, packs, empty, tokens, slots, shared = sums.tolist()
         if not samples:
             raise UserError(f"{state_dir}: feed {of.name!r} has no step yet. Wait until the run has formed a step.")
-        wanted = max(MOST * len(numbers) // samples, STRETCHES)
-        lengths, sizes_of_media, bounds = list[I64](), list[I64](), [0]
-        for stretch in stretches_of(np.array(numbers), wanted):
-            for steps in _separate_groups([why.recorded(ledger, of, number) for number in stretch.tolist()], rules):
-                order = _order(steps)
-                lengths.append(np.concatenate([step.rows["length"] for step in steps]).astype(np.int64)[order])
-                if rules.media_fields:
-                    recorded = np.concatenate([step.media for step in steps])[order]
-                    sizes_of_media.append(sizes_of_recorded(recorded, rules.balance))
-                if _closes(steps[-1], rules):
-                    bounds.append(sum(map(len, lengths)))
-    every = np.concatenate(lengths)
+        read, held, note = numbers, None, IN_ORDER
+        if waiting and of.end is None and rules.batch is None:
+            held = _waiting(of, numbers)
+            note = UNKNOWN_WINDOW if held is None else f"{IN_ORDER}; {held.num_samples:,} of them were in no step yet"
+        if held is not None:
+            read = [number for number in numbers if number < held.step]
+        stretches = stretches_of(np.array(read), max(MOST * len(numbers) // samples, STRETCHES))
+        steps = [[why.recorded(ledger, of, number) for number in stretch.tolist()] for stretch in stretches]
+        steps[-1] += [held] if held is not None else []
+        lengths, sizes_of_media, bounds = _in_order(steps, rules)
     return Served(
-        f"{run}, feed {of.name}, {len(numbers):,} steps", every, rules, samples, packs, empty, tokens,
-        slots, np.unique([*bounds, len(every)]), len(numbers), of.end is not None, "in the order of the streams",
-        shared_tokens=shared, sharing=sharing_of(state_dir, rules),
-        media=media.counts() if rules.media_fields else None,
-        media_sizes=np.concatenate(sizes_of_media) if rules.media_fields else None,
+        f"{run}, feed {of.name}, {len(numbers):,} steps", lengths, rules,
+        samples + (0 if held is None else held.num_samples), packs, empty, tokens, slots, bounds, len(numbers),
+        of.end is not None, note, shared_tokens=shared, sharing=sharing_of(state_dir, rules),
+        media=media.counts() if rules.media_fields else None, media_sizes=sizes_of_media,
     )  # fmt: skip
+
+
+def _waiting(of: FeedHistory, numbers: list[int]) -> StepRows | None:
+    """Return the samples that waited at the last snapshot as one step, with the snapshot's step as its number.
+
+    None if there is no snapshot after at least half of the steps ``numbers``.
+    """
+    found = of.snapshot(numbers[-1] + 1)
+    if found is None or 2 * sum(number < found.step for number in numbers) < len(numbers):
+        return None
+    form = found.form
+    rows = np.concatenate([np.frombuffer(each, ROW) for each in (form.window, form.pending)])
+    none, media = np.zeros(len(rows), np.int64), np.zeros(len(rows), MEDIA_ROW)
+    if form.media is not msgspec.UNSET:
+        media = np.frombuffer(form.media, MEDIA_ROW)
+    return StepRows(
+        feed=of.name, lineage=found.lineage, step=found.step, lsn=WAITING, digest=b"", chain=b"", num_loss_tokens=0,
+        num_samples=len(rows), bounds=np.array([0, len(rows)]), rows=rows, keeps=none.astype(np.uint8), shared=none,
+        media=media,
+    )  # fmt: skip
+
+
+def _in_order(stretches: list[list[StepRows]], rules: Rules) -> tuple[I64, I64 | None, I64]:
+    """Return the lengths of samples in the order of their arrival, the sizes of their media, and ``Served.bounds``."""
+    lengths, sizes, bounds = list[I64](), list[I64](), [0]
+    for stretch in stretches:
+        for steps in _separate_groups(stretch, rules):
+            order = _order(steps)
+            lengths.append(np.concatenate([step.rows["length"] for step in steps]).astype(np.int64)[order])
+            if rules.media_fields:
+                recorded = np.concatenate([step.media for step in steps])[order]
+                sizes.append(sizes_of_recorded(recorded, rules.balance))
+            if _closes(steps[-1], rules):
+                bounds.append(sum(map(len, lengths)))
+    every = np.concatenate(lengths)
+    return every, np.concatenate(sizes) if rules.media_fields else None, np.unique([*bounds, len(every)])
 
 
 def _sums(step: StepRows, rules: Rules) -> I64:
@@ -174,15 +219,16 @@ def _order(steps: list[StepRows]) -> I64:
     """Return the positions of the samples of consecutive steps, int64 [n], in the order of their arrival."""
     rows, counts = np.concatenate([step.rows for step in steps]), np.concatenate([np.diff(s.bounds) for s in steps])
     pack = np.repeat(np.arange(len(counts)), counts)
+    pack[np.repeat([step.lsn == WAITING for step in steps], [len(step.rows) for step in steps])] = WAITING
     return arrival_order(rows["stream"], rows["index"], rows["part"], pack)
 
 
 def arrival_order(stream: Any, index: Any, part: Any, pack: I64) -> I64:
     """Estimate the order in which samples arrived; return their positions in that order, int64 [n].
 
-    ``stream``, ``index``, ``part``: id of each sample. ``pack``: number of the pack that holds it. Each stream keeps
-    its own order. Across streams, samples are sorted by the highest pack number that the stream has reached with the
-    sample.
+    ``stream``, ``index``, ``part``: id of each sample. ``pack``: number of the pack that holds it, -1 for no pack. Each
+    stream keeps its own order. Across streams, samples are sorted by the highest pack number that the stream has reached with the
+    sample. So a sample that waits (pack -1) comes right after the sample before it in its stream.
     """
     by_stream = np.lexsort((part, index, stream))
     streams, furthest = stream[by_stream], np.empty(len(pack), np.int64)
@@ -193,10 +239,10 @@ def arrival_order(stream: Any, index: Any, part: Any, pack: I64) -> I64:
     return found
 
 
-def from_status(status: BrokerStatus, feed: str | None) -> Served:
+def from_status(status: BrokerStatus, feed: str | None, *, waiting: bool = False) -> Served:
     """Return the samples and packs that a broker's feed has served, from the broker's status.
 
-    ``feed``: name of the feed, None for the first one.
+    ``feed``: name of the feed, None for the first one. ``waiting``: ``lengths`` has samples that are in no step, too.
 
     Raises UserError for a feed that the broker does not have, or that has formed no step.
     """
@@ -208,17 +254,21 @@ def from_status(status: BrokerStatus, feed: str | None) -> Served:
     totals, rules = found.totals, Rules(**{key: getattr(found.rules, key) for key in Rules.__struct_fields__})
     if not totals.samples:
         raise UserError(f"Feed {name!r} of the broker has no step yet. Wait until the broker has formed a step.")
-    lengths, filled = spread(found.lengths, rules.seed), totals.packs - totals.empty_packs
+    buckets, note, filled = [*found.lengths], SHUFFLED, totals.packs - totals.empty_packs
+    if waiting and found.waiting_lengths:
+        buckets += found.waiting_lengths
+        note += f"; {sum(count for count, _ in found.waiting_lengths):,} of them are in no step yet"
+    lengths, samples = spread(buckets, rules.seed), sum(count for count, _ in buckets)
     slots = rules.budget * filled
     if found.dynamic_batching is not None:
         slots = found.dynamic_batching.actual_tokens
     elif rules.shape != "fixed":
         slots = totals.tokens + sum(found.waste_tokens[cause] for cause in ("alignment", "pack_tail", "shape"))
-    batches = max(round(totals.steps * len(lengths) / totals.samples), 1) if rules.batch is not None else 1
+    batches = max(round(totals.steps * len(lengths) / samples), 1) if rules.batch is not None else 1
     return Served(
-        f"{status.run}, feed {name}, {totals.steps:,} steps", lengths, rules, totals.samples, totals.packs,
+        f"{status.run}, feed {name}, {totals.steps:,} steps", lengths, rules, samples, totals.packs,
         totals.empty_packs, totals.tokens, slots, np.linspace(0, len(lengths), batches + 1).astype(np.int64),
-        totals.steps, found.state == "ended", "in random order (3% buckets)", found.tokens_per_s,
+        totals.steps, found.state == "ended", note, found.tokens_per_s,
         found.ranks.attached, _mesh_of(found), shared_tokens=totals.shared_tokens,
         media=None if found.media is None else msgspec.to_builtins(found.media),
     )  # fmt: skip

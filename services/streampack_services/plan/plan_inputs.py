@@ -67,7 +67,7 @@ def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
         )
     if producer is not None:
         raise UserError(f"Got both {what} and a producer.yaml to read lengths from. Pass only one of them.")
-    run = _run(what, given.feed, given.timeout_s)
+    run = _run(what, given.feed, given.timeout_s, waiting=True)
     if run is None:
         options = options_of(given, base.without_media())
         return _noted(_of_file(given, what), base), options
@@ -94,12 +94,15 @@ def run_of(what: str | None, feed: str | None, timeout_s: float) -> Served:
     )
 
 
-def _run(what: str | None, feed: str | None, timeout_s: float) -> Served | None:
-    """Return the run at a broker's address (None: the default address) or in a state_dir; None for anything else."""
+def _run(what: str | None, feed: str | None, timeout_s: float, *, waiting: bool = False) -> Served | None:
+    """Return the run at a broker's address (None: the default address) or in a state_dir; None for anything else.
+
+    ``waiting``: with the lengths of samples that are in no step yet.
+    """
     if what is None or what.startswith(("http://", "https://", "file://")):
-        return run_lengths.from_status(http_client.read_status(what, timeout_s), feed)
+        return run_lengths.from_status(http_client.read_status(what, timeout_s), feed, waiting=waiting)
     if Path(what).is_dir() and segment_files(Path(what)):
-        return run_lengths.from_ledger(Path(what), feed)
+        return run_lengths.from_ledger(Path(what), feed, waiting=waiting)
     return None
 
 
@@ -177,7 +180,7 @@ def _of_run(run: Served, most: int, *, media: bool = False) -> Workload:
     whole = run.ended and len(lengths) == run.samples
     every = counted(run.lengths) if len(run.lengths) == run.samples and not whole and run.ended else None
     total = float(run.samples) if run.ended else None
-    used = f"the forecast uses {len(lengths):,} of the {run.samples:,} samples that the run served, {run.note}"
+    used = f"the forecast uses {len(lengths):,} of the {run.samples:,} samples of the run, {run.note}"
     note = f"{used}; overlong samples count as the run truncated or split them"
     notes = [note]
     if run.sharing is not None:

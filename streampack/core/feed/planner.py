@@ -27,6 +27,7 @@ from streampack.core.model.snapshot import Floor, Snapshot
 from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.effects import Form, Formed, Release
 from streampack.core.protocol.events import Effect
+from streampack.core.stats.length_histogram import LengthCounts
 
 SNAPSHOT_WINDOWS = 4
 """Windows of samples in steps after which the next snapshot is taken. A restart forms these steps again. More snapshots
@@ -88,6 +89,13 @@ class Planner:
             effects += self._stop()
         self.former.closed = closed
         return effects
+
+    @property
+    def waiting_lengths(self) -> LengthCounts:
+        """Histogram of the lengths of the samples that are merged and not in a step yet."""
+        found = LengthCounts()
+        found.add(self._table.length[self.former.held()].astype(np.int64))
+        return found
 
     def _change_rules(self) -> list[Effect]:
         """Apply changes of the rules that are due."""

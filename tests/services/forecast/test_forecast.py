@@ -332,3 +332,16 @@ def test_a_part_of_a_pass_forecasts_packs_that_patches_fill(limit: int) -> None:
     assert part.steps_low <= whole.steps <= part.steps_high
     assert part.filled == pytest.approx(whole.filled, abs=0.03)
     assert part.bound_by == pytest.approx(whole.bound_by, abs=0.08)
+
+
+@pytest.mark.parametrize("window", [16, 256, 1024, 4096])
+@pytest.mark.parametrize("count", [1500, 6000])
+def test_a_large_window_gets_no_advantage_from_what_it_leaves_out(window: int, count: int) -> None:
+    """Nine of ten samples fill 70% of a pack, and no two of them fit together: no window changes that."""
+    draws = np.random.default_rng(1)
+    lengths = np.where(draws.random(20 * count) < 0.9, draws.integers(600, 760, 20 * count), 300)
+    rules = rules_of(1000, 4, "exact_fill", window=window)
+    got = predicted(lengths[:count], rules, total=20 * count)
+    run = predicted(lengths, rules)
+    assert got.utilization == pytest.approx(run.utilization, rel=0.015)
+    assert got.packs == pytest.approx(run.packs, rel=0.03)
