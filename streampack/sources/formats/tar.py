@@ -3,8 +3,11 @@
 Theory of operation. A tar file (POSIX.1-1988 ustar, POSIX.1-2001 pax, GNU) is a sequence of members. Each member is a
 header of 512 bytes and its data. Two blocks of zeros end the file. The index is built from the headers alone. This
 module parses common headers, several times faster than ``tarfile``. From the first uncommon header on (GNU long names,
-global pax headers, base-256 numbers) ``tarfile`` continues. An archive must end in its zero blocks, and nothing may
-follow them. Without that check, a truncated archive would pass for a shorter one, and samples would be lost unnoticed.
+global pax headers, base-256 numbers, links) ``tarfile`` continues. An archive must end in its zero blocks, and nothing
+may follow them. Without that check, a truncated archive would pass for a shorter one, and samples would be lost.
+
+A hard link is a member with the data of an earlier one. tar writes it for the second of two names of one file. Symbolic
+links and other members without data of their own are refused: their samples would be lost.
 """
 
 import io
@@ -24,10 +27,19 @@ _AHEAD_BYTES = 1 << 16
 
 
 def members(file: ShardFile) -> Iterator[Member]:
-    """Yield (name, byte offset of the data, size in bytes) of every regular file in a tar, in the archive's order.
+    """Yield (name, byte offset of the data, size in bytes) of every file in a tar, in the archive's order.
 
-    Raises SourceError if the file is not a tar, or is truncated, damaged, compressed or changed.
+    A hard link has the offset and size of its target. Raises SourceError if the file is not a tar, or is truncated,
+    damaged or changed, or has members that are neither files nor folders.
     """
+    start = yield from _common_members(file)
+    if start is not None:
+        end = yield from _members_by_tarfile(file, start)
+        _check_end(file, end)
+
+
+def _common_members(file: ShardFile) -> Generator[Member, None, int | None]:
+    """Yield the members up to the first uncommon header; return its offset, or None at the end of the archive."""
     if file.size == 0:
         raise DamagedFile(f"{file.path}: got 0 bytes, expected a tar archive. Write the file again")
     offset, buffer, base = 0, b"", 0
@@ -35,12 +47,13 @@ def members(file: ShardFile) -> Iterator[Member]:
     pax_offset = 0
     while True:
         if offset + _BLOCK > file.size:
-            return _check_end(file, offset)  # raises
+            _check_end(file, offset)  # raises
         if offset + _BLOCK > base + len(buffer):
             base, buffer = offset, file.pread(min(_AHEAD_BYTES, file.size - offset), offset)
         header = buffer[offset - base : offset - base + _BLOCK]
         if header == _ZEROS and not pax:
-            return _check_end(file, offset)
+            _check_end(file, offset)
+            return None
         plain = _parse_header(header)
         if plain is None:
             break
@@ -62,8 +75,7 @@ def members(file: ShardFile) -> Iterator[Member]:
             yield _checked_member(file, name, data, size)
             pax = {}
         offset = data + -(-size // _BLOCK) * _BLOCK
-    end = yield from _members_by_tarfile(file, pax_offset if pax else offset)
-    return _check_end(file, end)
+    return pax_offset if pax else offset
 
 
 _REGULAR, _PAX = b"0\0", ord("x")
@@ -123,21 +135,50 @@ def _members_by_tarfile(file: ShardFile, start: int) -> Generator[Member, None, 
     stream = io.BufferedReader(PositionedFile(file), _AHEAD_BYTES)
     stream.seek(start)
     at = start
+    seen: dict[str, Member] = {}  # members from `start` on, by name
+    before: dict[str, Member] | None = None  # members before `start`, once a link needs them
     try:
         with tarfile.open(fileobj=stream, mode="r:", encoding="utf-8", errors="backslashreplace") as archive:
             while (member := archive.next()) is not None:
                 at = archive.offset
                 archive.members.clear()  # type: ignore[attr-defined]  # the list would grow with every member
-                if member.issparse():
-                    raise SourceError(
-                        f"{file.path}: got the sparse file {member.name}, expected only plain files. Write the "
-                        "archive without --sparse"
-                    )
-                if member.isreg():
-                    yield _checked_member(file, member.name, member.offset_data, member.size)
+                if member.isdir() or member.type in _WITHOUT_DATA:
+                    continue
+                offset, size = member.offset_data, member.size
+                if member.islnk():
+                    before = {each[0]: each for each in _common_members(file)} if before is None else before
+                    target = seen.get(member.linkname) or before.get(member.linkname)
+                    if target is None:
+                        raise _unreadable(file, member)
+                    _, offset, size = target
+                elif not member.isreg() or member.issparse():
+                    raise _unreadable(file, member)
+                seen[member.name] = _checked_member(file, member.name, offset, size)
+                yield seen[member.name]
             return archive.offset
     except (tarfile.TarError, ValueError, OverflowError) as error:  # a damaged pax record raises any of these
         raise _broken(file, at, str(error), "a tar header") from error
+
+
+_WITHOUT_DATA = (b"D", b"V")
+"""Types of a GNU folder's list of names, and of a GNU volume's label."""
+_REFUSED = {
+    tarfile.SYMTYPE: ("symbolic link {0}, which has no data", "tar --dereference"),
+    tarfile.LNKTYPE: ("hard link {0} to {1}, which is no earlier member", "tar --hard-dereference"),
+    tarfile.GNUTYPE_SPARSE: ("sparse file {0}", "tar without --sparse"),
+    b"M": ("rest of the file {0}, which began in another volume", "tar without --multi-volume"),
+}
+"""Types of members that are refused: what they are, and how to write the archive without them."""
+
+
+def _unreadable(file: ShardFile, member: tarfile.TarInfo) -> SourceError:
+    """Return the error for a member that is neither a plain file nor a hard link to one."""
+    kind = tarfile.GNUTYPE_SPARSE if member.issparse() else member.type
+    what, how = _REFUSED.get(kind, (f"member {{0}} of type {kind!r}", "tar, with files and folders alone"))
+    return SourceError(
+        f"{file.path}: got the {what.format(member.name, member.linkname)}, expected only plain files. Write the "
+        f"archive with {how}"
+    )
 
 
 def _checked_member(file: ShardFile, name: str, offset: int, size: int) -> Member:

@@ -3,8 +3,9 @@
 Theory of operation. Consecutive members whose names agree up to the first dot of the file name are one sample. The
 rest after that dot, in lower case, is the member's extension (https://github.com/webdataset/webdataset,
 ``base_plus_ext`` and ``group_by_keys`` in tariterators.py). Names without a dot, hidden files and ``__meta__`` names
-are skipped, as webdataset does. One member of each sample is read: the settings name its extension. Without settings,
-the first of .txt, .text, .npy, .json that the sample has is read. A .json member is a row.
+are skipped, as webdataset does. So are members that macOS and Windows add, such as ``a/._b.txt`` beside ``a/b.txt``.
+The log says once that members were skipped. One member of each sample is read: the settings name its extension.
+Without settings, the first of .txt, .text, .npy, .json that the sample has is read. A .json member is a row.
 
 A declared field is read from the member KEY.npy, else from the row, else from the sample's .json member.
 
@@ -16,6 +17,7 @@ Members of a compressed tar have no offsets in the file, so they are an error.
 The package webdataset is not needed.
 """
 
+import logging
 import re
 from array import array
 from collections.abc import Callable, Sequence
@@ -48,12 +50,16 @@ Load: TypeAlias = Callable[[bytes], tuple[Encoded, Row] | str]
 Beside: TypeAlias = dict[str, tuple[int, int]]  # extension to (byte offset, size) of a sample's other members
 
 _SPLIT = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)$").match
+_JUNK = re.compile(r"(?:.*/|)(?:\._[^/]*|\.DS_Store|Thumbs\.db|desktop\.ini|__MACOSX/.*)$").match
 _META = re.compile(r"__[^/]*__($|/)").match
 _NUMBER = re.compile(r"(\d+)")
 _MISSING, _DUPLICATE, _DAMAGED = -1, -2, -3
 _REASONS = {_DUPLICATE: "duplicate", _DAMAGED: DAMAGED}
 _JSON = "json"
 _SHOWN = 16
+_log = logging.getLogger(__name__)
+_said_skipped: list[str] = []
+"""The file whose skipped members were logged; empty before."""
 
 
 def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
@@ -89,12 +95,14 @@ class TarShard:
         self._endings = {key: _endings(key) for key in sorted(self._fields.reference_keys)}
         """Endings of the members that a key of references stands for."""
         self._damage = ""
+        self._skipped: list[str] = []
         self._others: dict[str, None] = {}
         """Some of the extensions that are not read, for messages."""
         try:
             self._index({suffix: rank for rank, suffix in enumerate(loads)}, {*wanted, _JSON} if wanted else set())
         except DamagedFile as error:
             self._end_at_damage(error)
+        _say_skipped(file.path, self._skipped)
 
     def _index(self, ranks: dict[str, int], wanted: set[str]) -> None:
         """Build the index from the tar's members.
@@ -106,10 +114,9 @@ class TarShard:
         key_now: str | None = None
         endings = tuple(chain.from_iterable(self._endings.values()))
         for name, offset, size in members(self._file):
-            if name.startswith("__") and _META(name):
-                continue
-            split = _SPLIT(name)
+            split = None if _JUNK(name) or _META(name) else _SPLIT(name)
             if split is None:
+                self._skipped.append(name)
                 continue
             key, suffix = split[1], split[2].lower()
             if key != key_now:
@@ -242,6 +249,17 @@ class TarShard:
     def where(self, sample: int) -> str:
         """Return the file and key of a sample, for messages; for a damaged sample, the text of the error."""
         return self._damage if self._ranks[sample] == _DAMAGED else f"{self._file.name}:{self._keys[sample]}"
+
+
+def _say_skipped(path: str, names: list[str]) -> None:
+    """Log the members of a tar that make no sample, the first time that a process finds some."""
+    if names and not _said_skipped:
+        _said_skipped.append(path)
+        mac = ". macOS adds them; tar leaves them out with COPYFILE_DISABLE=1" if "._" in names[0] else ""
+        _log.warning(
+            "%s: skipped %d members whose names make no sample, such as %s%s. Other files are not named",
+            path, len(names), names[0], mac,
+        )  # fmt: skip
 
 
 def _is_decompressed(file: ShardFile) -> bool:
