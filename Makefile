@@ -22,7 +22,8 @@ help:
 	@echo "make tools   what the tests run and pip has not: prometheus, a headless Chromium, systemd-analyze, curl, ip"
 	@echo "make soak    10 minutes (SOAK_MINUTES): thousands of simulated runs, then real processes killed, frozen and slowed,"
 	@echo "             against offline golden runs"
-	@echo "make fuzz    10 minutes (FUZZ_MINUTES): changed inputs for everything that reads what others say"
+	@echo "make fuzz    10 minutes (FUZZ_MINUTES): changed inputs for everything that reads what others say; then 2 minutes"
+	@echo "             (FUZZ_LIVE_MINUTES) of changed messages into a broker that runs"
 	@echo "make lint    ruff, mypy, import-linter, spelling and prose"
 	@echo "make bench   the quick benchmarks; fails where a ratio fell below benchmarks/bounds.yaml"
 	@echo "make docs    this documentation as a site, into build/site; docs-serve shows it on port 8000 while you write;"
@@ -82,6 +83,7 @@ soak: $(DEV)
 
 fuzz: $(DEV)
 	@$(BIN)/python -m tests.fuzz --minutes $(or $(FUZZ_MINUTES),10) $(ARGS)
+	@$(if $(ARGS),,$(BIN)/python -m tests.fuzz.live --minutes $(or $(FUZZ_LIVE_MINUTES),2))
 
 # Ratios of ours to others' in the same run, held against benchmarks/bounds.yaml.
 bench: $(KERNELS)

@@ -62,16 +62,17 @@ COUNTS: Counter[tuple[str, str, str]] = Counter()
 
 
 class World:
-    """One run of a scene; what happens is drawn from ``rng``."""
+    """One run of a scene; what happens is drawn from ``rng``. All peers are honest unless it is ``hostile``."""
 
-    def __init__(self, scene: str, rng: Random) -> None:
+    def __init__(self, scene: str, rng: Random, hostile: bool = True) -> None:
         self.rng, self.vary = rng, Vary(rng)
         self.stage = Stage(SCENES[scene])
         self.relay = RelaySession("node")
         self.pool = deque(messages(), maxlen=400)
         for envelope in self.pool:
             self.vary.learn(envelope.message)
-        self.evil = {peer: rng.choice((0.0, 0.0, 0.05, 0.3)) for peer in ROLES}
+        self.evil = {peer: rng.choice((0.0, 0.0, 0.05, 0.3)) if hostile else 0.0 for peer in ROLES}
+        self._most_strange = (0, 2, 6) if hostile else (0,)
         self.heard: dict[bytes, int] = {}
         self.asked = 0
         self.cursor: int | None = None
@@ -127,7 +128,7 @@ class World:
         self._work()
         self._follow()
         self._listen()
-        for _ in range(rng.choice((0, 2, 6))):
+        for _ in range(rng.choice(self._most_strange)):
             self._strange()
 
     # What the honest do
