@@ -27,6 +27,9 @@ from streampack.sources.formats.rows import NO_MASK
 from streampack.sources.order import Cursor
 from streampack.sources.records import DAMAGED, RawSample
 
+NO_POSITIONS = f"{POSITION_IDS}: missing"
+"""Reason of a sample with media that lacks positions of three axes, which only the model can compute."""
+
 
 class LeaseLimits:
     """The limits of one lease, applied to single samples and to batches of samples."""
@@ -38,6 +41,7 @@ class LeaseLimits:
         self._largest = int(np.iinfo(self._dtype).max)
         self._masked = any(each.name == LOSS_MASK for each in lease.fields)
         self._needs_mask = any(each.name == LOSS_MASK and each.default is None for each in lease.fields)
+        self._has_grids = any(each.name == POSITION_IDS and each.shape for each in lease.fields)
         self._rejected = {
             each.name: np.zeros((int(is_by_sample(each)), *each.shape), each.storage) for each in lease.fields
         }
@@ -92,6 +96,8 @@ class LeaseLimits:
         if isinstance(sample, dict) and self._media_fields:
             media = media_of(record.fields, self._media_fields, tokens)
             sample = media if isinstance(media, str) else sample | media
+            if MEDIA in sample and self._has_grids and POSITION_IDS not in record.fields:
+                sample = NO_POSITIONS
         if isinstance(sample, str):
             if lease.poison == "error" and sample == DAMAGED:
                 raise DamagedFile(
@@ -102,6 +108,13 @@ class LeaseLimits:
                     f"{record.where}: got a sample without a loss_mask, but the run declares this field. Add the "
                     "mask, or set `missing_mask: train` in producer.yaml to train on all tokens of such samples. Or "
                     "set `poison: drop` in `rules` or in the stream to drop and count such samples"
+                )
+            if lease.poison == "error" and sample == NO_POSITIONS:
+                raise SampleError(
+                    f"{record.place}: got a sample with media but without position_ids, which the run declares with "
+                    "shape [3]. Its media need positions in time, height and width, so 0 to n - 1 would be wrong. Add "
+                    "`position_ids`, as get_rope_index of your model returns them (docs/how-to/vision.md). Or set "
+                    "`poison: drop` in `rules` or in the stream to drop and count such samples"
                 )
             if lease.poison == "error":
                 raise SampleError(
