@@ -27,6 +27,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from streampack.errors import ConfigError
 from streampack.tokenizers.chat_marks import BEGIN, END, LEAVE, TemplateError, entering
 
+_NO_MESSAGE = "messages"
+"""A variable that is no message."""
+
 
 class ChatTemplate:
     """A compiled chat template.
@@ -50,7 +53,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["mark_generation"] = self._generation
         for name in ("enter", "assign", "leave"):
-            environment.globals[f"mark_{name}"] = partial(self._mark, name)
+            environment.filters[f"mark_{name}"] = partial(self._mark, name)
         if today is not None:
             environment.globals["strftime_now"] = lambda form: today.strftime(form)
         try:
@@ -100,9 +103,9 @@ class ChatTemplate:
         """Return the text of a generation block, between BEGIN and END while marking."""
         return BEGIN + caller() + END if self._marks else caller()
 
-    def _mark(self, name: str, *values: object) -> str:
+    def _mark(self, name: str, value: object) -> str:
         """Return the mark of a loop, see ``_Marks``; empty unless marking."""
-        return str(getattr(self._marks, name)(*values)) if self._marks else ""
+        return str(getattr(self._marks, name)(value)) if self._marks else ""
 
     def _find_header(self) -> str:
         """Return the text that the generation prompt adds after a message; empty if there is none."""
@@ -139,7 +142,7 @@ class _Marks:
         self._loops: list[bool] = []
         """For each running loop, outermost first: True if its body has entered a message."""
 
-    def enter(self, item: object = None) -> str:
+    def enter(self, item: object) -> str:
         """Begin the body of a loop whose variable is ``item``."""
         self._loops.append(False)
         return self.assign(item)
@@ -152,7 +155,7 @@ class _Marks:
         self._loops[-1] = True
         return entering(number)
 
-    def leave(self) -> str:
+    def leave(self, _item: object) -> str:
         """End the body of a loop."""
         return LEAVE if self._loops.pop() else ""
 
@@ -171,12 +174,13 @@ class _Generation(Extension):
 
 
 def _mark_loops(tree: nodes.Template, environment: Environment) -> None:
-    """Make each loop of a template call ``mark_enter``, ``mark_assign`` and ``mark_leave``: see ``_Marks``."""
-    for loop in list(tree.find_all(nodes.For)):
+    """Make each loop that writes text write ``mark_enter``, ``mark_assign`` and ``mark_leave``, too: see ``_Marks``."""
+    writing = (nodes.Output, nodes.CallBlock, nodes.FilterBlock)
+    for loop in [loop for loop in tree.find_all(nodes.For) if any(loop.find_all(writing))]:
         _mark_block(loop.body)
-        names = [loop.target.name] if isinstance(loop.target, nodes.Name) else []
-        loop.body.insert(0, _call("enter", names, loop))
-        loop.body.append(_call("leave", [], loop))
+        name = loop.target.name if isinstance(loop.target, nodes.Name) else _NO_MESSAGE
+        loop.body.insert(0, _mark_of("enter", name, loop))
+        loop.body.append(_mark_of("leave", _NO_MESSAGE, loop))
     tree.set_environment(environment)
 
 
@@ -185,19 +189,22 @@ def _mark_block(body: list[nodes.Node]) -> None:
     for node in list(body):
         place = body.index(node)
         if isinstance(node, nodes.Assign) and isinstance(node.target, nodes.Name):
-            body.insert(place + 1, _call("assign", [node.target.name], node))
+            body.insert(place + 1, _mark_of("assign", node.target.name, node))
         elif isinstance(node, nodes.Continue | nodes.Break):
-            body.insert(place, _call("leave", [], node))
+            body.insert(place, _mark_of("leave", _NO_MESSAGE, node))
         elif isinstance(node, nodes.If):
             for block in (node.body, node.else_, *(branch.body for branch in node.elif_)):
                 _mark_block(block)
 
 
-def _call(name: str, names: list[str], at: nodes.Node) -> nodes.Node:
-    """Return a node that writes the result of ``mark_NAME``, called with variables."""
-    values: list[nodes.Expr] = [nodes.Name(each, "load") for each in names]
-    call = nodes.Call(nodes.Name(f"mark_{name}", "load"), values, [], None, None)
-    return nodes.Output([call]).set_lineno(at.lineno)
+def _mark_of(kind: str, name: str, at: nodes.Node) -> nodes.Node:
+    """Return a node that writes a mark for the variable ``name``.
+
+    It is a filter, because a row could set a variable with a function's name.
+    """
+    return nodes.Output([nodes.Filter(nodes.Name(name, "load"), f"mark_{kind}", [], [], None, None)]).set_lineno(
+        at.lineno
+    )
 
 
 def _searched(tree: nodes.Template) -> Iterator[str]:
