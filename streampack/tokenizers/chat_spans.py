@@ -207,11 +207,12 @@ class _Chat:
         named = "".join(piece.text for piece in self._named_own.get(number, []))
         place = _NAMED.search(named)
         lead = _common_prefix(text, named[: place.start()] if place else text)
-        at = text.find(header, 0, lead) if header else -1
-        if at >= 0:  # text that precedes the first message, such as a BOS, is before the prompt
-            return at + len(header)
+        for known in filter(None, (prompt, header)):  # other white space, or a BOS, may precede it here
+            at = text.find(known.strip(), 0, lead) if known.strip() else -1
+            if at >= 0:
+                return at + _common_prefix(text[at:], known.lstrip())
         shared = max(_common_prefix(text, prompt or ""), _common_prefix(text, header))
-        if shared or not place:
+        if text[:shared].strip() or not place:
             return min(shared, lead)
         return lead if text[:lead].strip() else 0  # white space is the model's own unless a prompt ends with it
 

@@ -305,6 +305,24 @@ def test_white_space_is_learned_where_no_prompt_ends_with_it(
     assert learned(folder, opened(folder).encode_chat(messages)) == expected
 
 
+@pytest.mark.parametrize(("written", "asked"), [
+    ("\n    Answer:\n", "    Answer:\n"),
+    ("Answer:\n", "\n\nAnswer:\n"),
+    ("Answer: ", "Answer:"),
+    ("<|bos|>Answer:\n", "Answer:\n"),
+])  # fmt: skip
+@pytest.mark.parametrize("answers", [("one", "two"), ("", "two"), ("one", "")])
+def test_no_prompt_is_learned_where_white_space_before_it_differs(
+    tmp_path: Path, written: str, asked: str, answers: tuple[str, str]
+) -> None:
+    source = LOOP % ("Question: {{ m.content }}", f"{{{{ {written!r} + m.content }}}}</s>")
+    folder = save(
+        tmp_path / "header", byte_level(), f"{source}{{% if add_generation_prompt %}}{{{{ {asked!r} }}}}{{% endif %}}"
+    )
+    got = learned(folder, opened(folder).encode_chat(chat("a", answers[0], "b", answers[1])))
+    assert [text.strip() for text in got] == [f"{answer}</s>" for answer in answers]
+
+
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cn"]), max_size=20)
 pieces = st.sampled_from(["a", " ", "\n", "é", "assistant", "<|im_", "end|>", *SPECIAL])
 spoofed = st.lists(pieces, max_size=8).map("".join)
