@@ -136,6 +136,8 @@ class _Chat:
             if first < last:
                 spans.append((piece.begin + first, piece.begin + last))
             place += len(piece.text)
+        if spans and not self.is_ended(spans):
+            spans += self._closing(number, own[-1].end)
         return spans
 
     def is_ended(self, spans: list[Span]) -> bool:
@@ -194,16 +196,19 @@ class _Chat:
                 raise TemplateError(f"the template writes the text of message {number} ({message.role}) in an answer")
             if _has_content(message.raw) and not places:
                 raise TemplateError(
-                    f"the template does not write message {number}, whose role is {message.role}. Map the role to one "
-                    f"that the template knows, such as tokenizer: {{roles: {{{message.role}: user}}}}"
+                    f"the template does not write message {number}, whose role is {message.role}. Set another "
+                    "template, remove the message, or map its role, such as tokenizer: "
+                    f"{{roles: {{{message.role}: user}}}}"
                 )
 
     def _begin(self, number: int, text: str) -> int:
         """Return where the learned part of an answer's ``text`` begins: after the prompt."""
         prompt, header = self._prompt(number), self._template.header
-        sizes = [len(known) for known in (prompt, header) if known is not None and text.startswith(known)]
-        if header and sizes:
-            return max(sizes)
+        for known in filter(None, (prompt, header)):
+            if text.startswith(known):
+                return len(known)
+        if prompt == "" and header:  # nothing is added to ask for this answer
+            return 0
         named = "".join(piece.text for piece in self._named_own.get(number, []))
         place = _NAMED.search(named)
         lead = _common_prefix(text, named[: place.start()] if place else text)
@@ -224,6 +229,21 @@ class _Chat:
             return None
         owned = [at for at, piece in enumerate(pieces) if piece.message is not None]
         return "".join(piece.text for piece in pieces[owned[-1] + 1 :]) if owned else None
+
+    def _closing(self, number: int, place: int) -> list[Span]:
+        """Return the span of the token that ends answer ``number`` after its own text, which ends at ``place``.
+
+        A template may write it after its loop, or with the next message. It also writes it if the chat ends there.
+        """
+        try:
+            pieces = self._pieces([self._raw[at] for at in (*self._near(number), number)])
+        except TemplateError:
+            return []
+        rest = itertools.takewhile(lambda piece: piece.message is None, reversed(pieces))
+        tail = "".join(piece.text for piece in list(rest)[::-1])
+        size = len(tail) - len(tail.lstrip())
+        found = [size + len(token) for token in self._ends if tail.startswith(token, size)]
+        return [(place, place + max(found))] if found and self.text.startswith(tail[: max(found)], place) else []
 
     def _near(self, number: int) -> list[int]:
         """Return the messages that the prompt of answer ``number`` depends on.

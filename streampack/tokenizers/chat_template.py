@@ -28,7 +28,7 @@ from streampack.errors import ConfigError
 from streampack.tokenizers.chat_marks import BEGIN, END, LEAVE, TemplateError, entering
 
 _NO_MESSAGE = "messages"
-"""A variable that is no message."""
+"""A variable that does not hold a message."""
 
 
 class ChatTemplate:

@@ -16,8 +16,11 @@ def from_transformers(given: Any) -> Tokenizer:
     """Return the tokenizer for an object of transformers, such as AutoTokenizer returns.
 
     A fast tokenizer is saved to a temporary folder, and read as the tokenizer of that folder. So the object gives the
-    same ids as its folder. Raises ConfigError if it cannot be read back.
+    same ids as its folder. Raises ConfigError if it cannot be read back, or is a processor.
     """
+    if not hasattr(given, "encode"):
+        kind = type(given).__qualname__
+        raise ConfigError(f"tokenizer: got a {kind}, expected a tokenizer. Pass its attribute tokenizer")
     if not getattr(given, "is_fast", False):
         return _SlowTokenizer(given)
     from streampack.tokenizers.tokenizer_json import FileTokenizer  # needs an optional package

@@ -323,6 +323,19 @@ def test_no_prompt_is_learned_where_white_space_before_it_differs(
     assert [text.strip() for text in got] == [f"{answer}</s>" for answer in answers]
 
 
+def test_an_end_that_the_template_writes_with_the_next_message_is_learned(tmp_path: Path) -> None:
+    source = (
+        "{% for m in messages %}{% if not loop.first %}{{ '</s>\n' }}{% endif %}"
+        "{{ '[INST]' + m.role + ': ' + m.content }}{% endfor %}"
+        "{{ '</s>' }}{% if add_generation_prompt %}{{ '\n[INST]assistant:' }}{% endif %}"
+    )
+    folder = save(tmp_path / "late", byte_level(), source)
+    encoded = opened(folder).encode_chat(chat("a", "one", "b", "two"))
+    assert learned(folder, encoded) == [" one</s>", " two</s>"]
+    assert isinstance(encoded, Encoded)
+    assert encoded.warnings == ()
+
+
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cn"]), max_size=20)
 pieces = st.sampled_from(["a", " ", "\n", "é", "assistant", "<|im_", "end|>", *SPECIAL])
 spoofed = st.lists(pieces, max_size=8).map("".join)

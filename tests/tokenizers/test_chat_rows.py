@@ -294,3 +294,14 @@ def test_a_slow_tokenizer_ends_texts_too_and_refuses_chats() -> None:
         ConfigError, match=r"got a chat with the slow tokenizer ByT5Tokenizer, expected a fast tokenizer"
     ):
         tokenizer.encode_chat(CHAT)
+
+
+def test_a_processor_is_refused_with_what_to_pass() -> None:
+    from transformers import ProcessorMixin
+
+    class Processor(ProcessorMixin):
+        def __init__(self) -> None:
+            self.chat_template = None
+
+    with pytest.raises(ConfigError, match=r"got a .*Processor, expected a tokenizer\. Pass its attribute tokenizer"):
+        from_transformers(Processor())
