@@ -137,7 +137,7 @@ def local(
             - Rows in memory: a sequence or iterable, such as a list or a ``datasets.Dataset``. Each row is a text, a
               sequence of token ids, or a dict with the keys of a row of a file.
             - A dict of streams by name. Each value is one of the above, or a dict of the stream's settings in
-              broker.yaml and producer.yaml.
+              broker.yaml and producer.yaml. A dict of columns is an error: pass rows.
         tokenizer: ``"bytes"``, the path of a tokenizer.json or its folder, ``"package.module:function"``, or a dict of
             settings. Or a callable, or an object with ``encode``, from a text to token ids; a tokenizer of transformers
             also formats chats. Default: texts become their bytes, and chats are rejected.
@@ -163,7 +163,8 @@ def local(
         weights: Shares of the tokens by stream name. Default: equal shares.
         text_key: Key of the text in a row. Default: detected.
         tokens_key: Key of the token ids in a row. Default: detected.
-        fields: Fields that samples carry beside their tokens, as in broker.yaml. Chats need ``{"loss_mask": {}}``.
+        fields: Fields that samples carry beside their tokens, as in broker.yaml. ``loss_mask`` is added if one of the
+            first rows says which tokens are learned, as chats, pairs and rows with labels do.
         tokens: dtype in which the broker keeps token ids: ``"int32"`` or ``"uint16"``.
         memory: Size of the broker's arena, such as ``"1GiB"`` or a number of bytes; raised if the settings need more.
         chunk: Most bytes of samples in one message of the producer, such as ``"8MiB"``; ``limits.chunk`` in

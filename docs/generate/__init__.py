@@ -9,5 +9,6 @@
 - ``messages``: the tables of messages and of records of the log, from their classes.
 - ``sample_warnings``: the table of warnings about samples.
 - ``figures``: diagrams as SVG; packing figures are computed by ``streampack.pack_lengths``.
+- ``row_keys``: the table of the keys of rows that streampack knows.
 - ``repository``: links from pages to files of the repository outside ``docs/``.
 """

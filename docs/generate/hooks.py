@@ -11,7 +11,17 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from streampack_services.http import metrics
 
-from docs.generate import api_index, cli, configuration, errors, figures, messages, repository, sample_warnings
+from docs.generate import (
+    api_index,
+    cli,
+    configuration,
+    errors,
+    figures,
+    messages,
+    repository,
+    row_keys,
+    sample_warnings,
+)
 
 GENERATED: dict[str, Callable[[], str]] = {
     "api": api_index.table,
@@ -21,6 +31,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "messages": messages.messages,
     "metrics": metrics.text,
     "records": messages.records,
+    "row_keys": row_keys.table,
     "sample_warnings": sample_warnings.table,
 }
 """The text in place of each ``<!-- generated: NAME -->``."""

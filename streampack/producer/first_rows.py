@@ -15,12 +15,13 @@ from msgspec.structs import replace
 from streampack.config.daemon_settings import ProducerConfig, ProducerStream
 from streampack.core.media.references import Reference
 from streampack.core.model.fields import LOSS_MASK, Field
-from streampack.core.stats.sample_warnings import NO_LOSS_TOKENS
+from streampack.core.stats.sample_warnings import NO_LOSS_TOKENS, advice
 from streampack.errors import ConfigError, SourceError, StreampackError
 from streampack.sources.formats.rows import MISSING
-from streampack.sources.in_memory import InMemory
 from streampack.sources.open_source import open_source
+from streampack.sources.reasons import advice_on, describe
 from streampack.sources.records import DAMAGED, RawSample
+from streampack.sources.row_keys import BY_TOKEN, KNOWN
 from streampack.sources.settings import KEYS, SourceSettings
 from streampack.tokenizers.base import Tokenizer
 from streampack.tokenizers.bytes_tokenizer import BytesTokenizer, UnnamedTokenizer
@@ -28,45 +29,80 @@ from streampack.tokenizers.open_tokenizer import open_tokenizer
 
 ROWS, ROWS_AT_START = 100, 16
 _SAMPLE_KEYS = ("text_key", "tokens_key", "messages_key", "prompt_key", "completion_key")
-_DETECTED = "text, tokens, input_ids or messages, and without a pair of prompt and completion or response"
+_DETECTED = "tokens, input_ids, text or messages, and without a pair of prompt and completion or response"
 _TO_SET_ELSEWHERE = "Set text_key, tokens_key or messages_key, or prompt_key and completion_key, to keys of the rows"
 _TO_SET = {"webdataset": "Set text_key or tokens_key to an extension, or to 'json/KEY' for a key of the .json members"}
+KEY = "key_"
+"""Begin of the names of fields that ``passed_on`` declares."""
+MASK = Field(name=LOSS_MASK, dtype="uint8", align="target", default=1)
+NOT_APPLIED = tuple(key for key in KNOWN if KNOWN[key] not in BY_TOKEN)
+"""Known keys that are not applied to the sample. A row is rejected for them, unless the run declares them as fields."""
 _TORN = ("json", DAMAGED)
 """Reasons of rows that cannot be read, so their keys are unknown."""
 
 
 class FirstWarning(NamedTuple):
-    """A warning about the first rows of a stream: ``samples`` of ``rows`` rows have it, the first at ``where``."""
+    """A warning about the first rows of a stream: ``samples`` of ``rows`` rows have it, the first at ``where``.
+
+    ``word`` is a word of ``core.stats.sample_warnings``, or the reason of rejected rows. ``meaning`` is its sentence.
+    """
 
     stream: str
     word: str
     samples: int
     rows: int
     where: str
+    meaning: str
 
 
 def check_rows(config: ProducerConfig) -> list[FirstWarning]:
     """Return the warnings about the first rows of each source.
 
-    Raises ConfigError if no first row has a configured key, and SourceError for broken files.
+    Raises ConfigError if no first row has a configured key or can be used, and SourceError for broken files.
     """
     warnings: list[FirstWarning] = []
     for name, stream in config.streams.items():
         path = f"streams.{name}"
         bare = replace(stream, fields={})  # broker.yaml, not producer.yaml, declares the fields of a run
         tokenizer = open_tokenizer(stream.tokenizer or config.tokenizer)
-        records = _peek(path, bare, tokenizer)
-        warnings += _warnings(name, records)
+        records = _peek_with(path, stream, tokenizer, NOT_APPLIED)
         if said := _lacking(records):
             asked = ", ".join(f"{key} {value!r}" for key in _SAMPLE_KEYS if (value := getattr(stream, key)) is not None)
             got = (
                 f"got {asked}, but no row has such a key" if asked else f"got rows without any of the keys {_DETECTED}"
             )
-            raise ConfigError(f"{path}: {got} ({said}). {_TO_SET.get(stream.source, _TO_SET_ELSEWHERE)}")
+            to_set = advice_on(said, _TO_SET.get(stream.source, _TO_SET_ELSEWHERE))
+            raise ConfigError(f"{path}: {got} ({said}). {to_set}")
+        read = [record for record in records if record.reason not in _TORN]
+        if read and all(record.reason and not _of_known_key(record) for record in read):
+            raise ConfigError(f"{path}: none of the first {len(read)} rows can be used. {_rejected(read[0])}")
+        if any(KEY in name for record in records for name in record.fields):
+            records = _peek_with(path, stream, tokenizer, ())
+        warnings += _warnings(name, records)
         for field, key in stream.fields.items():
             if not _has_members(f"{path}.fields.{field}", bare, tokenizer, key):
                 _check_field(f"{path}.fields.{field}", bare, key)
     return warnings
+
+
+def passed_on(keys: Iterable[str]) -> tuple[dict[str, str], tuple[Field, ...]]:
+    """Return the setting ``fields`` and the declarations with which the values of ``keys`` are passed on as they are.
+
+    Fields of references are passed on, so any value may be read as one, and known keys among them are not applied. The
+    names of the fields begin with ``KEY``.
+    """
+    names = {f"{KEY}{number}": key for number, key in enumerate(keys)}
+    return names, tuple(Field(name=name, dtype="reference", axis="item") for name in names)
+
+
+def _peek_with(path: str, stream: ProducerStream, tokenizer: Tokenizer, keys: Sequence[str]) -> list[RawSample]:
+    """Return the first rows; ``keys`` and the keys of fields, except the loss mask, are passed on as they are."""
+    names, fields = passed_on([*keys, *(key for name, key in stream.fields.items() if name != LOSS_MASK)])
+    if LOSS_MASK in stream.fields:
+        names, fields = names | {LOSS_MASK: stream.fields[LOSS_MASK]}, (*fields, MASK)
+    if "fields" not in KEYS[stream.source]:
+        names, fields = {}, ()
+    return _peek(path, replace(stream, fields=names), tokenizer, fields)
 
 
 def warnings_of(record: RawSample) -> tuple[str, ...]:
@@ -77,12 +113,33 @@ def warnings_of(record: RawSample) -> tuple[str, ...]:
 
 
 def _warnings(stream: str, records: list[RawSample]) -> list[FirstWarning]:
-    """Return each warning about the first rows of a stream."""
-    places: dict[str, list[str]] = {}
+    """Return each warning about the first rows of a stream, and each reason why some of them are rejected."""
+    places: dict[str, list[RawSample]] = {}
     for record in records:
-        for word in warnings_of(record):
-            places.setdefault(word, []).append(record.where)
-    return [FirstWarning(stream, word, len(where), len(records), where[0]) for word, where in places.items()]
+        for word in (record.reason,) if record.reason not in (None, *_TORN) else warnings_of(record):
+            places.setdefault(word, []).append(record)
+    return [
+        FirstWarning(stream, word, len(those), len(records), those[0].where, _meaning(word, those[0]))
+        for word, those in places.items()
+    ]
+
+
+def _meaning(word: str, record: RawSample) -> str:
+    """Return the sentence of a warning about a sample, or of the reason why it is rejected."""
+    if not record.reason:
+        return advice(word)
+    undeclared = f"unless broker.yaml declares the field {word.partition(':')[0]}, rows are rejected. "
+    return undeclared + _rejected(record) if _of_known_key(record) else _rejected(record)
+
+
+def _of_known_key(record: RawSample) -> bool:
+    """Return whether a known key rejects the sample. A declared field may read the key instead."""
+    return (record.reason or "").partition(":")[0] in KNOWN
+
+
+def _rejected(record: RawSample) -> str:
+    """Return why a sample is rejected, and what to do."""
+    return describe(record, record.reason or "", "int32")
 
 
 def refuse_chats(settings: SourceSettings, tokenizer: Tokenizer) -> None:
@@ -94,20 +151,29 @@ def refuse_chats(settings: SourceSettings, tokenizer: Tokenizer) -> None:
         settings.text_key is not None or settings.tokens_key is not None or "messages_key" not in KEYS[settings.source]
     )
     if isinstance(tokenizer, UnnamedTokenizer) and settings.source != "python" and not no_chats:
-        _read_all(open_source(replace(settings, fields={}), tokenizer).peek(ROWS_AT_START))
+        bring_mask(open_source(replace(settings, fields={}), tokenizer).peek(ROWS_AT_START))
 
 
-def refuse_chats_in(rows: InMemory, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError if rows in memory without a named tokenizer begin with chats."""
-    if isinstance(tokenizer, UnnamedTokenizer):
-        _read_all(rows.peek(ROWS_AT_START))
+def bring_mask(records: Iterable[RawSample]) -> bool:
+    """Return whether a sample, read without declared fields, brings a loss mask: some of its tokens are not learned.
 
-
-def _read_all(records: Iterable[RawSample]) -> None:
-    """Read all records, for the ConfigError that some raise; ignore SourceError, which the producer will raise."""
+    Raises ConfigError for chats without a tokenizer. Other errors are ignored, because the producer will raise them.
+    """
+    masked = False
     with contextlib.suppress(SourceError):
-        for _ in records:
-            pass
+        for record in records:
+            masked = masked or LOSS_MASK in record.fields
+    return masked
+
+
+def known_keys(settings: SourceSettings) -> list[str]:
+    """Return the known keys (``row_keys``) that the first rows of a source have. Raises SourceError for bad files."""
+    if "fields" not in KEYS[settings.source]:
+        return []
+    names, fields = passed_on(KNOWN)
+    records = open_source(replace(settings, fields=names), BytesTokenizer()).peek(ROWS_AT_START, fields)
+    present = {names[name] for record in records for name in record.fields if name in names}
+    return [key for key in KNOWN if key in present]
 
 
 def _has_members(path: str, stream: ProducerStream, tokenizer: Tokenizer, key: str) -> bool:

@@ -25,6 +25,7 @@ from streampack.producer.media_values import media_of
 from streampack.sources.arrays import Records, Room
 from streampack.sources.formats.rows import NO_MASK
 from streampack.sources.order import Cursor
+from streampack.sources.reasons import describe
 from streampack.sources.records import DAMAGED, RawSample
 
 NO_POSITIONS = f"{POSITION_IDS}: missing"
@@ -118,9 +119,8 @@ class LeaseLimits:
                 )
             if lease.poison == "error":
                 raise SampleError(
-                    f"{record.place}: got a sample that cannot be used ({sample}), expected a 1-D array of ids within "
-                    f"{lease.dtype}, and every declared field. Correct the sample, or set `poison: drop` in `rules` "
-                    "or in the stream to drop and count such samples"
+                    f"{describe(record, sample, lease.dtype)}. Or set `poison: drop` in `rules` or in the stream to "
+                    "drop and count such samples"
                 )
             return self._rejected, sample
         if len(tokens) <= lease.max_sample_tokens:
@@ -184,7 +184,7 @@ class LeaseLimits:
             return
         raise SampleError(
             f"{record.where}: got a loss mask that the run does not declare, so the model would be trained on "
-            "prompts. Add `fields: {loss_mask: {}}` to broker.yaml"
+            "prompts. Add `fields: {loss_mask: {}}` to broker.yaml, or fields={'loss_mask': {}} to streampack.local"
         )
 
     def full(self, gathered: Gathered, sample: Values, chunk_s: float) -> bool:

@@ -27,6 +27,7 @@ from streampack.producer.push_thread import Pushing
 from streampack.producer.pushed_samples import (
     Given,
     SampleKey,
+    as_list,
     as_mapping,
     check_declared,
     chunk_of_group,
@@ -149,7 +150,7 @@ class Producer:
             DataStall: The buffer had no room within ``timeout_s``.
         """
         with self._given:
-            first, given = self._pushing.next_seq, list(samples)
+            first, given = self._pushing.next_seq, as_list(samples)
             chunks = chunks_of(given, self._pushing.lease(), first, policy_version)
             if keys is not None:
                 chunks = with_keys(chunks, list(keys), len(given), self.write if write is None else write)
@@ -189,7 +190,7 @@ class Producer:
         """
         if keep not in ("pack", "step", None):
             raise UserError(f"got keep={keep!r}, expected 'pack', 'step' or None")
-        given = list(samples)
+        given = as_list(samples)
         if not given:
             raise UserError("got a group without samples, expected at least one sample")
         with self._given:

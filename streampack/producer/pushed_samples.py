@@ -1,26 +1,25 @@
 """Turn a program's samples into chunks, under the limits and policies of a lease.
 
 A sample is a mapping with ``input_ids`` and the declared fields, or the token ids alone; values are arrays, tensors or
-lists. The same rules apply as to a row of a file (``rows``, ``lease_limits``). Undeclared keys are ignored, except a
-loss mask: without it, prompts would be trained on. The module knows samples and leases, not sockets, threads or files.
+lists. The same rules apply as to a row of a file (``rows``, ``row_keys``, ``lease_limits``). Other undeclared keys are
+ignored. The module knows samples and leases, not sockets, threads or files.
 """
 
 from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, SupportsIndex
 
-import numpy as np
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from streampack.connection.policy_versions import checked_version
 from streampack.core.journal.key_index import KEY_BYTES
 from streampack.core.layout.step_frames import INPUT_IDS
-from streampack.core.model.fields import GROUP, LOSS_MASK, POLICY_VERSION, Field
+from streampack.core.model.fields import GROUP, POLICY_VERSION, Field
 from streampack.core.model.samples import Keep, Share
 from streampack.core.protocol.producer_messages import Lease
 from streampack.core.sessions.producer_base import Chunk
@@ -30,9 +29,11 @@ from streampack.producer.chunks import batches_of, chunk_of
 from streampack.producer.tree_groups import Tree, check_share, tree_of
 from streampack.sources.formats.rows import RowReader
 from streampack.sources.order import Cursor
-from streampack.sources.records import RawSample
+from streampack.sources.records import RawSample, why_of
 from streampack.sources.settings import SourceSettings
+from streampack.sources.tables import refuse_columns, refuse_tables
 from streampack.tokenizers.bytes_tokenizer import BytesTokenizer
+from streampack.tokenizers.token_ids import NO_TOKENS
 
 _SETTINGS = SourceSettings("python", tokens_key=INPUT_IDS)
 SampleKey = str | bytes | SupportsIndex
@@ -151,6 +152,14 @@ def _by_sample(lease: Lease) -> set[str]:
     return {field.name for field in lease.fields if field.axis == "sample"}
 
 
+def as_list(samples: Iterable[Given]) -> list[Given]:
+    """Return samples as a list. Raises UserError for a table or a dict of columns."""
+    if isinstance(samples, Mapping):
+        refuse_columns(samples)
+    refuse_tables(samples)
+    return list(samples)
+
+
 def as_mapping(sample: Given) -> dict[str, Any]:
     """Return a sample as a dict; token ids alone get the key ``input_ids``."""
     return dict(sample) if isinstance(sample, Mapping) else {INPUT_IDS: sample}
@@ -176,15 +185,12 @@ def _record(sample: Given, lease: Lease, seq: int, reader: RowReader) -> RawSamp
                 f"stream {lease.stream!r}: got a value of {late.name} with a sample, expected none, because the field "
                 f"is late. Give the value with Producer.amend once the sample was sent"
             )
-    row = {key: plain(given[key]) for key in (*reader.keys, LOSS_MASK) if key in given}
+    row = {key: plain(given[key]) for key in reader.keys if key in given}
     where = f"stream {lease.stream!r} partition {lease.partition} sample {seq}"
     found, cursor = reader(row), Cursor(0, 0, seq + 1)
     if isinstance(found, str):
-        return RawSample(np.zeros(0, np.int32), found, where, cursor)
-    fields = found.fields
-    if LOSS_MASK in row and LOSS_MASK not in fields:
-        fields = {**fields, LOSS_MASK: np.asarray(row[LOSS_MASK])}  # not declared: LeaseLimits raises
-    return RawSample(found.tokens, None, where, cursor, fields, warnings=found.warnings)
+        return RawSample(NO_TOKENS, str(found), where, cursor, why=why_of(found))
+    return RawSample(found.tokens, None, where, cursor, found.fields, warnings=found.warnings)
 
 
 def plain(value: Any) -> Any:

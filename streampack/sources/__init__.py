@@ -16,7 +16,10 @@ Files, in the order in which data passes them:
 - ``order``: the order of samples, a pure function of (seed, pass, shard).
 - ``walk``: passes, partitions, cursors and skipping over a format's shards.
 - ``records``, ``arrays``: the results: one sample, or many samples at once.
+- ``row_keys``: keys of a row that say which tokens are learned or real, or where packed samples begin.
+- ``reasons``: sentences for the reasons why samples are rejected.
 - ``in_memory``: rows in this process's memory as a source.
+- ``tables``: refuses tables and dicts of columns where rows are expected.
 
 A missing or changed file stops the reader with a SourceError, because later samples could not be numbered. A damaged
 shard becomes one rejected sample. A bad sample is a ``RawSample`` with a reason and no tokens; it keeps its place, so

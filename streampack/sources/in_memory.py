@@ -8,7 +8,7 @@ once, so reading can only continue where it stopped.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -40,6 +40,11 @@ class InMemory:
         words = ("streampack-in-memory-1", type(rows).__qualname__, repr(of_settings), tokenizer.digest)
         self.digest = hashlib.sha256("\0".join(words).encode()).hexdigest()
 
+    @property
+    def is_once(self) -> bool:
+        """True if the rows are an iterator, which can be read only once."""
+        return self._once is not None
+
     def check_passes(self) -> None:
         """Raise UserError if the rows are an iterator, which can be read only once."""
         if self._once is not None:
@@ -57,11 +62,16 @@ class InMemory:
             raise UserError(f"partitions: got {partitions}, expected 1, because rows in memory form one partition")
         return self._walk(ItemReader(self._settings, self._tokenizer, fields), seed, passes, start, skip)
 
-    def peek(self, most: int) -> Iterator[RawSample]:
-        """Yield the first ``most`` samples without fields; nothing for an iterator, which can be read only once."""
+    def peek(
+        self, most: int, names: Mapping[str, str] | None = None, fields: Sequence[Field] = ()
+    ) -> Iterator[RawSample]:
+        """Yield the first ``most`` samples; nothing for an iterator, which can be read only once.
+
+        ``fields``: fields to read. ``names``: their keys, in place of the setting ``fields``.
+        """
         if self._once is not None:
             return iter(())
-        reader = ItemReader(replace(self._settings, fields={}), self._tokenizer, ())
+        reader = ItemReader(replace(self._settings, fields=dict(names or {})), self._tokenizer, fields)
         return islice(self._walk(reader, 0, 1, None, 0), most)
 
     def _walk(

@@ -36,11 +36,13 @@ class Encoded(NamedTuple):
     - ``tokens``: [T] int32, T > 0.
     - ``loss_mask``: [T] uint8; ``loss_mask[t]`` is 1 if ``tokens[t]`` is learned (not shifted). None: all are learned.
     - ``warnings``: words of ``core.stats.sample_warnings``.
+    - ``given``: the ids are the data's own, so its masks, labels and boundaries are about them.
     """
 
     tokens: Tokens
     loss_mask: NDArray[np.uint8] | None = None
     warnings: tuple[str, ...] = ()
+    given: bool = False
 
 
 def as_encoded(values: object) -> Encoded | str:
@@ -50,7 +52,7 @@ def as_encoded(values: object) -> Encoded | str:
     or 1 (or bool) per id. The reasons are those of ``as_tokens``, ``missing`` (no ``input_ids``) and ``mask``.
 
     >>> as_encoded(([1, 2], [0, 1]))
-    Encoded(tokens=array([1, 2], dtype=int32), loss_mask=array([0, 1], dtype=uint8))
+    Encoded(tokens=array([1, 2], dtype=int32), loss_mask=array([0, 1], dtype=uint8), warnings=(), given=False)
     """
     ids, mask = values, None
     if isinstance(values, Mapping):

@@ -402,7 +402,8 @@ def test_keys_of_json_lines_are_configurable(tmp_path: Path) -> None:
         (record,) = open_source(SourceSettings("jsonl", path, **keys), PLAIN).read(0, 1, seed=0, passes=1)
         return record.tokens.tolist()  # type: ignore[no-any-return]
 
-    assert only() == [ord("b")]
+    assert only() == [4]
+    assert only(text_key="text") == [ord("b")]
     assert only(text_key="my text") == [ord("a")]
     assert only(tokens_key="my-ids") == [3]
     with pytest.raises(ConfigError, match="text_key, tokens_key: got both"):

@@ -411,7 +411,7 @@ def test_a_text_that_is_no_utf8_is_rejected_alone(tmp_path: Path) -> None:
 def test_a_table_without_a_sample_names_its_columns(tmp_path: Path) -> None:
     said = message(parquet(tmp_path / "a.parquet", {"body": ["x"], "id": [1]}))
     assert (
-        "a.parquet: got the columns body, id, expected at least one of text, tokens, input_ids, messages, prompt"
+        "a.parquet: got the columns body, id, expected at least one of tokens, input_ids, text, messages, prompt"
         in said
     )
     settings = SourceSettings("parquet", path=str(tmp_path / "a.parquet"), text_key="body")

@@ -185,7 +185,13 @@ def test_a_field_may_be_a_member_or_a_key_of_the_json_beside(tmp_path: Path) -> 
 
 
 DETECTED: list[tuple[dict[str, Any], list[int] | str]] = [
-    ({"text": "a", "tokens": [1], "input_ids": [2]}, [97]),
+    ({"text": "a", "tokens": [1], "input_ids": [2]}, [1]),
+    ({"text": "a", "input_ids": [2]}, [2]),
+    ({"text": "a", "tokens": 7}, [97]),
+    ({"text": "a", "tokens": ["a"]}, [97]),
+    ({"text": "a", "tokens": ["a"], "input_ids": [2]}, [2]),
+    ({"tokens": ["a"]}, "dtype"),
+    ({"text": "a", "messages": CHAT}, [97]),
     ({"tokens": [1], "input_ids": [2], "messages": CHAT}, [1]),
     ({"input_ids": [2], "messages": CHAT}, [2]),
     ({"text": None, "input_ids": [2]}, [2]),

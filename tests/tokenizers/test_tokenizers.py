@@ -257,7 +257,7 @@ def test_a_chat_in_bytes_has_its_answers_learned_and_no_answer_can_forge_an_end(
 def test_a_callable_returns_ids_or_ids_and_a_mask(values: object, expected: object) -> None:
     encoded = as_encoded(values)
     if isinstance(encoded, Encoded):
-        tokens, mask, _ = encoded
+        tokens, mask = encoded.tokens, encoded.loss_mask
         assert (tokens.tolist(), None if mask is None else mask.tolist()) == expected
     else:
         assert encoded == expected

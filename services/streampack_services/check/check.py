@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from inspect import cleandoc
+from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,10 +27,10 @@ from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.packers.joint.joint import Joint
-from streampack.core.stats.sample_warnings import advice
 from streampack.errors import UserError
-from streampack.producer.first_rows import FirstWarning, check_rows
+from streampack.producer.first_rows import FirstWarning, check_rows, known_keys
 from streampack.sources import open_tokenizer
+from streampack.sources.row_keys import KNOWN, MEANINGS
 from streampack.transport.endpoints import check_endpoint, split_endpoints
 from streampack.transport.keys import find_key, load_key
 from streampack_services.amounts import counted, size_text
@@ -85,7 +86,7 @@ def check(file: Path) -> Tree:
         "command": "broker" if isinstance(config, BrokerConfig) else "produce",
         "values": msgspec.to_builtins(list(_values(config, resolved, lines))),
         "follows": msgspec.to_builtins(follows),
-        "warnings": [warning._asdict() | {"meaning": advice(warning.word)} for warning in warnings],
+        "warnings": [warning._asdict() for warning in warnings],
     }
 
 
@@ -340,6 +341,8 @@ def _follows_producer(config: ProducerConfig) -> Iterator[Value]:
         yield _derived(
             f"{path}.digest", source.digest, "digest of file names, file sizes and tokenizer; the same on every host"
         )
+        for kind, keys in groupby(known_keys(config.streams[name]), KNOWN.__getitem__):
+            yield _derived(f"{path}.keys.{kind}", list(keys), MEANINGS[kind])
         tokenizer = open_tokenizer(config.streams[name].tokenizer or config.tokenizer)
         path += ".tokenizer"
         yield _derived(

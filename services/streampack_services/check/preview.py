@@ -18,18 +18,18 @@ from rich.console import Console
 from rich.text import Text
 
 from streampack.config.config_files import read_either
-from streampack.config.daemon_settings import ProducerConfig
+from streampack.config.daemon_settings import ProducerConfig, ProducerStream
 from streampack.core.media.references import Reference, inline_bytes, reference_of
 from streampack.core.model.fields import LOSS_MASK, PATCHES, Field
 from streampack.core.stats.sample_warnings import advice
 from streampack.errors import UserError
-from streampack.producer.first_rows import warnings_of
+from streampack.producer.first_rows import MASK, NOT_APPLIED, passed_on, warnings_of
 from streampack.sources import RawSample, Tokenizer, open_tokenizer
+from streampack.sources.settings import KEYS
 from streampack_services.amounts import media_text, size_text
 from streampack_services.daemons.producer import open_sources
 
 Tree = dict[str, Any]
-_MASK = Field(name=LOSS_MASK, dtype="uint8", align="target", default=1)
 _SIZES = Field(name="media_sizes", dtype="int64", axis="item")
 """A field of media. A sample's ``patches`` are read if there is one."""
 _MEDIA = "media_"
@@ -47,14 +47,15 @@ def preview(file: Path, samples: int) -> dict[str, list[Tree]]:
         raise UserError(f"{file} is a broker.yaml, but only producers read samples. Pass a producer.yaml.")
     found = {}
     streams = {
-        name: msgspec.structs.replace(each, fields=_renamed(each.fields)) for name, each in config.streams.items()
+        name: msgspec.structs.replace(each, fields=_renamed(each.fields) | _not_applied(each))
+        for name, each in config.streams.items()
     }
     for name, source in open_sources(msgspec.structs.replace(config, streams=streams)).items():
         stream = config.streams[name]
         tokenizer = open_tokenizer(stream.tokenizer or config.tokenizer)
         # A reference is passed on as it is, so any value may be read as one. The values say which of them are.
         media = [Field(name=each, dtype="reference", axis="item") for each in streams[name].fields if each != LOSS_MASK]
-        records = source.read(0, 1, seed=0, passes=1, fields=(_MASK, *media, _SIZES))
+        records = source.read(0, 1, seed=0, passes=1, fields=(MASK, *media, _SIZES))
         found[name] = [_sample(record, tokenizer, list(stream.fields)) for record in islice(records, samples)]
     return found
 
@@ -62,6 +63,11 @@ def preview(file: Path, samples: int) -> dict[str, list[Tree]]:
 def _renamed(fields: Mapping[str, str]) -> dict[str, str]:
     """Return the keys of the ``fields`` of producer.yaml by names that a field of media may have."""
     return {name if name == LOSS_MASK else f"{_MEDIA}{at}": key for at, (name, key) in enumerate(fields.items())}
+
+
+def _not_applied(stream: ProducerStream) -> dict[str, str]:
+    """Return the known keys that only a declared field reads, by such names. A preview applies none of them."""
+    return passed_on(NOT_APPLIED)[0] if "fields" in KEYS[stream.source] else {}
 
 
 def _sample(record: RawSample, tokenizer: Tokenizer, fields: list[str]) -> Tree:

@@ -23,14 +23,16 @@ from streampack.client.connect import Client, connect
 from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig, StreamSettings
 from streampack.config.typed_yaml import convert
+from streampack.core.model.fields import LABELS, LOSS_MASK
 from streampack.core.model.mesh import Mesh
 from streampack.errors import InternalError, StreampackError, UserError
 from streampack.local import LocalLoader
-from streampack.producer.first_rows import refuse_chats, refuse_chats_in
+from streampack.producer.first_rows import NOT_APPLIED, ROWS_AT_START, bring_mask, passed_on
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Source, SourceSettings, TokenizerSettings, open_source, open_tokenizer
 from streampack.sources.in_memory import InMemory
-from streampack.sources.settings import check_settings
+from streampack.sources.settings import KEYS, check_settings
+from streampack.sources.tables import refuse_columns, refuse_columns_as_streams, refuse_tables
 from streampack.tokenizers.base import Tokenizer
 from streampack.tokenizers.callable_tokenizer import CallableTokenizer
 from streampack.tokenizers.transformers_tokenizer import from_transformers
@@ -77,47 +79,62 @@ def open_local(
             "WORLD_SIZE is above 1, but each local loader reads all data; use 'streampack run' to divide the data"
         )
     given = source if isinstance(source, Mapping) else {"data": source}
+    refuse_columns_as_streams(given, _is_files)
     if unknown := set(weights) - set(given):
         raise UserError(f"weights: got {', '.join(sorted(unknown))}, expected streams: {', '.join(given)}")
     sources: dict[str, Source] = {}
     streams: dict[str, dict[str, Any]] = {}
+    masked = list[bool]()
     for name, each in given.items():
-        sources[name], streams[name] = open_stream(name, each, stream, tokenizer)
+        sources[name], streams[name], has_mask = open_stream(name, each, stream, tokenizer)
+        masked.append(has_mask)
         if name in weights:
             streams[name]["weight"] = weights[name]
+    if any(masked) and not {LOSS_MASK, LABELS} & set(run["fields"]):
+        log.info("the rows say which tokens are learned; streampack.local declares the field loss_mask")
+        run = {**run, "fields": {**run["fields"], LOSS_MASK: {"default": 1}}}
     config = with_enough_memory(checked(convert({"run": "local", **run, "streams": streams}, BrokerConfig, "local")))
     with contextlib.ExitStack() as stack:
         reader, url = _start(stack, config, sources, http, client)
         return LocalLoader(reader, stack.pop_all(), url)
 
 
-def open_stream(name: str, given: Any, defaults: dict[str, Any], tokenizer: Any) -> tuple[Source, dict[str, Any]]:
+def open_stream(name: str, given: Any, defaults: dict[str, Any], tokenizer: Any) -> tuple[Source, dict[str, Any], bool]:
     """Open a stream's source; return it with the stream's settings for broker.yaml.
+
+    Also return whether the first rows bring a loss mask; True for an iterator, whose first rows are not read.
 
     ``given``: files, rows, or a dict of settings with its ``source``. ``defaults``: settings of every stream.
     """
     settings = {key: value for key, value in defaults.items() if value is not None}
+    rows = given
     if isinstance(given, Mapping):
         settings |= given
-        given = settings.pop("source", None)
+        rows = settings.pop("source", None)
     of_broker = {key: settings.pop(key) for key in list(settings) if key in _BROKER_KEYS}
     if settings.get("shuffle") is False:  # partitions take turns, so only one keeps the order of the files
         of_broker.setdefault("partitions", 1)
     if of_broker.get("passes", 1) != 1 and of_broker.get("repeat"):
         of_broker.pop("passes")
     try:
-        source = _source(given, settings, _tokenizer(settings.pop("tokenizer", tokenizer)))
+        if isinstance(given, Mapping) and "source" not in given:
+            refuse_columns(given)
+        source, masked = _source(rows, settings, _tokenizer(settings.pop("tokenizer", tokenizer)))
         if isinstance(source, InMemory):
             of_broker["partitions"] = 1
             if of_broker.get("repeat") or of_broker.get("passes", 1) > 1:
                 source.check_passes()
     except StreampackError as error:
         raise type(error)(f"{name}: {error}") from None
-    return source, of_broker
+    return source, of_broker, masked
 
 
-def _source(given: Any, settings: dict[str, Any], tokenizer: Tokenizer) -> Source:
-    """Open a source: ``given`` is a format's name (``settings`` then name the files), files, or rows in memory."""
+def _source(given: Any, settings: dict[str, Any], tokenizer: Tokenizer) -> tuple[Source, bool]:
+    """Open a source, and return whether its first rows bring a loss mask.
+
+    ``given``: a format's name (``settings`` then name the files), files, or rows in memory.
+    """
+    refuse_tables(given)
     if isinstance(given, str) and ("shards" in settings or "path" in settings):
         return _open(settings | {"source": given}, tokenizer)
     if isinstance(given, list | tuple) and not given:
@@ -139,16 +156,22 @@ def _source(given: Any, settings: dict[str, Any], tokenizer: Tokenizer) -> Sourc
             f"got a {type(given).__name__}, expected files or rows. A row is a text, a list of ids, or a dict of these"
         )
     rows = InMemory(given, _settings(settings | {"source": "python", "path": "rows in memory"}), tokenizer)
-    refuse_chats_in(rows, tokenizer)
-    return rows
+    names, fields = passed_on(NOT_APPLIED)
+    return rows, rows.is_once or bring_mask(rows.peek(ROWS_AT_START, names, fields))
 
 
-def _open(settings: dict[str, Any], tokenizer: Tokenizer) -> Source:
-    """Open a source of files; raise ConfigError if it has chats and no tokenizer is named."""
+def _open(settings: dict[str, Any], tokenizer: Tokenizer) -> tuple[Source, bool]:
+    """Open a source of files, and return whether its first rows bring a loss mask.
+
+    Raises ConfigError if the rows are chats and no tokenizer is named. The first rows of ``source: python`` may take
+    long, so they are not read.
+    """
     known = _settings(settings)
     source = open_source(known, tokenizer)
-    refuse_chats(known, tokenizer)
-    return source
+    if known.source == "python" or "messages_key" not in KEYS[known.source]:
+        return source, False
+    names, fields = passed_on(NOT_APPLIED)
+    return source, bring_mask(open_source(replace(known, fields=names), tokenizer).peek(ROWS_AT_START, fields))
 
 
 def _settings(tree: dict[str, Any]) -> SourceSettings:

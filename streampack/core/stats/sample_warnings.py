@@ -14,6 +14,7 @@ TOOL_CALLS_LEFT_OUT = "tool_calls_left_out"
 REASONING_LEFT_OUT = "reasoning_left_out"
 TEMPLATE_KWARGS_LEFT_OUT = "template_kwargs_left_out"
 SPECIAL_TOKENS_AS_TEXT = "special_tokens_as_text"
+SEVERAL_KEYS = "several_keys"
 
 WARNINGS = {
     NO_LOSS_TOKENS: "no token of the sample counts in the loss, so nothing is learned from it. Check its labels and "
@@ -32,6 +33,8 @@ WARNINGS = {
     "remove it from the row",
     SPECIAL_TOKENS_AS_TEXT: "the data contains the text of a special token, such as `<|im_end|>`. It stays ordinary "
     "text. If the data is the output of a chat template, set `tokenizer: {allow_special: true, append_eos: false}`",
+    SEVERAL_KEYS: "the row has several keys that may hold the sample. Token ids are taken first, then text, messages, "
+    "and prompt with completion. To choose, set text_key, tokens_key, messages_key or prompt_key",
 }
 """Word to sentence: the fact, and the line that changes it."""
 

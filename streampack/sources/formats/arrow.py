@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from streampack.errors import ConfigError, SourceError
+from streampack.sources.reasons import advice_on
 
 
 def need_pyarrow(module: str = "pyarrow") -> Any:
@@ -40,8 +41,7 @@ def choose_columns(path: str, names: Sequence[str], wanted: Sequence[str], any_o
     if not set(any_of) & set(names):
         shown = ", ".join(names)[:200] or "none"
         raise SourceError(
-            f"{path}: got the columns {shown}, expected at least one of {', '.join(any_of)}. Set text_key, "
-            "tokens_key, messages_key, prompt_key or fields to a column of the file"
+            f"{path}: got the columns {shown}, expected at least one of {', '.join(any_of)}. {advice_on(shown)}"
         )
     return [name for name in names if name in set(wanted)]
 

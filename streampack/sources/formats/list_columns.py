@@ -2,8 +2,9 @@
 
 Theory of operation. Arrow stores the lists of a column in one array, with the offsets where each list begins. So the
 rows of one group (a row group or a record batch) are copied like pieces of a file. The ids are copied, and each
-declared field that is a list of numbers or one number per row. Irregular rows (null, a null in a list, a
-field of another length than its ids) are read one by one.
+declared field that is a list of numbers or one number per row. Labels and masks (``row_keys``) are applied to all rows
+of a group at once. Irregular rows (null, a null in a list, a field of another length than its ids) are read one by one.
+So are the rows of a group in which one has padding, or labels and masks that reject it.
 """
 
 from collections.abc import Sequence
@@ -13,23 +14,31 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.model.fields import LOSS_MASK, Field
+from streampack.core.model.fields import LABELS, LOSS_MASK, Field
+from streampack.core.stats.sample_warnings import SEVERAL_KEYS
 from streampack.sources.arrays import as_samples, fitting, one_sample
 from streampack.sources.files.byte_source import join_pieces
 from streampack.sources.formats.arrow import ArrowRows, is_number, is_plain_list, need_pyarrow
 from streampack.sources.formats.rows import RowReader, as_field
 from streampack.sources.records import RawSamples, Sample
+from streampack.sources.row_keys import BY_TOKEN, KNOWN, Applied, of_ids
 
 
 class ColumnPlan(NamedTuple):
     """The columns to read: ``ids`` names the ids' column, ``fields`` pairs fields with their columns.
 
-    ``by_sample``: names of the fields that have one value per sample.
+    - ``by_sample``: names of the fields that have one value per sample.
+    - ``masks``: columns of labels and masks that no field reads.
+    - ``mask_field``: the declared field ``loss_mask``; None if the run does not declare it.
+    - ``warnings``: words of ``core.stats.sample_warnings`` for all rows.
     """
 
     ids: str
     fields: tuple[tuple[Field, str], ...]
     by_sample: frozenset[str]
+    masks: tuple[str, ...]
+    mask_field: Field | None
+    warnings: tuple[str, ...]
 
 
 def plan_of(schema: Any, reader: RowReader) -> ColumnPlan | None:
@@ -52,7 +61,27 @@ def plan_of(schema: Any, reader: RowReader) -> ColumnPlan | None:
         fits = is_number(kind, pa) if field.axis == "sample" else is_plain_list(kind, pa)
         if field.shape or not fits or (field.axis != "sample" and not is_number(kind.value_type, pa)):
             return None
-    return ColumnPlan(ids, fields, frozenset(field.name for field, _ in fields if field.axis == "sample"))
+    masks = _mask_columns(schema, reader)
+    mask_field = next((field for field, _ in reader.fields.keys if field.name == LOSS_MASK), None)
+    declares_labels = any(field.name == LABELS for field, _ in reader.fields.keys)
+    if masks is None or (masks and (declares_labels or any(field.name == LOSS_MASK for field, _ in fields))):
+        return None  # the keys are applied to each row's own labels or mask
+    by_sample = frozenset(field.name for field, _ in fields if field.axis == "sample")
+    return ColumnPlan(
+        ids, fields, by_sample, masks, mask_field, (SEVERAL_KEYS,) if reader.has_several(schema.names) else ()
+    )
+
+
+def _mask_columns(schema: Any, reader: RowReader) -> tuple[str, ...] | None:
+    """Return the columns with labels and masks for each token; None if a known key needs to be read row by row."""
+    pa, masks = need_pyarrow(), list[str]()
+    for key in (key for key in schema.names if key in reader.fields.known.names):
+        kind = schema.field(key).type
+        if KNOWN[key] in BY_TOKEN and is_plain_list(kind, pa) and is_number(kind.value_type, pa):
+            masks.append(key)
+        elif pa.types.is_nested(kind):
+            return None
+    return tuple(masks)
 
 
 class Grouped(Protocol):
@@ -95,7 +124,7 @@ class ListShard:
             outside = np.flatnonzero((samples < self._run.start) | (samples >= self._run.stop))
             found = self._lists.gather(samples[: outside[0] if len(outside) else None] - self._run.start, tokens)
             if found is not None:
-                return found
+                return found._replace(warnings=self._plan.warnings)
         return one_sample(self._shard.load(int(samples[0])), self._plan.by_sample)
 
 
@@ -150,10 +179,11 @@ def _open_lists(columns: dict[str, Any], plan: ColumnPlan) -> _Lists | None:
     read one by one, so that each bad row gets its reason.
     """
     if any(
-        isinstance(columns[key], need_pyarrow().ChunkedArray) for key in (plan.ids, *(key for _, key in plan.fields))
+        isinstance(columns[key], need_pyarrow().ChunkedArray)
+        for key in (plan.ids, *(key for _, key in plan.fields), *plan.masks)
     ):
         return None
-    ids, _, odd = _open_column(columns[plan.ids])
+    ids, flat_ids, odd = _open_column(columns[plan.ids])
     lists, values = {}, {}
     for field, key in plan.fields:
         if field.axis == "sample":
@@ -169,7 +199,26 @@ def _open_lists(columns: dict[str, Any], plan: ColumnPlan) -> _Lists | None:
             return None
         lists[field.name] = column._replace(data=_bytes(stored), dtype=stored.dtype)
         odd |= null | (column.ends - column.begins != ids.ends - ids.begins)
+    if plan.masks:
+        applied = _applied(columns, plan, ids, flat_ids)
+        if applied is None:
+            return None
+        mask = applied.mask
+        if mask is not None and (plan.mask_field is not None or not mask.all()):
+            stored = mask if plan.mask_field is None else mask.astype(plan.mask_field.storage)
+            lists[LOSS_MASK] = ids._replace(data=_bytes(stored), dtype=stored.dtype)
     return _Lists(ids, lists, values, odd)
+
+
+def _applied(columns: dict[str, Any], plan: ColumnPlan, ids: _ListColumn, flat_ids: NDArray[Any]) -> Applied | None:
+    """Return what labels and masks say about all ids of a group; None if its rows must be read one by one."""
+    values = {}
+    for key in sorted(plan.masks, key=list(KNOWN).index):
+        column, values[key], null = _open_column(columns[key])
+        if null.any() or not (np.array_equal(column.begins, ids.begins) and np.array_equal(column.ends, ids.ends)):
+            return None
+    applied = of_ids(flat_ids, values)
+    return None if isinstance(applied, str) or applied.kept is not None else applied
 
 
 def _open_column(array: Any) -> tuple[_ListColumn, NDArray[Any], NDArray[np.bool_]]:

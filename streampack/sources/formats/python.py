@@ -23,13 +23,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeGuard
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.model.fields import Field
 from streampack.errors import ConfigError, SourceError
 from streampack.sources.arrays import as_samples, one_sample
-from streampack.sources.formats.rows import MISSING, RowReader, ids_of, keys_of, missing_from
+from streampack.sources.formats.rows import MISSING, RowReader, ids_of, keys_of, missing_from, no_ids, no_text
 from streampack.sources.order import Cursor
 from streampack.sources.records import (
     AnyShard,
@@ -45,7 +46,7 @@ from streampack.sources.settings import SourceSettings
 from streampack.sources.walk import ShardedSource, check_read, digest_of, pieces, vocab_size_of
 from streampack.tokenizers.base import Tokenizer
 from streampack.tokenizers.callable_tokenizer import import_path
-from streampack.tokenizers.token_ids import NO_TOKENS, Encoded
+from streampack.tokenizers.token_ids import NO_TOKENS, Because, Encoded
 
 Items = Callable[[int, int], Iterable[object]]
 """A function ``(partition, partitions)`` that returns a partition's items from the first on."""
@@ -89,11 +90,25 @@ class ItemReader:
             return missing_from(keys_of(item)) if got == MISSING else got
         encoded: Encoded | str
         if isinstance(item, str):
-            encoded = self._tokenizer.encode(item)
+            encoded = self._row_in_json(item) or self._tokenizer.encode(item)
+        elif item is None or isinstance(item, bytes | int | float):
+            encoded = no_text("the row", item)
         else:
             ids = ids_of(item)
-            encoded = ids if isinstance(ids, str) else Encoded(ids)
+            encoded = no_ids("the row", item, ids) if isinstance(ids, str) else Encoded(ids, given=True)
         return encoded if isinstance(encoded, str) else self._row.fields.add(encoded, {})
+
+    def _row_in_json(self, item: str) -> Because | None:
+        """Return the reason ``dtype`` for a text that holds a row as JSON, as a line of a file does; else None."""
+        if not item.startswith("{"):
+            return None
+        try:
+            row = msgspec.json.decode(item, type=dict[str, msgspec.Raw])
+        except (ValueError, RecursionError):
+            return None
+        found = [key for key in self._row.sample_keys if key in row]
+        why = "the row is a text that holds JSON with the key {}. Parse it with json.loads, or put it into a dict: {}"
+        return Because("dtype", why.format(found[0], "{'text': row}")) if found else None
 
 
 class ItemShard:

@@ -3,17 +3,20 @@
 Theory of operation. The sample is the value of one key of the row, or of a pair of keys. The settings name that key.
 If they name none, the first of these keys that the row has, with a value that is not null, is taken::
 
-    text                       a text
     tokens, input_ids          token ids
+    text                       a text
     messages                   a chat, by the tokenizer's template
     prompt + completion        a prompt, and the answer to learn; texts, or lists of messages
     prompt + response          the same
 
 ``tools`` and ``chat_template_kwargs`` beside messages are passed to the template.
 
-Then the declared fields are read. A field that the row lacks is left out. A value must have the declared shape, as
-many entries as there are tokens, and fit the declared dtype. Else the whole sample is rejected, because a wrong
-advantage is worse than a missing sample.
+Ids come first, because a row that has both was tokenized, and its masks are about the ids. Under the key ``tokens``, a
+number or a list of texts is no ids.
+
+Then the known keys are applied: labels, masks and boundaries (see ``row_keys``). Then the declared fields are read. A
+field that the row lacks is left out. A value must have the declared shape, as many entries as there are tokens, and fit
+the declared dtype. Else the whole sample is rejected, because a wrong advantage is worse than a missing sample.
 
 This module knows rows. It does not know files.
 """
@@ -26,18 +29,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.model.fields import LOSS_MASK, PATCHES, Field
+from streampack.core.model.fields import LABELS, LOSS_MASK, PATCHES, Field
+from streampack.core.model.samples import IGNORE_INDEX
+from streampack.core.stats.sample_warnings import SEVERAL_KEYS
 from streampack.errors import ConfigError
 from streampack.sources.records import NO_FIELDS, Sample
+from streampack.sources.row_keys import KNOWN, KnownKeys
 from streampack.sources.settings import SourceSettings, rejects_unmasked
 from streampack.tokenizers.base import Tokenizer
 from streampack.tokenizers.token_ids import Because, Encoded, Tokens, as_tokens
 
 _TEXT, _TOKENS, _CHAT, _PAIR = "text", "tokens", "chat", "pair"
 _DETECTED = (
-    (_TEXT, "text", ""),
     (_TOKENS, "tokens", ""),
     (_TOKENS, "input_ids", ""),
+    (_TEXT, "text", ""),
     (_CHAT, "messages", ""),
     (_PAIR, "prompt", "completion"),
     (_PAIR, "prompt", "response"),
@@ -67,34 +73,60 @@ class RowReader:
         tools = [_TOOLS, _VARIABLES] if chats else []
         self.sample_keys = tuple(dict.fromkeys(keys))
         of_fields = [key for _, key in (*self.fields.keys, *self.fields.media_keys)]
-        self.keys = tuple(dict.fromkeys([*keys, *tools, *of_fields]))
+        known = [key for key in KNOWN if key in self.fields.known.names]
+        self.keys = tuple(dict.fromkeys([*keys, *tools, *of_fields, *known]))
 
     def __call__(self, row: Mapping[str, Any]) -> Sample | str:
         encoded = self.encode(row)
         return encoded if isinstance(encoded, str) else self.fields.add(encoded, row)
 
     def only_ids(self, names: Collection[str]) -> str | None:
-        """Return the key that holds the ids in rows with the keys ``names``; None if another key may be the sample."""
-        found = [(kind, key) for kind, key, _ in self._candidates if key in names]
-        return found[0][1] if len(found) == 1 and found[0][0] == _TOKENS else None
+        """Return the key that holds the ids in rows with the keys ``names``; None if the sample may be a text."""
+        kind, name = next(((kind, key) for kind, key, _ in self._candidates if key in names), ("", ""))
+        return name if kind == _TOKENS else None
+
+    def has_several(self, names: Collection[str]) -> bool:
+        """Return whether several of the keys ``names`` may hold the sample."""
+        return sum(key in names and (not second or second in names) for _, key, second in self._candidates) > 1
 
     def encode(self, row: Mapping[str, Any]) -> Encoded | str:
         """Return the token ids and loss mask of a row, without its fields, or the reason why it is rejected."""
-        for kind, key, second in self._candidates:
+        reason: str = MISSING
+        for place, (kind, key, second) in enumerate(self._candidates):
             value = row.get(key)
             if value is None:
                 continue
-            if kind == _TEXT:
-                return self._encode(value) if isinstance(value, str) else "dtype"
-            if kind == _TOKENS:
-                ids = ids_of(value)
-                return ids if isinstance(ids, str) else Encoded(ids)
-            if kind == _CHAT:
-                return self._tokenizer.encode_chat(value, _tools(row.get(_TOOLS)), _variables(row.get(_VARIABLES)))
-            if (completion := row.get(second)) is not None:
-                tools, variables = _tools(row.get(_TOOLS)), _variables(row.get(_VARIABLES))
-                return self._tokenizer.encode_pair(value, completion, tools, variables)
-        return MISSING
+            if kind == _PAIR and row.get(second) is None:
+                continue
+            encoded = self._encode_value(kind, key, second, row)
+            if kind == _TOKENS and isinstance(encoded, str) and self._candidates is _DETECTED and _is_metadata(value):
+                reason = encoded
+                continue
+            if not isinstance(encoded, str) and self._has_sample(row, place + 1):
+                return encoded._replace(warnings=(*encoded.warnings, SEVERAL_KEYS))
+            return encoded
+        return reason
+
+    def _has_sample(self, row: Mapping[str, Any], place: int) -> bool:
+        """Return whether a row also has a candidate from ``place`` on."""
+        return any(
+            row.get(key) is not None and (not second or row.get(second) is not None)
+            for _, key, second in self._candidates[place:]
+        )
+
+    def _encode_value(self, kind: str, key: str, second: str, row: Mapping[str, Any]) -> Encoded | str:
+        """Return the ids and loss mask of one candidate, ``key`` with ``second`` for a pair, or a reason."""
+        value = row[key]
+        if kind == _TEXT:
+            return self._encode(value) if isinstance(value, str) else no_text(key, value)
+        if kind == _TOKENS:
+            ids = ids_of(value)
+            return no_ids(key, value, ids) if isinstance(ids, str) else Encoded(ids, given=True)
+        tools, variables = _tools(row.get(_TOOLS)), _variables(row.get(_VARIABLES))
+        if kind == _PAIR:
+            return self._tokenizer.encode_pair(value, row[second], tools, variables)
+        encoded = self._tokenizer.encode_chat(value, tools, variables)
+        return no_chat(key, value) if encoded == "messages" and not isinstance(encoded, Because) else encoded
 
 
 class FieldReader:
@@ -103,6 +135,7 @@ class FieldReader:
     - ``keys``: pairs (field, key that holds it), for fields with values for tokens or samples.
     - ``media_keys``: pairs (name, key that holds it) for the values of media, which are passed on as they are.
     - ``reference_keys``: the keys among them that hold references.
+    - ``known``: applies the known keys that no field reads.
     - ``needs_mask``: samples without a ``loss_mask`` are rejected, because the run declares one without a default.
 
     Raises ConfigError for a field that the settings map but the run does not declare.
@@ -121,30 +154,51 @@ class FieldReader:
         media = [(field.name, key) for field, key in keys if field.of_media]
         self.media_keys = (*media, (PATCHES, PATCHES)) if media else ()
         self.reference_keys = frozenset(key for field, key in keys if field.is_reference)
+        self.known = KnownKeys([key for _, key in keys])
         self.needs_mask = reject_unmasked and any(each.name == LOSS_MASK and each.default is None for each in fields)
 
     def add(self, encoded: Encoded, row: Mapping[str, Any]) -> Sample | str:
-        """Return the sample with its fields from ``row``, or the reason why a field is rejected.
+        """Return the sample with its fields from ``row``, or the reason why a key of the row is rejected.
 
         A value in ``row`` may be a reason (str) instead: the value could not be read.
         """
-        tokens, mask, warnings = encoded
+        applied = self.known(row, encoded)
+        if isinstance(applied, str):
+            return applied
+        mask = encoded.loss_mask if applied.mask is None else applied.mask
+        kept = applied.kept or slice(None)
+        tokens = encoded.tokens[kept]
         if not self.keys and not self.media_keys and mask is None:
-            return Sample(tokens, warnings=warnings)
+            return Sample(tokens, warnings=encoded.warnings)
         found: dict[str, Any] = {name: row[key] for name, key in self.media_keys if row.get(key) is not None}
         for field, key in self.keys:
-            value = mask if field.name == LOSS_MASK and mask is not None else row.get(key)
+            value = row.get(key)
             if value is None:
-                if field.name == LOSS_MASK and self.needs_mask:
+                if field.name == LOSS_MASK and self.needs_mask and mask is None:
                     return NO_MASK
                 continue
-            array = as_field(value, field, len(tokens))
+            array = as_field(value, field, len(encoded.tokens))
             if isinstance(array, str):
                 return f"{field.name}: {array}"
-            found[field.name] = array
+            found[field.name] = array[kept] if field.axis == "token" else array
         if mask is not None:
-            found.setdefault(LOSS_MASK, mask)  # not declared: the producer reports that
-        return Sample(tokens, found or NO_FIELDS, warnings)
+            self._apply_mask(mask, tokens, found)
+        return Sample(tokens, found or NO_FIELDS, encoded.warnings)
+
+    def _apply_mask(self, mask: NDArray[np.uint8], tokens: Tokens, found: dict[str, Any]) -> None:
+        """Apply a mask of the tokens to learn to the declared field ``loss_mask``, or to ``labels``.
+
+        If neither is declared, the mask becomes a field, about which the producer raises. A mask of ones says nothing.
+        """
+        declared = {field.name: field for field, _ in self.keys}
+        if LOSS_MASK in declared:
+            own = found.get(LOSS_MASK, mask.astype(declared[LOSS_MASK].storage))
+            found[LOSS_MASK] = own if own is mask else np.where(mask != 0, own, own.dtype.type(0))
+        elif LABELS in declared:
+            labels = found.get(LABELS, tokens)
+            found[LABELS] = np.where(mask != 0, labels, labels.dtype.type(IGNORE_INDEX))
+        elif not mask.all():
+            found[LOSS_MASK] = mask
 
 
 def missing_from(keys: Iterable[str], what: str = "the keys") -> Because:
@@ -156,6 +210,54 @@ def missing_from(keys: Iterable[str], what: str = "the keys") -> Because:
 def keys_of(row: Mapping[str, Any]) -> list[str]:
     """Return the keys of a row whose values are not null."""
     return [str(key) for key, value in row.items() if value is not None]
+
+
+def no_chat(key: str, messages: Any) -> str:
+    """Return the reason ``messages``, with a detail for a text, and for parts that are not text, such as images."""
+    if isinstance(messages, str):
+        return Because("messages", f"{key} is a text, not a list. If it holds JSON, parse it with json.loads")
+    for message in messages if isinstance(messages, list) else ():
+        parts = message.get("content") if isinstance(message, Mapping) else None
+        for part in parts if isinstance(parts, list) else ():
+            if isinstance(part, Mapping) and part.get("type") != "text":
+                why = (
+                    f"{key} has a part of the type {part.get('type')!r}. Encode such chats with the processor of your "
+                )
+                return Because("messages", why + "model, and give input_ids with fields of media")
+    return "messages"
+
+
+def no_text(key: str, value: object) -> Because:
+    """Return the reason ``dtype`` for a value that is not a text; ``key`` names it in the detail."""
+    if isinstance(value, float) and value != value:
+        return Because("dtype", f"{key} is NaN, which stands for a missing value. Remove such rows")
+    if isinstance(value, bytes | bytearray):
+        return Because("dtype", f"{key} is bytes. Decode them, such as with .decode('utf-8')")
+    if isinstance(value, list | tuple | np.ndarray):
+        return Because("dtype", f"{key} is a {type(value).__name__}. A row has one text, not a batch of texts")
+    return Because("dtype", f"{key} is a {type(value).__name__}")
+
+
+def no_ids(key: str, value: object, reason: str) -> str:
+    """Return the reason why a value is not token ids, with a detail that names ``key`` where one helps."""
+    if isinstance(value, str):
+        return Because(reason, f"{key} is a text. If it holds a list as JSON, parse it with json.loads")
+    if reason == "ragged" and getattr(value, "ndim", 1) == 0:
+        return Because(reason, f"{key} is a single number. A row has a list of ids")
+    if reason == "ragged":
+        return Because(reason, f"{key} is nested. A row has the ids of one sample, not of a batch")
+    if reason == "dtype" and not isinstance(value, list | tuple | np.ndarray):
+        return Because(
+            reason, f"{key} is {'NaN' if value != value else f'a {type(value).__name__}'}, not a list of ids"
+        )
+    return reason
+
+
+def _is_metadata(value: object) -> bool:
+    """Return whether a value under a usual key of ids is a number, a text or a list of texts: not meant as ids."""
+    if isinstance(value, list | tuple):
+        return bool(value) and isinstance(value[0], str)
+    return isinstance(value, str | int | float) or getattr(getattr(value, "dtype", None), "kind", "") == "U"
 
 
 def ids_of(value: object) -> Tokens | str:

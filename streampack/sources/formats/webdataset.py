@@ -29,6 +29,7 @@ import numpy as np
 
 from streampack.core.media.references import Reference
 from streampack.core.model.fields import LOSS_MASK, Field
+from streampack.core.stats.sample_warnings import SEVERAL_KEYS
 from streampack.errors import ConfigError, DamagedFile, SourceError
 from streampack.sources.files.byte_source import Head, ShardFile
 from streampack.sources.files.compressed import Decompressed
@@ -40,6 +41,7 @@ from streampack.sources.formats.rows import MISSING, RowReader, ids_of, missing_
 from streampack.sources.formats.tar import members
 from streampack.sources.formats.text import encode
 from streampack.sources.records import DAMAGED, AnyShard, Format, Sample
+from streampack.sources.row_keys import KNOWN
 from streampack.sources.settings import SourceSettings
 from streampack.sources.walk import one_shard_a_file
 from streampack.tokenizers.base import Tokenizer
@@ -60,6 +62,7 @@ _SHOWN = 16
 _log = logging.getLogger(__name__)
 _said_skipped: list[str] = []
 """The file whose skipped members were logged; empty before."""
+_NOTHING_BESIDE: Beside = {}
 
 
 def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
@@ -86,7 +89,10 @@ class TarShard:
         self._loads = list(loads.values())
         self._fields = reader.fields
         named = [key for _, key in (*self._fields.keys, *self._fields.media_keys)]
-        self._decode = open_row(named)
+        known = [key for key in KNOWN if key in reader.fields.known.names]
+        self._known = {f"{key}.npy": key for key in known}
+        """Known keys by the extensions of their members."""
+        self._decode = open_row([*named, *known])
         self._keys: list[str] = []
         self._offsets, self._sizes, self._ranks = array("q"), array("q"), array("b")
         self._beside: list[Beside] = []
@@ -94,12 +100,14 @@ class TarShard:
         self._has_fields = bool(named)
         self._endings = {key: _endings(key) for key in sorted(self._fields.reference_keys)}
         """Endings of the members that a key of references stands for."""
+        self._several = set[int]()
+        """Samples with several members that may hold them."""
         self._damage = ""
         self._skipped: list[str] = []
         self._others: dict[str, None] = {}
         """Some of the extensions that are not read, for messages."""
         try:
-            self._index({suffix: rank for rank, suffix in enumerate(loads)}, {*wanted, _JSON} if wanted else set())
+            self._index({suffix: rank for rank, suffix in enumerate(loads)}, {*wanted, *self._known, _JSON})
         except DamagedFile as error:
             self._end_at_damage(error)
         _say_skipped(file.path, self._skipped)
@@ -113,6 +121,7 @@ class TarShard:
         seen: set[str] = set()
         key_now: str | None = None
         endings = tuple(chain.from_iterable(self._endings.values()))
+        holders = ranks.keys() - {_JSON}
         for name, offset, size in members(self._file):
             split = None if _JUNK(name) or _META(name) else _SPLIT(name)
             if split is None:
@@ -126,6 +135,8 @@ class TarShard:
             rank = ranks.get(suffix, _MISSING)
             if rank == _MISSING and len(self._others) < _SHOWN:
                 self._others[suffix] = None
+            if suffix in holders and not holders.isdisjoint(seen - {suffix}):
+                self._several.add(len(self._keys) - 1)
             if suffix in seen:
                 self._ranks[-1] = _DUPLICATE
             elif rank != _MISSING and (self._ranks[-1] == _MISSING or 0 <= rank < self._ranks[-1]):
@@ -137,7 +148,7 @@ class TarShard:
                     "because a reference is a range of bytes of the file. Decompress the shards"
                 )
             if is_item or suffix in wanted:
-                self._beside[-1][suffix] = offset, size
+                self._beside[-1] = {**self._beside[-1], suffix: (offset, size)}
             seen.add(suffix)
 
     def _end_at_damage(self, error: DamagedFile) -> None:
@@ -145,7 +156,7 @@ class TarShard:
         if not self._keys:
             raise error
         self._damage = str(error)
-        if self._has_fields:
+        if self._has_fields or any(self._known.keys() & beside.keys() for beside in self._beside):
             self._ranks[-1] = _DAMAGED  # some of its members may follow the damage
         else:
             self._add_sample("")
@@ -153,12 +164,13 @@ class TarShard:
 
     def _add_sample(self, key: str) -> None:
         """Append a sample without members to the index."""
+        if self._beside and self._beside[-1] == {_JSON: (self._offsets[-1], self._sizes[-1])}:
+            self._beside[-1] = _NOTHING_BESIDE  # the sample itself
         self._keys.append(key)
         self._offsets.append(0)
         self._sizes.append(0)
         self._ranks.append(_MISSING)
-        if self._has_fields:
-            self._beside.append({})
+        self._beside.append(_NOTHING_BESIDE)
 
     def as_arrays(self) -> AnyShard:
         """Return an NpyShard over this shard if its samples and fields are .npy members; else the shard itself."""
@@ -170,13 +182,15 @@ class TarShard:
         ids, fields = Members(self._file, sizes, offsets), dict[Field, Members]()
         if ids.dtype(int(good[0])) is None or (self._fields.media_keys and self._has_media()):
             return self
+        if self._several or any(beside.keys() & {_JSON, *self._known} for beside in self._beside if beside):
+            return self  # known keys are applied sample by sample
         for field, key in self._fields.keys:
             places = [beside.get(f"{key}.npy".lower(), (0, -1)) for beside in self._beside]
             members = Members(self._file, *np.array(places, np.int64).T[::-1])
             missing = members.sizes[good] < 0
             if field.name == LOSS_MASK and self._fields.needs_mask and missing.any():
                 return self
-            if missing.all() and not any(_JSON in beside for beside in self._beside):
+            if missing.all():
                 continue
             if (
                 field.axis == "sample"
@@ -207,7 +221,9 @@ class TarShard:
         if isinstance(found, str):
             return found
         encoded, row = found
-        whole = self._with_members(sample, row) if self._has_fields else row
+        if sample in self._several:
+            encoded = encoded._replace(warnings=(*encoded.warnings, SEVERAL_KEYS))
+        whole = self._with_members(sample, row) if self._has_fields or self._beside[sample] else row
         return whole if isinstance(whole, str) else self._fields.add(encoded, whole)
 
     def _with_members(self, sample: int, row: Row) -> Row | str:
@@ -219,6 +235,10 @@ class TarShard:
         other = self._read_json(beside)
         values: Row = {key: other for _, key in self._fields.keys} if isinstance(other, str) else other
         values = {**values, **row}
+        for suffix in self._known.keys() & beside.keys():
+            values[self._known[suffix]] = array = load_npy(self._file.pread(beside[suffix][1], beside[suffix][0]))
+            if isinstance(array, str):
+                return f"{self._known[suffix]}: {array}"
         for _, key in self._fields.keys:
             if place := beside.get(f"{key}.npy".lower()):
                 values[key] = load_npy(self._file.pread(place[1], place[0]))
@@ -298,7 +318,7 @@ def _loads(settings: SourceSettings, tokenizer: Tokenizer, fields: Sequence[Fiel
         """Read a .npy member of token ids; the row is empty."""
         found = load_npy(raw)
         ids = found if isinstance(found, str) else ids_of(found)
-        return ids if isinstance(ids, str) else (Encoded(ids), {})
+        return ids if isinstance(ids, str) else (Encoded(ids, given=True), {})
 
     def row(text_key: str | None = None, tokens_key: str | None = None) -> Load:
         """Return a function that reads a .json member, whose sample is under the given key."""
@@ -319,7 +339,7 @@ def _loads(settings: SourceSettings, tokenizer: Tokenizer, fields: Sequence[Fiel
     if settings.messages_key is not None or settings.prompt_key is not None or settings.completion_key is not None:
         return {_JSON: row()}
     if settings.text_key is None and settings.tokens_key is None:
-        return {"txt": text, "text": text, "npy": npy, _JSON: row()}
+        return {"npy": npy, "txt": text, "text": text, _JSON: row()}
     key = settings.text_key if settings.text_key is not None else settings.tokens_key or ""
     suffix, _, inner = key.partition("/")
     suffix = suffix.removeprefix(".").lower()

@@ -247,8 +247,42 @@ def test_a_key_that_no_row_has_is_not_good(tmp_path: Path, keys: dict[str, Any],
 
 def test_rows_without_any_key_of_a_sample_are_not_good(tmp_path: Path) -> None:
     said = the_error(in_process("check", of_rows(tmp_path, [{"body": "x"}])), 2)
-    assert "streams.web: got rows without any of the keys text, tokens, input_ids or messages" in said
+    assert "streams.web: got rows without any of the keys tokens, input_ids, text or messages" in said
     assert "a.jsonl:line 1, has the keys body). Set text_key, tokens_key or messages_key" in said
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"conversations": []}, "Set messages_key: conversations, or rename the key to messages"),
+        ({"instruction": "a", "output": "b"}, "Write `prompt` (instruction and input) and `completion` (output)"),
+    ],
+)
+def test_rows_of_usual_formats_get_their_own_advice(tmp_path: Path, row: dict[str, Any], said: str) -> None:
+    assert said in the_error(in_process("check", of_rows(tmp_path, [row])), 2)
+
+
+def test_rows_that_cannot_be_used_are_not_good(tmp_path: Path) -> None:
+    said = the_error(in_process("check", of_rows(tmp_path, [{"text": 5}] * 3)), 2)
+    assert "streams.web: none of the first 3 rows can be used. a.jsonl:line 1: got a sample that cannot be used" in said
+    assert "but text is a int" in said
+
+
+def test_check_shows_how_the_keys_of_rows_are_read_and_what_they_reject(tmp_path: Path) -> None:
+    row = {"input_ids": [5, 6], "labels": [-100, 6], "attention_mask": [1, 1], "position_ids": [0, 0], "text": "ab"}
+    path = of_rows(tmp_path, [row, {"input_ids": [5, 6], "seq_lengths": [1, 1]}])
+    rows = checked(path)
+    assert {key: rows[f"streams.web.keys.{key}"]["value"] for key in ("labels", "real", "positions", "lengths")} == {
+        "labels": ["labels"], "real": ["attention_mask"], "positions": ["position_ids"], "lengths": ["seq_lengths"],
+    }  # fmt: skip
+    assert rows["streams.web.keys.real"]["meaning"].startswith("0 for padding at the beginning or the end")
+    warnings = {
+        each["word"]: each["meaning"] for each in json.loads(in_process("check", path, "--json").stdout)["warnings"]
+    }
+    assert sorted(warnings) == ["position_ids: packed", "seq_lengths: packed"]
+    assert warnings["seq_lengths: packed"].startswith("unless broker.yaml declares the field seq_lengths, rows are")
+    shown = " ".join(in_process("check", path, "--samples", "1").stdout.split())
+    assert "a.jsonl:line 1 2 tokens, 1 learned" in shown or "a.jsonl:line 2 2 tokens, 2 learned" in shown
 
 
 def test_only_the_beginning_of_a_file_is_read_for_its_keys(tmp_path: Path) -> None:
