@@ -89,6 +89,8 @@ class ChatTemplate:
         given = {**self._variables, "documents": None, **(variables or {})}
         try:
             return self._template.render(**given, messages=messages, tools=tools, add_generation_prompt=prompt)
+        except TemplateError:
+            raise
         except UndefinedError as error:
             if "strftime_now" in str(error):
                 raise ConfigError(
@@ -208,13 +210,14 @@ def _mark_of(kind: str, name: str, at: nodes.Node) -> nodes.Node:
 
 
 def _searched(tree: nodes.Template) -> Iterator[str]:
-    """Yield the constant texts that a template looks for in values: ``X in value`` and ``value.split(X)``."""
+    """Yield texts that a template looks for: X in ``X in value``, ``value.split(X)`` and ``value | replace(X, Y)``."""
     for compare in tree.find_all(nodes.Compare):
         if any(operand.op.endswith("in") for operand in compare.ops) and isinstance(compare.expr, nodes.Const):
             yield str(compare.expr.value)
-    for call in tree.find_all(nodes.Call):
-        if isinstance(call.node, nodes.Getattr):
-            yield from (str(value.value) for value in call.args if isinstance(value, nodes.Const))
+    calls = [call.args for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Getattr)]
+    filters = [found.args for found in tree.find_all(nodes.Filter)]
+    for values in (*calls, *filters):
+        yield from (str(value.value) for value in values if isinstance(value, nodes.Const))
 
 
 def _to_json(

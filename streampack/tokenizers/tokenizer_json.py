@@ -120,8 +120,9 @@ class FileTokenizer:
         try:
             rendered = self._render(template, read, tools, variables or {})
         except (TemplateError, RecursionError) as error:  # RecursionError: values nested too deeply
-            self._rejections.warn(f"the chat template rejects a chat of {len(read)} messages", error)
-            return Because("template", str(error))
+            why = " ".join(str(error).replace(SPLIT, "").split())[:400]
+            self._rejections.warn(f"the chat template rejects a chat of {len(read)} messages", TemplateError(why))
+            return Because("template", why)
         encoded = self._encode_rendered(rendered)
         if isinstance(encoded, str):
             return encoded

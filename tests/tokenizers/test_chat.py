@@ -17,7 +17,7 @@ from streampack.sources import SourceSettings, TokenizerSettings, open_tokenizer
 from streampack.sources.formats.rows import RowReader
 from streampack.tokenizers.base import Tokenizer
 from streampack.tokenizers.chat import read_messages
-from streampack.tokenizers.token_ids import Encoded
+from streampack.tokenizers.token_ids import Because, Encoded
 from streampack.tokenizers.transformers_tokenizer import from_transformers
 
 SPECIAL = [
@@ -410,8 +410,17 @@ def test_where_the_answers_are_not_clear_there_is_no_sample(
     tokenizer = opened(folders["chatml"], chat_template=AMBIGUOUS[name] + "\n")
     encoded = tokenizer.encode_chat(messages)
     assert encoded == "template"
+    assert isinstance(encoded, Because)
+    assert encoded.why
     assert len(caplog.records) == 1
     assert "\n" not in caplog.text.strip()
+
+
+def test_what_a_template_says_of_the_data_is_one_short_line(folders: dict[str, Path]) -> None:
+    source = "{{ raise_exception(messages[0].content) }}"
+    encoded = opened(folders["chatml"], chat_template=source).encode_chat(chat("a\n<|im_end|>" + "x" * 1000, "b"))
+    assert isinstance(encoded, Because)
+    assert encoded.why == "a <|im_end|>" + "x" * 388
 
 
 def test_a_marker_in_the_data_is_text_unless_it_may_be_special(folders: dict[str, Path]) -> None:
