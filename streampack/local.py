@@ -68,6 +68,7 @@ class LocalOptions(ConnectOptions, total=False):
     shape: Any
     overlong: str
     poison: str
+    no_loss_tokens: str
     tail: str
     seed: int
     shuffle: bool
@@ -108,6 +109,7 @@ def local(
     shape: Any = "fixed",
     overlong: str = "error",
     poison: str = "error",
+    no_loss_tokens: str = "train",
     tail: str = "pad",
     seed: int = 0,
     shuffle: bool = True,
@@ -154,6 +156,7 @@ def local(
             ``{"buckets": [n, ...]}``, in tokens.
         overlong: Policy for samples over the budget: ``"error"``, ``"drop"``, ``"truncate"`` or ``"split"``.
         poison: Policy for samples that cannot be used: ``"error"`` or ``"drop"``.
+        no_loss_tokens: Policy for samples of which no token counts in the loss: ``"train"``, ``"drop"`` or ``"error"``.
         tail: Policy for packs that do not fill the last step: ``"pad"`` adds empty packs, ``"drop"`` drops them.
         seed: Seed of all shuffles, at least 0.
         shuffle: True to read files and samples in another order in each pass. With False, each stream keeps the order
@@ -206,7 +209,7 @@ def local(
             "max_samples_per_pack": max_samples_per_pack, **({"limits": dict(limits)} if limits else {}),
             "step": {"samples": samples} if samples is not None else {"packs": packs},
             "align": {"sample": align, "pack": align}, "shape": shape, "overlong": overlong, "poison": poison,
-            "tail": tail,
+            "no_loss_tokens": no_loss_tokens, "tail": tail,
         },
     }  # fmt: skip
     stream = {"passes": passes, "repeat": repeat, "shuffle": shuffle, "text_key": text_key, "tokens_key": tokens_key}

@@ -34,6 +34,7 @@ from streampack.core.model.rules import (
     BetweenPasses,
     MediaLimits,
     MergeOrder,
+    NoLossTokens,
     OnExhaust,
     Overlong,
     Poison,
@@ -318,6 +319,13 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
             "(`error`), or drop and count the sample (`drop`)"
         ),
     ] = "error"
+    no_loss_tokens: Annotated[
+        NoLossTokens,
+        Meta(
+            description="Treatment of samples of which no token counts in the loss, also after a cut by `overlong`. "
+            "`train` delivers and counts them, `drop` drops and counts them, and `error` stops with an error"
+        ),
+    ] = "train"
     tail: Annotated[
         Literal["pad", "drop"],
         Meta(
@@ -410,6 +418,13 @@ class StreamSettings(_Settings, frozen=True, kw_only=True):
     poison: Annotated[
         Poison | None,
         Meta(description="Treatment of this stream's samples that cannot be used. Default: `rules.poison`"),
+    ] = None
+    no_loss_tokens: Annotated[
+        NoLossTokens | None,
+        Meta(
+            description="Treatment of this stream's samples of which no token counts in the loss. Default: "
+            "`rules.no_loss_tokens`"
+        ),
     ] = None
     pushed: Annotated[
         bool,
@@ -792,7 +807,7 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
             StreamRules(
                 name, stream.weight, stream.partitions, None if stream.repeat else stream.passes,
                 stream.overlong or settings.overlong, stream.poison or settings.poison, stream.on_exhaust,
-                stream.pushed,
+                stream.pushed, stream.no_loss_tokens or settings.no_loss_tokens,
             )
             for name, stream in self.streams.items()
             if name in (self.feeds[feed].streams or self.streams)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from streampack.core.model.fields import LABELS, LOSS_MASK, MEDIA, POSITION_IDS, Field
@@ -42,6 +43,7 @@ class LeaseLimits:
         self._largest = int(np.iinfo(self._dtype).max)
         self._masked = any(each.name == LOSS_MASK for each in lease.fields)
         self._needs_mask = any(each.name == LOSS_MASK and each.default is None for each in lease.fields)
+        self._budget = lease.max_sample_tokens if lease.budget is UNSET else lease.budget
         self._has_grids = any(each.name == POSITION_IDS and each.shape for each in lease.fields)
         self._rejected = {
             each.name: np.zeros((int(is_by_sample(each)), *each.shape), each.storage) for each in lease.fields
@@ -71,8 +73,12 @@ class LeaseLimits:
             outside = tokens > self._largest
             if outside.any():
                 odd[np.repeat(np.arange(len(lengths)), lengths)[outside]] = True
-        if (LOSS_MASK in fields and not self._masked) or isinstance(self._columns(tokens, fields, lengths), str):
+        columns = self._columns(tokens, fields, lengths)
+        if (LOSS_MASK in fields and not self._masked) or isinstance(columns, str):
             odd[:] = True
+        elif self._lease.no_loss_tokens is not UNSET:
+            loss = _loss_tokens(lengths, columns)
+            odd |= (lengths > self._budget) | ((lengths if loss is None else loss + 1) <= 1)
         return records.apart(odd) if odd.any() else iter((records,))
 
     def apply_policies(self, record: RawSample | Records) -> tuple[Values, str | None]:
@@ -99,6 +105,14 @@ class LeaseLimits:
             sample = media if isinstance(media, str) else sample | media
             if MEDIA in sample and self._has_grids and POSITION_IDS not in record.fields:
                 sample = NO_POSITIONS
+        if isinstance(sample, dict) and lease.no_loss_tokens is not UNSET and not self._learned(sample):
+            if lease.no_loss_tokens == "drop":
+                return self._rejected, NO_LOSS_TOKENS
+            raise SampleError(
+                f"{record.place}: got a sample of which no token counts in the loss, but the run has `no_loss_tokens: "
+                "error`. Check its labels and masks, and whether truncation cuts off its answer. Or set "
+                "`no_loss_tokens` in `rules` or in the stream to `drop`, or to `train`"
+            )
         if isinstance(sample, str):
             if lease.poison == "error" and sample == DAMAGED:
                 raise DamagedFile(
@@ -133,15 +147,28 @@ class LeaseLimits:
             return sample, None
         if lease.overlong in ("drop", "truncate"):
             return self._rejected, OVERLONG
-        advice = (
+        what_to_do = (
             "Set `overlong` in `rules` or in the stream to truncate, split or drop, or raise rules.budget"
             if lease.overlong == "error"
             else "Raise limits.sample_tokens"
         )
         raise SampleError(
             f"{record.where}: got a sample of {len(tokens)} tokens, expected at most {lease.max_sample_tokens}. "
-            f"{advice}"
+            f"{what_to_do}"
         )
+
+    def _learned(self, sample: Values) -> bool:
+        """Return whether a token of the sample counts in the loss, also once the broker has cut it to the budget.
+
+        The first token of each piece does not count.
+        """
+        length = len(sample[TOKENS])
+        counts = _counts(sample)
+        held = np.ones(length, np.bool_) if counts is None else counts.copy()
+        held[:: self._budget] = False
+        if self._lease.overlong == "truncate":
+            held = held[: self._budget]
+        return bool(held.any())
 
     def _values(self, record: RawSample) -> Values | str:
         """Return a record's tokens and stored fields, or the reason why the record is invalid."""
@@ -252,14 +279,20 @@ def _default(
     return None
 
 
-def _loss_tokens(lengths: NDArray[np.uint32], fields: Values) -> NDArray[np.uint32] | None:
-    """Return the loss tokens of each sample, uint32 [n], by loss mask and labels; None if there is neither."""
+def _counts(fields: Values) -> NDArray[np.bool_] | None:
+    """Return whether each token counts in the loss, by loss mask and labels; None if there is neither."""
     counts: NDArray[np.bool_] | None = None
     if LOSS_MASK in fields:
         counts = fields[LOSS_MASK] != 0
     if LABELS in fields:
         given = fields[LABELS] != IGNORE_INDEX
         counts = given if counts is None else counts & given
+    return counts
+
+
+def _loss_tokens(lengths: NDArray[Any], fields: Values) -> NDArray[np.uint32] | None:
+    """Return the loss tokens of each sample, uint32 [n], by loss mask and labels; None if there is neither."""
+    counts = _counts(fields)
     if counts is None:
         return None
     upto = np.concatenate([[0], np.cumsum(counts)])

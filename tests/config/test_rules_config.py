@@ -62,6 +62,7 @@ def test_every_rule_changes_the_digest() -> None:
     A, B = StreamRules("a"), StreamRules("b")
     of_a: list[dict[str, Any]] = [
         {"weight": 2.0}, {"partitions": 1}, {"passes": 2}, {"passes": None}, {"overlong": "drop"}, {"poison": "drop"},
+        {"no_loss_tokens": "drop"},
         {"on_exhaust": "stop"}, {"pushed": True},
     ]  # fmt: skip
     changes: list[dict[str, Any]] = [

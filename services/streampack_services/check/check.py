@@ -202,7 +202,7 @@ def _resolved_broker(config: BrokerConfig, found: Plan) -> BrokerConfig:
     replace, rules = msgspec.structs.replace, found.rules
     recorded = {stream.name: stream for feed in found.feeds for stream in feed.rules.streams}
     streams = {
-        name: replace(stream, overlong=recorded[name].overlong, poison=recorded[name].poison)
+        name: replace(stream, **{key: getattr(recorded[name], key) for key in ("overlong", "poison", "no_loss_tokens")})
         for name, stream in config.streams.items()
     }
     feeds = {

@@ -168,6 +168,7 @@ def _rules(name: str, settings: StreamSettings) -> StreamRules:
     return StreamRules(
         name, settings.weight, settings.partitions, None if settings.repeat else settings.passes,
         settings.overlong or "error", settings.poison or "error", settings.on_exhaust, settings.pushed,
+        settings.no_loss_tokens or "train",
     )  # fmt: skip
 
 

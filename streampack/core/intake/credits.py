@@ -117,6 +117,8 @@ class Credits:
             max_sample_tokens=terms.limit if terms.overlong == "error" else self._capacity.max_sample_tokens,
             max_chunk_bytes=self._capacity.max_chunk_bytes, batches=terms.batches or msgspec.UNSET,
             share=terms.share or msgspec.UNSET, media_fields=terms.media_fields or msgspec.UNSET,
+            no_loss_tokens=msgspec.UNSET if terms.no_loss_tokens == "train" else terms.no_loss_tokens,
+            budget=msgspec.UNSET if terms.no_loss_tokens == "train" else terms.limit,
         )  # fmt: skip
         return self.send(holder.peer, lease, intake.session) + self.flow(p, repeat=True)
 

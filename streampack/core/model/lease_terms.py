@@ -31,6 +31,7 @@ class StreamTerms:
         media_fields: Fields of axis item and patch; empty if samples have no media.
         media_factors: Factors of the cost of media: see ``Balance.media_factors``.
         limits: MediaLimits of packs for media.
+        no_loss_tokens: Policy for samples from which nothing is learned: ``train``, ``drop`` or ``error``.
     """
 
     name: str
@@ -50,6 +51,7 @@ class StreamTerms:
     media_fields: tuple[Field, ...] = ()
     media_factors: tuple[int, int, int] = (0, 0, 0)
     limits: MediaLimits = NO_LIMITS
+    no_loss_tokens: str = "train"
 
     def fits(self, lengths: I64) -> bool:
         """Return whether one pack can hold samples of these lengths; a sample of length 0 is left out.
@@ -68,7 +70,7 @@ def terms_of(rules: Rules) -> list[StreamTerms]:
             each.name, each.partitions, rules.budget, each.passes, each.overlong, each.poison, drain, each.pushed,
             rules.align.sample, rules.max_samples_per_pack, rules.batch is not None, rules.padded,
             rules.share, bool(rules.late_fields) and each.pushed, rules.media_fields, rules.balance.media_factors,
-            rules.limits or NO_LIMITS,
+            rules.limits or NO_LIMITS, each.no_loss_tokens,
         )
         for each in rules.streams
     ]  # fmt: skip

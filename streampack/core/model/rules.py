@@ -27,6 +27,7 @@ Factor = Annotated[int, Meta(ge=0, lt=2**32)]
 """A count of at least 1; every message, record and kernel can hold it."""
 Overlong = Literal["error", "drop", "truncate", "split"]
 Poison = Literal["error", "drop"]
+NoLossTokens = Literal["train", "drop", "error"]
 WeightUnit = Literal["tokens", "samples"]
 OnExhaust = Literal["renormalise", "stop"]
 BetweenPasses = Literal["continue", "drain"]
@@ -216,6 +217,7 @@ class StreamRules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
         passes: Number of passes over the stream's data; None for no limit.
         overlong: Treatment of samples longer than the budget.
         poison: Treatment of samples that cannot be used.
+        no_loss_tokens: Treatment of samples without a token that counts in the loss; ``train`` delivers them.
         on_exhaust: When the stream ends, the other streams take its share (``renormalise``), or the feed ends at the
             stream's next turn (``stop``).
         pushed: Its samples are sent once and cannot be read again, so the log keeps them.
@@ -229,6 +231,7 @@ class StreamRules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     poison: Poison = "error"
     on_exhaust: OnExhaust = "renormalise"
     pushed: bool = False
+    no_loss_tokens: NoLossTokens = "train"
 
 
 class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):

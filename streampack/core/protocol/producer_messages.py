@@ -245,6 +245,8 @@ class Lease(Message, frozen=True, kw_only=True):
         paced: True if the program asks before it generates samples (``Start``); absent if it need not.
         late_fields: Fields whose values come later, with ``Amend``; absent for none. Credit counts their bytes, too.
         media_fields: Fields of axis ``item`` or ``patch``; absent for none. Credit counts the bytes of media, too.
+        no_loss_tokens: Policy for samples without a loss token, ``drop`` or ``error``; absent if they are trained on.
+        budget: Tokens of a pack, to which ``overlong`` cuts; only with ``no_loss_tokens``, which counts after the cut.
     """
 
     TYPE: ClassVar[int] = 10
@@ -266,6 +268,8 @@ class Lease(Message, frozen=True, kw_only=True):
     paced: bool | UnsetType = msgspec.UNSET
     late_fields: Annotated[tuple[Field, ...], Meta(max_length=MAX_FIELDS)] | UnsetType = msgspec.UNSET
     media_fields: Annotated[tuple[Field, ...], Meta(max_length=MAX_FIELDS)] | UnsetType = msgspec.UNSET
+    no_loss_tokens: Name | UnsetType = msgspec.UNSET
+    budget: Count | UnsetType = msgspec.UNSET
 
 
 class Flow(Message, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ SEVERAL_KEYS = "several_keys"
 
 WARNINGS = {
     NO_LOSS_TOKENS: "no token of the sample counts in the loss, so nothing is learned from it. Check its labels and "
-    "masks, and whether truncation cuts off its answer",
+    "masks, and whether truncation cuts off its answer. To drop such samples, set `no_loss_tokens: drop` in `rules`",
     NO_LOSS_MASK: "the sample has no loss_mask, although the run declares one, so all its tokens count in the loss. "
     "Add the mask, or set `missing_mask: reject` in producer.yaml",
     NO_END_TOKEN: "an answer of the chat ends without a token, so the model does not learn where to stop. Set "
