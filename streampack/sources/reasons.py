@@ -22,7 +22,7 @@ EXPECTED = {
     "tools": "a list of tools, each a JSON object. Correct the row",
     "template": "messages that the chat template can write. Correct the row, or set another template",
 }
-"""What is expected in place of a sample that is rejected, and what to do, by reason."""
+"""The expected data in place of a rejected sample, and the next action, by reason."""
 OWN_WORDS = ("dtype", "ragged", "messages")
 """Reasons whose detail, if there is one, says what to do."""
 EXPECTED_OF_KEY = {
@@ -62,7 +62,7 @@ _ADVICE = (
     ),
     ({"question", "answer"}, "Set prompt_key: question and completion_key: answer, or rename the keys"),
 )
-"""What to write for rows with these keys."""
+"""Advice for rows with these keys."""
 
 
 def advice_on(keys: str, usual: str = _USUAL) -> str:

@@ -69,13 +69,13 @@ MEANINGS: dict[Kind, str] = {
     "constant": "Not read, because its meaning differs between libraries: the row is rejected unless values are equal",
     "never": "Not read: the row is rejected",
 }
-"""What each kind of key means, and what becomes of a row that has it."""
+"""The meaning of each kind of key, and the treatment of a row that has it."""
 BY_TOKEN = ("labels", "learned", "real")
 """Kinds of keys with a value for each token, which are applied to the sample."""
 
 
 class Applied(NamedTuple):
-    """What the known keys of a row say about its sample.
+    """The statement of the known keys of a row about its sample.
 
     - ``mask``: uint8, 1 for a token to learn, for each token that is kept; None if no key says which are learned.
     - ``kept``: the tokens between the padding at both ends; None for all tokens.
