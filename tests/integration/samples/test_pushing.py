@@ -176,6 +176,26 @@ def test_a_bad_sample_is_an_error_where_it_is_given(sample: Any, why: str, start
     assert [taken.lengths for taken in broker.taken] == [[1]]
 
 
+def test_known_keys_of_a_sample_are_read_or_refused(start: Callable[..., SmallBroker]) -> None:
+    mask = Field(name="loss_mask", dtype="uint8", align="target")
+    broker = start(terms={"fields": (mask,)})
+    padded = {"input_ids": torch.tensor([5, 6, 7, 0]), "attention_mask": torch.tensor([1, 1, 1, 0])}
+    with producer(broker) as rollouts:
+        assert rollouts.send(padded | {"labels": torch.tensor([-100, 6, 7, -100])}) == 0
+        assert rollouts.send({"input_ids": [5, 6], "completion_mask": [0, 1], "assistant_masks": [1, 1]}) == 1
+        for sample, why in (
+            ({"input_ids": [5, 6], "seq_lengths": [1, 1]}, r"\(seq_lengths: packed\)"),
+            ({"input_ids": [5, 6], "labels": [6, -100]}, r"\(labels: shifted\), expected labels that are not shifted"),
+            ({"input_ids": [5, 6], "tool_mask": [0, 1]}, r"\(tool_mask: unread\)"),
+        ):
+            with pytest.raises(SampleError, match=why):
+                rollouts.send(sample)
+        with pytest.raises(UserError, match="got a dict with the keys input_ids, attention_mask, expected rows"):
+            rollouts.send_many({"input_ids": [[5]], "attention_mask": [[1]]})
+    assert [taken.lengths for taken in broker.taken] == [[3], [2]]
+    assert [list(bytes(taken.payload[1])) for taken in broker.taken] == [[0, 1, 1], [0, 1]]
+
+
 def test_a_field_that_the_run_does_not_declare_is_refused_where_it_is_named(start: Callable[..., SmallBroker]) -> None:
     with producer(start()) as rollouts:
         with pytest.raises(
