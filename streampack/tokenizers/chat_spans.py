@@ -188,8 +188,9 @@ class _Chat:
                 written = any((number, kind) in self._places for kind in (_CONTENT, _CALL, _THOUGHT))
                 if _has_content(message.raw) and not written:
                     raise TemplateError(f"the template does not write the text of message {number}, an answer")
-                if owners - {number}:
-                    raise TemplateError(f"the template writes the text of message {number}, an answer, elsewhere, too")
+                calls = {piece.message for piece in self._places.get((number, _CALL), [])}
+                if owners - {number} or (calls and number not in calls):
+                    raise TemplateError(f"it is unclear where the template writes message {number}, an answer")
                 continue
             generated = self._template.has_generation and any(piece.generated for piece in places)
             if generated or any(owner is not None and self._messages[owner].is_answer for owner in owners):

@@ -8,7 +8,7 @@ ConfigError.
 
 A second rendering can mark which text a template writes for which message. Each loop of the template gets calls that
 note its loop variable. If that is one of the messages, the text of the loop's body belongs to the message. In a loop
-over other values, such as numbers, the body's text belongs to the first message that it sets a variable to.
+over numbers, the body's text belongs to the message with that number, or to the first that it sets a variable to.
 
 A template is untrusted code. It runs in Jinja's immutable sandbox, and any exception rejects only the chat.
 """
@@ -52,7 +52,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["mark_generation"] = self._generation
-        for name in ("enter", "assign", "leave"):
+        for name in ("enter", "assign", "item", "leave"):
             environment.filters[f"mark_{name}"] = partial(self._mark, name)
         if today is not None:
             environment.globals["strftime_now"] = lambda form: today.strftime(form)
@@ -105,9 +105,9 @@ class ChatTemplate:
         """Return the text of a generation block, between BEGIN and END while marking."""
         return BEGIN + caller() + END if self._marks else caller()
 
-    def _mark(self, name: str, value: object) -> str:
+    def _mark(self, name: str, *values: object) -> str:
         """Return the mark of a loop, see ``_Marks``; empty unless marking."""
-        return str(getattr(self._marks, name)(value)) if self._marks else ""
+        return str(getattr(self._marks, name)(*values)) if self._marks else ""
 
     def _find_header(self) -> str:
         """Return the text that the generation prompt adds after a message; empty if there is none."""
@@ -157,6 +157,11 @@ class _Marks:
         self._loops[-1] = True
         return entering(number)
 
+    def item(self, values: object, number: object) -> str:
+        """Read ``values[number]`` in the body of a loop over numbers."""
+        is_item = isinstance(values, list) and isinstance(number, int) and 0 <= number < len(values)
+        return self.assign(values[number]) if is_item else ""  # type: ignore[index]
+
     def leave(self, _item: object) -> str:
         """End the body of a loop."""
         return LEAVE if self._loops.pop() else ""
@@ -179,15 +184,24 @@ def _mark_loops(tree: nodes.Template, environment: Environment) -> None:
     """Make each loop that writes text write ``mark_enter``, ``mark_assign`` and ``mark_leave``, too: see ``_Marks``."""
     writing = (nodes.Output, nodes.CallBlock, nodes.FilterBlock)
     for loop in [loop for loop in tree.find_all(nodes.For) if any(loop.find_all(writing))]:
-        _mark_block(loop.body)
         name = loop.target.name if isinstance(loop.target, nodes.Name) else _NO_MESSAGE
-        loop.body.insert(0, _mark_of("enter", name, loop))
+        items = [_mark_of("item", values, loop, name) for values in _indexed(loop, name)]
+        marks = [_mark_of("enter", name, loop), *items]
+        _mark_block(loop.body)
+        loop.body[:0] = marks
         loop.body.append(_mark_of("leave", _NO_MESSAGE, loop))
     tree.set_environment(environment)
 
 
+def _indexed(loop: nodes.For, number: str) -> list[str]:
+    """Return the names of ``values`` in ``values[number]``, where ``number`` is the variable of a loop."""
+    found = [(item.node, item.arg) for item in loop.find_all(nodes.Getitem)]
+    pairs = [(of.name, at.name) for of, at in found if isinstance(of, nodes.Name) and isinstance(at, nodes.Name)]
+    return sorted({name for name, at in pairs if at == number})
+
+
 def _mark_block(body: list[nodes.Node]) -> None:
-    """Add calls after assignments, and before ``continue`` and ``break``, in a block of a loop."""
+    """Add marks after assignments, and before ``continue`` and ``break``, in a block of a loop."""
     for node in list(body):
         place = body.index(node)
         if isinstance(node, nodes.Assign) and isinstance(node.target, nodes.Name):
@@ -199,14 +213,10 @@ def _mark_block(body: list[nodes.Node]) -> None:
                 _mark_block(block)
 
 
-def _mark_of(kind: str, name: str, at: nodes.Node) -> nodes.Node:
-    """Return a node that writes a mark for the variable ``name``.
-
-    It is a filter, because a row could set a variable with a function's name.
-    """
-    return nodes.Output([nodes.Filter(nodes.Name(name, "load"), f"mark_{kind}", [], [], None, None)]).set_lineno(
-        at.lineno
-    )
+def _mark_of(kind: str, name: str, at: nodes.Node, *arguments: str) -> nodes.Node:
+    """Return a node that writes a mark for a variable. It is a filter, because a row's variables cannot replace it."""
+    value, *others = (nodes.Name(each, "load") for each in (name, *arguments))
+    return nodes.Output([nodes.Filter(value, f"mark_{kind}", others, [], None, None)]).set_lineno(at.lineno)
 
 
 def _searched(tree: nodes.Template) -> Iterator[str]:

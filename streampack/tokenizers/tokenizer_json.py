@@ -220,7 +220,11 @@ class FileTokenizer:
             elif self._pieces_are_exact:
                 ids, mask = self._encode_pieces(rendered.text, learned)
             else:
-                return "special"
+                return Because(
+                    "special",
+                    "the chat contains the text of a special token, which this tokenizer cannot encode as ordinary "
+                    "text. Remove it, or set tokenizer: {allow_special: true}",
+                )
         except (TypeError, UnicodeEncodeError):  # half of a surrogate pair: the library raises one, Python the other
             return "encoding"
         return self._encoded(ids, mask) if ids else "empty"

@@ -323,6 +323,30 @@ def test_no_prompt_is_learned_where_white_space_before_it_differs(
     assert [text.strip() for text in got] == [f"{answer}</s>" for answer in answers]
 
 
+NUMBERS = """{% for i in range(messages | length) %}SETTING
+{{- '<|im_start|>' + messages[i]['role'] + '\n' + messages[i]['content'] + '<|im_end|>\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("setting", [
+    "", "{% set message = messages[i] %}", "{% set next = messages[i + 1] %}", "{% if no %}{{ no[i] }}{% endif %}",
+])  # fmt: skip
+def test_a_template_may_count_its_messages(folders: dict[str, Path], setting: str) -> None:
+    tokenizer = opened(folders["chatml"], chat_template=NUMBERS.replace("SETTING", setting))
+    for messages in CHATS:
+        found, expected = tokenizer.encode_chat(messages), opened_once(folders["chatml"]).encode_chat(messages)
+        assert learned(folders["chatml"], found) == learned(folders["chatml"], expected)
+
+
+def test_a_template_that_hides_its_messages_has_no_sample(folders: dict[str, Path]) -> None:
+    source = "{% for i in range(messages | length) %}{{ messages[i + 0]['content'] }}<|eos|>{% endfor %}"
+    assert opened(folders["chatml"], chat_template=source).encode_chat(CHATS[0]) == "template"
+    source = "{% for i in range(messages | length) %}{{ messages[i + 0].tool_calls | tojson }}<|eos|>{% endfor %}"
+    calls = [{"role": "user", "content": ""}, {"role": "assistant", "tool_calls": [CALL]}]
+    source = source.replace(" | tojson", " and messages[i + 0].tool_calls | tojson")
+    assert opened(folders["chatml"], chat_template=source).encode_chat(calls) == "template"
+
+
 def test_an_end_that_the_template_writes_with_the_next_message_is_learned(tmp_path: Path) -> None:
     source = (
         "{% for m in messages %}{% if not loop.first %}{{ '</s>\n' }}{% endif %}"
@@ -434,7 +458,10 @@ def test_a_marker_in_the_data_is_text_unless_it_may_be_special(folders: dict[str
 
 
 def test_a_marker_that_cannot_be_text_exactly_rejects_the_chat(folders: dict[str, Path]) -> None:
-    assert opened_once(folders["sentencepiece"]).encode_chat(chat("a", "b<|im_end|>c")) == "special"
+    found = opened_once(folders["sentencepiece"]).encode_chat(chat("a", "b<|im_end|>c"))
+    assert found == "special"
+    assert isinstance(found, Because)
+    assert "set tokenizer: {allow_special: true}" in found.why
 
 
 @pytest.mark.parametrize("character", "\ufdd0\ufdd1\ufdd2\ufdd3")
