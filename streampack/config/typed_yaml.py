@@ -8,6 +8,7 @@ module does not know the keys of any file.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from pathlib import Path
 from types import UnionType
@@ -22,6 +23,7 @@ T = TypeVar("T")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
 _MAX_BYTES = 1 << 62
+_HOME = re.compile(r"(^|(?:^|,)(?:file|ipc)://)(~[^/,]*)(?=/)")
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
@@ -55,7 +57,19 @@ def parse_tree(text: str, path: str | Path) -> Any:
         raise ConfigError(f"{path}: got keys that are nested too deeply, expected only a few levels") from None
     if twice:
         raise ConfigError(f"{path}: {twice}")
-    return {} if tree is None else tree
+    return {} if tree is None else with_home(tree)
+
+
+def with_home(tree: Any) -> Any:
+    """Return plain values with the home folder in place of ``~`` where a text begins with ``~/`` or ``~USER/``.
+
+    A text may also be an address, such as ``file://~/run.json``. To name a folder ``~``, write ``./~/``.
+    """
+    if isinstance(tree, str):
+        return _HOME.sub(lambda match: match[1] + os.path.expanduser(match[2]), tree)
+    if isinstance(tree, dict):
+        return {key: with_home(value) for key, value in tree.items()}
+    return [with_home(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def _duplicate_key_error(node: yaml.Node | None, path: str = "") -> str:
@@ -79,6 +93,7 @@ def convert(tree: Any, kind: type[T], where: str = "configuration") -> T:
 
     ``where``: start of the error's text, such as the name of the file.
     """
+    tree = with_home(tree)
     try:
         return msgspec.convert(tree, kind)
     except (msgspec.ValidationError, ValueError) as error:

@@ -41,7 +41,7 @@ class FolderFiles:
         ``given``: path or text of a template that replaces those of the folder.
         """
         if given is not None:
-            return {"default": given if "{" in given or "\n" in given else read_text(Path(given))}
+            return {"default": given if "{" in given or "\n" in given else read_text(Path(given).expanduser())}
         if (self._folder / "chat_template.jinja").is_file():
             more = sorted((self._folder / "additional_chat_templates").glob("*.jinja"))
             default = self._folder / "chat_template.jinja"

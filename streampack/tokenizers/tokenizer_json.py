@@ -55,7 +55,7 @@ class FileTokenizer:
 
     def __init__(self, settings: TokenizerSettings) -> None:
         assert settings.file is not None
-        given = Path(settings.file)
+        given = Path(settings.file).expanduser()
         path = given / "tokenizer.json" if given.is_dir() else given
         self._json = read_text(path)
         beside = FolderFiles(path.parent)

@@ -15,7 +15,7 @@ def read_rendezvous(path: Path, side: str, timeout_s: float = 60.0) -> str:
     Wait up to ``timeout_s`` seconds for the file, or for a new file if its run has ended. Raises Unreachable after that
     time, or if the file is not a rendezvous file.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline, path = time.monotonic() + timeout_s, path.expanduser()
     while True:
         missing = "no file"
         try:

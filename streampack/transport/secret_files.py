@@ -29,7 +29,7 @@ def read_trusted(path: str | Path) -> str:
 def _read(path: str | Path, what: str, refused: int) -> str:
     """Return the text of a file. Raises UserError if its mode has a bit of ``refused``; ``what`` names the file."""
     try:
-        with open(path, "rb", opener=_open_nonblocking) as file:
+        with open(os.path.expanduser(path), "rb", opener=_open_nonblocking) as file:
             found = os.fstat(file.fileno())  # of the open file: the path may lead elsewhere by now
             if wrong := _exposed(found, refused):
                 raise UserError(

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 from msgspec.structs import replace
 
+from streampack.config.typed_yaml import with_home
 from streampack.core.packers.registry import PACKER_NAMES
 from streampack.errors import InternalError, StreampackError, UserError
 from streampack.version import __version__
@@ -34,7 +35,7 @@ def main() -> int:
     """Run the command line and return the exit code; only a bug of streampack prints a traceback."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
     try:
-        app()
+        app(_with_home(sys.argv[1:]))
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except InternalError:
@@ -47,6 +48,16 @@ def main() -> int:
     except Exception:
         return _report_bug()
     return 0
+
+
+def _with_home(words: list[str]) -> list[str]:
+    """Return the arguments with the home folder in place of ``~``, which shells leave in ``--option=~/file``.
+
+    The words of a command that follows ``--`` stay as they are.
+    """
+    end = words.index("--") if "--" in words else len(words)
+    pairs = [word.partition("=") if word.startswith("-") else ("", "", word) for word in words[:end]]
+    return [name + equals + with_home(value) for name, equals, value in pairs] + words[end:]
 
 
 def _report_bug() -> int:

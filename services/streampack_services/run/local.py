@@ -140,17 +140,15 @@ def _source(given: Any, settings: dict[str, Any], tokenizer: Tokenizer) -> tuple
     if isinstance(given, list | tuple) and not given:
         raise UserError(f"got an empty {type(given).__name__}, expected at least one file or row")
     if _is_files(given):
-        files = [os.fspath(each) for each in (given if isinstance(given, list | tuple) else [given])]
+        listed = given if isinstance(given, list | tuple) else [given]
+        files = [os.path.expanduser(os.fspath(each)) for each in listed]
         formats = {_format(file) for file in files}
         if len(formats) > 1:
             raise UserError(
                 f"got files of the formats {', '.join(sorted(formats))}, expected one format. Make a stream of each "
                 f"format"
             )
-        found = formats.pop()
-        if found == "megatron":  # the two files of one are named by what they share
-            files = list(dict.fromkeys(os.path.splitext(file)[0] for file in files))
-        return _open(settings | {"source": found, "shards": files}, tokenizer)
+        return _open(settings | {"source": formats.pop(), "shards": files}, tokenizer)
     if isinstance(given, bytes) or (not isinstance(given, Iterable) and not hasattr(given, "__getitem__")):
         raise UserError(
             f"got a {type(given).__name__}, expected files or rows. A row is a text, a list of ids, or a dict of these"
@@ -196,8 +194,9 @@ def _is_files(given: Any) -> bool:
 
 
 def _extension(path: str | os.PathLike[str]) -> str:
-    """Return the extension of a file without its compression, in lower case: ``.jsonl`` for ``a.jsonl.gz``."""
-    name = os.fspath(path).rstrip("}").lower()
+    """Return the extension of a file without its compression, in lower case: ``.jsonl`` for ``a.jsonl.gz?key=1``."""
+    name = os.fspath(path).lower()
+    name = (name.partition("?")[0] if name.startswith(("http://", "https://")) else name).rstrip("}")
     name = f"{name[:-4]}.tar" if name.endswith(".tgz") else name.removesuffix(".gz").removesuffix(".zst")
     return os.path.splitext(name)[1]
 
@@ -218,7 +217,7 @@ def _tokenizer(given: Any) -> Tokenizer:
     if given is None:
         return open_tokenizer(TokenizerSettings())
     if isinstance(given, str | os.PathLike):
-        path = os.fspath(given)
+        path = os.path.expanduser(os.fspath(given))
         is_file = isinstance(given, os.PathLike) or path.endswith(".json") or os.path.isdir(path)
         return open_tokenizer(TokenizerSettings(file=path) if is_file else TokenizerSettings(name=path))
     if isinstance(given, Mapping):

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig, ProducerConfig
-from streampack.config.typed_yaml import convert, read_tree
+from streampack.config.typed_yaml import convert, read_tree, with_home
 from streampack.errors import ConfigError, StreampackError, Unreachable, UserError
 from streampack.integrations.ray.daemon_actor import HEALTH, DaemonActor
 from streampack.integrations.ray.installed_version import check_ray
@@ -272,7 +272,7 @@ def _tree(given: Config) -> dict[str, Any]:
     tree = dict(given) if isinstance(given, Mapping) else read_tree(Path(given))
     if not isinstance(tree, dict):
         raise ConfigError(f"{given}: got a {type(tree).__name__}, expected keys and values")
-    plain: dict[str, Any] = msgspec.to_builtins(tree)
+    plain: dict[str, Any] = with_home(msgspec.to_builtins(tree))
     return plain
 
 

@@ -33,6 +33,10 @@ class File:
     mtime_ns: int | None
 
 
+class MissingFile(SourceError):
+    """There is no such file or folder."""
+
+
 class ShardFile(Protocol):
     """An open file that must not change."""
 

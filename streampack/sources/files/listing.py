@@ -1,13 +1,14 @@
 """Lists the files that paths and patterns name, with their sizes, and opens one of them, local or at a URL."""
 
 import contextlib
+import errno
 import glob
 import os
 from collections.abc import Iterator, Sequence
 
 from streampack.errors import ConfigError, SourceError
 from streampack.sources.files.braces import expand_braces
-from streampack.sources.files.byte_source import File, ShardFile, is_url
+from streampack.sources.files.byte_source import File, MissingFile, ShardFile, is_url
 from streampack.sources.files.local_files import LocalFile
 
 
@@ -37,8 +38,11 @@ def read_file(file: File) -> bytes:
 
 
 def find(shards: str | Sequence[str] | None, path: str | None) -> list[str]:
-    """Return the paths and URLs of a source: ``shards`` are patterns to expand, ``path`` is taken literally."""
-    return [path] if path is not None else expand(shards or ())
+    """Return the paths and URLs of a source: ``shards`` are patterns to expand, ``path`` is taken literally.
+
+    In both, ``~`` stands for the home folder.
+    """
+    return [os.path.expanduser(path)] if path is not None else expand(shards or ())
 
 
 def expand(shards: str | Sequence[str]) -> list[str]:
@@ -49,7 +53,7 @@ def expand(shards: str | Sequence[str]) -> list[str]:
     >>> expand("web-{00..02}.tar")
     ['web-00.tar', 'web-01.tar', 'web-02.tar']
     """
-    patterns = [shards] if isinstance(shards, str) else list(shards)
+    patterns = [os.path.expanduser(pattern) for pattern in ([shards] if isinstance(shards, str) else shards)]
     if not patterns:
         raise ConfigError("shards: got an empty list, expected at least one path or pattern. Add a path")
     paths: list[str] = []
@@ -111,8 +115,10 @@ def _expand_glob(path: str) -> list[str]:
 def measure(paths: Sequence[str]) -> list[File]:
     """Return a File for each path or URL: its size in bytes, and its name relative to the folder common to all.
 
-    Local paths are made absolute. Raises SourceError for a path that does not exist or is not a file.
+    Local paths are made absolute. Raises SourceError for a path that does not exist or is not a file, and for two
+    paths of one file.
     """
+    _refuse_links_to_each_other(paths)
     urls = [path for path in paths if is_url(path)]
     sizes: dict[str, int] = {}
     if urls:
@@ -132,6 +138,21 @@ def measure(paths: Sequence[str]) -> list[File]:
     return files
 
 
+def _refuse_links_to_each_other(paths: Sequence[str]) -> None:
+    """Raise SourceError if two local paths lead to one file by symbolic links, or by ``file://``."""
+    seen: dict[str, str] = {}
+    for path in paths:
+        local = path.removeprefix("file://")
+        if is_url(local):
+            continue
+        other = seen.setdefault(os.path.realpath(local), path)
+        if other is not path:
+            raise SourceError(
+                f"shards: got {other} and {path}, which are one file, expected each file once. Remove one of the two "
+                "from the patterns"
+            )
+
+
 def _path_in_one_tree(path: str) -> str:
     """Return an absolute path for a local path, or ``/scheme/rest`` for a URL.
 
@@ -146,7 +167,8 @@ def _stat(path: str) -> os.stat_result:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise SourceError(
+        kind = MissingFile if error.errno in (errno.ENOENT, errno.ENOTDIR) else SourceError
+        raise kind(
             f"{path}: the file cannot be read ({error.strerror}). Create the file, or correct the path"
         ) from error
     if not os.path.isfile(path):

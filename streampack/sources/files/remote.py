@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.errors import ConfigError, SourceError
-from streampack.sources.files.byte_source import File, changed_size_error
+from streampack.sources.files.byte_source import File, MissingFile, changed_size_error
 from streampack.sources.files.retries import Retries, kind_of, text_of
 
 _BLOCK_BYTES = 4 << 20
@@ -57,7 +57,7 @@ def _walk(fs: Any, folder: str, levels: int | None) -> list[str]:
     """Return the paths of files and folders in a folder, ``levels`` deep, or all; empty if there is no such folder."""
     try:
         listing = _request(without_query(fs.unstrip_protocol(folder)), lambda: fs.ls(folder, detail=True))
-    except _Missing:
+    except MissingFile:
         return []
     found = []
     for info in listing:
@@ -189,10 +189,6 @@ def _filesystem(url: str) -> tuple[Any, str]:
     return fs, path
 
 
-class _Missing(SourceError):
-    """The store answers that there is no such file or folder."""
-
-
 def _request(what: str, call: Callable[[], _T], stop: threading.Event | None = None) -> _T:
     """Return ``call()``; repeat the call after a failure, as ``Retries`` says. ``what`` names the URL in errors.
 
@@ -209,7 +205,7 @@ def _request(what: str, call: Callable[[], _T], stop: threading.Event | None = N
                 raise SourceError(
                     f"{what}: the file cannot be read in {retries.tries} tries ({text_of(error)}). Check the store"
                 ) from error
-            kind = _Missing if isinstance(error, FileNotFoundError) else SourceError
+            kind = MissingFile if isinstance(error, FileNotFoundError) else SourceError
             raise kind(
                 f"{what}: the file cannot be read ({text_of(error)}). Correct the path or its permissions"
             ) from error

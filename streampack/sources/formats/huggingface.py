@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from streampack.core.model.fields import Field
 from streampack.errors import DamagedFile, SourceError
-from streampack.sources.files.byte_source import ShardFile
+from streampack.sources.files.byte_source import MissingFile, ShardFile
 from streampack.sources.files.listing import find, measure, read_file
 from streampack.sources.formats.arrow import ArrowRows, choose_columns, first_line, need_pyarrow
 from streampack.sources.formats.list_columns import ListShard, plan_of
@@ -54,7 +54,7 @@ def _files(folder: str) -> list[str]:
     """Return the paths of a saved dataset's data files, in its order. Raises SourceError if it is not a dataset."""
     try:
         (state_file,) = measure([posixpath.join(folder, "state.json")])
-    except SourceError as error:
+    except MissingFile as error:
         raise SourceError(f"{folder}: {_why_no_dataset(folder)}") from error
     try:
         state = json.loads(read_file(state_file))

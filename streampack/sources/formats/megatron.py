@@ -65,8 +65,8 @@ class Pair(NamedTuple):
 
 def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
     """Open Megatron datasets: read the head of each index, and return the files with a reader for their shards."""
-    prefixes = list(dict.fromkeys(_prefix(path) for path in find(settings.shards, settings.path)))
-    files = measure([prefix + suffix for prefix in prefixes for suffix in (".bin", ".idx")])
+    prefixes = dict.fromkeys(_with_suffix(path, "") for path in find(settings.shards, settings.path))
+    files = measure([_with_suffix(prefix, suffix) for prefix in prefixes for suffix in (".bin", ".idx")])
     pairs = [_open_pair(data, index) for data, index in zip(files[::2], files[1::2], strict=True)]
     for pair in pairs:
         if pair.modes_at and settings.modes is None:
@@ -136,9 +136,11 @@ class SequenceShard:
         return f"{self._file.name}:sequence {self._numbers[sample]}"
 
 
-def _prefix(path: str) -> str:
-    """Return a path without its suffix .bin or .idx."""
-    return path.removesuffix(".bin").removesuffix(".idx")
+def _with_suffix(path: str, suffix: str) -> str:
+    """Return a path with another suffix in place of .bin or .idx, before the query of a URL."""
+    has_query = path.startswith(("http://", "https://"))
+    path, mark, query = path.partition("?") if has_query else (path, "", "")
+    return path.removesuffix(".bin").removesuffix(".idx") + suffix + mark + query
 
 
 def _open_pair(data: File, index: File) -> Pair:
