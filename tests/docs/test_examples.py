@@ -206,6 +206,7 @@ def test_resuming_from_a_checkpoint(broker: RunningBroker) -> None:
     def stop(step: streampack.Step) -> None:
         if step.index == 5:
             raise Stopped
+        assert all(batch.step == step.index for batch in step)
 
     with pytest.raises(Stopped):
         run(code, broker.trainers, **given, checkpoint=None, update=stop)

@@ -14,7 +14,7 @@ import yaml
 import streampack
 from streampack.errors import SampleError
 from tests.docs.pages import BLOCKS
-from tests.integration.running import RunningBroker, running_broker
+from tests.integration.running import RunningBroker, running_broker, until
 
 (CONFIG,) = [yaml.safe_load(each.code) for each in BLOCKS if each.code.startswith("# broker.yaml\nrun: vlm")]
 IMAGE, START, END, VIDEO = 151655, 151652, 151653, 151656
@@ -110,8 +110,7 @@ def test_an_image_without_positions_is_dropped_and_counted_where_the_policy_says
     with running_broker(config) as broker:
         (pack,) = pushed(broker, bare, page_sample())
         assert pack.sample_ids[:, 1].tolist() == [1]
-        (stream,) = broker.status()["streams"]
-        assert stream["rejected"] == {"position_ids: missing": 1}
+        until(lambda: broker.status()["streams"][0]["rejected"] == {"position_ids: missing": 1})
 
 
 def test_models_of_one_position_need_none_for_images() -> None:

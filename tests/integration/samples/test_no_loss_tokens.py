@@ -12,7 +12,7 @@ import pytest
 
 import streampack
 from streampack.errors import SampleError
-from tests.integration.running import in_process, running_broker
+from tests.integration.running import RunningBroker, in_process, running_broker, until
 
 BUDGET = 16
 
@@ -73,6 +73,11 @@ def test_one_token_without_any_mask_is_such_a_sample() -> None:
     assert learned_of([[1], [2, 3], [4]], **settings, no_loss_tokens="drop") == {1: 1}
 
 
+def of_stream(broker: RunningBroker, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(each for each in broker.status()["streams"] if each["stream"] == name)
+    return found
+
+
 def test_pushed_samples_are_dropped_alone_and_every_view_counts_them(tmp_path: Path) -> None:
     """A group keeps its other samples; all keep their places, and the ledger has lost none."""
     config = {
@@ -96,11 +101,10 @@ def test_pushed_samples_are_dropped_alone_and_every_view_counts_them(tmp_path: P
         with streampack.connect(broker.trainers, format="numpy") as loader:
             ids = sorted(tuple(row) for pack in loader for row in pack.sample_ids.tolist())
             assert loader.rules.streams[0].no_loss_tokens == "error"
-        status = {stream["stream"]: stream for stream in broker.status()["streams"]}
         assert ids == [(0, 0, 0), (1, 0, 0), (1, 2, 0), (1, 4, 0)]
-        assert status["loose"]["rejected"] == {"no_loss_tokens": 2}
-        assert status["strict"]["rejected"] == status["loose"]["warnings"] == {}
+        until(lambda: of_stream(broker, "loose")["rejected"] == {"no_loss_tokens": 2})
+        assert of_stream(broker, "strict")["rejected"] == of_stream(broker, "loose")["warnings"] == {}
+        asked = "why", "--sample", "loose:1", "--state-dir", tmp_path / "state"
+        until(lambda: "no_loss_tokens" in in_process(*asked).stdout)
     done = in_process("ledger", "verify", "--state-dir", tmp_path / "state")
     assert done.returncode == 0, done.stdout
-    why = in_process("why", "--sample", "loose:1", "--state-dir", tmp_path / "state")
-    assert "no_loss_tokens" in why.stdout
