@@ -67,6 +67,8 @@ class Producer:
         Rejected: The broker does not accept this producer, for example its key.
         DataStall: The broker did not grant the partition within ``claim_timeout_s``.
 
+    A partition that has ended is no error here: see ``ended``.
+
     Example:
         >>> with Producer(stream="rollouts", partition=worker) as rollouts:  # doctest: +SKIP
         ...     rollouts.send_group(samples, policy_version=v)
@@ -203,6 +205,24 @@ class Producer:
     def endpoint(self) -> str:
         """Address of the broker for producers, as the producer was made with it."""
         return self._endpoint
+
+    @property
+    def ended(self) -> bool:
+        """True if the broker takes no more samples of the partition.
+
+        Some process has ended it with ``close(end=True)``, or its feed has ended. Samples are rejected then. A program
+        that a supervisor starts again may exit with code 0.
+        """
+        return self._pushing.ended
+
+    @property
+    def next_seq(self) -> int:
+        """Sequence number of the next sample in the partition: the samples that all processes have sent to it.
+
+        A program that is started again goes on with this sample, also after the end, and also if the program before was
+        killed. It may be read at any time.
+        """
+        return self._pushing.next_seq
 
     @property
     def write(self) -> int:
@@ -403,7 +423,7 @@ class Producer:
         """Wait until all samples are durable, and leave the partition; further calls have no effect.
 
         Args:
-            end: True to end the partition: no process can push to it again.
+            end: True to end the partition: no process can push to it again. No effect if it has ended.
             flush: False to leave without waiting; samples that are not durable yet may be lost.
 
         Raises:

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from streampack.core.sessions.pushing.push_session import (
     PushSession,
     WantTickets,
 )
+from streampack.errors import Rejected
 from streampack.transport.keys import Key
 
 LEAVE_S = 5.0
@@ -64,6 +65,11 @@ class Pushing(SessionThread):
         return self._session.buffer.next_seq
 
     @property
+    def ended(self) -> bool:
+        """True if the broker takes no more samples of the partition."""
+        return self._session.ended
+
+    @property
     def partition(self) -> int:
         """Number of the partition."""
         return self._session.partition
@@ -93,7 +99,7 @@ class Pushing(SessionThread):
     def wait_for_policy(self, version: int, timeout_s: float | None) -> int:
         """Wait until policy ``version`` or a newer one is published, and return the newest version."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        self._wait_for(
+        self._wait_until_end(
             lambda: self._session.policy_version is not None and self._session.policy_version >= version, timeout_s,
             f"policy version {version}, which the trainers have not published", logging.INFO,
         )  # fmt: skip
@@ -108,11 +114,11 @@ class Pushing(SessionThread):
             return self._session.policy_version
         with self._beginning:
             policy = "a policy, which the trainers have not published"
-            self._wait_for(lambda: self._session.policy_version is not None, timeout_s, policy, logging.INFO)
+            self._wait_until_end(lambda: self._session.policy_version is not None, timeout_s, policy, logging.INFO)
             wanted = self._session.tickets.begun + count
             self.tell(WantTickets(wanted))
             what = f"permission to generate {count} samples, because earlier samples are not trained"
-            self._wait_for(lambda: self._session.tickets.granted >= wanted, timeout_s, what, logging.INFO)
+            self._wait_until_end(lambda: self._session.tickets.granted >= wanted, timeout_s, what, logging.INFO)
             version = self._session.policy_version
             self.tell(BeginSamples(count))
             return version
@@ -143,6 +149,8 @@ class Pushing(SessionThread):
 
     def tell(self, event: Event) -> None:
         """Let the session handle an event of the program, and wake the thread. Raises the session's error."""
+        if isinstance(event, Push | EndBatch):
+            self._check_open()
         super().tell(event)
         self._counts["batches"] += isinstance(event, EndBatch)
 
@@ -197,4 +205,17 @@ class Pushing(SessionThread):
         """Wait for ``size`` bytes of room in the buffer; ``taken``: samples of this call that are in the buffer."""
         what = f"room for {size} bytes in its buffer of {self._session.buffer.capacity} bytes"
         what += f" ({taken} samples of this call are already in the buffer)" if taken else ""
-        self._wait_for(lambda: self._session.room(size), self._timeout_s, what)
+        self._wait_until_end(lambda: self._session.room(size), self._timeout_s, what)
+
+    def _wait_until_end(
+        self, condition: Callable[[], bool], timeout_s: float, what: str, level: int = logging.WARNING
+    ) -> None:  # fmt: skip
+        """Wait as ``_wait_for`` does; raise Rejected if the partition ends."""
+        self._wait_for(lambda: self.ended or condition(), timeout_s, what, level)
+        self._check_open()
+
+    def _check_open(self) -> None:
+        """Raise Rejected if the broker takes no more samples of the partition."""
+        self._check_usable()
+        if self.ended:
+            raise Rejected("ended", self._session.end_text)

@@ -227,8 +227,8 @@ def arrival_order(stream: Any, index: Any, part: Any, pack: I64) -> I64:
     """Estimate the order in which samples arrived; return their positions in that order, int64 [n].
 
     ``stream``, ``index``, ``part``: id of each sample. ``pack``: number of the pack that holds it, -1 for no pack. Each
-    stream keeps its own order. Across streams, samples are sorted by the highest pack number that the stream has reached
-    with the sample. So a sample that waits (pack -1) comes right after the sample before it in its stream.
+    stream keeps its own order. Across streams, samples are sorted by the highest pack number that the stream has
+    reached with the sample. So a sample that waits (pack -1) comes right after the sample before it in its stream.
     """
     by_stream = np.lexsort((part, index, stream))
     streams, furthest = stream[by_stream], np.empty(len(pack), np.int64)

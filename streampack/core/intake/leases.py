@@ -332,7 +332,8 @@ class Leases:
         intake, stream = self.partitions.intakes[p], self.partitions.stream_of[p]
         if self.credits.drained:
             return []
-        if intake.unwanted or (intake.closed and stream.terms.pushed):
+        after_end = intake.staged is not None and intake.staged.end is not None
+        if intake.unwanted or (intake.closed and stream.terms.pushed) or after_end:
             return self.credits.flow(p, repeat=True)
         chunk = parse_chunk(envelope, message, stream.terms)
         if isinstance(chunk, str):

@@ -58,7 +58,9 @@ class StagedIntake:
 
     def end(self, p: int, total: int) -> list[Effect]:
         """Record the end of a partition, which waits for its samples."""
-        return self._staging.end(p, total) + self._admit_complete(p)
+        effects = self._staging.end(p, total)
+        self._note_staged(p)
+        return effects + self._admit_complete(p)
 
     def _note_staged(self, p: int) -> None:
         """Remember that what came to partition ``p`` so far is safe once the last record is."""

@@ -274,10 +274,14 @@ class Datasink(ray.data.Datasink[dict[str, int]]):
                     raise
 
     def _claim(self, partition: int) -> Producer:
-        """Return a producer for a partition. Raises PeerError if another process holds it."""
-        return Producer(
+        """Return a producer for a partition. Raises PeerError if another process holds it, or if it has ended."""
+        producer = Producer(
             self._endpoint(), stream=self.stream, partition=partition, timeout_s=WAIT_S, claim_timeout_s=TRY_S
         )
+        if producer.ended:
+            producer.close()
+            raise Rejected(ENDED, f"partition {partition} of stream {self.stream!r} has ended")
+        return producer
 
     def _endpoint(self) -> str:
         """Return the broker's address for producers, as of now."""

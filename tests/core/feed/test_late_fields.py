@@ -17,6 +17,7 @@ from streampack.core.journal.log_records import (
     BatchMarked,
     ChunkCompleted,
     ChunkStaged,
+    EndStaged,
     LineageBegan,
     SamplesAmended,
     SamplesRejected,
@@ -28,9 +29,10 @@ from streampack.core.model.rules import Batch
 from streampack.core.model.samples import ROW, index_of
 from streampack.core.protocol.events import Event, FromBroker, Tick
 from streampack.core.protocol.producer_messages import Amend, Amended
+from streampack.core.sessions.producer_base import Leave
 from streampack.core.sessions.pushing.amend_session import AmendSession, GiveValues
-from streampack.core.sessions.pushing.push_buffer import size_of
-from streampack.core.sessions.pushing.push_session import EndBatch, EndPartition, Push
+from streampack.core.sessions.pushing.push_buffer import PushBuffer, size_of
+from streampack.core.sessions.pushing.push_session import EndBatch, EndPartition, Push, PushSession
 from tests.core.feed import test_going_back as rollouts
 from tests.core.feed.test_going_back import PARTITIONS, Rollouts, Unsafe, chunk_of, length_of
 from tests.core.planned import tokens_of
@@ -244,6 +246,27 @@ def test_values_that_come_too_late_are_refused_by_sample(
 def test_values_come_too_late_in_the_stories() -> None:
     runs = [run(Late(seed, late_timeout_s=1), [("push", 4), ("turns", 9), ("kill", 0)]) for seed in range(8)]
     assert {reason for live in runs for reason in live.not_stored.values()} == {"late_timeout"}
+
+
+def test_a_staged_partition_takes_no_sample_after_its_end_also_from_another_process() -> None:
+    """The end is not safe yet when another process begins, and samples before it wait for values."""
+    live = Late.__new__(Late)
+    live.amend = lambda: None  # type: ignore[method-assign]
+    Late.__init__(live, 1)
+    live.wanted, live.over = 9, True
+    live.until(lambda: any(isinstance(record, EndStaged) for record in live.records()))
+    partition = next(record.partition for record in live.records() if isinstance(record, EndStaged))
+    live._to_producer(b"push%d" % partition, Leave())
+    other = PushSession(
+        run=0, producer="other", incarnation=99, host="host", pid=9, stream="rollouts", partition=partition,
+        buffer=PushBuffer(1 << 16),
+    )  # fmt: skip
+    live.producers[b"other"] = other
+    live.until(lambda: other.begun)
+    assert (other.ended, other.buffer.next_seq) == (True, 9)
+    live._to_producer(b"other", Push(late_chunk(partition, 9, 10)))
+    chunks = [each for each in live.records() if isinstance(each, ChunkStaged) and each.partition == partition]
+    assert sum(len(chunk.lengths_u32) // 4 for chunk in chunks) == 9
 
 
 def test_dropped_samples_are_known_after_their_records_are_deleted() -> None:

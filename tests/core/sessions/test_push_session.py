@@ -605,6 +605,35 @@ def test_a_feed_that_wants_no_more_is_an_error_where_samples_are_left(how: str, 
     assert not bench.session.flushed
 
 
+def test_a_process_that_is_started_after_the_end_learns_it_and_the_next_number() -> None:
+    bench = Bench()
+    bench.lease(7, 1, ended=True)
+    session = bench.session
+    assert (session.begun, session.ended, session.buffer.next_seq) == (True, True, 7)
+    bench.do(EndPartition(), Tick(1.0))
+    assert session.flushed, "it has ended"
+    assert not any(isinstance(effect, Finish) for effect in bench.effects)
+    assert not any(isinstance(message, Eos) for message in bench.said)
+    bench.do(Push(chunk_of_ids([5])))
+    assert (bench.error.code, session.buffer.next_seq) == ("ended", 7)
+
+
+def test_a_feed_that_wants_no_more_is_no_error_where_all_samples_are_safe(bench: Bench) -> None:
+    bench.flow(1, expected_seq=15, durable_seq=15)
+    bench.hear(Done())
+    assert (bench.error.error, bench.error.code) == ("", "ended")
+    assert bench.session.ended
+
+
+def test_a_feed_that_goes_back_takes_samples_again(bench: Bench) -> None:
+    bench.flow(1, expected_seq=15, durable_seq=15, ended=True)
+    assert bench.session.ended
+    bench.lease(15, 2)
+    bench.do(Push(chunk_of_ids([5])))
+    assert not bench.session.ended
+    assert bases(bench.said) == [15]
+
+
 def test_a_refusal_is_the_brokers_own_words(bench: Bench) -> None:
     bench.hear(Reject(code="malformed", detail="got a bad chunk"))
     assert (bench.error.code, bench.error.error) == ("malformed", "got a bad chunk")

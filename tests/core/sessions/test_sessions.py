@@ -1184,6 +1184,8 @@ def _field(kind: type[Message], name: str, known: dict[type, Any]) -> Any:
         return st.sampled_from([{}, {}, {"tp": [0]}, {"pp": [-1], "tp": [1, 9]}])
     if name == "share":
         return st.just("prefix")
+    if name == "refused":
+        return st.dictionaries(_NAMES, st.binary(max_size=8), max_size=2)
     if name == "ping_s":
         return st.sampled_from([0.1, 1.0, 60.0])
     if name in ("dp_ranks", "cp_ranks"):

@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -188,13 +189,79 @@ def test_a_partition_that_has_ended_takes_no_more() -> None:
     with folder() as path:
         broker = RunningBroker(path, settings(path))
         try:
-            streampack.Producer(broker.producers, stream="rollouts", partition=1).close(end=True)
-            with pytest.raises(Rejected, match=r"partition 1: got samples after the end of the partition"):
-                streampack.Producer(broker.producers, stream="rollouts", partition=1)
+            with streampack.Producer(broker.producers, stream="rollouts", partition=1) as first:
+                assert (first.ended, first.next_seq) == (False, 0)
+                first.send_many([[1, 2], [3, 4]])
+                assert first.next_seq == 2
+                first.close(end=True)
+                assert (first.ended, first.next_seq) == (True, 2), "also when it is closed"
+            for _ in range(2):
+                with streampack.Producer(broker.producers, stream="rollouts", partition=1) as again:
+                    assert (again.ended, again.next_seq) == (True, 2)
+                    with pytest.raises(
+                        Rejected, match=r"partition 1: got samples after the end .* would be 2"
+                    ) as error:
+                        again.send([5])
+                    assert error.value.code == "ended"
+                    with pytest.raises(Rejected, match="after the end of the partition"):
+                        again.end_of_batch(1)
+                    again.close(end=True)
+            with streampack.Producer(broker.producers, stream="rollouts", partition=0) as other:
+                assert (other.ended, other.next_seq) == (False, 0), "each partition ends by itself"
             with pytest.raises(Rejected, match="got partition 2 of stream 'rollouts', expected a number below 2"):
                 streampack.Producer(broker.producers, stream="rollouts", partition=2)
         finally:
             broker.kill()
+
+
+SUPERVISED = """
+import sys
+import streampack
+
+with streampack.Producer(sys.argv[1], stream="rollouts", timeout_s=60) as rollouts:
+    for number in range(rollouts.next_seq, 200):
+        print(number, flush=True)
+        rollouts.send([number])
+    print("closing", flush=True)
+    rollouts.close(end=True)
+    print("done", rollouts.ended, rollouts.next_seq, flush=True)
+"""
+"""A program that a supervisor starts again, whatever has become of the one before."""
+
+
+def test_a_supervised_pusher_goes_on_and_ends_with_code_0_whenever_it_is_killed() -> None:
+    """Killed before, within and after ``close(end=True)``; the broker is killed, too."""
+    with folder() as path:
+        config = settings(path, streams={"rollouts": {"pushed": True, "partitions": 1}})
+        broker = RunningBroker(path, config)
+        try:
+            for last in ("40", "90", "120", "closing", "closing"):
+                with supervised(broker.producers) as worker:
+                    assert worker.stdout is not None
+                    assert any(line == f"{last}\n" for line in worker.stdout)
+                if last == "90":
+                    broker.kill()
+                    broker = RunningBroker(path, config)
+            for _ in range(2):
+                with supervised(broker.producers) as worker:
+                    out, _ = worker.communicate(timeout=PATIENCE_S)
+                assert (worker.returncode, out.splitlines()[-2:]) == (0, ["closing", "done True 200"])
+            with ThreadPoolExecutor(1) as pool:
+                steps = pool.submit(read, broker.trainers).result(PATIENCE_S)
+        finally:
+            broker.kill()
+        found = [token for step in steps for token, *_ in step]
+        assert sorted(found) == list(range(200)), "each sample once"
+
+
+@contextmanager
+def supervised(endpoint: str) -> Iterator[subprocess.Popen[str]]:
+    """A life of the program, killed in the end."""
+    with subprocess.Popen([sys.executable, "-c", SUPERVISED, endpoint], stdout=subprocess.PIPE, text=True) as worker:
+        try:
+            yield worker
+        finally:
+            worker.kill()
 
 
 def logged(state_dir: Path, step: int) -> tuple[Counter[int], Counter[str], list[LineageBegan]]:

@@ -153,6 +153,8 @@ class PushSession(Sender):
     """Tickets for samples, in a paced feed."""
     first_seq: int | None = None
     """Number of this process's first sample; None while samples of earlier processes are not safe."""
+    ended: bool = False
+    """The broker takes no more samples: a process has ended the partition, or its feed has ended."""
     phases: Phases[PushPhase] = field(init=False)
     end_phases: Phases[EndPhase] = field(init=False)
     _session: Session = (0, 0)
@@ -235,6 +237,8 @@ class PushSession(Sender):
 
     def _handle_own(self, event: Event) -> list[Effect]:
         """Handle a chunk, the end of a batch or the end of the partition from the program."""
+        if self.ended and isinstance(event, Push | EndBatch):
+            return self._ended_early()
         if isinstance(event, Push):
             self.buffer.put(event.chunk)
             version = event.chunk.policy_version
@@ -255,6 +259,8 @@ class PushSession(Sender):
         elif isinstance(event, EndPartition):
             if not self.end_requested:
                 self.end_phases.go(EndPhase.REQUESTED)
+            if self.ended:
+                self._confirm_end()
         elif isinstance(event, EndWrite):
             self._ending_write = event.write
             return self._commit_write()
@@ -287,7 +293,7 @@ class PushSession(Sender):
         elif isinstance(message, Reject):
             return self._end_session(message.detail, message.code)
         elif isinstance(message, Done):
-            return [self._send(Bye(reason="goodbye")), *self._ended_early()]
+            return [self._send(Bye(reason="goodbye")), *self._on_done()]
         return []
 
     def _on_lease(self, lease: Lease, number: int) -> list[Effect]:
@@ -297,7 +303,7 @@ class PushSession(Sender):
         wrong = self._misplaced(lease.first_seq, lease.cursor)
         if wrong:
             return self._end_session(wrong, "sequence")
-        self._session, self.lease = (self.epoch, number), lease
+        self._session, self.lease, self.ended = (self.epoch, number), lease, False
         self.buffer.resend_from(lease.first_seq)
         self._window = SendWindow(lease.first_seq, lease.first_seq)
         self.phases.go(PushPhase.SENDING if self.begun else PushPhase.NUMBERING)
@@ -343,7 +349,9 @@ class PushSession(Sender):
             if self.phases.now is PushPhase.MARKED:
                 self.phases.go(PushPhase.SENDING)
         if flow.ended:
-            if not self.end_requested or self._window.known_seq < buffer.next_seq or buffer.marks:
+            self.ended = True
+            unsafe = not buffer.empty and not self.end_requested
+            if unsafe or self._window.known_seq < buffer.next_seq or buffer.marks:
                 return self._ended_early()
             self._confirm_end()
         return effects + self._send_allowed()
@@ -361,13 +369,26 @@ class PushSession(Sender):
         self._finished = True
         return [Finish(error, code)]
 
+    def _on_done(self) -> list[Effect]:
+        """End the session, because no trainer needs samples; with an error if samples are left."""
+        if not self.begun or not self.buffer.empty:
+            return self._ended_early()
+        self.ended = self._finished = True
+        self._confirm_end()
+        return [Finish("", "ended")]
+
     def _ended_early(self) -> list[Effect]:
         """End the session with an error: the broker takes no more, but samples are left."""
         self._confirm_end()
-        return self._end_session(
-            f"{self._name}: got samples after the end of the partition or of its feed. "
-            f"The broker accepts no more samples of this partition.",
-            "ended",
+        return self._end_session(self.end_text, "ended")
+
+    @property
+    def end_text(self) -> str:
+        """Error text for samples after the end."""
+        return (
+            f"{self._name}: got samples after the end of the partition or of its feed. The broker accepts no more "
+            f"samples of this partition, whose next sample would be {self.buffer.next_seq}. Check `Producer.ended` "
+            f"before you send samples"
         )
 
     def _confirm_end(self) -> None:
