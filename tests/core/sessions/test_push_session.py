@@ -627,10 +627,10 @@ def test_a_feed_that_wants_no_more_is_no_error_where_all_samples_are_safe(bench:
 
 def test_a_feed_that_goes_back_takes_samples_again(bench: Bench) -> None:
     bench.flow(1, expected_seq=15, durable_seq=15, ended=True)
-    assert bench.session.ended
+    ended = [bench.session.ended]
     bench.lease(15, 2)
     bench.do(Push(chunk_of_ids([5])))
-    assert not bench.session.ended
+    assert [*ended, bench.session.ended] == [True, False]
     assert bases(bench.said) == [15]
 
 
