@@ -53,6 +53,7 @@ TESTED = (
     "eval_loader=valid",
     "trl_grpo.install(trainer)",
     "chats.send(sample)",
+    "range(rollouts.next_seq",
 )
 """A text of each example that has a test of its own."""
 
@@ -316,6 +317,36 @@ def test_packing_a_step_and_going_back() -> None:
     exec(compile(block("streampack.way_back"), "README.md", "exec"), given)
     assert len(given["packs"]) == 8
     assert given["in_order"].tolist() == lengths
+
+
+def test_a_pusher_that_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails in the middle, then ends the partition, and is started once more after the end."""
+    rollouts = {"pushed": True, "partitions": 1}
+    settings = {
+        "merge": "arrival", "state_dir": str(tmp_path), "rules": SETTINGS["rules"], "streams": {"rollouts": rollouts}
+    }  # fmt: skip
+    made: list[int] = []
+
+    def generate(prompt: int) -> list[int]:
+        made.append(prompt)
+        if len(made) == 20:
+            raise RuntimeError("killed")
+        return [prompt] * 3
+
+    prompts = list(range(1, 51))
+    names: dict[str, Any] = {"streampack": streampack, "worker": 0, "prompts": prompts, "generate": generate}
+    with running_broker(settings) as running:
+        monkeypatch.setenv("STREAMPACK_PRODUCERS", running.producers)
+        code = compile(block("range(rollouts.next_seq"), "rl-loop.md", "exec")
+        with pytest.raises(RuntimeError, match="killed"):
+            exec(code, dict(names))
+        for _ in range(2):
+            exec(code, names)
+            assert names["rollouts"].ended
+        with streampack.connect(running.trainers, format="numpy") as loader:
+            found = [token for step in loader.steps() for pack in step for token in pack.input_ids.tolist()]
+    assert sorted(token for token in found if token) == sorted(3 * prompts)
+    assert len(made) == 51, "one was made twice"
 
 
 def test_a_rollout_worker(monkeypatch: pytest.MonkeyPatch) -> None:
