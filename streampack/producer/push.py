@@ -352,6 +352,7 @@ class Producer:
             - ``default_used``: the sample got the field's default after ``late_timeout_s``.
             - ``discarded``: trainers went back to an earlier step.
             - ``policy_lag``: the policy of the sample was too old.
+            - ``overlong``: the sample or its media exceed the limits of a pack.
             - ``ended``: the partition, the feed or the stream ended before.
             - Any other: the sample was rejected for this reason when it was sent.
 

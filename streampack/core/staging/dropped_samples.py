@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 
+from streampack.core.protocol.producer_messages import OVERLONG
 from streampack.core.staging.staged_chunk import DISCARDED, LATE_TIMEOUT
 
 POLICY_LAG = "policy_lag"
@@ -18,6 +19,7 @@ REASONS = {
     LATE_TIMEOUT: "the sample was dropped, because a late field did not come within `late_timeout_s`",
     DISCARDED: "the sample was dropped, because the trainers went back to an earlier step",
     POLICY_LAG: "the sample was dropped, because its policy was too old (`max_policy_lag`)",
+    OVERLONG: "the sample was dropped, because it or its media exceed the limits of a pack",
     ENDED: "the sample is not trained, because its partition or its feed ended before, or its stream was removed",
     DEFAULT_USED: "the field's default is used, because the value did not come within `late_timeout_s`",
     LOST: (

@@ -91,6 +91,8 @@ class ScorerProcess(Process):
             elif reason == "late_timeout":
                 assert case.rules.late_timeout_s, where
                 self.world.too_late.add((births.stream, births.partition, seq))
+            elif reason == "overlong":
+                assert case.rules.media_fields, where  # more media than a pack may have
             else:
                 assert reason in ("", "ended"), where
                 lacking = [name for name in given.names if not self.world.is_amended(births, seq, name)]
