@@ -25,8 +25,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
+def small_model(attention: str = "sdpa") -> Any:
     torch.manual_seed(0)
     text = {
         "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "bos_token_id": 0,
@@ -39,9 +38,14 @@ def model() -> Any:
     }  # fmt: skip
     config = Qwen2VLConfig(
         text_config=text, vision_config=vision, image_token_id=IMAGE, vision_start_token_id=START,
-        vision_end_token_id=END, video_token_id=93, attn_implementation="sdpa",
+        vision_end_token_id=END, video_token_id=93, attn_implementation=attention,
     )  # fmt: skip
     return Qwen2VLForConditionalGeneration(config).double()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return small_model()
 
 
 def sample(model: Any, number: int) -> dict[str, Any]:
