@@ -23,7 +23,7 @@ from streampack.core.media.references import Reference
 from streampack.core.stats.media_figures import MEDIA_DROPPED
 from streampack.errors import ConfigError, MediaError
 from streampack.media.read_bytes import TooLarge, WrongBytes, read_bytes
-from streampack.sources.files.retries import Retries, kind_of, status_of, text_of
+from streampack.sources.files.retries import Retries, kind_of, status_of, text_of, without_queries
 
 log = logging.getLogger("streampack.client")
 
@@ -348,4 +348,6 @@ def _text(error: Exception | None, reference: Reference | None = None) -> str:
     """Return the message of an error on one line, without a path that ``reference`` says."""
     if isinstance(error, OSError) and error.strerror and reference is not None and error.filename == reference.uri:
         return error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
+    if error is not None and status_of(error) is not None:
+        return text_of(error)
+    return without_queries(" ".join(str(error).split())) or type(error).__name__

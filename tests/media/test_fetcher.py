@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from streampack.core.media.references import Reference
 from streampack.errors import MediaError
 from streampack.media.fetcher import Fetcher
 from tests.integration.running import until
+from tests.sources.faulty_store import BUSY, faulty_store
 
 SIZE = 1000
 
@@ -236,3 +238,32 @@ def test_dropped_items_do_not_keep_their_bytes(tmp_path: Path) -> None:
         gc.enable()
     assert seen[-1] - seen[1] < 4 * size
     fetcher.close()
+
+
+def test_an_item_at_a_busy_store_comes_after_as_long_as_the_store_asks(tmp_path: Path) -> None:
+    (tmp_path / "item").write_bytes(b"x" * SIZE)
+    with faulty_store(tmp_path) as store:
+        store.faults["range"].extend([503, (429, BUSY), "reset", "cut"])
+        fetcher = Fetcher(Decoding(), 1, 30.0, 1 << 20, SIZE)
+        began = time.monotonic()
+        values, dropped = begun(fetcher, [Reference(f"{store.url}/item?key=secret")]).take(0, 1)
+        assert (values.tobytes(), dropped) == (b"x" * SIZE, [])
+        assert time.monotonic() - began > 0.95
+        assert store.failed["range"] == 4
+        fetcher.close()
+
+
+@pytest.mark.parametrize(("status", "reason"), [(503, "late"), (404, "missing"), (403, "unreadable")])
+def test_an_item_that_a_store_does_not_serve_is_named_with_its_status(
+    status: int, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "good").write_bytes(b"x" * SIZE)
+    with faulty_store(tmp_path) as store:
+        store.always["bad"] = (status, {"Retry-After": "300"})
+        fetcher = Fetcher(Decoding(), 2, 1.0, 1 << 20, SIZE, drops=True)
+        assert begun(fetcher, [Reference(f"{store.url}/good")]).take(0, 1)[1] == []
+        assert begun(fetcher, [Reference(f"{store.url}/bad?key=secret")]).take(0, 1)[1] == [0]
+        assert fetcher.dropped[reason] == 1
+        assert status == 404 or f"HTTP {status}" in caplog.text or f"{status}, message" in caplog.text
+        assert "secret" not in caplog.text
+        fetcher.close()

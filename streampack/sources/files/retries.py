@@ -202,7 +202,12 @@ def text_of(error: BaseException) -> str:
     if status is not None:
         name = f"HTTP {status} {_PHRASES.get(status, '')}".strip()
         text = f"{name}: {text}" if text else name
-    return " ".join(word.partition("?")[0] if "://" in word else word for word in text.split(" "))[:200]
+    return without_queries(text)[:200]
+
+
+def without_queries(text: str) -> str:
+    """Return a text without the queries of its URLs."""
+    return " ".join(word.partition("?")[0] if "://" in word else word for word in text.split(" "))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
