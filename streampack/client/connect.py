@@ -359,7 +359,8 @@ class Client(Generic[BatchT]):
                 checkpoint.
 
         Raises:
-            UserError: The version is lower than the last one, or not an integer.
+            UserError: The version is lower than the last one, or not an integer from 0 to 2**53.
+            Rejected: A higher version is published in this attempt, or the key is not for rank 0 of every axis.
             DataStall: The version was not durable in time.
         """
         self._reading.publish(version)

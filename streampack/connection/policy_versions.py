@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import SupportsIndex
 
+from streampack.core.model.bounded import MOST_VERSION
 from streampack.errors import UserError
 
 
@@ -16,12 +17,12 @@ def checked_version(given: SupportsIndex, name: str) -> int:
         name: Name of the argument.
 
     Raises:
-        UserError: The value is not an integer of at least 0.
+        UserError: The value is not an integer from 0 to 2**53.
     """
     try:
         found = operator.index(given)
     except TypeError:
         found = -1
-    if not 0 <= found < 2**62:
-        raise UserError(f"got {name}={given!r}, expected an integer of at least 0")
+    if not 0 <= found <= MOST_VERSION:
+        raise UserError(f"got {name}={given!r}, expected an integer of at least 0 and at most 2**53")
     return found

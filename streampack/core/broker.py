@@ -51,9 +51,10 @@ from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.protocol.message import WRONG_SIDE, Bye, Envelope, Message, Reject, Who
 from streampack.core.protocol.producer_messages import Amend, Eos, Hello, Mark, ProducerPing, Samples, Start
 from streampack.core.protocol.relay_messages import PASSED_ON, NodeGet, NodePing, relay_of
-from streampack.core.protocol.rights import Rights, forbidden, key_of, not_its_rank
+from streampack.core.protocol.rights import Rights, forbidden, key_of, not_its_rank, other_rank
 from streampack.core.protocol.trainer_messages import AskResults, Attach, Get, Publish, ReaderPing, ReportValues
 from streampack.core.serve.attempts import Departure
+from streampack.core.serve.rank_reader import Ranks
 
 OfStream = (
     SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded | WriteCommitted | KeysKept
@@ -113,6 +114,8 @@ class Broker:
             if event.envelope.run not in (0, self.run) or event.envelope.epoch > self.epoch:
                 return self._on_foreign(event)
             if isinstance(event, FromTrainer):
+                if isinstance(event.envelope.message, ReportValues) and not self._knows_rank(event):
+                    return []  # until the rank has attached; it repeats its message
                 return self._on_trainer(event.peer, event.envelope)
             effects = self.leases.receive(event.peer, event.envelope, self._now)
             message = event.envelope.message
@@ -176,12 +179,25 @@ class Broker:
                 moves = by_relay and not not_its_rank(rights, message.feed, reader.mesh, reader.host)
         elif isinstance(message, Hello) and (producer := self.leases.producers.named(message.producer)):
             known = producer.peer
+        elif isinstance(message, ReportValues) and (ranks := self._rank_of(message)):
+            return other_rank(rights, ranks)
         if known is None or moves or key_of(known) == key_of(event.peer):
             return ""
         return (
             f"key {rights.name!r}: got the name of a process that uses another key, expected a name that no other key "
             f"uses"
         )
+
+    def _rank_of(self, message: ReportValues) -> Ranks | None:
+        """Return the rank that reports values; None if no rank of the present mesh does."""
+        feed = self.feeds.get(message.feed)
+        return None if feed is None else feed.steps.rank_of(message.part, message.parts)
+
+    def _knows_rank(self, event: FromTrainer) -> bool:
+        """Return whether it is known if the key of a message may report values for its rank."""
+        message, rights = event.envelope.message, event.rights
+        assert isinstance(message, ReportValues)
+        return rights is None or not rights.ranks or self._rank_of(message) is not None
 
     def _forbid(self, event: FromProducer | FromTrainer, why: str) -> list[Effect]:
         """Reject a peer whose key does not allow its message; it loses its leases or its rank."""
@@ -243,6 +259,8 @@ class Broker:
                 f"got feeds {', '.join(self.feeds)}, expected {', '.join(base.feeds)}, the feeds in the log"
             )
         self.epoch = max(self.epoch, base.epoch + 1)
+        for feed in self.feeds.values():
+            feed.results.epoch = self.epoch
         for name, facts in base.feeds.items():
             self.feeds[name].recover_facts(facts, base.released.get(name, 0))
         for stream, known in base.streams.items():

@@ -195,6 +195,16 @@ class KeptSteps:
         """Return the number of different shards of a pack that the ranks of a host hold."""
         return 1 if self._layout == "whole" else len(node.cp_ranks)
 
+    def ids_of(self, number: int, mesh: Mesh) -> I64 | None:
+        """Return the ids of a rank's samples in a step, int64 [n, 3]; None if the step is not dealt on this mesh."""
+        kept = self._steps.get(number)
+        if kept is None or kept.dealt is None or kept.dealt.sizes != (mesh.dp, mesh.pp):
+            return None
+        first = mesh.dp_rank * kept.dealt.each
+        columns, _ = kept.dealt.columns([(first, first + kept.dealt.each)])
+        ids = zip(columns[4:7], ("<u4", "<u8", "<u4"), strict=True)
+        return np.stack([np.frombuffer(column, kind).astype(np.int64) for column, kind in ids], axis=1)
+
     def unfit(self, number: int, mesh: Mesh) -> str:
         """Return the reason that a step cannot be served on ``mesh``; empty if it can.
 

@@ -35,6 +35,7 @@ from streampack.core.journal.log_records import (
     ValuesReported,
 )
 from streampack.core.journal.recorder import Recorder
+from streampack.core.model.bounded import MOST_VERSION
 from streampack.core.model.capacity import FeedPlan
 from streampack.core.model.rules import Rules, first_difference
 from streampack.core.model.samples import I64, SampleTable
@@ -93,6 +94,8 @@ class Feed:
         self.failed = ""
         """Error text, if nothing more can be served: the data have changed, or a batch does not fit in memory."""
         self._failed_code = ""
+        self._ignored: int | None = None
+        """Version of a published policy in the log that no trainer can have published."""
 
     @property
     def finished(self) -> bool:
@@ -476,7 +479,7 @@ class Feed:
             self._checkpoints.recover(record.step)
         elif isinstance(record, ValuesReported):
             self.results.add(lsn, record)
-        elif isinstance(record, PolicyPublished):
+        elif isinstance(record, PolicyPublished) and self._is_possible(record):
             self.history.published = record
         elif isinstance(record, LineageBegan):
             self.results.branch(record.lineage)
@@ -487,7 +490,16 @@ class Feed:
         if differs:
             raise ValueError(f"feeds.{self.name}: {differs} as the log has it")
         self.history.recover(facts, released)
+        if self.history.published is not None and not self._is_possible(self.history.published):
+            self.history.published = None
         self.planner.live.know(self.latest_rules)
+
+    def _is_possible(self, published: PolicyPublished) -> bool:
+        """Return whether trainers can have published a policy: earlier versions accepted numbers of any size."""
+        if published.version <= MOST_VERSION and published.attempt[0] <= self.results.epoch:
+            return True
+        self._ignored = published.version
+        return False
 
     def begin(self) -> list[Effect]:
         """Start after all records were applied: go to the first step that some rank has not returned."""
@@ -496,6 +508,12 @@ class Feed:
         if self.history.published is not None:
             self._leases.credits.publish(self.history.published)
         effects = self._leases.records.discard(self.name)  # lost samples that the last broker has not recorded
+        if self._ignored is not None:
+            text = (
+                f"feed {self.name!r}: ignored policy version {self._ignored} in the log, because no trainer of this "
+                f"run can have published it. Producers get the version that is published next"
+            )
+            effects.append(Report("warning", text, feed=self.name))
         return effects + self.go_to(step, anew=True) if self.history.order or step else []
 
     @property
@@ -543,21 +561,38 @@ class Feed:
         """Handle a message about results: a published policy, reported values, or a subscriber's request."""
         message, results = envelope.message, self.results
         results.streams = [stream.name for stream in self.latest_rules.streams]
+        if isinstance(message, Publish | ReportValues):
+            epoch, attempt = message.attempt
+            if isinstance(message, Publish) and epoch > results.epoch:
+                return []  # a standby has taken over. The rank repeats its message until it knows
+            if epoch == results.epoch and attempt > self.readers.attempts.number:
+                text = f"got attempt {attempt}, expected at most {self.readers.attempts.number}, the present attempt"
+                return results.refuse(peer, message.number, text)
+        served = max(self.steps.formed_upto, self.history.num_steps)  # also by an earlier broker
         if isinstance(message, Publish):
             return self._publish_policy(peer, message)
         if isinstance(message, ReportValues):
-            served = max(self.steps.formed_upto, self.history.num_steps)  # also by an earlier broker
-            return results.report(peer, message, envelope.payload, self.history.lineage, served)
+            samples = self.steps.samples_of(message.step, message.part, message.parts)
+            return results.report(peer, message, envelope.payload, self.history.lineage, served, samples)
         assert isinstance(message, AskResults)
         return results.ask(peer, message, now)
 
     def _publish_policy(self, peer: bytes, message: Publish) -> list[Effect]:
-        """Record the version of a policy, unless it is known or older; answer once that is safe.
+        """Record the version of a policy, unless it is known; answer once that is safe.
 
         Trainers that go back to a checkpoint begin a new attempt, whose versions may be lower.
         """
         known, effects = self.history.published, list[Effect]()
-        if known is None or message.attempt > known.attempt or message.version > known.version:
+        if message.version > MOST_VERSION:
+            text = f"got policy version {message.version}, expected at most {MOST_VERSION}"
+            return self.results.refuse(peer, message.number, text)
+        if known is not None and message.attempt == known.attempt and message.version < known.version:
+            text = (
+                f"got policy version {message.version}, but version {known.version} is published, expected a version "
+                f"that is not lower. To publish a lower one, restart all ranks"
+            )
+            return self.results.refuse(peer, message.number, text)
+        if known is None or (message.attempt, message.version) > (known.attempt, known.version):
             record = PolicyPublished(
                 feed=self.name, version=message.version, step=message.step, attempt=message.attempt
             )

@@ -16,7 +16,7 @@ import numpy as np
 from streampack.core.intake.admission_kernels import measure
 from streampack.core.journal.key_index import KEY_BYTES
 from streampack.core.media.media_counts import MediaOfChunk, over_limits, read_media
-from streampack.core.model.bounded import MAX_CHUNK_SAMPLES
+from streampack.core.model.bounded import MAX_CHUNK_SAMPLES, MOST_VERSION
 from streampack.core.model.lease_terms import StreamTerms
 from streampack.core.model.rules import MediaLimits
 from streampack.core.model.samples import I64, U32, index_of
@@ -168,6 +168,8 @@ def malformed(chunk: ReceivedChunk, frames: Frames, max_sample_tokens: int, tota
 def unwanted(chunk: ReceivedChunk, terms: StreamTerms) -> Unfit | None:
     """Return the reason that a stream's terms reject a chunk; None if they accept it."""
     message = chunk.message
+    if message.policy_version is not msgspec.UNSET and message.policy_version > MOST_VERSION:
+        return "malformed", f"got policy version {message.policy_version} with samples, expected at most {MOST_VERSION}"
     if message.policy_version is not msgspec.UNSET and not terms.pushed:
         return (
             "malformed",

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from msgspec import UNSET
 
 from streampack.core.journal.log_records import FeedFacts, PolicyPublished
+from streampack.core.model.bounded import MOST_VERSION
 from streampack.core.model.rules import Rules, RulesChange
 from streampack.core.model.samples import I64
 from streampack.core.model.snapshot import Snapshot
@@ -315,7 +316,8 @@ class History:
     def add_chunk(self, place: ChunkPlace) -> None:
         """Append a chunk or a mark to the order of arrival."""
         self.order.append(place)
-        self.newest_version = max(self.newest_version, place.version)
+        if place.version <= MOST_VERSION:  # earlier versions accepted numbers of any size
+            self.newest_version = max(self.newest_version, place.version)
 
     # Lineages
 
@@ -353,7 +355,7 @@ class History:
         self.changes = list(facts.changes)
         self.skips, self.commits = list(facts.skips), list(facts.commits)
         self.released = max(self.released, released)
-        if facts.newest_version is not UNSET:
+        if facts.newest_version is not UNSET and facts.newest_version <= MOST_VERSION:
             self.newest_version = max(self.newest_version, facts.newest_version)
         if facts.published is not UNSET:
             self.published = facts.published

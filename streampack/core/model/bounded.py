@@ -19,3 +19,6 @@ PingS = Annotated[float, Meta(ge=0.1, le=60.0)]
 MAX_STREAMS = 1024
 MAX_CHUNK_SAMPLES = 16_384
 """The most samples in one chunk. Credits always allow this many to a partition without waiting samples."""
+
+MOST_VERSION = 2**53
+"""Highest version of a policy: beyond it, not every program holds each integer."""

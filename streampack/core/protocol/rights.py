@@ -62,6 +62,11 @@ def forbidden(rights: Rights, message: Message, side: Side, for_rank: bool = Fal
             f"got key {rights.name!r} of role {rights.role} from a relay, expected a key of role relay. Create one "
             f"with 'streampack keys new KEYS NAME --role relay', and start the relay with it"
         )
+    if isinstance(message, Publish) and any(rights.ranks.values()):
+        return (
+            f"got a published policy from key {rights.name!r}, which is for other ranks. Expected a key that may read "
+            f"rank 0 of every axis, because one rank publishes for all"
+        )
     if isinstance(message, NodeGet | NodePing | Publish | ReportValues | AskResults):
         return _not_its_feed(rights, message.feed)
     if isinstance(message, Attach):
@@ -84,7 +89,12 @@ def not_its_rank(rights: Rights, feed: str, mesh: Mesh, host: str) -> str:
         return why
     if rights.hosts and host not in rights.hosts:
         return f"got a rank on host {host!r} for key {rights.name!r}, expected host {' or '.join(rights.hosts)}"
-    own = dict(zip(("dp", "cp", "tp", "pp"), mesh.ranks, strict=True))
+    return other_rank(rights, mesh.ranks)
+
+
+def other_rank(rights: Rights, ranks: tuple[int, ...]) -> str:
+    """Return an error text if a key is for other ranks; empty if it may be used for this one."""
+    own = dict(zip(("dp", "cp", "tp", "pp"), ranks, strict=True))
     for axis, rank in rights.ranks.items():
         if own[axis] != rank:
             return f"got {axis}_rank={own[axis]} for key {rights.name!r}, expected {axis}_rank={rank}"

@@ -137,9 +137,10 @@ class StepValues:
 
     # Reports
 
-    def report(self, peer: bytes, message: ReportValues, payload: tuple[Any, ...], lineage: int, upto: int) -> list[
-        Effect
-    ]:  # fmt: skip
+    def report(
+        self, peer: bytes, message: ReportValues, payload: tuple[Any, ...], lineage: int, upto: int,
+        samples: I64 | None = None,
+    ) -> list[Effect]:  # fmt: skip
         """Record a part, and answer once it is safe.
 
         Args:
@@ -148,14 +149,20 @@ class StepValues:
             payload: Its frames.
             lineage: The feed's lineage.
             upto: Steps before this one were served.
+            samples: Ids of the rank's samples in the step, int64 [n, 3]; None if the step is not kept any more.
         """
         if message.attempt[0] > self.epoch:
             return []  # a standby has taken over, and has served the step. The rank repeats its message until it knows
         refusal = _fault(message, payload)
+        if not refusal and samples is not None and (others := _num_others(ids_of(message), samples)):
+            refusal = (
+                f"got values for {others} samples that this rank does not have in step {message.step}, expected its "
+                f"own samples, Step.sample_ids"
+            )
         if not refusal and (message.step >= upto or message.lineage > lineage):
             refusal = f"got values for step {message.step}, expected a step that was served: one before step {upto}"
         if refusal:
-            return [self._send(peer, Noted(number=message.number, refusal=refusal))]
+            return self.refuse(peer, message.number, refusal)
         effects = self._take(message, payload) if message.lineage == lineage else []
         self._answers.append((self._journal.next_lsn, peer, Noted(number=message.number)))
         return effects + self.safe()
@@ -303,6 +310,10 @@ class StepValues:
         """Answer message ``number`` of a trainer once the newest record is safe."""
         self._answers.append((self._journal.next_lsn, peer, Noted(number=number)))
 
+    def refuse(self, peer: bytes, number: int, why: str) -> list[Effect]:
+        """Refuse message ``number`` of a trainer."""
+        return [self._send(peer, Noted(number=number, refusal=why))]
+
     def safe(self) -> list[Effect]:
         """Answer what is safe now, and serve the subscribers that waited for it."""
         effects: list[Effect] = []
@@ -321,6 +332,11 @@ class StepValues:
     def _send(self, peer: bytes, message: Message, payload: tuple[Any, ...] = ()) -> Effect:
         """Return the effect that sends a message to the trainer or subscriber at ``peer``."""
         return SendTrainer(peer, Envelope(run=self._run, epoch=self.epoch, fence=0, message=message, payload=payload))
+
+
+def _num_others(ids: I64, samples: I64) -> int:
+    """Return the number of ``ids`` that are not among ``samples``; int64 [n, 3] each, the ids once each."""
+    return len(np.unique(np.concatenate([ids, samples]), axis=0)) - len(np.unique(samples, axis=0))
 
 
 def _fault(message: ReportValues, payload: tuple[Any, ...]) -> str:

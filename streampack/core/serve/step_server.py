@@ -16,13 +16,14 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from streampack.core.deal.deal_stats import DealtFigures
 from streampack.core.deal.part_flow import RESEND_S, PartFlows
 from streampack.core.deal.step_cache import KeptSteps
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
-from streampack.core.model.samples import SampleTable
+from streampack.core.model.samples import I64, SampleTable
 from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.effects import Release, SendShard, SendTrainer
 from streampack.core.protocol.events import Effect
@@ -440,12 +441,27 @@ class StepServer:
 
         Ranks of the last pipeline stage report. Context-parallel ranks are one part, or have a part each.
         """
+        found = self._reports(part, parts)
+        return 0 if found is None else self.returned.get(found.ranks, 0)
+
+    def rank_of(self, part: int, parts: int) -> Ranks | None:
+        """Return the rank that reports part ``part`` of ``parts``; None if no rank of the present mesh does."""
+        found = self._reports(part, parts)
+        return None if found is None else found.ranks
+
+    def samples_of(self, step: int, part: int, parts: int) -> I64 | None:
+        """Return the ids of the samples that a rank may report for a step, int64 [n, 3]; None if they are unknown."""
+        found = self._reports(part, parts)
+        return None if found is None else self.kept.ids_of(step, found)
+
+    def _reports(self, part: int, parts: int) -> Mesh | None:
+        """Return the mesh of the rank that reports part ``part`` of ``parts``; None if no rank of this mesh does."""
         reader = next(iter(self._registry.held.values()), None)
-        if reader is None or parts not in (reader.mesh.dp, reader.mesh.dp * reader.mesh.cp):
-            return 0
+        if reader is None or parts not in (reader.mesh.dp, reader.mesh.dp * reader.mesh.cp) or part >= parts:
+            return None
         mesh = reader.mesh
         dp_rank, cp_rank = divmod(part, mesh.cp) if parts == mesh.dp * mesh.cp else (part, 0)
-        return self.returned.get((dp_rank, cp_rank, 0, mesh.pp - 1), 0)
+        return replace(mesh, dp_rank=dp_rank, cp_rank=cp_rank, tp_rank=0, pp_rank=mesh.pp - 1)
 
     def note_figures(self, reader: Reader, stats: dict[str, float], starvation: Starvation | None) -> None:
         """Keep the metrics and the data wait that a reader reports."""

@@ -54,6 +54,8 @@ def spelled_out(rights: Rights, message: Message, side: Side, for_rank: bool = F
     allowed = rights.role in {"producer": ("producer", "any"), "trainer": ("trainer", "relay", "any")}[side]
     if for_rank or isinstance(message, NodeGet | NodePing):
         allowed &= rights.role in ("relay", "any")
+    if isinstance(message, Publish):
+        allowed &= not any(rights.ranks.values())
     if isinstance(message, NodeGet | NodePing | Publish | ReportValues | AskResults):
         return allowed & (message.feed in (rights.feeds or [message.feed]))
     if isinstance(message, Hello):
@@ -226,3 +228,33 @@ def test_a_trainers_key_speaks_for_no_other_rank() -> None:
     assert not bench.say(relayed(KEYS[1] + b"1", "r"), claim, False)
     assert bench.say(relayed(KEYS[2] + b"1", "r"), claim, False), "another key's relay, without the role"
     assert bench.holders() == {("trainer", "r"): KEYS[1]}
+
+
+def report(part: int, parts: int, number: int = 1) -> Envelope:
+    """Values of no sample, for step 0."""
+    message = ReportValues(
+        feed="train", number=number, lineage=0, step=0, attempt=(EPOCH, 1), part=part, parts=parts, names=("score",),
+        streams_u32=b"", indices_u64=b"", parts_u32=b"",
+    )  # fmt: skip
+    return Envelope(run=RUN, epoch=EPOCH, fence=0, message=message, payload=(b"",))
+
+
+@pytest.mark.parametrize("ranks", [{"dp": 1}, {"dp": 1, "cp": 0, "tp": 0, "pp": 0}])
+def test_a_key_for_one_rank_reports_and_publishes_for_no_other(ranks: dict[Any, int]) -> None:
+    """A key for any rank could report values of every rank's samples, and publish a policy for all."""
+    bench = Guarded(
+        [Rights("first", "trainer", ranks={"dp": 0}), Rights("second", "trainer", ranks=ranks), Rights("r", "any")]
+    )
+    values = report(1, 2)
+    assert not bench.say(KEYS[1] + b"1", values, False), "it is not known yet which rank reports part 1"
+    assert not bench.said, "so the rank repeats its message"
+    for rank in (0, 1):
+        mine = Envelope(run=RUN, epoch=EPOCH, fence=0, message=attach(f"r{rank}", dp=2, dp_rank=rank))
+        assert not bench.say(KEYS[rank] + b"1", mine, False)
+    assert bench.say(KEYS[0] + b"2", report(1, 2), False)
+    assert bench.say(KEYS[1] + b"2", report(0, 2), False)
+    assert not bench.say(KEYS[1] + b"2", values, False)
+    publish = Publish(feed="train", number=1, version=3, step=0, attempt=(EPOCH, 1))
+    for key, may in ((0, True), (1, False), (2, True)):
+        envelope = Envelope(run=RUN, epoch=EPOCH, fence=0, message=publish)
+        assert bench.say(KEYS[key] + b"3", envelope, False) is not may

@@ -1201,7 +1201,7 @@ def _field(kind: type[Message], name: str, known: dict[type, Any]) -> Any:
         return st.lists(st.fixed_dictionaries(report), max_size=3)
     if name == "silent_s":
         return st.sampled_from([0.0, 1e9])
-    if name in ("rejected", "stats"):
+    if name in ("rejected", "stats", "refused"):
         return st.just({})
     if name == "sizes":
         size = {"shards": 2**62 - 1, "opened": 1, "samples": 2**62 - 1, "squares": 1e36}
