@@ -20,10 +20,13 @@ EXPECTED = {
     "pair": "two texts or two lists of messages as prompt and completion. Correct the row",
     "messages": 'a list of messages such as {{"role": "user", "content": "hi"}}. Correct the row',
     "tools": "a list of tools, each a JSON object. Correct the row",
+    "roles": "messages with known roles. Map the others with `tokenizer: {{roles: {{...}}}}`",
+    "chat_template_kwargs": "variables for the chat template, as a mapping. Correct the row",
+    "special": "text without the text of special tokens. Correct the row",
     "template": "messages that the chat template can write. Correct the row, or set another template",
 }
 """The expected data in place of a rejected sample, and the next action, by reason."""
-OWN_WORDS = ("dtype", "ragged", "messages")
+OWN_WORDS = ("dtype", "ragged", "messages", "roles", "chat_template_kwargs", "special", "template")
 """Reasons whose detail, if there is one, says what to do."""
 EXPECTED_OF_KEY = {
     "missing": "every declared field. Add {key} to the rows, or give the field a `default` in its declaration",

@@ -82,7 +82,7 @@ def _unknown_role(number: int, role: str) -> Because:
     name = role if re.fullmatch("[A-Za-z_][A-Za-z0-9_-]*", role) else repr(role[:40])
     return Because(
         "roles",
-        f"message {number} has the role {name}, expected {', '.join(_ROLES)}. Set tokenizer: {{roles: {{{name}: "
+        f"message {number} has the role {name}, not {', '.join(_ROLES)}. Set tokenizer: {{roles: {{{name}: "
         f"{ANSWER}}}}} if the assistant wrote it, or {{roles: {{{name}: {name}}}}} if the template knows this role",
     )
 

@@ -149,7 +149,7 @@ def test_an_unknown_role_is_rejected_with_the_line_to_write(qwen3: Path, role: s
         assert found == "roles"
         assert isinstance(found, Because)
         name = repr(role) if " " in role else role
-        assert f"message 1 has the role {name}, expected " in found.why
+        assert f"message 1 has the role {name}, not system, " in found.why
         assert f"roles: {{{name}: assistant}}" in found.why
 
 

@@ -228,6 +228,28 @@ def test_chats_are_written_by_a_tokenizer_of_transformers() -> None:
     assert pack.labels[pack.labels != -100].tolist() == [2, 4]
 
 
+@pytest.mark.parametrize(("message", "more", "reason", "said"), [
+    ({"role": "model", "content": "yes"}, {}, "roles",
+     r"message 1 has the role model, not .* Set tokenizer: \{roles: \{model: assistant\}\}"),
+    ({"role": "tool", "content": "yes"}, {}, "template",
+     r"the template does not write message 1, whose role is tool\. Set another template"),
+    ({"role": "assistant", "content": "yes"}, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs",
+     r"chat_template_kwargs: got tools, which streampack gives the template itself\. Remove it"),
+])  # fmt: skip
+def test_a_chat_that_cannot_be_used_says_what_to_write(message: Any, more: Any, reason: str, said: str) -> None:
+    library = Tokenizer(models.WordLevel({"<unk>": 0, "ask": 1, "yes": 2, "<end>": 3}, unk_token="<unk>"))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = import_module("transformers").PreTrainedTokenizerFast(tokenizer_object=library, eos_token="<end>")
+    tokenizer.chat_template = (
+        "{% for m in messages if m.role != 'tool' %}{{ m.content }} <end> {% endfor %}{{ enable_thinking }}"
+    )
+    row = {"messages": [{"role": "user", "content": "ask"}, message], **more}
+    pattern = rf"row 0: got a sample that cannot be used \({reason}\), expected .*, but {said}"
+    loader = sp.local([row], tokenizer=tokenizer, budget=8, fields={"loss_mask": {}})
+    with loader, pytest.raises(SampleError, match=pattern):
+        next(loader)
+
+
 # Errors
 
 
