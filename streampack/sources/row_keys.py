@@ -100,6 +100,8 @@ class KnownKeys:
     def __call__(self, row: Mapping[str, Any], encoded: Encoded) -> Applied | str:
         """Return what the keys of ``row`` say about its sample, or the reason why the row is rejected."""
         present = self.names & row.keys()
+        if not present:
+            return NOTHING
         values: dict[str, NDArray[Any]] = {}
         for key in (key for key in KNOWN if key in present):
             array = _array(row[key])
