@@ -57,7 +57,8 @@ def statuses(path: Path) -> Iterator[dict[str, Any]]:
                 steps = loader.steps()
                 next(steps)
                 loader.commit(0)
-                yield when(broker, lambda feed: feed["committed"] == 0 and feed["steps_left"] is not None)
+                keys = ("steps_left", "waiting_lengths")
+                yield when(broker, lambda feed: feed["committed"] == 0 and all(feed[key] for key in keys))
                 for _ in steps:
                     pass
                 yield when(broker, spoke_at_the_end)
