@@ -51,7 +51,7 @@ from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.protocol.message import WRONG_SIDE, Bye, Envelope, Message, Reject, Who
 from streampack.core.protocol.producer_messages import Amend, Eos, Hello, Mark, ProducerPing, Samples, Start
 from streampack.core.protocol.relay_messages import PASSED_ON, NodeGet, NodePing, relay_of
-from streampack.core.protocol.rights import Rights, forbidden, key_of, not_its_rank, other_rank
+from streampack.core.protocol.rights import REVOKED, Rights, forbidden, key_of, not_its_rank, other_rank
 from streampack.core.protocol.trainer_messages import AskResults, Attach, Get, Publish, ReaderPing, ReportValues
 from streampack.core.serve.attempts import Departure
 from streampack.core.serve.rank_reader import Ranks
@@ -157,7 +157,7 @@ class Broker:
                 feed.results.forget_below(event.first_lsn)
             return []
         if isinstance(event, Withdrawn):
-            return self._withdraw(event.key)
+            return self._withdraw(event)
         if isinstance(event, Drain):
             self.draining = True
             effects = self.leases.drain()
@@ -206,12 +206,16 @@ class Broker:
         reject = Reject(code="forbidden", detail=why)
         return [report, *self._remove_peer(event.peer, isinstance(event, FromTrainer), reject)]
 
-    def _withdraw(self, key: bytes) -> list[Effect]:
-        """Remove the peers that use a key; they must say hello or attach again, and get the key's remaining rights."""
+    def _withdraw(self, event: Withdrawn) -> list[Effect]:
+        """Remove the peers that use a key.
+
+        They must say hello or attach again, and get the key's remaining rights. If it has none, they are rejected.
+        """
+        key, word = event.key, Reject(code="forbidden", detail=REVOKED) if event.revoked else Who()
         producers = [producer.peer for producer in self.leases.producers]
         trainers = [peer for feed in self.feeds.values() for peer in feed.readers.peers]
-        effects = [e for peer in producers if key_of(peer) == key for e in self._remove_peer(peer, False, Who())]
-        return effects + [e for peer in trainers if key_of(peer) == key for e in self._remove_peer(peer, True, Who())]
+        effects = [e for peer in producers if key_of(peer) == key for e in self._remove_peer(peer, False, word)]
+        return effects + [e for peer in trainers if key_of(peer) == key for e in self._remove_peer(peer, True, word)]
 
     def _remove_peer(self, peer: bytes, is_trainer: bool, word: Message) -> list[Effect]:
         """Remove a peer's leases or its rank, and send the message ``word`` to the peer."""

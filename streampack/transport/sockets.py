@@ -309,6 +309,11 @@ class Router(_Socket):
         if self._unread is not None:
             self._unread.note_damaged(peer)
 
+    def cut_key(self, key: bytes) -> None:
+        """Cut the connections of a key that was revoked. On ``ipc://`` they stay, and their messages are rejected."""
+        if self._unread is not None:
+            self._unread.cut_key(key)
+
     def take_cuts(self) -> list[CutConnection]:
         """Return the connections that were cut since the last call."""
         return self._unread.take_cuts() if self._unread is not None else []

@@ -240,6 +240,15 @@ class Unread:
         """Note that ``count`` connections were accepted."""
         self._admissions -= count
 
+    def cut_key(self, key: bytes) -> None:
+        """Cut the connections of a key that was revoked, and those whose peer has sent nothing: their key is unknown.
+
+        A peer of another key that has sent nothing connects again by itself.
+        """
+        for each in list(self._by_fd.values()):
+            if not each.peer or each.peer.startswith(key):
+                self._cut(each, "its key was revoked" if each.peer else "it had sent nothing when a key was revoked")
+
     def take_cuts(self) -> list[CutConnection]:
         """Return the connections cut since the last call."""
         cuts, self._cuts = self._cuts, []

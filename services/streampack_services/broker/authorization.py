@@ -281,6 +281,8 @@ class Allowed:
             raise UserError(f"{path} is the key of a peer. Replace this file with the broker's own key")
         self._seen = self._moving = self._file_stamp()
         self._rights = rights_of(read_allowed(folder), self.key)
+        self._names = {key: rights.name for key, rights in self._rights.items()}
+        """Name of each key that was ever allowed."""
         self._changed: deque[bytes] = deque()
         self._cut_at: dict[str, deque[float]] = {}
         """Times of the last cut connections of each public key, by the monotonic clock."""
@@ -331,6 +333,10 @@ class Allowed:
         """Return the rights of the key behind the connection ``peer``; no rights if the key is not allowed any more."""
         return self._rights.get(key_of(peer).decode("ascii", "replace"), NO_RIGHTS)
 
+    def name(self, peer: bytes) -> str:
+        """Return the name of the key behind the connection ``peer``, also if the key is not allowed any more."""
+        return self._names.get(key_of(peer).decode("ascii", "replace"), "")
+
     def take_changed_keys(self) -> list[bytes]:
         """Return the keys whose rights have changed since the last call, or that were removed."""
         found = []
@@ -367,6 +373,7 @@ class Allowed:
             )
             return
         before, self._rights = self._rights, now
+        self._names |= {key: rights.name for key, rights in now.items()}
         self._changed.extend(key.encode() for key, rights in before.items() if now.get(key) != rights)
         log.info("read %s again: %d keys may connect", self._folder / ALLOWED, self.num_keys)
         self._wake()

@@ -80,6 +80,8 @@ TICK_S = 0.2
 """Time between two ticks of the core, in seconds."""
 TURN_AT_MOST_S = 1.0
 """Most seconds that one turn adds to the core's clock; a longer turn means that the process was stopped."""
+TELL_REVOKED_S = 0.4
+"""Seconds that peers of a revoked key have to read why they are rejected, before their connections are cut."""
 SAY_S = 5.0
 """Time between two log lines about messages that cannot be decoded, in seconds."""
 FAREWELL_S = 3.0
@@ -142,6 +144,8 @@ class BrokerService:
         """Requests for the thread that runs FORM; None ends it."""
         self._forming = threading.Thread(target=self._form_steps, name="streampack-form", daemon=True)
         self._allowed: Allowed | None = None
+        self._revoked: deque[tuple[float, bytes]] = deque()
+        """Revoked keys whose connections are to be cut, and when."""
         self._shipping: Shipping | None = None
         self.over = ""
         """The reason why ``run`` has ended, because another broker is active; empty if that is not the reason."""
@@ -361,8 +365,8 @@ class BrokerService:
             if self._shipping.standby_addresses != known:
                 self.on_endpoints()
             self.over = self._shipping.over
-        for key in self._allowed.take_changed_keys() if self._allowed is not None else ():
-            self._handle(Withdrawn(key))
+        if self._allowed is not None:
+            self._withdraw_keys(self._allowed, now)
         while self._asked:
             change, future = self._asked.popleft()
             self._answers[change.token] = future
@@ -379,6 +383,19 @@ class BrokerService:
             self._publish(self._reporter.take(now))
         self._send_all_bundles()
 
+    def _withdraw_keys(self, allowed: Allowed, now: float) -> None:
+        """Remove the peers of keys whose rights have changed; cut connections of revoked keys once they were told."""
+        for key in allowed.take_changed_keys():
+            revoked = allowed.rights(key).role == "none"
+            self._handle(Withdrawn(key, revoked))
+            if revoked:
+                self._revoked.append((now + TELL_REVOKED_S, key))
+        while self._revoked and self._revoked[0][0] <= now:
+            _, key = self._revoked.popleft()
+            if allowed.rights(key).role == "none":
+                for router in (self._producers, self._trainers):
+                    router.cut_key(key)
+
     def _publish(self, snapshot: BrokerStatus) -> None:
         """Replace ``snapshot`` and call ``on_snapshot``."""
         self.snapshot = snapshot
@@ -389,7 +406,7 @@ class BrokerService:
         self.counters.cut += 1
         of = ""
         if self._allowed is not None and cut.peer:
-            of = f" (key {self._allowed.rights(cut.peer).name!r})"
+            of = f" (key {self._allowed.name(cut.peer)!r})"
             self._allowed.note_cut(cut.peer)
         self._report(Report("warning", f"cut the connection of {cut.address}{of}: {cut.why}"))
 

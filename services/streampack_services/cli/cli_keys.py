@@ -138,8 +138,8 @@ def list_(folder: Folder, as_json: AsJson = False) -> None:
 def revoke(folder: Folder, name: Name) -> None:
     """Revoke a key, so that its owner can no longer connect.
 
-    Use this command when a key file was lost or is no longer needed. Within a
-    second, a running broker disconnects all clients that use the key.
+    Use this command when a key file was lost or is no longer needed. Within two
+    seconds, a running broker disconnects all clients that use the key.
 
     \b
     Example:

@@ -42,9 +42,13 @@ class NotSent(Event, frozen=True):
 
 
 class Withdrawn(Event, frozen=True):
-    """Rights of a key were withdrawn: peers that use this key must say hello or attach again."""
+    """Rights of a key were withdrawn: peers that use this key must say hello or attach again.
+
+    If the key is ``revoked``, they are rejected instead, and the shell ends their connections.
+    """
 
     key: bytes
+    revoked: bool = False
 
 
 class Formed(Event, frozen=True):

@@ -42,6 +42,7 @@ class Rights(Struct, frozen=True):
     hosts: tuple[Name, ...] = ()
 
 
+REVOKED = "got a key that is no longer allowed, expected a key in the broker's allowed.yaml"
 NO_RIGHTS = Rights("", "none")
 """The rights of a key that is not allowed, or not any more."""
 
@@ -52,7 +53,7 @@ def forbidden(rights: Rights, message: Message, side: Side, for_rank: bool = Fal
     ``for_rank``: a relay sends the message for a rank of its host.
     """
     if rights.role == "none":
-        return "got a key that is no longer allowed, expected a key in the broker's allowed.yaml"
+        return REVOKED
     roles = {"producer": ("producer",), "trainer": ("trainer", "relay")}[side]
     if rights.role not in (*roles, "any"):
         expected = " or ".join(roles)

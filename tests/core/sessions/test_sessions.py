@@ -1227,7 +1227,7 @@ def _field(kind: type[Message], name: str, known: dict[type, Any]) -> Any:
         return known[bytes]
     if name in (
         "stream", "producer", "host", "failure", "reason", "dtype", "overlong", "poison", "code", "detail", "reader",
-        "layout", "name", "process", "producers", "trainers", "refusal", "waiting",
+        "layout", "name", "process", "producers", "trainers", "refusal", "waiting", "no_loss_tokens",
     ):  # fmt: skip
         return known[str]
     return known[int]

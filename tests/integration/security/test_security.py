@@ -22,6 +22,8 @@ from streampack_services.daemons import rendezvous
 
 import streampack as sp
 from streampack.config.daemon_settings import BrokerConfig, Listen, RulesSettings, StepSettings, StreamSettings
+from streampack.core.protocol.message import Envelope, Who
+from streampack.core.protocol.rights import key_of
 from streampack.errors import Rejected, StreampackError
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import SourceSettings, open_source
@@ -31,6 +33,7 @@ from streampack.transport.curve import Door, Gate, new_secret
 from streampack.transport.keys import Key, load_key
 from streampack.transport.secret_files import write_secret
 from streampack.transport.sockets import Dealer, Poller, Router, drain
+from streampack.wire import frames as wire
 from tests.integration.proxy import Proxy
 from tests.integration.running import PATIENCE_S, folder, until, write_jsonl
 
@@ -448,3 +451,57 @@ def test_what_is_said_with_keys_cannot_be_read_on_the_way(keys: Path) -> None:
         assert heard[0] == text
         assert len(b"".join(proxy.up.kept)) > len(text)
         assert not any(text[i : i + 16] in b"".join(proxy.up.kept) for i in range(0, len(text), 500))
+
+
+class KeyPeer:
+    """A connection that has shaken hands, and never connects again."""
+
+    def __init__(self, key: Key, endpoint: str) -> None:
+        self.raw: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self.raw.setsockopt(zmq.LINGER, 0)
+        self.raw.setsockopt(zmq.RECONNECT_IVL, -1)
+        curve.show_key(self.raw, key.secret, key.broker)
+        watch: zmq.Socket[bytes] = self.raw.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self.raw.connect(endpoint)
+        assert watch.poll(int(1000 * PATIENCE_S))
+        self.raw.disable_monitor()
+        watch.close()
+
+    def speak(self) -> None:
+        """A message without an effect, unless the queue is full."""
+        with contextlib.suppress(zmq.Again):
+            self.raw.send_multipart(wire.encode(Envelope(run=0, epoch=0, fence=0, message=Who())), zmq.NOBLOCK)
+
+
+@pytest.mark.parametrize("side", ["producers", "trainers"])
+def test_a_revoked_key_is_disconnected_within_two_seconds(
+    keys: Path, side: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also a connection that floods, or has said nothing. Those of other keys stay."""
+    role = {"producers": "producer", "trainers": "trainer"}[side]
+    for name in (f"gone-{role}", f"stays-{role}"):
+        new_key(keys, name, role, {})
+    with serving(keys) as service, contextlib.ExitStack() as opened:
+        unread = (service._producers if side == "producers" else service._trainers)._unread
+        assert unread is not None
+        gone, stays = load_key(keys / f"gone-{role}.key"), load_key(keys / f"stays-{role}.key")
+        speaks, _silent, floods, other = (KeyPeer(key, service.endpoints[side]) for key in (gone, gone, gone, stays))
+        for peer in (speaks, _silent, floods, other):
+            opened.callback(peer.raw.close)
+
+        def known() -> list[bytes]:
+            """The connections that are open, by their key; empty for those that have said nothing."""
+            return sorted(key_of(each.peer) for each in list(unread.connections))
+
+        for peer in (speaks, floods, other):
+            peer.speak()
+        all_keys = sorted([b"", gone.public.encode(), gone.public.encode(), stays.public.encode()])
+        until(lambda: known() == all_keys)
+        began = time.monotonic()
+        authorization.revoke(keys, f"gone-{role}")
+        while known() != [stays.public.encode()] and time.monotonic() - began < 10.0:
+            floods.speak()
+            time.sleep(0.001)
+        assert known() == [stays.public.encode()]
+        assert time.monotonic() - began < 2.0
+    assert f"(key 'gone-{role}'): its key was revoked" in caplog.text
