@@ -149,7 +149,7 @@ def connect(
     Raises:
         UserError: An argument is invalid, or the feed does not support the format.
         MeshError: The rules cannot serve this mesh, or another process holds the rank.
-        Unreachable: No broker answered within ``timeout_s``.
+        Unreachable: No broker answered within ``timeout_s``, or ``stall_timeout_s`` if that is less.
         Rejected: The broker does not accept this client, for example its key. The loader raises this later, too, when
             another process has taken over the rank.
         DataStall: Raised by the loader after ``stall_timeout_s`` or ``join_timeout_s``.

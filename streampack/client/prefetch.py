@@ -384,7 +384,8 @@ class Prefetching:
 
     def _check_reached(self, now: float) -> None:
         """Raise Unreachable if no broker has answered within the time limit."""
-        limit = self.session.patience.stall_s if self._client.awaits_relay else self._answer_s
+        stall_s = self.session.patience.stall_s
+        limit = stall_s if self._client.awaits_relay else min(self._answer_s, stall_s)
         if self._client.awaits_relay and now - self._started > limit:
             raise Unreachable(
                 f"{self._relay_address}: got no answer in {limit:g} s, expected an answer from a relay. Start one on "
@@ -393,7 +394,7 @@ class Prefetching:
             )
         if not self.session.reached and now - self._started > limit:
             raise Unreachable(
-                f"{self._endpoint}: got no answer in {self._answer_s:g} s, expected an answer from a broker. Check "
+                f"{self._endpoint}: got no answer in {limit:g} s, expected an answer from a broker. Check "
                 "that 'streampack broker' is running and listens for trainers at this address"
             )
 

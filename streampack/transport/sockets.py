@@ -12,6 +12,7 @@ shared memory (``links``).
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import math
 import os
@@ -255,6 +256,11 @@ class Router(_Socket):
         except zmq.ZMQError as error:
             self.close()
             what = "an address in use" if error.errno == zmq.EADDRINUSE else f"{error.strerror or error}".lower()
+            if error.errno in (zmq.EADDRNOTAVAIL, errno.ENODEV):
+                raise UserError(
+                    f"cannot listen on {endpoint}: got an address of no interface of this machine, expected one of "
+                    f"its own addresses. Use 0.0.0.0 for all of them, as in tcp://0.0.0.0:7401"
+                ) from None
             raise UserError(
                 f"cannot listen on {endpoint}: got {what}, expected a free address. Stop the other process, or choose "
                 f"another address"

@@ -6,6 +6,7 @@
 - ``relay``: ``streampack relay``: reads once for all ranks of a host, and serves them.
 - ``progress``: adds up the progress of a producer's processes, and shows it.
 - ``rendezvous``: the file that tells others a broker's addresses.
+- ``signals``: the signals that end a daemon.
 - ``systemd``: tells systemd the state of a daemon.
 
 The work itself is in ``streampack_services.broker`` and ``streampack.producer``; this folder starts and ends it.

@@ -1,6 +1,7 @@
 """The broker as a process, with its HTTP server, its rendezvous file, and signals.
 
-On SIGTERM or SIGINT the broker drains: it admits no more samples, delivers the steps that are formed, and exits with 0.
+On SIGTERM, SIGINT or SIGHUP the broker drains: it admits no more samples, delivers the steps that are formed, and exits
+with 0.
 A second signal ends it at once.
 """
 
@@ -21,6 +22,7 @@ from streampack.transport import ipc_files
 from streampack_services.broker.memory_plan import keep_freed_memory
 from streampack_services.broker.service import BrokerService, Leadership
 from streampack_services.daemons import rendezvous
+from streampack_services.daemons.signals import ending_signals
 from streampack_services.daemons.standby import become_active
 from streampack_services.daemons.systemd import Systemd
 from streampack_services.http.http_guard import find_token, is_loopback, parse_address
@@ -143,8 +145,8 @@ def _closing(service: BrokerService) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _drained_by_signals(service: BrokerService) -> Iterator[None]:
-    """Drain the service on SIGTERM or SIGINT; a second signal ends its loop at once, and a third ends the process."""
-    signals = (signal.SIGTERM, signal.SIGINT)
+    """Drain the service on a signal that ends it; a second one ends its loop at once, and a third ends the process."""
+    signals = ending_signals()
     caught = 0
 
     def on_signal(number: int, _: FrameType | None) -> None:

@@ -36,6 +36,7 @@ from streampack.transport.keys import find_key
 from streampack.transport.rendezvous import read_rendezvous
 from streampack_services import logs
 from streampack_services.daemons.progress import Overall, figures, line, summary, table
+from streampack_services.daemons.signals import ending_signals
 from streampack_services.daemons.systemd import Systemd
 
 log = logging.getLogger("streampack.producer")
@@ -296,18 +297,20 @@ def _stop(workers: list[_Worker]) -> None:
 
 @contextlib.contextmanager
 def _asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True after SIGTERM has arrived; SIGINT still raises KeyboardInterrupt."""
+    """Yield a function that returns True after SIGTERM or SIGHUP; SIGINT still raises KeyboardInterrupt."""
     asked = False
 
     def on_signal(_: int, __: FrameType | None) -> None:
         nonlocal asked
         asked = True
 
-    before = signal.signal(signal.SIGTERM, on_signal)
+    numbers = [number for number in ending_signals() if number is not signal.SIGINT]
+    before = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         yield lambda: asked
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -346,7 +349,8 @@ def _work(
     config: ProducerConfig, endpoint: str, timeout_s: float, name: str, pipe: Connection, set_up_log: Callable[[], None]
 ) -> None:
     """Run one producer process; send its progress through ``pipe``, and in the end its result or error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the parent decides
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all processes; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     set_up_log()
     try:
 

@@ -1,7 +1,7 @@
 """``streampack relay``: reads from the broker once for all ranks of a host, and serves them through shared memory.
 
-A thin shell around ``core.sessions.relay_session``, which makes all decisions. One thread owns both sockets. On SIGTERM
-or SIGINT the relay sends its ranks to the broker and exits with 0.
+A thin shell around ``core.sessions.relay_session``, which makes all decisions. One thread owns both sockets. On
+SIGTERM, SIGINT or SIGHUP the relay sends its ranks to the broker and exits with 0.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from streampack.transport.waker import Waker
 from streampack.version import __version__
 from streampack.wire import bundles
 from streampack.wire import frames as wire
+from streampack_services.daemons.signals import ending_signals
 from streampack_services.daemons.systemd import Systemd
 
 log = logging.getLogger("streampack.relay")
@@ -234,7 +235,7 @@ def broker_address(given: str | None, timeout_s: float) -> str:
 
 
 def serve(broker: str, listen: str, memory_bytes: int, key: Key | None) -> None:
-    """Run a relay until SIGTERM or SIGINT. Raises UserError for an address that cannot be used."""
+    """Run a relay until SIGTERM, SIGINT or SIGHUP. Raises UserError for an address that cannot be used."""
     service = RelayService(broker, listen, memory_bytes, key)
     with _stopped_by_signals(service):
         log.info("reading from %s for the ranks of this host; ranks connect to %s", broker, listen)
@@ -253,12 +254,12 @@ def _size(frames: Iterable[Any]) -> int:
 
 @contextlib.contextmanager
 def _stopped_by_signals(service: RelayService) -> Iterator[None]:
-    """Stop the service on SIGTERM or SIGINT, within the block."""
+    """Stop the service on SIGTERM, SIGINT or SIGHUP, within the block."""
 
     def on_signal(number: int, _: FrameType | None) -> None:
         service.stop()
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, on_signal) for number in ending_signals()}
     try:
         yield
     finally:

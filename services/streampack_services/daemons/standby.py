@@ -15,6 +15,7 @@ from streampack.config.daemon_settings import BrokerConfig
 from streampack.transport.keys import find_key
 from streampack_services.broker.memory_plan import check_machine, plan
 from streampack_services.broker.service import Leadership, warm_up
+from streampack_services.daemons.signals import ending_signals
 from streampack_services.daemons.systemd import Systemd
 from streampack_services.http.http_guard import find_token
 from streampack_services.http.server import AppServer, standby_app
@@ -46,7 +47,7 @@ def become_active(config: BrokerConfig, *, waits: bool) -> Leadership | None:
         caught.append(number)
         following.stop()
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, on_signal) for number in ending_signals()}
     systemd = Systemd()
     http = AppServer(
         config.listen.http, standby_app(config.run, lambda: following.status), find_token(config.listen.token_file)

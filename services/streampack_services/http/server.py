@@ -8,6 +8,7 @@ The module ``http_guard`` decides which requests are allowed.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -239,6 +240,11 @@ def _listen(host: str, port: int, address: str) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=64)
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise UserError(
+                f"cannot listen on {address} for HTTP: got an address of no interface of this machine, expected one of "
+                f"its own addresses. Use 0.0.0.0 for all of them, as in listen.http: 0.0.0.0:7400"
+            ) from None
         what = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
         raise UserError(
             f"cannot listen on {address} for HTTP: {what.lower()}. Stop the other process, or pass another address "

@@ -179,7 +179,7 @@ class StepServer:
         ranks = min(self.returned, key=lambda ranks: (self.returned[ranks], ranks in held))
         if ranks not in held:
             when = "between two iterations" if self.returned[ranks] == OUT else f"after {self.returned[ranks]} steps"
-            return f"{rank_name(ranks)} left {when}: start it again"
+            return f"{rank_name(ranks)} left {when}: restart all ranks from a checkpoint"
         return f"rank {held[ranks].mesh} at {held[ranks].where} has returned {self.returned[ranks]} steps"
 
     def stats(self) -> list[RankProgress]:

@@ -425,7 +425,10 @@ def test_nothing_is_read_on_while_a_rank_is_gone_between_two_iterations() -> Non
     bench.handle(Tick(1.0))
     assert bench.feed.readers.steps.released_upto == 2
     assert bench.feed.readers.steps.formed_upto == formed
-    assert bench.feed.readers.steps.slowest == "dp=0 cp=0 tp=0 pp=0 left between two iterations: start it again"
+    assert (
+        bench.feed.readers.steps.slowest
+        == "dp=0 cp=0 tp=0 pp=0 left between two iterations: restart all ranks from a checkpoint"
+    )
     assert "1 of 2 ranks are still in the previous iteration: dp=0" in bench.heard(b"1", Wait)[-1].detail
     again(bench, 0, 0, name="new", next_step=2)
     bench.read(b"new", get(4, start=2))

@@ -138,6 +138,16 @@ def test_a_tcp_port_in_use_is_named(tmp_path: Path) -> None:
         assert f"cannot listen on tcp://127.0.0.1:{port}: got an address in use, expected a free address" in line
 
 
+def test_an_address_of_another_machine_is_named(tmp_path: Path) -> None:
+    """It said to stop the other process."""
+    free = {"producers": "tcp://127.0.0.1:*", "trainers": "tcp://127.0.0.1:*", "http": "127.0.0.1:0"}
+    for side, address in (("producers", "tcp://203.0.113.7:7401"), ("http", "203.0.113.7:7400")):
+        line = broker_line(tmp_path, listen=free | {side: address})
+        assert f"cannot listen on {address}" in line
+        assert "got an address of no interface of this machine, expected one of its own" in line
+        assert "Stop the other process" not in line
+
+
 def test_an_http_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

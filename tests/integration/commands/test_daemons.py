@@ -23,6 +23,7 @@ import pytest
 from rich.console import Console
 from streampack_services.daemons.producer import RESTARTS_A_MINUTE
 from streampack_services.daemons.progress import Overall, figures, line, summary, table
+from streampack_services.daemons.signals import ending_signals
 
 import streampack as sp
 from streampack.errors import PeerError
@@ -119,6 +120,36 @@ def test_sigterm_drains_the_broker_and_its_last_steps_are_read(tmp_path: Path) -
         assert broker.end() == 0
         assert not broker.rendezvous.exists()
         assert "stopped after 4 steps" in broker.said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=str)
+def test_every_daemon_ends_by_a_signal_as_it_should(tmp_path: Path, number: signal.Signals) -> None:
+    """A terminal that closes sends SIGHUP, which ended a broker without its drain, and a producer with an error."""
+    with running_broker(ENDLESS | FOR_EVER) as broker:
+        with running("producer", "produce", "-c", producer_config(tmp_path, broker.producers)) as producer:
+            until(lambda: broker.feed()["steps"]["formed"] > 0)
+            producer.signal(number)
+            assert producer.end() == 0
+        with (
+            folder() as path,
+            running("relay", "relay", "--broker", broker.trainers, "--listen", f"ipc://{path}/r") as relay,
+        ):
+            relay.wait_for("ranks connect to")
+            relay.signal(number)
+            assert relay.end() == 0
+        broker.signal(number)
+        assert broker.end() == 0
+        assert "draining: serving the steps that are formed" in broker.said
+        assert "stopped after" in broker.said
+
+
+def test_a_daemon_under_nohup_goes_on_when_the_terminal_closes() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert ending_signals() == (signal.SIGTERM, signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ending_signals() == (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def test_a_second_signal_ends_the_broker_at_once() -> None:

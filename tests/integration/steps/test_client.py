@@ -225,3 +225,12 @@ def test_the_word_that_a_failed_run_leaves_is_no_broker_and_the_next_run_s_is_wa
     later.start()
     assert read_rendezvous(file, "trainers", 20.0) == "tcp://127.0.0.1:7"
     later.join()
+
+
+@pytest.mark.parametrize("limits", [{"timeout_s": 0.5}, {"stall_timeout_s": 0.5}], ids=str)
+def test_a_wait_for_a_broker_that_is_not_there_ends_with_the_smaller_time_out(limits: dict[str, Any]) -> None:
+    """``stall_timeout_s`` did not count before the first answer, so a wait of 8 s took 60 s."""
+    began = time.monotonic()
+    with pytest.raises(Unreachable, match=r"got no answer in 0\.5 s, expected an answer from a broker"):
+        streampack.connect("tcp://127.0.0.1:9", format="numpy", **limits)
+    assert time.monotonic() - began < 20.0
