@@ -65,6 +65,11 @@ def check_rows(config: ProducerConfig) -> list[FirstWarning]:
         path = f"streams.{name}"
         bare = replace(stream, fields={})  # broker.yaml, not producer.yaml, declares the fields of a run
         tokenizer = open_tokenizer(stream.tokenizer or config.tokenizer)
+        lone = [  # the fields whose keys do not stand for members of tar files
+            (f"{path}.fields.{field}", key)
+            for field, key in stream.fields.items()
+            if not _has_members(f"{path}.fields.{field}", bare, tokenizer, key)
+        ]
         records = _peek_with(path, stream, tokenizer, NOT_APPLIED)
         if said := _lacking(records):
             asked = ", ".join(f"{key} {value!r}" for key in _SAMPLE_KEYS if (value := getattr(stream, key)) is not None)
@@ -79,9 +84,8 @@ def check_rows(config: ProducerConfig) -> list[FirstWarning]:
         if any(KEY in name for record in records for name in record.fields):
             records = _peek_with(path, stream, tokenizer, ())
         warnings += _warnings(name, records)
-        for field, key in stream.fields.items():
-            if not _has_members(f"{path}.fields.{field}", bare, tokenizer, key):
-                _check_field(f"{path}.fields.{field}", bare, key)
+        for field_path, key in lone:
+            _check_field(field_path, bare, key)
     return warnings
 
 

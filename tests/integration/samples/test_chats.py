@@ -154,7 +154,8 @@ def test_check_shows_the_mask_that_a_key_of_another_name_holds(tmp_path: Path) -
 
 
 def test_check_shows_why_a_sample_is_none(folder: Path) -> None:
-    write_jsonl(folder / "chats.jsonl", [{"messages": [{"role": "user"}, 5]}])
+    good = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    write_jsonl(folder / "chats.jsonl", [{"messages": [{"role": "user"}, 5]}, {"messages": good}])
     shown = in_process("check", write(folder / "producer.yaml", config(folder)), "--samples", "3").stdout
     assert "chats  chats.jsonl:line 1  rejected: messages" in shown
 
