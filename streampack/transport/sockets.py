@@ -306,6 +306,7 @@ class Router(_Socket):
                 self._unread.opened(int(event["value"]))
             else:
                 self._unread.closed(int(event["value"]))
+        self._unread.cut_surplus()
         if self._gate is not None and (at_most := self._unread.admissions()):
             self._unread.admitted(self._gate.answer(at_most))
         self._unread.check()

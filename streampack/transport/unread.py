@@ -23,6 +23,7 @@ from __future__ import annotations
 import array
 import ctypes
 import fcntl
+import functools
 import os
 import socket
 import struct
@@ -79,6 +80,7 @@ class Connection:
         self.unread = 0
         self.messages = 0
         self.damaged = 0
+        self.is_cut = False
         self._cookie = _cookie_of(fd)
         self._since = now
 
@@ -102,13 +104,12 @@ class Connection:
         Returns:
             The peer's address; empty if the connection had already ended.
         """
+        self.is_cut = True
         if not self._cookie:
             return ""
+        same, nothing = _spare_descriptors()
         try:
-            same = os.dup(self.fd)
-        except OSError:
-            return ""
-        try:
+            os.dup2(self.fd, same)
             if _cookie_of(same) != self._cookie:
                 return ""
             borrowed = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=same)
@@ -120,8 +121,23 @@ class Connection:
         except OSError:
             return ""
         finally:
-            os.close(same)
+            os.dup2(nothing, same)
         return f"{str(host).removeprefix('::ffff:')}:{port}"
+
+
+@functools.cache
+def _opened_by(pid: int) -> tuple[int, int, int]:
+    """Return descriptors of /dev/null, of a copy of it, and of the memory figures of process ``pid``.
+
+    They stay open, because connections may take all others.
+    """
+    nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    return os.dup(nothing), nothing, os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _spare_descriptors() -> tuple[int, int]:
+    """Return a descriptor to replace for a moment, and one of /dev/null to put in its place."""
+    return _opened_by(os.getpid())[:2]
 
 
 def _option(fd: int, level: int, name: int, size: int) -> bytes:
@@ -158,11 +174,15 @@ class Unread:
         strangers: Limit of the unread bytes of all new connections together, before their first valid message.
         held: Returns the bytes of memory that the process uses for other data.
         slack: Bytes of memory that the process may use in addition.
+        most_strangers: Most connections of strangers; beyond it the oldest are cut.
     """
 
     def __init__(
-        self, limit: int, strangers: int = STRANGERS_BYTES, held: Callable[[], int] = lambda: 0, slack: int = 0
-    ) -> None:
+        self, limit: int, strangers: int = STRANGERS_BYTES, held: Callable[[], int] = lambda: 0, slack: int = 0,
+        most_strangers: int = 1 << 20,
+    ) -> None:  # fmt: skip
+        _opened_by(os.getpid())
+        self._most_strangers = most_strangers
         self._limit, self._strangers, self._held = limit, strangers, held
         self._slack = slack + MEMORY_SLACK
         self._by_fd: dict[int, Connection] = {}
@@ -254,6 +274,20 @@ class Unread:
         cuts, self._cuts = self._cuts, []
         return cuts
 
+    def cut_surplus(self) -> None:
+        """Cut the oldest connections of strangers beyond their number, so that others find a free descriptor."""
+        if len(self._by_fd) <= self._most_strangers:
+            return
+        strangers = [each for each in self._by_fd.values() if each.is_stranger and not each.is_cut]
+        surplus = strangers[: max(len(strangers) - self._most_strangers, 0)]
+        addresses = [address for each in surplus if (address := each.cut())]
+        if addresses:
+            why = (
+                f"it and {len(addresses) - 1} others had sent no message, and more than {self._most_strangers} such "
+                f"connections were open"
+            )
+            self._cuts.append(CutConnection(addresses[0], b"", why))
+
     def check(self) -> None:
         """Cut connections with too many unread bytes. Cheap; call it often."""
         now = time.monotonic()
@@ -306,8 +340,7 @@ class Unread:
 
 def resident_bytes() -> int:
     """Return the resident memory of this process in bytes (proc(5), ``statm``)."""
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * _PAGE
+    return int(os.pread(_opened_by(os.getpid())[2], 256, 0).split()[1]) * _PAGE
 
 
 def frame_bytes(size: int, secured: bool) -> int:

@@ -57,6 +57,7 @@ from streampack.core.protocol.relay_messages import relay_of, relayed
 from streampack.core.standby.arbiter_entries import Entry
 from streampack.errors import ConfigError, InternalError, WireError
 from streampack.transport.curve import Door
+from streampack.transport.descriptors import num_free
 from streampack.transport.sockets import Poller, Router, drain
 from streampack.transport.unread import STRANGERS_BYTES, CutConnection, Unread
 from streampack.transport.waker import Waker
@@ -209,11 +210,12 @@ class BrokerService:
         slack = expected.leaving + expected.tables
         partitions = sum(stream.partitions for feed in self.plan.feeds for stream in feed.rules.streams)
         credit = capacity.quota_tokens * self.plan.token_bytes * partitions
-        unread = Unread(2 * credit + ON_THE_WAY_BYTES, STRANGERS_BYTES, self._arena_bytes, slack)
+        strangers = max(num_free() // 4, 1)  # of each address, and as many of HTTP
+        unread = Unread(2 * credit + ON_THE_WAY_BYTES, STRANGERS_BYTES, self._arena_bytes, slack, strangers)
         producers = Router(self.config.listen.producers, largest, door, unread)
         try:
             largest = (1 << 20) + self._largest_snapshot()
-            unread = Unread(4 * largest + ON_THE_WAY_BYTES, STRANGERS_BYTES, self._arena_bytes, slack)
+            unread = Unread(4 * largest + ON_THE_WAY_BYTES, STRANGERS_BYTES, self._arena_bytes, slack, strangers)
             return producers, Router(self.config.listen.trainers, largest, door, unread)
         except Exception:
             producers.close()

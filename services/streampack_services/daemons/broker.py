@@ -19,18 +19,22 @@ from types import FrameType
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.errors import UserError
 from streampack.transport import ipc_files
+from streampack.transport.descriptors import hold_back
 from streampack_services.broker.memory_plan import keep_freed_memory
 from streampack_services.broker.service import BrokerService, Leadership
 from streampack_services.daemons import rendezvous
 from streampack_services.daemons.signals import ending_signals
 from streampack_services.daemons.standby import become_active
 from streampack_services.daemons.systemd import Systemd
+from streampack_services.http import http_limits
 from streampack_services.http.http_guard import find_token, is_loopback, parse_address
 from streampack_services.http.server import HttpServer
 from streampack_services.logs import Ring
 from streampack_services.standby.following import standby_settings
 
 log = logging.getLogger("streampack.broker")
+LEAST_FILES = 64
+"""Least limit of open files. A broker needs about 40, and some for connections."""
 _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):")
 
 
@@ -125,13 +129,17 @@ def exposed(endpoints: Mapping[str, str], http: str, keys: bool, token: bool) ->
 
 
 def _allow_connections() -> None:
-    """Raise the limit of open files to the system's maximum, because every rank and producer needs one.
+    """Raise the limit of open files, because every connection needs one, and divide it among the addresses.
 
-    Most systems start with 1,024. Without free files, ZeroMQ ends the process (ipc) or lets connections wait (tcp).
+    Raises UserError if the system's maximum is too low.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # some systems accept no number for "unlimited"
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if most != resource.RLIM_INFINITY and most < LEAST_FILES:
+        raise UserError(
+            f"got at most {most} open files, expected at least {LEAST_FILES}, and one more for each rank and producer. "
+            f"Raise the limit, e.g. with 'ulimit -n 4096'"
+        )
+    http_limits.MOST_CONNECTIONS = max(min(http_limits.MOST_CONNECTIONS, hold_back() // 4), 1)
 
 
 @contextlib.contextmanager

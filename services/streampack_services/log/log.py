@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from streampack.errors import InternalError, UserError
+from streampack.transport.descriptors import open_file
 from streampack_services.log.log_writer import Pending, Writer
 from streampack_services.log.segments import (
     MAX_BODY,
@@ -268,7 +269,7 @@ def _reading(segment: Segment) -> Iterator[int]:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
     """Open a file for reading; yield its descriptor and close it in the end."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_file(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         yield fd
     finally:

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from streampack.transport.descriptors import open_file
 from streampack_services.log.segments import PAGE, START, Segment, encode_head, seal_record, write_at, write_head
 
 GROUP_SECONDS = 0.02
@@ -292,7 +293,7 @@ class Writer:
         """Make or grow the file of the next segment to ``capacity`` zero bytes; return its descriptor."""
         if self._spare < 0:
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-            self._spare = os.open(self._folder / "next.tmp", flags, 0o600)
+            self._spare = open_file(self._folder / "next.tmp", flags, 0o600)
         more = capacity - self._spare_bytes
         if more > 0:
             space = os.statvfs(self._folder)
