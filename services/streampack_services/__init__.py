@@ -10,6 +10,7 @@
 - ``demo/``: the whole service on one machine.
 - ``export``: files to run the service elsewhere.
 - ``logs``, ``amounts``: log lines, and numbers as text.
+- ``descriptors``: file descriptors that connections may not take.
 - ``web/``, ``deploy/``: data: the live page, and the files that ``streampack export`` fills in.
 
 The services import the library, and the library never imports them. No service imports torch.

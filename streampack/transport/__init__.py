@@ -6,7 +6,6 @@
 - ``keys``, ``secret_files``: key files, written for their user alone.
 - ``curve``: encrypts connections, and authenticates peers by key.
 - ``sockets``: a ``Router`` for many peers, and a ``Dealer`` for one. A single thread uses a socket, which never blocks.
-- ``descriptors``: holds file descriptors back, which connections may not take.
 - ``unread``: bounds the bytes that ZeroMQ reads ahead of the process.
 - ``links``, ``shared_memory``, ``slots``: large frames between processes of one host, by reference.
 - ``waker``: wakes the thread that waits for messages.

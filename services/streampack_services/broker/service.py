@@ -57,7 +57,6 @@ from streampack.core.protocol.relay_messages import relay_of, relayed
 from streampack.core.standby.arbiter_entries import Entry
 from streampack.errors import ConfigError, InternalError, WireError
 from streampack.transport.curve import Door
-from streampack.transport.descriptors import num_free
 from streampack.transport.sockets import Poller, Router, drain
 from streampack.transport.unread import STRANGERS_BYTES, CutConnection, Unread
 from streampack.transport.waker import Waker
@@ -72,6 +71,7 @@ from streampack_services.broker.memory_plan import Plan, check_machine, plan
 from streampack_services.broker.report_limit import ReportLimit
 from streampack_services.broker.reporter import Counters, Reporter
 from streampack_services.broker.status import BrokerStatus
+from streampack_services.descriptors import num_free
 from streampack_services.standby.arbiter import Arbiter
 from streampack_services.standby.shipping import Shipping
 

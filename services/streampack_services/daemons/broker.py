@@ -19,13 +19,13 @@ from types import FrameType
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.errors import UserError
 from streampack.transport import ipc_files
-from streampack.transport.descriptors import hold_back
 from streampack_services.broker.memory_plan import keep_freed_memory
 from streampack_services.broker.service import BrokerService, Leadership
 from streampack_services.daemons import rendezvous
 from streampack_services.daemons.signals import ending_signals
 from streampack_services.daemons.standby import become_active
 from streampack_services.daemons.systemd import Systemd
+from streampack_services.descriptors import hold_back
 from streampack_services.http import http_limits
 from streampack_services.http.http_guard import find_token, is_loopback, parse_address
 from streampack_services.http.server import HttpServer

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from streampack.errors import InternalError, UserError
-from streampack.transport.descriptors import open_file
+from streampack_services.descriptors import open_file
 from streampack_services.log.log_writer import Pending, Writer
 from streampack_services.log.segments import (
     MAX_BODY,

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from streampack.transport.descriptors import open_file
+from streampack_services.descriptors import open_file
 from streampack_services.log.segments import PAGE, START, Segment, encode_head, seal_record, write_at, write_head
 
 GROUP_SECONDS = 0.02
