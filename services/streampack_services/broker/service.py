@@ -13,7 +13,7 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -81,6 +81,8 @@ TICK_S = 0.2
 """Time between two ticks of the core, in seconds."""
 TURN_AT_MOST_S = 1.0
 """Most seconds that one turn adds to the core's clock; a longer turn means that the process was stopped."""
+MANY_WARNINGS = {10**digits for digits in range(2, 19)}
+"""Numbers of a key's refused messages at which the log has the command that revokes the key."""
 TELL_REVOKED_S = 0.4
 """Seconds that peers of a revoked key have to read why they are rejected, before their connections are cut."""
 SAY_S = 5.0
@@ -145,6 +147,10 @@ class BrokerService:
         """Requests for the thread that runs FORM; None ends it."""
         self._forming = threading.Thread(target=self._form_steps, name="streampack-form", daemon=True)
         self._allowed: Allowed | None = None
+        self._speaking = b""
+        """Connection of the message that is handled; empty outside."""
+        self._warnings = Counter[str]()
+        """Number of warnings about messages, by name of the key."""
         self._revoked: deque[tuple[float, bytes]] = deque()
         """Revoked keys whose connections are to be cut, and when."""
         self._shipping: Shipping | None = None
@@ -425,13 +431,18 @@ class BrokerService:
             router.note_damaged(peer)
             if time.monotonic() >= self._say_damaged_at:  # anyone who reaches the port may send many
                 self._say_damaged_at = time.monotonic() + SAY_S
-                log.warning("dropped a message that cannot be decoded (%d so far): %s", self.counters.damaged, error)
+                of = "" if self._allowed is None else f" of key {self._allowed.name(peer)!r}"
+                log.warning(
+                    "dropped a message%s that cannot be decoded (%d so far): %s", of, self.counters.damaged, error
+                )
             if isinstance(error, wire.OtherVersion):
                 self._refuse_version(peer, error.version, kind)
             return
         rights = self._allowed.rights(peer) if self._allowed is not None else None
+        self._speaking = peer
         for address, envelope in received:
             self._handle(kind(address, envelope, rights))
+        self._speaking = b""
 
     def _refuse_version(self, peer: bytes, version: int, kind: type[FromProducer] | type[FromTrainer]) -> None:
         """Reject a peer of another protocol version, in a message whose header has the peer's version."""
@@ -504,12 +515,33 @@ class BrokerService:
             raise InternalError(f"the service cannot perform effect {type(effect).__name__}")
 
     def _report(self, report: Report) -> None:
-        """Log a report of the core; leave it out if peers cause too many lines, unless it is an error."""
+        """Log a report of the core; leave it out if peers cause too many lines, unless it is an error.
+
+        With keys, a warning about a message names its key.
+        """
+        of = self._note_warning() if report.level == "warning" else ""
         if report.level != "error" and not self._lines.allows(time.monotonic()):
             return
         if held_back := self._lines.take_held_back():
             log.warning("suppressed %d log lines that peers caused", held_back)
-        log.log(logging.getLevelName(report.level.upper()), report.text, extra={"about": report.about})
+        log.log(logging.getLevelName(report.level.upper()), report.text + of, extra={"about": report.about})
+
+    def _note_warning(self) -> str:
+        """Count a warning against the key of the message that is handled; return a text that names the key.
+
+        At the 100th, 1,000th, 10,000th and so on, log the command that ends its connections.
+        """
+        if self._allowed is None or not self._speaking:
+            return ""
+        name = self._allowed.name(self._speaking)
+        self._warnings[name] += 1
+        count = self._warnings[name]
+        if count in MANY_WARNINGS:
+            log.warning(
+                "key %r: %d of its messages were refused so far. To end its connections, run 'streampack keys revoke "
+                "%s %s'", name, count, self.config.listen.keys, name,
+            )  # fmt: skip
+        return f" (key {name!r})"
 
     def _perform_on_log(self, effect: Append | Recall | Cut) -> None:
         """Perform one effect of the core on the log."""

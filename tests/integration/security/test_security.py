@@ -24,6 +24,7 @@ import streampack as sp
 from streampack.config.daemon_settings import BrokerConfig, Listen, RulesSettings, StepSettings, StreamSettings
 from streampack.core.protocol.message import Envelope, Who
 from streampack.core.protocol.rights import key_of
+from streampack.core.protocol.trainer_messages import AskResults
 from streampack.errors import Rejected, StreampackError
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import SourceSettings, open_source
@@ -505,3 +506,23 @@ def test_a_revoked_key_is_disconnected_within_two_seconds(
         assert known() == [stays.public.encode()]
         assert time.monotonic() - began < 2.0
     assert f"(key 'gone-{role}'): its key was revoked" in caplog.text
+
+
+def test_a_key_whose_messages_are_refused_is_named_with_the_command_that_revokes_it(
+    keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None of thousands of lines named the key."""
+    new_key(keys, "noisy", "trainer", {"feeds": ["elsewhere"]})
+    ask = AskResults(feed="train", number=1)
+    with serving(keys) as service:
+        peer = KeyPeer(load_key(keys / "noisy.key"), service.endpoints["trainers"])
+        try:
+            for _ in range(120):
+                peer.raw.send_multipart(wire.encode(Envelope(run=0, epoch=0, fence=0, message=ask)))
+            until(lambda: "key 'noisy': 100 of its messages were refused so far" in caplog.text)
+        finally:
+            peer.raw.close()
+    assert f"run 'streampack keys revoke {keys} noisy'" in caplog.text
+    lines = [line for line in caplog.messages if line.startswith("refused a peer: got feed 'train'")]
+    assert lines
+    assert all(line.endswith("(key 'noisy')") for line in lines)
