@@ -26,7 +26,7 @@ from streampack.core.journal.log_effects import Recall, Recalled
 from streampack.core.journal.log_records import ValuesReported
 from streampack.core.model.samples import I64
 from streampack.core.protocol.effects import SendTrainer
-from streampack.core.protocol.events import Effect
+from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.message import Envelope, Message
 from streampack.core.protocol.trainer_messages import AskResults, Noted, ReportValues, Results
 from streampack.core.results.merge_parts import ids_of, merge_parts
@@ -36,6 +36,10 @@ MOST_WAITING = 256
 """Most subscribers of a feed that wait for its next step."""
 WAIT_S = 5.0
 """Seconds after which a subscriber that does not ask again is forgotten."""
+PENDING_BYTES = 32 << 20
+"""Most bytes of the parts of steps that are not complete; the oldest step is forgotten beyond it."""
+MOST_NAMES = 8
+"""Most different sets of names that are reported for a step."""
 KEPT_STEPS = 64
 """Complete steps that are kept in memory without a log."""
 Key = tuple[int, int, tuple[str, ...]]
@@ -67,6 +71,11 @@ class _Parts:
     def has(self, part: int, attempt: tuple[int, int]) -> bool:
         """Return whether a part of this attempt, or of a newer one, is known."""
         return part in self.found and self.found[part][1].attempt >= attempt
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the parts' values and ids."""
+        return sum(sum(map(len, record.values)) + 4 * len(record.streams_u32) for _, record in self.found.values())
 
     def put(self, lsn: int, record: ValuesReported) -> None:
         """Add a part. Parts that belong to another mesh than the newest attempt are dropped."""
@@ -120,6 +129,9 @@ class StepValues:
         self.streams: Sequence[str] = ()
         """Names of the feed's streams."""
         self._pending: dict[Key, _Parts] = {}
+        self._pending_bytes = 0
+        self._forgotten: list[Key] = []
+        """Steps that were forgotten before they were complete, and not reported yet."""
         self._complete: list[CompleteStep] = []
         self._done: dict[tuple[int, tuple[str, ...]], StepRanges] = {}
         """Steps that are complete, also forgotten ones, by (lineage, names)."""
@@ -161,6 +173,10 @@ class StepValues:
             )
         if not refusal and (message.step >= upto or message.lineage > lineage):
             refusal = f"got values for step {message.step}, expected a step that was served: one before step {upto}"
+        if not refusal and message.lineage == lineage and self._has_other_names(message):
+            refusal = (
+                f"got a {MOST_NAMES + 1}th set of names for step {message.step}, expected at most {MOST_NAMES} sets"
+            )
         if refusal:
             return self.refuse(peer, message.number, refusal)
         effects = self._take(message, payload) if message.lineage == lineage else []
@@ -180,7 +196,32 @@ class StepValues:
         )  # fmt: skip
         effects = self._journal.append(record)
         self.add(self._journal.next_lsn - 1, record)
-        return effects
+        return effects + self._warn_of_forgotten()
+
+    def _has_other_names(self, message: ReportValues) -> bool:
+        """Return whether as many sets of names as there may be are reported for a step, and this set is another."""
+        place = message.lineage, message.step
+        known = {key[2] for key in self._pending if key[:2] == place}
+        known |= {names for lineage, names in self._done if self._is_done((*place, names)) and lineage == place[0]}
+        return len(known) >= MOST_NAMES and message.names not in known
+
+    def _warn_of_forgotten(self) -> list[Effect]:
+        """Return a warning about steps that were forgotten before every rank has reported."""
+        forgotten, self._forgotten = self._forgotten, []
+        return [
+            Report("warning", (
+                f"feed {self._feed!r}: forgot the values of step {step} ({', '.join(names)[:100]}), because not every "
+                f"rank reported them. Call Step.report on every rank"
+            ), feed=self._feed, step=step)
+            for _, step, names in forgotten[:1]
+        ]  # fmt: skip
+
+    def _bound_pending(self) -> None:
+        """Forget the oldest steps that are not complete while all of them have too many bytes."""
+        while self._pending_bytes > PENDING_BYTES and len(self._pending) > 1:
+            oldest = min(self._pending, key=lambda key: key[:2])
+            self._pending_bytes -= self._pending.pop(oldest).num_bytes
+            self._forgotten.append(oldest)
 
     def add(self, lsn: int, record: ValuesReported) -> None:
         """Add a recorded part, also one of an earlier broker."""
@@ -190,12 +231,15 @@ class StepValues:
         known = self._pending.setdefault(key, _Parts(record.attempt))
         if known.has(record.part, record.attempt):
             return
+        self._pending_bytes -= known.num_bytes
         known.put(lsn, record)
+        self._pending_bytes += known.num_bytes
         if not known.complete:
+            self._bound_pending()
             return
         if not self._journal.keeps:
             self._kept |= dict(known.found.values())
-        del self._pending[key]
+        self._pending_bytes -= self._pending.pop(key).num_bytes
         self._done.setdefault((record.lineage, record.names), StepRanges()).add(record.step)
         self._complete.append(CompleteStep(lsn, key, tuple(sorted(at for at, _ in known.found.values()))))
         if not self._journal.keeps and len(self._complete) > KEPT_STEPS:
@@ -220,6 +264,7 @@ class StepValues:
     def branch(self, lineage: int) -> None:
         """Forget which steps of earlier lineages are complete or not: no part of them is recorded any more."""
         self._pending = {key: parts for key, parts in self._pending.items() if key[0] >= lineage}
+        self._pending_bytes = sum(parts.num_bytes for parts in self._pending.values())
         self._done = {key: steps for key, steps in self._done.items() if key[0] >= lineage}
 
     def forget_below(self, lsn: int) -> None:
@@ -229,6 +274,7 @@ class StepValues:
             parts.found = {part: each for part, each in parts.found.items() if each[0] >= lsn}
             if not parts.found:
                 del self._pending[key]
+        self._pending_bytes = sum(parts.num_bytes for parts in self._pending.values())
 
     def _forget(self, count: int) -> None:
         """Forget the values of the oldest complete steps."""

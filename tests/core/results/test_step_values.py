@@ -16,11 +16,11 @@ from streampack.core.journal.log_effects import Append, Recall, Recalled
 from streampack.core.journal.log_records import ValuesReported
 from streampack.core.model.samples import I64
 from streampack.core.protocol.effects import FromTrainer, SendTrainer
-from streampack.core.protocol.events import Effect
+from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.trainer_messages import AskResults, Noted, ReportValues, Results
 from streampack.core.results.step_ranges import StepRanges
-from streampack.core.results.step_values import KEPT_STEPS, StepValues
+from streampack.core.results.step_values import KEPT_STEPS, MOST_NAMES, StepValues
 from tests.core.feed.test_going_back import Rollouts
 
 STEPS, DP, CP, SAMPLES = 4, 2, 2, 3
@@ -273,3 +273,23 @@ def test_ranges_of_steps_are_a_set(steps: list[int]) -> None:
         assert [each for each in range(-1, 43) if each in ranges] == sorted(known)
     starts = sum(step - 1 not in known for step in known)
     assert ranges.num_ranges == starts, "steps that follow each other are one range"
+
+
+def test_steps_that_are_never_complete_take_a_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that reported alone, or invented names, took gigabytes."""
+    monkeypatch.setattr("streampack.core.results.step_values.PENDING_BYTES", 1500)
+    desk = Desk(True)
+    warned: list[str] = []
+    for step in range(STEPS):
+        for number in range(MOST_NAMES + 1):
+            message, payload = part_of(step, 1, 0, 0)
+            message = msgspec.structs.replace(message, names=(f"name{number}",))
+            effects = desk.values.report(b"t", message, payload, 0, STEPS)
+            warned += [effect.text for effect in effects if isinstance(effect, Report)]
+            refused = [e.envelope.message for e in effects if isinstance(e, SendTrainer)]
+            assert bool(refused) is (number == MOST_NAMES), "too many sets of names"
+    assert desk.values._pending_bytes == sum(parts.num_bytes for parts in desk.values._pending.values()) <= 1500
+    assert "forgot the values of step 0 (name0), because not every rank reported them" in warned[0]
+    assert min(step for _, step, _ in desk.values._pending) > 0, "the oldest are forgotten"
+    desk.values.branch(1)
+    assert desk.values._pending_bytes == 0
