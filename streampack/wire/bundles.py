@@ -19,11 +19,9 @@ from streampack.errors import WireError
 from streampack.wire import frames as wire
 
 MAGIC = b"SPB1"
-MOST_MESSAGES = 4096
-"""Most messages in a bundle."""
 MOST_NAME_BYTES = 800
 FULL_BYTES, FULL_MESSAGES = 256 << 10, 256
-"""Size of a bundle to which no further message is added."""
+"""Size of a bundle to which no further message is added. A bundle with more messages is rejected unread."""
 _HEAD = struct.Struct("<4sH")
 _ITEM = struct.Struct("<HI")
 
@@ -75,8 +73,8 @@ def decode_bundle(frames: Sequence[Any]) -> list[tuple[str, Envelope]]:
     """
     _, count = _HEAD.unpack(bytes(frames[0]))
     body, at = bytes(frames[1]), 0
-    if count > MOST_MESSAGES:
-        raise WireError(f"got a bundle of {count} messages, expected at most {MOST_MESSAGES}")
+    if count > FULL_MESSAGES:
+        raise WireError(f"got a bundle of {count} messages, expected at most {FULL_MESSAGES}")
     found = []
     for _ in range(count):
         if at + _ITEM.size > len(body):

@@ -10,7 +10,7 @@ from streampack.core.protocol.message import Bye, Envelope, Who
 from streampack.core.protocol.trainer_messages import AskState, Commit
 from streampack.errors import WireError
 from streampack.wire import frames as wire
-from streampack.wire.bundles import decode_bundle, encode_bundle, is_bundle
+from streampack.wire.bundles import FULL_MESSAGES, decode_bundle, encode_bundle, encode_bundles, is_bundle
 
 NUMBERS = st.integers(0, 2**62 - 1)
 MESSAGES = st.one_of(
@@ -69,3 +69,13 @@ def test_a_name_that_could_be_taken_for_an_address_is_rejected() -> None:
     who = Envelope(run=1, epoch=2, fence=3, message=Who())
     with pytest.raises(WireError, match="reader's name"):
         decode_bundle(encode_bundle([("a\0relay\0b", who)]))
+
+
+def test_a_bundle_with_more_messages_than_any_sender_puts_into_one_is_rejected() -> None:
+    """A bundle of 4,096 messages counted as one."""
+    who = Envelope(run=1, epoch=2, fence=3, message=Who())
+    items = [(f"r{number}", who) for number in range(2 * FULL_MESSAGES + 1)]
+    bundles = list(encode_bundles(items))
+    assert [len(decode_bundle(frames)) for frames in bundles] == [FULL_MESSAGES, FULL_MESSAGES, 1]
+    with pytest.raises(WireError, match=f"expected at most {FULL_MESSAGES}"):
+        decode_bundle(encode_bundle(items[: FULL_MESSAGES + 1]))
