@@ -48,7 +48,7 @@ def read_tree(path: str | Path) -> Any:
 def parse_tree(text: str, path: str | Path) -> Any:
     """Return the unchecked contents of YAML text; ``path`` is for messages. Raises ConfigError."""
     try:
-        tree = msgspec.yaml.decode(text)
+        tree = with_home(msgspec.yaml.decode(text))
         twice = _duplicate_key_error(yaml.compose(text, Loader=yaml.SafeLoader))
     except (msgspec.DecodeError, ValueError, yaml.YAMLError) as error:
         first = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
@@ -57,7 +57,7 @@ def parse_tree(text: str, path: str | Path) -> Any:
         raise ConfigError(f"{path}: got keys that are nested too deeply, expected only a few levels") from None
     if twice:
         raise ConfigError(f"{path}: {twice}")
-    return {} if tree is None else with_home(tree)
+    return {} if tree is None else tree
 
 
 def with_home(tree: Any) -> Any:
@@ -93,9 +93,11 @@ def convert(tree: Any, kind: type[T], where: str = "configuration") -> T:
 
     ``where``: start of the error's text, such as the name of the file.
     """
-    tree = with_home(tree)
     try:
+        tree = with_home(tree)
         return msgspec.convert(tree, kind)
+    except RecursionError:
+        raise ConfigError(f"{where}: got values that are nested too deeply, expected only a few levels") from None
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"{where}: {explained(error, kind, tree)}") from None
 

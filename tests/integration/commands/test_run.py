@@ -44,7 +44,7 @@ HANG = "import sys, time; print('begun', flush=True); time.sleep(300)"
 def files(tmp_path: Path) -> list[str]:
     """broker.yaml and producer.yaml of 600 samples, as options."""
     for number in range(2):
-        write_jsonl(tmp_path / f"{number}.jsonl", [{"tokens": [number] * (1 + 31 * i % 97)} for i in range(300)])
+        write_jsonl(tmp_path / f"{number}.jsonl", [{"tokens": [number] * (2 + 31 * i % 97)} for i in range(300)])
     source = {"source": "jsonl", "shards": str(tmp_path / "?.jsonl")}
     broker = write(tmp_path / "broker.yaml", BROKER)
     producer = write(tmp_path / "producer.yaml", {"processes": 1, "streams": {"web": source}})
@@ -150,7 +150,7 @@ def test_logs_may_go_to_files(files: list[str], tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "ready" in (tmp_path / "logs" / "broker.log").read_text()
     # "all delivered", or "stopped" where the command ends before the producer is told
-    assert ": 600 samples, 29410 tokens" in (tmp_path / "logs" / "producer.log").read_text()
+    assert ": 600 samples, 30010 tokens" in (tmp_path / "logs" / "producer.log").read_text()
 
 
 # Ends
