@@ -201,7 +201,7 @@ class Attacker:
 
 
 def pool_of(rng: Random) -> deque[Envelope]:
-    """What is said in runs like these."""
+    """Texts that such runs log."""
     found: deque[Envelope] = deque(maxlen=4000)
     for scene in ("late", "read"):
         world = World(scene, rng, hostile=False)

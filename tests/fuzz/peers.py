@@ -131,7 +131,7 @@ class World:
         for _ in range(rng.choice(self._most_strange)):
             self._strange()
 
-    # What the honest do
+    # Actions of honest peers
 
     def _work(self) -> None:
         """Samples, values and questions of programs."""
@@ -169,7 +169,7 @@ class World:
                 self._act(peer, EndBatch(session.buffer.next_mark))
 
     def _report(self, peer: bytes, delivered: Deliver) -> None:
-        """What a rank reports for a step that it has."""
+        """Return the report of a rank for a step that it has."""
         client, parts = self.sessions[peer], [envelope.message for envelope in delivered.parts]
         first = parts[0]
         assert isinstance(first, StepPart)
@@ -266,7 +266,7 @@ class World:
             self.cursor = getattr(answers.popitem()[1].message, "cursor", self.cursor)
         self.sessions[b"v"].answers.clear()
 
-    # What is hostile
+    # Hostile messages
 
     def _say(self, side: int, peer: bytes, envelope: Envelope) -> None:
         """A message on its way to the broker; of some peers it is changed."""

@@ -22,7 +22,7 @@ SAVED = datasets.Dataset.from_pandas(FRAME)
 
 
 def encoding() -> Any:
-    """What a tokenizer of transformers returns for many texts."""
+    """Return the encoding of many texts by a tokenizer of transformers."""
     return import_module("transformers").BatchEncoding(COLUMNS)
 
 

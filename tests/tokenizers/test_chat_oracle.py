@@ -74,7 +74,7 @@ def as_taken(name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def render(name: str, chat: dict[str, Any], size: int | None = None, **more: Any) -> Any:
-    """What transformers makes of the first ``size`` messages of a chat."""
+    """Return the rendering by transformers of the first ``size`` messages of a chat."""
     messages = as_taken(name, chat["messages"])[:size]
     return theirs(name).apply_chat_template(messages, tools=chat.get("tools"), **chat.get("kwargs", {}), **more)
 

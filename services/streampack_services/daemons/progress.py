@@ -193,8 +193,8 @@ def _rejected(reasons: Mapping[str, int]) -> str:
 
 def _warnings(overall: Overall) -> list[str]:
     """Return the number of delivered samples with each warning as text: ``2 samples with the warning no_loss_mask``."""
-    words = sum((Counter(stream.warnings) for stream in overall.streams.values()), Counter())
-    return [f"{count} sample{'s' * (count != 1)} with the warning {word}" for word, count in sorted(words.items())]
+    counts = sum((Counter(stream.warnings) for stream in overall.streams.values()), Counter())
+    return [f"{count} sample{'s' * (count != 1)} with the warning {word}" for word, count in sorted(counts.items())]
 
 
 def _restarts(overall: Overall) -> list[str]:

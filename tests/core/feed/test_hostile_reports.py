@@ -17,7 +17,7 @@ from tests.fuzz.stage import RUN, Stage
 
 
 def answer(stage: Stage, message: Message, payload: tuple[bytes, ...] = ()) -> Noted | None:
-    """What the broker says to a message of a trainer; None for nothing."""
+    """Return the answer of the broker to a message of a trainer; None without one."""
     stage.said.pop(b"z", None)
     stage.hear(1, b"z", Envelope(run=RUN, epoch=stage.epoch, fence=0, message=message, payload=payload))
     said = [each.message for each in stage.said.get(b"z", []) if isinstance(each.message, Noted)]

@@ -178,7 +178,7 @@ def test_a_rank_that_asks_for_all_steps_there_will_ever_be_gets_those_there_are(
 
 
 def told(stage: Stage, peer: bytes) -> list[Reject]:
-    """What a peer was rejected for."""
+    """Return the reason why a peer was rejected."""
     return [each.message for each in stage.said.get(peer, []) if isinstance(each.message, Reject)]
 
 
