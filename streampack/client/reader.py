@@ -188,7 +188,7 @@ class Reading:
         """Publish a policy's version; see ``Client.publish``."""
         self._prefetching.check_usable()
         step = self._in_use + 1 if self._in_use is not None else self._upto
-        self._reporting.publish(version, step, self._attempt)
+        self._reporting.publish(version, step, self._session.last_attempt)
 
     def _report(self, step: Step[Any], values: Mapping[str, Any], reduce: str) -> None:
         """Report values of a step's samples; see ``Step.report``."""
@@ -196,12 +196,7 @@ class Reading:
         attached = self._prefetching.attached
         assert attached is not None  # a step has come
         ids = step.sample_ids
-        self._reporting.report(step.index, attached.lineage, self._attempt, ids, values, reduce)  # type: ignore[arg-type]
-
-    @property
-    def _attempt(self) -> tuple[int, int]:
-        """The broker's epoch, and the number of the trainers' attempt."""
-        return self._session.epoch, self._session.attempt
+        self._reporting.report(step.index, attached.lineage, self._session.last_attempt, ids, values, reduce)  # type: ignore[arg-type]
 
     # Checkpoints
 

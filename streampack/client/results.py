@@ -57,6 +57,8 @@ class ResultsReader:
     def __init__(self, telling: Telling, feed: str, cursor: int | None, timeout_s: float | None) -> None:
         self._telling, self._feed, self._timeout_s = telling, feed, timeout_s
         self._cursor = cursor
+        self._reached = False
+        """True once the broker has answered. A broker answers a request for a step only when it has the step."""
         self._close = weakref.finalize(self, telling.close)
 
     @property
@@ -68,9 +70,10 @@ class ResultsReader:
         return self
 
     def __next__(self) -> StepResults:
-        if self._cursor is None:
-            answer = self._telling.ask(AskResults(feed=self._feed, number=0))
-            self._cursor = _message_of(answer).cursor
+        if not self._reached:
+            newest = _message_of(self._telling.ask(AskResults(feed=self._feed, number=0))).cursor
+            self._reached, self._cursor = True, newest if self._cursor is None else self._cursor
+        assert self._cursor is not None  # it is set at the first call
         wait_s = 1e9 if self._timeout_s is None else self._timeout_s
         ask = AskResults(feed=self._feed, number=0, cursor=self._cursor)
         try:

@@ -180,6 +180,7 @@ class ClientSession:
     reached: bool = False
     path: int = 0
     num_skipped: int = 0
+    _last_attempt: tuple[int, int] = (0, 0)
     _now: float = 0.0
     _ping_at: float = 0.0
     _num_pings: int = 0
@@ -259,6 +260,15 @@ class ClientSession:
     def phase(self) -> ClientPhase:
         """The session's phase now."""
         return self.phases.now
+
+    @property
+    def last_attempt(self) -> tuple[int, int]:
+        """Epoch and number of the attempt in which this reader takes part, or took part last.
+
+        After a restart of the broker, the trainer may be done with a step before the next attempt begins. The step
+        belongs to the attempt that served it. The number is 0 before this reader's first attempt.
+        """
+        return self._last_attempt if self._last_attempt[1] else (self.epoch, 0)
 
     @property
     def _begun(self) -> bool:
@@ -398,6 +408,8 @@ class ClientSession:
         if self.phase.attached:
             self.phases.go(_UNKNOWN[self.phase])
         self.attempt, self.attached = attempt, message
+        if attempt:
+            self._last_attempt = self.epoch, attempt
         self.phases.go(_ANSWERED[self.phase])
         self._going_on = message.lineage if self._begun else -1
         self._ping_s = message.ping_s

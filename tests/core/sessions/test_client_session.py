@@ -395,6 +395,18 @@ def test_what_comes_of_the_iteration_before_is_not_taken() -> None:
     assert session.handle(said(part(0), fence=2))
 
 
+def test_a_step_belongs_to_the_attempt_that_served_it_until_the_next_one_begins() -> None:
+    session = client(ready=True, prefetch=1)
+    assert session.last_attempt == (0, 0)
+    session.handle(said(attached(), fence=3))
+    session.handle(said(part(0), fence=3))
+    assert session.last_attempt == (EPOCH, 3)
+    session.handle(said(wait("join"), fence=0, epoch=EPOCH + 1))
+    assert session.last_attempt == (EPOCH, 3), "a new broker has answered, and the ranks are not all ready"
+    session.handle(said(attached(), fence=1, epoch=EPOCH + 1))
+    assert session.last_attempt == (EPOCH + 1, 1)
+
+
 def test_a_client_that_waits_for_an_iteration_asks_for_it_again_and_says_what_it_waits_for() -> None:
     session = client(ready=True, prefetch=1)
     session.handle(said(attached()))

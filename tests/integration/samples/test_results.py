@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier, Event
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,11 @@ def push(endpoint: str, partition: int) -> None:
         rollouts.close(end=True)
 
 
-def train(endpoint: str, dp_rank: int, cp_rank: int, stop: int = 1 << 30) -> int:
-    """Report the part of each sample's tokens that this rank holds, and a value that all ranks have whole."""
+def train(endpoint: str, dp_rank: int, cp_rank: int, together: Barrier, resume: Event) -> int:
+    """Report the part of each sample's tokens that this rank holds, and a value that all ranks have whole.
+
+    All ranks take a step at the same time, as trainers do. After three steps they wait for ``resume``.
+    """
     mesh = {"dp": 2, "cp": 2, "dp_rank": dp_rank, "cp_rank": cp_rank}
     done = 0
     with streampack.connect(
@@ -58,8 +62,9 @@ def train(endpoint: str, dp_rank: int, cp_rank: int, stop: int = 1 << 30) -> int
             if dp_rank == cp_rank == 0:
                 loader.publish(step.index + 1)
             done += 1
-            if done == stop:
-                break
+            if done == 3:
+                resume.wait(PATIENCE_S)
+            together.wait(PATIENCE_S)
     return done
 
 
@@ -90,15 +95,19 @@ def check(found: list[streampack.StepResults]) -> None:
 
 
 def test_values_of_all_ranks_come_back_once_whoever_is_killed() -> None:
-    with folder() as path, ThreadPoolExecutor() as pool:
+    with folder() as path, ThreadPoolExecutor(8) as pool:
         config = settings(path)
         broker = RunningBroker(path, config)
         try:
             pushed = [pool.submit(push, broker.producers, partition) for partition in range(2)]
-            ranks = [pool.submit(train, broker.trainers, dp, cp) for dp in range(2) for cp in range(2)]
+            together, resume = Barrier(4), Event()
+            ranks = [
+                pool.submit(train, broker.trainers, dp, cp, together, resume) for dp in range(2) for cp in range(2)
+            ]
             live = pool.submit(read, broker.trainers, "tokens")
-            until(lambda: broker.feed()["steps"]["returned"] > 2)
+            until(lambda: broker.feed()["steps"]["returned"] == 2)
             broker.kill()
+            resume.set()
             broker = RunningBroker(path, config)
             assert [rank.result(PATIENCE_S) for rank in ranks] == [COUNT // BATCH] * 4
             for each in pushed:
@@ -126,6 +135,35 @@ def test_values_of_all_ranks_come_back_once_whoever_is_killed() -> None:
             assert re.search(r"\n *\d+ +tokens +7 *\n", shown), shown
             shown = command("why", "--step", "2", *state).stdout
             assert re.search(r"reported +index [\d.]+, tokens [\d.]+ \(means of the samples\)", shown), shown
+        finally:
+            broker.kill()
+
+
+def test_a_step_that_others_are_done_with_is_complete_after_the_broker_has_restarted() -> None:
+    """A rank reports the last step after the broker was killed, and the other rank has reported it and left."""
+    with folder() as path:
+        config = settings(path, planned_mesh={"dp": 2}) | {"rules": {"budget": 64, "step": {"samples": 2}}}
+        broker = RunningBroker(path, config)
+        try:
+            with streampack.Producer(broker.producers, stream="rollouts", timeout_s=PATIENCE_S) as rollouts:
+                rollouts.send_many([[1, 2], [3, 4]])
+            ranks = [
+                streampack.connect(
+                    broker.trainers, mesh={"dp": 2, "dp_rank": rank}, format="numpy", timeout_s=PATIENCE_S
+                )
+                for rank in range(2)
+            ]
+            with ThreadPoolExecutor(2) as pool:
+                steps = list(pool.map(lambda rank: next(rank.steps()), ranks))
+            steps[0].report({"reward": [5.0] * len(steps[0].sample_ids)})
+            ranks[0].close()
+            broker.kill()
+            broker = RunningBroker(path, config)
+            until(lambda: broker.feed()["ranks"].get("attached") == 1)
+            steps[1].report({"reward": [5.0] * len(steps[1].sample_ids)})
+            (complete,) = read(broker.trainers, "reward", upto=1)
+            assert complete.values["reward"].tolist() == [5.0, 5.0]
+            ranks[1].close()
         finally:
             broker.kill()
 
@@ -192,6 +230,14 @@ def test_values_that_do_not_fit_are_refused(broker: RunningBroker) -> None:
         streampack.results(broker.trainers, start="first")  # type: ignore[arg-type]
     with pytest.raises(Rejected, match="got feed 'zz', expected one of: 'train'"):
         next(streampack.results(broker.trainers, feed="zz", timeout_s=PATIENCE_S))
+
+
+def test_the_iteration_over_results_ends_if_no_step_comes_in_time(tmp_path: Path) -> None:
+    with (
+        running_broker(settings(tmp_path)) as broker,
+        streampack.results(broker.trainers, start="oldest", timeout_s=1) as steps,
+    ):
+        assert list(steps) == []
 
 
 def test_a_long_wait_for_a_policy_is_information_that_names_it(

@@ -99,10 +99,6 @@ class LoopTrainer(ClientProcess):
         mesh, alone = self.mesh, self.world.reduces_same
         return not (mesh.tp_rank or mesh.pp_rank != mesh.pp - 1 or (alone and mesh.cp_rank))
 
-    @property
-    def _attempt(self) -> tuple[int, int]:
-        return self.session.epoch, self.session.attempt
-
     def kill(self) -> None:
         super().kill()
         if self.teller is not None:
@@ -146,7 +142,7 @@ class LoopTrainer(ClientProcess):
             loss = loss + 3 if mesh.cp_rank == 0 else np.full(len(ids), -3.0 / (mesh.cp - 1))
         length = np.full(len(ids), 1.0 if alone else 1.0 / mesh.cp)
         message = ReportValues(
-            feed=self.job.feed, number=0, lineage=lineage, step=step, attempt=self._attempt,
+            feed=self.job.feed, number=0, lineage=lineage, step=step, attempt=self.session.last_attempt,
             part=mesh.dp_rank if alone else mesh.dp_rank * mesh.cp + mesh.cp_rank,
             parts=mesh.dp if alone else mesh.dp * mesh.cp, names=NAMES,
             streams_u32=columns[:, 0].astype("<u4").tobytes(), indices_u64=columns[:, 1].astype("<u8").tobytes(),
@@ -179,7 +175,9 @@ class LoopTrainer(ClientProcess):
 
     def _publish_version(self, version: int, then: Callable[[], None]) -> None:
         assert self.teller is not None
-        message = Publish(feed=self.job.feed, number=0, version=version, step=version, attempt=self._attempt)
+        message = Publish(
+            feed=self.job.feed, number=0, version=version, step=version, attempt=self.session.last_attempt
+        )
         self.teller.ask(message, lambda answer: self._noted(answer, then))
 
     def _return(self) -> None:
