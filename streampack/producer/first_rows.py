@@ -79,7 +79,7 @@ def check_rows(config: ProducerConfig) -> list[FirstWarning]:
             to_set = advice_on(said, _TO_SET.get(stream.source, _TO_SET_ELSEWHERE))
             raise ConfigError(f"{path}: {got} ({said}). {to_set}")
         read = [record for record in records if record.reason not in _TORN]
-        if read and all(record.reason and not _of_known_key(record) for record in read):
+        if read and all(record.reason and not of_known_key(record) for record in read):
             raise ConfigError(f"{path}: none of the first {len(read)} rows can be used. {_rejected(read[0])}")
         if any(KEY in name for record in records for name in record.fields):
             records = _peek_with(path, stream, tokenizer, ())
@@ -123,20 +123,20 @@ def _warnings(stream: str, records: list[RawSample]) -> list[FirstWarning]:
         for word in (record.reason,) if record.reason not in (None, *_TORN) else warnings_of(record):
             places.setdefault(word, []).append(record)
     return [
-        FirstWarning(stream, word, len(those), len(records), those[0].where, _meaning(word, those[0]))
+        FirstWarning(stream, word, len(those), len(records), those[0].where, meaning_of(word, those[0]))
         for word, those in places.items()
     ]
 
 
-def _meaning(word: str, record: RawSample) -> str:
+def meaning_of(word: str, record: RawSample) -> str:
     """Return the sentence of a warning about a sample, or of the reason why it is rejected."""
     if not record.reason:
         return advice(word)
     undeclared = f"unless broker.yaml declares the field {word.partition(':')[0]}, rows are rejected. "
-    return undeclared + _rejected(record) if _of_known_key(record) else _rejected(record)
+    return undeclared + _rejected(record) if of_known_key(record) else _rejected(record)
 
 
-def _of_known_key(record: RawSample) -> bool:
+def of_known_key(record: RawSample) -> bool:
     """Return whether a known key rejects the sample. A declared field may read the key instead."""
     return (record.reason or "").partition(":")[0] in KNOWN
 

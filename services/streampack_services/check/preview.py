@@ -1,12 +1,13 @@
 """``streampack check producer.yaml --samples N``: show the first samples as tokens, which are learned, and media.
 
 Samples are read as a producer reads them, in the order of the files. The broker's policies are not applied. Only
-broker.yaml declares fields. So values that ``fields`` in producer.yaml names count as media if they are references.
+broker.yaml declares fields. So values that ``fields`` in producer.yaml names count as media if they are references. For
+the same reason, samples with a known key that only a declared field reads are shown, with a warning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
@@ -23,7 +24,7 @@ from streampack.core.media.references import Reference, inline_bytes, reference_
 from streampack.core.model.fields import LOSS_MASK, PATCHES, Field
 from streampack.core.stats.sample_warnings import advice
 from streampack.errors import UserError
-from streampack.producer.first_rows import MASK, NOT_APPLIED, passed_on, warnings_of
+from streampack.producer.first_rows import MASK, NOT_APPLIED, meaning_of, of_known_key, passed_on, warnings_of
 from streampack.sources import RawSample, Tokenizer, open_tokenizer
 from streampack.sources.settings import KEYS
 from streampack_services.amounts import media_text, size_text
@@ -46,18 +47,28 @@ def preview(file: Path, samples: int) -> dict[str, list[Tree]]:
     if not isinstance(config, ProducerConfig):
         raise UserError(f"{file} is a broker.yaml, but only producers read samples. Pass a producer.yaml.")
     found = {}
-    streams = {
-        name: msgspec.structs.replace(each, fields=_renamed(each.fields) | _not_applied(each))
-        for name, each in config.streams.items()
-    }
-    for name, source in open_sources(msgspec.structs.replace(config, streams=streams)).items():
-        stream = config.streams[name]
+    shown, applied = _first_samples(config, samples, _not_applied), _first_samples(config, samples, lambda _: {})
+    for name, stream in config.streams.items():
         tokenizer = open_tokenizer(stream.tokenizer or config.tokenizer)
+        pairs = zip(shown[name], applied[name], strict=True)
+        found[name] = [_sample(*pair, tokenizer, list(stream.fields)) for pair in pairs]
+    return found
+
+
+def _first_samples(
+    config: ProducerConfig, count: int, passed: Callable[[ProducerStream], dict[str, str]]
+) -> dict[str, list[RawSample]]:
+    """Return the first ``count`` samples of each stream; the values of ``passed`` keys are passed on as they are."""
+    streams = {
+        name: msgspec.structs.replace(stream, fields=_renamed(stream.fields) | passed(stream))
+        for name, stream in config.streams.items()
+    }
+    records = {}
+    for name, source in open_sources(msgspec.structs.replace(config, streams=streams)).items():
         # A reference is passed on as it is, so any value may be read as one. The values say which of them are.
         media = [Field(name=each, dtype="reference", axis="item") for each in streams[name].fields if each != LOSS_MASK]
-        records = source.read(0, 1, seed=0, passes=1, fields=(MASK, *media, _SIZES))
-        found[name] = [_sample(record, tokenizer, list(stream.fields)) for record in islice(records, samples)]
-    return found
+        records[name] = list(islice(source.read(0, 1, seed=0, passes=1, fields=(MASK, *media, _SIZES)), count))
+    return records
 
 
 def _renamed(fields: Mapping[str, str]) -> dict[str, str]:
@@ -70,8 +81,10 @@ def _not_applied(stream: ProducerStream) -> dict[str, str]:
     return passed_on(NOT_APPLIED)[0] if "fields" in KEYS[stream.source] else {}
 
 
-def _sample(record: RawSample, tokenizer: Tokenizer, fields: list[str]) -> Tree:
+def _sample(record: RawSample, applied: RawSample, tokenizer: Tokenizer, fields: list[str]) -> Tree:
     """Return a sample as a tree: place, reason of a rejection (or None), tokens, learned tokens, and parts of its text.
+
+    ``applied`` is the sample with the known keys applied. If one of them rejects it, ``undeclared`` says so.
 
     Each of ``parts`` has its ``text``, whether it is ``learned``, and whether its tokens are ``special``. ``media`` has
     the number of ``items`` and ``patches``, and the ``places`` of items by field. It is None without media. ``fields``:
@@ -90,6 +103,7 @@ def _sample(record: RawSample, tokenizer: Tokenizer, fields: list[str]) -> Tree:
     return {
         "where": record.place, "reason": record.reason or wrong, "num_tokens": len(mask),
         "num_learned": sum(map(bool, mask)), "parts": parts, "media": media, "warnings": list(warnings_of(record)),
+        "undeclared": meaning_of(applied.reason, applied) if applied.reason and of_known_key(applied) else None,
     }  # fmt: skip
 
 
@@ -142,8 +156,8 @@ def show_preview(found: dict[str, list[Tree]]) -> None:
             counts += f", {media_text(media['items'], media['patches'])}" if media else ""
             said = f"rejected: {sample['reason']}" if sample["reason"] else counts
             console.print(Text(f"{name}  {sample['where']}  {said}", style="bold"), soft_wrap=True)
-            for word in sample["warnings"]:
-                console.print(f"warning: {advice(word)}", style="yellow", soft_wrap=True)
+            for sentence in (*map(advice, sample["warnings"]), *filter(None, [sample["undeclared"]])):
+                console.print(f"warning: {sentence}", style="yellow", soft_wrap=True)
             text = Text()
             for learned, parts in groupby(sample["parts"], key=itemgetter("learned")):
                 style = "green" if learned else "dim"
