@@ -4,8 +4,8 @@
 call twice more: as it is, and with two tokens of one sample exchanged. Outputs of that sample must move. Outputs of all
 others, and the gradients of their squares, must stay as they are. So a program is tested with what its calls pass.
 
-``python -m tests.docs.leaks SCRIPT ARGUMENTS`` runs a script so, and ends it after ``WANTED`` calls. It prints how many
-calls were tested, and the error of a call in which samples see each other.
+As a program of ``tests.integration.forked`` with arguments SCRIPT ARGUMENTS it runs a script so, and ends it after
+``WANTED`` calls. It prints how many calls were tested, and the error of a call in which samples see each other.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from streampack.views.view import View, canonical
+from tests.integration.forks import import_what_it_does
 
 WANTED = 3
 WITHIN = 1e-6
@@ -199,6 +200,10 @@ def watched(attention: str | None = None) -> Iterator[Watch]:
             kind.__call__ = call
 
 
+def prepare(arguments: list[str]) -> None:
+    import_what_it_does(arguments[0])
+
+
 def main() -> None:
     """Run a script and end this process, whatever else runs in it."""
     script, status = Path(sys.argv[1]), 0
@@ -214,7 +219,3 @@ def main() -> None:
             traceback.print_exc()
     print(f"tested {watch.tested}", flush=True)
     os._exit(status)
-
-
-if __name__ == "__main__":
-    main()

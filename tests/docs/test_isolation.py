@@ -6,10 +6,7 @@ Blocks and scripts run as they stand, watched by ``tests.docs.leaks``. Every one
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -28,8 +25,9 @@ from tests.docs import test_examples
 from tests.docs.leaks import exchanged, watched
 from tests.docs.pages import BLOCKS, ROOT, Block
 from tests.docs.test_examples import Tiny, tiny_llama
+from tests.integration.forked import Command
 from tests.integration.frameworks.example_runs import serving
-from tests.integration.running import PATIENCE_S, RunningBroker, running_broker
+from tests.integration.running import RunningBroker, forked, running_broker
 
 CALLS = re.compile(r"\.backward\(|\.train\(|trainer\.fit\(|attend\(|evaluate\(batch|get_forward_backward_func\(")
 """Text of blocks and scripts that call a model with batches."""
@@ -300,7 +298,7 @@ def test_an_example_keeps_samples_apart(
                 else shown_config(name)
             )
             own = stack.enter_context(running_broker(config | {"state_dir": str(tmp_path / "state")}))
-        environment = os.environ | {
+        environment = {
             "STREAMPACK_ENDPOINT": own.trainers, "STREAMPACK_PRODUCERS": own.producers, "PYTHONPATH": str(ROOT),
             "LEAKS_ATTENTION": attention or "", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1", "RANK": "0",
             "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0",
@@ -310,13 +308,10 @@ def test_an_example_keeps_samples_apart(
             name, [] if name in PUSHED else [str(tmp_path), "3"]
         )
         if name == "rl_loop":
-            generator = subprocess.Popen([sys.executable, script, "generate"], cwd=tmp_path, env=environment)
+            generator = Command([script, "generate"], 1, 2, "tests.integration.scripts", environment, tmp_path)
             stack.callback(generator.wait)
             stack.callback(generator.kill)
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.docs.leaks", script, *arguments], capture_output=True, text=True,
-            timeout=PATIENCE_S, cwd=tmp_path, env=environment, check=False,
-        )  # fmt: skip
+        done = forked("tests.docs.leaks", script, *arguments, environment=environment, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (tested,) = re.findall(r"^tested (\d+)$", done.stdout, re.MULTILINE)
     assert int(tested) > 0, done.stdout + done.stderr

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ from streampack.sources import SourceSettings, open_source
 from tests.docs.pages import Block
 from tests.docs.test_examples import CODE, SETTINGS, VOCABULARY, Tiny, tiny_llama
 from tests.integration.frameworks.example_runs import EXAMPLES, Run, run
-from tests.integration.running import PATIENCE_S, RunningBroker, producing_here, running_broker, write_jsonl
+from tests.integration.running import RunningBroker, forked, producing_here, running_broker, write_jsonl
 
 LOOPS = [block for block in CODE if re.search(r"(?s)for step in .*(num_loss_tokens|packed_loss\()", block.code)]
 ROWS: list[dict[str, Any]] = [{"tokens": [1 + number % 9]} for number in range(220)]
@@ -101,8 +98,6 @@ def test_an_example_stays_finite(example: str, broker: RunningBroker, tmp_path: 
 @pytest.mark.parametrize("broker", ["packed"], indirect=True)
 @pytest.mark.parametrize("per", ["token", "sample"])
 def test_means_of_both_kinds_stay_finite(per: str, broker: RunningBroker) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "sft.py"), "3", per], capture_output=True, text=True, timeout=PATIENCE_S,
-        env=os.environ | {"STREAMPACK_ENDPOINT": broker.trainers},
-    )  # fmt: skip
+    told = {"STREAMPACK_ENDPOINT": broker.trainers}
+    done = forked("tests.integration.scripts", EXAMPLES / "sft.py", "3", per, environment=told)
     assert [json.loads(line)["loss"] for line in done.stdout.splitlines()] == [0.0] * 3, done.stderr

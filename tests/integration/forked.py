@@ -1,9 +1,10 @@
-"""``streampack`` as a process of its own, without the second that its imports and kernels take: a fork of one that has
-them, the server, which runs nothing itself.
+"""``streampack``, and programs that import torch, as processes of their own, without the seconds that imports take.
 
-Each has its own arguments, environment, folder, output, limits and end, as if it had been executed; only the command
-line that ``ps`` shows is the server's. A server serves one process of tests, from its first command on, and ends with
-it. No thread may be in it: a fork would inherit locks that nobody gives back.
+Each is a fork of a server, which has the imports and runs nothing itself. It has its own arguments, environment,
+folder, output, limits and end, as if it had been executed; only the command line that ``ps`` shows is the server's.
+
+A server serves one process of tests, from its first command on, and ends with it. No thread may be in it: a fork would
+inherit locks that nobody gives back. ``streampack`` has a server of its own, which has no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import atexit
 import contextlib
 import functools
 import gc
-import importlib
 import json
 import os
 import resource
@@ -22,7 +22,8 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,17 +39,24 @@ _NUMBER = struct.Struct("<i")
 class Command:
     """``streampack ARGUMENTS`` that runs, or has ended; its output goes to two file numbers.
 
-    Of ``subprocess.Popen``, what tests use.
+    Of ``subprocess.Popen``, what tests use. Another ``program`` is a module with the functions ``prepare(arguments)``,
+    which the server calls before the fork, and ``main()``. ``environment`` is added to that of this process.
     """
 
-    def __init__(self, arguments: Sequence[str], stdout: int, stderr: int) -> None:
+    def __init__(
+        self, arguments: Sequence[str], stdout: int, stderr: int, program: str = "streampack",
+        environment: Mapping[str, str] | None = None, folder: Path | None = None,
+    ) -> None:  # fmt: skip
         self.args = list(arguments)
         self.returncode: int | None = None
         self._says, says = os.pipe()
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = {"arguments": self.args, "environment": dict(os.environ), "folder": os.getcwd(), "files": limits}
+        wanted = {
+            "program": program, "arguments": self.args, "environment": os.environ | (environment or {}),
+            "folder": str(folder or Path.cwd()), "files": limits,
+        }  # fmt: skip
         try:
-            socket.send_fds(_server(), [json.dumps(wanted).encode()], [stdout, stderr, says])
+            socket.send_fds(_server(program == "streampack"), [json.dumps(wanted).encode()], [stdout, stderr, says])
         finally:
             os.close(says)
         self.pid = self._heard()
@@ -81,8 +89,8 @@ class Command:
 
 
 @functools.cache
-def _server() -> socket.socket:
-    """Where commands are asked for."""
+def _server(lean: bool) -> socket.socket:
+    """Where commands are asked for; a ``lean`` server runs only ``streampack``."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     words = [sys.executable, "-m", "tests.integration.forked", str(theirs.fileno())]
     root = Path(__file__).parents[2]
@@ -100,8 +108,8 @@ def _server() -> socket.socket:
 # The server
 
 
-def serve(requests: socket.socket) -> None:
-    """Until nobody can ask any more. Returns in each fork, too, once it is to be the command."""
+def serve(requests: socket.socket) -> Callable[[], int | None] | None:
+    """Until nobody can ask any more. Returns in each fork, too, with the function of the program that it is to be."""
     running: dict[int, tuple[int, int]] = {}
     """Of each command's pidfd: its id, and where its end is said."""
     while True:
@@ -112,16 +120,27 @@ def serve(requests: socket.socket) -> None:
                 continue
             data, files, _, _ = socket.recv_fds(requests, 1 << 20, 3)
             if not data:
-                return
+                return None
+            wanted = json.loads(data)
+            prepare, run = _program(wanted["program"])
+            prepare(wanted["arguments"])
             pid = os.fork()
             if pid == 0:
                 requests.detach()
-                _become(json.loads(data), *files[:2])
-                return
+                _become(wanted, *files[:2])
+                return run
             os.write(files[2], _NUMBER.pack(pid))
             os.close(files[0])
             os.close(files[1])
             running[os.pidfd_open(pid)] = pid, files[2]
+
+
+def _program(name: str) -> tuple[Callable[[list[str]], object], Callable[[], int | None]]:
+    """Return the program's functions before the fork and in it."""
+    if name == "streampack":
+        return lambda _: _import_all(), main
+    module = import_module(name)
+    return module.prepare, module.main
 
 
 def _say_its_end(pid: int, says: int) -> None:
@@ -143,22 +162,22 @@ def _become(wanted: dict[str, Any], stdout: int, stderr: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     given = wanted["environment"].get("PYTHONPATH", "")
     sys.path[:1] = [wanted["folder"], *filter(None, given.split(os.pathsep))]
-    sys.argv = ["streampack", *wanted["arguments"]]
+    sys.argv = [wanted["program"], *wanted["arguments"]]
 
 
+@functools.cache
 def _import_all() -> None:
     """What commands import, and the kernels of a broker."""
     for name in ("cli.main", "daemons.producer"):
-        importlib.import_module(f"streampack_services.{name}")
-    service = importlib.import_module("streampack_services.daemons.broker").BrokerService
+        import_module(f"streampack_services.{name}")
+    service = import_module("streampack_services.daemons.broker").BrokerService
     config = BrokerConfig(streams={"any": StreamSettings()}, memory="64MiB")
     service.warm_up(SimpleNamespace(plan=plan(config)))  # of a service, which would have sockets, all that is needed
+    gc.freeze()
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all
-    _import_all()
-    gc.freeze()
-    serve(socket.socket(fileno=int(sys.argv[1])))
-    if sys.argv[0] == "streampack":
-        sys.exit(main())
+    run = serve(socket.socket(fileno=int(sys.argv[1])))
+    if run is not None:
+        sys.exit(run())

@@ -1,14 +1,15 @@
-"""``python forks.py JOBS``: examples, one after another, each in processes of its own.
+"""Examples, one after another, each in processes of its own: a program of ``tests.integration.forked``.
 
-JOBS is JSON, a list of [script, arguments, dies_at, ranks, output]: the step behind whose line it is killed (null: it
-runs to its end), the number of its ranks under what torchrun tells them (null: it is told nothing), and the file that
-their output goes to. Prints as JSON how each has ended. The processes are forks of this one, which has imported what
-the scripts import and done nothing with it: that takes longer than all steps.
+Its argument is JSON, a list of [script, arguments, dies_at, ranks, output]: the step behind whose line it is killed
+(null: it runs to its end), the number of its ranks under what torchrun tells them (null: it is told nothing), and the
+file that their output goes to. Prints as JSON how each has ended.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
+import gc
 import json
 import os
 import runpy
@@ -21,12 +22,21 @@ from pathlib import Path
 from typing import Any
 
 
+@functools.cache
 def import_what_it_does(script: str) -> None:
-    """The modules that the script's top level imports, and what torch's optimizers import when they are made."""
-    tree = ast.parse(Path(script).read_text())
-    tree.body = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    exec(compile(tree, script, "exec"), {})
+    """The modules that the script's top level imports, and what torch's optimizers import when they are made.
+
+    Those beside the script, and what follows them, are left to the script itself: they may change what they import.
+    """
+    beside = {path.stem for path in Path(script).parent.glob("*.py")}
+    for node in ast.parse(Path(script).read_text()).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
+            if beside & {name.partition(".")[0] for name in names}:
+                break
+            exec(compile(ast.Module([node], []), script, "exec"), {})
     import_module("torch._dynamo")
+    gc.freeze()
 
 
 def die_at(step: int) -> None:
@@ -103,8 +113,10 @@ def told(ranks: int) -> tuple[dict[str, str], Any]:
     }, store  # fmt: skip
 
 
-if __name__ == "__main__":
-    jobs = json.loads(sys.argv[1])
-    for script in {job[0]: None for job in jobs}:
+def prepare(arguments: list[str]) -> None:
+    for script, *_ in json.loads(arguments[0]):
         import_what_it_does(script)
-    print(json.dumps([ended(*job) for job in jobs]))
+
+
+def main() -> None:
+    print(json.dumps([ended(*job) for job in json.loads(sys.argv[1])]))

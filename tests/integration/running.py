@@ -53,14 +53,28 @@ def executed() -> Iterator[None]:
 
 def streampack(*arguments: str | Path, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
+    return _ended(lambda out, err: _start([*map(str, arguments)], out, err), timeout_s)
+
+
+def forked(
+    program: str, *arguments: str | Path, environment: Mapping[str, str] | None = None, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run another program of ``tests.integration.forked`` to its end."""
+    words = [*map(str, arguments)]
+    return _ended(lambda out, err: Command(words, out, err, program, environment, folder), PATIENCE_S)
+
+
+def _ended(
+    start: Callable[[int, int], Command | subprocess.Popen[bytes]], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = _start([*map(str, arguments)], out.fileno(), err.fileno())
+        process = start(out.fileno(), err.fileno())
         try:
             code = process.wait(timeout_s)
         finally:
             process.kill()
         said = (Path(f"/proc/self/fd/{each.fileno()}").read_text() for each in (out, err))
-        return subprocess.CompletedProcess(arguments, code, *said)
+        return subprocess.CompletedProcess(process.args, code, *said)
 
 
 def in_process(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

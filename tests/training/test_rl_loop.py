@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import torch
 import yaml
 
 import streampack
+from tests.integration.forked import Command
 from tests.integration.frameworks.example_runs import EXAMPLES
 from tests.integration.running import PATIENCE_S, RunningBroker, folder
 from tests.integration.running import streampack as command
@@ -36,7 +34,7 @@ class Role:
     def __init__(self, path: Path, name: str, broker: RunningBroker, file: Path = EXAMPLES / "rl_loop.py") -> None:
         self.path, self.name, self.file = path, name, file
         self.environment = {
-            **os.environ, "STREAMPACK_ENDPOINT": broker.trainers, "STREAMPACK_PRODUCERS": broker.producers,
+            "STREAMPACK_ENDPOINT": broker.trainers, "STREAMPACK_PRODUCERS": broker.producers,
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         self.starts = 0
@@ -45,10 +43,9 @@ class Role:
     def start(self) -> None:
         self.starts += 1
         with (self.path / f"{self.name}.log").open("a") as log:
-            command_line = [sys.executable, str(self.file), self.name]
-            self.process = subprocess.Popen(
-                command_line, cwd=self.path, env=self.environment, stdout=log, stderr=subprocess.STDOUT
-            )
+            output = log.fileno()
+            words = [str(self.file), self.name]
+            self.process = Command(words, output, output, "tests.integration.scripts", self.environment, self.path)
 
     def kill(self) -> None:
         self.process.kill()

@@ -10,15 +10,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.integration.running import PATIENCE_S, RunningBroker, running, running_broker, write, write_jsonl
+from tests.integration.running import RunningBroker, forked, running, running_broker, write, write_jsonl
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 STEPS = 10
@@ -62,10 +60,8 @@ def run(broker: RunningBroker, *runs: Run) -> list[list[Line]]:
         script, arguments = str(EXAMPLES / f"{each.name}.py"), [str(each.folder), str(STEPS)]
         jobs.append([script, arguments, each.dies_at, each.ranks, str(output)])
     paths = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.forks", json.dumps(jobs)], capture_output=True, text=True,
-        timeout=PATIENCE_S, env=os.environ | {"STREAMPACK_ENDPOINT": broker.trainers, "PYTHONPATH": paths},
-    )  # fmt: skip
+    told = {"STREAMPACK_ENDPOINT": broker.trainers, "PYTHONPATH": paths}
+    done = forked("tests.integration.forks", json.dumps(jobs), environment=told)
     said = [output.read_text() if output.exists() else "" for output in outputs]
     expected = [0 if each.dies_at is None else -signal.SIGKILL for each in runs]
     assert done.stdout.endswith(f"{expected}\n"), "\n".join([done.stdout, done.stderr, *said])

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ from streampack.errors import UserError
 from streampack.integrations import trl_grpo
 from tests.integration.frameworks import grpo_trainers
 from tests.integration.frameworks.grpo_trainers import ON_RANKS, VOCAB, Run, both, model_in, trained, trainer_of
-from tests.integration.running import PATIENCE_S
+from tests.integration.running import forked
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers warns of names that TRL uses
 
@@ -79,10 +76,9 @@ def test_an_optimizer_step_has_the_rollouts_that_it_has_in_trl(folder: Path, set
 def test_two_ranks_exchange_rollouts(folder: Path) -> None:
     model_in(folder)
     job = [grpo_trainers.__file__, [str(folder)], None, 2, str(folder / "output")]
-    subprocess.run(
-        [sys.executable, "-m", "tests.integration.forks", json.dumps([job])], check=True, timeout=PATIENCE_S,
-        capture_output=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
-    )  # fmt: skip
+    environment = {"PYTHONPATH": str(Path(__file__).parents[3])}
+    done = forked("tests.integration.forks", json.dumps([job]), environment=environment)
+    assert done.stdout == "[0]\n", done.stderr
     ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
     for case in range(len(ON_RANKS)):
         theirs, ours = ([Run(**rank[case][way]) for rank in ranks] for way in (0, 1))

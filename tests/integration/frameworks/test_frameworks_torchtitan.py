@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +20,7 @@ from streampack import integrations
 from streampack.core.model.rules import Batch, Rules, Warmup
 from streampack.errors import UserError
 from tests.integration.frameworks.example_runs import EXAMPLES, RULES, killed_and_resumed_is_the_same, serving
-from tests.integration.running import PATIENCE_S, RunningBroker, until
+from tests.integration.running import RunningBroker, forked, until
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +89,9 @@ if child:
 
 def test_ranks_that_share_a_data_parallel_rank_read_the_same(broker: RunningBroker, tmp_path: Path) -> None:
     """As those of tensor, context and pipeline parallelism do."""
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_OF_ONE_DP_RANK, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_S,
-        env=os.environ | {"STREAMPACK_ENDPOINT": broker.trainers},
-    )  # fmt: skip
+    (tmp_path / "read.py").write_text(TWO_OF_ONE_DP_RANK)
+    told = {"STREAMPACK_ENDPOINT": broker.trainers}
+    done = forked("tests.integration.scripts", tmp_path / "read.py", tmp_path, environment=told)
     assert done.returncode == 0, done.stderr
     first, second = json.loads(done.stdout)
     assert (first[0], second[0]) == (0, 1)

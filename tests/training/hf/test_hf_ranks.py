@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.running import PATIENCE_S, running, running_broker, write, write_jsonl
+from tests.integration.running import forked, running, running_broker, write, write_jsonl
 
 RULES: dict[str, Any] = {"budget": 128, "step": {"samples": 37}, "align": {"sample": 1, "pack": 1}}
 SCRIPT = """
@@ -76,10 +74,9 @@ def test_two_ranks_have_the_losses_gradients_and_evaluations_of_one(tmp_path: Pa
         config = write(tmp_path / "p.yaml", {"broker": broker.producers, "processes": 1, "streams": streams})
         with running("producer", "produce", "-c", config):
             paths = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
-            done = subprocess.run(
-                [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_S,
-                env=os.environ | {"STREAMPACK_ENDPOINT": broker.trainers, "PYTHONPATH": paths},
-            )  # fmt: skip
+            (tmp_path / "train.py").write_text(SCRIPT)
+            told = {"STREAMPACK_ENDPOINT": broker.trainers, "PYTHONPATH": paths}
+            done = forked("tests.integration.scripts", tmp_path / "train.py", tmp_path, environment=told)
     assert done.returncode == 0, done.stdout + done.stderr
     (one, packs), (two, packs_of_two) = map(json.loads, done.stdout.splitlines())
     assert packs_of_two < packs, "each has its share"

@@ -6,8 +6,6 @@ A sample's tokens are changed; outputs of the other samples stay equal, to the b
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 
 import streampack
 from streampack.errors import UserError
+from tests.integration.running import forked
 
 hf: Any
 """``tests.training.hf.hf_trainers``, once tests run."""
@@ -295,11 +294,12 @@ def test_a_batch_keeps_samples_apart_in_the_process_that_it_is_sent_to(tmp_path:
     """That process has no loader."""
     (tmp_path / "sent").write_bytes(pickle.dumps((hf.llama(), pack(), pack([[91, 92, 93, *ROWS[0][3:]], *ROWS[1:]]))))
     code = f"""
-import pickle
+import pickle, torch, transformers, streampack
 model, one, two = pickle.loads(open({str(tmp_path / "sent")!r}, "rb").read())
 print(float((model(**one).logits - model(**two).logits)[0, one.cu_seqlens_padded[1]:].abs().max()))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    (tmp_path / "receive.py").write_text(code)
+    done = forked("tests.integration.scripts", tmp_path / "receive.py")
     assert done.returncode == 0, done.stderr
     assert pack().sample_ids[0, 1] == 0
     assert float(done.stdout) == 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 import streampack
 from streampack.errors import UserError
+from tests.integration.running import forked
 
 IMAGE, START, END = 90, 91, 92
 FIELDS: dict[str, dict[str, Any]] = {
@@ -127,7 +126,7 @@ def test_a_pack_without_images_has_no_pixels(model: Any) -> None:
 
 def test_the_example_learns_to_name_the_colors_of_its_images() -> None:
     script = Path(__file__).parents[3] / "examples" / "vlm.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    done = forked("tests.integration.scripts", script)
     assert done.returncode == 0, done.stderr
     losses = [json.loads(line)["loss"] for line in done.stdout.splitlines()]
     assert len(losses) > 40

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import streampack
-from tests.integration.running import PATIENCE_S, running, running_broker, write, write_jsonl
+from tests.integration.running import forked, running, running_broker, write, write_jsonl
 
 RULES: dict[str, Any] = {"budget": 256, "window": {"samples": 32}, "step": {"packs": 4}}
 RANKS = 2
@@ -96,11 +94,10 @@ def test_ranks_of_which_one_is_killed_at_every_step_have_the_same_steps_and_end_
         config = write(tmp_path / "p.yaml", {"broker": broker.producers, "processes": 1, "streams": streams})
         with running("producer", "produce", "-c", config):
             paths = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
-            done = subprocess.run(
-                [sys.executable, "-c", LAUNCHER, str(tmp_path), str(RANKS), str(EVERY)],
-                capture_output=True, text=True, timeout=PATIENCE_S,
-                env=os.environ | {"STREAMPACK_ENDPOINT": broker.trainers, "PYTHONPATH": paths},
-            )  # fmt: skip
+            (tmp_path / "launch.py").write_text(LAUNCHER)
+            words = [str(tmp_path / "launch.py"), str(tmp_path), str(RANKS), str(EVERY)]
+            told = {"STREAMPACK_ENDPOINT": broker.trainers, "PYTHONPATH": paths}
+            done = forked("tests.integration.scripts", *words, environment=told)
     assert done.returncode == 0, done.stdout + done.stderr
     assert 4 < len(golden) < 8, "small, and more than one checkpoint"
     assert len(done.stdout.splitlines()) == len(golden) + 1, "one attempt a step, and one that comes to the end"
