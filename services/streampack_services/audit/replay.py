@@ -29,7 +29,7 @@ from streampack.packs.step import Step
 from streampack_services.audit import why
 from streampack_services.audit.rerun import Rerun, Wanted
 from streampack_services.ledger.ledger import Ledger
-from streampack_services.ledger.state_dir import open_ledger, state_folder
+from streampack_services.ledger.state_dir import read_ledger, state_folder
 
 Tree = dict[str, Any]
 
@@ -63,7 +63,7 @@ def replay(options: ReplayOptions) -> Tree:
     folder = state_folder(options.state_dir, None if options.state_dir is not None else options.config)
     if options.out is not None and not options.out.absolute().parent.is_dir():
         raise UserError(f"The folder of --out {options.out} does not exist. Create the folder first.")
-    with _quiet(), open_ledger(folder) as ledger, contextlib.ExitStack() as stack:
+    with _quiet(), read_ledger(folder) as ledger, contextlib.ExitStack() as stack:
         wanted = _wanted(ledger, options)
         work = Path(stack.enter_context(_temporary_folder()))
         mesh = {"dp": options.dp, "cp": options.cp, "pp": options.pp}

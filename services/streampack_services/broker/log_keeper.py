@@ -3,10 +3,14 @@
 A segment is deleted only after the ledger has indexed its records, so that ``streampack why`` still finds them. A
 thread updates the ledger, since that may take seconds. A log that is longer than ``retain.bytes`` and cannot be cut is
 *full*. The core then gives no credit for samples that would have to be recorded.
+
+On a full disk, two things must be written before a segment can be deleted: the waiting records up to the ``Base`` that
+replaces the old ones, and the ledger. ``RESERVE_BYTES`` of the disk are held back for both.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sqlite3
 import threading
@@ -18,14 +22,14 @@ from streampack.config.daemon_settings import BrokerConfig, StandbySettings
 from streampack.config.typed_yaml import parse_size
 from streampack.core.broker import Broker
 from streampack.core.journal.log_effects import Append, Recall, Recalled, Safe, WasCut
-from streampack.core.journal.log_records import Record
+from streampack.core.journal.log_records import Base, Record
 from streampack.core.standby.arbiter_entries import Entry
-from streampack.errors import ConfigError, LogDamaged, StreampackError, WireError
+from streampack.errors import ConfigError, LogDamaged, StreampackError, UserError, WireError
 from streampack.transport.curve import Door
 from streampack.wire import record_frames
 from streampack_services.broker.authorization import Allowed
 from streampack_services.broker.status import LogStatus, StandbyStatus
-from streampack_services.ledger.state_dir import open_ledger
+from streampack_services.ledger.state_dir import indexed_upto, update_ledger
 from streampack_services.log.log import Log, LogEntry
 from streampack_services.standby.arbiter import Arbiter
 from streampack_services.standby.shipping import Shipping
@@ -34,6 +38,8 @@ log = logging.getLogger("streampack.broker")
 
 TRIM_AGAIN_S = 30.0
 """Time until the ledger is tried again after an error, in seconds."""
+RESERVE_BYTES = 64 << 20
+"""Bytes of the disk that are held back: as many as a segment has, since its records take no more in the ledger."""
 
 
 class Keeper:
@@ -50,15 +56,15 @@ class Keeper:
 
     def __init__(self, config: BrokerConfig, wake: Callable[[], None]) -> None:
         self._where = Path(config.state_dir or "")
-        self._log = Log.open(self._where, durability=config.safely, on_safe=wake)
+        self._log = Log.open(self._where, durability=config.safely, reserve_bytes=RESERVE_BYTES, on_safe=wake)
         self.durability = config.safely
         self._retain = parse_size(config.retain.bytes, "retain.bytes")
         self._wake = wake
         self._trimming: threading.Thread | None = None
-        self._wanted = self._trim_to = 0
-        self._trimmed = False
+        self._wanted = self._trim_to = self._indexed = 0
+        self._base_lsn = -1
+        self._not_trimmed = ""
         self._again_at = 0.0
-        self._before = 0
         self.shipping: Shipping | None = None
         """Ships the log to a standby; None without one."""
 
@@ -81,7 +87,9 @@ class Keeper:
 
     def append(self, effect: Append) -> None:
         """Append a record; ``take_events`` yields ``Safe`` once it is durable."""
-        self._log.append(effect.record.TYPE, record_frames.encode_record(effect.record, effect.payload))
+        lsn = self._log.append(effect.record.TYPE, record_frames.encode_record(effect.record, effect.payload))
+        if isinstance(effect.record, Base):
+            self._base_lsn = lsn
 
     def recall(self, effect: Recall) -> Recalled:
         """Read the record ``effect.lsn``."""
@@ -97,9 +105,12 @@ class Keeper:
             full: The reason why the log accepts no more records, as the core knows it; empty if it knows of none.
         """
         self._log.flush()
-        if self._trimmed:
-            self._trimmed, self._trimming = False, None
-            if self._log.cut(self._trim_to):
+        if self._log.stalled and self._base_lsn >= self._log.safe_upto:
+            self._log.squeeze()
+            self._base_lsn = -1
+        if self._trimming is not None and not self._trimming.is_alive():
+            self._trimming = None
+            if self._log.cut(min(self._trim_to, self._indexed)):
                 yield WasCut(self._log.first_lsn)
         self._start_trim()
         now = (self._safe_upto, self._stalled, self._full())
@@ -135,8 +146,9 @@ class Keeper:
 
     def _start_trim(self) -> None:
         """Start the thread that updates the ledger if there are segments to delete."""
-        if self._wanted > self._trim_to and self._trimming is None and time.monotonic() >= self._again_at:
-            self._before, self._trim_to = self._trim_to, self._wanted
+        lacks = self._wanted > min(self._trim_to, self._indexed)
+        if lacks and self._trimming is None and time.monotonic() >= self._again_at:
+            self._trim_to = self._wanted
             self._trimming = threading.Thread(target=self._update_ledger, name="streampack-ledger", daemon=True)
             self._trimming.start()
 
@@ -153,6 +165,7 @@ class Keeper:
             syncs=log_.syncs,
             sync_seconds=log_.sync_seconds,
             stalled=log_.stalled or self._full(),
+            warning=self._warning(),
             free_bytes=log_.free_bytes,
         )
 
@@ -181,19 +194,36 @@ class Keeper:
             f"older records can be deleted, or raise retain.bytes"
         )
 
-    def _update_ledger(self) -> None:
-        """Update the ledger, in a thread of its own."""
-        try:
-            with open_ledger(self._where):
-                self._trimmed = True
-        except (StreampackError, sqlite3.Error, OSError) as error:
-            log.warning(
-                "did not delete old log segments: cannot update the ledger: %s. The broker tries again in %.0f s",
-                error,
-                TRIM_AGAIN_S,
+    def _warning(self) -> str:
+        """Return what an operator must do so that the log does not stop; empty if there is nothing to do."""
+        if self._not_trimmed:
+            return f"Old log segments are not deleted: {self._not_trimmed}"
+        if self._log.short:
+            return (
+                f"The disk of {self._where} has no space for the next log segment: {self._log.short}. Make space on "
+                f"it, or commit a checkpoint, so that the broker deletes old segments."
             )
-            self._again_at = time.monotonic() + TRIM_AGAIN_S
-            self._trim_to, self._trimming = self._before, None
+        return ""
+
+    def _update_ledger(self) -> None:
+        """Update the ledger, in a thread of its own; on a full disk, in the space that is held back."""
+        before = self._indexed
+        try:
+            try:
+                self._indexed = update_ledger(self._where)
+            except UserError:
+                with self._log.lend():
+                    self._indexed = update_ledger(self._where)
+            self._not_trimmed = ""
+        except (StreampackError, sqlite3.Error, OSError) as error:
+            with contextlib.suppress(StreampackError, sqlite3.Error, OSError):
+                self._indexed = indexed_upto(self._where)  # each batch counts: its segments make space for the next
+            again_s = TRIM_AGAIN_S if self._indexed == before else 1.0
+            self._not_trimmed = f"cannot update the ledger: {error}"
+            log.warning(
+                "did not delete old log segments: %s The broker tries again in %.0f s", self._not_trimmed, again_s
+            )
+            self._again_at = time.monotonic() + again_s
         self._wake()
 
     def _records(self) -> Iterator[tuple[int, Record, tuple[memoryview, ...]]]:

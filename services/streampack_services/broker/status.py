@@ -581,6 +581,8 @@ class LogStatus(Struct, frozen=True, kw_only=True):
     """Time spent in syncs, in seconds."""
     stalled: str
     """The reason that the log takes no more records; empty while it takes them."""
+    warning: str
+    """What is wrong with the log's disk or ledger, and what to do; empty if nothing is."""
     free_bytes: int
     """Free bytes of the log's disk."""
 

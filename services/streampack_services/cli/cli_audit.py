@@ -91,7 +91,7 @@ def why(
     from streampack_services.audit import audit_report
     from streampack_services.audit import why as audit
     from streampack_services.audit.named_media import references_of
-    from streampack_services.ledger.state_dir import open_ledger, state_folder
+    from streampack_services.ledger.state_dir import read_ledger, state_folder
 
     if (step is None) == (sample is None):
         got = "neither --step nor --sample" if step is None else "both --step and --sample"
@@ -108,7 +108,7 @@ def why(
             f"Got --pp-size {pp_size} without --dp-size. Pass the number of data-parallel ranks as --dp-size."
         )
     folder = state_folder(state_dir, config)
-    with open_ledger(folder) as opened:
+    with read_ledger(folder) as opened:
         if step is not None:
             found = audit.why_step(opened, step, feed, dp_size, pp_size or 1)
             if dp is not None:
@@ -199,9 +199,9 @@ def verify_(state_dir: StateDir = None, config: Config = None, as_json: AsJson =
         streampack ledger verify -c broker.yaml
     """
     from streampack_services.audit import audit_report, verify
-    from streampack_services.ledger.state_dir import open_ledger, state_folder
+    from streampack_services.ledger.state_dir import read_ledger, state_folder
 
-    with open_ledger(state_folder(state_dir, config)) as opened:
+    with read_ledger(state_folder(state_dir, config)) as opened:
         found = verify.verify(opened)
     print_result(found, as_json, audit_report.show_verified)
     raise typer.Exit(0 if found["good"] else 1)

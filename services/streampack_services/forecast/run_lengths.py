@@ -37,7 +37,7 @@ from streampack_services.forecast.media_sizes import sizes_of_recorded
 from streampack_services.forecast.rank_loads import PlanMesh
 from streampack_services.forecast.sharing import Sharing, sharing_of
 from streampack_services.ledger.run_history import NEVER, FeedHistory
-from streampack_services.ledger.state_dir import open_ledger, state_folder
+from streampack_services.ledger.state_dir import read_ledger, state_folder
 from streampack_services.ledger.step_rows import StepRows
 
 MOST = 500_000
@@ -107,7 +107,7 @@ def from_ledger(state_dir: Path, feed: str | None, *, waiting: bool = False) -> 
     ``feed``: name of the feed, None for the first one. ``waiting``: ``lengths`` has samples that are in no step, too.
     Raises UserError if the feed has no steps, LedgerDamaged if the ledger is damaged.
     """
-    with open_ledger(state_folder(state_dir, None)) as ledger:
+    with read_ledger(state_folder(state_dir, None)) as ledger:
         of = why.feed_of(ledger, feed)
         rules, run = of.rules_at(NEVER), ledger.state.run
         if rules.padded:

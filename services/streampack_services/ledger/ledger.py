@@ -107,11 +107,13 @@ class Gap:
 class Ledger:
     """The ledger in file ``path``, which is made if it is missing.
 
+    With ``in_memory``, the ledger is a copy in memory, and the file is only read.
+
     The constructor and all methods raise UserError if the file cannot be used, LedgerDamaged if it is damaged.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._tables = Tables(path)
+    def __init__(self, path: Path, *, in_memory: bool = False) -> None:
+        self._tables = Tables(path, in_memory=in_memory)
         self.history = self._read_history()
 
     @property

@@ -8,6 +8,8 @@ the rows mean.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -93,13 +95,20 @@ class LedgerState:
 class Tables:
     """The tables in file ``path``, which is made if it is missing, and their ``state``.
 
+    With ``in_memory``, the tables are a copy in memory, and the file is only read.
+
     The constructor and all methods raise UserError if the file cannot be used, LedgerDamaged if it is damaged.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, in_memory: bool = False) -> None:
         self._path = path
         with self._sqlite():
-            self._db = sqlite3.connect(path, timeout=30.0, isolation_level=None)
+            where = ":memory:" if in_memory else path
+            self._db = sqlite3.connect(where, timeout=30.0, isolation_level=None)
+            if in_memory and path.exists():
+                mode = "rw" if os.access(path, os.W_OK) else "ro"  # rw undoes what a killed writer has left
+                with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True)) as file:
+                    file.backup(self._db)
             if not self._db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
                 with self.transaction():
                     self._make()
@@ -242,9 +251,9 @@ class Tables:
             yield
         except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF in _UNUSABLE:
-                raise UserError(
-                    f"The ledger {self._path} cannot be used: {error}. Choose a folder that you can write to."
-                ) from None
+                is_full = error.sqlite_errorcode == sqlite3.SQLITE_FULL  # type: ignore[union-attr]
+                do = "Make space on its disk" if is_full else "Choose a folder that you can write to"
+                raise UserError(f"The ledger {self._path} cannot be used: {error}. {do}.") from None
             raise self.damaged(f"SQLite cannot read the file: {error}") from None
 
     def damaged(self, what: str) -> LedgerDamaged:

@@ -1,13 +1,15 @@
 """Open a ``state_dir``, the folder of a broker's log and its ledger; update or rebuild the ledger from the log.
 
-This works while the broker runs and afterwards: the log is only read, and its new records are added to the ledger.
+This works while the broker runs and afterwards: the log is only read, and its new records are added to the ledger. On a
+full disk, or without rights to write, ``read_ledger`` answers from a copy in memory.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from streampack_services.log.segments import segment_files
 LEDGER = "ledger.sqlite"
 """The ledger's file in a ``state_dir``."""
 Tree = dict[str, Any]
+log = logging.getLogger("streampack.ledger")
 
 
 def state_folder(state_dir: Path | None, config: Path | None) -> Path:
@@ -45,6 +48,31 @@ def open_ledger(state_dir: Path) -> Iterator[Ledger]:
     with Ledger(state_dir / LEDGER) as ledger:
         ledger.update(_unread(state_dir, ledger))
         yield ledger
+
+
+@contextmanager
+def read_ledger(state_dir: Path) -> Iterator[Ledger]:
+    """Open the ledger as ``open_ledger`` does; if it cannot be written, open an updated copy of it in memory."""
+    with ExitStack() as stack:
+        try:
+            ledger = stack.enter_context(open_ledger(state_dir))
+        except UserError as error:
+            log.warning("cannot update the ledger: %s The command reads the log into memory instead", error)
+            ledger = stack.enter_context(Ledger(state_dir / LEDGER, in_memory=True))
+            ledger.update(_unread(state_dir, ledger))
+        yield ledger
+
+
+def update_ledger(state_dir: Path) -> int:
+    """Update the ledger from the log, and return ``indexed_upto``. Raises UserError, LedgerDamaged, LogDamaged."""
+    with open_ledger(state_dir) as ledger:
+        return ledger.state.next_lsn
+
+
+def indexed_upto(state_dir: Path) -> int:
+    """Return the number of the first record that the ledger lacks. Raises UserError, LedgerDamaged."""
+    with Ledger(state_dir / LEDGER) as ledger:
+        return ledger.state.next_lsn
 
 
 def _unread(state_dir: Path, ledger: Ledger) -> Iterator[LogEntry]:
@@ -73,11 +101,14 @@ def rebuild(state_dir: Path) -> Tree:
     path, fresh = state_dir / LEDGER, state_dir / (LEDGER + ".new")
     fresh.unlink(missing_ok=True)
     begin = segment_files(state_dir)[0][0]
-    with Ledger(fresh) as ledger:
-        before, damage = _salvage(path, ledger, begin)
-        ledger.update(_unread(state_dir, ledger))
-        after, records = ledger.fingerprints(), [ledger.state.first_lsn, ledger.state.next_lsn]
-    os.replace(fresh, path)
+    try:
+        with Ledger(fresh) as ledger:
+            before, damage = _salvage(path, ledger, begin)
+            ledger.update(_unread(state_dir, ledger))
+            after, records = ledger.fingerprints(), [ledger.state.first_lsn, ledger.state.next_lsn]
+        os.replace(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)
     changed = [row for row, crc in before.items() if row in after and after[row] != crc]
     gone = [row for row in before if row not in after]
     return {

@@ -3,6 +3,7 @@
 - ``log``: appends records, reads them and cuts old ones. The calling thread never waits for the disk.
 - ``log_writer``: a thread that writes and syncs records in groups, reports up to which record all are safe, and waits
   if the disk is full.
+- ``reserve``: space of the disk that is held back, so that old segments can be deleted on a full one.
 - ``segments``: the format of the files, and their recovery after a crash.
 
 A record is a number (lsn), a kind and bytes; the folder does not know what the bytes mean. A record is *safe* once it

@@ -69,20 +69,21 @@ class Log:
         durability: Literal["os", "process"],
         segment_bytes: int = 64 << 20,
         first_lsn: int = 0,
+        reserve_bytes: int = 0,
         on_safe: Callable[[], None],
     ) -> Log:
         """Open and recover the log in ``folder``, which is made if it is missing; all its records are then safe.
 
-        A log without records begins with record ``first_lsn``. ``on_safe`` is called from another thread whenever
-        ``safe_upto`` has grown, and must not raise. Raises UserError if the folder cannot be used or another process
-        writes there, LogDamaged as ``segments.recover`` does.
+        A log without records begins with record ``first_lsn``. ``reserve_bytes`` of the disk are held back (``lend``).
+        ``on_safe`` is called from another thread whenever ``safe_upto`` has grown, and must not raise. Raises UserError
+        if the folder cannot be used or another process writes there, LogDamaged as ``segments.recover`` does.
         """
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = _lock(folder / "lock")
             try:
                 segments = recover(folder)
-                writer = Writer(folder, segments, durability == "os", segment_bytes, first_lsn, on_safe)
+                writer = Writer(folder, segments, durability == "os", segment_bytes, first_lsn, on_safe, reserve_bytes)
             except BaseException:
                 os.close(lock)
                 raise
@@ -110,6 +111,11 @@ class Log:
         waiting = len(self._writer.unwritten)
         num_bytes = self._appended_bytes - self._writer.written_bytes
         return f"{why.lower()}: {waiting} records, {num_bytes / 1e6:.1f} MB wait" if why and waiting else ""
+
+    @property
+    def short(self) -> str:
+        """The reason why there is no space for the next segment, such as a full disk; empty if there is space."""
+        return (self._writer.short or self._writer.full).lower()
 
     @property
     def num_bytes(self) -> int:
@@ -190,6 +196,17 @@ class Log:
             self._writer.unlink(self._segments[:count])
             del self._segments[:count]
         return count
+
+    def lend(self) -> contextlib.AbstractContextManager[None]:
+        """Free the space that is held back, for another file of this disk that the block writes."""
+        return self._writer.reserve.lend()
+
+    def squeeze(self) -> None:
+        """Write the waiting records in the space that is held back, in files that are only as large as they are."""
+        for segment in self._segments:
+            if segment.first_lsn >= self._writer.written_upto and not segment.path.exists():
+                segment.capacity = segment.end
+        self._writer.reserve.give_up()
 
     def close(self) -> None:
         """Write and sync all waiting records, as far as there is space, and unlock the log."""

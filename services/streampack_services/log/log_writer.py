@@ -6,7 +6,7 @@ whole segments are synced.
 
 If the disk (or quota) is full, records stay in memory in their order, and writing is tried again every second. A write
 names its place in the file, so repeating it does no harm. The next segment is preallocated early, so that a full disk
-causes a warning before records must wait.
+causes a warning before records must wait. ``reserve`` holds more space back, which is needed to delete old segments.
 
 Any other error, and any error of a sync, ends the process. After a failed sync the kernel may have dropped the pages
 and report success for the next one (PostgreSQL's fsyncgate, 2018). The next process reads what is really on the disk.
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streampack_services.descriptors import open_file
+from streampack_services.log.reserve import Reserve
 from streampack_services.log.segments import PAGE, START, Segment, encode_head, seal_record, write_at, write_head
 
 GROUP_SECONDS = 0.02
@@ -69,7 +70,7 @@ class Writer:
 
     def __init__(
         self, folder: Path, segments: list[Segment], sync: bool, segment_bytes: int, first_lsn: int,
-        on_safe: Callable[[], None],
+        on_safe: Callable[[], None], reserve_bytes: int = 0,
     ) -> None:  # fmt: skip
         self._folder, self._sync, self._segment_bytes, self._on_safe = folder, sync, segment_bytes, on_safe
         self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -83,7 +84,9 @@ class Writer:
         self._doomed: deque[Segment] = deque()
         self._closing = self._sleeping = False
         self._due = self._retry = self._look_at = 0.0
-        self._short = False
+        self.reserve = Reserve(folder, reserve_bytes)
+        self.short = ""
+        """The system's error text while there is no space for the next segment; else empty."""
         self.unwritten: dict[int, Pending] = {}
         """Records that are not written yet, by lsn, for readers; the appending thread adds them."""
         self.written_upto = self.safe_upto = segments[-1].next_lsn if segments else first_lsn
@@ -180,6 +183,8 @@ class Writer:
             self._look_at = time.monotonic() + LOOK_SECONDS
             space = os.statvfs(self._folder)
             self.free_bytes = space.f_bavail * space.f_frsize
+            if self._reserved:
+                self.reserve.hold(self.free_bytes)
 
     def _try(self, act: Callable[[], object]) -> str:
         """Call ``act``; return the error's text if there was no space for it, else ``""``. Raise any other error."""
@@ -283,11 +288,17 @@ class Writer:
         """Preallocate the next segment if it is not yet; log a warning if there is no space for it."""
         if self._reserved or time.monotonic() < self._retry:
             return
-        lacks = self._try(lambda: self._allocate(self._segment_bytes))
-        if lacks and not self._short:
-            text = "no space for the next log segment in %s: %s (%.1f MB); records wait when this segment is full"
+        with self.reserve.lock:
+            if self.reserve.is_lent:
+                return
+            lacks = self._try(lambda: self._allocate(self._segment_bytes))
+        if lacks and not self.short:
+            text = (
+                "no space for the next log segment in %s: %s (%.1f MB); records wait when this segment is full. Make "
+                "space, or commit a checkpoint, so that the broker deletes old segments"
+            )
             log.warning(text, self._folder, lacks, self._segment_bytes / 1e6)
-        self._short = bool(lacks)
+        self.short = lacks
 
     def _allocate(self, capacity: int) -> int:
         """Make or grow the file of the next segment to ``capacity`` zero bytes; return its descriptor."""
@@ -331,4 +342,5 @@ class Writer:
         if self._spare >= 0:
             os.close(self._spare)
             (self._folder / "next.tmp").unlink()
+        self.reserve.give_up()
         os.close(self._folder_fd)

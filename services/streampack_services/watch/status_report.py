@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from streampack.core.stats.sample_warnings import advice
@@ -30,7 +30,7 @@ def show_status(status: BrokerStatus) -> None:
     state = state_text(status.state, status.stalled_s)
     about = f"  {state}  up {duration_text(status.uptime_s)}  streampack {status.version}"
     console.print(Text.assemble((status.run, "bold"), about))
-    facts = Table.grid(padding=(0, 2))
+    facts = Table.grid(Column(), Column(overflow="fold"), padding=(0, 2))  # a long path is shown in full
     facts.add_row("memory", f"{size_text(view.memory_bytes)} of {size_text(status.memory.arena_bytes)}")
     if (log := status.log) is not None:
         safe = f", {log.unsafe_records} records not durable yet" if log.unsafe_records else ""
@@ -38,6 +38,8 @@ def show_status(status: BrokerStatus) -> None:
         facts.add_row("log", f"{size_text(log.bytes)}, {log.records} records{safe}{free}")
         if log.stalled:
             facts.add_row("", f"The log has stopped accepting records. Cause: {log.stalled}")
+        if log.warning:
+            facts.add_row("", log.warning)
     if (standby := status.standby) is not None:
         facts.add_row("standby", standby_text(standby))
     facts.add_row(

@@ -238,6 +238,8 @@ def _storage(view: BrokerView) -> Text:
     line.append(f", disk {size_text(free)} free", style="bold red" if free < LOW_BYTES else "")
     if log.stalled:
         line.append(f", has stopped accepting records: {log.stalled}", style="bold red")
+    elif log.warning:
+        line.append(f", {log.warning}", style="bold red")
     if (standby := view.status.standby) is not None:
         member = standby.is_member and not standby.stalled
         line.append(f"  standby {standby.name or 'none'}", style="" if member else "bold red")

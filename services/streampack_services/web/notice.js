@@ -32,6 +32,7 @@ function keepOrRestart(noted, key, second) {
 export function noticeOf(status, feed, waits) {
   const waiting = feed.waiting_for;
   if (status.log?.stalled) return [`The log has stopped accepting records. Cause: ${status.log.stalled}`, "bad"];
+  if (status.log?.warning) return [status.log.warning, "bad"];
   if (status.standby?.stalled) return [`No new steps are served. Cause: ${status.standby.stalled}`, "bad"];
   if (status.state === "starting") return ["The broker is starting. It loads its kernels and reads its log.", "waiting"];
   if (!waiting) {
