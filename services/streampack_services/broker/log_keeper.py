@@ -4,8 +4,8 @@ A segment is deleted only after the ledger has indexed its records, so that ``st
 thread updates the ledger, since that may take seconds. A log that is longer than ``retain.bytes`` and cannot be cut is
 *full*. The core then gives no credit for samples that would have to be recorded.
 
-On a full disk, two things must be written before a segment can be deleted: the waiting records up to the ``Base`` that
-replaces the old ones, and the ledger. ``RESERVE_BYTES`` of the disk are held back for both.
+Before a segment can be deleted, two things must be written: the records up to the ``Base`` that replaces the old ones,
+and the ledger. For a full disk, ``RESERVE_BYTES`` are held back for both.
 """
 
 from __future__ import annotations

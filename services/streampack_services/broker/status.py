@@ -582,7 +582,7 @@ class LogStatus(Struct, frozen=True, kw_only=True):
     stalled: str
     """The reason that the log takes no more records; empty while it takes them."""
     warning: str
-    """What is wrong with the log's disk or ledger, and what to do; empty if nothing is."""
+    """The fault of the log's disk or ledger, and what to do; empty without one."""
     free_bytes: int
     """Free bytes of the log's disk."""
 

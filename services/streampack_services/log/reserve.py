@@ -1,7 +1,7 @@
 """Space that is held back on the log's disk, and lent when something must be written so that old segments can go.
 
-On a full disk, a commit of a checkpoint can free space only after the log has its record and the ledger has the old
-records. ``reserve.tmp`` has the space for both. While it is lent, the log makes no segment ahead, which would take it.
+A commit of a checkpoint can free space only after the log has its record and the ledger has the old records. On a full
+disk, ``reserve.tmp`` has the space for both. While it is lent, the log makes no segment ahead, which would take it.
 """
 
 from __future__ import annotations
