@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import socket
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,17 @@ KINDS = ("endless", "knocking", "wrong key", "broken off", "crowd")
 
 
 class Service:
-    """A broker, with keys or without, and a producer, in ``folder``; ``close`` ends both."""
+    """A broker, with keys or without, and a producer, in ``folder``; ``close`` ends both.
+
+    ``settings`` are added to those of broker.yaml, and ``roles`` to the keys: role of each, by name. The broker runs on
+    ``cores``, if there are any.
+    """
 
     def __init__(
-        self, folder: Path, keys: bool, transport: str = "tcp", planned_mesh: dict[str, int] | None = None
-    ) -> None:
+        self, folder: Path, keys: bool, transport: str = "tcp", planned_mesh: dict[str, int] | None = None,
+        settings: Mapping[str, Any] | None = None, roles: Mapping[str, str] | None = None,
+        cores: Collection[int] = (),
+    ) -> None:  # fmt: skip
         self.folder, self.keys = folder, keys
         self._running: list[subprocess.Popen[bytes]] = []
         listen: dict[str, Any] = {
@@ -71,21 +78,25 @@ class Service:
         }
         if keys:
             listen["keys"] = str(folder / "keys")
-            for name, role in (("producer", "producer"), ("trainer", "trainer")):
+            for name, role in {"producer": "producer", "trainer": "trainer", **(roles or {})}.items():
                 self._call("keys", "new", str(folder / "keys"), name, "--role", role)
         rows = [json.dumps({"tokens": [7] * (1 + row * 7919 % 400)}) for row in range(4000)]
         (folder / "a.jsonl").write_text("\n".join(rows) + "\n")
-        self._write("broker", {
+        tree: dict[str, Any] = {
             "listen": listen, "rendezvous": str(folder / "where.json"), "memory": "64MiB", "tokens": "uint16",
             "planned_mesh": planned_mesh or {},
             "rules": {"budget": 2048, "window": {"samples": 256}, "step": {"packs": 8}},
             "streams": {"web": {"repeat": True, "partitions": 2}},
-        })  # fmt: skip
+        } | dict(settings or {})  # fmt: skip
+        self._write("broker", tree)
+        data = {"source": "jsonl", "shards": str(folder / "a.jsonl")}
         self._write("produce", {
-            "broker": f"file://{folder}/where.json",
-            "streams": {"web": {"source": "jsonl", "shards": str(folder / "a.jsonl")}},
+            "broker": f"file://{folder}/where.json", "streams": dict.fromkeys(tree["streams"], data),
         })  # fmt: skip
+        every = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, cores or every)
         self.broker = self._start("broker")
+        os.sched_setaffinity(0, every)
         while not (folder / "where.json").exists():
             time.sleep(0.05)
         self._start("produce", STREAMPACK_KEY_FILE=str(folder / "keys" / "producer.key") if keys else "")
@@ -125,24 +136,32 @@ def serving(keys: bool) -> Iterator[Service]:
 
 
 class Rank:
-    """Takes a step every ``STEP_S`` in a thread; ``waits`` are those of next(), in seconds, since the last ``take``."""
+    """Takes a step every ``step_s`` in a thread; ``waits`` are those of next(), in seconds, since the last ``take``."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, step_s: float = STEP_S, mesh: Mapping[str, int] | None = None) -> None:
         if service.keys:
             os.environ["STREAMPACK_KEY_FILE"] = str(service.folder / "keys" / "trainer.key")
-        self._loader: Any = streampack.connect(service.where["trainers"], format="numpy", prefetch=4)
+        self._step_s = step_s
+        self._loader: Any = streampack.connect(service.where["trainers"], format="numpy", prefetch=4, mesh=mesh)
         self.waits: list[float] = []
-        self._over = False
+        self.over = False
+        self._since = math.inf
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
 
     def _read(self) -> None:
         steps = self._loader.steps()
-        while not self._over:
-            began = time.perf_counter()
+        while not self.over:
+            began = self._since = time.perf_counter()
             next(steps)
+            self._since = math.inf
             self.waits.append(time.perf_counter() - began)
-            time.sleep(STEP_S)
+            time.sleep(self._step_s)
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds of the wait that goes on; 0 between two waits."""
+        return max(time.perf_counter() - self._since, 0.0)
 
     def take(self) -> list[float]:
         """Waits so far, in seconds; from now on others."""
@@ -150,7 +169,7 @@ class Rank:
         return found
 
     def close(self) -> None:
-        self._over = True
+        self.over = True
         self._thread.join()
         self._loader.close()
 

@@ -155,9 +155,12 @@ class _Socket:
         peer = frames[0].bytes
         self._taking = unread.connection_of(peer) or unread.add_peer(peer, frames[1].get(zmq.SRCFD))
         if self._taking is not None:
-            secured = self._key_digits > 0
             self._taking.messages += 1
-            self._taking.taken += sum(frame_bytes(len(frame), secured) for frame in frames[1:])
+            self._taking.taken += self._num_bytes(frames[1:])
+
+    def _num_bytes(self, frames: Sequence[Any]) -> int:
+        """Return the bytes that a message's frames take on a connection."""
+        return sum(frame_bytes(memoryview(frame).nbytes, self._key_digits > 0) for frame in frames)
 
     def _drop_surplus(self) -> bool:
         """Drop the surplus frames of a message; return True after the last frame. Raises zmq.Again if no frame came."""
@@ -250,6 +253,8 @@ class Router(_Socket):
         if door is not None or self._unread is not None:
             self._gate = Gate(self._context, self.raw, door)
         self._key_digits = KEY_DIGITS if door is not None else 0
+        if unread is not None:
+            unread.key_digits = self._key_digits
         try:
             with ipc_files.private_files():
                 self.raw.bind(endpoint)
@@ -291,7 +296,13 @@ class Router(_Socket):
         return self._links.room(peer, num_bytes) if self._links is not None else None
 
     def send(self, peer: bytes, frames: Sequence[Any]) -> bool:
-        """Queue a message for a peer; return False if it was dropped instead."""
+        """Queue a message for a peer; return False if it was dropped instead.
+
+        A message is dropped, too, while its peer or others of the same key do not read what waits for them.
+        """
+        if self._unread is not None and not self._unread.may_send(peer, self._num_bytes(frames)):
+            self.dropped += 1
+            return False
         return self._send(peer, frames)
 
     def admit(self) -> None:
@@ -315,6 +326,11 @@ class Router(_Socket):
         """Count a message of this peer that could not be decoded."""
         if self._unread is not None:
             self._unread.note_damaged(peer)
+
+    def note_dropped(self, peer: bytes, count: int) -> None:
+        """Count messages of this peer that the caller has dropped, because too many of its key wait."""
+        if self._unread is not None:
+            self._unread.note_dropped(peer, count)
 
     def cut_key(self, key: bytes) -> None:
         """Cut the connections of a key that was revoked. On ``ipc://`` they stay, and their messages are rejected."""

@@ -13,6 +13,7 @@ A connection is cut where its peer sends more than a peer of streampack does:
 - The process's memory grows by more than what is unread and what the owner of the socket holds: the largest. One-byte
   frames take 20 to 50 times their bytes of memory.
 - ``MAX_DAMAGED`` of its messages could not be decoded.
+- ``MAX_DROPPED`` of its messages, or of the answers to it, were dropped because too many of them wait.
 
 New connections are let in by ``admissions``: a few, until all that they sent was taken. The module knows file
 descriptors and bytes, but no messages. Only the socket's thread uses it.
@@ -29,11 +30,13 @@ import socket
 import struct
 import termios
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 STRANGERS_BYTES = 256 << 10
 MAX_DAMAGED = 16
+MAX_DROPPED = 1000
 COMMANDS_A_SECOND = 64
 """Bytes of heartbeats on a connection per second. ZeroMQ answers heartbeats itself, and never passes them on."""
 HANDSHAKE_BYTES = 2048
@@ -52,8 +55,8 @@ LEFT_BYTES = 224 << 20
 """Bytes that ended connections may still occupy. No open connection is cut for these bytes."""
 GROWN_BYTES = 8 << 20
 """Growth of memory after which a sweep does not wait for its time."""
-_BYTES_RECEIVED = 128
-"""Offset of ``tcpi_bytes_received``, uint64, in ``struct tcp_info`` (Linux 4.1 and later)."""
+_BYTES_ACKED, _BYTES_RECEIVED = 120, 128
+"""Offsets of ``tcpi_bytes_acked`` and ``tcpi_bytes_received``, uint64, in ``struct tcp_info`` (Linux 4.1 and later)."""
 _SO_COOKIE = 57
 """Gives a number that no other socket of this host has, uint64 (Linux 4.12 and later); not among Python's names."""
 _UNSPEC = struct.pack("H14x", socket.AF_UNSPEC)
@@ -76,10 +79,11 @@ class Connection:
     def __init__(self, fd: int, now: float) -> None:
         self.fd = fd
         self.peer = b""
-        self.taken = 0
+        self.taken = self.sent = 0
+        """Bytes of messages that this process has taken from the connection, and queued for it."""
         self.unread = 0
         self.messages = 0
-        self.damaged = 0
+        self.damaged = self.dropped = 0
         self.is_cut = False
         self._cookie = _cookie_of(fd)
         self._since = now
@@ -93,6 +97,11 @@ class Connection:
         """Measure the unread bytes of the connection; ``now`` is in seconds, monotonic."""
         known = self.taken + HANDSHAKE_BYTES + COMMANDS_A_SECOND * int(now - self._since)
         self.unread = max(bytes_read(self.fd) - known, 0)
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that were queued for the peer, and that its kernel has not received."""
+        return max(self.sent - _counter(self.fd, _BYTES_ACKED), 0)
 
     def cut(self) -> str:
         """End the connection, and drop what the kernel has received of it.
@@ -153,17 +162,20 @@ def _cookie_of(fd: int) -> bytes:
     return _option(fd, socket.SOL_SOCKET, _SO_COOKIE, 8)
 
 
+def _counter(fd: int, offset: int) -> int:
+    """Return a counter of ``struct tcp_info``; 0 if the kernel does not say."""
+    info = _option(fd, socket.IPPROTO_TCP, socket.TCP_INFO, offset + 8)
+    return int(struct.unpack_from("Q", info, offset)[0]) if len(info) >= offset + 8 else 0
+
+
 def bytes_read(fd: int) -> int:
     """Return the bytes read from a TCP connection since it began; 0 if the kernel does not say."""
-    info, waiting = _option(fd, socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED + 8), array.array("i", [0])
-    if len(info) < _BYTES_RECEIVED + 8:
-        return 0
+    waiting = array.array("i", [0])
     try:
         fcntl.ioctl(fd, termios.FIONREAD, waiting)
     except OSError:
         return 0
-    received: int = struct.unpack_from("Q", info, _BYTES_RECEIVED)[0]
-    return received - waiting[0]
+    return max(_counter(fd, _BYTES_RECEIVED) - waiting[0], 0)
 
 
 class Unread:
@@ -175,13 +187,19 @@ class Unread:
         held: Returns the bytes of memory that the process uses for other data.
         slack: Bytes of memory that the process may use in addition.
         most_strangers: Most connections of strangers; beyond it the oldest are cut.
+        most_unsent: Most bytes that wait to be sent to the connections of a key, or without keys to one connection.
     """
 
     def __init__(
         self, limit: int, strangers: int = STRANGERS_BYTES, held: Callable[[], int] = lambda: 0, slack: int = 0,
-        most_strangers: int = 1 << 20,
+        most_strangers: int = 1 << 20, most_unsent: int = 1 << 40,
     ) -> None:  # fmt: skip
         _opened_by(os.getpid())
+        self.key_digits = 0
+        """Length of the key at the beginning of each peer; 0 without keys."""
+        self._most_unsent = most_unsent
+        self._unsent: dict[bytes, int] = {}
+        """Bytes that wait to be sent at most, by key: those measured last, and those queued since."""
         self._most_strangers = most_strangers
         self._limit, self._strangers, self._held = limit, strangers, held
         self._slack = slack + MEMORY_SLACK
@@ -216,6 +234,7 @@ class Unread:
         found = self._by_fd.pop(fd, None)
         if found is not None:
             self._by_peer.pop(found.peer, None)
+            self._unsent.pop(found.peer, None)
             self._ended = True
 
     def connection_of(self, peer: bytes) -> Connection | None:
@@ -231,6 +250,24 @@ class Unread:
         self._by_peer[peer] = found
         return found
 
+    def may_send(self, peer: bytes, num_bytes: int) -> bool:
+        """Count a message that is queued for a peer; return False if it is to be dropped instead.
+
+        It is dropped if too much waits for the connections of the peer's key. If nothing waits, any message is queued.
+        """
+        to, key = self._by_peer.get(peer), self._key_of(peer)
+        if to is None:
+            return True
+        waits = self._unsent.get(key, 0)
+        if waits and waits + num_bytes > self._most_unsent:
+            waits = self._unsent[key] = sum(each.unsent for each in self._by_peer.values() if each.peer.startswith(key))
+            if waits and waits + num_bytes > self._most_unsent:
+                self.note_dropped(peer)
+                return False
+        to.sent += num_bytes
+        self._unsent[key] = waits + num_bytes
+        return True
+
     def note_damaged(self, peer: bytes) -> None:
         """Count a message of this peer that could not be decoded; cut the connection at the limit."""
         found = self._by_peer.get(peer)
@@ -238,6 +275,16 @@ class Unread:
             found.damaged += 1
             if found.damaged == MAX_DAMAGED:
                 self._cut(found, f"{MAX_DAMAGED} of the peer's messages could not be decoded")
+
+    def note_dropped(self, peer: bytes, count: int = 1) -> None:
+        """Count messages of this peer, or answers to it, that were dropped; cut the connection at the limit."""
+        if (found := self._by_peer.get(peer)) is not None:
+            found.dropped += count
+            if found.dropped >= MAX_DROPPED and not found.is_cut:
+                self._cut(
+                    found, f"{found.dropped} of its messages came before earlier ones were handled, or it did not read "
+                    f"the answers"
+                )  # fmt: skip
 
     def drained(self) -> None:
         """Reset the state that lasts until the socket is drained; call this when ZeroMQ has no message left."""
@@ -306,7 +353,7 @@ class Unread:
         """Measure all connections, and cut those that are over a limit; ``resident``: memory of the process, bytes."""
         for each in self._by_fd.values():
             each.look(now)
-        by_size = sorted(self._by_fd.values(), key=lambda each: each.unread, reverse=True)
+        by_size = self._by_size()
         of_all = sum(each.unread for each in by_size)
         of_strangers = sum(each.unread for each in by_size if each.is_stranger)
         for each in by_size:
@@ -330,6 +377,19 @@ class Unread:
             self._cut(
                 by_size[0], f"{by_size[0].unread} unread bytes from the peer, in tiny frames, take too much memory"
             )
+
+    def _by_size(self) -> list[Connection]:
+        """Return the connections: the largest of the key with the most unread bytes first."""
+        unread = Counter[bytes]()
+        for each in self._by_fd.values():
+            unread[self._key_of(each.peer)] += each.unread
+        return sorted(
+            self._by_fd.values(), key=lambda each: (unread[self._key_of(each.peer)], each.unread), reverse=True
+        )
+
+    def _key_of(self, peer: bytes) -> bytes:
+        """Return the key of a peer, without keys the peer itself."""
+        return peer[: self.key_digits] if self.key_digits else peer
 
     def _cut(self, connection: Connection, why: str) -> None:
         """Cut a connection, and record it for ``take_cuts`` unless it had ended already."""

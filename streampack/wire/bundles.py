@@ -54,6 +54,11 @@ def is_bundle(frames: Sequence[Any]) -> bool:
     return len(frames) == 2 and memoryview(frames[0]).nbytes == _HEAD.size and bytes(frames[0])[:4] == MAGIC
 
 
+def num_messages(frames: Sequence[Any]) -> int:
+    """Return the number of messages that the frames of a received message say they hold: 1 unless they are a bundle."""
+    return int(_HEAD.unpack(bytes(frames[0]))[1]) if is_bundle(frames) else 1
+
+
 def encode_bundle(items: Iterable[tuple[str, Envelope]]) -> list[bytes]:
     """Return the frames of a bundle of messages without payload, each with the name of its reader.
 

@@ -300,7 +300,7 @@ class Allowed:
     def admits(self, key: str, address: str) -> bool:
         """Return True if this public key may connect. Count a rejected peer, and log it if its key is unknown."""
         if key in self._rights:
-            if not self._is_shut_out(key):
+            if not self.is_shut_out(key):
                 return True
             self.refused += 1
             return False
@@ -312,19 +312,26 @@ class Allowed:
             )  # fmt: skip
         return False
 
-    def note_cut(self, peer: bytes) -> None:
-        """Count a cut connection of this peer; shut its key out at the ``CUTS``th within ``SHUT_OUT_S``."""
+    def note_cut(self, peer: bytes, why: str) -> None:
+        """Count a cut connection of this peer; shut its key out at the ``CUTS``th within ``SHUT_OUT_S``.
+
+        Args:
+            peer: The connection.
+            why: The reason, for the log.
+        """
         key = key_of(peer).decode("ascii", "replace")
         cuts = self._cut_at.setdefault(key, deque(maxlen=CUTS))
-        was_shut_out = self._is_shut_out(key)
+        was_shut_out = self.is_shut_out(key)
         cuts.append(time.monotonic())
-        if not was_shut_out and self._is_shut_out(key):
+        if not was_shut_out and self.is_shut_out(key):
+            name = self.name(peer)
             log.error(
-                "blocked key %r for %.0f s because %d of its connections were cut. Find the process that uses the "
-                "key, or remove the key with 'streampack keys revoke'", self.rights(peer).name, SHUT_OUT_S, CUTS,
+                "blocked key %r for %.0f s, because %d of its connections were cut, the last one because %s. Find the "
+                "process that uses the key, or run 'streampack keys revoke %s %s'", name, SHUT_OUT_S, CUTS, why,
+                self._folder, name,
             )  # fmt: skip
 
-    def _is_shut_out(self, key: str) -> bool:
+    def is_shut_out(self, key: str) -> bool:
         """Return True if connections of this public key were cut ``CUTS`` times within ``SHUT_OUT_S``."""
         cuts = self._cut_at.get(key)
         return cuts is not None and len(cuts) == CUTS and cuts[0] > time.monotonic() - SHUT_OUT_S

@@ -12,17 +12,24 @@ PER_SECOND = 10.0
 """Lines that are allowed per second after the burst."""
 
 
+KEY_BURST = 10
+"""Lines about refused messages of one key that are allowed at once."""
+KEY_PER_SECOND = 0.1
+"""Lines about refused messages of one key that are allowed per second after the burst."""
+
+
 class ReportLimit:
     """A token bucket for log lines; ``held_back`` counts the lines left out since ``take_held_back``."""
 
-    def __init__(self) -> None:
+    def __init__(self, burst: int = BURST, per_second: float = PER_SECOND) -> None:
         self.held_back = 0
-        self._left = float(BURST)
+        self._burst, self._per_second = float(burst), per_second
+        self._left = self._burst
         self._at = 0.0
 
     def allows(self, now: float) -> bool:
         """Return True if a line may be logged at ``now``, in seconds of a monotonic clock; otherwise count the line."""
-        self._left = min(self._left + (now - self._at) * PER_SECOND, float(BURST))
+        self._left = min(self._left + (now - self._at) * self._per_second, self._burst)
         self._at = now
         if self._left < 1.0:
             self.held_back += 1

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -54,6 +55,7 @@ from streampack.core.protocol.effects import (
 from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.protocol.message import Envelope, Reject
 from streampack.core.protocol.relay_messages import relay_of, relayed
+from streampack.core.protocol.rights import KEY_DIGITS, key_of
 from streampack.core.standby.arbiter_entries import Entry
 from streampack.errors import ConfigError, InternalError, WireError
 from streampack.transport.curve import Door
@@ -68,9 +70,10 @@ from streampack_services.broker.authorization import Allowed
 from streampack_services.broker.log_keeper import Keeper
 from streampack_services.broker.memory_peak import peak
 from streampack_services.broker.memory_plan import Plan, check_machine, plan
-from streampack_services.broker.report_limit import ReportLimit
+from streampack_services.broker.report_limit import KEY_BURST, KEY_PER_SECOND, ReportLimit
 from streampack_services.broker.reporter import Counters, Reporter
 from streampack_services.broker.status import BrokerStatus
+from streampack_services.broker.turns import Turns
 from streampack_services.descriptors import num_free
 from streampack_services.standby.arbiter import Arbiter
 from streampack_services.standby.shipping import Shipping
@@ -85,14 +88,22 @@ MANY_WARNINGS = {10**digits for digits in range(2, 19)}
 """Numbers of a key's refused messages at which the log has the command that revokes the key."""
 TELL_REVOKED_S = 0.4
 """Seconds that peers of a revoked key have to read why they are rejected, before their connections are cut."""
+TELL_CUT_S = 3.0
+"""Seconds until the cut of a connection is logged, unless its key is blocked until then."""
 SAY_S = 5.0
 """Time between two log lines about messages that cannot be decoded, in seconds."""
 FAREWELL_S = 3.0
 """Time that producers have to disconnect at the end, in seconds. Otherwise they would wait for the broker forever."""
 ON_THE_WAY_BYTES = 8 << 20
 """Bytes that peers may send beyond their credits, for requests and repeated messages."""
-DRAIN_AT_MOST = 64
-"""Messages that are read from one socket before the other has its turn."""
+DRAIN_AT_MOST = 4096
+"""Most messages that are read from one socket in a turn."""
+WAITING_BYTES = 8 << 20
+"""Most bytes of a key's messages that wait to be handled, beside the credit of producers."""
+READ_S = HANDLE_S = 0.02
+"""Seconds in a turn for which messages of one socket are read, and those that wait are handled."""
+UNREAD_ANSWERS_BYTES = 8 << 20
+"""Most bytes of answers that wait for the connections of a key, beside the steps on their way."""
 
 
 class Leadership(NamedTuple):
@@ -147,12 +158,18 @@ class BrokerService:
         """Requests for the thread that runs FORM; None ends it."""
         self._forming = threading.Thread(target=self._form_steps, name="streampack-form", daemon=True)
         self._allowed: Allowed | None = None
+        self._turns = Turns(KEY_DIGITS if config.listen.keys is not None else 0)
+        """Messages that have come, and whose is next."""
         self._speaking = b""
         """Connection of the message that is handled; empty outside."""
         self._warnings = Counter[str]()
         """Number of warnings about messages, by name of the key."""
+        self._key_lines: dict[str, ReportLimit] = {}
+        """Limits on the log lines about messages of a key, by the text that names the key."""
         self._revoked: deque[tuple[float, bytes]] = deque()
         """Revoked keys whose connections are to be cut, and when."""
+        self._cut_lines: deque[tuple[float, bytes, str]] = deque()
+        """Log lines about cut connections of keys: when they are due, the peer, and the text."""
         self._shipping: Shipping | None = None
         self.over = ""
         """The reason why ``run`` has ended, because another broker is active; empty if that is not the reason."""
@@ -215,21 +232,26 @@ class BrokerService:
         capacity, expected = self.plan.capacity, peak(self.config, self.plan)
         slack = expected.leaving + expected.tables
         partitions = sum(stream.partitions for feed in self.plan.feeds for stream in feed.rules.streams)
-        credit = capacity.quota_tokens * self.plan.token_bytes * partitions
+        credit = self._credit_bytes = capacity.quota_tokens * self.plan.token_bytes * partitions
         strangers = max(num_free() // 4, 1)  # of each address, and as many of HTTP
-        unread = Unread(2 * credit + ON_THE_WAY_BYTES, STRANGERS_BYTES, self._arena_bytes, slack, strangers)
+        unread = Unread(
+            2 * credit + ON_THE_WAY_BYTES, STRANGERS_BYTES, self._known_bytes, slack, strangers, UNREAD_ANSWERS_BYTES
+        )
         producers = Router(self.config.listen.producers, largest, door, unread)
         try:
             largest = (1 << 20) + self._largest_snapshot()
-            unread = Unread(4 * largest + ON_THE_WAY_BYTES, STRANGERS_BYTES, self._arena_bytes, slack, strangers)
+            unread = Unread(
+                4 * largest + ON_THE_WAY_BYTES, STRANGERS_BYTES, self._known_bytes, slack, strangers,
+                self.plan.leaving_bytes + UNREAD_ANSWERS_BYTES,
+            )  # fmt: skip
             return producers, Router(self.config.listen.trainers, largest, door, unread)
         except Exception:
             producers.close()
             raise
 
-    def _arena_bytes(self) -> int:
-        """Return the bytes of the arena that are in use, so that limits on unread messages do not count them."""
-        return self.arena.touched_bytes
+    def _known_bytes(self) -> int:
+        """Return the bytes of the arena, and of messages that wait, which limits on unread messages do not count."""
+        return self.arena.touched_bytes + self._turns.num_bytes
 
     def _largest_snapshot(self) -> int:
         """Return the most bytes of a snapshot in a checkpoint: about 48 for each sample that a feed may hold."""
@@ -299,6 +321,8 @@ class BrokerService:
                 self._turn(TICK_S)
             if self.over:
                 return
+            if self._allowed is not None:
+                self._tell_cuts(self._allowed, math.inf)
             if not self._hands_over:
                 self._say_goodbye()
             if self._shipping is not None:
@@ -345,7 +369,7 @@ class BrokerService:
 
     def _turn(self, timeout_s: float = 0.0) -> None:
         """Run one turn of the main loop: wait up to ``timeout_s`` for messages or a wake-up, then handle everything."""
-        self._poller.wait(timeout_s)
+        self._poller.wait(0.0 if self._turns else timeout_s)
         now = time.monotonic()
         ticks = now - self._ticked >= TICK_S
         if ticks:
@@ -356,13 +380,8 @@ class BrokerService:
                 self.counters.strangers = self._allowed.refused
             if (snapshot := self._reporter.tick(now)) is not None:
                 self._publish(snapshot)
-        for router, kind in ((self._trainers, FromTrainer), (self._producers, FromProducer)):
-            for frames in drain(router, DRAIN_AT_MOST):
-                self._receive(router, frames, kind)
-                while self._formed:
-                    self._on_formed(self._formed.popleft())
-            for cut in router.take_cuts():
-                self._on_cut(cut)
+        self._take_messages()
+        self._handle_messages()
         while self._formed:
             self._on_formed(self._formed.popleft())
         self._keep_log()
@@ -375,6 +394,7 @@ class BrokerService:
             self.over = self._shipping.over
         if self._allowed is not None:
             self._withdraw_keys(self._allowed, now)
+            self._tell_cuts(self._allowed, now)
         while self._asked:
             change, future = self._asked.popleft()
             self._answers[change.token] = future
@@ -390,6 +410,34 @@ class BrokerService:
             self._handle(Drain())
             self._publish(self._reporter.take(now))
         self._send_all_bundles()
+
+    def _take_messages(self) -> None:
+        """Take the messages that have come into the lines of their connections."""
+        for router, kind, most_bytes in (
+            (self._trainers, FromTrainer, WAITING_BYTES),
+            (self._producers, FromProducer, WAITING_BYTES + self._credit_bytes),
+        ):
+            until = time.perf_counter() + READ_S
+            for frames in drain(router, DRAIN_AT_MOST):
+                peer, num_bytes = frames[0].bytes, sum(memoryview(frame).nbytes for frame in frames)
+                if not self._turns.put(peer, (router, frames, kind), num_bytes, most_bytes):
+                    router.note_dropped(peer, bundles.num_messages(frames[1:]))
+                if time.perf_counter() > until:
+                    break
+            for cut in router.take_cuts():
+                self._turns.drop(cut.peer)
+                self._on_cut(cut)
+
+    def _handle_messages(self) -> None:
+        """Handle messages for ``HANDLE_S``, in the order of ``Turns``."""
+        began = now = time.perf_counter()
+        while self._turns and now - began < HANDLE_S:
+            if (message := self._turns.take()) is not None:
+                self._receive(*message)
+            while self._formed:
+                self._on_formed(self._formed.popleft())
+            before, now = now, time.perf_counter()
+            self._turns.give(now - before)
 
     def _withdraw_keys(self, allowed: Allowed, now: float) -> None:
         """Remove the peers of keys whose rights have changed; cut connections of revoked keys once they were told."""
@@ -412,11 +460,22 @@ class BrokerService:
     def _on_cut(self, cut: CutConnection) -> None:
         """Count and log a connection that the router has cut, and count the cut against the key of the peer."""
         self.counters.cut += 1
-        of = ""
-        if self._allowed is not None and cut.peer:
-            of = f" (key {self._allowed.name(cut.peer)!r})"
-            self._allowed.note_cut(cut.peer)
-        self._report(Report("warning", f"cut the connection of {cut.address}{of}: {cut.why}"))
+        if self._allowed is None or not cut.peer:
+            self._report(Report("warning", f"cut the connection of {cut.address}: {cut.why}"))
+            return
+        text = f"cut the connection of {cut.address} (key {self._allowed.name(cut.peer)!r}): {cut.why}"
+        if self._allowed.rights(cut.peer).role == "none":  # its key was revoked
+            self._report(Report("warning", text))
+            return
+        self._allowed.note_cut(cut.peer, cut.why)
+        self._cut_lines.append((time.monotonic() + TELL_CUT_S, cut.peer, text))
+
+    def _tell_cuts(self, allowed: Allowed, now: float) -> None:
+        """Log the cuts of keys, unless the key was blocked since: then the log has its name and the reason already."""
+        while self._cut_lines and self._cut_lines[0][0] <= now:
+            _, peer, text = self._cut_lines.popleft()
+            if not allowed.is_shut_out(key_of(peer).decode("ascii", "replace")):
+                self._report(Report("warning", text))
 
     def _receive(self, router: Router, frames: list[Any], kind: type[FromProducer] | type[FromTrainer]) -> None:
         """Decode a message and hand it to the core as an event of ``kind``; count a message that cannot be decoded."""
@@ -520,7 +579,10 @@ class BrokerService:
         With keys, a warning about a message names its key.
         """
         of = self._note_warning() if report.level == "warning" else ""
-        if report.level != "error" and not self._lines.allows(time.monotonic()):
+        now = time.monotonic()
+        if of and not self._key_lines.setdefault(of, ReportLimit(KEY_BURST, KEY_PER_SECOND)).allows(now):
+            return
+        if report.level != "error" and not self._lines.allows(now):
             return
         if held_back := self._lines.take_held_back():
             log.warning("suppressed %d log lines that peers caused", held_back)

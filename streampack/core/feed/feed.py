@@ -562,6 +562,8 @@ class Feed:
         message, results = envelope.message, self.results
         results.streams = [stream.name for stream in self.latest_rules.streams]
         if isinstance(message, Publish | ReportValues):
+            if results.is_unanswered(peer):
+                return []  # the trainer repeats the message
             epoch, attempt = message.attempt
             if isinstance(message, Publish) and epoch > results.epoch:
                 return []  # a standby has taken over. The rank repeats its message until it knows

@@ -38,6 +38,8 @@ WAIT_S = 5.0
 """Seconds after which a subscriber that does not ask again is forgotten."""
 PENDING_BYTES = 32 << 20
 """Most bytes of the parts of steps that are not complete; the oldest step is forgotten beyond it."""
+MOST_PENDING = 2048
+"""Most steps that are not complete, each counted for every set of names; the oldest is forgotten beyond it."""
 MOST_NAMES = 8
 """Most different sets of names that are reported for a step."""
 KEPT_STEPS = 64
@@ -140,6 +142,8 @@ class StepValues:
         self._waiting: dict[bytes, _Waiting] = {}
         self._reading: deque[_Reading] = deque()
         self._answers: deque[tuple[int, bytes, Noted]] = deque()
+        self._unanswered: set[bytes] = set()
+        """Connections of trainers with an answer in ``_answers``."""
         self._now = 0.0
 
     @property
@@ -180,7 +184,7 @@ class StepValues:
         if refusal:
             return self.refuse(peer, message.number, refusal)
         effects = self._take(message, payload) if message.lineage == lineage else []
-        self._answers.append((self._journal.next_lsn, peer, Noted(number=message.number)))
+        self.note(peer, message.number)
         return effects + self.safe()
 
     def _take(self, message: ReportValues, payload: tuple[Any, ...]) -> list[Effect]:
@@ -217,8 +221,8 @@ class StepValues:
         ]  # fmt: skip
 
     def _bound_pending(self) -> None:
-        """Forget the oldest steps that are not complete while all of them have too many bytes."""
-        while self._pending_bytes > PENDING_BYTES and len(self._pending) > 1:
+        """Forget the oldest steps that are not complete while all of them are too many, or have too many bytes."""
+        while len(self._pending) > (1 if self._pending_bytes > PENDING_BYTES else MOST_PENDING):
             oldest = min(self._pending, key=lambda key: key[:2])
             self._pending_bytes -= self._pending.pop(oldest).num_bytes
             self._forgotten.append(oldest)
@@ -354,7 +358,12 @@ class StepValues:
 
     def note(self, peer: bytes, number: int) -> None:
         """Answer message ``number`` of a trainer once the newest record is safe."""
+        self._unanswered.add(peer)
         self._answers.append((self._journal.next_lsn, peer, Noted(number=number)))
+
+    def is_unanswered(self, peer: bytes) -> bool:
+        """Return whether a trainer waits until a record is safe. A trainer sends one message at a time."""
+        return peer in self._unanswered
 
     def refuse(self, peer: bytes, number: int, why: str) -> list[Effect]:
         """Refuse message ``number`` of a trainer."""
@@ -365,6 +374,7 @@ class StepValues:
         effects: list[Effect] = []
         while self._answers and self._answers[0][0] <= self._journal.safe_upto:
             _, peer, answer = self._answers.popleft()
+            self._unanswered.discard(peer)
             effects.append(self._send(peer, answer))
         return effects + (self._serve(list(self._waiting)) if self._waiting else [])
 

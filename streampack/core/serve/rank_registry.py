@@ -11,6 +11,7 @@ registry knows the first step of each reader, and no other steps.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice, product
 from math import prod
@@ -25,6 +26,8 @@ CLAIM_S = 3.0
 """Seconds of silence after which a holder loses its rank to a claim, if pings come every second."""
 RESTART_S = 10.0
 """Seconds that the processes of an attempt may take to end when others come to begin a new one."""
+MOST_CLAIMS = 8
+"""Most readers that claim the same rank at a time."""
 MAX_RANKS = 1 << 17
 """Most ranks of a mesh that a peer may claim to have."""
 
@@ -42,6 +45,8 @@ class RankRegistry:
         """Time of the last event, in seconds."""
         self.held: dict[Ranks, Reader] = {}
         self.claims: dict[str, Reader] = {}
+        self._claims_of = Counter[Ranks]()
+        """Number of claims, by rank."""
         self.fenced: dict[str, str] = {}
         """Reason that a process has lost its rank for good, by its name."""
         self.num_ranks = 0
@@ -70,6 +75,18 @@ class RankRegistry:
     def add(self, reader: Reader) -> None:
         """Add a new reader, which claims its rank."""
         self._names[reader.name] = self._peers[reader.peer] = self.claims[reader.name] = reader
+        self._claims_of[reader.mesh.ranks] += 1
+
+    def is_claimed_by_many(self, ranks: Ranks) -> bool:
+        """Return whether as many readers claim a rank as may do so at a time."""
+        return self._claims_of[ranks] >= MOST_CLAIMS
+
+    def _end_claim(self, reader: Reader) -> None:
+        """Forget the claim of a reader, if it has one."""
+        if self.claims.pop(reader.name, None) is not None:
+            self._claims_of[reader.mesh.ranks] -= 1
+            if not self._claims_of[reader.mesh.ranks]:
+                del self._claims_of[reader.mesh.ranks]
 
     def held_last(self, name: str, ranks: Ranks) -> Reader | None:
         """Return the last reader of a rank if its name is ``name``; else None."""
@@ -88,7 +105,7 @@ class RankRegistry:
     def remove(self, reader: Reader) -> None:
         """Remove a reader, and free its rank."""
         self._names.pop(reader.name, None)
-        self.claims.pop(reader.name, None)
+        self._end_claim(reader)
         if self._peers.get(reader.peer) is reader:
             del self._peers[reader.peer]
         if self.held.get(reader.mesh.ranks) is reader:
@@ -128,7 +145,7 @@ class RankRegistry:
             self._mesh, self.num_ranks = mesh, reader.mesh.dp * reader.mesh.cp * len(tp) * len(pp)
         if reader.mesh.ranks in self._last:
             self._fence(self._last[reader.mesh.ranks], reader)
-        del self.claims[reader.name]
+        self._end_claim(reader)
         self.held[reader.mesh.ranks] = self._last[reader.mesh.ranks] = reader
         reader.take_rank()
         self._all_held = None

@@ -28,7 +28,7 @@ from streampack.core.protocol.trainer_messages import (
 )
 from streampack.core.serve.attempts import AttemptCoordinator, Departure, diverged
 from streampack.core.serve.rank_reader import Reader, Receiver
-from streampack.core.serve.rank_registry import RankRegistry, refusal
+from streampack.core.serve.rank_registry import MOST_CLAIMS, RankRegistry, refusal
 from streampack.core.serve.reader_link import ReaderLink
 from streampack.core.serve.snapshot_requests import TOO_MANY, SnapshotRequests
 from streampack.core.serve.step_server import StepServer
@@ -270,6 +270,11 @@ class Readers:
             return self.attempts.reject(peer, "too_many", (
                 f"got more than {self._max_readers} readers of feed {self._feed!r} at a time, expected at most "
                 f"{self._max_readers}. Stop other readers, or raise `limits.peers` in broker.yaml."
+            ), message.mesh, message.host)  # fmt: skip
+        if reader is None and self.registry.is_claimed_by_many(message.mesh.ranks):
+            return self.attempts.reject(peer, "too_many", (
+                f"got more than {MOST_CLAIMS} processes that ask for rank {message.mesh}, expected one. Start one "
+                f"process for each rank"
             ), message.mesh, message.host)  # fmt: skip
         waits, snapshot = self._snapshots.misses(message), self._snapshots.of(message)
         if waits and self._snapshots.is_full(message.snapshot_digest):

@@ -356,7 +356,7 @@ def test_a_key_whose_connections_are_cut_again_and_again_is_not_let_in_for_a_whi
     try:
         for cuts in range(1, authorization.CUTS + 1):
             assert door.admits(keys[0], "10.0.0.1")
-            door.note_cut(keys[0].encode() + b"peer%d" % cuts)
+            door.note_cut(keys[0].encode() + b"peer%d" % cuts, "of a flood")
         assert [door.admits(key, "10.0.0.1") for key in keys] == [False, True]
         assert "blocked key 'attacker' for 60 s" in caplog.text
         assert door.refused == 1

@@ -1,0 +1,162 @@
+"""Fair turns of keys, and of the connections of each key.
+
+ZeroMQ hands over one message of each connection in turn. A message may take a microsecond or a hundredth of a second,
+and a key may have any number of connections. So the broker takes what has come into lines, one for each connection,
+and measures the time that each message takes. The key that was given the least time is next; its connection that was
+given the least time is handled. This is start-time fair queuing (Goyal, Vin and Cheng, 1996). A key that was idle
+gains nothing by it. Without keys, each connection has its own turn.
+
+The messages of a key that wait have a limit in bytes. Beyond it the newest is dropped: peers repeat messages without an
+answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from heapq import heappop, heappush
+from typing import Any
+
+MESSAGE_BYTES = 512
+"""Memory of a message that waits, beside the bytes of its frames."""
+REMEMBERED = 1024
+"""Idle connections or keys whose time is remembered before those without a debt are forgotten."""
+
+
+class _Order:
+    """Names that wait, ordered by the time that each was given, in seconds."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[float, int, bytes]] = []
+        self._given: dict[bytes, float] = {}
+        self._number = itertools.count()
+        self._now = 0.0
+        """Time of the name that had the last turn: a name that begins to wait has had no less."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def wait(self, name: bytes) -> None:
+        """Add a name that does not wait yet."""
+        given = self._given[name] = max(self._given.get(name, 0.0), self._now)
+        heappush(self._waiting, (given, next(self._number), name))
+
+    def take(self) -> bytes:
+        """Remove the name that was given the least time."""
+        self._now, _, name = heappop(self._waiting)
+        return name
+
+    def give(self, name: bytes, seconds: float) -> None:
+        """Count time for a name."""
+        self._given[name] += seconds
+        if len(self._given) > REMEMBERED + 2 * len(self._waiting):
+            self._given = {name: given for name, given in self._given.items() if given > self._now}
+
+
+class Turns:
+    """Messages that have come and are not handled yet.
+
+    Args:
+        key_digits: Length of the key at the beginning of each peer; 0 without keys.
+
+    Example:
+        >>> turns = Turns(key_digits=1)
+        >>> for peer in (b"a1", b"a1", b"a2", b"b1"):
+        ...     turns.put(peer, peer.decode(), num_bytes=100, most_bytes=2048)
+        True
+        True
+        True
+        True
+        >>> turns.put(b"a1", "one more", num_bytes=300, most_bytes=2048)
+        False
+        >>> order = []
+        >>> while turns:
+        ...     order.append(turns.take())
+        ...     turns.give(0.001)
+        >>> order
+        ['a1', 'b1', 'a2', 'a1']
+    """
+
+    def __init__(self, key_digits: int) -> None:
+        self._digits = key_digits
+        self._keys = _Order()
+        self._peers: dict[bytes, _Order] = {}
+        """The connections that wait, by key."""
+        self._lines: dict[bytes, deque[tuple[Any, int]]] = {}
+        """Messages of each connection that waits, and their bytes."""
+        self._waiting: dict[bytes, int] = {}
+        """Bytes of the messages that wait, by key."""
+        self.num_bytes = 0
+        """Bytes of all messages that wait."""
+        self._turn = b"", b""
+        """Key and connection of the message that was taken last."""
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def put(self, peer: bytes, message: Any, num_bytes: int, most_bytes: int) -> bool:
+        """Add a message of a connection; return False if it is dropped, because too many of its key wait.
+
+        Args:
+            peer: The connection.
+            message: The message.
+            num_bytes: Bytes of its frames.
+            most_bytes: Most bytes of messages of the key that wait, with ``MESSAGE_BYTES`` for each. A message that
+                waits alone may be larger.
+        """
+        key, size = peer[: self._digits] or peer, num_bytes + MESSAGE_BYTES
+        waits = self._waiting.get(key, 0)
+        if waits and waits + size > most_bytes:
+            return False
+        self._count(key, size)
+        if (line := self._lines.get(peer)) is not None:
+            line.append((message, size))
+            return True
+        self._lines[peer] = deque([(message, size)])
+        if key not in self._peers:
+            self._peers[key] = _Order()
+            self._keys.wait(key)
+        self._peers[key].wait(peer)
+        return True
+
+    def take(self) -> Any:
+        """Return the next message, None if it was dropped; then call ``give`` with the time that it took."""
+        key = self._keys.take()
+        peer = self._peers[key].take()
+        self._turn = key, peer
+        line = self._lines[peer]
+        if not line:
+            return None
+        message, size = line.popleft()
+        self._count(key, -size)
+        return message
+
+    def give(self, seconds: float) -> None:
+        """Count the time that the last message took for its connection and key, in seconds."""
+        key, peer = self._turn
+        peers = self._peers[key]
+        peers.give(peer, seconds)
+        self._keys.give(key, seconds)
+        if self._lines[peer]:
+            peers.wait(peer)
+        else:
+            del self._lines[peer]
+        if peers:
+            self._keys.wait(key)
+        else:
+            del self._peers[key]
+
+    def drop(self, peer: bytes) -> None:
+        """Drop the messages of a connection that was cut."""
+        if (line := self._lines.get(peer)) is not None:
+            self._count(peer[: self._digits] or peer, -sum(size for _, size in line))
+            line.clear()
+
+    def _count(self, key: bytes, num_bytes: int) -> None:
+        """Add to the bytes that wait of a key."""
+        self.num_bytes += num_bytes
+        waits = self._waiting.get(key, 0) + num_bytes
+        if waits:
+            self._waiting[key] = waits
+        else:
+            self._waiting.pop(key, None)

@@ -1,0 +1,112 @@
+"""Floods by a process with one valid key: they take a bounded memory, and hold up no other key.
+
+``python -m benchmarks.floods`` measures the same for longer, with ranks that take steps beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from streampack_services.broker.authorization import new_key
+from streampack_services.broker.service import BrokerService
+
+from benchmarks.attack import Rank
+from benchmarks.flooder import Flooder
+from benchmarks.floods import serving as serving_processes
+from streampack.core.protocol.effects import FromTrainer
+from streampack.core.protocol.events import Effect, Event
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.rights import key_of
+from streampack.core.protocol.trainer_messages import AskResults
+from streampack.transport.keys import load_key
+from streampack.wire import frames as wire
+from tests.integration.running import until
+from tests.integration.security.test_security import KeyPeer, serving
+
+FLOOD_S = 4.0
+MORE_BYTES = 64 << 20
+
+
+@pytest.fixture
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment has no key after the test."""
+    monkeypatch.setenv("STREAMPACK_KEY_FILE", "")
+
+
+@pytest.mark.parametrize("kind", ["publish", "gets"])
+def test_a_flood_of_one_key_takes_a_bounded_memory_and_is_named_once(kind: str, no_key: None) -> None:
+    with serving_processes(kind) as service:
+        rank = Rank(service, 0.05)
+        try:
+            until(lambda: len(rank.waits) > 40)
+            flooder = Flooder(service.where, service.folder / "keys" / "attacker.key", kind, 8)
+            before, most = service.resident_bytes, 0
+            floods = threading.Thread(target=flooder.run, args=(FLOOD_S,))
+            floods.start()
+            while floods.is_alive():
+                most = max(most, service.resident_bytes)
+                time.sleep(0.02)
+            steps = len(rank.waits)
+            until(lambda: len(rank.waits) > steps + 20)
+        finally:
+            rank.over = True
+            rank.close()
+        flooder.close()
+        log = (service.folder / "broker.log").read_text()
+    assert flooder.sent > 100
+    assert most - before < MORE_BYTES
+    blocked = [line for line in log.splitlines() if "blocked key" in line]
+    assert len(blocked) <= 1
+    assert log.count("(key 'attacker')") <= 12
+
+
+def test_a_key_with_many_connections_holds_up_no_other_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each message of the attacker takes 10 ms. Its 40 connections had 40 turns for one of the other key."""
+    keys = tmp_path / "keys"
+    for name in ("attacker", "honest"):
+        new_key(keys, name, "trainer", {})
+    ours = {name: load_key(keys / f"{name}.key") for name in ("attacker", "honest")}
+    handled, honest = list[bytes](), ours["honest"].public.encode()
+    with serving(keys) as service:
+        _make_costly(service, ours["attacker"].public.encode(), handled, monkeypatch)
+        many = [KeyPeer(ours["attacker"], service.endpoints["trainers"]) for _ in range(40)]
+        one = KeyPeer(ours["honest"], service.endpoints["trainers"])
+        ask = wire.encode(Envelope(run=0, epoch=0, fence=0, message=AskResults(feed="train", number=1)))
+        try:
+            for _ in range(40):
+                for peer in many:
+                    peer.raw.send_multipart(ask)
+            until(lambda: len(handled) > 80)
+            waits = []
+            for number in range(1, 6):
+                before = len(handled)
+                one.raw.send_multipart(ask)
+                until(functools.partial(_has, handled, honest, number))
+                waits.append([at for at, key in enumerate(handled) if key == honest][number - 1] - before)
+        finally:
+            for peer in (*many, one):
+                peer.raw.close()
+    assert sorted(waits)[2] < 20, "messages of the attacker before one of the other key"
+
+
+def _has(handled: list[bytes], key: bytes, number: int) -> bool:
+    """Whether so many messages of a key were handled."""
+    return handled.count(key) >= number
+
+
+def _make_costly(service: BrokerService, key: bytes, handled: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each message of a key take 10 ms, and note the key of each message that is handled."""
+    handle = service.core.handle
+
+    def costly(event: Event) -> list[Effect]:
+        if isinstance(event, FromTrainer):
+            handled.append(key_of(event.peer))
+            if handled[-1] == key:
+                time.sleep(0.01)
+        return handle(event)
+
+    monkeypatch.setattr(service.core, "handle", costly)

@@ -1,0 +1,90 @@
+"""Turns are fair by time, whatever the number of connections and the cost of messages, and hold a bounded memory."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+
+from hypothesis import given
+from hypothesis import strategies as st
+from streampack_services.broker.turns import MESSAGE_BYTES, Turns
+
+MOST = 1 << 20
+costs = st.floats(1e-6, 0.05)
+
+
+@given(st.lists(st.tuples(costs, st.integers(1, 20)), min_size=2, max_size=5), st.integers(50, 200))
+def test_keys_that_always_wait_get_the_same_time(keys: list[tuple[float, int]], turns_taken: int) -> None:
+    """Their difference is at most one message of each, however many connections they have."""
+    turns, spent = Turns(key_digits=1), Counter[bytes]()
+    for number, (_, connections) in enumerate(keys):
+        for connection in range(connections):
+            peer = bytes([number, connection])
+            turns.put(peer, peer, 1, MOST)
+    for _ in range(turns_taken):
+        peer = turns.take()
+        cost = keys[peer[0]][0]
+        spent[peer[:1]] += cost
+        turns.put(peer, peer, 1, MOST)
+        turns.give(cost)
+    times = [spent[bytes([number])] for number in range(len(keys))]
+    assert max(times) - min(times) <= 2 * max(cost for cost, _ in keys) + 1e-9
+
+
+@given(st.integers(1, 1000), costs)
+def test_a_key_that_was_idle_is_next_and_has_saved_no_time(connections: int, cost: float) -> None:
+    turns = Turns(key_digits=1)
+    for number in range(connections):
+        turns.put(b"a%d" % number, "a", 1, MOST)
+    for _ in range(min(connections, 20)):
+        turns.take()
+        turns.give(cost)
+    turns.put(b"b", "b", 1, MOST)
+    turns.put(b"b", "b", 1, MOST)
+    for number in range(3):
+        turns.put(b"a%d" % number, "a", 1, MOST)
+    had = []
+    for _ in range(3):
+        had.append(turns.take())
+        turns.give(cost)
+    assert had.index("b") <= 1, "one message of the other key may be as old"
+    assert "a" in had, "it is not ahead for the time in which it was idle"
+
+
+events = st.lists(
+    st.tuples(st.sampled_from(["put", "take", "drop"]), st.integers(0, 2), st.integers(0, 3), st.integers(0, 3000))
+)
+
+
+@given(events)
+def test_messages_of_a_connection_keep_their_order_and_those_of_a_key_are_bounded(
+    actions: list[tuple[str, int, int, int]],
+) -> None:
+    turns, most = Turns(key_digits=1), 4000
+    lines: dict[bytes, deque[tuple[bytes, int, int]]] = defaultdict(deque)
+
+    def waiting(key: bytes) -> int:
+        return sum(size + MESSAGE_BYTES for peer, line in lines.items() for _, _, size in line if peer[:1] == key)
+
+    for number, (action, key, connection, size) in enumerate(actions):
+        peer = bytes([key, connection])
+        if action == "put":
+            before = waiting(peer[:1])
+            if turns.put(peer, (peer, number, size), size, most):
+                lines[peer].append((peer, number, size))
+            else:
+                assert before > 0, "a message that would wait alone is taken"
+                assert before + size + MESSAGE_BYTES > most
+            assert waiting(peer[:1]) <= max(most, size + MESSAGE_BYTES)
+        elif action == "drop":
+            turns.drop(peer)
+            lines[peer].clear()
+        elif turns:
+            if (message := turns.take()) is not None:
+                assert message == lines[message[0]].popleft()
+            turns.give(0.001)
+        assert turns.num_bytes == sum(waiting(bytes([each])) for each in range(3))
+    while turns:
+        if (message := turns.take()) is not None:
+            assert message == lines[message[0]].popleft()
+        turns.give(0.001)
+    assert not any(lines.values()), "none is lost"
