@@ -30,6 +30,7 @@ from tests.soak.accounts import Account, settle
 from tests.soak.arrived import broken_promises, pack_as_it_came
 from tests.soak.broken_values import broken_values
 from tests.soak.fire import Fire
+from tests.soak.flood import floods_of
 from tests.soak.golden import pack_offline
 from tests.soak.job import make_job
 from tests.soak.partition import long_partition
@@ -58,6 +59,8 @@ class Soak:
     counts: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     recovered_s: list[float] = field(default_factory=list)
+    floods: Counter[str] = field(default_factory=Counter)
+    flood_messages: int = 0
     wrong: list[str] = field(default_factory=list)
 
     def run(self, seed: int, fire_s: float) -> None:
@@ -66,6 +69,7 @@ class Soak:
         job = make_job(
             seed, folder, number=seed, in_place=seed % 3 == 2, pushers=2 if seed % 4 == 3 else 0,
             relays=seed % 5 in (1, 3), late=seed % 8 == 7, media=seed % 8 == 2 or seed % 16 == 11,
+            flooded=seed % 4 == 0,
         )  # fmt: skip
         run = Run(job, Fire(seed, EVERY_S), fire_s)
         unfinished = ""
@@ -82,6 +86,7 @@ class Soak:
         how = ("in place" if job.in_place else "together") + (", pushed" if job.pushers else "")
         how += ", relays" if job.relays else ""
         how += (", late values" if job.late else "") + (", media" if job.media else "")
+        how += f", {len(floods_of(job))} floods" if job.flooded else ""
         print(
             f"run {seed}: dp={job.dp} cp={job.cp} tp={job.tp} {how}: {account.steps} steps, "
             f"{account.compared} compared, {run.fire.kills.total()} kills, {run.fire.stops.total()} stops, "
@@ -105,6 +110,9 @@ class Soak:
             self.counts[name] += getattr(account, name)
         self.errors += account.errors
         self.recovered_s += account.recovered_s
+        floods = floods_of(run.job)
+        self.floods += Counter(line["kind"] for line in floods)
+        self.flood_messages += sum(line["sent"] for line in floods)
         self.wrong += [f"seed {run.job.seed}: {text}" for text in account.wrong]
 
     def report(self, seconds: float) -> dict[str, Any]:
@@ -114,7 +122,8 @@ class Soak:
             "simulated_wrong": len(self.simulated.wrong), "runs": self.runs,
             "kills": self.kills.total(), "killed": dict(self.kills), "stops": self.stops.total(),
             "stopped": dict(self.stops), "longest_stop_s": round(self.longest_stop_s, 1),
-            "slow_links": dict(self.slowed), "ended_by_launcher": self.collateral,
+            "slow_links": dict(self.slowed),
+            "floods": dict(self.floods), "flood_messages": self.flood_messages, "ended_by_launcher": self.collateral,
             **{name: self.counts[name] for name in COUNTS},
             "broker_recovery_s": _spread(self.recovered_s), "trainer_errors": dict(self.errors),
             "wrong": self.wrong[:20],

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from streampack_services.broker.authorization import new_key
+
 from tests.integration.running import write, write_jsonl
 from tests.soak import sample_media
 
@@ -56,6 +58,13 @@ class Job:
     """Another program gives each pushed sample its reward, and one reads the values that trainers report."""
     media: bool = False
     """Samples have media: see ``sample_media``."""
+    flooded: bool = False
+    """The broker requires keys, and a program floods it with keys of its own, which it then revokes."""
+
+    @property
+    def keys(self) -> Path:
+        """The folder of keys of a run that is flooded."""
+        return self.folder / "keys"
 
     @property
     def meshes(self) -> list[dict[str, int]]:
@@ -88,13 +97,14 @@ class Job:
 
 def make_job(
     seed: int, folder: Path, number: int, in_place: bool = False, rows: tuple[int, int] = (500, 900), pushers: int = 0,
-    relays: bool = False, late: bool = False, media: bool = False,
+    relays: bool = False, late: bool = False, media: bool = False, flooded: bool = False,
 ) -> Job:  # fmt: skip
     """Run ``number`` of a soak: its files, of ``rows`` samples each, are written to ``folder``, which has a short path.
 
     The number chooses mesh, packer and transport (TCP where it is even), the seed all else. With ``pushers`` streams
     are merged as they arrive. With ``relays``, small meshes get two tensor-parallel ranks for each shard. With
     ``late``, pushed samples get late fields. With ``media``, samples have images, and the packer is ``exact_fill``.
+    With ``flooded``, the broker requires keys: one for each role.
     """
     draw = random.Random(seed)
     dp, cp = MESHES[number % len(MESHES)]
@@ -144,8 +154,12 @@ def make_job(
     job = Job(
         seed, folder, dp, cp, settings, streams, in_place, checkpoint_every=draw.randint(3, 12),
         step_s=draw.uniform(0.05, 0.15), pushers=pushers, pushed=1500 if pushers else 0, tp=tp,
-        relays=2 if relays else 0, trees=trees, late=late, media=media,
+        relays=2 if relays else 0, trees=trees, late=late, media=media, flooded=flooded,
     )  # fmt: skip
+    if flooded:
+        settings["listen"] |= {"keys": str(folder / "keys")}
+        for role in ("producer", "trainer", "relay"):
+            new_key(folder / "keys", role, role, {})
     write(job.broker_config, settings)
     write(job.producer_config, {"broker": f"file://{settings['rendezvous']}", "processes": 2, "streams": streams})
     return job

@@ -47,7 +47,7 @@ def links_of(job: Job, members: list[Member]) -> Iterator[dict[str, Link]]:
             if member.kind == "trainer" and job.relays:
                 rank = int(member.name.rpartition("-")[2])
                 found[member.name] = found[f"relay-{job.host_of(rank)}"]
-            elif member.kind != "broker":
+            elif member.kind not in ("broker", "flood"):
                 side = "trainers" if member.kind in ("trainer", "relay", "subscriber") else "producers"
                 proxy = stack.enter_context(Proxy(job.settings["listen"][side], held_bytes=HELD_BYTES))
                 found[member.name] = Link(member.kind, proxy)

@@ -19,6 +19,11 @@ from tests.soak.job import Job
 from tests.soak.trainer import OWN_PLACE
 
 PREFETCH = 2
+ROLES = {
+    "producer": "producer", "pusher": "producer", "scorer": "producer", "trainer": "trainer", "subscriber": "trainer",
+    "relay": "relay",
+}  # fmt: skip
+"""Role of the key, by kind of member."""
 
 
 @dataclass(eq=False)
@@ -29,6 +34,8 @@ class Member:
     name: str
     folder: Path
     command: list[str]
+    key_file: Path | None = None
+    """Its key, if the broker requires keys."""
     process: subprocess.Popen[bytes] | None = None
     continue_at: float | None = None
     """When it is let go on, while it is stopped."""
@@ -41,8 +48,11 @@ class Member:
     def start(self) -> None:
         self.start_at = self.continue_at = None
         self.starts += 1
+        key = {} if self.key_file is None else {"STREAMPACK_KEY_FILE": str(self.key_file)}
         with (self.folder / f"{self.name}.log").open("ab") as log:
-            self.process = subprocess.Popen(self.command, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(
+                self.command, stdout=log, stderr=log, start_new_session=True, env=os.environ | key
+            )
 
     @property
     def alive(self) -> bool:
@@ -85,7 +95,7 @@ class Member:
 
 
 def members_of(job: Job, producers: int) -> list[Member]:
-    """Return a broker, producers, relays and trainers, none of them started."""
+    """Return a broker, producers, relays, trainers and all other programs of a run, none of them started."""
     streampack = list(STREAMPACK)
     found = [Member("broker", "broker", job.folder, [*streampack, "broker", "-c", str(job.broker_config)])]
     for number in range(producers):
@@ -113,6 +123,16 @@ def members_of(job: Job, producers: int) -> list[Member]:
              "seed": job.seed, "folder": str(job.folder)},
         )  # fmt: skip
         found.append(Member(kind, kind, job.folder, [sys.executable, "-m", "tests.soak.values", kind, str(settings)]))
+    if job.flooded:
+        for member in found:
+            role = ROLES.get(member.kind)
+            member.key_file = None if role is None else job.keys / f"{role}.key"
+        settings = write(
+            job.folder / "flood.json",
+            {"keys": str(job.keys), "rendezvous": job.settings["rendezvous"], "folder": str(job.folder),
+             "seed": job.seed},
+        )  # fmt: skip
+        found.append(Member("flood", "flood", job.folder, [sys.executable, "-m", "tests.soak.flood", str(settings)]))
     return found
 
 
