@@ -56,7 +56,10 @@ class Keeper:
 
     def __init__(self, config: BrokerConfig, wake: Callable[[], None]) -> None:
         self._where = Path(config.state_dir or "")
-        self._log = Log.open(self._where, durability=config.safely, reserve_bytes=RESERVE_BYTES, on_safe=wake)
+        self._log = Log.open(
+            self._where, durability=config.safely, reserve_bytes=RESERVE_BYTES, on_safe=wake,
+            indexed_upto=lambda: indexed_upto(self._where),
+        )  # fmt: skip
         self.durability = config.safely
         self._retain = parse_size(config.retain.bytes, "retain.bytes")
         self._wake = wake

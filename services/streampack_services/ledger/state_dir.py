@@ -70,7 +70,9 @@ def update_ledger(state_dir: Path) -> int:
 
 
 def indexed_upto(state_dir: Path) -> int:
-    """Return the number of the first record that the ledger lacks. Raises UserError, LedgerDamaged."""
+    """Return the number of the first record that the ledger lacks; 0 without one. Raises UserError, LedgerDamaged."""
+    if not (state_dir / LEDGER).exists():
+        return 0
     with Ledger(state_dir / LEDGER) as ledger:
         return ledger.state.next_lsn
 

@@ -26,7 +26,16 @@ from pathlib import Path
 
 from streampack_services.descriptors import open_file
 from streampack_services.log.reserve import Reserve
-from streampack_services.log.segments import PAGE, START, Segment, encode_head, seal_record, write_at, write_head
+from streampack_services.log.segments import (
+    PAGE,
+    START,
+    Segment,
+    encode_head,
+    mark_begin,
+    seal_record,
+    write_at,
+    write_head,
+)
 
 GROUP_SECONDS = 0.02
 """Least seconds between two groups with ``sync``."""
@@ -138,8 +147,8 @@ class Writer:
         """Wait for a group, write it and make it safe; return True after the last group."""
         closing = self._wait()
         self._update_free_bytes()
-        while self._can_unlink():  # first, because it frees space
-            self._unlink()
+        while self._can_unlink() and not self._try(self._unlink):  # first, because it frees space
+            pass
         full = self._try(self._write)
         full = self._try(self._make_safe) or full
         if full and not self.full:
@@ -170,7 +179,7 @@ class Writer:
         """Return the seconds until the next work, if no new records come; 0 or less if there is work now."""
         now = time.monotonic()
         if self._can_unlink():
-            return 0
+            return self._retry - now
         if self.full:
             return self._retry - now
         if self._queue:
@@ -249,6 +258,9 @@ class Writer:
         self._timed(fdatasync, fd)
         os.rename(self._folder / "next.tmp", segment.path)
         self._timed(fsync, self._folder_fd)
+        if before is None:
+            mark_begin(self._folder, segment.first_lsn)  # after the name is synced: a mark without a segment is damage
+            self._timed(fsync, self._folder_fd)
         self._segment, self._fd, self._end = segment, fd, START
         self._spare, self._spare_bytes = -1, 0
         if before is not None:
@@ -325,7 +337,10 @@ class Writer:
 
     def _unlink(self) -> None:
         """Remove one file, and sync the folder, so that a power cut leaves no gap between the other files."""
-        segment = self._doomed.popleft()
+        segment = self._doomed[0]
+        mark_begin(self._folder, segment.next_lsn)
+        self._timed(fsync, self._folder_fd)
+        self._doomed.popleft()
         segment.path.unlink(missing_ok=True)
         self._timed(fsync, self._folder_fd)
         self.num_bytes -= segment.capacity

@@ -23,6 +23,9 @@ are synced completely.
 - All other damage raises LogDamaged with file and offset: a bad record that was synced, two bad heads, or a missing
   segment.
 
+The empty file ``%020d.cut`` says that records below this number may have been deleted. ``mark_begin`` writes it when a
+log begins, and moves it before a segment is deleted. So ``check_begin`` finds out if the first segments are missing.
+
 Zeros in place of a record are the end of the log (the crc32c of zeros is not zero). Files are read in pieces and not
 mapped, because a reader of a map is killed (SIGBUS) if the file is truncated.
 """
@@ -34,7 +37,7 @@ import os
 import re
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,6 +56,7 @@ _CRC = struct.Struct("<I")
 RECORD = struct.Struct("<IIQB")
 _PIECE = 1 << 20
 _NAME = re.compile(r"(\d{20})\.log")
+_MARK = re.compile(r"(\d{20})\.cut")
 log = logging.getLogger("streampack.log")
 
 
@@ -179,6 +183,60 @@ def segment_files(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)))
 
 
+def check_begin(folder: Path, segments: Sequence[Segment], indexed_upto: Callable[[], int]) -> None:
+    """Raise LogDamaged if the first segments are missing although no broker deleted them.
+
+    ``indexed_upto``: called for a log without a mark, as streampack 0.1.0 left it; returns the number of the first
+    record that the ledger lacks. A broker deletes no record that the ledger lacks.
+    """
+    mark = _mark(folder)
+    if not segments and mark is not None:
+        expected = "the segments of a log, because the folder has a mark of one"
+        raise damaged(segment_path(folder, mark[0]), 0, "no such file", expected)
+    first = segments[0].first_lsn if segments else 0
+    if first <= (mark[0] if mark is not None else indexed_upto() if first else 0):
+        return
+    begin = mark[0] if mark is not None else 0
+    expected = f"the first segment of the log, with records {begin} to {first - 1}, which no broker has deleted"
+    if mark is None:
+        expected += f". If streampack 0.1.0 has deleted them, make an empty file {_mark_path(folder, first)}"
+    raise damaged(segment_path(folder, begin), 0, "no such file", expected)
+
+
+def mark_begin(folder: Path, lsn: int) -> None:
+    """Note that records below ``lsn`` may be missing, unless a later number is noted; the caller must sync the folder.
+
+    An earlier mark gets the new name, since a full disk may have no room for another file. Raises OSError.
+    """
+    mark = _mark(folder)
+    if mark is None:
+        os.close(os.open(_mark_path(folder, lsn), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    elif mark[0] < lsn:
+        mark[1].rename(_mark_path(folder, lsn))
+
+
+def delete_log(folder: Path) -> None:
+    """Delete the segments and the mark of a log that is of no use, so that a crash leaves a log. Raises OSError."""
+    files = segment_files(folder)
+    if files:
+        mark_begin(folder, files[-1][0])
+    for _, path in files:
+        path.unlink()
+    if (mark := _mark(folder)) is not None:
+        mark[1].unlink()
+
+
+def _mark_path(folder: Path, lsn: int) -> Path:
+    """Return the path of the mark that records below ``lsn`` may be missing."""
+    return folder / f"{lsn:020d}.cut"
+
+
+def _mark(folder: Path) -> tuple[int, Path] | None:
+    """Return (number of the first record that must be there, file) of the latest mark; None without one."""
+    matches = ((_MARK.fullmatch(path.name), path) for path in folder.iterdir())
+    return max(((int(match[1]), path) for match, path in matches if match), default=None)
+
+
 def read_segment(path: Path, first_lsn: int, next_first_lsn: int | None) -> Segment:
     """Read and check one segment, which another process may be writing; change nothing.
 
@@ -199,6 +257,7 @@ def copy_records(folder: Path, into: Path, upto: int) -> None:
     Whole segments are linked and not copied. Raises FileNotFoundError if a segment is cut meanwhile, LogDamaged.
     """
     files = [(first_lsn, path) for first_lsn, path in segment_files(folder) if first_lsn < upto]
+    mark_begin(into, files[0][0])
     for _, path in files[:-1]:
         try:
             os.link(path, into / path.name)

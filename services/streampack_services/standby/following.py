@@ -34,9 +34,9 @@ from streampack.transport.keys import Key
 from streampack.transport.sockets import Dealer, Poller, drain
 from streampack.transport.waker import Waker
 from streampack.wire import frames as wire
-from streampack_services.ledger.state_dir import LEDGER
+from streampack_services.ledger.state_dir import LEDGER, indexed_upto
 from streampack_services.log.log import Log
-from streampack_services.log.segments import segment_files
+from streampack_services.log.segments import delete_log
 from streampack_services.standby.arbiter import Arbiter
 from streampack_services.standby.copy_state import CopyState, read_state, write_state
 from streampack_services.standby.questions import Questions
@@ -91,7 +91,8 @@ class Following:
     def _open(self, first_lsn: int) -> Log:
         """Open the log; an empty one begins with record ``first_lsn``."""
         return Log.open(
-            self._where, durability=self._config.safely, on_safe=self._waker.wake, first_lsn=first_lsn
+            self._where, durability=self._config.safely, on_safe=self._waker.wake, first_lsn=first_lsn,
+            indexed_upto=lambda: indexed_upto(self._where),
         )  # fmt: skip
 
     def stop(self) -> None:
@@ -234,8 +235,7 @@ class Following:
         """Delete the log, and begin the copy of another one; a crash on the way leaves a log that is of no use."""
         write_state(self._where, CopyState(0, effect.log_id))
         self._log.close()
-        for _, path in segment_files(self._where):
-            path.unlink()
+        delete_log(self._where)
         for path in self._where.glob(f"{LEDGER}*"):
             path.unlink()
         self._log = self._open(effect.first)

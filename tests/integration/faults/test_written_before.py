@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 
 import streampack
-from tests.integration.running import PATIENCE_S, RunningBroker, in_process, running, running_broker, write
+from tests.integration.running import (
+    PATIENCE_S,
+    RunningBroker,
+    in_process,
+    running,
+    running_broker,
+    the_error,
+    write,
+)
+from tests.integration.running import streampack as command
 
 WRITTEN = Path(__file__).parents[2] / "fixtures" / "written_before"
 SETTINGS = json.loads((WRITTEN / "broker.json").read_text())
@@ -105,3 +114,18 @@ def test_steps_of_an_old_log_are_replayed(state: Path, tmp_path: Path, feed: str
     cut = EXPECTED["why"][0][1]
     recorded = {cut["step"]: cut["digest"]} | dict(EXPECTED["steps"][feed])
     assert json.loads(found.stdout)["digest"] == recorded[step]
+
+
+def test_a_log_whose_first_segment_no_broker_deleted_is_refused_by_name(state: Path, tmp_path: Path) -> None:
+    """The earlier broker deleted segments, which the ledger has; a later one marks what it deletes."""
+    settings = SETTINGS | {"state_dir": str(state)}
+    with serving(tmp_path, settings):
+        first, second, *_ = sorted(state.glob("*.log"))
+    assert [path.stem for path in state.glob("*.cut")] == [first.stem]
+    assert int(first.stem) > 0
+    first.unlink()
+    listen = {"producers": "tcp://127.0.0.1:*", "trainers": "tcp://127.0.0.1:*", "http": "127.0.0.1:0"}
+    config = write(tmp_path / "broker.yaml", settings | {"listen": listen})
+    said = the_error(command("broker", "-c", config), 1)
+    records = f"with records {int(first.stem)} to {int(second.stem) - 1}"
+    assert f"{first}: byte 0: got no such file, expected the first segment of the log, {records}" in said

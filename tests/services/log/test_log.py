@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -436,9 +437,46 @@ def test_a_segment_that_is_missing_is_named(tmp_path: Path, durability: Durabili
         ):
             open_log(tmp_path, durability)
     damaged.put(first, b"")
-    first.unlink()  # as cut would
-    with opened(tmp_path, durability) as log:
-        assert bodies_of(log) == damaged.bodies[int(others[0].stem) :]
+    begin = int(others[0].stem)
+    first.unlink()
+    expected = f"the first segment of the log, with records 0 to {begin - 1}, which no broker has deleted"
+    with pytest.raises(LogDamaged, match=rf"^{first}: byte 0: got no such file, expected {expected}"):
+        open_log(tmp_path, durability)
+    for path in others:
+        path.unlink()
+    with pytest.raises(LogDamaged, match=rf"^{first}: byte 0: got no such file, expected the segments of a log"):
+        open_log(tmp_path, durability)
+
+
+def test_a_log_without_its_first_segments_is_read_only_if_a_broker_deleted_them(tmp_path: Path) -> None:
+    """With a mark, or, as streampack 0.1.0 left it, if the ledger has their records."""
+    bodies = [bytes([number]) * 40 for number in range(11)]  # two in a segment
+    with opened(tmp_path) as log:
+        write(log, bodies)
+        log.cut(5)
+        wait_for_files(tmp_path, 4)
+    mark = tmp_path / f"{4:020d}.cut"
+    assert list(tmp_path.glob("*.cut")) == [mark]
+    with opened(tmp_path) as log:
+        assert bodies_of(log) == bodies[4:]
+    segment_path(tmp_path, 4).unlink()
+    with pytest.raises(LogDamaged, match="with records 4 to 5, which no broker has deleted"):
+        open_log(tmp_path)
+    mark.unlink()
+    for upto in (0, 5):
+        with pytest.raises(
+            LogDamaged, match=rf"streampack 0.1.0 has deleted them, make an empty file .*{6:020d}\.cut\."
+        ):
+            Log.open(
+                tmp_path, durability="process", segment_bytes=SMALL, indexed_upto=partial(int, upto),
+                on_safe=lambda: None,
+            )  # fmt: skip
+    log = Log.open(
+        tmp_path, durability="process", segment_bytes=SMALL, indexed_upto=lambda: 6, on_safe=lambda: None
+    )  # fmt: skip
+    log.close()
+    with opened(tmp_path) as log:  # it has a mark now
+        assert bodies_of(log) == bodies[6:]
 
 
 def test_a_segment_that_never_got_its_name_is_no_part_of_the_log(tmp_path: Path) -> None:
@@ -508,6 +546,7 @@ class Disk:
         self.synced: dict[int, bytes] = {}
         self.held: dict[int, int] = {}
         self.names: dict[str, int] = {}
+        self.marks: list[str] = []
         self.dead = threading.Event()
         monkeypatch.setattr(log_writer, "fdatasync", self.fdatasync)
         monkeypatch.setattr(log_writer, "fsync", self.fsync)
@@ -518,7 +557,7 @@ class Disk:
         self.release()
         for path in folder.glob("*.log"):
             self._see(os.open(path, os.O_RDONLY))
-        self.names = names_in(folder)
+        self.names, self.marks = names_in(folder), marks_in(folder)
 
     def restart(self) -> None:
         """Syncs are heard again."""
@@ -537,7 +576,8 @@ class Disk:
 
     def fsync(self, fd: int) -> None:
         self._count()
-        self.names = names_in(Path(f"/proc/self/fd/{fd}"))
+        folder = Path(f"/proc/self/fd/{fd}")
+        self.names, self.marks = names_in(folder), marks_in(folder)
         self._count()
 
     def _count(self) -> None:
@@ -558,6 +598,8 @@ class Disk:
         """What a power cut leaves of ``before``, in ``after``."""
         after.mkdir()
         now = names_in(before)
+        for mark in rng.choice([self.marks, marks_in(before)]):  # a mark gets another name: one or the other is there
+            (after / mark).touch()
         for name, number in {**self.names, **now}.items():
             if (name in now) != (name in self.names) and rng.random() < 0.5:
                 continue
@@ -574,6 +616,10 @@ class Disk:
 def names_in(folder: Path) -> dict[str, int]:
     with os.scandir(folder) as found:
         return {each.name: each.inode() for each in found if each.name.endswith(".log")}
+
+
+def marks_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("*.cut")]
 
 
 def content(fd: int) -> bytes:
