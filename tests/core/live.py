@@ -6,6 +6,7 @@ Messages keep their order on each link and nothing else: which link moves next i
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable
@@ -72,6 +73,8 @@ class Live:
         self.memory = 40 * rules.budget * rules.packs + partitions if memory is None else memory
         self.rng = random.Random(seed)
         self.disk = Disk()
+        self._decoded: list[tuple[object, Record]] = []
+        """The bytes of each record of the log when it was last read, and the record."""
         self.chains: dict[tuple[int, int], bytes] = {}
         self.skipped: set[int] = set()
         self.answers: list[Answer] = []
@@ -200,7 +203,12 @@ class Live:
         return self.client._have_upto
 
     def records(self) -> list[Record]:
-        return [self.disk.decode(lsn)[0] for lsn in range(len(self.disk.records))]
+        """The log; records that are there still are decoded once."""
+        decoded, stored = self._decoded, self.disk.records
+        same = itertools.takewhile(lambda pair: pair[0][0] is pair[1], zip(decoded, stored, strict=False))
+        del decoded[sum(1 for _ in same) :]
+        decoded += [(stored[lsn], self.disk.decode(lsn)[0]) for lsn in range(len(decoded), len(stored))]
+        return [record for _, record in decoded]
 
     def changes(self) -> list[RulesChange]:
         """Those that hold, as the log has them."""

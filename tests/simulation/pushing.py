@@ -16,8 +16,8 @@ from streampack.core.sessions.pushing.push_session import PushSession
 from tests.core.feed.test_going_back import PARTITIONS, Unsafe
 from tests.core.feed.test_marked_batches import Batches
 
-MOVES = ("turn",) * 60 + ("lose", "lose", "lose", "crash", "drain", "replace")
-"""How often each move is made."""
+MOVES = ("turn",) * 60 + ("lose",) * 12 + ("crash",) * 4 + ("drain",) + ("replace",) * 2
+"""How often each move is made: a rare transition needs crashes and losses close together."""
 
 
 class PushWalk(Unsafe, Batches):

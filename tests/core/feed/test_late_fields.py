@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -47,6 +48,7 @@ MARK = 5
 """Samples of a partition between two marks."""
 
 
+@functools.cache
 def value_of(name: str, partition: int, seq: int) -> bytes:
     """The value of a field of a sample, as it is stored."""
     draw = np.random.default_rng([len(name), partition, seq])
@@ -116,14 +118,18 @@ class Late(Unsafe):
         for reason, seqs in (getattr(answer, "refused", None) or {}).items():
             assert reason in ("late_timeout", "discarded"), reason
             self.not_stored |= {(given.partition, seq): reason for seq in np.frombuffer(seqs, "<u8").tolist()}
-        stored = {
-            (record.partition, seq, name) for record in self.records() if isinstance(record, SamplesAmended)
-            for seq in np.frombuffer(record.seqs_u64, "<u8").tolist() for name in record.names
+        missing = {
+            (seq, name) for seq in np.frombuffer(given.seqs_u64, "<u8").tolist() for name in given.names
+            if (given.partition, seq) not in self.not_stored
         }  # fmt: skip
-        for seq in np.frombuffer(given.seqs_u64, "<u8").tolist():
-            for name in given.names:
-                known = (given.partition, seq, name) in stored or (given.partition, seq) in self.not_stored
-                assert known, f"{name} of sample {seq} is not in the log, and the answer is: {answer}"
+        for record in reversed(self.records()):
+            if not missing:
+                return
+            if isinstance(record, SamplesAmended) and record.partition == given.partition:
+                missing -= {
+                    (seq, name) for seq in np.frombuffer(record.seqs_u64, "<u8").tolist() for name in record.names
+                }
+        assert not missing, f"{missing} are not in the log, and the answer is: {answer}"
 
     def amend(self) -> None:
         """Give values to some samples of a partition; sometimes such as they have already."""
