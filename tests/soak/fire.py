@@ -1,7 +1,7 @@
 """What is done to a run: kills, freezes and slow links at random moments, drawn from a seed.
 
 An act names kinds of processes, not processes: which one it hits is drawn as well. ``lot`` is the whole
-lot at once, as when a job is preempted. A link that is hit passes few bytes a second for a while.
+lot at once, as when a job is preempted, except a program that floods the broker. A link that is hit passes few bytes a second for a while.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Fire:
 
     def _targets(self, kinds: tuple[str, ...], members: list[Member]) -> list[tuple[str, Member, int]]:
         """(kind, member, which child or -1) of each process that is hit."""
-        there = [member for member in members if member.alive and member.continue_at is None]
+        there = [each for each in members if each.alive and each.continue_at is None and each.kind != "flood"]
         if kinds == ("lot",):
             return [(member.kind, member, -1) for member in there]
         found = []
