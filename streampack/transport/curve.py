@@ -36,6 +36,7 @@ _UNCLEAR = 5
 UNCLEAR_S = 2.0
 QUICK_S = 3.0
 """A broker has other keys if _UNCLEAR handshakes failed over UNCLEAR_S seconds, each less than QUICK_S after the last.
+A broker must answer there after each of them.
 
 Such a broker rejects at once. A broker that is busy or starting does not answer until a handshake times out.
 """
@@ -184,7 +185,10 @@ class HandshakeMonitor:
                 self._last_at = now
                 self._failed += 1
         if self._failed > failed and not self._said:
-            self._said = self._mismatch(_mechanism(endpoint))
+            theirs = _mechanism(endpoint)
+            if not theirs:  # no broker answers here, for example because it is dead behind a proxy
+                self._failed, self._last_at = 0, -QUICK_S
+            self._said = self._mismatch(theirs)
         return self._said
 
     def _mismatch(self, theirs: str) -> str:

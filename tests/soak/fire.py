@@ -1,7 +1,8 @@
 """What is done to a run: kills, freezes and slow links at random moments, drawn from a seed.
 
-An act names kinds of processes, not processes: which one it hits is drawn as well. ``lot`` is the whole
-lot at once, as when a job is preempted, except a program that floods the broker. A link that is hit passes few bytes a second for a while.
+An act names kinds of processes, not processes: which one it hits is drawn as well. ``lot`` is the whole lot at once, as
+when a job is preempted, except a program that floods the broker. A link that is hit passes few bytes a second for a
+while.
 """
 
 from __future__ import annotations

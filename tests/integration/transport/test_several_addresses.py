@@ -242,6 +242,63 @@ def test_keys_are_shown_to_every_address_and_a_refusal_names_its_own() -> None:
             asked(b"3")
 
 
+class LateProxy:
+    """A TCP proxy that closes each connection until ``open``, and passes all bytes from then on.
+
+    It opens right after it has closed a connection of ZeroMQ, as if the broker came back at that moment.
+    """
+
+    def __init__(self, target: str, opens_after_s: float) -> None:
+        self._target = ("127.0.0.1", int(target.rpartition(":")[2]))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._opens_at, self._is_open = time.monotonic() + opens_after_s, False
+        self.closed = 0
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                first = connection.recv(10)
+                if self._is_open:
+                    self._pass(connection, first)
+                    continue
+                is_zeromq = first[8:9] == b"\1"
+                connection.close()
+                self.closed += is_zeromq
+                self._is_open = is_zeromq and time.monotonic() > self._opens_at
+
+    def _pass(self, near: socket.socket, first: bytes) -> None:
+        far = socket.create_connection(self._target)
+        far.sendall(first)
+        for one, other in ((near, far), (far, near)):
+            threading.Thread(target=self._copy, args=(one, other), daemon=True).start()
+
+    def _copy(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                other.sendall(data)
+        other.close()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_a_broker_that_comes_back_behind_a_proxy_has_the_right_key() -> None:
+    """The proxy ends handshakes while no broker is there. That says nothing about the broker's key."""
+    broker, friend = curve.new_secret(), curve.new_secret()
+    door = Door(broker, lambda shown, _: shown == curve.public_of(friend))
+    key = Key(name="friend", secret=friend, broker=curve.public_of(broker))
+    with (
+        Answering(b"a", door=door) as answering,
+        contextlib.closing(LateProxy(answering.endpoint, curve.UNCLEAR_S + 1.0)) as proxy,
+        dealing(proxy.endpoint, key) as (_, asked),
+    ):
+        assert asked(b"1") == [b"a", b"1"]
+        assert proxy.closed > 5
+
+
 def test_an_address_that_zeromq_does_not_take_is_refused_at_once() -> None:
     with pytest.raises(UserError, match=r"cannot connect to 'tcp://ho\$t:7402': got Invalid argument"):
         Dealer("tcp://127.0.0.1:7402,tcp://ho$t:7402", 1 << 20)
