@@ -11,6 +11,7 @@ import errno
 import os
 import resource
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 RESERVED = 64
@@ -43,10 +44,17 @@ def open_file(path: Path, flags: int, mode: int = 0o777) -> int:
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
+    with reserve():
+        return os.open(path, flags, mode)
+
+
+@contextlib.contextmanager
+def reserve() -> Iterator[None]:
+    """Let the block open files with descriptors of the reserve."""
     with _lock:
         limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-            return os.open(path, flags, mode)
+            yield
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))

@@ -41,6 +41,7 @@ from streampack.errors import ConfigError, StreampackError, UserError
 from streampack.transport.curve import new_secret, public_of
 from streampack.transport.keys import HEX, NAME, Key, load_key
 from streampack.transport.secret_files import read_trusted, write_secret
+from streampack_services.descriptors import reserve
 
 log = logging.getLogger("streampack.broker")
 
@@ -283,6 +284,8 @@ class Allowed:
         self._rights = rights_of(read_allowed(folder), self.key)
         self._names = {key: rights.name for key, rights in self._rights.items()}
         """Name of each key that was ever allowed."""
+        self._unread: tuple[tuple[int, ...], str] = (), ""
+        """The file that cannot be read, and why; it is tried at each look, and logged once."""
         self._changed: deque[bytes] = deque()
         self._cut_at: dict[str, deque[float]] = {}
         """Times of the last cut connections of each public key, by the monotonic clock."""
@@ -367,18 +370,20 @@ class Allowed:
         self._moving = seen
         if seen == self._seen or seen != last:
             return
-        self._seen = seen
         try:
             if not seen or not seen[-1]:
                 raise UserError(f"{self._folder / ALLOWED} is {'empty' if seen else 'missing'}")
-            now = rights_of(read_allowed(self._folder), self.key)
+            with reserve():  # connections may have taken all other descriptors
+                now = rights_of(read_allowed(self._folder), self.key)
         except Exception as error:  # the thread must go on, or keys revoked later would stay allowed
-            log.error(
-                "cannot reload the allowed keys: %s. The previously allowed keys stay allowed",
-                error,
-                exc_info=not isinstance(error, StreampackError),
-            )
+            if self._unread != (seen, str(error)):
+                log.error(
+                    "cannot reload the allowed keys: %s. The previously allowed keys stay allowed; the broker tries "
+                    "again", error, exc_info=not isinstance(error, StreampackError),
+                )  # fmt: skip
+            self._unread = seen, str(error)
             return
+        self._seen = seen
         before, self._rights = self._rights, now
         self._names |= {key: rights.name for key, rights in now.items()}
         self._changed.extend(key.encode() for key, rights in before.items() if now.get(key) != rights)

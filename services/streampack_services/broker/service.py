@@ -449,7 +449,8 @@ class BrokerService:
         while self._revoked and self._revoked[0][0] <= now:
             _, key = self._revoked.popleft()
             if allowed.rights(key).role == "none":
-                for router in (self._producers, self._trainers):
+                shipping = [self._shipping.router] if self._shipping is not None else []
+                for router in (self._producers, self._trainers, *shipping):
                     router.cut_key(key)
 
     def _publish(self, snapshot: BrokerStatus) -> None:

@@ -41,6 +41,7 @@ from streampack.wire import bundles
 from streampack.wire import frames as wire
 from streampack_services.daemons.signals import ending_signals
 from streampack_services.daemons.systemd import Systemd
+from streampack_services.descriptors import hold_back
 
 log = logging.getLogger("streampack.relay")
 
@@ -236,6 +237,7 @@ def broker_address(given: str | None, timeout_s: float) -> str:
 
 def serve(broker: str, listen: str, memory_bytes: int, key: Key | None) -> None:
     """Run a relay until SIGTERM, SIGINT or SIGHUP. Raises UserError for an address that cannot be used."""
+    hold_back()
     service = RelayService(broker, listen, memory_bytes, key)
     with _stopped_by_signals(service):
         log.info("reading from %s for the ranks of this host; ranks connect to %s", broker, listen)

@@ -22,7 +22,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 WHOLE_S = 10.0
 """Time for a complete request, in seconds."""
 MOST_CONNECTIONS = 256
-"""Most connections at once."""
+"""Most connections at once, also within a burst of new ones."""
+BACKLOG = 8
+"""Connections that are accepted at once; asyncio accepts no more of them before it has looked at others."""
+_BURST = 4 * BACKLOG
+"""Connections that may be accepted before an aborted one is closed: asyncio takes up to four turns for that."""
 
 
 class Bounded(H11Protocol):
@@ -36,7 +40,7 @@ class Bounded(H11Protocol):
         """Start the deadline; close the oldest connection if there are too many."""
         super().connection_made(transport)
         others = [each for each in self.connections if isinstance(each, Bounded) and each is not self]
-        if len(others) >= MOST_CONNECTIONS:
+        if len(others) >= max(MOST_CONNECTIONS - _BURST, min(MOST_CONNECTIONS, _BURST)):
             min(others, key=lambda each: each.since).give_way()
         self._restart_deadline()
 

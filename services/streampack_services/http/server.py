@@ -28,7 +28,7 @@ from streampack_services.http import control, page
 from streampack_services.http.control import AskBroker
 from streampack_services.http.history import Timelines
 from streampack_services.http.http_guard import MAX_HEAD_BYTES, Guard, is_loopback, parse_address
-from streampack_services.http.http_limits import Bounded
+from streampack_services.http.http_limits import BACKLOG, Bounded
 from streampack_services.http.metrics import CONTENT_TYPE, exposition
 from streampack_services.logs import Ring
 
@@ -141,6 +141,7 @@ class AppServer:
                 log_config=None,
                 log_level="error",  # clients can cause any number of warnings
                 http=Bounded,
+                backlog=BACKLOG,
                 h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 ws="none",
                 access_log=False,

@@ -21,8 +21,10 @@ from streampack.core.standby.standby_events import FromPeer, LogState, Over, Sen
 from streampack.errors import UserError, WireError
 from streampack.transport.curve import Door
 from streampack.transport.sockets import Router, drain
+from streampack.transport.unread import Unread
 from streampack.version import __version__
 from streampack.wire import frames as wire
+from streampack_services.descriptors import num_free
 from streampack_services.log.log import Log
 from streampack_services.standby.arbiter import Arbiter
 from streampack_services.standby.questions import Questions
@@ -35,6 +37,8 @@ LINGER_MS = 500
 """Milliseconds that the last message may take to leave."""
 MAX_MESSAGE_BYTES = 1 << 20
 """Most bytes of a message of the standby, which sends no payload."""
+UNREAD_BYTES = 8 << 20
+"""Most unread bytes of all connections of standbys."""
 
 
 class Shipping:
@@ -59,7 +63,8 @@ class Shipping:
         self, settings: StandbySettings, run: int, entry: Entry, source: Log, arbiter: Arbiter, config_digest: bytes,
         wake: Callable[[], None], door: Door | None = None, rights: Callable[[bytes], Rights] | None = None,
     ) -> None:  # fmt: skip
-        self.router = Router(settings.listen, MAX_MESSAGE_BYTES, door, linger_ms=LINGER_MS)
+        unread = Unread(UNREAD_BYTES, slack=1 << 40, most_strangers=max(num_free() // 4, 1))
+        self.router = Router(settings.listen, MAX_MESSAGE_BYTES, door, unread, linger_ms=LINGER_MS)
         self._rights = rights
         self._log = source
         self._questions = Questions(arbiter, wake)
@@ -112,6 +117,8 @@ class Shipping:
             self._handle(FromPeer(envelope, peer))
         for answer in self._questions.take():
             self._handle(answer)
+        for cut in self.router.take_cuts():
+            log.warning("cut the connection of %s to the standby's port: %s", cut.address, cut.why)
         if now is not None:
             self._handle(Tick(now))
         self._handle(LogState(self._log.first_lsn, self._log.next_lsn, self._log.safe_upto))

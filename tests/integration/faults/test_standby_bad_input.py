@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from streampack_services.broker import authorization
 from streampack_services.broker.authorization import new_key
 
-from tests.integration.running import Daemon, folder, in_process, the_error, write
+from streampack.transport.keys import load_key
+from tests.integration.running import Daemon, folder, in_process, the_error, until, write
+from tests.integration.security.test_security import KeyPeer
 from tests.soak.job import fixed_listen
 
 SETTINGS: dict[str, Any] = {
@@ -179,3 +182,37 @@ def ask(address: str, path: str) -> tuple[int, str]:
         connection.request("GET", path)
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
+
+
+def test_a_revoked_standby_is_cut_from_the_log_within_two_seconds() -> None:
+    """It got records until it was silent for ``takeover_s``."""
+    with pair() as found:
+        keys = found.path / "keys"
+        for name in ("gone", "stays"):
+            new_key(keys, name, "standby", {})
+        listen = fixed_listen(found.path)
+        port = int(listen["producers"].rpartition(":")[2])
+        ship = {"listen": listen["producers"], "address": listen["producers"], "takeover_s": 60}
+        standby = {"arbiter": str(found.path / "arbiter"), "name": "a"} | ship
+        config = found.config("a", standby=standby)
+        tree = json.loads(config.read_text())
+        tree["listen"]["keys"] = str(keys)
+        daemon = found.start("a", config=write(config, tree))
+        daemon.wait_for(" broker: ready\n")
+        gone, stays = (KeyPeer(load_key(keys / f"{name}.key"), listen["producers"]) for name in ("gone", "stays"))
+        try:
+            for peer in (gone, stays):
+                peer.speak()
+            assert connections_to(port) == 2
+            authorization.revoke(keys, "gone")
+            until(lambda: connections_to(port) == 1, 2.0)
+        finally:
+            gone.raw.close()
+            stays.raw.close()
+
+
+def connections_to(port: int) -> int:
+    """Connections that a process of this machine has accepted at ``port``."""
+    tables = [Path(f"/proc/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
+    rows = [line.split() for lines in tables for line in lines]
+    return sum(row[1].endswith(f":{port:04X}") and row[3] == "01" for row in rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import time
@@ -58,6 +59,27 @@ def test_idle_connections_end_no_broker_and_keep_nobody_out(
         began = time.monotonic()
         with sp.connect(broker.trainers, format="numpy", timeout_s=30.0):
             assert time.monotonic() - began < 10.0, "a newcomer gets in"
+
+
+def test_a_burst_of_http_connections_never_takes_more_than_256(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All connections that had come at once were accepted before the oldest were closed."""
+    with contextlib.ExitStack() as opened, monkeypatch.context() as patch:
+        with_files(patch, 4096)
+        broker = opened.enter_context(running_broker(ENDLESS))
+
+        def num_files() -> int:
+            return len(os.listdir(f"/proc/{broker.process.pid}/fd"))
+
+        before, most = num_files(), 0
+        for _ in range(1500):
+            attacker = opened.enter_context(socket.socket())
+            attacker.setblocking(False)
+            attacker.connect_ex(address(broker, "http"))
+        began = time.monotonic()
+        while time.monotonic() - began < 5.0:
+            most = max(most, num_files() - before)
+        assert 100 < most <= 256
+        assert broker.get("/livez") == "alive\n"
 
 
 def test_a_limit_that_is_too_low_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +20,7 @@ from streampack_services.daemons.broker import exposed
 
 from streampack.core.protocol.rights import NO_RIGHTS, Rights
 from streampack.errors import UserError
-from streampack.transport import curve, ipc_files
+from streampack.transport import curve, ipc_files, secret_files
 from streampack.transport.curve import public_of
 from streampack.transport.keys import find_key, load_key
 from streampack.transport.secret_files import write_secret
@@ -267,6 +269,44 @@ def test_a_list_that_is_being_written_shuts_nobody_out(tmp_path: Path) -> None:
     minding.reload_if_changed()
     minding.reload_if_changed()
     assert minding.num_keys == 1
+
+
+def test_a_key_is_revoked_although_connections_take_every_descriptor(tmp_path: Path) -> None:
+    """The list was not read, and not tried again."""
+    new_key(tmp_path, "gone", "trainer", {})
+    minding = looked_after_by_us(tmp_path)
+    authorization.revoke(tmp_path, "gone")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 8, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        minding.reload_if_changed()
+        minding.reload_if_changed()
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert minding.num_keys == 0
+
+
+def test_a_list_that_could_not_be_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file did not change, but the reason that it could not be read has passed. The log has one line of it."""
+    new_key(tmp_path, "gone", "trainer", {})
+    minding = looked_after_by_us(tmp_path)
+    authorization.revoke(tmp_path, "gone")
+    with monkeypatch.context() as patch:
+        patch.setattr(secret_files, "_exposed", lambda *_: "cannot be checked now")
+        for _ in range(4):
+            minding.reload_if_changed()
+        assert minding.num_keys == 1
+    assert caplog.text.count("cannot reload the allowed keys") == 1
+    minding.reload_if_changed()
+    assert minding.num_keys == 0
 
 
 @pytest.mark.parametrize("key", ["none", "a peer's"])
