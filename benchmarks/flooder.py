@@ -15,6 +15,7 @@ and ``gets`` are of that feed.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import time
@@ -163,8 +164,10 @@ class Flooder:
             for _, step in zip(range(12), loader.steps(), strict=False):
                 list(step)
             sock = self._connected()
-            sock.send_multipart(self._framed(*self._report("spare", 0, RESULT_SAMPLES, ["x"])))
-            assert sock.poll(10_000), "the broker did not answer the report"
+            for message in (AskResults(feed="spare", number=1), self._report("spare", 0, RESULT_SAMPLES, ["x"])):
+                sock.send_multipart(self._framed(*message) if isinstance(message, tuple) else self._framed(message))
+                assert sock.poll(10_000), "the broker did not answer"
+                _drain(sock)
             sock.close()
 
     def _attach(self) -> int:
@@ -184,8 +187,9 @@ class Flooder:
 
 
 def _drain(sock: zmq.Socket[bytes]) -> None:
-    while sock.poll(0):
-        sock.recv(zmq.NOBLOCK, copy=False)
+    with contextlib.suppress(zmq.Again):
+        while True:
+            sock.recv(zmq.NOBLOCK)
 
 
 def flood(

@@ -32,7 +32,7 @@ from benchmarks.flooder import ROLES, flood
 from benchmarks.report import arguments, head, say
 
 PACED_S = 0.05
-SETTLED_S = 8.0
+SETTLED_S = 4.0
 CONNECTIONS = 8
 SETTINGS: dict[str, Any] = {
     "memory": "128MiB",

@@ -9,7 +9,9 @@ unread. A connection whose peer has sent no valid message yet is a *stranger*.
 A connection is cut where its peer sends more than a peer of streampack does:
 
 - Strangers have more than ``STRANGERS_BYTES`` unread together: the largest.
-- All connections have more than ``limit`` unread together: the largest.
+- All connections have more than ``limit`` unread together: the largest of the key that has most.
+- A key has more than ``AHEAD_BYTES`` and its credit unread, and more came for ``UNDRAINED_S`` than was taken: all of its
+  connections with much unread.
 - The process's memory grows by more than what is unread and what the owner of the socket holds: the largest. One-byte
   frames take 20 to 50 times their bytes of memory.
 - ``MAX_DAMAGED`` of its messages could not be decoded.
@@ -36,6 +38,9 @@ from dataclasses import dataclass
 
 STRANGERS_BYTES = 256 << 10
 MAX_DAMAGED = 16
+AHEAD_BYTES = 8 << 20
+UNDRAINED_S, UNDRAINED_LOOKS = 0.3, 8
+"""Seconds, and looks in this time, for which a socket always has messages before connections are cut for that."""
 MAX_DROPPED = 1000
 COMMANDS_A_SECOND = 64
 """Bytes of heartbeats on a connection per second. ZeroMQ answers heartbeats itself, and never passes them on."""
@@ -188,16 +193,19 @@ class Unread:
         slack: Bytes of memory that the process may use in addition.
         most_strangers: Most connections of strangers; beyond it the oldest are cut.
         most_unsent: Most bytes that wait to be sent to the connections of a key, or without keys to one connection.
+        credit: Returns the bytes that the peers of a key, or without keys a peer, may send ahead.
     """
 
     def __init__(
         self, limit: int, strangers: int = STRANGERS_BYTES, held: Callable[[], int] = lambda: 0, slack: int = 0,
         most_strangers: int = 1 << 20, most_unsent: int = 1 << 40,
+        credit: Callable[[bytes], int] = lambda _: 1 << 40,
     ) -> None:  # fmt: skip
         _opened_by(os.getpid())
         self.key_digits = 0
         """Length of the key at the beginning of each peer; 0 without keys."""
-        self._most_unsent = most_unsent
+        self._most_unsent, self._credit = most_unsent, credit
+        self._undrained_since, self._undrained_looks = 0.0, 0
         self._unsent: dict[bytes, int] = {}
         """Bytes that wait to be sent at most, by key: those measured last, and those queued since."""
         self._most_strangers = most_strangers
@@ -289,6 +297,7 @@ class Unread:
     def drained(self) -> None:
         """Reset the state that lasts until the socket is drained; call this when ZeroMQ has no message left."""
         self._drained = self._swept_empty = True
+        self._undrained_looks = 0
         self._ended = False
         self._cut_peers.clear()
 
@@ -341,6 +350,9 @@ class Unread:
         if now < self._look_at:
             return
         self._look_at = now + SWEEP_S
+        if not self._undrained_looks:
+            self._undrained_since = now
+        self._undrained_looks += 1
         resident = resident_bytes()
         if now < self._sweep_at and resident < self._resident + GROWN_BYTES:
             return
@@ -365,6 +377,8 @@ class Unread:
                 continue
             of_strangers -= each.unread if each.is_stranger else 0
             of_all -= each.unread
+        if self._undrained_looks > UNDRAINED_LOOKS and now > self._undrained_since + UNDRAINED_S:
+            self._cut_fastest([each for each in by_size if not each.is_cut])
         beside, room = resident - self._held(), of_all + self._slack
         if not self._floor or (self._swept_empty and of_all < LEAST_BLAMED):
             self._floor = beside
@@ -377,6 +391,15 @@ class Unread:
             self._cut(
                 by_size[0], f"{by_size[0].unread} unread bytes from the peer, in tiny frames, take too much memory"
             )
+
+    def _cut_fastest(self, by_size: list[Connection]) -> None:
+        """Cut the connections of the key that has most unread, if this is more than it may send ahead."""
+        key = self._key_of(by_size[0].peer) if by_size else b""
+        same = [each for each in by_size if self._key_of(each.peer) == key]
+        unread = sum(each.unread for each in same)
+        for each in same if unread > AHEAD_BYTES + self._credit(key) else ():
+            if each.unread >= LEAST_BLAMED:
+                self._cut(each, f"the connections of its key have sent {unread} bytes faster than the broker reads")
 
     def _by_size(self) -> list[Connection]:
         """Return the connections: the largest of the key with the most unread bytes first."""

@@ -7,6 +7,7 @@ anything starts.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -209,3 +210,9 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
     except (OSError, AttributeError):
         return
+
+
+def give_back_memory() -> None:
+    """Give memory that glibc keeps, but that is free, back to the system; does nothing without glibc."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -12,7 +12,7 @@ PER_SECOND = 10.0
 """Lines that are allowed per second after the burst."""
 
 
-KEY_BURST = 10
+KEY_BURST = 3
 """Lines about refused messages of one key that are allowed at once."""
 KEY_PER_SECOND = 0.1
 """Lines about refused messages of one key that are allowed per second after the burst."""

@@ -60,7 +60,7 @@ from streampack.core.standby.arbiter_entries import Entry
 from streampack.errors import ConfigError, InternalError, WireError
 from streampack.transport.curve import Door
 from streampack.transport.sockets import Poller, Router, drain
-from streampack.transport.unread import STRANGERS_BYTES, CutConnection, Unread
+from streampack.transport.unread import STRANGERS_BYTES, CutConnection, Unread, resident_bytes
 from streampack.transport.waker import Waker
 from streampack.version import __version__
 from streampack.wire import bundles
@@ -69,7 +69,7 @@ from streampack_services.broker.arena import Arena
 from streampack_services.broker.authorization import Allowed
 from streampack_services.broker.log_keeper import Keeper
 from streampack_services.broker.memory_peak import peak
-from streampack_services.broker.memory_plan import Plan, check_machine, plan
+from streampack_services.broker.memory_plan import Plan, check_machine, give_back_memory, plan
 from streampack_services.broker.report_limit import KEY_BURST, KEY_PER_SECOND, ReportLimit
 from streampack_services.broker.reporter import Counters, Reporter
 from streampack_services.broker.status import BrokerStatus
@@ -100,6 +100,8 @@ DRAIN_AT_MOST = 4096
 """Most messages that are read from one socket in a turn."""
 WAITING_BYTES = 8 << 20
 """Most bytes of a key's messages that wait to be handled, beside the credit of producers."""
+TRIM_S, TRIM_BYTES = 10.0, 16 << 20
+"""Seconds between two looks at the memory, and its growth after which freed memory is given back to the system."""
 READ_S = HANDLE_S = 0.02
 """Seconds in a turn for which messages of one socket are read, and those that wait are handled."""
 UNREAD_ANSWERS_BYTES = 8 << 20
@@ -235,14 +237,15 @@ class BrokerService:
         credit = self._credit_bytes = capacity.quota_tokens * self.plan.token_bytes * partitions
         strangers = max(num_free() // 4, 1)  # of each address, and as many of HTTP
         unread = Unread(
-            2 * credit + ON_THE_WAY_BYTES, STRANGERS_BYTES, self._known_bytes, slack, strangers, UNREAD_ANSWERS_BYTES
-        )
+            2 * credit + ON_THE_WAY_BYTES, STRANGERS_BYTES, self._known_bytes, slack, strangers,
+            UNREAD_ANSWERS_BYTES, self._credit_of,
+        )  # fmt: skip
         producers = Router(self.config.listen.producers, largest, door, unread)
         try:
             largest = (1 << 20) + self._largest_snapshot()
             unread = Unread(
                 4 * largest + ON_THE_WAY_BYTES, STRANGERS_BYTES, self._known_bytes, slack, strangers,
-                self.plan.leaving_bytes + UNREAD_ANSWERS_BYTES,
+                self.plan.leaving_bytes + UNREAD_ANSWERS_BYTES, lambda _: 0,
             )  # fmt: skip
             return producers, Router(self.config.listen.trainers, largest, door, unread)
         except Exception:
@@ -252,6 +255,12 @@ class BrokerService:
     def _known_bytes(self) -> int:
         """Return the bytes of the arena, and of messages that wait, which limits on unread messages do not count."""
         return self.arena.touched_bytes + self._turns.num_bytes
+
+    def _credit_of(self, peer: bytes) -> int:
+        """Return the bytes of samples that a producer, or the producers of a key, may send ahead: 0 without a lease."""
+        key = key_of(peer) if self._allowed is not None else peer
+        has_lease = any(each.peer.startswith(key) for each in self.core.leases.producers)
+        return self._credit_bytes if has_lease else 0
 
     def _largest_snapshot(self) -> int:
         """Return the most bytes of a snapshot in a checkpoint: about 48 for each sample that a feed may hold."""
@@ -363,6 +372,7 @@ class BrokerService:
             return False
         return not self.core.num_readers or time.monotonic() > self._drain_until
 
+    _trim_at, _trimmed_bytes = 0.0, 0
     _ticked = 0.0
     _clock = 0.0
     """The core's time, in seconds. It stands still while the process is suspended, so that no peer times out."""
@@ -380,6 +390,8 @@ class BrokerService:
                 self.counters.strangers = self._allowed.refused
             if (snapshot := self._reporter.tick(now)) is not None:
                 self._publish(snapshot)
+            if now >= self._trim_at:
+                self._give_back_memory(now)
         self._take_messages()
         self._handle_messages()
         while self._formed:
@@ -411,16 +423,24 @@ class BrokerService:
             self._publish(self._reporter.take(now))
         self._send_all_bundles()
 
+    def _give_back_memory(self, now: float) -> None:
+        """Give freed memory back to the system, if the process has grown much since the last time."""
+        self._trim_at = now + TRIM_S
+        if resident_bytes() > self._trimmed_bytes + TRIM_BYTES:
+            give_back_memory()
+            self._trimmed_bytes = resident_bytes()
+
     def _take_messages(self) -> None:
         """Take the messages that have come into the lines of their connections."""
-        for router, kind, most_bytes in (
-            (self._trainers, FromTrainer, WAITING_BYTES),
-            (self._producers, FromProducer, WAITING_BYTES + self._credit_bytes),
-        ):
+        for router, kind in ((self._trainers, FromTrainer), (self._producers, FromProducer)):
             until = time.perf_counter() + READ_S
             for frames in drain(router, DRAIN_AT_MOST):
                 peer, num_bytes = frames[0].bytes, sum(memoryview(frame).nbytes for frame in frames)
-                if not self._turns.put(peer, (router, frames, kind), num_bytes, most_bytes):
+                message = router, frames, kind
+                if not self._turns.put(peer, message, num_bytes, WAITING_BYTES) and not (
+                    (credit := self._credit_of(peer) if kind is FromProducer else 0)
+                    and self._turns.put(peer, message, num_bytes, WAITING_BYTES + credit)
+                ):
                     router.note_dropped(peer, bundles.num_messages(frames[1:]))
                 if time.perf_counter() > until:
                     break
