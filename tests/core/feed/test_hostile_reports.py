@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from streampack.core.journal.log_effects import Append, Safe
 from streampack.core.journal.log_records import PolicyPublished
 from streampack.core.model.bounded import MOST_VERSION
+from streampack.core.protocol.effects import FromTrainer
 from streampack.core.protocol.message import Envelope, Message
 from streampack.core.protocol.trainer_messages import Noted, Publish, ReportValues
 from tests.fuzz.peers import World
@@ -86,6 +88,24 @@ def test_a_policy_that_trainers_cannot_have_is_refused(change: dict[str, object]
     assert feed.history.published is not None
     assert feed.history.published.version == 107
     assert answer(stage, replace(publish, number=8, version=108)) == Noted(number=8)
+
+
+def test_a_trainer_has_at_most_one_policy_that_waits_for_the_log() -> None:
+    """Each took a record and an answer in memory, as fast as they came."""
+    stage = running().stage
+    attempt = stage.epoch, stage.core.feeds["train"].readers.attempts.number
+    effects = []
+    for version in range(107, 1107):  # no record becomes safe between them
+        publish = Publish(feed="train", number=version, version=version, step=0, attempt=attempt)
+        envelope = Envelope(run=RUN, epoch=stage.epoch, fence=0, message=publish)
+        effects += stage.core.handle(FromTrainer(b"z", envelope))
+    assert sum(isinstance(effect, Append) for effect in effects) == 1
+    for effect in effects:
+        stage._perform(effect)
+    stage.handle(Safe(stage.core.journal.next_lsn))
+    assert [each.message for each in stage.said[b"z"]][-1] == Noted(number=107)
+    later = Publish(feed="train", number=1107, version=1107, step=0, attempt=attempt)
+    assert answer(stage, later) == Noted(number=1107)
 
 
 @pytest.mark.parametrize(

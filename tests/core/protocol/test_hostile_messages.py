@@ -12,10 +12,12 @@ from crc32c import crc32c
 from msgspec.structs import replace
 
 from streampack.core.intake.producers import CLAIM_S
+from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.message import Envelope, Message, Reject
 from streampack.core.protocol.producer_messages import Hello, LateFields, Offer, Samples, Start
 from streampack.core.protocol.relay_messages import PASSED_ON, relayed
 from streampack.core.protocol.trainer_messages import Attach, Get
+from streampack.core.serve import rank_registry
 from streampack.core.sessions.pushing.push_session import PUSHED
 from streampack.core.staging.tickets import LEARN_S
 from streampack.errors import WireError
@@ -208,6 +210,24 @@ def test_a_relay_passes_on_no_message_whose_answer_may_have_a_payload(kind: type
     envelope = replace(SAID[kind], run=RUN, epoch=EPOCH, fence=0)
     stage.hear(1, address, envelope)
     assert [reject.code for reject in told(stage, address)] == ["protocol"]
+
+
+def test_few_processes_wait_for_the_same_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relay's bundles made thousands of claims, each of which the broker decided and refused five times a second."""
+    monkeypatch.setattr(rank_registry, "MOST_CLAIMS", 3)
+    stage = Stage()
+    for number in range(6):
+        attach = Attach(feed="train", reader=f"x{number}", host="h", pid=number, mesh=Mesh(dp=2), next_step=0)
+        address = relayed(b"relay", f"x{number}")
+        stage.hear(1, address, Envelope(run=RUN, epoch=EPOCH, fence=0, message=attach))
+    refused = [number for number in range(6) if told(stage, relayed(b"relay", f"x{number}"))]
+    assert refused == [4, 5], "the first holds the rank"
+    detail = told(stage, relayed(b"relay", "x4"))[0].detail
+    assert "processes that ask for rank dp=0/2" in detail
+    stage.tick(20.0)
+    again = Attach(feed="train", reader="y", host="h", pid=9, mesh=Mesh(dp=2), next_step=0)
+    stage.hear(1, b"y", Envelope(run=RUN, epoch=EPOCH, fence=0, message=again))
+    assert not told(stage, b"y"), "claims that were decided do not count"
 
 
 def paced(stage: Stage) -> int:
