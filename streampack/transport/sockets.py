@@ -160,7 +160,10 @@ class _Socket:
 
     def _num_bytes(self, frames: Sequence[Any]) -> int:
         """Return the bytes that a message's frames take on a connection."""
-        return sum(frame_bytes(memoryview(frame).nbytes, self._key_digits > 0) for frame in frames)
+        total, secured = 0, self._key_digits > 0
+        for frame in frames:
+            total += frame_bytes(memoryview(frame).nbytes, secured)
+        return total
 
     def _drop_surplus(self) -> bool:
         """Drop the surplus frames of a message; return True after the last frame. Raises zmq.Again if no frame came."""

@@ -108,6 +108,10 @@ UNREAD_ANSWERS_BYTES = 8 << 20
 """Most bytes of answers that wait for the connections of a key, beside the steps on their way."""
 
 
+Incoming = tuple[Router, list[Any], type[FromProducer] | type[FromTrainer]]
+"""A message that has come: its socket, its frames, and the event that it becomes."""
+
+
 class Leadership(NamedTuple):
     """The entry of the arbiter with which a broker is active."""
 
@@ -431,22 +435,35 @@ class BrokerService:
             self._trimmed_bytes = resident_bytes()
 
     def _take_messages(self) -> None:
-        """Take the messages that have come into the lines of their connections."""
+        """Take messages into the lines of their connections. A message that came alone is handled at once."""
+        alone: Incoming | None = None
         for router, kind in ((self._trainers, FromTrainer), (self._producers, FromProducer)):
             until = time.perf_counter() + READ_S
             for frames in drain(router, DRAIN_AT_MOST):
-                peer, num_bytes = frames[0].bytes, sum(memoryview(frame).nbytes for frame in frames)
-                message = router, frames, kind
-                if not self._turns.put(peer, message, num_bytes, WAITING_BYTES) and not (
-                    (credit := self._credit_of(peer) if kind is FromProducer else 0)
-                    and self._turns.put(peer, message, num_bytes, WAITING_BYTES + credit)
-                ):
-                    router.note_dropped(peer, bundles.num_messages(frames[1:]))
+                if alone is None and not self._turns:
+                    alone = router, frames, kind
+                    continue
+                if alone is not None:
+                    self._line_up(*alone)
+                    alone = None
+                self._line_up(router, frames, kind)
                 if time.perf_counter() > until:
                     break
             for cut in router.take_cuts():
                 self._turns.drop(cut.peer)
                 self._on_cut(cut)
+        if alone is not None:
+            self._receive(*alone)
+
+    def _line_up(self, router: Router, frames: list[Any], kind: type[FromProducer] | type[FromTrainer]) -> None:
+        """Put a message into the line of its connection, unless too much of its key waits."""
+        peer, num_bytes = frames[0].bytes, sum(memoryview(frame).nbytes for frame in frames)
+        message = router, frames, kind
+        if self._turns.put(peer, message, num_bytes, WAITING_BYTES):
+            return
+        credit = self._credit_of(peer) if kind is FromProducer else 0
+        if not credit or not self._turns.put(peer, message, num_bytes, WAITING_BYTES + credit):
+            router.note_dropped(peer, bundles.num_messages(frames[1:]))
 
     def _handle_messages(self) -> None:
         """Handle messages for ``HANDLE_S``, in the order of ``Turns``."""
