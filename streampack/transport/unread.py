@@ -38,7 +38,7 @@ from dataclasses import dataclass
 
 STRANGERS_BYTES = 256 << 10
 MAX_DAMAGED = 16
-AHEAD_BYTES = 8 << 20
+AHEAD_BYTES = 4 << 20
 UNDRAINED_S, UNDRAINED_LOOKS = 0.3, 8
 """Seconds, and looks in this time, for which a socket always has messages before connections are cut for that."""
 MAX_DROPPED = 1000

@@ -104,7 +104,7 @@ TRIM_S, TRIM_BYTES = 10.0, 16 << 20
 """Seconds between two looks at the memory, and its growth after which freed memory is given back to the system."""
 READ_S = HANDLE_S = 0.02
 """Seconds in a turn for which messages of one socket are read, and those that wait are handled."""
-UNREAD_ANSWERS_BYTES = 8 << 20
+UNREAD_ANSWERS_BYTES = 4 << 20
 """Most bytes of answers that wait for the connections of a key, beside the steps on their way."""
 
 
