@@ -60,15 +60,15 @@ class Service:
     """A broker, with keys or without, and a producer, in ``folder``; ``close`` ends both.
 
     ``settings`` are added to those of broker.yaml, and ``roles`` to the keys: role of each, by name. The broker runs on
-    ``cores``, if there are any.
+    ``cores``, if there are any, with at most ``files`` open files, unless that is 0.
     """
 
     def __init__(
         self, folder: Path, keys: bool, transport: str = "tcp", planned_mesh: dict[str, int] | None = None,
         settings: Mapping[str, Any] | None = None, roles: Mapping[str, str] | None = None,
-        cores: Collection[int] = (),
+        cores: Collection[int] = (), files: int = 0,
     ) -> None:  # fmt: skip
-        self.folder, self.keys = folder, keys
+        self.folder, self.keys, self._files = folder, keys, files
         self._running: list[subprocess.Popen[bytes]] = []
         listen: dict[str, Any] = {
             side: "tcp://127.0.0.1:*" if transport == "tcp" else f"ipc://{folder}/{side}"
@@ -116,6 +116,8 @@ class Service:
         with (self.folder / f"{command}.log").open("ab") as log:
             environment = os.environ | {name: value for name, value in more.items() if value}
             arguments = [sys.executable, "-m", "streampack", command, "-c", str(self.folder / f"{command}.yaml")]
+            if self._files and command == "broker":
+                arguments = ["sh", "-c", f'ulimit -n {self._files} && exec "$@"', "sh", *arguments]
             self._running.append(subprocess.Popen(arguments, stdout=log, stderr=log, env=environment))
         return self._running[-1]
 

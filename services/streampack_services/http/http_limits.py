@@ -2,8 +2,8 @@
 
 A request, body included, must be complete ``WHOLE_S`` after its connection was made or the previous answer was sent.
 Otherwise the server closes the connection. At ``MOST_CONNECTIONS`` a new connection replaces the one that has waited
-longest for a complete request. So idle connections cannot keep probes out. ``http_guard`` bounds the head of a request,
-and the handler that reads a body bounds the body.
+longest for a complete request. So idle connections cannot keep probes out. If many come at once, ``Listening`` keeps
+only the newest. ``http_guard`` bounds the head of a request, and the handler that reads a body bounds the body.
 
 The settings of uvicorn do not suffice. Its ``timeout_keep_alive`` ends with the first byte of the next request, so it
 does not bound a request that has begun. Its ``limit_concurrency`` answers 503 to the newest connection, so 256 idle
@@ -15,6 +15,8 @@ pyproject.toml admits versions that passed ``test_http_limits``; run it before y
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections import deque
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -23,10 +25,57 @@ WHOLE_S = 10.0
 """Time for a complete request, in seconds."""
 MOST_CONNECTIONS = 256
 """Most connections at once, also within a burst of new ones."""
-BACKLOG = 8
-"""Connections that are accepted at once; asyncio accepts no more of them before it has looked at others."""
-_BURST = 4 * BACKLOG
-"""Connections that may be accepted before an aborted one is closed: asyncio takes up to four turns for that."""
+QUEUE = 1024
+"""Connections that the kernel holds until they are accepted."""
+_TURNS = 4
+"""Most turns of asyncio between an accepted connection and the end of the one that it replaces."""
+
+
+def accepted_at_once() -> int:
+    """Return the most connections that asyncio may accept in a turn."""
+    return max(MOST_CONNECTIONS // 32, 2)
+
+
+class Listening(socket.socket):
+    """A listening socket that accepts all that wait, and keeps the newest ``accepted_at_once``; the others are closed.
+
+    asyncio would accept all at once, and then there may be no descriptor left. Or it would accept a few in each turn,
+    and a newcomer would wait behind thousands. A connection that has sent something is kept before idle ones.
+    """
+
+    _kept: deque[tuple[socket.socket, Any]]
+
+    def listen(self, _backlog: int = 0, /) -> None:
+        """Listen with a queue of ``QUEUE``; asyncio passes the number that it accepts in a turn."""
+        self._kept = deque()
+        super().listen(QUEUE)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Return the next connection that is kept. Raises BlockingIOError if none waits."""
+        if not self._kept:
+            self._accept_all()
+        return self._kept.popleft()
+
+    def _accept_all(self) -> None:
+        """Accept the connections that wait. Raises BlockingIOError if there are none."""
+        try:
+            for _ in range(QUEUE):
+                self._kept.append(super().accept())
+                if len(self._kept) > accepted_at_once():
+                    idle = next((each for each in self._kept if _is_idle(each[0])), self._kept[0])
+                    self._kept.remove(idle)
+                    idle[0].close()
+        except BlockingIOError:
+            if not self._kept:
+                raise
+
+
+def _is_idle(connection: socket.socket) -> bool:
+    """Return whether nothing has come on a connection."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except OSError:
+        return True
 
 
 class Bounded(H11Protocol):
@@ -40,7 +89,7 @@ class Bounded(H11Protocol):
         """Start the deadline; close the oldest connection if there are too many."""
         super().connection_made(transport)
         others = [each for each in self.connections if isinstance(each, Bounded) and each is not self]
-        if len(others) >= max(MOST_CONNECTIONS - _BURST, min(MOST_CONNECTIONS, _BURST)):
+        if len(others) >= max(MOST_CONNECTIONS - _TURNS * accepted_at_once(), min(MOST_CONNECTIONS, 2)):
             min(others, key=lambda each: each.since).give_way()
         self._restart_deadline()
 

@@ -28,7 +28,7 @@ from streampack_services.http import control, page
 from streampack_services.http.control import AskBroker
 from streampack_services.http.history import Timelines
 from streampack_services.http.http_guard import MAX_HEAD_BYTES, Guard, is_loopback, parse_address
-from streampack_services.http.http_limits import BACKLOG, Bounded
+from streampack_services.http.http_limits import Bounded, Listening, accepted_at_once
 from streampack_services.http.metrics import CONTENT_TYPE, exposition
 from streampack_services.logs import Ring
 
@@ -141,7 +141,7 @@ class AppServer:
                 log_config=None,
                 log_level="error",  # clients can cause any number of warnings
                 http=Bounded,
-                backlog=BACKLOG,
+                backlog=accepted_at_once(),
                 h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 ws="none",
                 access_log=False,
@@ -239,7 +239,8 @@ def _listen(host: str, port: int, address: str) -> socket.socket:
     """Return a listening socket; raise UserError, naming ``address``, if that fails."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=64)
+        bound = socket.create_server((host, port), family=family)
+        return Listening(fileno=bound.detach())
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             raise UserError(
