@@ -105,7 +105,10 @@ def newcomer_s(service: Service, side: str, timeout_s: float = 30.0) -> float:
         if side == "trainers":
             streampack.connect(service.where[side], feed="late", format="numpy", timeout_s=timeout_s).close()
             return time.monotonic() - began
-        got_in = _shakes_hands(service, timeout_s) if side == "producers" else is_alive(service.where[side], timeout_s)
+        got_in = _shakes_hands(service, timeout_s) if side == "producers" else is_alive(service.where[side])
+        while side == "http" and not got_in and time.monotonic() - began < timeout_s:  # as a probe does
+            time.sleep(0.5)
+            got_in = is_alive(service.where[side])
     except streampack.StreampackError:
         got_in = False
     return time.monotonic() - began if got_in else float("inf")

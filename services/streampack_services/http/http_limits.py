@@ -2,8 +2,9 @@
 
 A request, body included, must be complete ``WHOLE_S`` after its connection was made or the previous answer was sent.
 Otherwise the server closes the connection. At ``MOST_CONNECTIONS`` a new connection replaces the one that has waited
-longest for a complete request. So idle connections cannot keep probes out. If many come at once, ``Listening`` keeps
-only the newest. ``http_guard`` bounds the head of a request, and the handler that reads a body bounds the body.
+longest for a complete request, an idle one if there is one. So idle connections cannot keep probes out. If many come at
+once, ``Listening`` keeps only the newest. ``http_guard`` bounds the head of a request, and the handler that reads a
+body bounds the body.
 
 The settings of uvicorn do not suffice. Its ``timeout_keep_alive`` ends with the first byte of the next request, so it
 does not bound a request that has begun. Its ``limit_concurrency`` answers 503 to the newest connection, so 256 idle
@@ -14,8 +15,11 @@ pyproject.toml admits versions that passed ``test_http_limits``; run it before y
 
 from __future__ import annotations
 
+import array
 import asyncio
+import fcntl
 import socket
+import termios
 from collections import deque
 from typing import Any
 
@@ -62,7 +66,7 @@ class Listening(socket.socket):
             for _ in range(QUEUE):
                 self._kept.append(super().accept())
                 if len(self._kept) > accepted_at_once():
-                    idle = next((each for each in self._kept if _is_idle(each[0])), self._kept[0])
+                    idle = next((each for each in self._kept if is_idle(each[0].fileno())), self._kept[0])
                     self._kept.remove(idle)
                     idle[0].close()
         except BlockingIOError:
@@ -70,12 +74,14 @@ class Listening(socket.socket):
                 raise
 
 
-def _is_idle(connection: socket.socket) -> bool:
-    """Return whether nothing has come on a connection."""
+def is_idle(fd: int) -> bool:
+    """Return whether nothing waits to be read from the connection with file descriptor ``fd``."""
+    waiting = array.array("i", [0])
     try:
-        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        fcntl.ioctl(fd, termios.FIONREAD, waiting)
     except OSError:
         return True
+    return not waiting[0]
 
 
 class Bounded(H11Protocol):
@@ -89,8 +95,8 @@ class Bounded(H11Protocol):
         """Start the deadline; close the oldest connection if there are too many."""
         super().connection_made(transport)
         others = [each for each in self.connections if isinstance(each, Bounded) and each is not self]
-        if len(others) >= max(MOST_CONNECTIONS - _TURNS * accepted_at_once(), min(MOST_CONNECTIONS, 2)):
-            min(others, key=lambda each: each.since).give_way()
+        if len(others) >= max(MOST_CONNECTIONS - _TURNS * accepted_at_once(), -(-MOST_CONNECTIONS // 2), 2):
+            min(others, key=lambda each: (each.is_busy, each.since)).give_way()
         self._restart_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -103,6 +109,18 @@ class Bounded(H11Protocol):
         """Start the deadline of the next request."""
         self._restart_deadline()
         super().on_response_complete()
+
+    @property
+    def is_busy(self) -> bool:
+        """True if the connection has an unread request, or one that is being answered."""
+        fd = self.transport.get_extra_info("socket").fileno()
+        return self._answering or (fd >= 0 and not is_idle(fd))
+
+    @property
+    def _answering(self) -> bool:
+        """True if the server is answering a complete request."""
+        cycle: Any = self.cycle
+        return cycle is not None and not cycle.response_complete and not cycle.more_body
 
     def give_way(self) -> None:
         """Close the connection at once and discard unsent bytes."""
@@ -118,7 +136,5 @@ class Bounded(H11Protocol):
 
     def _too_slow(self) -> None:
         """Close the connection at its deadline, unless the server is answering a complete request."""
-        cycle: Any = self.cycle
-        answering = cycle is not None and not cycle.response_complete and not cycle.more_body
-        if not answering:
+        if not self._answering:
             self.give_way()
