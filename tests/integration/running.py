@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -96,6 +97,33 @@ def the_error(result: subprocess.CompletedProcess[str], exit_code: int) -> str:
     assert len(said) == 1, result.stderr
     assert said[0].startswith("streampack: ")
     return said[0]
+
+
+class Stopwatch:
+    """Seconds that something took, without the share in which a process waited for a processor.
+
+    The process is this one, or the one with ``pid``; the main thread stands for it. On a machine that has a free
+    processor, these are the seconds of the clock.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._before = self._ran_and_waited(os.getpid())
+
+    def seconds(self, pid: int | None = None) -> float:
+        """Seconds since the start, by the waits of this process since then, or of another that began meanwhile."""
+        ran, waited = self._ran_and_waited(os.getpid() if pid is None else pid)
+        if pid is None:
+            ran, waited = ran - self._before[0], waited - self._before[1]
+        return (time.monotonic() - self._began) * ran / max(1, ran + waited)
+
+    @staticmethod
+    def _ran_and_waited(pid: int) -> tuple[int, int]:
+        """Nanoseconds, as Linux counts them; without its counts nothing waits."""
+        with contextlib.suppress(FileNotFoundError):
+            ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+            return int(ran), int(waited)
+        return 1, 0
 
 
 class Daemon:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -27,7 +28,7 @@ with warnings.catch_warnings():  # Ray's own, of what it imports
     from tests.integration.frameworks import ray_programs as programs
 
 from streampack.integrations.ray import installed_version, placement
-from tests.integration.running import until
+from tests.integration.running import PATIENCE_S, until
 
 packs, ray = programs.packs, programs.ray
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(580)]
@@ -80,24 +81,24 @@ def test_a_standby_runs_on_another_node_and_takes_over(service: tuple[Any, Path]
     run, _ = service
     states = run.states()
     assert states["broker"]["node"] != states["standby"]["node"]
-    before = run.where()
+    before = run.where(PATIENCE_S)
     other = {"broker": "standby", "standby": "broker"}[before["part"]]
-    until(lambda: "," in run.where()["trainers"])  # the other one has joined
+    until(lambda: "," in run.where(PATIENCE_S)["trainers"])  # the other one has joined
     ray.get(ray.get_actor(f"streampack/{programs.NAME}/{before['part']}", "streampack").stop.remote())
-    after = run.where()
+    after = run.where(PATIENCE_S)
     assert (after["part"], after["node"]) == (other, states[other]["node"])
     assert after["epoch"] > before["epoch"]
 
 
 def test_ray_exports_the_metrics_of_the_broker(service: tuple[Any, Path]) -> None:
     """At an address of each node that Ray writes to its file for Prometheus."""
-    node = next(node for node in ray.nodes() if node["NodeID"] == service[0].where()["node"])
+    node = next(node for node in ray.nodes() if node["NodeID"] == service[0].where(PATIENCE_S)["node"])
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     found = ""
 
     def is_there() -> bool:
         nonlocal found
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
             found = answer.read().decode()
         return "ray_streampack_steps_total{" in found
 
@@ -119,8 +120,8 @@ def test_the_example_goes_on_with_more_workers(nodes: programs.RayNodes, tmp_pat
 def test_the_same_settings_find_the_running_service_and_others_are_rejected(service: tuple[Any, Path]) -> None:
     run, folder = service
     broker, producers = programs.settings(folder, standby=True)
-    before = run.where()["pid"]
-    assert programs.start(broker, producers).where()["pid"] == before
+    before = run.where(PATIENCE_S)["pid"]
+    assert programs.start(broker, producers).where(PATIENCE_S)["pid"] == before
     broker["rules"]["budget"] = 64
     with pytest.raises(UserError, match=r"rules.budget is 128 there and 64 here.*shutdown"):
         programs.start(broker, producers)

@@ -28,6 +28,7 @@ from tests.integration.relay.relayed import SETTINGS, Ranks, Read, directly, sou
 from tests.integration.running import (
     PATIENCE_S,
     RunningBroker,
+    Stopwatch,
     folder,
     in_process,
     producing_here,
@@ -108,9 +109,9 @@ def test_the_first_address_that_answers_is_used_and_another_is_told(caplog: pyte
     caplog.set_level(logging.INFO, "streampack.transport")
     nobody = free_address()
     with Answering(b"second") as second, dealing(f"{nobody},{second.endpoint}") as (dealer, asked):
-        began = time.monotonic()
+        watch = Stopwatch()
         assert asked(b"one") == [b"second", b"one"]
-        assert time.monotonic() - began < 3.0
+        assert watch.seconds() < 3.0
         assert dealer.endpoint == second.endpoint
         for number in range(20):
             assert asked(b"%d" % number) == [b"second", b"%d" % number]
@@ -163,9 +164,10 @@ def test_a_process_that_takes_connections_and_admits_nobody_is_left() -> None:
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as frozen, Answering(b"alive") as alive:
         where = f"tcp://127.0.0.1:{frozen.getsockname()[1]}"
         with dealing(f"{where},{alive.endpoint}") as (dealer, asked):
-            began = time.monotonic()
+            began, watch = time.monotonic(), Stopwatch()
             assert asked(b"one") == [b"alive", b"one"]
-            assert 4.0 < time.monotonic() - began < 10.0
+            assert time.monotonic() - began > 4.0
+            assert watch.seconds() < 10.0
             assert dealer.endpoint == alive.endpoint
 
 
@@ -434,13 +436,13 @@ def test_ranks_and_producers_go_on_in_place_with_the_other_broker(
             with Ranks(it.both("trainers"), SIZES, most=10) as ranks:
                 ranks.allow(10)
                 it.brokers[0].signal(how)
-                began = time.monotonic()
+                began, watch = time.monotonic(), Stopwatch()
                 time.sleep(waits_s)
                 second = it.start(1)
                 ready_s = time.monotonic() - began
                 took_s = seconds_to_next_step(ranks, 14, began)
                 print(f"{how.name}: ready after {ready_s:.1f} s, steps of all ranks after {took_s:.1f} s")
-                assert took_s < max(SOON_S, ready_s + 3.0)
+                assert took_s < ready_s + 3.0 or watch.seconds(second.process.pid) < SOON_S
                 ranks.allow(30)
                 if how is signal.SIGSTOP:  # the second is away for a moment, and all meet the first again
                     it.brokers[0].signal(signal.SIGCONT)
@@ -466,11 +468,11 @@ def test_a_relay_moves_and_its_ranks_stay_with_it(golden: list[Read], monkeypatc
             ranks.allow(10)
             assert ranks.all_by_relay(), "it is found by the list as written"
             it.brokers[0].signal(signal.SIGKILL)
-            began = time.monotonic()
-            it.start(1)
-            took_s = seconds_to_next_step(ranks, 14, began)
-            print(f"by relay: steps of all ranks after {took_s:.1f} s")
-            assert took_s < SOON_S
+            began, watch = time.monotonic(), Stopwatch()
+            pid = it.start(1).process.pid
+            took_s, ran_s = seconds_to_next_step(ranks, 14, began), watch.seconds(pid)
+            print(f"by relay: steps of all ranks after {took_s:.1f} s, {ran_s:.1f} s of a free machine")
+            assert ran_s < SOON_S
             second = it.listens[1]["trainers"]
             assert f"connected to {second}, as {it.listens[0]['trainers']} does not answer" in relay.said
             ranks.allow(math.inf)
