@@ -3,6 +3,7 @@
 The core decides; this package performs. Its files:
 
 - ``service``: the main loop: decodes messages to events for the core, and performs the effects that it returns.
+- ``turns``: messages that wait, and fair turns of keys and connections.
 - ``authorization``: the folder of keys that may connect, watched while the broker runs.
 - ``arena``, ``arena_kernels``: the tokens and fields of all samples that the broker holds, in memory of a fixed size.
 - ``machine_memory``: the memory of the machine or its container.
