@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import array
 import asyncio
+import errno
 import fcntl
 import socket
 import termios
+import time
 from collections import deque
 from typing import Any
 
@@ -31,6 +33,8 @@ MOST_CONNECTIONS = 256
 """Most connections at once, also within a burst of new ones."""
 QUEUE = 1024
 """Connections that the kernel holds until they are accepted."""
+FULL_S = 0.01
+"""Seconds until a connection is accepted again after there was no descriptor for it."""
 _TURNS = 4
 """Most turns of asyncio between an accepted connection and the end of the one that it replaces."""
 
@@ -69,9 +73,13 @@ class Listening(socket.socket):
                     idle = next((each for each in self._kept if is_idle(each[0].fileno())), self._kept[0])
                     self._kept.remove(idle)
                     idle[0].close()
-        except BlockingIOError:
-            if not self._kept:
+        except OSError as error:
+            if error.errno == errno.EMFILE:  # the broker soon ends strangers' connections; asyncio would wait for 1 s
+                time.sleep(FULL_S)
+            elif not isinstance(error, BlockingIOError):
                 raise
+            if not self._kept:
+                raise BlockingIOError from None
 
 
 def is_idle(fd: int) -> bool:

@@ -8,6 +8,7 @@ The module ``http_guard`` decides which requests are allowed.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import socket
@@ -18,6 +19,7 @@ from collections.abc import Callable
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -163,6 +165,8 @@ class AppServer:
         self._socket.close()
 
     def _serve(self) -> None:
+        """Serve requests; import what the first one needs now, since later there may be no descriptor for a file."""
+        asyncio.run(run_in_threadpool(int))
         self._server.run(sockets=[self._socket])
 
 

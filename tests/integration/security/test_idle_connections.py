@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import subprocess
 import time
@@ -14,7 +15,16 @@ import pytest
 
 import streampack as sp
 from tests.integration.commands.test_daemons import ENDLESS, producer_config
-from tests.integration.running import STREAMPACK, RunningBroker, folder, running, running_broker, write
+from tests.integration.running import (
+    PATIENCE_S,
+    STREAMPACK,
+    RunningBroker,
+    folder,
+    running,
+    running_broker,
+    until,
+    write,
+)
 from tests.integration.running import streampack as command
 
 
@@ -80,6 +90,21 @@ def test_a_burst_of_http_connections_never_takes_more_than_256(monkeypatch: pyte
             most = max(most, num_files() - before)
         assert 0 < most <= 256
         assert broker.get("/livez") == "alive\n"
+
+
+def test_a_first_request_is_answered_without_a_free_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It imported modules."""
+    with contextlib.ExitStack() as opened, monkeypatch.context() as patch:
+        with_files(patch, 256)
+        broker = opened.enter_context(running_broker(ENDLESS))
+        number = len(os.listdir(f"/proc/{broker.process.pid}/fd"))
+        with socket.create_connection(address(broker, "http")) as probe:
+            until(lambda: len(os.listdir(f"/proc/{broker.process.pid}/fd")) > number)
+            most = resource.prlimit(broker.process.pid, resource.RLIMIT_NOFILE, (3, 256))
+            probe.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            probe.settimeout(PATIENCE_S)
+            assert probe.recv(1 << 12).startswith(b"HTTP/1.1 200")
+            resource.prlimit(broker.process.pid, resource.RLIMIT_NOFILE, most)
 
 
 def test_a_limit_that_is_too_low_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
