@@ -103,13 +103,9 @@ WAITING_BYTES = 8 << 20
 TRIM_S, TRIM_BYTES = 10.0, 16 << 20
 """Seconds between two looks at the memory, and its growth after which freed memory is given back to the system."""
 READ_S = HANDLE_S = 0.02
-"""Seconds in a turn for which messages of one socket are read, and those that wait are handled."""
+"""Seconds in a turn for which messages are handled as they come, lined up from each socket, and handled in order."""
 UNREAD_ANSWERS_BYTES = 4 << 20
 """Most bytes of answers that wait for the connections of a key, beside the steps on their way."""
-
-
-Incoming = tuple[Router, list[Any], type[FromProducer] | type[FromTrainer]]
-"""A message that has come: its socket, its frames, and the event that it becomes."""
 
 
 class Leadership(NamedTuple):
@@ -398,8 +394,7 @@ class BrokerService:
                 self._give_back_memory(now)
         self._take_messages()
         self._handle_messages()
-        while self._formed:
-            self._on_formed(self._formed.popleft())
+        self._take_formed()
         self._keep_log()
         if self._shipping is not None:
             known = self._shipping.standby_addresses
@@ -435,25 +430,26 @@ class BrokerService:
             self._trimmed_bytes = resident_bytes()
 
     def _take_messages(self) -> None:
-        """Take messages into the lines of their connections. A message that came alone is handled at once."""
-        alone: Incoming | None = None
+        """Handle the messages that come within ``HANDLE_S``, in the order of the sockets; later ones line up."""
+        began = now = time.perf_counter()
         for router, kind in ((self._trainers, FromTrainer), (self._producers, FromProducer)):
-            until = time.perf_counter() + READ_S
+            until = max(now, began + HANDLE_S) + READ_S
             for frames in drain(router, DRAIN_AT_MOST):
-                if alone is None and not self._turns:
-                    alone = router, frames, kind
-                    continue
-                if alone is not None:
-                    self._line_up(*alone)
-                    alone = None
-                self._line_up(router, frames, kind)
-                if time.perf_counter() > until:
+                if self._turns or now > began + HANDLE_S:
+                    self._line_up(router, frames, kind)
+                else:
+                    self._receive(router, frames, kind)
+                    self._take_formed()
+                if (now := time.perf_counter()) > until:
                     break
             for cut in router.take_cuts():
                 self._turns.drop(cut.peer)
                 self._on_cut(cut)
-        if alone is not None:
-            self._receive(*alone)
+
+    def _take_formed(self) -> None:
+        """Hand the results of FORM to the core."""
+        while self._formed:
+            self._on_formed(self._formed.popleft())
 
     def _line_up(self, router: Router, frames: list[Any], kind: type[FromProducer] | type[FromTrainer]) -> None:
         """Put a message into the line of its connection, unless too much of its key waits."""
@@ -471,8 +467,7 @@ class BrokerService:
         while self._turns and now - began < HANDLE_S:
             if (message := self._turns.take()) is not None:
                 self._receive(*message)
-            while self._formed:
-                self._on_formed(self._formed.popleft())
+            self._take_formed()
             before, now = now, time.perf_counter()
             self._turns.give(now - before)
 
