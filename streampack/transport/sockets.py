@@ -335,6 +335,10 @@ class Router(_Socket):
         if self._unread is not None:
             self._unread.note_dropped(peer, count)
 
+    def takes_answers(self, peer: bytes) -> bool:
+        """Return False while a peer, or others of its key, do not read the answers that wait for them."""
+        return self._unread is None or self._unread.takes_answers(peer)
+
     def cut_key(self, key: bytes) -> None:
         """Cut the connections of a key that was revoked. On ``ipc://`` they stay, and their messages are rejected."""
         if self._unread is not None:

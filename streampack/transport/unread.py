@@ -90,6 +90,8 @@ class Connection:
         self.messages = 0
         self.damaged = self.dropped = 0
         self.is_cut = False
+        self.lacks_answer = False
+        """True after an answer was dropped, until the connections of the key have read much of what waits for them."""
         self._cookie = _cookie_of(fd)
         self._since = now
 
@@ -268,13 +270,28 @@ class Unread:
             return True
         waits = self._unsent.get(key, 0)
         if waits and waits + num_bytes > self._most_unsent:
-            waits = self._unsent[key] = sum(each.unsent for each in self._by_peer.values() if each.peer.startswith(key))
+            waits = self._measure_unsent(key)
             if waits and waits + num_bytes > self._most_unsent:
+                to.lacks_answer = True
                 self.note_dropped(peer)
                 return False
         to.sent += num_bytes
         self._unsent[key] = waits + num_bytes
         return True
+
+    def takes_answers(self, peer: bytes) -> bool:
+        """Return False if a connection has ended, or lacks an answer while much waits for the key's connections."""
+        to = self._by_peer.get(peer)
+        if to is None:
+            return False
+        if to.lacks_answer:
+            to.lacks_answer = self._measure_unsent(self._key_of(peer)) > self._most_unsent // 2
+        return not to.lacks_answer
+
+    def _measure_unsent(self, key: bytes) -> int:
+        """Return the bytes that wait to be sent to the connections of a key, and remember them."""
+        self._unsent[key] = sum(each.unsent for each in self._by_peer.values() if each.peer.startswith(key))
+        return self._unsent[key]
 
     def note_damaged(self, peer: bytes) -> None:
         """Count a message of this peer that could not be decoded; cut the connection at the limit."""

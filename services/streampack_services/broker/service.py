@@ -56,6 +56,7 @@ from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.protocol.message import Envelope, Reject
 from streampack.core.protocol.relay_messages import relay_of, relayed
 from streampack.core.protocol.rights import KEY_DIGITS, key_of
+from streampack.core.protocol.trainer_messages import AskResults, AskState
 from streampack.core.standby.arbiter_entries import Entry
 from streampack.errors import ConfigError, InternalError, WireError
 from streampack.transport.curve import Door
@@ -533,7 +534,10 @@ class BrokerService:
         rights = self._allowed.rights(peer) if self._allowed is not None else None
         self._speaking = peer
         for address, envelope in received:
-            self._handle(kind(address, envelope, rights))
+            if isinstance(envelope.message, AskResults | AskState) and not router.takes_answers(peer):
+                router.note_dropped(peer, 1)  # the answer takes long to make, and would be dropped
+            else:
+                self._handle(kind(address, envelope, rights))
         self._speaking = b""
 
     def _refuse_version(self, peer: bytes, version: int, kind: type[FromProducer] | type[FromTrainer]) -> None:

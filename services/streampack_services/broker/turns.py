@@ -1,10 +1,10 @@
 """Fair turns of keys, and of the connections of each key.
 
 ZeroMQ hands over one message of each connection in turn. A message may take a microsecond or a hundredth of a second,
-and a key may have any number of connections. So where more comes than the broker handles at once, it takes the
-messages into lines, one for each connection, and measures the time that each message takes. The key that was given the
-least time is next; its connection that was given the least time is handled. This is start-time fair queuing (Goyal,
-Vin and Cheng, 1996). A key that was idle gains nothing by it. Without keys, each connection has its own turn.
+and a key may have any number of connections. Where more comes than the broker handles at once, messages line up by
+connection. The broker measures the time that each message takes. The key that was given the least time is next; its
+connection that was given the least time is handled. This is start-time fair queuing (Goyal, Vin and Cheng, 1996). A
+key that was idle gains nothing by it. Without keys, each connection has its own turn.
 
 The messages of a key that wait have a limit in bytes. Beyond it the newest is dropped: peers repeat messages without an
 answer.
