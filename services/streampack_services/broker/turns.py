@@ -20,7 +20,7 @@ from typing import Any
 MESSAGE_BYTES = 512
 """Memory of a message that waits, beside the bytes of its frames."""
 REMEMBERED = 1024
-"""Idle connections or keys whose time is remembered before those without a debt are forgotten."""
+"""Connections or keys whose time is remembered before idle ones without a debt are forgotten."""
 
 
 class _Order:
@@ -31,7 +31,9 @@ class _Order:
         self._given: dict[bytes, float] = {}
         self._number = itertools.count()
         self._now = 0.0
-        """Time of the name that had the last turn: a name that begins to wait has had no less."""
+        """Time of the name that had the last turn: no name that waits has had less."""
+        self._most = REMEMBERED
+        """Names after which those without a debt are forgotten."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -49,8 +51,9 @@ class _Order:
     def give(self, name: bytes, seconds: float) -> None:
         """Count time for a name."""
         self._given[name] += seconds
-        if len(self._given) > REMEMBERED + 2 * len(self._waiting):
-            self._given = {name: given for name, given in self._given.items() if given > self._now}
+        if len(self._given) > self._most:  # names that wait are kept: their time is never below ``_now``
+            self._given = {name: given for name, given in self._given.items() if given >= self._now}
+            self._most = REMEMBERED + 2 * len(self._given)
 
 
 class Turns:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from streampack_services.broker.turns import MESSAGE_BYTES, Turns
+from streampack_services.broker.turns import MESSAGE_BYTES, REMEMBERED, Turns
 
 MOST = 1 << 20
 costs = st.floats(1e-6, 0.05)
@@ -48,6 +49,23 @@ def test_a_key_that_was_idle_is_next_and_has_saved_no_time(connections: int, cos
         turns.give(cost)
     assert had.index("b") <= 1, "one message of the other key may be as old"
     assert "a" in had, "it is not ahead for the time in which it was idle"
+
+
+@pytest.mark.parametrize("key_digits", [0, 4], ids=["without keys", "one key"])
+@settings(max_examples=10)
+@given(connections=st.integers(REMEMBERED + 1, 3 * REMEMBERED), cost=st.sampled_from([0.0, 1e-4]))
+def test_more_connections_may_wait_than_are_remembered(key_digits: int, connections: int, cost: float) -> None:
+    """Each has one message at the start, and one after all have had a turn."""
+    turns, handled = Turns(key_digits), Counter[bytes]()
+    peers = [b"same" * (key_digits > 0) + number.to_bytes(4) for number in range(connections)]
+    for _ in range(2):
+        for peer in peers:
+            assert turns.put(peer, peer, 1, 1 << 30)
+        for _ in peers:
+            handled[turns.take()] += 1
+            turns.give(cost)
+        assert not turns
+    assert handled == dict.fromkeys(peers, 2)
 
 
 events = st.lists(
