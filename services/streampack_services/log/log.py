@@ -28,7 +28,6 @@ from streampack_services.log.segments import (
     Segment,
     check_begin,
     damaged,
-    mark_begin,
     read_segment,
     recover,
     segment_files,
@@ -89,8 +88,6 @@ class Log:
             try:
                 segments = recover(folder)
                 check_begin(folder, segments, indexed_upto)
-                if segments:
-                    mark_begin(folder, segments[0].first_lsn)
                 writer = Writer(folder, segments, durability == "os", segment_bytes, first_lsn, on_safe, reserve_bytes)
             except BaseException:
                 os.close(lock)

@@ -31,6 +31,7 @@ from streampack_services.log.segments import (
     START,
     Segment,
     encode_head,
+    latest_mark,
     mark_begin,
     seal_record,
     write_at,
@@ -84,6 +85,7 @@ class Writer:
         self._folder, self._sync, self._segment_bytes, self._on_safe = folder, sync, segment_bytes, on_safe
         self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._segment = segments[-1] if segments else None
+        self._mark = mark_begin(folder, segments[0].first_lsn, latest_mark(folder)) if segments else None
         self._fd, self._end = -1, START
         self._spare, self._spare_bytes = -1, 0
         self._group: deque[Pending] = deque()
@@ -212,6 +214,8 @@ class Writer:
             segment = self._group[0].segment
             if segment is not self._segment:
                 self._begin(segment)
+            if self._mark is None:  # after the segment's name is synced: a mark without a segment is damage
+                self._move_mark(segment.first_lsn)
             batch: list[Pending] = []
             num_buffers = 0
             for record in self._group:
@@ -258,9 +262,6 @@ class Writer:
         self._timed(fdatasync, fd)
         os.rename(self._folder / "next.tmp", segment.path)
         self._timed(fsync, self._folder_fd)
-        if before is None:
-            mark_begin(self._folder, segment.first_lsn)  # after the name is synced: a mark without a segment is damage
-            self._timed(fsync, self._folder_fd)
         self._segment, self._fd, self._end = segment, fd, START
         self._spare, self._spare_bytes = -1, 0
         if before is not None:
@@ -268,6 +269,11 @@ class Writer:
                 write_head(before_fd, before, before_end, sealed=True)
             finally:
                 os.close(before_fd)
+
+    def _move_mark(self, lsn: int) -> None:
+        """Note that records below ``lsn`` may be missing, and sync the folder."""
+        self._mark = mark_begin(self._folder, lsn, self._mark)
+        self._timed(fsync, self._folder_fd)
 
     def _continue(self, segment: Segment) -> None:
         """Continue in a recovered file; first sync its data and name, which a killed process may not have synced."""
@@ -302,6 +308,7 @@ class Writer:
             return
         with self.reserve.lock:
             if self.reserve.is_lent:
+                self._retry = time.monotonic() + RETRY_SECONDS
                 return
             lacks = self._try(lambda: self._allocate(self._segment_bytes))
         if lacks and not self.short:
@@ -338,10 +345,9 @@ class Writer:
     def _unlink(self) -> None:
         """Remove one file, and sync the folder, so that a power cut leaves no gap between the other files."""
         segment = self._doomed[0]
-        mark_begin(self._folder, segment.next_lsn)
-        self._timed(fsync, self._folder_fd)
-        self._doomed.popleft()
+        self._move_mark(segment.next_lsn)
         segment.path.unlink(missing_ok=True)
+        self._doomed.popleft()  # after the unlink, which a full disk may refuse: it is then tried again
         self._timed(fsync, self._folder_fd)
         self.num_bytes -= segment.capacity
 

@@ -30,14 +30,15 @@ class Reserve:
         with self.lock:
             if self._held or self.is_lent or not 0 < self._num_bytes <= free_bytes:
                 return
-            fd = open_file(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                os.posix_fallocate(fd, 0, self._num_bytes)
+                fd = open_file(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                try:
+                    os.posix_fallocate(fd, 0, self._num_bytes)
+                finally:
+                    os.close(fd)
                 self._held = True
-            except OSError:  # another process has taken the space
+            except OSError:  # another process has taken the space, or a quota has no room for the file
                 self._path.unlink(missing_ok=True)
-            finally:
-                os.close(fd)
 
     def give_up(self) -> bool:
         """Free the space; return whether it was held."""

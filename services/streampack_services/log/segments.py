@@ -43,6 +43,7 @@ from pathlib import Path
 
 from streampack.errors import LogDamaged
 from streampack.wire.checksums import crc32c
+from streampack_services.descriptors import open_file
 
 MAGIC = b"spacklog"
 VERSION = 1
@@ -57,6 +58,8 @@ RECORD = struct.Struct("<IIQB")
 _PIECE = 1 << 20
 _NAME = re.compile(r"(\d{20})\.log")
 _MARK = re.compile(r"(\d{20})\.cut")
+Mark = tuple[int, Path]
+"""The number of the first record that must be there, and the file that says so."""
 log = logging.getLogger("streampack.log")
 
 
@@ -189,50 +192,51 @@ def check_begin(folder: Path, segments: Sequence[Segment], indexed_upto: Callabl
     ``indexed_upto``: called for a log without a mark, as streampack 0.1.0 left it; returns the number of the first
     record that the ledger lacks. A broker deletes no record that the ledger lacks.
     """
-    mark = _mark(folder)
+    mark = latest_mark(folder)
     if not segments and mark is not None:
         expected = "the segments of a log, because the folder has a mark of one"
         raise damaged(segment_path(folder, mark[0]), 0, "no such file", expected)
+    if mark is None and len(segments) == 1 and not segments[0].offsets:
+        return  # the process ended before it made the mark, and so before the first record
     first = segments[0].first_lsn if segments else 0
     if first <= (mark[0] if mark is not None else indexed_upto() if first else 0):
         return
     begin = mark[0] if mark is not None else 0
     expected = f"the first segment of the log, with records {begin} to {first - 1}, which no broker has deleted"
     if mark is None:
-        expected += f". If streampack 0.1.0 has deleted them, make an empty file {_mark_path(folder, first)}"
+        expected += f". If streampack 0.1.0 has deleted them, make an empty file {folder / f'{first:020d}.cut'}"
     raise damaged(segment_path(folder, begin), 0, "no such file", expected)
 
 
-def mark_begin(folder: Path, lsn: int) -> None:
+def mark_begin(folder: Path, lsn: int, mark: Mark | None) -> Mark:
     """Note that records below ``lsn`` may be missing, unless a later number is noted; the caller must sync the folder.
 
-    An earlier mark gets the new name, since a full disk may have no room for another file. Raises OSError.
+    ``mark``: the latest one. It gets the new name, since a full disk may have no room for another file, and connections
+    may take every descriptor. Return the mark that is now the latest. Raises OSError.
     """
-    mark = _mark(folder)
+    if mark is not None and mark[0] >= lsn:
+        return mark
+    path = folder / f"{lsn:020d}.cut"
     if mark is None:
-        os.close(os.open(_mark_path(folder, lsn), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    elif mark[0] < lsn:
-        mark[1].rename(_mark_path(folder, lsn))
+        os.close(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    else:
+        mark[1].rename(path)
+    return lsn, path
 
 
 def delete_log(folder: Path) -> None:
     """Delete the segments and the mark of a log that is of no use, so that a crash leaves a log. Raises OSError."""
     files = segment_files(folder)
     if files:
-        mark_begin(folder, files[-1][0])
+        mark_begin(folder, files[-1][0], latest_mark(folder))
     for _, path in files:
         path.unlink()
-    if (mark := _mark(folder)) is not None:
+    if (mark := latest_mark(folder)) is not None:
         mark[1].unlink()
 
 
-def _mark_path(folder: Path, lsn: int) -> Path:
-    """Return the path of the mark that records below ``lsn`` may be missing."""
-    return folder / f"{lsn:020d}.cut"
-
-
-def _mark(folder: Path) -> tuple[int, Path] | None:
-    """Return (number of the first record that must be there, file) of the latest mark; None without one."""
+def latest_mark(folder: Path) -> Mark | None:
+    """Return the latest mark in ``folder``; None without one."""
     matches = ((_MARK.fullmatch(path.name), path) for path in folder.iterdir())
     return max(((int(match[1]), path) for match, path in matches if match), default=None)
 
@@ -257,7 +261,7 @@ def copy_records(folder: Path, into: Path, upto: int) -> None:
     Whole segments are linked and not copied. Raises FileNotFoundError if a segment is cut meanwhile, LogDamaged.
     """
     files = [(first_lsn, path) for first_lsn, path in segment_files(folder) if first_lsn < upto]
-    mark_begin(into, files[0][0])
+    mark_begin(into, files[0][0], None)
     for _, path in files[:-1]:
         try:
             os.link(path, into / path.name)

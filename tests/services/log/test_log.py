@@ -1,9 +1,11 @@
 """The log: bytes of its files written out by hand, each of them damaged in turn, and power cuts at every sync."""
 
 import contextlib
+import errno
 import os
 import random
 import re
+import resource
 import struct
 import tempfile
 import threading
@@ -18,9 +20,10 @@ import pytest
 from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from streampack_services.log import log_writer
+from streampack_services.descriptors import open_file
+from streampack_services.log import log_writer, reserve
 from streampack_services.log.log import Log
-from streampack_services.log.segments import START, copy_records, recover, segment_path
+from streampack_services.log.segments import START, copy_records, mark_begin, recover, segment_path
 
 from streampack.errors import InternalError, LogDamaged, UserError
 
@@ -522,6 +525,133 @@ def test_a_record_that_changes_under_an_open_log_is_refused_when_it_is_read(tmp_
         path.unlink()
         with pytest.raises(LogDamaged, match=rf"^{path}: byte 0: got no such file"):
             log.read(0)
+
+
+# Full disks and quotas, and a process without descriptors
+
+
+@pytest.fixture
+def dead(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a log ends the process."""
+    found = threading.Event()
+    monkeypatch.setattr(log_writer, "end_process", lambda _: found.set())
+    monkeypatch.setattr(log_writer, "RETRY_SECONDS", 0.02)
+    return found
+
+
+def failing_once(call: Callable[..., Any], error: int) -> Callable[..., Any]:
+    """``call``, whose first try fails."""
+    errors = [OSError(error, os.strerror(error))]
+
+    def call_again(*arguments: Any, **named: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return call(*arguments, **named)
+
+    return call_again
+
+
+def test_a_segment_that_a_full_disk_does_not_delete_is_deleted_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: threading.Event
+) -> None:
+    bodies = [bytes([number]) * 40 for number in range(11)]  # two in a segment
+    with opened(tmp_path) as log:
+        write(log, bodies)
+        monkeypatch.setattr(Path, "unlink", failing_once(Path.unlink, errno.ENOSPC))
+        log.cut(5)
+        wait_until(lambda: not segment_path(tmp_path, 2).exists())
+    with opened(tmp_path) as log:
+        assert bodies_of(log) == bodies[4:]
+    assert not dead.is_set()
+
+
+def test_a_log_begins_and_deletes_segments_although_connections_take_every_descriptor(
+    tmp_path: Path, dead: threading.Event
+) -> None:
+    bodies = [bytes([number]) * 40 for number in range(11)]  # two in a segment
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with opened(tmp_path) as log:
+        os.close(lowest := os.open("/dev/null", os.O_RDONLY))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        try:
+            for body in bodies:
+                log.append(RECORD, [body])
+            log.flush()
+            wait_until(lambda: log.safe_upto == 11 or dead.is_set())
+            log.cut(5)
+            wait_until(lambda: not segment_path(tmp_path, 2).exists() or dead.is_set())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert not dead.is_set()
+    with opened(tmp_path) as log:
+        assert bodies_of(log) == bodies[4:]
+
+
+def test_while_the_reserve_is_lent_the_writer_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = 0
+    turn = log_writer.Writer._turn
+
+    def counted(writer: log_writer.Writer) -> bool:
+        nonlocal turns
+        turns += 1
+        return turn(writer)
+
+    def lacks_space(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(log_writer.Writer, "_turn", counted)
+    monkeypatch.setattr(log_writer, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(os, "posix_fallocate", lacks_space)
+    with opened(tmp_path) as log:
+        wait_until(lambda: bool(log.short))
+        with log.lend():
+            time.sleep(0.15)
+            turns = 0
+            time.sleep(0.5)
+            assert 1 <= turns <= 10
+
+
+def test_a_quota_without_room_for_the_reserve_does_not_stop_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: threading.Event
+) -> None:
+    monkeypatch.setattr(log_writer, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(reserve, "open_file", failing_once(open_file, errno.EDQUOT))
+    log = Log.open(tmp_path, durability="process", segment_bytes=SMALL, reserve_bytes=4096, on_safe=lambda: None)
+    with contextlib.closing(log):
+        wait_until(lambda: (tmp_path / "reserve.tmp").exists() or dead.is_set())
+        assert not dead.is_set()
+        write(log, [b"x"])
+
+
+def test_a_mark_that_finds_no_space_is_made_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: threading.Event
+) -> None:
+    monkeypatch.setattr(log_writer, "mark_begin", failing_once(mark_begin, errno.ENOSPC))
+    with opened(tmp_path) as log:
+        log.append(RECORD, [b"x"])
+        log.flush()
+        wait_until(lambda: log.safe_upto == 1 or dead.is_set())
+        assert not dead.is_set()
+    assert (tmp_path / f"{0:020d}.cut").exists()
+
+
+def test_a_copy_that_ends_before_its_mark_is_a_log_without_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: threading.Event
+) -> None:
+    """A standby's copy may begin with any record."""
+    with monkeypatch.context() as broken:
+        broken.setattr(log_writer, "mark_begin", failing_once(mark_begin, errno.EIO))
+        log = Log.open(tmp_path, durability="process", segment_bytes=SMALL, first_lsn=5, on_safe=lambda: None)
+        log.append(RECORD, [b"lost"])
+        log.flush()
+        assert dead.wait(30)
+        abandon(log)
+    assert [path.name for path in tmp_path.glob("*.log")] == [f"{5:020d}.log"]
+    with opened(tmp_path) as log:
+        assert (log.first_lsn, log.next_lsn) == (5, 5)
+        write(log, [b"x"])
+    with opened(tmp_path) as log:
+        assert bodies_of(log) == [b"x"]
 
 
 # Power cuts
