@@ -76,7 +76,7 @@ class Listening(socket.socket):
         except OSError as error:
             if error.errno == errno.EMFILE:  # the broker soon ends strangers' connections; asyncio would wait for 1 s
                 time.sleep(FULL_S)
-            elif not isinstance(error, BlockingIOError):
+            elif not (self._kept or isinstance(error, BlockingIOError)):
                 raise
             if not self._kept:
                 raise BlockingIOError from None

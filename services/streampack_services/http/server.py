@@ -143,6 +143,7 @@ class AppServer:
                 log_config=None,
                 log_level="error",  # clients can cause any number of warnings
                 http=Bounded,
+                loop="asyncio",  # uvloop would not accept connections by ``Listening``
                 backlog=accepted_at_once(),
                 h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 ws="none",

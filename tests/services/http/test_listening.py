@@ -1,0 +1,53 @@
+"""The listening socket of the HTTP side: asyncio must use it, and no accepted connection may be left waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import sys
+import types
+import urllib.request
+from typing import Any
+
+import pytest
+from streampack_services.http.http_limits import Listening
+from streampack_services.http.server import AppServer, standby_app
+
+
+def test_uvloop_does_not_replace_the_way_to_accept_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images with vLLM have uvloop installed."""
+    made: list[str] = []
+
+    def new_event_loop() -> asyncio.AbstractEventLoop:
+        made.append("uvloop")
+        return asyncio.new_event_loop()
+
+    monkeypatch.setitem(sys.modules, "uvloop", types.SimpleNamespace(new_event_loop=new_event_loop))
+    monkeypatch.delitem(sys.modules, "uvicorn.loops.uvloop", raising=False)
+    server = AppServer("127.0.0.1:0", standby_app("alone", dict))
+    server.start()
+    with contextlib.closing(server), urllib.request.urlopen(f"{server.url}/livez", timeout=30) as answer:
+        assert answer.read() == b"alive\n"
+    assert made == []
+
+
+def test_an_aborted_connection_does_not_leave_accepted_ones_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept = socket.socket.accept
+    num_accepted = 0
+
+    def aborted_at_second(listening: socket.socket) -> tuple[socket.socket, Any]:
+        nonlocal num_accepted
+        num_accepted += 1
+        if num_accepted == 2:
+            raise ConnectionAbortedError(errno.ECONNABORTED, os.strerror(errno.ECONNABORTED))
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", aborted_at_second)
+    with Listening() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        with socket.create_connection(listening.getsockname()):
+            listening.accept()[0].close()
