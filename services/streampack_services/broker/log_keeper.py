@@ -218,14 +218,14 @@ class Keeper:
                 with self._log.lend():
                     self._indexed = update_ledger(self._where)
             self._not_trimmed = ""
-        except (StreampackError, sqlite3.Error, OSError) as error:
-            with contextlib.suppress(StreampackError, sqlite3.Error, OSError):
+        except Exception as error:  # a bug, too: it is logged, and tried again only later
+            with contextlib.suppress(Exception):
                 self._indexed = indexed_upto(self._where)  # each batch counts: its segments make space for the next
             again_s = TRIM_AGAIN_S if self._indexed == before else 1.0
-            self._not_trimmed = f"cannot update the ledger: {error}"
-            log.warning(
-                "did not delete old log segments: %s The broker tries again in %.0f s", self._not_trimmed, again_s
-            )
+            self._not_trimmed = f"cannot update the ledger: {str(error).rstrip('.')}."
+            text = "did not delete old log segments: %s The broker tries again in %.0f s"
+            is_bug = not isinstance(error, StreampackError | sqlite3.Error | OSError)
+            log.warning(text, self._not_trimmed, again_s, exc_info=is_bug)
             self._again_at = time.monotonic() + again_s
         self._wake()
 
