@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -21,7 +22,7 @@ from streampack.core.standby.standby_events import FromPeer, LogState, Over, Sen
 from streampack.errors import UserError, WireError
 from streampack.transport.curve import Door
 from streampack.transport.sockets import Router, drain
-from streampack.transport.unread import Unread
+from streampack.transport.unread import CutConnection, Unread
 from streampack.version import __version__
 from streampack.wire import frames as wire
 from streampack_services.descriptors import num_free
@@ -33,6 +34,8 @@ log = logging.getLogger("streampack.standby")
 
 BATCH_BYTES = 1 << 20
 """Bytes of records in one message, unless a single record is larger."""
+SAY_S = 10.0
+"""Least seconds between two log lines about cut connections."""
 LINGER_MS = 500
 """Milliseconds that the last message may take to leave."""
 MAX_MESSAGE_BYTES = 1 << 20
@@ -75,6 +78,8 @@ class Shipping:
         self._run = run
         self.over = ""
         """The reason to end the broker, because another one is active; empty if there is none."""
+        self._cuts: list[CutConnection] = []
+        self._say_cuts_at = 0.0
         self.follower: Follow | None = None
         """The last message of the standby, with its addresses."""
         self._handle(LogState(source.first_lsn, source.next_lsn, source.safe_upto))
@@ -111,17 +116,27 @@ class Shipping:
                 )
                 continue
             except WireError:
+                self.router.note_damaged(peer)
                 continue
             if isinstance(envelope.message, Follow):
                 self.follower = envelope.message
             self._handle(FromPeer(envelope, peer))
         for answer in self._questions.take():
             self._handle(answer)
-        for cut in self.router.take_cuts():
-            log.warning("cut the connection of %s to the standby's port: %s", cut.address, cut.why)
+        self._tell_cuts(self.router.take_cuts())
         if now is not None:
             self._handle(Tick(now))
         self._handle(LogState(self._log.first_lsn, self._log.next_lsn, self._log.safe_upto))
+
+    def _tell_cuts(self, cuts: list[CutConnection]) -> None:
+        """Log the last of the cut connections and their number, at most every SAY_S: anyone may cause many."""
+        self._cuts += cuts
+        if self._cuts and time.monotonic() >= self._say_cuts_at:
+            self._say_cuts_at = time.monotonic() + SAY_S
+            last, others = self._cuts[-1], len(self._cuts) - 1
+            more = f" (and {others} others since the last such line)" if others else ""
+            log.warning("cut the connection of %s to the standby's port: %s%s", last.address, last.why, more)
+            self._cuts = []
 
     def _refuse(self, peer: bytes, why: str, version: int | None = None) -> None:
         """Tell a peer why it may not copy the log; ``version`` is its protocol version, if that is another one."""
