@@ -28,6 +28,7 @@ from streampack_services.log.segments import (
     Segment,
     check_begin,
     damaged,
+    delete_log,
     read_segment,
     recover,
     segment_files,
@@ -71,21 +72,24 @@ class Log:
         segment_bytes: int = 64 << 20,
         first_lsn: int = 0,
         reserve_bytes: int = 0,
+        discards: bool = False,
         indexed_upto: Callable[[], int] = lambda: 0,
         on_safe: Callable[[], None],
     ) -> Log:
         """Open and recover the log in ``folder``, which is made if it is missing; all its records are then safe.
 
-        A log without records begins with record ``first_lsn``. ``reserve_bytes`` of the disk are held back (``lend``).
-        ``indexed_upto`` is called for a log of streampack 0.1.0, as ``segments.check_begin`` does.
-        ``on_safe`` is called from another thread whenever ``safe_upto`` has grown, and must not raise. Raises UserError
-        if the folder cannot be used or another process writes there, LogDamaged as ``segments.recover`` and
-        ``check_begin`` do.
+        ``discards``: delete the log that is there. A log without records begins with record ``first_lsn``.
+        ``reserve_bytes`` of the disk are held back (``lend``). ``indexed_upto`` is called for a log of streampack
+        0.1.0, as ``segments.check_begin`` does. ``on_safe`` is called from another thread whenever ``safe_upto`` has
+        grown, and must not raise. Raises UserError if the folder cannot be used or another process writes there,
+        LogDamaged as ``segments.recover`` and ``check_begin`` do.
         """
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = _lock(folder / "lock")
             try:
+                if discards:
+                    delete_log(folder)
                 segments = recover(folder)
                 check_begin(folder, segments, indexed_upto)
                 writer = Writer(folder, segments, durability == "os", segment_bytes, first_lsn, on_safe, reserve_bytes)

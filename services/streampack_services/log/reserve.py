@@ -24,6 +24,8 @@ class Reserve:
         self.is_lent = False
         self.lock = threading.Lock()
         """Held while the log takes space or the reserve is given up."""
+        if not num_bytes:  # a process that was killed may have left it
+            self._path.unlink(missing_ok=True)
 
     def hold(self, free_bytes: int) -> None:
         """Make the file, unless it is there, lent, or larger than the free space."""

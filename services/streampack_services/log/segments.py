@@ -204,7 +204,10 @@ def check_begin(folder: Path, segments: Sequence[Segment], indexed_upto: Callabl
     begin = mark[0] if mark is not None else 0
     expected = f"the first segment of the log, with records {begin} to {first - 1}, which no broker has deleted"
     if mark is None:
-        expected += f". If streampack 0.1.0 has deleted them, make an empty file {folder / f'{first:020d}.cut'}"
+        expected += (
+            f". If streampack 0.1.0 has deleted them, make an empty file {folder / f'{first:020d}.cut'}. With it, you "
+            f"accept the loss of all records before record {first}"
+        )
     raise damaged(segment_path(folder, begin), 0, "no such file", expected)
 
 

@@ -36,9 +36,8 @@ from streampack.transport.waker import Waker
 from streampack.wire import frames as wire
 from streampack_services.ledger.state_dir import LEDGER, indexed_upto
 from streampack_services.log.log import Log
-from streampack_services.log.segments import delete_log
 from streampack_services.standby.arbiter import Arbiter
-from streampack_services.standby.copy_state import CopyState, read_state, write_state
+from streampack_services.standby.copy_state import NOTE, CopyState, read_state, write_state
 from streampack_services.standby.questions import Questions
 from streampack_services.standby.shipping import advertised
 
@@ -71,7 +70,12 @@ class Following:
         self._where = Path(config.state_dir)
         self._where.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._waker = Waker()
-        self._log = self._open(0)
+        try:
+            is_useless = (self._where / NOTE).exists() and read_state(self._where).epoch == 0
+            self._log = self._open(0, discards=is_useless)
+        except BaseException:
+            self._waker.close()
+            raise
         self._state = read_state(self._where)
         self._questions = Questions(arbiter, self._waker.wake)
         self.follower = LogFollower(
@@ -88,11 +92,11 @@ class Following:
         self._ticked = self._clock = 0.0
         self._said, self._said_at = "", 0.0
 
-    def _open(self, first_lsn: int) -> Log:
-        """Open the log; an empty one begins with record ``first_lsn``."""
+    def _open(self, first_lsn: int, *, discards: bool) -> Log:
+        """Open the log, or delete it first; an empty one begins with record ``first_lsn``."""
         return Log.open(
             self._where, durability=self._config.safely, on_safe=self._waker.wake, first_lsn=first_lsn,
-            indexed_upto=lambda: indexed_upto(self._where),
+            discards=discards, indexed_upto=lambda: indexed_upto(self._where),
         )  # fmt: skip
 
     def stop(self) -> None:
@@ -235,10 +239,9 @@ class Following:
         """Delete the log, and begin the copy of another one; a crash on the way leaves a log that is of no use."""
         write_state(self._where, CopyState(0, effect.log_id))
         self._log.close()
-        delete_log(self._where)
         for path in self._where.glob(f"{LEDGER}*"):
             path.unlink()
-        self._log = self._open(effect.first)
+        self._log = self._open(effect.first, discards=True)
         self._state = CopyState(effect.epoch, effect.log_id)
         write_state(self._where, self._state)
 

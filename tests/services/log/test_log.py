@@ -468,7 +468,9 @@ def test_a_log_without_its_first_segments_is_read_only_if_a_broker_deleted_them(
     mark.unlink()
     for upto in (0, 5):
         with pytest.raises(
-            LogDamaged, match=rf"streampack 0.1.0 has deleted them, make an empty file .*{6:020d}\.cut\."
+            LogDamaged,
+            match=rf"streampack 0.1.0 has deleted them, make an empty file .*{6:020d}\.cut\. With it, you accept the "
+            "loss of all records before record 6",
         ):
             Log.open(
                 tmp_path, durability="process", segment_bytes=SMALL, indexed_upto=partial(int, upto),
@@ -621,6 +623,13 @@ def test_a_quota_without_room_for_the_reserve_does_not_stop_the_log(
         wait_until(lambda: (tmp_path / "reserve.tmp").exists() or dead.is_set())
         assert not dead.is_set()
         write(log, [b"x"])
+
+
+def test_a_log_without_a_reserve_frees_the_one_that_a_killed_process_left(tmp_path: Path) -> None:
+    """As of a broker that was killed on the host that becomes the standby."""
+    (tmp_path / "reserve.tmp").write_bytes(bytes(4096))
+    with opened(tmp_path):
+        assert not (tmp_path / "reserve.tmp").exists()
 
 
 def test_a_mark_that_finds_no_space_is_made_later(
