@@ -180,13 +180,12 @@ class Writer:
     def _idle_s(self) -> float:
         """Return the seconds until the next work, if no new records come; 0 or less if there is work now."""
         now = time.monotonic()
-        if self._can_unlink():
-            return self._retry - now
-        if self.full:
+        if self.full or (self._can_unlink() and self._retry <= now):
             return self._retry - now
         if self._queue:
             return 0 if self._queued_bytes >= GROUP_BYTES else self._due - now
-        return self._look_at - now if self._reserved else min(self._retry, self._look_at) - now
+        is_tried_again = self._can_unlink() or not self._reserved
+        return min(self._retry, self._look_at) - now if is_tried_again else self._look_at - now
 
     def _update_free_bytes(self) -> None:
         """Update ``free_bytes`` every LOOK_SECONDS."""

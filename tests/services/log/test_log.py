@@ -567,6 +567,32 @@ def test_a_segment_that_a_full_disk_does_not_delete_is_deleted_later(
     assert not dead.is_set()
 
 
+def test_records_do_not_wait_for_a_segment_that_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: threading.Event
+) -> None:
+    monkeypatch.setattr(log_writer, "RETRY_SECONDS", 3600.0)
+    tried = threading.Event()
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        tried.set()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    log = open_log(tmp_path)
+    write(log, [bytes(40)] * 5)
+    with monkeypatch.context() as full:
+        full.setattr(Path, "unlink", refused)
+        log.cut(2)
+        assert tried.wait(30)
+        log.append(RECORD, [b"x"])
+        log.flush()
+        end = time.monotonic() + 2
+        while log.safe_upto < log.next_lsn and time.monotonic() < end:
+            time.sleep(0.001)
+        assert log.safe_upto == log.next_lsn
+    log.close()
+    assert not dead.is_set()
+
+
 def test_a_log_begins_and_deletes_segments_although_connections_take_every_descriptor(
     tmp_path: Path, dead: threading.Event
 ) -> None:
