@@ -303,10 +303,15 @@ class Router(_Socket):
 
         A message is dropped, too, while its peer or others of the same key do not read what waits for them.
         """
-        if self._unread is not None and not self._unread.may_send(peer, self._num_bytes(frames)):
+        if self._unread is None:
+            return self._send(peer, frames)
+        num_bytes = self._num_bytes(frames)
+        if not self._unread.may_send(peer, num_bytes):
             self.dropped += 1
             return False
-        return self._send(peer, frames)
+        if not (sent := self._send(peer, frames)):
+            self._unread.not_queued(peer, num_bytes)
+        return sent
 
     def admit(self) -> None:
         """Admit waiting peers, and check the connections of admitted peers."""
@@ -330,10 +335,10 @@ class Router(_Socket):
         if self._unread is not None:
             self._unread.note_damaged(peer)
 
-    def note_dropped(self, peer: bytes, count: int) -> None:
-        """Count messages of this peer that the caller has dropped, because too many of its key wait."""
+    def note_dropped(self, peer: bytes, count: int, why: str) -> None:
+        """Count messages of this peer that the caller has dropped; ``why`` is a reason of ``unread``."""
         if self._unread is not None:
-            self._unread.note_dropped(peer, count)
+            self._unread.note_dropped(peer, count, why)
 
     def takes_answers(self, peer: bytes) -> bool:
         """Return False while a peer, or others of its key, do not read the answers that wait for them."""

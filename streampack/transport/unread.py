@@ -15,7 +15,8 @@ A connection is cut where its peer sends more than a peer of streampack does:
 - The process's memory grows by more than what is unread and what the owner of the socket holds: the largest. One-byte
   frames take 20 to 50 times their bytes of memory.
 - ``MAX_DAMAGED`` of its messages could not be decoded.
-- ``MAX_DROPPED`` of its messages, or of the answers to it, were dropped because too many of them wait.
+- ``MAX_DROPPED`` of its messages, or of the answers to it, were dropped in ``DROPPED_S``, because too many of them
+  wait.
 
 New connections are let in by ``admissions``: a few, until all that they sent was taken. The module knows file
 descriptors and bytes, but no messages. Only the socket's thread uses it.
@@ -41,7 +42,11 @@ MAX_DAMAGED = 16
 AHEAD_BYTES = 4 << 20
 UNDRAINED_S, UNDRAINED_LOOKS = 0.3, 8
 """Seconds, and looks in this time, for which a socket always has messages before connections are cut for that."""
-MAX_DROPPED = 1000
+MAX_DROPPED, DROPPED_S = 1000, 1.0
+"""Messages of a connection, or answers to it, that may be dropped in so many seconds. Peers repeat a message after a
+second, so only one that does not wait for answers has more."""
+MESSAGES_WAIT = "of its messages were dropped in a second, because too many messages of its key wait"
+ANSWERS_WAIT = "answers to it were dropped in a second, because connections of its key do not read theirs"
 COMMANDS_A_SECOND = 64
 """Bytes of heartbeats on a connection per second. ZeroMQ answers heartbeats itself, and never passes them on."""
 HANDSHAKE_BYTES = 2048
@@ -88,7 +93,10 @@ class Connection:
         """Bytes of messages that this process has taken from the connection, and queued for it."""
         self.unread = 0
         self.messages = 0
-        self.damaged = self.dropped = 0
+        self.damaged = 0
+        self.dropped = Counter[str]()
+        """Messages that were dropped since ``dropped_since``, by the reason."""
+        self.dropped_since = now
         self.is_cut = False
         self.lacks_answer = False
         """True after an answer was dropped, until the connections of the key have read much of what waits for them."""
@@ -107,8 +115,11 @@ class Connection:
 
     @property
     def unsent(self) -> int:
-        """Bytes that were queued for the peer, and that its kernel has not received."""
-        return max(self.sent - _counter(self.fd, _BYTES_ACKED), 0)
+        """Bytes that were queued for the peer, and that its kernel has not received; 0 if the connection has ended."""
+        received = _counter(self.fd, _BYTES_ACKED)
+        if received is None or self.is_cut or _cookie_of(self.fd) != self._cookie:
+            return 0
+        return max(self.sent - received, 0)
 
     def cut(self) -> str:
         """End the connection, and drop what the kernel has received of it.
@@ -169,10 +180,10 @@ def _cookie_of(fd: int) -> bytes:
     return _option(fd, socket.SOL_SOCKET, _SO_COOKIE, 8)
 
 
-def _counter(fd: int, offset: int) -> int:
-    """Return a counter of ``struct tcp_info``; 0 if the kernel does not say."""
+def _counter(fd: int, offset: int) -> int | None:
+    """Return a counter of ``struct tcp_info``; None if the kernel does not say."""
     info = _option(fd, socket.IPPROTO_TCP, socket.TCP_INFO, offset + 8)
-    return int(struct.unpack_from("Q", info, offset)[0]) if len(info) >= offset + 8 else 0
+    return int(struct.unpack_from("Q", info, offset)[0]) if len(info) >= offset + 8 else None
 
 
 def bytes_read(fd: int) -> int:
@@ -182,7 +193,7 @@ def bytes_read(fd: int) -> int:
         fcntl.ioctl(fd, termios.FIONREAD, waiting)
     except OSError:
         return 0
-    return max(_counter(fd, _BYTES_RECEIVED) - waiting[0], 0)
+    return max((_counter(fd, _BYTES_RECEIVED) or 0) - waiting[0], 0)
 
 
 class Unread:
@@ -273,11 +284,17 @@ class Unread:
             waits = self._measure_unsent(key)
             if waits and waits + num_bytes > self._most_unsent:
                 to.lacks_answer = True
-                self.note_dropped(peer)
+                self.note_dropped(peer, 1, ANSWERS_WAIT)
                 return False
         to.sent += num_bytes
         self._unsent[key] = waits + num_bytes
         return True
+
+    def not_queued(self, peer: bytes, num_bytes: int) -> None:
+        """Take back a message that ``may_send`` has counted, because ZeroMQ did not queue it."""
+        if (to := self._by_peer.get(peer)) is not None:
+            to.sent -= num_bytes
+            self._unsent[self._key_of(peer)] -= num_bytes
 
     def takes_answers(self, peer: bytes) -> bool:
         """Return False if a connection has ended, or lacks an answer while much waits for the key's connections."""
@@ -301,15 +318,16 @@ class Unread:
             if found.damaged == MAX_DAMAGED:
                 self._cut(found, f"{MAX_DAMAGED} of the peer's messages could not be decoded")
 
-    def note_dropped(self, peer: bytes, count: int = 1) -> None:
+    def note_dropped(self, peer: bytes, count: int, why: str) -> None:
         """Count messages of this peer, or answers to it, that were dropped; cut the connection at the limit."""
-        if (found := self._by_peer.get(peer)) is not None:
-            found.dropped += count
-            if found.dropped >= MAX_DROPPED and not found.is_cut:
-                self._cut(
-                    found, f"{found.dropped} of its messages came before earlier ones were handled, or it did not read "
-                    f"the answers"
-                )  # fmt: skip
+        if (found := self._by_peer.get(peer)) is None or found.is_cut:
+            return
+        if (now := time.monotonic()) > found.dropped_since + DROPPED_S:
+            found.dropped_since = now
+            found.dropped.clear()
+        found.dropped[why] += count
+        if found.dropped[why] >= MAX_DROPPED:
+            self._cut(found, f"{found.dropped[why]} {why}")
 
     def drained(self) -> None:
         """Reset the state that lasts until the socket is drained; call this when ZeroMQ has no message left."""
@@ -409,14 +427,20 @@ class Unread:
                 by_size[0], f"{by_size[0].unread} unread bytes from the peer, in tiny frames, take too much memory"
             )
 
-    def _cut_fastest(self, by_size: list[Connection]) -> None:
-        """Cut the connections of the key that has most unread, if this is more than it may send ahead."""
-        key = self._key_of(by_size[0].peer) if by_size else b""
-        same = [each for each in by_size if self._key_of(each.peer) == key]
-        unread = sum(each.unread for each in same)
-        for each in same if unread > AHEAD_BYTES + self._credit(key) else ():
-            if each.unread >= LEAST_BLAMED:
-                self._cut(each, f"the connections of its key have sent {unread} bytes faster than the broker reads")
+    def _cut_fastest(self, connections: list[Connection]) -> None:
+        """Cut the connections of the key that has most unread beyond its credit, if this is more than it may send."""
+        unread = Counter[bytes]()
+        for each in connections:
+            unread[self._key_of(each.peer)] += each.unread
+        beyond = {key: size - self._credit(key) for key, size in unread.items() if size > AHEAD_BYTES}
+        key = max(beyond, key=lambda each: beyond[each], default=b"")
+        if beyond.get(key, 0) <= AHEAD_BYTES:
+            return
+        for each in connections:
+            if each.unread >= LEAST_BLAMED and self._key_of(each.peer) == key:
+                self._cut(
+                    each, f"the connections of its key have sent {unread[key]} bytes faster than the broker reads"
+                )
 
     def _by_size(self) -> list[Connection]:
         """Return the connections: the largest of the key with the most unread bytes first."""

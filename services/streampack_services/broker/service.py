@@ -61,7 +61,14 @@ from streampack.core.standby.arbiter_entries import Entry
 from streampack.errors import ConfigError, InternalError, WireError
 from streampack.transport.curve import Door
 from streampack.transport.sockets import Poller, Router, drain
-from streampack.transport.unread import STRANGERS_BYTES, CutConnection, Unread, resident_bytes
+from streampack.transport.unread import (
+    ANSWERS_WAIT,
+    MESSAGES_WAIT,
+    STRANGERS_BYTES,
+    CutConnection,
+    Unread,
+    resident_bytes,
+)
 from streampack.transport.waker import Waker
 from streampack.version import __version__
 from streampack.wire import bundles
@@ -460,7 +467,7 @@ class BrokerService:
             return
         credit = self._credit_of(peer) if kind is FromProducer else 0
         if not credit or not self._turns.put(peer, message, num_bytes, WAITING_BYTES + credit):
-            router.note_dropped(peer, bundles.num_messages(frames[1:]))
+            router.note_dropped(peer, bundles.num_messages(frames[1:]), MESSAGES_WAIT)
 
     def _handle_messages(self) -> None:
         """Handle messages for ``HANDLE_S``, in the order of ``Turns``."""
@@ -535,7 +542,7 @@ class BrokerService:
         self._speaking = peer
         for address, envelope in received:
             if isinstance(envelope.message, AskResults | AskState) and not router.takes_answers(peer):
-                router.note_dropped(peer, 1)  # the answer takes long to make, and would be dropped
+                router.note_dropped(peer, 1, ANSWERS_WAIT)  # the answer takes long to make, and would be dropped
             else:
                 self._handle(kind(address, envelope, rights))
         self._speaking = b""
