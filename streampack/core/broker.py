@@ -316,6 +316,10 @@ class Broker:
         """Number of producers and clients that were rejected so far."""
         return self._refused + self.leases.refused + sum(feed.readers.link.refused for feed in self.feeds.values())
 
+    def expects_snapshot_from(self, key: bytes) -> bool:
+        """Return whether a reader whose connection begins with ``key`` was asked for a snapshot and still waits."""
+        return any(feed.readers.expects_snapshot_from(key) for feed in self.feeds.values())
+
     @property
     def num_readers(self) -> int:
         """Number of attached readers of all feeds."""

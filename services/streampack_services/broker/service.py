@@ -107,7 +107,7 @@ ON_THE_WAY_BYTES = 8 << 20
 DRAIN_AT_MOST = 4096
 """Most messages that are read from one socket in a turn."""
 WAITING_BYTES = 8 << 20
-"""Most bytes of a key's messages that wait to be handled, beside the credit of producers."""
+"""Most bytes of a key's messages that wait to be handled, beside the credit of producers and a snapshot."""
 TRIM_S, TRIM_BYTES = 10.0, 16 << 20
 """Seconds between two looks at the memory, and its growth after which freed memory is given back to the system."""
 READ_S = HANDLE_S = 0.02
@@ -250,10 +250,10 @@ class BrokerService:
         )  # fmt: skip
         producers = Router(self.config.listen.producers, largest, door, unread)
         try:
-            largest = (1 << 20) + self._largest_snapshot()
+            self._snapshot_bytes = largest = (1 << 20) + self._largest_snapshot()
             unread = Unread(
                 4 * largest + ON_THE_WAY_BYTES, STRANGERS_BYTES, self._known_bytes, slack, strangers,
-                self.plan.leaving_bytes + UNREAD_ANSWERS_BYTES, lambda _: 0,
+                self.plan.leaving_bytes + UNREAD_ANSWERS_BYTES, self._snapshot_credit_of,
             )  # fmt: skip
             return producers, Router(self.config.listen.trainers, largest, door, unread)
         except Exception:
@@ -269,6 +269,11 @@ class BrokerService:
         key = key_of(peer) if self._allowed is not None else peer
         has_lease = any(each.peer.startswith(key) for each in self.core.leases.producers)
         return self._credit_bytes if has_lease else 0
+
+    def _snapshot_credit_of(self, peer: bytes) -> int:
+        """Return the bytes of a snapshot if a trainer, or one with its key, was asked for one; else 0."""
+        key = key_of(peer) if self._allowed is not None else peer
+        return self._snapshot_bytes if self.core.expects_snapshot_from(key) else 0
 
     def _largest_snapshot(self) -> int:
         """Return the most bytes of a snapshot in a checkpoint: about 48 for each sample that a feed may hold."""
@@ -465,7 +470,7 @@ class BrokerService:
         message = router, frames, kind
         if self._turns.put(peer, message, num_bytes, WAITING_BYTES):
             return
-        credit = self._credit_of(peer) if kind is FromProducer else 0
+        credit = self._credit_of(peer) if kind is FromProducer else self._snapshot_credit_of(peer)
         if not credit or not self._turns.put(peer, message, num_bytes, WAITING_BYTES + credit):
             router.note_dropped(peer, bundles.num_messages(frames[1:]), MESSAGES_WAIT)
 

@@ -236,6 +236,10 @@ class Readers:
         flow = receiver.flow
         return bool(flow.queued) and not self.steps.formed_upto <= flow.sent_upto < flow.want_stop
 
+    def expects_snapshot_from(self, key: bytes) -> bool:
+        """Return whether a reader whose connection begins with ``key`` was asked for a snapshot and still waits."""
+        return self._snapshots.expects_from(key)
+
     @property
     def num_readers(self) -> int:
         """Number of readers that hold or claim a rank."""

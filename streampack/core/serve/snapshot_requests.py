@@ -68,6 +68,11 @@ class SnapshotRequests:
         """Return whether the snapshot of this digest was requested from a reader and has not come."""
         return digest in self._asked
 
+    def expects_from(self, key: bytes) -> bool:
+        """Return whether a reader whose connection begins with ``key`` was asked for a snapshot and still waits."""
+        readers = [self._registry.at(peer) for peer, _ in self._asked.values() if peer.startswith(key)]
+        return any(reader is not None and reader.pending is not None for reader in readers)
+
     def take(self, digest: bytes, snapshot: Snapshot) -> Iterable[tuple[Reader, Attach]]:
         """Keep a snapshot that has come; return the readers that waited for it, each with its ``Attach``."""
         del self._asked[digest]

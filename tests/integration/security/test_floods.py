@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -12,20 +13,23 @@ from pathlib import Path
 
 import pytest
 from streampack_services.broker.authorization import new_key
-from streampack_services.broker.service import BrokerService
+from streampack_services.broker.service import WAITING_BYTES, BrokerService
 
 from benchmarks.attack import Rank
 from benchmarks.flooder import Flooder
 from benchmarks.floods import serving as serving_processes
+from streampack.config.daemon_settings import BrokerConfig, Listen, RulesSettings, StepSettings, StreamSettings
+from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.effects import FromTrainer
 from streampack.core.protocol.events import Effect, Event
-from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.message import Envelope, Message, Who
 from streampack.core.protocol.rights import key_of
-from streampack.core.protocol.trainer_messages import AskResults
+from streampack.core.protocol.trainer_messages import AskResults, AskSnapshot, Attach
 from streampack.transport.keys import load_key
+from streampack.transport.sockets import Dealer, Poller, drain
 from streampack.wire import frames as wire
 from tests.integration.running import until
-from tests.integration.security.test_security import KeyPeer, serving
+from tests.integration.security.test_security import KeyPeer, running, serving
 
 FLOOD_S = 8.0
 MORE_BYTES = 128 << 20
@@ -92,6 +96,49 @@ def test_a_key_with_many_connections_holds_up_no_other_key(tmp_path: Path, monke
             for peer in (*many, one):
                 peer.raw.close()
     assert sorted(waits)[2] < 20, "messages of the attacker before one of the other key"
+
+
+def test_a_snapshot_is_handled_while_messages_of_its_trainer_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be larger than all other messages of a key that may wait. It was dropped, and each repeated one too."""
+    rules = RulesSettings(budget=8192, step=StepSettings(packs=32))
+    config = BrokerConfig(
+        streams={"web": StreamSettings()}, rules=rules, memory="64MiB",
+        listen=Listen(producers="tcp://127.0.0.1:*", trainers="tcp://127.0.0.1:*"),
+    )  # fmt: skip
+    service, handled = BrokerService(config), list[type[Message]]()
+    handle = service.core.handle
+
+    def costly(event: Event) -> list[Effect]:
+        if isinstance(event, FromTrainer):
+            handled.append(type(event.envelope.message))
+            time.sleep(0.02)
+        return handle(event)
+
+    monkeypatch.setattr(service.core, "handle", costly)
+    ask = Envelope(run=0, epoch=0, fence=0, message=AskResults(feed="train", number=1))
+    large = Envelope(run=0, epoch=0, fence=0, message=Who(), payload=(bytes(WAITING_BYTES + 1),))
+    with running(service), contextlib.closing(Dealer(service.endpoints["trainers"], 1 << 24)) as trainer:
+        _ask_for_snapshot(trainer)
+        for envelope in (*[ask] * 100, large):
+            assert trainer.send(wire.encode(envelope))
+        until(lambda: handled.count(AskResults) == 100, 30)
+        until(lambda: Who in handled, 5)
+
+
+def _ask_for_snapshot(trainer: Dealer) -> None:
+    """Attach to a step that has a snapshot, until the broker asks for it."""
+    attach = Attach(
+        feed="train", reader="x", host="h", pid=1, mesh=Mesh(), next_step=5, ready=True, snapshot_digest=bytes([1] * 16)
+    )
+    until(lambda: trainer.send(wire.encode(Envelope(run=0, epoch=0, fence=0, message=attach))))
+    poller, answers = Poller([trainer]), list[Message]()
+
+    def is_asked() -> bool:
+        poller.wait(0.05)
+        answers.extend(wire.decode(frames).message for frames in drain(trainer, 100))
+        return any(isinstance(answer, AskSnapshot) for answer in answers)
+
+    until(is_asked, 30)
 
 
 def _has(handled: list[bytes], key: bytes, number: int) -> bool:

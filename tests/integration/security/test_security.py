@@ -70,9 +70,14 @@ def serving(keys: Path | None, listen: Callable[[str], str] = lambda _: "tcp://1
     """A broker in a thread."""
     where = Listen(producers=listen("p"), trainers=listen("t"), keys=str(keys) if keys else None)
     rules = RulesSettings(budget=128, step=StepSettings(packs=8))
-    service = BrokerService(
-        BrokerConfig(streams={"web": StreamSettings(partitions=2)}, listen=where, memory="32MiB", rules=rules)
-    )
+    config = BrokerConfig(streams={"web": StreamSettings(partitions=2)}, listen=where, memory="32MiB", rules=rules)
+    with running(BrokerService(config)) as service:
+        yield service
+
+
+@contextlib.contextmanager
+def running(service: BrokerService) -> Iterator[BrokerService]:
+    """Run a broker in a thread."""
     thread = threading.Thread(target=service.run)
     thread.start()
     try:
