@@ -24,7 +24,7 @@ from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.message import Bye
 from streampack.core.protocol.trainer_messages import Attached, Probe, Wait
-from streampack.core.serve.rank_reader import Reader
+from streampack.core.serve.rank_reader import Ranks, Reader
 from streampack.core.serve.rank_registry import CLAIM_S, RESTART_S, RankRegistry, clash
 from streampack.core.serve.reader_link import ReaderLink
 from streampack.core.serve.step_server import StepServer
@@ -167,6 +167,11 @@ class AttemptCoordinator:
         return self.refuse(
             claim, *(self._too_late(claim, others) if restarts and not foreign else clash(claim, others[0]))
         )
+
+    def drop_silent_claim(self, ranks: Ranks) -> list[Effect]:
+        """Remove the oldest claim of a rank whose process is silent; return no effects if there is none."""
+        claim = self._registry.silent_claim(ranks, self._claim_s[0])
+        return [] if claim is None else self.leave(claim, Departure.SILENT, self._registry.now - claim.heard)
 
     def leave(self, reader: Reader, why: Departure, silent_s: float = 0.0) -> list[Effect]:
         """Remove a reader, which was silent for ``silent_s`` seconds, for the reason ``why``; free its rank."""

@@ -11,7 +11,7 @@ registry knows the first step of each reader, and no other steps.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import islice, product
 from math import prod
@@ -45,8 +45,8 @@ class RankRegistry:
         """Time of the last event, in seconds."""
         self.held: dict[Ranks, Reader] = {}
         self.claims: dict[str, Reader] = {}
-        self._claims_of = Counter[Ranks]()
-        """Number of claims, by rank."""
+        self._claims_of = defaultdict[Ranks, dict[str, Reader]](dict)
+        """The readers that claim each rank, by name, oldest first."""
         self.fenced: dict[str, str] = {}
         """Reason that a process has lost its rank for good, by its name."""
         self.num_ranks = 0
@@ -75,16 +75,21 @@ class RankRegistry:
     def add(self, reader: Reader) -> None:
         """Add a new reader, which claims its rank."""
         self._names[reader.name] = self._peers[reader.peer] = self.claims[reader.name] = reader
-        self._claims_of[reader.mesh.ranks] += 1
+        self._claims_of[reader.mesh.ranks][reader.name] = reader
 
     def is_claimed_by_many(self, ranks: Ranks) -> bool:
         """Return whether as many readers claim a rank as may do so at a time."""
-        return self._claims_of[ranks] >= MOST_CLAIMS
+        return len(self._claims_of.get(ranks, ())) >= MOST_CLAIMS
+
+    def silent_claim(self, ranks: Ranks, silent_s: float) -> Reader | None:
+        """Return the oldest claim of a rank whose reader was silent for ``silent_s`` seconds; None if there is none."""
+        claims = self._claims_of.get(ranks, {}).values()
+        return next((reader for reader in claims if self.now - reader.heard > silent_s), None)
 
     def _end_claim(self, reader: Reader) -> None:
         """Forget the claim of a reader, if it has one."""
         if self.claims.pop(reader.name, None) is not None:
-            self._claims_of[reader.mesh.ranks] -= 1
+            del self._claims_of[reader.mesh.ranks][reader.name]
             if not self._claims_of[reader.mesh.ranks]:
                 del self._claims_of[reader.mesh.ranks]
 

@@ -275,17 +275,20 @@ class Readers:
                 f"got more than {self._max_readers} readers of feed {self._feed!r} at a time, expected at most "
                 f"{self._max_readers}. Stop other readers, or raise `limits.peers` in broker.yaml."
             ), message.mesh, message.host)  # fmt: skip
+        effects: list[Effect] = []
         if reader is None and self.registry.is_claimed_by_many(message.mesh.ranks):
-            return self.attempts.reject(peer, "too_many", (
-                f"got more than {MOST_CLAIMS} processes that ask for rank {message.mesh}, expected one. Start one "
-                f"process for each rank"
-            ), message.mesh, message.host)  # fmt: skip
+            effects = self.attempts.drop_silent_claim(message.mesh.ranks)
+            if not effects:
+                return self.attempts.reject(peer, "too_many", (
+                    f"got more than {MOST_CLAIMS} processes that ask for rank {message.mesh}, expected one. Start one "
+                    f"process for each rank"
+                ), message.mesh, message.host)  # fmt: skip
         waits, snapshot = self._snapshots.misses(message), self._snapshots.of(message)
         if waits and self._snapshots.is_full(message.snapshot_digest):
-            return self.attempts.reject(peer, "snapshot", TOO_MANY, message.mesh, message.host)
+            return effects + self.attempts.reject(peer, "snapshot", TOO_MANY, message.mesh, message.host)
         if message.ready and not waits and (gone := self._source.unfit(message.next_step, snapshot)):
-            return self.attempts.reject(peer, *gone, message.mesh, message.host)
-        effects = [] if reader is None else self.attempts.leave(reader, Departure.OTHER_RANK)
+            return effects + self.attempts.reject(peer, *gone, message.mesh, message.host)
+        effects += [] if reader is None else self.attempts.leave(reader, Departure.OTHER_RANK)
         effects += self.leave(peer, Departure.PEER_TOOK_RANK)
         now = self.registry.now
         before = reader or self.registry.held_last(message.reader, message.mesh.ranks)

@@ -230,6 +230,22 @@ def test_few_processes_wait_for_the_same_rank(monkeypatch: pytest.MonkeyPatch) -
     assert not told(stage, b"y"), "claims that were decided do not count"
 
 
+def test_a_process_that_starts_again_and_again_is_not_refused_for_its_dead_predecessors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each claims a rank of another mesh and dies. The old process may take ten seconds to end, so all claims wait."""
+    monkeypatch.setattr(rank_registry, "MOST_CLAIMS", 3)
+    stage = Stage()
+    old = Attach(feed="train", reader="old", host="h", pid=99, mesh=Mesh(), next_step=0, ready=True)
+    for number in range(6):
+        stage.hear(1, b"old", Envelope(run=RUN, epoch=EPOCH, fence=0, message=old))
+        attach = Attach(feed="train", reader=f"x{number}", host="h", pid=number, mesh=Mesh(dp=2), next_step=0)
+        address = f"x{number}".encode()
+        stage.hear(1, address, Envelope(run=RUN, epoch=EPOCH, fence=0, message=attach))
+        assert not [reject for reject in told(stage, address) if reject.code == "too_many"]
+        stage.tick(1.5)
+
+
 def paced(stage: Stage) -> int:
     """A program of a paced stream is there; its session."""
     hello = Hello(producer="x", host="h", pid=1, offers=[Offer(stream="p", source_digest=PUSHED, partition=0)])
