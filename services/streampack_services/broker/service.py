@@ -385,7 +385,7 @@ class BrokerService:
             return False
         return not self.core.num_readers or time.monotonic() > self._drain_until
 
-    _trim_at, _trimmed_bytes = 0.0, 0
+    _trim_at, _trimmed_bytes, _trims_again = 0.0, 0, False
     _ticked = 0.0
     _clock = 0.0
     """The core's time, in seconds. It stands still while the process is suspended, so that no peer times out."""
@@ -436,11 +436,16 @@ class BrokerService:
         self._send_all_bundles()
 
     def _give_back_memory(self, now: float) -> None:
-        """Give freed memory back to the system, if the process has grown much since the last time."""
+        """Give freed memory back to the system, if the process has grown much since the last time.
+
+        Do it once more when no messages wait: only then is the memory of a flood free.
+        """
         self._trim_at = now + TRIM_S
-        if resident_bytes() > self._trimmed_bytes + TRIM_BYTES:
+        has_grown = resident_bytes() > self._trimmed_bytes + TRIM_BYTES
+        if has_grown or (self._trims_again and not self._turns):
             give_back_memory()
-            self._trimmed_bytes = resident_bytes()
+            self._trims_again = has_grown
+        self._trimmed_bytes = resident_bytes() if has_grown else min(self._trimmed_bytes, resident_bytes())
 
     def _take_messages(self) -> None:
         """Handle the messages that come within ``HANDLE_S``, in the order of the sockets; later ones line up."""
