@@ -638,7 +638,8 @@ class BrokerService:
             return
         if report.level != "error" and not self._lines.allows(now):
             return
-        if held_back := self._lines.take_held_back():
+        limits = (self._lines, *self._key_lines.values())
+        if held_back := sum(limit.take_held_back() for limit in limits):
             log.warning("suppressed %d log lines that peers caused", held_back)
         log.log(logging.getLevelName(report.level.upper()), report.text + of, extra={"about": report.about})
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from streampack_services.broker.authorization import new_key
+from streampack_services.broker.report_limit import KEY_BURST
 from streampack_services.broker.service import WAITING_BYTES, BrokerService
 
 from benchmarks.attack import Rank
@@ -123,6 +124,29 @@ def test_a_snapshot_is_handled_while_messages_of_its_trainer_wait(monkeypatch: p
             assert trainer.send(wire.encode(envelope))
         until(lambda: handled.count(AskResults) == 100, 30)
         until(lambda: Who in handled, 5)
+
+
+def test_lines_about_a_key_that_were_left_out_are_counted_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next line, here about another key, comes after their number."""
+    keys = tmp_path / "keys"
+    for name in ("attacker", "honest"):
+        new_key(keys, name, "trainer", {})
+    too_large = Attach(feed="train", reader="x", host="h", pid=1, mesh=Mesh(dp=1 << 16, cp=4), next_step=0)
+    refused = wire.encode(Envelope(run=0, epoch=0, fence=0, message=too_large))
+    with serving(keys) as service:
+        for name, count in (("attacker", KEY_BURST + 5), ("honest", 1)):
+            peer = KeyPeer(load_key(keys / f"{name}.key"), service.endpoints["trainers"])
+            for _ in range(count):
+                peer.raw.send_multipart(refused)
+            for _ in range(count):
+                assert peer.raw.poll(30_000)
+                peer.raw.recv_multipart()
+            peer.raw.close()
+    texts = [record.getMessage() for record in caplog.records]
+    [at] = [at for at, text in enumerate(texts) if text == "suppressed 5 log lines that peers caused"]
+    assert "(key 'honest')" in texts[at + 1]
 
 
 def _ask_for_snapshot(trainer: Dealer) -> None:
