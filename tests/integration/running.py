@@ -100,7 +100,7 @@ def the_error(result: subprocess.CompletedProcess[str], exit_code: int) -> str:
 
 
 class Stopwatch:
-    """Seconds that something took, without the share in which a process waited for a processor.
+    """Seconds that something took, without those in which a process was ready to run and waited for a processor.
 
     The process is this one, or the one with ``pid``; the main thread stands for it. On a machine that has a free
     processor, these are the seconds of the clock.
@@ -108,22 +108,20 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._before = self._ran_and_waited(os.getpid())
+        self._waited_s = self._waits(os.getpid())
 
     def seconds(self, pid: int | None = None) -> float:
         """Seconds since the start, by the waits of this process since then, or of another that began meanwhile."""
-        ran, waited = self._ran_and_waited(os.getpid() if pid is None else pid)
-        if pid is None:
-            ran, waited = ran - self._before[0], waited - self._before[1]
-        return (time.monotonic() - self._began) * ran / max(1, ran + waited)
+        waited_s = self._waits(os.getpid()) - self._waited_s if pid is None else self._waits(pid)
+        return time.monotonic() - self._began - waited_s
 
     @staticmethod
-    def _ran_and_waited(pid: int) -> tuple[int, int]:
-        """Nanoseconds, as Linux counts them; without its counts nothing waits."""
+    def _waits(pid: int) -> float:
+        """Seconds that a process has waited for a processor, as Linux counts them; 0 without its counts."""
         with contextlib.suppress(FileNotFoundError):
-            ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
-            return int(ran), int(waited)
-        return 1, 0
+            _, waited_ns, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+            return int(waited_ns) / 1e9
+        return 0.0
 
 
 class Daemon:
