@@ -144,8 +144,8 @@ class Flooder:
         claims = [
             Attach(feed="train", reader=f"x{n}-{i}", host="x", pid=i, mesh=Mesh(dp=2), next_step=0) for i in range(256)
         ]
-        said = [Envelope(run=0, epoch=self._where["epoch"], fence=0, message=claim) for claim in claims]
-        return bundles.encode_bundle([(claim.reader, each) for claim, each in zip(claims, said, strict=True)])
+        envelopes = [Envelope(run=0, epoch=self._where["epoch"], fence=0, message=claim) for claim in claims]
+        return bundles.encode_bundle([(claim.reader, each) for claim, each in zip(claims, envelopes, strict=True)])
 
     def _report(self, feed: str, step: int, samples: int, names: Sequence[str]) -> tuple[ReportValues, tuple[Any, ...]]:
         message = ReportValues(

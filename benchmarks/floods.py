@@ -58,21 +58,21 @@ def serving(kind: str, cores: Collection[int] = ()) -> Iterator[Service]:
 def measured(kind: str, paced: bool, seconds: float, after: float, connections: int) -> dict[str, Any]:
     """One flood, with its baseline."""
     cores = sorted(os.sched_getaffinity(0))
-    found: dict[str, Any] = {"flood": kind, "ranks": "paced" if paced else "unpaced"}
+    row: dict[str, Any] = {"flood": kind, "ranks": "paced" if paced else "unpaced"}
     for case in ("baseline", "flood"):
         with serving(kind, cores[:1]) as broker, contextlib.ExitStack() as opened:
             target = opened.enter_context(serving(kind, cores[:1])) if case == "baseline" else broker
             ranks = [Rank(broker, PACED_S if paced else 0.0, {"dp": 2, "dp_rank": rank}) for rank in range(2)]
             try:
-                found[case] = _attacked(broker, target, ranks, kind, seconds, after, connections, cores[-1])
+                row[case] = _attacked(broker, target, ranks, kind, seconds, after, connections, cores[-1])
             except BaseException:
                 os._exit(_tell(broker))  # the ranks' threads would wait for another broker
             for rank in ranks:
                 rank.over = True
             for rank in ranks:
                 rank.close()
-    found["share"] = round(found["flood"]["steps_a_second"] / found["baseline"]["steps_a_second"], 3)
-    return found
+    row["share"] = round(row["flood"]["steps_a_second"] / row["baseline"]["steps_a_second"], 3)
+    return row
 
 
 def _attacked(
@@ -133,25 +133,25 @@ def main() -> None:
     parser.add_argument("--flood", nargs="+", choices=ROLES, default=list(ROLES), help="floods (default: all)")
     parser.add_argument("--ranks", choices=("both", "paced", "unpaced"), default="both")
     parser.add_argument("--connections", type=int, default=CONNECTIONS, help=f"of the attacker (default {CONNECTIONS})")
-    given = parser.parse_args()
+    options = parser.parse_args()
     report = head("floods")
-    seconds, after = (3.0, 3.0) if given.quick else (given.seconds, given.after)
+    seconds, after = (3.0, 3.0) if options.quick else (options.seconds, options.after)
     report["floods"] = []
     print("| flood | ranks | steps/s | baseline | share | worst ms | baseline | memory MB | after | messages | named |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for kind in given.flood:
-        for paced in {"both": (True, False), "paced": (True,), "unpaced": (False,)}[given.ranks]:
-            found = measured(kind, paced, seconds, after, given.connections)
-            report["floods"].append(found)
-            flooded, calm = found["flood"], found["baseline"]
+    for kind in options.flood:
+        for paced in {"both": (True, False), "paced": (True,), "unpaced": (False,)}[options.ranks]:
+            row = measured(kind, paced, seconds, after, options.connections)
+            report["floods"].append(row)
+            flooded, calm = row["flood"], row["baseline"]
             print(
-                f"| {kind} | {found['ranks']} | {flooded['steps_a_second']} | {calm['steps_a_second']} | "
-                f"{found['share']:.0%} | {flooded['worst_wait_ms']} | {calm['worst_wait_ms']} | "
+                f"| {kind} | {row['ranks']} | {flooded['steps_a_second']} | {calm['steps_a_second']} | "
+                f"{row['share']:.0%} | {flooded['worst_wait_ms']} | {calm['worst_wait_ms']} | "
                 f"{flooded['memory_mb']:+} | {flooded['memory_after_mb']:+} | {flooded['sent']:,} | "
                 f"{flooded['named']} |",
                 flush=True,
             )
-    say(report, given.json)
+    say(report, options.json)
 
 
 if __name__ == "__main__":

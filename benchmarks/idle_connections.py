@@ -182,19 +182,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="of each attack (default 4)")
     parser.add_argument("--connections", type=int, nargs="*", default=list(CONNECTIONS))
     parser.add_argument("--files", type=int, nargs="*", default=list(FILES))
-    given = parser.parse_args()
+    options = parser.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     report = head("idle_connections", hard_limit_files=most, attacks=[])
-    for files in [64, 1024] if given.quick else given.files:
+    for files in [64, 1024] if options.quick else options.files:
         if files > most:
             print(f"left out: ulimit -n {files}, because the machine allows at most {most}", flush=True)
             continue
         for keys in (False, True):
-            for row in attacks_on(files, keys, [1500] if given.quick else given.connections, given.seconds):
+            for row in attacks_on(files, keys, [1500] if options.quick else options.connections, options.seconds):
                 report["attacks"].append({"files": files, "keys": keys} | row)
                 print(_line(files, keys, row), flush=True)
-    say(report, given.json)
+    say(report, options.json)
     sys.exit(not all(row["good"] for row in report["attacks"]))
 
 

@@ -26,7 +26,7 @@ from typing import Any
 def import_what_it_does(script: str) -> None:
     """The modules that the script's top level imports, and what torch's optimizers import when they are made.
 
-    Those beside the script, and what follows them, are left to the script itself: they may change what they import.
+    The imports stop at the first module beside the script. Such a module may change what later imports do.
     """
     beside = {path.stem for path in Path(script).parent.glob("*.py")}
     for node in ast.parse(Path(script).read_text()).body:

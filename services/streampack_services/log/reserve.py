@@ -42,12 +42,11 @@ class Reserve:
             except OSError:  # another process has taken the space, or a quota has no room for the file
                 self._path.unlink(missing_ok=True)
 
-    def give_up(self) -> bool:
-        """Free the space; return whether it was held."""
+    def give_up(self) -> None:
+        """Free the space."""
         with self.lock:
-            was_held, self._held = self._held, False
+            self._held = False
             self._path.unlink(missing_ok=True)
-        return was_held
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[None]:

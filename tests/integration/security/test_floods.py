@@ -166,7 +166,7 @@ def _ask_for_snapshot(trainer: Dealer) -> None:
 
 
 def _has(handled: list[bytes], key: bytes, number: int) -> bool:
-    """Whether so many messages of a key were handled."""
+    """Return whether at least ``number`` messages of a key were handled."""
     return handled.count(key) >= number
 
 
