@@ -219,6 +219,8 @@ class Unread:
         """Length of the key at the beginning of each peer; 0 without keys."""
         self._most_unsent, self._credit = most_unsent, credit
         self._undrained_since, self._undrained_looks = 0.0, 0
+        self._overflowed = False
+        """Messages that came were dropped since the socket was drained, because too many of a key wait."""
         self._unsent: dict[bytes, int] = {}
         """Bytes that wait to be sent at most, by key: those measured last, and those queued since."""
         self._most_strangers = most_strangers
@@ -322,6 +324,7 @@ class Unread:
         """Count messages of this peer, or answers to it, that were dropped; cut the connection at the limit."""
         if (found := self._by_peer.get(peer)) is None or found.is_cut:
             return
+        self._overflowed |= why == MESSAGES_WAIT
         if (now := time.monotonic()) > found.dropped_since + DROPPED_S:
             found.dropped_since = now
             found.dropped.clear()
@@ -333,7 +336,7 @@ class Unread:
         """Reset the state that lasts until the socket is drained; call this when ZeroMQ has no message left."""
         self._drained = self._swept_empty = True
         self._undrained_looks = 0
-        self._ended = False
+        self._ended = self._overflowed = False
         self._cut_peers.clear()
 
     def was_cut(self, peer: bytes) -> bool:
@@ -412,7 +415,8 @@ class Unread:
                 continue
             of_strangers -= each.unread if each.is_stranger else 0
             of_all -= each.unread
-        if self._undrained_looks > UNDRAINED_LOOKS and now > self._undrained_since + UNDRAINED_S:
+        undrained = self._undrained_looks > UNDRAINED_LOOKS and now > self._undrained_since + UNDRAINED_S
+        if undrained or self._overflowed:
             self._cut_fastest([each for each in by_size if not each.is_cut])
         beside, room = resident - self._held(), of_all + self._slack
         if not self._floor or (self._swept_empty and of_all < LEAST_BLAMED):

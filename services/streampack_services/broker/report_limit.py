@@ -12,9 +12,9 @@ PER_SECOND = 10.0
 """Lines that are allowed per second after the burst."""
 
 
-KEY_BURST = 3
+KEY_BURST = 1
 """Lines about refused messages of one key that are allowed at once."""
-KEY_PER_SECOND = 0.1
+KEY_PER_SECOND = 1 / 60
 """Lines about refused messages of one key that are allowed per second after the burst."""
 
 

@@ -92,8 +92,9 @@ TICK_S = 0.2
 """Time between two ticks of the core, in seconds."""
 TURN_AT_MOST_S = 1.0
 """Most seconds that one turn adds to the core's clock; a longer turn means that the process was stopped."""
-MANY_WARNINGS = {10**digits for digits in range(2, 19)}
-"""Numbers of a key's refused messages at which the log has the command that revokes the key."""
+MANY_WARNINGS, TELL_MANY_S = 100, 600.0
+"""Refused messages of a key after which the log has their number and the command that revokes the key. The log has them
+again after so many seconds."""
 TELL_REVOKED_S = 0.4
 """Seconds that peers of a revoked key have to read why they are rejected, before their connections are cut."""
 TELL_CUT_S = 3.0
@@ -174,6 +175,8 @@ class BrokerService:
         """Connection of the message that is handled; empty outside."""
         self._warnings = Counter[str]()
         """Number of warnings about messages, by name of the key."""
+        self._tell_many_at: dict[str, float] = {}
+        """When their number may be logged again, by name of the key."""
         self._key_lines: dict[str, ReportLimit] = {}
         """Limits on the log lines about messages of a key, by the text that names the key."""
         self._revoked: deque[tuple[float, bytes]] = deque()
@@ -646,14 +649,15 @@ class BrokerService:
     def _note_warning(self) -> str:
         """Count a warning against the key of the message that is handled; return a text that names the key.
 
-        At the 100th, 1,000th, 10,000th and so on, log the command that ends its connections.
+        After many, log their number and the command that ends the key's connections.
         """
         if self._allowed is None or not self._speaking:
             return ""
         name = self._allowed.name(self._speaking)
         self._warnings[name] += 1
-        count = self._warnings[name]
-        if count in MANY_WARNINGS:
+        count, now = self._warnings[name], time.monotonic()
+        if count >= MANY_WARNINGS and now >= self._tell_many_at.get(name, 0.0):
+            self._tell_many_at[name] = now + TELL_MANY_S
             log.warning(
                 "key %r: %d of its messages were refused so far. To end its connections, run 'streampack keys revoke "
                 "%s %s'", name, count, self.config.listen.keys, name,

@@ -139,8 +139,9 @@ def test_many_dropped_messages_cut_the_connection_with_the_reason(why: str, peer
     assert (cut.peer, cut.why) == (b"aa0", f"{MAX_DROPPED} {why}")
 
 
-def test_a_flooder_behind_a_peer_within_its_credit_is_cut(peers: Peers) -> None:
-    """The peer with a credit has more unread, and may have it."""
+@pytest.mark.parametrize("overflowed", [False, True])
+def test_a_flooder_behind_a_peer_within_its_credit_is_cut(overflowed: bool, peers: Peers) -> None:
+    """The peer with a credit has more unread, and may have it. Once messages were dropped, the next look cuts."""
     unread = Unread(1 << 30, credit=lambda peer: 8 * AHEAD_BYTES if peer == b"aa0" else 0)
     for number, sock in enumerate(peers.ours):
         unread.opened(sock.fileno())
@@ -151,6 +152,18 @@ def test_a_flooder_behind_a_peer_within_its_credit_is_cut(peers: Peers) -> None:
         while left:  # read ahead, and not taken
             peers.theirs[number].sendall(bytes(min(left, 1 << 16)))
             left -= len(sock.recv(1 << 16, socket.MSG_WAITALL))
+    unread.check()
+    assert not unread.take_cuts()
+    if overflowed:
+        unread.note_dropped(b"aa1", 1, MESSAGES_WAIT)
+
+        def is_cut() -> bool:
+            unread.check()
+            return any(each.is_cut for each in unread.connections)
+
+        until(is_cut, UNDRAINED_S / 2)
+        assert [cut.peer for cut in unread.take_cuts()] == [b"aa1"]
+        return
     ends = time.monotonic() + 2 * UNDRAINED_S
     looks = 0
     while looks < 2 * UNDRAINED_LOOKS or time.monotonic() < ends:

@@ -89,10 +89,11 @@ def test_messages_of_a_connection_keep_their_order_and_those_of_a_key_are_bounde
             before = waiting(peer[:1])
             if turns.put(peer, (peer, number, size), size, most):
                 lines[peer].append((peer, number, size))
+                assert waiting(peer[:1]) <= max(most, size + MESSAGE_BYTES)
             else:
                 assert before > 0, "a message that would wait alone is taken"
                 assert before + size + MESSAGE_BYTES > most
-            assert waiting(peer[:1]) <= max(most, size + MESSAGE_BYTES)
+                assert waiting(peer[:1]) == before
         elif action == "drop":
             turns.drop(peer)
             lines[peer].clear()
