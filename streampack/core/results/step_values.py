@@ -36,8 +36,9 @@ MOST_WAITING = 256
 """Most subscribers of a feed that wait for its next step."""
 WAIT_S = 5.0
 """Seconds after which a subscriber that does not ask again is forgotten."""
-PENDING_BYTES = 32 << 20
-"""Most bytes of the parts of steps that are not complete; the oldest step is forgotten beyond it."""
+PENDING_BYTES, LEAST_PENDING = 8 << 20, 16
+"""Most bytes of the parts of steps that are not complete; the oldest step is forgotten beyond it, unless only so many
+are left."""
 MOST_PENDING = 2048
 """Most steps that are not complete, each counted for every set of names; the oldest is forgotten beyond it."""
 MOST_NAMES = 8
@@ -222,7 +223,7 @@ class StepValues:
 
     def _bound_pending(self) -> None:
         """Forget the oldest steps that are not complete while all of them are too many, or have too many bytes."""
-        while len(self._pending) > (1 if self._pending_bytes > PENDING_BYTES else MOST_PENDING):
+        while len(self._pending) > (LEAST_PENDING if self._pending_bytes > PENDING_BYTES else MOST_PENDING):
             oldest = min(self._pending, key=lambda key: key[:2])
             self._pending_bytes -= self._pending.pop(oldest).num_bytes
             self._forgotten.append(oldest)

@@ -20,7 +20,7 @@ from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.trainer_messages import AskResults, Noted, ReportValues, Results
 from streampack.core.results.step_ranges import StepRanges
-from streampack.core.results.step_values import KEPT_STEPS, MOST_NAMES, StepValues
+from streampack.core.results.step_values import KEPT_STEPS, LEAST_PENDING, MOST_NAMES, StepValues
 from tests.core.feed.test_going_back import Rollouts
 
 STEPS, DP, CP, SAMPLES = 4, 2, 2, 3
@@ -289,6 +289,7 @@ def test_steps_that_are_never_complete_take_a_bounded_memory(monkeypatch: pytest
             refused = [e.envelope.message for e in effects if isinstance(e, SendTrainer)]
             assert bool(refused) is (number == MOST_NAMES), "too many sets of names"
     assert desk.values._pending_bytes == sum(parts.num_bytes for parts in desk.values._pending.values()) <= 1500
+    assert len(desk.values._pending) >= LEAST_PENDING
     assert "forgot the values of step 0 (name0), because not every rank reported them" in warned[0]
     assert min(step for _, step, _ in desk.values._pending) > 0, "the oldest are forgotten"
     desk.values.branch(1)
