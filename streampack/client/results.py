@@ -17,7 +17,7 @@ from streampack.connection.telling import Telling
 from streampack.core.model.samples import I64
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.trainer_messages import AskResults, Results
-from streampack.errors import DataStall, UserError
+from streampack.errors import DataStall, UserError, WireError
 from streampack.transport.keys import find_key
 from streampack.transport.rendezvous import read_rendezvous
 
@@ -164,6 +164,8 @@ def _step_of(answer: Envelope) -> StepResults:
         return np.frombuffer(data, kind).astype(np.int64)
 
     numbers = column(message.streams_u32, "<u4")
+    if (numbers >= len(message.streams)).any():
+        raise WireError(f"got samples of stream number {numbers.max()}, expected a number below {len(message.streams)}")
     ids = np.stack([numbers, column(message.indices_u64, "<u8"), column(message.parts_u32, "<u4")], axis=1)
     values: dict[str, Any] = {
         name: np.frombuffer(frame, "<f8").copy() for name, frame in zip(message.names, answer.payload, strict=True)

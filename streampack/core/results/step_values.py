@@ -170,7 +170,7 @@ class StepValues:
         """
         if message.attempt[0] > self.epoch:
             return []  # a standby has taken over, and has served the step. The rank repeats its message until it knows
-        refusal = _fault(message, payload)
+        refusal = _fault(message, payload, len(self.streams))
         if not refusal and samples is not None and (others := _num_others(ids_of(message), samples)):
             refusal = (
                 f"got values for {others} samples that this rank does not have in step {message.step}, expected its "
@@ -396,8 +396,8 @@ def _num_others(ids: I64, samples: I64) -> int:
     return len(np.unique(np.concatenate([ids, samples]), axis=0)) - len(np.unique(samples, axis=0))
 
 
-def _fault(message: ReportValues, payload: tuple[Any, ...]) -> str:
-    """Return an error text if a message contradicts itself; empty if not."""
+def _fault(message: ReportValues, payload: tuple[Any, ...], num_streams: int) -> str:
+    """Return an error text if a message contradicts itself or names other streams; empty if not."""
     count = len(message.streams_u32) // 4
     columns = (message.streams_u32, 4), (message.indices_u64, 8), (message.parts_u32, 4)
     if any(len(column) != width * count for column, width in columns):
@@ -410,6 +410,8 @@ def _fault(message: ReportValues, payload: tuple[Any, ...]) -> str:
     if message.part >= message.parts:
         return f"got part {message.part} of {message.parts}, expected a smaller number"
     ids = ids_of(message)
+    if count and int(ids[:, 0].max()) >= num_streams:
+        return f"got samples of stream number {ids[:, 0].max()}, expected a number below {num_streams}"
     if len(np.unique(ids, axis=0)) != count:
         return "got a sample more than once, expected each sample once"
     return ""

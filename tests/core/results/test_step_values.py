@@ -275,6 +275,17 @@ def test_ranges_of_steps_are_a_set(steps: list[int]) -> None:
     assert ranges.num_ranges == starts, "steps that follow each other are one range"
 
 
+def test_values_of_a_stream_that_does_not_exist_are_refused() -> None:
+    """Also for a step whose samples are not known any more: subscribers of it failed."""
+    desk = Desk(True)
+    message, payload = part_of(0, 1, 0, 0)
+    message = msgspec.structs.replace(message, streams_u32=np.full(SAMPLES, 1, "<u4").tobytes())
+    (answer,) = desk.values.report(b"t", message, payload, 0, STEPS)
+    assert isinstance(answer, SendTrainer)
+    assert isinstance(answer.envelope.message, Noted)
+    assert "got samples of stream number 1, expected a number below 1" in answer.envelope.message.refusal
+
+
 def test_steps_that_are_never_complete_take_a_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that reported alone, or invented names, took gigabytes."""
     monkeypatch.setattr("streampack.core.results.step_values.PENDING_BYTES", 1500)
