@@ -164,7 +164,7 @@ class LoopTrainer(ClientProcess):
             return
         if self.session.epoch == 0 or self.frozen or self.teller is None:
             self.world.clock.after(TICK_S, self._publish_first)
-        elif self.world.publishes and self.begin.step >= self.done:
+        elif self.world.publishes and self._told is None:  # else a newer version is on its way
             self._publish_version(self.begin.step, lambda: None)
 
     def _publish(self, version: int) -> None:
