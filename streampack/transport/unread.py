@@ -10,8 +10,8 @@ A connection is cut where its peer sends more than a peer of streampack does:
 
 - Strangers have more than ``STRANGERS_BYTES`` unread together: the largest.
 - All connections have more than ``limit`` unread together: the largest of the key that has most.
-- A key has more than ``AHEAD_BYTES`` and its credit unread, and for ``UNDRAINED_S`` more came than was taken: all of
-  its connections with much unread.
+- A key has more than ``AHEAD_BYTES`` and its credit unread, and for ``UNDRAINED_S`` more came than was taken, or
+  messages that came were dropped: all of its connections with much unread.
 - The process's memory grows by more than what is unread and what the owner of the socket holds: the largest. One-byte
   frames take 20 to 50 times their bytes of memory.
 - ``MAX_DAMAGED`` of its messages could not be decoded.

@@ -535,10 +535,10 @@ def test_a_record_that_changes_under_an_open_log_is_refused_when_it_is_read(tmp_
 @pytest.fixture
 def dead(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when a log ends the process."""
-    found = threading.Event()
-    monkeypatch.setattr(log_writer, "end_process", lambda _: found.set())
+    ended = threading.Event()
+    monkeypatch.setattr(log_writer, "end_process", lambda _: ended.set())
     monkeypatch.setattr(log_writer, "RETRY_SECONDS", 0.02)
-    return found
+    return ended
 
 
 def failing_once(call: Callable[..., Any], error: int) -> Callable[..., Any]:
