@@ -20,7 +20,7 @@ from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.trainer_messages import AskResults, Noted, ReportValues, Results
 from streampack.core.results.step_ranges import StepRanges
-from streampack.core.results.step_values import KEPT_STEPS, LEAST_PENDING, MOST_NAMES, StepValues
+from streampack.core.results.step_values import KEPT_STEPS, MOST_NAMES, StepValues
 from tests.core.feed.test_going_back import Rollouts
 
 STEPS, DP, CP, SAMPLES = 4, 2, 2, 3
@@ -275,6 +275,15 @@ def test_ranges_of_steps_are_a_set(steps: list[int]) -> None:
     assert ranges.num_ranges == starts, "steps that follow each other are one range"
 
 
+def test_the_values_of_the_newest_steps_are_kept_however_large_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streampack.core.results.step_values.PENDING_BYTES", 1)
+    desk = Desk(True)
+    for step in range(40):
+        message, payload = part_of(step, 1, 0, 0)
+        desk.values.report(b"t", message, payload, 0, 40)
+    assert sorted(step for _, step, _ in desk.values._pending) == list(range(24, 40))
+
+
 def test_values_of_a_stream_that_does_not_exist_are_refused() -> None:
     """Also for a step whose samples are not known any more: subscribers of it failed."""
     desk = Desk(True)
@@ -300,7 +309,6 @@ def test_steps_that_are_never_complete_take_a_bounded_memory(monkeypatch: pytest
             refused = [e.envelope.message for e in effects if isinstance(e, SendTrainer)]
             assert bool(refused) is (number == MOST_NAMES), "too many sets of names"
     assert desk.values._pending_bytes == sum(parts.num_bytes for parts in desk.values._pending.values()) <= 1500
-    assert len(desk.values._pending) >= LEAST_PENDING
     assert "forgot the values of step 0 (name0), because not every rank reported them" in warned[0]
     assert min(step for _, step, _ in desk.values._pending) > 0, "the oldest are forgotten"
     desk.values.branch(1)
