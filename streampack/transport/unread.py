@@ -230,8 +230,8 @@ class Unread:
         self._by_peer: dict[bytes, Connection] = {}
         self._cut_peers: set[bytes] = set()
         """Peers whose messages are dropped until the socket is drained."""
-        self._ended = False
-        """A connection has ended since the socket was drained, and may have left messages."""
+        self._ended: set[bytes] = set()
+        """Peers whose connections have ended since the socket was drained, and may have left messages."""
         self._cuts: list[CutConnection] = []
         self._drained = self._swept_empty = True
         """True if the socket was drained since connections were admitted, and since the last sweep."""
@@ -258,17 +258,23 @@ class Unread:
         if found is not None:
             self._by_peer.pop(found.peer, None)
             self._unsent.pop(found.peer, None)
-            self._ended = True
+            self._ended.add(found.peer)
 
     def connection_of(self, peer: bytes) -> Connection | None:
         """Return the connection of a peer; None if it is unknown."""
         return self._by_peer.get(peer)
 
     def add_peer(self, peer: bytes, fd: int) -> Connection | None:
-        """Record that ``peer`` sent its first message on connection ``fd``; return the connection, None if it ended."""
+        """Record that ``peer`` sent its first message on connection ``fd``; return the connection, None if it ended.
+
+        A message may be left of a connection that has ended, and a newer connection may have its ``fd``. If such a
+        message of an unknown peer comes first, the connection counts as this peer's until its own peer's next message.
+        """
         found = self._by_fd.get(fd)
-        if found is None or found.peer:
+        if found is None or peer in self._ended:
             return None
+        self._by_peer.pop(found.peer, None)
+        self._unsent.pop(found.peer, None)
         found.peer = peer
         self._by_peer[peer] = found
         return found
@@ -336,7 +342,8 @@ class Unread:
         """Reset the state that lasts until the socket is drained; call this when ZeroMQ has no message left."""
         self._drained = self._swept_empty = True
         self._undrained_looks = 0
-        self._ended = self._overflowed = False
+        self._overflowed = False
+        self._ended.clear()
         self._cut_peers.clear()
 
     def was_cut(self, peer: bytes) -> bool:

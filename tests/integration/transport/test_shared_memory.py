@@ -77,8 +77,11 @@ def num_memory_files() -> int:
 
 
 def is_gone(router: Router, peer: bytes) -> bool:
+    """Read first: ZeroMQ keeps a closed connection, and its full queue, until all of its messages are read."""
+    while router.receive() is not None:
+        pass
     try:
-        router.raw.send_multipart([peer, SPEAKS])
+        router.raw.send_multipart([peer, SPEAKS], zmq.NOBLOCK)
     except zmq.ZMQError as error:
         return error.errno == zmq.EHOSTUNREACH
     return False

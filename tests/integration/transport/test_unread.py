@@ -221,6 +221,39 @@ def test_a_cut_of_a_connection_that_is_being_closed_harms_nobody(monkeypatch: py
                 assert other.recv(1) == b"x", "the new connection is whole"
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_messages_left_by_an_ended_connection_do_not_hide_the_next_one(known: bool) -> None:
+    """The next connection has the same descriptor. It gets answers, also if the last one said nothing before."""
+    with router(False) as (sock, unread):
+        poller = Poller([sock])
+
+        def is_connected() -> bool:
+            poller.wait(0.01)
+            return bool(unread.connections)
+
+        first = _dealer(sock, False)
+        until(is_connected)
+        if known:
+            _say(first, b"first", poller, sock)
+        [descriptor] = [each.fd for each in unread.connections]
+        until(lambda: is_connected() and first.send([b"goodbye" * 1000]))
+        until(lambda: bytes_read(descriptor) > 7000)
+        first.close()
+        until(lambda: not is_connected())
+        with contextlib.closing(_dealer(sock, False)) as second:
+            until(is_connected)
+            assert [each.fd for each in unread.connections] == [descriptor]
+            peers = list[bytes]()
+            while len(peers) < 3:
+                second.send([b"hello"])
+                poller.wait(0.01)
+                peers += [bytes(frames[0]) for frames in drain(sock, 1000) if bytes(frames[1]) == b"hello"]
+            assert len(set(peers)) == 1
+            assert unread.takes_answers(peers[0])
+            [connection] = unread.connections
+            assert (connection.peer, connection.is_stranger) == (peers[0], False)
+
+
 def test_a_file_that_has_the_descriptor_of_an_ended_connection_is_left_alone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
         ours = server.accept()[0]
