@@ -238,8 +238,11 @@ def attacked() -> Iterator[tuple[RunningBroker, Path]]:
             broker.kill()
 
 
-def fuzz(seconds: float, seed: int, tell: Any = print, rate: float = 400.0) -> dict[str, Any]:
-    """Attack a broker for so long; ``rate``: changed messages a second."""
+def fuzz(seconds: float, seed: int, tell: Any = print, rate: float = 400.0, least_steps: int = 0) -> dict[str, Any]:
+    """Attack a broker for so long, and until the first job has had ``least_steps``.
+
+    ``rate``: changed messages a second.
+    """
     rng, counts = Random(seed), Counter[str]()
     pool, vary = pool_of(rng), Vary(rng)
     for envelope in pool:
@@ -250,7 +253,7 @@ def fuzz(seconds: float, seed: int, tell: Any = print, rate: float = 400.0) -> d
         attackers = [Attacker(broker, keys, role, pool, vary) for role in ROLES for _ in range(2)]
         began = told = looked = time.monotonic()
         steps, moved, failed = jobs[0].steps, began, ""
-        while (now := time.monotonic()) - began < seconds and not failed:
+        while not failed and ((now := time.monotonic()) - began < seconds or steps < least_steps):
             for at, attacker in enumerate(attackers):
                 attacker.say(counts)
                 if not attacker.listen():

@@ -109,6 +109,8 @@ DRAIN_AT_MOST = 4096
 """Most messages that are read from one socket in a turn."""
 WAITING_BYTES = 8 << 20
 """Most bytes of a key's messages that wait to be handled, beside the credit of producers and a snapshot."""
+ALL_WAITING_BYTES = 32 << 20
+"""Bytes of messages that wait, of all keys, beyond which each key has an equal share of them, beside these credits."""
 TRIM_S, TRIM_BYTES = 10.0, 16 << 20
 """Seconds between two looks at the memory, and its growth after which freed memory is given back to the system."""
 READ_S = HANDLE_S = 0.02
@@ -476,7 +478,7 @@ class BrokerService:
         """Put a message into the line of its connection, unless too much of its key waits."""
         peer, num_bytes = frames[0].bytes, sum(memoryview(frame).nbytes for frame in frames)
         message = router, frames, kind
-        if self._turns.put(peer, message, num_bytes, WAITING_BYTES):
+        if self._turns.put(peer, message, num_bytes, WAITING_BYTES, ALL_WAITING_BYTES):
             return
         credit = self._credit_of(peer) if kind is FromProducer else self._snapshot_credit_of(peer)
         if not credit or not self._turns.put(peer, message, num_bytes, WAITING_BYTES + credit):

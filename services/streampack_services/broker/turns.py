@@ -6,13 +6,15 @@ connection. The broker measures the time that each message takes. The key that w
 connection that was given the least time is handled. This is start-time fair queuing (Goyal, Vin and Cheng, 1996). A
 key that was idle gains nothing by it. Without keys, each connection has its own turn.
 
-The messages of a key that wait have a limit in bytes. Beyond it the newest is dropped: peers repeat messages without an
-answer.
+The messages of a key that wait have a limit in bytes. Messages of all keys have one, too: without keys, anyone may open
+many connections. While more bytes wait than that, each key may have its share of them. Beyond a limit the newest
+message is dropped: peers repeat messages without an answer.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from heapq import heappop, heappush
 from typing import Any
@@ -97,8 +99,8 @@ class Turns:
     def __bool__(self) -> bool:
         return bool(self._keys)
 
-    def put(self, peer: bytes, message: Any, num_bytes: int, most_bytes: int) -> bool:
-        """Add a message of a connection; return False if it is dropped, because too many of its key wait.
+    def put(self, peer: bytes, message: Any, num_bytes: int, most_bytes: int, most_of_all: float = math.inf) -> bool:
+        """Add a message of a connection; return False if it is dropped, because too many wait.
 
         Args:
             peer: The connection.
@@ -106,9 +108,13 @@ class Turns:
             num_bytes: Bytes of its frames.
             most_bytes: Most bytes of messages of the key that wait, with ``MESSAGE_BYTES`` for each. A message that
                 waits alone may be larger.
+            most_of_all: Bytes of messages of all keys. While more wait, each key that waits may have an equal share of
+                so many bytes.
         """
         key, size = peer[: self._digits] or peer, num_bytes + MESSAGE_BYTES
         waits = self._waiting.get(key, 0)
+        if self.num_bytes + size > most_of_all:
+            most_bytes = min(most_bytes, int(most_of_all / max(len(self._waiting), 1)))
         if waits and waits + size > most_bytes:
             return False
         self._count(key, size)

@@ -68,6 +68,26 @@ def test_more_connections_may_wait_than_are_remembered(key_digits: int, connecti
     assert handled == dict.fromkeys(peers, 2)
 
 
+@pytest.mark.parametrize("key_digits", [0, 1])
+@settings(max_examples=20)
+@given(st.integers(1, 300), st.lists(st.integers(0, 9000), min_size=1, max_size=20))
+def test_messages_of_all_connections_are_bounded_and_each_has_its_share(
+    key_digits: int, connections: int, sizes: list[int]
+) -> None:
+    """Connections flood in turn. One that comes later has its messages taken."""
+    turns, of_all = Turns(key_digits), 1 << 20
+    peers = [bytes([number // 256 + 1, number % 256]) for number in range(connections)]
+    for _ in range(-(-(3 << 20) // (connections * MESSAGE_BYTES))):
+        for number, peer in enumerate(peers):
+            turns.put(peer, peer, sizes[number % len(sizes)], of_all // 2, of_all)
+    largest = MESSAGE_BYTES + max(sizes)
+    assert turns.num_bytes <= 2 * of_all + connections * largest
+    assert turns.put(b"\0\0", "honest", 1, of_all // 2, of_all)
+    share = of_all // (len(peers if key_digits == 0 else {peer[:1] for peer in peers}) + 1)
+    for waits in range(1, share // (MESSAGE_BYTES + 1)):
+        assert turns.put(b"\0\0", "honest", 1, of_all // 2, of_all), waits
+
+
 events = st.lists(
     st.tuples(st.sampled_from(["put", "take", "drop"]), st.integers(0, 2), st.integers(0, 3), st.integers(0, 3000))
 )
