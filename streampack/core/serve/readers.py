@@ -350,6 +350,8 @@ class Readers:
             self.steps.move(reader, message.next_step, message.host)
         reader.heard = self.registry.now
         if not message.ready or (reader.ready and message.round == reader.round):
+            if message.ready and not reader.entered and message.next_step > reader.first_step:
+                return effects + self._move_on(reader, message)
             return effects + self.attempts.answer(reader)
         if self._snapshots.misses(message):
             before = reader.pending
@@ -367,6 +369,15 @@ class Readers:
         if self.attempts.has_diverged(reader):
             return effects + self._refuse(reader, "diverged", diverged(reader, self._rules))
         return effects + (self.attempts.arrive(reader) if reader.holds else self.attempts.wait(reader))
+
+    def _move_on(self, reader: Reader, message: Attach) -> list[Effect]:
+        """Take the later step of a reader outside the attempt, which has used steps of an earlier broker meanwhile."""
+        if gone := self._source.unfit(message.next_step, reader.snapshot):
+            return self._refuse(reader, *gone)
+        reader.first_step, reader.chain, reader.going_on = message.next_step, message.chain, message.going_on
+        if self.attempts.has_diverged(reader):
+            return self._refuse(reader, "diverged", diverged(reader, self._rules))
+        return self.attempts.arrive(reader) if reader.holds else self.attempts.wait(reader)
 
     def _wait_for_ready(self, reader: Reader) -> list[Effect]:
         """Answer a reader that requests steps outside an attempt: it must wait for an attempt, or attach again."""

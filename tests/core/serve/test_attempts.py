@@ -631,6 +631,28 @@ def test_claims_of_trainers_that_go_back_are_refused_after_ten_seconds_too() -> 
     assert desk.steps("a0")[-1] == 5, "the old ones read on"
 
 
+def test_a_process_that_goes_on_while_it_claims_its_rank_begins_where_it_is_then() -> None:
+    """It reads steps of an earlier broker that is cut off. The process that it replaced has done more, for a while."""
+    desk = reading(upto=4)
+    desk.die("a0")
+    desk.come("b0", 2)
+    desk.say(b"b0", attach("b0", 5))
+    desk.say(b"b0", attach("b0", 3))  # an older message that comes late
+    desk.wait(READER_SILENT_S + CLAIM_S)
+    assert not desk.heard("b0", Reject)
+    assert desk.attempt == 1
+    desk.take("b0", 6, 5)
+    assert desk.steps("b0")[:1] == [5]
+
+
+def test_a_process_that_goes_on_with_other_steps_while_it_claims_its_rank_is_refused() -> None:
+    desk = reading(upto=4)
+    desk.die("a0")
+    desk.come("b0", 2)
+    desk.say(b"b0", structs.replace(attach("b0", 5), chain=b"of other steps !"))
+    assert [refused.code for refused in desk.heard("b0", Reject)] == ["diverged"]
+
+
 def test_old_trainers_that_take_a_while_to_die_are_waited_for() -> None:
     desk = reading(upto=4)
     desk.come_all("b", 2)
