@@ -31,6 +31,7 @@ from tests.fuzz.forms import Form
 from tests.fuzz.mutate import mutated, mutated_bytes
 
 HANG_S = 10.0
+"""Seconds of the processor that an input may take: on a busy machine, the clock runs on meanwhile."""
 MAX_GROWTH = 24 << 20
 """Bytes by which the process may grow in the last two thirds of a run."""
 MOST_MEMORY = 4 << 30
@@ -103,7 +104,8 @@ class Fuzzer:
         """Run the target with an input; did it reach a new line, as far as that is ``traced``? Raises Crash."""
         before = self.lines
         self.executions += 1
-        signal.setitimer(signal.ITIMER_REAL, HANG_S)
+        signal.setitimer(signal.ITIMER_VIRTUAL, HANG_S)
+        signal.setitimer(signal.ITIMER_REAL, 10 * HANG_S)
         sys.settrace(self._called if traced else None)
         try:
             self.target.run(data)
@@ -112,6 +114,7 @@ class Fuzzer:
             raise Crash(data, error) from error
         finally:
             sys.settrace(None)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.setitimer(signal.ITIMER_REAL, 0)
         return self.lines > before
 
@@ -182,8 +185,9 @@ def watch_for_hangs() -> None:
     """Have an input that takes too long raise Hang, in the main thread."""
 
     def hang(_number: int, _frame: FrameType | None) -> None:
-        raise Hang(f"took more than {HANG_S:.0f} s")
+        raise Hang(f"took more than {HANG_S:.0f} s of the processor, or ten times as long")
 
+    signal.signal(signal.SIGVTALRM, hang)
     signal.signal(signal.SIGALRM, hang)
 
 
