@@ -96,7 +96,7 @@ def load(state: Any, origin: Origin) -> Begin:
         )
     try:
         said = msgspec.convert(state, SavedState)
-    except (msgspec.ValidationError, RecursionError) as error:
+    except (msgspec.ValidationError, RecursionError, UnicodeEncodeError) as error:
         raise StateError(f"state: {error}. Load the dict from state_dict() unchanged") from None
     for key, got, expected in (("run", said.run, origin.name), ("feed", said.feed, origin.feed)):
         if got != expected:

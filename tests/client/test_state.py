@@ -124,6 +124,7 @@ def test_a_state_of_another_run_or_feed_is_refused_naming_both(origin: Origin, s
         ({"chain": "xyz"}, r"\$.chain"),
         ({"epoch": 2.5}, r"\$.epoch"),
         ({"moon": "full"}, "unknown field `moon`"),
+        ({"moon\ud821": "full"}, "state: .*surrogates not allowed"),
         ({"rules": "all"}, r"\$.rules"),
         ({"snapshot": "not base64!"}, "snapshot: "),
         ({"snapshot": "AAAA"}, "snapshot: got a snapshot that cannot be decoded"),
