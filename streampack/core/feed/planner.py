@@ -208,7 +208,7 @@ class Planner:
     def reset(self) -> I64:
         """Forget all samples and pending packs, and return the handles of the samples, int64 [n]."""
         held = np.concatenate([self._drop_waiting(), self.former.held()])
-        self.merge.restart(self._rules)
+        self.merge.restart(self._rules, awaits_state=True)
         self.former = Former(self._rules, self._table)
         self.generation += 1
         self.forming, self.ended, self.blocked = False, False, None

@@ -144,7 +144,7 @@ class Leases:
         mine = self.partitions.of_feed(feed)
         for p in mine:
             self.producers.failures.pop(p, None)
-        return self._read_from(mine)
+        return self._read_from(mine) + self.staged.admit(mine)
 
     def recalled(self, event: Recalled) -> list[Effect]:
         """Admit a chunk of a pushed partition that was read from the log, and read the next."""
@@ -335,6 +335,8 @@ class Leases:
         after_end = intake.staged is not None and intake.staged.end is not None
         if intake.unwanted or (intake.closed and stream.terms.pushed) or after_end:
             return self.credits.flow(p, repeat=True)
+        if stream.merge.awaits_state:
+            return []  # a new session begins soon
         chunk = parse_chunk(envelope, message, stream.terms)
         if isinstance(chunk, str):
             return self._expel(producer, "malformed", chunk, p)

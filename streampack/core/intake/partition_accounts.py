@@ -186,6 +186,8 @@ class PartitionAccounts:
             return None, []
         intake = self._partitions.intakes[p]
         intake.recalling = False
+        if self._partitions.stream_of[p].merge.awaits_state:  # it is read again from there
+            return None, []
         message = Samples(
             stream=record.stream, partition=record.partition, base_seq=record.base_seq, lengths_u32=record.lengths_u32,
             crcs_u32=record.crcs_u32, loss_tokens_u32=record.loss_tokens_u32, cursor=record.cursor,

@@ -109,6 +109,8 @@ class StagedIntake:
         """
         intake = self._partitions.intakes[p]
         effects: list[Effect] = []
+        if self._partitions.stream_of[p].merge.awaits_state:
+            return effects
         while intake.staged is not None and (found := intake.staged.take(intake.recorded_seq, chosen)) is not None:
             chosen = None
             if isinstance(found, EndStaged):
@@ -128,10 +130,14 @@ class StagedIntake:
                 effects += self._accounts.take(p, chunk, found.sent)
         return effects
 
+    def admit(self, partitions: list[int]) -> list[Effect]:
+        """Admit the samples that became complete while their feed went to another step."""
+        return [effect for p in partitions for effect in self._admit_complete(p)]
+
     def release(self, feed: str) -> list[Effect] | None:
         """Admit the complete samples of a paced feed that were begun first; None if there are none, or not yet."""
         mine = self._partitions.of_feed(feed)
-        if any(self._partitions.intakes[p].behind for p in mine):
+        if any(self._partitions.intakes[p].behind or self._partitions.stream_of[p].merge.awaits_state for p in mine):
             return None
         found = self._staging.next_in_turn(feed)
         return None if found is None else self._admit_complete(*found)

@@ -15,13 +15,16 @@ class FeedMerge:
 
     def __init__(self, rules: Rules) -> None:
         self._current = merge_of(rules)
+        self.awaits_state = False
+        """True while the feed goes to another step, and the state there is read from the log. No sample may come then:
+        it would be taken for one after the state."""
 
     @property
     def current(self) -> AnyMerge:
         """The merge in use."""
         return self._current
 
-    def restart(self, rules: Rules) -> AnyMerge:
+    def restart(self, rules: Rules, awaits_state: bool = False) -> AnyMerge:
         """Replace the merge with a new, empty merge under ``rules``, and return the new merge."""
-        self._current = merge_of(rules)
+        self._current, self.awaits_state = merge_of(rules), awaits_state
         return self._current
