@@ -14,7 +14,7 @@ PER_SECOND = 10.0
 
 KEY_BURST = 1
 """Lines about refused messages of one key that are allowed at once."""
-KEY_PER_SECOND = 1 / 60
+KEY_PER_SECOND = 1 / 600
 """Lines about refused messages of one key that are allowed per second after the burst."""
 
 
