@@ -63,12 +63,11 @@ lint: $(DEV)
 	$(BIN)/codespell
 	$(BIN)/python -m tests.prose
 
-# Once, before many processes need them at the same time, which would each compile their own: modules, tests (pytest
-# imports them all to find these few) and kernels.
+# Once, before many processes need them at the same time, which would each compile their own: modules and kernels.
 kernels: $(KERNELS)
 $(KERNELS): $(DEV) $(wildcard $(addsuffix *.py,streampack/core/ streampack/core/*/ streampack/core/*/*/))
 	@$(BIN)/python -m compileall -q streampack services
-	@$(BIN)/python -m pytest -k "twin_agree or oracle_agree or oracle_forms or token_by_token"
+	@$(BIN)/streampack kernels
 	@touch $@
 
 # Five workers on the two cores of CI: tests of real processes, pages and alerts wait much of the time. Each takes

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numba
 import numpy as np
 from llvmlite import binding, ir
 from numba import types
@@ -24,7 +25,7 @@ from numba.core import config
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from streampack.core.jit import njit
+from streampack.core.jit import compiled
 from streampack.core.model.samples import I64
 from streampack.wire.checksums import Column, Crcs, crc32c
 
@@ -133,7 +134,7 @@ _multiply: Any = intrinsic(_code_of_multiply)
 _word: Any = intrinsic(_code_of_word)
 
 
-@njit(inline="always")
+@numba.njit(inline="always")
 def _rest(data: NDArray[np.uint8], begin: int, end: int, crc: Any) -> Any:
     """Return the checksum of a sample after its last bytes, fewer than eight; ``crc`` is the state before them."""
     for at in range(begin, end):
@@ -141,7 +142,7 @@ def _rest(data: NDArray[np.uint8], begin: int, end: int, crc: Any) -> Any:
     return crc ^ _START
 
 
-@njit(inline="always")
+@numba.njit(inline="always")
 def _third(bounds: I64, number: int) -> int:
     """Return the first sample of the ``number``-th third of the bytes, counting from 0."""
     sample, last = 0, len(bounds) - 1
@@ -150,7 +151,7 @@ def _third(bounds: I64, number: int) -> int:
     return sample
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _pieces(data: NDArray[np.uint8], bounds: I64, crcs: NDArray[np.uint32]) -> None:
     """Write the checksum of every piece ``bounds[i]:bounds[i + 1]`` of ``data`` to ``crcs``."""
     base = np.uint64(data.ctypes.data)
@@ -186,7 +187,7 @@ def _pieces(data: NDArray[np.uint8], bounds: I64, crcs: NDArray[np.uint32]) -> N
             crcs[i] = _rest(data, begin + 8 * words, bounds[i + 1], state)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _shifted(crc: Any, num_bytes: int, powers: NDArray[np.uint64]) -> Any:
     """Return ``crc`` as if ``num_bytes`` zeros (below 2**32) followed its bytes: times x^(8 * num_bytes)."""
     for level in range(4):
@@ -196,7 +197,7 @@ def _shifted(crc: Any, num_bytes: int, powers: NDArray[np.uint64]) -> Any:
     return crc
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _join_all(
     own: NDArray[np.uint32], bounds: I64, crcs: NDArray[np.uint32], whole: int, powers: NDArray[np.uint64]
 ) -> Any:

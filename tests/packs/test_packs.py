@@ -310,8 +310,8 @@ def twins(request: pytest.FixtureRequest) -> Iterator[None]:
     kernels.wait()
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "python":
-            patch.setattr(arena_module, "copy_slices", copy_slices.py_func)
-            patch.setattr(arena_module, "find_slices", find_slices.py_func)
+            patch.setattr(arena_module, "copy_slices", copy_slices.plain)
+            patch.setattr(arena_module, "find_slices", find_slices.plain)
             patch.setattr(kernels, "derive", None)
             patch.setattr(kernels, "lay_out", None)
         yield

@@ -9,6 +9,7 @@
 - ``cli_plan``: ``plan`` before a run, ``report`` after it.
 - ``cli_audit``: ``why``, ``replay``, ``ledger``: show what happened in a run.
 - ``cli_export``: ``export``: write the files for a cluster.
+- ``cli_kernels``: ``kernels``: compile kernels before a run.
 - ``cli_keys``: ``keys``: make secrets, and allow or revoke keys.
 - ``cli_options``: the options that several commands share, and the printing of results.
 

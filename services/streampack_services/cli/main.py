@@ -22,7 +22,7 @@ from streampack.core.packers.registry import PACKER_NAMES
 from streampack.errors import InternalError, StreampackError, UserError
 from streampack.version import __version__
 from streampack_services import logs
-from streampack_services.cli import cli_audit, cli_control, cli_export, cli_keys, cli_plan, cli_watch
+from streampack_services.cli import cli_audit, cli_control, cli_export, cli_kernels, cli_keys, cli_plan, cli_watch
 from streampack_services.cli.cli_options import ADVANCED, AsJson, BrokerYaml, Command, Cp, Dp
 
 app = typer.Typer(
@@ -403,4 +403,5 @@ app.add_typer(cli_audit.ledger, name="ledger")
 app.add_typer(cli_control.settings, name="set")
 app.command(cls=Command)(cli_control.skip)
 app.command(cls=Command)(cli_export.export)
+app.command(cls=Command)(cli_kernels.kernels)
 app.add_typer(cli_keys.keys, name="keys")

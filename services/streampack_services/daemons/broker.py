@@ -18,6 +18,7 @@ from types import FrameType
 
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.errors import UserError
+from streampack.kernels import background
 from streampack.transport import ipc_files
 from streampack_services.broker.memory_plan import keep_freed_memory
 from streampack_services.broker.service import BrokerService, Leadership
@@ -33,6 +34,8 @@ from streampack_services.logs import Ring
 from streampack_services.standby.following import standby_settings
 
 log = logging.getLogger("streampack.broker")
+LOAD_S = 2.0
+"""Seconds for which the broker waits for its kernels before it serves; until they are there, it is slower."""
 LEAST_FILES = 64
 """Least limit of open files. A broker needs about 40, and some for connections."""
 _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):")
@@ -94,13 +97,16 @@ def _serve(config: BrokerConfig, exit_when_finished: bool, ring: Ring | None, le
             log.info("serving status, metrics and probes at %s", http.url)
             for line in exposed(where, config.listen.http, config.listen.keys is not None, token is not None):
                 log.warning("%s", line)
-            log.info("loading kernels; the first start on a machine compiles them, which takes a while")
-            service.warm_up()  # before the rendezvous file names the addresses
+            background.start()
+            service.warm_up()
+            background.compiler.wait(LOAD_S)  # before the rendezvous file names the addresses
             with _rendezvous(service, http.url):
                 service.run()
             if service.over:
                 return service.over
-            log.info("stopped after %d steps", sum(feed.figures.totals.steps for feed in service.core.feeds.values()))
+            log.info(
+                "stopped after %d steps", sum(each.readers.steps.formed_upto for each in service.core.feeds.values())
+            )
         finally:
             http.close()
     return ""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
 from types import FrameType
 
 from streampack.config.daemon_settings import BrokerConfig
+from streampack.kernels import background
 from streampack.transport.keys import find_key
 from streampack_services.broker.memory_plan import check_machine, plan
 from streampack_services.broker.service import Leadership, warm_up
@@ -53,7 +53,8 @@ def become_active(config: BrokerConfig, *, waits: bool) -> Leadership | None:
         config.listen.http, standby_app(config.run, lambda: following.status), find_token(config.listen.token_file)
     )
     http.start()
-    threading.Thread(target=warm_up, args=(needs,), name="streampack-warm-up", daemon=True).start()
+    background.start()
+    warm_up(needs)
     try:
         log.info(
             "host %s of run %s asks the arbiter %s which broker is active (pid %d)", settings.host, config.run,

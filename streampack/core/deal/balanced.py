@@ -26,12 +26,11 @@ other units that a pack has limits for, such as patches.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 
+from streampack.core.deal import balanced_kernels
 from streampack.core.deal.deal import MOST, deal
 from streampack.core.model.samples import I64
 
@@ -99,12 +98,12 @@ def balanced_packs(
 def _by_rank(work: I64, sizes: I64, bounds: Bounds, rows: int) -> BalancedPacks | None:
     """Deal samples to ranks, then to packs; return the leveled packs, or None if a rank's samples do not fit."""
     dp = bounds.dp
-    rank_of = dp - 1 - _kernel().difference(work, dp, dp)
+    rank_of = dp - 1 - balanced_kernels.difference(work, dp, dp)
     most = int(_sums(rank_of, work, dp).max())
     found = _within_ranks(rank_of, work, sizes, bounds, rows, most)
     if len(work) > MAX_TWICE:
         return found
-    rank_of = dp - 1 - _kernel().difference(work, dp, 1)
+    rank_of = dp - 1 - balanced_kernels.difference(work, dp, 1)
     least = int(_sums(rank_of, work, dp).max())
     if least > most or _sums(rank_of, 1, dp).min() < rows:
         return found
@@ -124,10 +123,10 @@ def _within_ranks(rank_of: I64, work: I64, sizes: I64, bounds: Bounds, rows: int
         return None
     where, fits = np.empty(0, np.int64), False
     if -(-len(work) // dp) * rows <= MAX_DIFFERENCED:
-        where = _kernel().difference_within(work, rank_of, dp, rows)
+        where = balanced_kernels.difference_within(work, rank_of, dp, rows)
         fits = _fit(where, sizes, rows * dp, bounds.most) and bool(_sums(where, 1, rows * dp).max() <= cap)
     if not fits:
-        where, fits = _kernel().place(work, sizes, rank_of, dp, rows, bounds.most, cap)
+        where, fits = balanced_kernels.place(work, sizes, rank_of, dp, rows, bounds.most, cap)
     return _leveled(BalancedPacks(where, rows), work, sizes, bounds, most) if fits else None
 
 
@@ -136,7 +135,7 @@ def _by_cost(work: I64, sizes: I64, bounds: Bounds, rows: int) -> BalancedPacks 
     dp, most, cap = bounds
     if len(work) * rows * dp > MAX_PLACED:
         return None
-    where, fits = _kernel().place(work, sizes, np.full(len(work), -1), dp, rows, most, cap)
+    where, fits = balanced_kernels.place(work, sizes, np.full(len(work), -1), dp, rows, most, cap)
     return _in_rows(BalancedPacks(where, rows), work, bounds, MOST) if fits else None
 
 
@@ -154,7 +153,7 @@ def _leveled(packs: BalancedPacks, work: I64, sizes: I64, bounds: Bounds, most: 
     where, rows = _in_rows(packs, work, bounds, most)
     free = np.zeros((len(sizes), rows * dp), np.int64)  # a place in each pack
     where = np.append(where, np.arange(rows * dp))
-    _kernel().level(
+    balanced_kernels.level(
         np.append(work, free[0]), np.hstack([sizes, free]), where, dp, rows, limits, cap, most, LOOKS * len(work)
     )
     return _in_rows(BalancedPacks(where[: len(work)], rows), work, bounds, most)
@@ -167,7 +166,7 @@ def _in_rows(packs: BalancedPacks, work: I64, bounds: Bounds, most: int) -> Bala
     """
     where, rows = packs
     if most != MOST:
-        return BalancedPacks(_kernel().sort_rows(where, work, bounds.dp, rows), rows)
+        return BalancedPacks(balanced_kernels.sort_rows(where, work, bounds.dp, rows), rows)
     dealt = deal(_sums(where, work, rows * bounds.dp), bounds.dp, "deal")
     number = np.empty(rows * bounds.dp, np.int64)
     number[dealt.ravel()] = np.arange(rows * bounds.dp)
@@ -177,14 +176,6 @@ def _in_rows(packs: BalancedPacks, work: I64, bounds: Bounds, most: int) -> Bala
 def _path(packs: BalancedPacks, work: I64, bounds: Bounds) -> int:
     """Return the critical path of packs: the largest cost of each micro-batch, summed."""
     return int(_sums(packs.where, work, packs.rows * bounds.dp).reshape(packs.rows, -1).max(axis=1).sum())
-
-
-@cache
-def _kernel() -> ModuleType:
-    """Return the module of kernels; it is imported at the first call, since numba takes a second."""
-    from streampack.core.deal import balanced_kernels
-
-    return balanced_kernels
 
 
 def _fit(where: I64, sizes: I64, count: int, most: I64) -> bool:
@@ -197,3 +188,11 @@ def _sums(where: I64, values: I64 | int, count: int) -> I64:
     sums = np.zeros(count, np.int64)
     np.add.at(sums, where, values)
     return sums
+
+
+def warm_up() -> None:
+    """Compile the kernels, or load them from the disk, by forming packs of a few samples."""
+    work, sizes = np.arange(8, 0, -1), np.ones((1, 8), np.int64)
+    for most, cap in ((4, 4), (8, 1)):
+        bounds = Bounds(2, np.array([most]), cap)
+        balanced_packs(work, sizes, bounds, 2, lambda: [[0, 1, 2, 3], [4, 5, 6, 7]])

@@ -1,7 +1,7 @@
 """The hot loops of ``balanced``: compiled by numba where it is installed.
 
-Each loop is plain Python over numpy arrays, and also runs without numba. ``difference`` and ``best_exchange`` are other
-functions without numba, which take less time without a compiler.
+Each loop is plain Python over numpy arrays, and also runs without numba. ``difference`` and ``best_exchange`` have
+another form for that, which takes less time without a compiler.
 """
 
 from __future__ import annotations
@@ -11,13 +11,21 @@ from heapq import heapify, heappop, heapreplace
 import numpy as np
 
 from streampack.core.deal.deal import MOST
-from streampack.core.jit import njit
+from streampack.core.jit import kernel
 from streampack.core.model.samples import I64
 from streampack.core.packers.blocks.karmarkar_karp import karmarkar_karp
 
 
-@njit(nogil=True, cache=True)
-def difference_by_loops(costs: I64, parts: int, step: int) -> I64:
+def difference_by_lists(costs: I64, parts: int, step: int) -> I64:
+    """Return the part of each item, as ``difference`` does; faster where nothing is compiled."""
+    part_of = np.empty(len(costs), np.int64)
+    for number, part in enumerate(karmarkar_karp(costs.tolist(), parts, equal_sizes=step > 1)):
+        part_of[part] = number
+    return part_of
+
+
+@kernel(plain=difference_by_lists)
+def difference(costs: I64, parts: int, step: int) -> I64:
     """Split items into ``parts`` of nearly equal cost by largest differencing; return the part of each, int64 [n].
 
     ``costs`` int64 [n], costliest first. ``step``: 1, or ``parts`` for parts of equal sizes. Parts are numbered as
@@ -78,18 +86,7 @@ def difference_by_loops(costs: I64, parts: int, step: int) -> I64:
     return part_of
 
 
-def difference_by_lists(costs: I64, parts: int, step: int) -> I64:
-    """Return the part of each item, as ``difference_by_loops`` does; faster where nothing is compiled."""
-    part_of = np.empty(len(costs), np.int64)
-    for number, part in enumerate(karmarkar_karp(costs.tolist(), parts, equal_sizes=step > 1)):
-        part_of[part] = number
-    return part_of
-
-
-difference = difference_by_loops if hasattr(difference_by_loops, "py_func") else difference_by_lists
-
-
-@njit(nogil=True, cache=True)
+@kernel
 def difference_within(work: I64, rank_of: I64, dp: int, rows: int) -> I64:
     """Split the samples of each rank into ``rows`` packs by largest differencing; return their packs, int64 [n].
 
@@ -102,7 +99,7 @@ def difference_within(work: I64, rank_of: I64, dp: int, rows: int) -> I64:
     return where
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def sort_rows(where: I64, work: I64, dp: int, rows: int) -> I64:
     """Renumber the packs of each rank, most costly first; return the packs of the samples, int64 [n].
 
@@ -118,7 +115,7 @@ def sort_rows(where: I64, work: I64, dp: int, rows: int) -> I64:
     return number[where]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def place(work: I64, sizes: I64, rank_of: I64, dp: int, rows: int, most: I64, cap: int) -> tuple[I64, bool]:
     """Put each sample, costliest first, into the cheapest pack that has room.
 
@@ -183,8 +180,8 @@ def best_by_arrays(
     return int(mine[one]), int(others[other])
 
 
-@njit(nogil=True, cache=True)
-def best_by_loops(
+@kernel(plain=best_by_arrays)
+def best_exchange(
     work: I64, sizes: I64, mine: I64, others: I64, theirs: I64, spare: I64, room: I64, own: I64, slack: I64,
     halves: I64, gap: int,
 ) -> tuple[int, int]:  # fmt: skip
@@ -212,10 +209,7 @@ def best_by_loops(
     return one, other
 
 
-best_exchange = best_by_loops if hasattr(best_by_loops, "py_func") else best_by_arrays
-
-
-@njit(nogil=True, cache=True)
+@kernel
 def level(
     work: I64, sizes: I64, where: I64, dp: int, rows: int, most: I64, cap: int, most_work: int, limit: int
 ) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.jit import njit
+from streampack.core.jit import kernel
 from streampack.core.model.samples import I32, I64, U32
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def lay_out(
     numbers: I64,
     handles: I64,
@@ -47,7 +47,7 @@ def lay_out(
         ends[i] = at
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def loads(costs: I64, tokens: I64, dealt: I64, sums: I64, found: I64) -> tuple[float, int]:
     """Compute the load of ranks; the m-th pack of rank r is ``dealt[m, r]``, ``costs`` and ``tokens`` int64 [packs].
 

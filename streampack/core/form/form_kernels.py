@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from streampack.core.jit import njit
+from streampack.core.jit import kernel
 from streampack.core.model.samples import I32, I64, U32
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def describe(
     handles: I64,
     bounds: I64,
@@ -60,7 +60,7 @@ def describe(
         sums[3, pack] = cost
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def take_out(
     indices: I64,
     bounds: I64,

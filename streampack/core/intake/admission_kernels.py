@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.jit import njit
+from streampack.core.jit import kernel
 from streampack.core.model.samples import I32, I64, U32, SampleTable
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def measure(lengths: U32, loss_tokens: U32) -> tuple[int, int, int, int]:
     """Return totals of a chunk's samples.
 
@@ -33,7 +33,7 @@ def measure(lengths: U32, loss_tokens: U32) -> tuple[int, int, int, int]:
     return tokens, longest, num_empty, wrong_loss
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def enter(
     source: I64,
     offset: I64,

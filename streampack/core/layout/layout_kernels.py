@@ -1,8 +1,7 @@
 """Boundaries, positions and labels that a client derives, compiled: one pass over memory, without the GIL.
 
-``boundaries.layouts`` and ``labels.derive`` are the same in numpy, for machines without numba; tests compare both. A
-trainer's process imports this module, and numba with it, in a thread of its own (``streampack.packs.kernel_loader``).
-The types are given, so that kernels are compiled at import; numba keeps the result on disk.
+``boundaries.layouts`` and ``labels.derive`` are the same in numpy, which runs until these are compiled; tests compare
+both (``streampack.packs.kernel_loader``). Arguments that a kernel only reads may be read-only.
 """
 
 from __future__ import annotations
@@ -10,34 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
-from streampack.core.jit import njit
+from streampack.core.jit import kernel, key_of
 from streampack.core.model.samples import I32, I64, IGNORE_INDEX
 
-
-def _read(kind: Any) -> Any:
-    """Return the numba type of a read-only, contiguous array of ``kind``."""
-    return types.Array(kind, 1, "C", readonly=True)
-
-
-_I64 = types.int64[::1]
-_TYPES = [
-    types.void(
-        _read(token),
-        _read(types.int32),
-        _read(types.uint8),
-        *[_I64] * 3,
-        types.boolean,
-        *[_I64] * 3,
-        types.boolean[::1],
-    )
-    for token in (types.int32, types.uint16)
-]
+_I64 = np.zeros(1, np.int64)
+_BOUNDS = np.zeros(1, np.int32)
+_TOKENS, _SHORT_TOKENS, _EDGES, _COUNTED = (np.frombuffer(bytes(4), kind) for kind in ("<i4", "<u2", "<i4", "u1"))
 
 
-@njit(types.int64(*10 * [_I64], *2 * [types.int32[::1]]), nogil=True, cache=True)
+@kernel(keys=[key_of(*10 * [_I64], _BOUNDS, _BOUNDS)])
 def lay_out(
     lengths: I64,
     counts: I64,
@@ -87,7 +69,12 @@ def lay_out(
     return segment
 
 
-@njit(_TYPES, nogil=True, cache=True)
+@kernel(
+    keys=[
+        key_of(tokens, _EDGES, _COUNTED, *3 * [_I64], True, *3 * [_I64], np.zeros(1, np.bool_))
+        for tokens in (_TOKENS, _SHORT_TOKENS)
+    ]
+)
 def derive(
     tokens: NDArray[Any],
     edges: I32,

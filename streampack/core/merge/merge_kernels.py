@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.jit import njit
+from streampack.core.jit import kernel
 from streampack.core.merge.entries import HANDLE, LENGTH, NO_BLOCK, PART, Entries
 from streampack.core.model.samples import I64
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def push_entries(queues: Entries, partition: int, handles: I64, lengths: I64, parts: I64) -> None:
     """Append entries (all arrays int64 [n]) to a partition's queue, which must have room for the entries."""
     size = queues.entry.shape[1]
@@ -40,14 +40,14 @@ def push_entries(queues: Entries, partition: int, handles: I64, lengths: I64, pa
     queues.tail[partition] = tail + len(handles)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def of_first(queues: Entries, partition: int, column: int) -> Any:
     """Return a ``column`` (HANDLE, LENGTH or PART) of the first entry in a partition's non-empty queue."""
     row = queues.head[partition] & (queues.entry.shape[1] - 1)
     return np.int64(queues.entry[queues.first[partition], row, column])
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def drop_first(queues: Entries, partition: int) -> None:
     """Remove the first entry from the queue of a partition; the queue must not be empty."""
     queues.head[partition] += 1
@@ -59,7 +59,7 @@ def drop_first(queues: Entries, partition: int) -> None:
         queues.free[1] += 1
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def drop_all(queues: Entries, partition: int, out: I64) -> tuple[int, int]:
     """Remove all entries of a partition, and write the handles of those with a length above 0 to ``out``.
 
@@ -76,7 +76,7 @@ def drop_all(queues: Entries, partition: int, out: I64) -> tuple[int, int]:
     return count, negative
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def sift_down(order: I64, size: int, clock: I64) -> None:
     """Restore the heap ``order[:size]`` after its root's clock advanced or its root was replaced.
 
@@ -100,7 +100,7 @@ def sift_down(order: I64, size: int, clock: I64) -> None:
     order[at] = moving
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def merge_take(
     order: I64,
     num_ordered: I64,
@@ -189,7 +189,7 @@ def merge_take(
     return taken, -1
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def arrival_take(
     base: int,
     stop: I64,

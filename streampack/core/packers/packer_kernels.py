@@ -1,10 +1,10 @@
 """Loops that the kernels of ``exact_fill`` and ``joint`` share: compiled where numba is installed, else plain Python.
 
 Compiled kernels do not hold the GIL while they run, so a broker forms packs beside its sockets. They are compiled once
-and cached on disk; the first call on a machine takes some seconds.
+and cached on disk (``core.jit``).
 
-A few inner loops have a second form, in numpy or over Python ints, which is used without numba (``COMPILES`` is False).
-Without numba, loops over arrays take a hundred times as long; compiled, the numpy forms take up to twice as long.
+A few inner loops have a plain form, in numpy or over Python ints, which runs until they are compiled. Without a
+compiler, loops over arrays take a hundred times as long; compiled, the plain forms take up to twice as long.
 
 Arguments that many kernels share:
 
@@ -17,81 +17,56 @@ Arguments that many kernels share:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 
-from streampack.core.jit import COMPILES, njit
+from streampack.core.jit import kernel
 
 #: Samples tried in one subset sum. 20 to 40 are enough for a perfect fill unless lengths share a factor.
 MAX_TRIED = 1024
 ONE = np.uint64(1)
 
 
-def _compiled(function: Callable[..., Any]) -> Any:
-    """Compile ``function`` with numba to run without the GIL, cached on disk if there is a place to write to.
+def _sort_in_plainly(by_length, num_sorted, lengths, gone, start, stop):  # type: ignore[no-untyped-def]
+    """Update ``by_length``: drop samples that are gone, merge in positions start..stop. Return the new count."""
+    held = by_length[:num_sorted]
+    held = held[~gone[held]]
+    fresh = start + np.flatnonzero(~gone[start:stop])
+    fresh = fresh[np.argsort(-lengths[fresh], kind="mergesort")]
+    old, end = len(held), len(held) + len(fresh)
+    for k in range(len(fresh) - 1, -1, -1):
+        at = _first_that_fits(held, 0, old, lengths, lengths[fresh[k]] - 1)
+        by_length[at + k + 1 : old + k + 1] = held[at:old]
+        by_length[at + k] = fresh[k]
+        old = at
+    by_length[:old] = held[:old]
+    return end
 
-    A compiled kernel contains the code of the kernels that it calls, but numba recompiles it only when its own file
-    changes. A stale kernel would form other packs. So the cache's stamp also covers the kernels that its file imports.
+
+@kernel(plain=_sort_in_plainly)
+def _sort_in(by_length, num_sorted, lengths, gone, start, stop):  # type: ignore[no-untyped-def]
+    """Update ``by_length``: drop samples that are gone, merge in positions start..stop. Return the new count.
+
+    ``num_sorted`` is the number of positions in ``by_length`` before the call.
     """
-    kernel = njit(nogil=True, cache=True)(function)
-    if not hasattr(getattr(kernel, "_cache", None), "_cache_file"):  # no place to write to, or NUMBA_DISABLE_JIT
-        return kernel
-    imported = {
-        name: each._cache._cache_file._source_stamp
-        for name, each in function.__globals__.items()
-        if hasattr(each, "py_func") and each.__module__ != function.__module__
-    }
-    file: Any = kernel._cache._cache_file
-    file._source_stamp = (file._source_stamp, tuple(sorted(imported.items())))
-    return kernel
-
-
-if COMPILES:
-
-    @_compiled
-    def _sort_in(by_length, num_sorted, lengths, gone, start, stop):  # type: ignore[no-untyped-def]
-        """Update ``by_length``: drop samples that are gone, merge in positions start..stop. Return the new count.
-
-        ``num_sorted`` is the number of positions in ``by_length`` before the call.
-        """
-        kept = 0
-        for i in by_length[:num_sorted]:
-            if not gone[i]:
-                by_length[kept] = i
-                kept += 1
-        fresh = start + np.flatnonzero(~gone[start:stop])
-        fresh = fresh[np.argsort(-lengths[fresh], kind="mergesort")]
-        old, at = kept - 1, kept + len(fresh) - 1
-        for i in fresh[::-1]:
-            while old >= 0 and lengths[by_length[old]] < lengths[i]:
-                by_length[at] = by_length[old]
-                old -= 1
-                at -= 1
-            by_length[at] = i
+    kept = 0
+    for i in by_length[:num_sorted]:
+        if not gone[i]:
+            by_length[kept] = i
+            kept += 1
+    fresh = start + np.flatnonzero(~gone[start:stop])
+    fresh = fresh[np.argsort(-lengths[fresh], kind="mergesort")]
+    old, at = kept - 1, kept + len(fresh) - 1
+    for i in fresh[::-1]:
+        while old >= 0 and lengths[by_length[old]] < lengths[i]:
+            by_length[at] = by_length[old]
+            old -= 1
             at -= 1
-        return kept + len(fresh)
-
-else:
-
-    def _sort_in(by_length, num_sorted, lengths, gone, start, stop):  # type: ignore[no-untyped-def]
-        """Update ``by_length``: drop samples that are gone, merge in positions start..stop. Return the new count."""
-        held = by_length[:num_sorted]
-        held = held[~gone[held]]
-        fresh = start + np.flatnonzero(~gone[start:stop])
-        fresh = fresh[np.argsort(-lengths[fresh], kind="mergesort")]
-        old, end = len(held), len(held) + len(fresh)
-        for k in range(len(fresh) - 1, -1, -1):
-            at = _first_that_fits(held, 0, old, lengths, lengths[fresh[k]] - 1)
-            by_length[at + k + 1 : old + k + 1] = held[at:old]
-            by_length[at + k] = fresh[k]
-            old = at
-        by_length[:old] = held[:old]
-        return end
+        by_length[at] = i
+        at -= 1
+    return kept + len(fresh)
 
 
-@_compiled
+@kernel
 def _gather(rest, source, num_source, seed, lengths, room):  # type: ignore[no-untyped-def]
     """Copy the samples of ``source`` that fit ``room``, but not the seed, to ``rest`` in order. Return their number.
 
@@ -106,7 +81,7 @@ def _gather(rest, source, num_source, seed, lengths, room):  # type: ignore[no-u
     return num_rest
 
 
-@_compiled
+@kernel
 def _gather_by_age(rest, most, after, first, edge, lengths, room):  # type: ignore[no-untyped-def]
     """Copy up to ``most`` samples that fit ``room`` to ``rest``, oldest first. Return their number.
 
@@ -122,7 +97,7 @@ def _gather_by_age(rest, most, after, first, edge, lengths, room):  # type: igno
     return num_rest
 
 
-@_compiled
+@kernel
 def _first_that_fits(by_length, start, stop, lengths, room):  # type: ignore[no-untyped-def]
     """Return the first index of ``by_length`` in start..stop with a length of at most ``room``; ``stop`` if none."""
     while start < stop:
@@ -134,7 +109,7 @@ def _first_that_fits(by_length, start, stop, lengths, room):  # type: ignore[no-
     return start
 
 
-@_compiled
+@kernel
 def _take_ahead(rest, num_rest, lengths, room, held, tokens, indices, end):  # type: ignore[no-untyped-def]
     """Take samples of ``rest`` in order without a search, while the room is above 16 mean lengths.
 
@@ -154,70 +129,67 @@ def _take_ahead(rest, num_rest, lengths, room, held, tokens, indices, end):  # t
     return skipped, room, end
 
 
-if COMPILES:
+def _fill_exactly_plainly(rest, num_rest, lengths, room, rows, barren, indices, end):  # type: ignore[no-untyped-def]
+    """Append the subset of ``rest`` that leaves the smallest gap in ``room``. Return the new end."""
+    fits = rest[:num_rest][lengths[rest[:num_rest]] <= room][:MAX_TRIED]
+    row, tried, fruitless = 1 << int(room), [], set()
+    for i, length in zip(fits.tolist(), lengths[fits].tolist(), strict=True):
+        if row & 1:
+            break
+        if length in fruitless:
+            continue
+        wider = row | row >> length
+        if wider == row:
+            fruitless.add(length)
+        else:
+            tried.append((row, i, length))
+            row = wider
+    gap = (row & -row).bit_length() - 1
+    for before, i, length in reversed(tried):
+        if not before >> gap & 1:
+            indices[end] = i
+            end += 1
+            gap += length
+    return end
 
-    @_compiled
-    def _fill_exactly(rest, num_rest, lengths, room, rows, barren, indices, end):  # type: ignore[no-untyped-def]
-        """Append the subset of ``rest`` that leaves the smallest gap in ``room``. Return the new end.
 
-        Samples are tried in order, so the subset consists of early samples. A length that reaches no new gap also
-        reaches none later in the pack, so other samples of that length are not tried. Such lengths are marked in
-        ``barren`` bool [budget + 1], which is all False before and after.
-        """
-        words = room // 64 + 1
-        rows[:words] = 0
-        rows[room >> 6] = ONE << np.uint64(room & 63)
-        kept = seen = k = 0
-        while k < num_rest and seen < MAX_TRIED and not rows[kept * words] & ONE:
-            i = rest[k]
-            k += 1
-            if lengths[i] <= room:
-                seen += 1
-                if barren[lengths[i]]:
-                    continue
-                if _widen(rows, kept * words, words, lengths[i]):
-                    rest[k - 1], rest[kept] = rest[kept], i
-                    kept += 1
-                else:
-                    barren[lengths[i]] = True
-        for i in rest[:k]:
-            barren[lengths[i]] = False
-        gap = _lowest_bit(rows, kept * words)
-        while kept:
-            kept -= 1
-            if not rows[kept * words + (gap >> 6)] >> np.uint64(gap & 63) & ONE:
-                indices[end] = rest[kept]
-                end += 1
-                gap += lengths[rest[kept]]
-        return end
+@kernel(plain=_fill_exactly_plainly)
+def _fill_exactly(rest, num_rest, lengths, room, rows, barren, indices, end):  # type: ignore[no-untyped-def]
+    """Append the subset of ``rest`` that leaves the smallest gap in ``room``. Return the new end.
 
-else:  # a row of the bitset is one Python int
-
-    def _fill_exactly(rest, num_rest, lengths, room, rows, barren, indices, end):  # type: ignore[no-untyped-def]
-        """Append the subset of ``rest`` that leaves the smallest gap in ``room``. Return the new end."""
-        fits = rest[:num_rest][lengths[rest[:num_rest]] <= room][:MAX_TRIED]
-        row, tried, fruitless = 1 << int(room), [], set()
-        for i, length in zip(fits.tolist(), lengths[fits].tolist(), strict=True):
-            if row & 1:
-                break
-            if length in fruitless:
+    Samples are tried in order, so the subset consists of early samples. A length that reaches no new gap also
+    reaches none later in the pack, so other samples of that length are not tried. Such lengths are marked in
+    ``barren`` bool [budget + 1], which is all False before and after.
+    """
+    words = room // 64 + 1
+    rows[:words] = 0
+    rows[room >> 6] = ONE << np.uint64(room & 63)
+    kept = seen = k = 0
+    while k < num_rest and seen < MAX_TRIED and not rows[kept * words] & ONE:
+        i = rest[k]
+        k += 1
+        if lengths[i] <= room:
+            seen += 1
+            if barren[lengths[i]]:
                 continue
-            wider = row | row >> length
-            if wider == row:
-                fruitless.add(length)
+            if _widen(rows, kept * words, words, lengths[i]):
+                rest[k - 1], rest[kept] = rest[kept], i
+                kept += 1
             else:
-                tried.append((row, i, length))
-                row = wider
-        gap = (row & -row).bit_length() - 1
-        for before, i, length in reversed(tried):
-            if not before >> gap & 1:
-                indices[end] = i
-                end += 1
-                gap += length
-        return end
+                barren[lengths[i]] = True
+    for i in rest[:k]:
+        barren[lengths[i]] = False
+    gap = _lowest_bit(rows, kept * words)
+    while kept:
+        kept -= 1
+        if not rows[kept * words + (gap >> 6)] >> np.uint64(gap & 63) & ONE:
+            indices[end] = rest[kept]
+            end += 1
+            gap += lengths[rest[kept]]
+    return end
 
 
-@_compiled
+@kernel
 def _widen(rows, row, words, length):  # type: ignore[no-untyped-def]
     """Write the next bitset row: this row OR itself shifted down by ``length`` bits. Return True if a bit was added.
 
@@ -242,7 +214,7 @@ def _widen(rows, row, words, length):  # type: ignore[no-untyped-def]
     return added != 0
 
 
-@_compiled
+@kernel
 def _lowest_bit(rows, row):  # type: ignore[no-untyped-def]
     """Return the lowest set bit of the bitset row that begins at word ``row``; a bit must be set."""
     gap = 0

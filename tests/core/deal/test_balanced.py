@@ -18,9 +18,9 @@ from streampack.core.deal import balanced_kernels
 from streampack.core.deal.balanced import LOOKS, MAX_SAMPLES
 from streampack.core.deal.balanced_kernels import (
     best_by_arrays,
-    best_by_loops,
+    best_exchange,
+    difference,
     difference_by_lists,
-    difference_by_loops,
     level,
 )
 from streampack.core.deal.deal import MOST
@@ -112,7 +112,7 @@ def test_the_critical_path_is_never_longer_than_that_of_full_packs(step: tuple[l
 @given(steps())
 def test_the_plan_is_the_same_without_numba(step: tuple[list[int], dict[str, Any]]) -> None:
     lengths, options = step
-    expected = plan_step(lengths, **options).packs
+    expected = plan_step(lengths, **options).packs  # compiled
     with pytest.MonkeyPatch.context() as patch:
         for name in ("place", "level", "difference_within", "sort_rows"):
             kernel = getattr(balanced_kernels, name)
@@ -125,7 +125,7 @@ def test_the_plan_is_the_same_without_numba(step: tuple[list[int], dict[str, Any
 @given(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 9), st.booleans())
 def test_differencing_by_arrays_is_karmarkar_karp(costs: list[int], parts: int, equal_sizes: bool) -> None:
     costs = sorted(costs, reverse=True)
-    found = difference_by_loops(np.array(costs, np.int64), parts, parts if equal_sizes else 1)
+    found = difference.dispatcher(np.array(costs, np.int64), parts, parts if equal_sizes else 1)
     packs = karmarkar_karp(costs, parts, equal_sizes=equal_sizes)
     assert [np.flatnonzero(found == part).tolist() for part in range(parts)] == packs
 
@@ -156,7 +156,7 @@ def test_the_best_exchange_is_the_same_by_loops_and_by_arrays(
         halves,
         gap,
     )
-    assert best_by_loops(*given_all) == best_by_arrays(*given_all)
+    assert best_exchange.dispatcher(*given_all) == best_by_arrays(*given_all)
 
 
 def test_leveling_looks_at_no_more_pairs_than_it_may() -> None:

@@ -14,7 +14,7 @@ TYPES = {"length": np.int32, "stream": np.int32, "index": np.int64, "part": np.i
 """Of a table's columns."""
 
 
-@pytest.mark.parametrize("kernel", [lay_out, lay_out.py_func])
+@pytest.mark.parametrize("kernel", [lay_out.dispatcher, lay_out.plain])
 @given(counts=st.lists(st.integers(0, 4), max_size=6), seed=st.integers(0, 2**32 - 1))
 def test_packs_are_laid_out_in_the_order_of_their_numbers(
     kernel: Callable[..., Any], counts: list[int], seed: int
@@ -33,7 +33,7 @@ def test_packs_are_laid_out_in_the_order_of_their_numbers(
         assert got.tolist() == column[laid].tolist()
 
 
-@pytest.mark.parametrize("kernel", [loads, loads.py_func])
+@pytest.mark.parametrize("kernel", [loads.dispatcher, loads.plain])
 @given(ranks=st.integers(1, 4), micro_batches=st.integers(1, 4), seed=st.integers(0, 2**32 - 1))
 def test_loads_are_the_sums_of_each_ranks_packs(
     kernel: Callable[..., Any], ranks: int, micro_batches: int, seed: int

@@ -15,7 +15,7 @@ merge = Merge([1.0], [2], 0)
 for p in range(2):
     merge.push(p, np.array([p, 2 + p]), np.array([3, 4]), np.zeros(2, np.int64))
     merge.end(p)
-print(merge.take(100).handles.tolist(), merge.closed, hasattr(merge_take, "py_func"))
+print(merge.take(100).handles.tolist(), merge.closed, merge_take.is_compiled)
 """
 
 

@@ -169,9 +169,8 @@ def test_packs_of_few_samples_are_no_more_than_first_fit_decreasing_makes_of_the
 def assert_the_kernel_agrees(
     lengths: I64, budget: int, count: int, closed: bool, window: int, sizes: I64 | None = None, cap: int | None = None
 ) -> None:
-    compiled = exact_fill_kernels.exact_fill
-    assert hasattr(compiled, "py_func"), "numba is needed for this test"
-    assert not hasattr(UNCOMPILED, "py_func")
+    compiled = exact_fill_kernels.exact_fill.dispatcher
+    assert not UNCOMPILED.signatures
     ages = np.full(len(lengths), -1)
     sizes = np.ones(len(lengths), np.int64) if sizes is None else sizes
     unlimited = np.zeros((0, len(lengths)), np.int64), np.zeros(0, np.int64)
@@ -312,7 +311,7 @@ from streampack.core.packers.exact_fill.exact_fill_cases import closest_pair
 one = np.ones(1, np.int64)
 closest_pair(one, 0, 0, one, 1, one, 0)
 assert closest_pair.py_func.__code__.co_filename.startswith(sys.argv[1])
-print(sum(closest_pair.stats.cache_hits.values()))
+print(sum(closest_pair.dispatcher.stats.cache_hits.values()))
 """
 
 

@@ -17,16 +17,18 @@ import numpy as np
 
 def signatures():
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("streampack")]
-    kernels = {id(each): each for module in modules for each in vars(module).values() if hasattr(each, "py_func")}
-    return {f"{each.py_func.__module__}.{each.__name__}": len(each.signatures) for each in kernels.values()}
+    found = {id(each): each for module in modules for each in vars(module).values() if hasattr(each, "py_func")}
+    return {f"{each.py_func.__module__}.{each.__name__}": len(each.signatures) for each in found.values()}
 """
 SERVED = f"""{KERNELS}
 import streampack
+from streampack.kernels import background
 from streampack_services.broker import service as broker
 
 class Service(broker.BrokerService):
     def warm_up(self):
         super().warm_up()
+        background.compiler.wait()
         warm.update(warm or signatures())
 
 warm, broker.BrokerService = {{}}, Service

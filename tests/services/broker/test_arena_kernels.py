@@ -19,7 +19,7 @@ GUARD = 7777
 
 
 def twins(kernel: Any) -> list[Callable[..., Any]]:
-    return [kernel, kernel.py_func]
+    return [kernel.dispatcher, kernel.plain, kernel.py_func]
 
 
 @dataclass(frozen=True)

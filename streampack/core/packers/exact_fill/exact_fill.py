@@ -59,6 +59,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from streampack.core.packers.exact_fill import exact_fill_kernels
 from streampack.core.packers.packer import I64, WHOLE, Choice, Limited, check_cap, writable
 from streampack.errors import ConfigError
 
@@ -102,8 +103,6 @@ class ExactFill:
             raise ConfigError(
                 f"budget: got {budget}, expected less than {MAX_BUDGET} for exact_fill. Set align, or use sliding_ffd"
             )
-        from streampack.core.packers.exact_fill.exact_fill_kernels import exact_fill  # not before: numba takes a second
-
         cap = self.max_samples_per_pack
         if sizes is None or cap is None:
             sizes, cap = np.ones(len(lengths), np.int64), cap or NO_CAP
@@ -116,4 +115,4 @@ class ExactFill:
         if len(most) and self.max_samples_per_pack is not None:
             counts, most = np.vstack([sizes, counts]), np.append(self.max_samples_per_pack, most)
         options = int(budget), int(count), bool(closed), int(window), int(cap)
-        return Choice(*exact_fill(lengths, sizes, ages, *options, writable(counts), writable(most)))
+        return Choice(*exact_fill_kernels.exact_fill(lengths, sizes, ages, *options, writable(counts), writable(most)))

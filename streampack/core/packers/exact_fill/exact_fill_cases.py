@@ -11,8 +11,8 @@ from operator import neg
 
 import numpy as np
 
-from streampack.core.jit import COMPILES
-from streampack.core.packers.packer_kernels import _compiled, _first_that_fits
+from streampack.core.jit import kernel
+from streampack.core.packers.packer_kernels import _first_that_fits
 
 #: In a critical window, the seed of a late pack may get a third sample: one of this many oldest samples that fit.
 OLD = 64
@@ -24,7 +24,7 @@ MAX_SWAPPED = 2048
 SWEEPS = 16
 
 
-@_compiled
+@kernel
 def last_packs(ordered, lengths, sizes, budget, cap, pack_of):  # type: ignore[no-untyped-def]
     """Plan all packs of the window's samples together: write each sample's pack number to ``pack_of``.
 
@@ -71,39 +71,36 @@ def last_packs(ordered, lengths, sizes, budget, cap, pack_of):  # type: ignore[n
     return num_packs
 
 
-if COMPILES:
-
-    @_compiled
-    def _best_swap(i, pack, length, size, room, free):  # type: ignore[no-untyped-def]
-        """Return the sample whose swap with sample ``i`` adds most tokens to the fuller pack; -1 if none does.
-
-        ``room`` and ``free`` are the tokens and samples that each pack may still take.
-        """
-        here, best, found = pack[i], 0, -1
-        for j in range(len(pack)):
-            there, more, also = pack[j], length[i] - length[j], size[i] - size[j]
-            if there != here and -room[here] <= more <= room[there] and -free[here] <= also <= free[there]:
-                gain = more * (room[here] - room[there] + more)
-                if gain > best:
-                    best, found = gain, j
-        return found
-
-else:
-
-    def _best_swap(i, pack, length, size, room, free):  # type: ignore[no-untyped-def]
-        """Return the sample whose swap with sample ``i`` adds most tokens to the fuller pack; -1 if none does."""
-        here = pack[i]
-        # Samples are longest first: only those from ``first`` to ``last`` fit in both packs.
-        first = bisect_left(length, -length[i] - room[here], key=neg)
-        last = bisect_right(length, room.max() - length[i], key=neg)
-        there, more, also = pack[first:last], length[i] - length[first:last], size[i] - size[first:last]
-        fits = (there != here) & (more <= room[there]) & (-free[here] <= also) & (also <= free[there])
-        gain = more * (room[here] - room[there] + more) * fits
-        best = np.argmax(gain) if len(gain) else 0
-        return first + best if len(gain) and gain[best] > 0 else -1
+def _best_swap_plainly(i, pack, length, size, room, free):  # type: ignore[no-untyped-def]
+    """Return the sample whose swap with sample ``i`` adds most tokens to the fuller pack; -1 if none does."""
+    here = pack[i]
+    # Samples are longest first: only those from ``first`` to ``last`` fit in both packs.
+    first = bisect_left(length, -length[i] - room[here], key=neg)
+    last = bisect_right(length, room.max() - length[i], key=neg)
+    there, more, also = pack[first:last], length[i] - length[first:last], size[i] - size[first:last]
+    fits = (there != here) & (more <= room[there]) & (-free[here] <= also) & (also <= free[there])
+    gain = more * (room[here] - room[there] + more) * fits
+    best = np.argmax(gain) if len(gain) else 0
+    return first + best if len(gain) and gain[best] > 0 else -1
 
 
-@_compiled
+@kernel(plain=_best_swap_plainly)
+def _best_swap(i, pack, length, size, room, free):  # type: ignore[no-untyped-def]
+    """Return the sample whose swap with sample ``i`` adds most tokens to the fuller pack; -1 if none does.
+
+    ``room`` and ``free`` are the tokens and samples that each pack may still take.
+    """
+    here, best, found = pack[i], 0, -1
+    for j in range(len(pack)):
+        there, more, also = pack[j], length[i] - length[j], size[i] - size[j]
+        if there != here and -room[here] <= more <= room[there] and -free[here] <= also <= free[there]:
+            gain = more * (room[here] - room[there] + more)
+            if gain > best:
+                best, found = gain, j
+    return found
+
+
+@kernel
 def first_fit(ordered, lengths, sizes, budget, cap, pack_of):  # type: ignore[no-untyped-def]
     """Put each sample of ``ordered`` into the first pack with room: write the pack's number to ``pack_of``.
 
@@ -128,7 +125,7 @@ def first_fit(ordered, lengths, sizes, budget, cap, pack_of):  # type: ignore[no
     return num_packs
 
 
-@_compiled
+@kernel
 def _first_with(room, least, node):  # type: ignore[no-untyped-def]
     """Return the first leaf with a room of at least ``least``, from leaf or root ``node`` on; it must exist."""
     while room[node] < least:
@@ -140,51 +137,48 @@ def _first_with(room, least, node):  # type: ignore[no-untyped-def]
     return node
 
 
-if COMPILES:
-
-    @_compiled
-    def closest_pair(ordered, num_full, num_long, lengths, budget, indices, end):  # type: ignore[no-untyped-def]
-        """Append the pair of a long and a short sample that leaves the smallest gap. Return the pack's end.
-
-        In ``ordered`` full samples come first, up to ``num_full``; then long ones, up to ``num_long``; then short ones.
-        """
-        least, at = budget, len(ordered)
-        long, fits = num_full, len(ordered)
-        for k in range(num_full, num_long):
-            gap = budget - lengths[ordered[k]]
-            while at > num_long and lengths[ordered[at - 1]] <= gap:
-                at -= 1
-            if at < len(ordered):
-                gap -= lengths[ordered[at]]
-            if gap < least:
-                least, long, fits = gap, k, at
-        indices[end] = ordered[long]
+def _closest_pair_plainly(ordered, num_full, num_long, lengths, budget, indices, end):  # type: ignore[no-untyped-def]
+    """Append the pair of a long and a short sample that leaves the smallest gap. Return the pack's end."""
+    gaps = budget - lengths[ordered[num_full:num_long]]
+    rising = lengths[ordered[num_long:]][::-1]
+    fitting = np.searchsorted(rising, gaps, side="right")  # how many short ones fit each
+    left = gaps.copy()
+    some = np.flatnonzero(fitting)
+    left[some] -= rising[fitting[some] - 1]
+    best = np.argmin(left)
+    indices[end] = ordered[num_full + best]
+    end += 1
+    if fitting[best]:
+        indices[end] = ordered[len(ordered) - fitting[best]]
         end += 1
-        if fits < len(ordered):
-            indices[end] = ordered[fits]
-            end += 1
-        return end
+    return end
 
-else:
 
-    def closest_pair(ordered, num_full, num_long, lengths, budget, indices, end):  # type: ignore[no-untyped-def]
-        """Append the pair of a long and a short sample that leaves the smallest gap. Return the pack's end."""
-        gaps = budget - lengths[ordered[num_full:num_long]]
-        rising = lengths[ordered[num_long:]][::-1]
-        fitting = np.searchsorted(rising, gaps, side="right")  # how many short ones fit each
-        left = gaps.copy()
-        some = np.flatnonzero(fitting)
-        left[some] -= rising[fitting[some] - 1]
-        best = np.argmin(left)
-        indices[end] = ordered[num_full + best]
+@kernel(plain=_closest_pair_plainly)
+def closest_pair(ordered, num_full, num_long, lengths, budget, indices, end):  # type: ignore[no-untyped-def]
+    """Append the pair of a long and a short sample that leaves the smallest gap. Return the pack's end.
+
+    In ``ordered`` full samples come first, up to ``num_full``; then long ones, up to ``num_long``; then short ones.
+    """
+    least, at = budget, len(ordered)
+    long, fits = num_full, len(ordered)
+    for k in range(num_full, num_long):
+        gap = budget - lengths[ordered[k]]
+        while at > num_long and lengths[ordered[at - 1]] <= gap:
+            at -= 1
+        if at < len(ordered):
+            gap -= lengths[ordered[at]]
+        if gap < least:
+            least, long, fits = gap, k, at
+    indices[end] = ordered[long]
+    end += 1
+    if fits < len(ordered):
+        indices[end] = ordered[fits]
         end += 1
-        if fitting[best]:
-            indices[end] = ordered[len(ordered) - fitting[best]]
-            end += 1
-        return end
+    return end
 
 
-@_compiled
+@kernel
 def best_with(ordered, after, edge, lengths, budget, seed, gain, indices, end):  # type: ignore[no-untyped-def]
     """Append the seed and the longest sample that fits; return the pack's end.
 
@@ -215,7 +209,7 @@ def best_with(ordered, after, edge, lengths, budget, seed, gain, indices, end): 
     return end
 
 
-@_compiled
+@kernel
 def _longest_but(ordered, lengths, room, one, other):  # type: ignore[no-untyped-def]
     """Return the longest sample that fits ``room``, other than ``one`` and ``other``; -1 if there is none."""
     at = _first_that_fits(ordered, 0, len(ordered), lengths, room)
@@ -224,7 +218,7 @@ def _longest_but(ordered, lengths, room, one, other):  # type: ignore[no-untyped
     return ordered[at] if at < len(ordered) else -1
 
 
-@_compiled
+@kernel
 def fill_up(ordered, lengths, budget, indices, start, end):  # type: ignore[no-untyped-def]
     """Append all samples that still fit to the pack ``indices[start:end]``, longest first. Return the pack's end."""
     room = budget
@@ -244,7 +238,7 @@ def fill_up(ordered, lengths, budget, indices, start, end):  # type: ignore[no-u
     return end
 
 
-@_compiled
+@kernel
 def capped(view, sizes, edge, samples, tokens, budget, cap, seed, end):  # type: ignore[no-untyped-def]
     """Form the seed's pack again with at most ``cap`` samples, after it was filled with more. Return the pack's end.
 
@@ -280,7 +274,7 @@ def capped(view, sizes, edge, samples, tokens, budget, cap, seed, end):  # type:
     return _fill_with_few(view.rest[:num_rest], lengths, sizes, room, slots, indices, end)
 
 
-@_compiled
+@kernel
 def _fill_with_few(rest, lengths, sizes, room, slots, indices, end):  # type: ignore[no-untyped-def]
     """Append the subset of ``rest`` with at most ``slots`` samples that leaves the smallest gap. Return the new end."""
     fewest = np.full(room + 1, slots + 1)  # by gap; slots + 1 where it cannot be left
@@ -303,23 +297,20 @@ def _fill_with_few(rest, lengths, sizes, room, slots, indices, end):  # type: ig
     return end
 
 
-if COMPILES:
+def _with_one_more_plainly(fewest, better, length, size):  # type: ignore[no-untyped-def]
+    """Update ``fewest``, the least number of samples that leaves each gap, with one more sample."""
+    before, fewer = fewest[: len(fewest) - length], fewest[length:] + size
+    better[: len(before)] = fewer < before
+    np.minimum(before, fewer, out=before)
 
-    @_compiled
-    def _with_one_more(fewest, better, length, size):  # type: ignore[no-untyped-def]
-        """Update ``fewest``, the least number of samples that leaves each gap, with one more sample.
 
-        ``better`` bool [gaps] is set where the sample is taken.
-        """
-        for gap in range(len(fewest) - length):
-            if fewest[gap + length] + size < fewest[gap]:
-                fewest[gap] = fewest[gap + length] + size
-                better[gap] = True
+@kernel(plain=_with_one_more_plainly)
+def _with_one_more(fewest, better, length, size):  # type: ignore[no-untyped-def]
+    """Update ``fewest``, the least number of samples that leaves each gap, with one more sample.
 
-else:
-
-    def _with_one_more(fewest, better, length, size):  # type: ignore[no-untyped-def]
-        """Update ``fewest``, the least number of samples that leaves each gap, with one more sample."""
-        before, fewer = fewest[: len(fewest) - length], fewest[length:] + size
-        better[: len(before)] = fewer < before
-        np.minimum(before, fewer, out=before)
+    ``better`` bool [gaps] is set where the sample is taken.
+    """
+    for gap in range(len(fewest) - length):
+        if fewest[gap + length] + size < fewest[gap]:
+            fewest[gap] = fewest[gap + length] + size
+            better[gap] = True

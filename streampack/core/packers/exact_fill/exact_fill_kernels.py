@@ -12,12 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.jit import COMPILES
+from streampack.core.jit import kernel
 from streampack.core.packers.exact_fill.exact_fill_cases import best_with, capped, closest_pair, fill_up, last_packs
 from streampack.core.packers.packer import I64, WHOLE
 from streampack.core.packers.packer_kernels import (
     MAX_TRIED,
-    _compiled,
     _fill_exactly,
     _gather,
     _gather_by_age,
@@ -67,7 +66,7 @@ class View(NamedTuple):
     now: I64
 
 
-@_compiled
+@kernel
 def exact_fill(lengths, sizes, ages, budget, count, closed, size, cap, counts, most):  # type: ignore[no-untyped-def]
     """Choose up to ``count`` packs: return the indices, bounds and ages of a ``Choice``.
 
@@ -108,7 +107,7 @@ def exact_fill(lengths, sizes, ages, budget, count, closed, size, cap, counts, m
     return view.indices[:end].copy(), bounds[: now[PACKS] + 1].copy(), new_ages
 
 
-@_compiled
+@kernel
 def _exceeded(counts, most, pack):  # type: ignore[no-untyped-def]
     """Return the unit whose limit the pack exceeds by the largest factor; -1 if it exceeds none."""
     worst, factor = -1, 1.0
@@ -121,7 +120,7 @@ def _exceeded(counts, most, pack):  # type: ignore[no-untyped-def]
     return worst
 
 
-@_compiled
+@kernel
 def _limited(view, budget, counts, most, seed, start, end):  # type: ignore[no-untyped-def]
     """Form the seed's pack again within all limits, after it exceeded one. Return the pack's end."""
     now = view.now
@@ -136,7 +135,7 @@ def _limited(view, budget, counts, most, seed, start, end):  # type: ignore[no-u
     return capped(view, shares, now[EDGE], _held(view, shares), now[TOKENS], budget, WHOLE, seed, start)
 
 
-@_compiled
+@kernel
 def _held(view, weights):  # type: ignore[no-untyped-def]
     """Return the sum of ``weights`` over the samples in the window."""
     total, i = 0, view.after[len(view.lengths)]
@@ -146,7 +145,7 @@ def _held(view, weights):  # type: ignore[no-untyped-def]
     return total
 
 
-@_compiled
+@kernel
 def _refill(view, ages, budget, size):  # type: ignore[no-untyped-def]
     """Admit samples until the window holds ``size`` samples and two budgets of tokens, or no sample is left."""
     lengths, due, now = view.lengths, view.due, view.now
@@ -167,7 +166,7 @@ def _refill(view, ages, budget, size):  # type: ignore[no-untyped-def]
     now[EDGE], now[HELD], now[TOKENS] = i, held, tokens
 
 
-@_compiled
+@kernel
 def _remove(view, budget, pack):  # type: ignore[no-untyped-def]
     """Remove a formed pack's samples from the window, and update the counters."""
     lengths, after, before, now = view.lengths, view.after, view.before, view.now
@@ -186,7 +185,7 @@ def _remove(view, budget, pack):  # type: ignore[no-untyped-def]
     now[PATIENCE] -= now[HELD] - now[FULL]
 
 
-@_compiled
+@kernel
 def _next_pack(view, budget, size, cap, seed, start):  # type: ignore[no-untyped-def]
     """Write the next pack to ``indices`` from ``start`` on, in any order. Return the pack's end."""
     now = view.now
@@ -223,13 +222,13 @@ def _next_pack(view, budget, size, cap, seed, start):  # type: ignore[no-untyped
     return fill_up(ordered, view.lengths, budget, view.indices, start, end)
 
 
-@_compiled
+@kernel
 def _is_crowded(now, budget):  # type: ignore[no-untyped-def]
     """Return True if one pack per long sample has room for over 4/5 of the tokens; full samples do not count."""
     return 5 * (now[LONG] - now[FULL]) * budget > 4 * (now[TOKENS] - now[FULL] * budget)
 
 
-@_compiled
+@kernel
 def _sort(view):  # type: ignore[no-untyped-def]
     """Update ``by_length``: drop samples that left the window, add those that entered."""
     now = view.now
@@ -237,7 +236,7 @@ def _sort(view):  # type: ignore[no-untyped-def]
     now[SORTED_TO] = now[EDGE]
 
 
-@_compiled
+@kernel
 def _is_late(view, size):  # type: ignore[no-untyped-def]
     """Return True if the oldest sample has to be in the next pack."""
     now = view.now
@@ -249,28 +248,25 @@ def _is_late(view, size):  # type: ignore[no-untyped-def]
     return spare <= 0
 
 
-if COMPILES:
-
-    @_compiled
-    def _least_due(due, after, gone, edge):  # type: ignore[no-untyped-def]
-        """Return the first pack that must take the oldest sample: the least ``due`` minus the count of older ones."""
-        least, rank = np.iinfo(np.int64).max, 0
-        i = after[len(due)]
-        while i < edge:
-            least = min(least, due[i] - rank)
-            rank += 1
-            i = after[i]
-        return least
-
-else:
-
-    def _least_due(due, after, gone, edge):  # type: ignore[no-untyped-def]
-        """Return the first pack that must take the oldest sample: the least ``due`` minus the count of older ones."""
-        held = due[after[len(due)] : edge][~gone[after[len(due)] : edge]]
-        return (held - np.arange(len(held))).min()
+def _least_due_plainly(due, after, gone, edge):  # type: ignore[no-untyped-def]
+    """Return the first pack that must take the oldest sample: the least ``due`` minus the count of older ones."""
+    held = due[after[len(due)] : edge][~gone[after[len(due)] : edge]]
+    return (held - np.arange(len(held))).min()
 
 
-@_compiled
+@kernel(plain=_least_due_plainly)
+def _least_due(due, after, gone, edge):  # type: ignore[no-untyped-def]
+    """Return the first pack that must take the oldest sample: the least ``due`` minus the count of older ones."""
+    least, rank = np.iinfo(np.int64).max, 0
+    i = after[len(due)]
+    while i < edge:
+        least = min(least, due[i] - rank)
+        rank += 1
+        i = after[i]
+    return least
+
+
+@kernel
 def _filled(view, budget, cap, seed, crowded, start):  # type: ignore[no-untyped-def]
     """Write the seed and the samples that fill its pack, from ``start`` on. Return the pack's end.
 
@@ -303,7 +299,7 @@ def _filled(view, budget, cap, seed, crowded, start):  # type: ignore[no-untyped
         most *= 16
 
 
-@_compiled
+@kernel
 def _form_all(view, budget, cap, bounds, end):  # type: ignore[no-untyped-def]
     """Form packs of all samples in the window, the oldest sample's pack first. Return the end of the last pack."""
     now, after, indices = view.now, view.after, view.indices

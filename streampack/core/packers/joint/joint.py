@@ -67,7 +67,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from streampack.core.packers.joint import joint_bounds
+from streampack.core.packers.joint import joint_bounds, joint_kernels
 from streampack.core.packers.joint.joint_bounds import MAX_BUDGET, PATIENCE, work_of
 from streampack.core.packers.packer import I64, Choice, Limited, writable
 from streampack.errors import ConfigError
@@ -114,12 +114,10 @@ class Joint:
             raise ConfigError(
                 f"budget: got {budget}, expected less than {MAX_BUDGET} for joint. Set align, or use exact_fill"
             )
-        from streampack.core.packers.joint.joint_kernels import joint  # not before: numba takes a second
-
         sizes = np.ones(len(lengths), np.int64) if sizes is None else sizes
         lengths, ages, sizes = writable(lengths), writable(ages), writable(sizes)
         counts, most = sizes[None], np.array([self.max_samples_per_pack or int(sizes.sum()) + 1])
         if limited is not None:
             counts, most = np.vstack([counts, limited.counts]), np.concatenate([most, limited.most])
         arguments = int(budget), int(count), bool(closed), int(window), self.group, self.patience
-        return Choice(*joint(lengths, work_of(lengths, media), ages, counts, most, *arguments))
+        return Choice(*joint_kernels.joint(lengths, work_of(lengths, media), ages, counts, most, *arguments))

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from streampack.core.jit import kernel
 from streampack.core.packers.joint.joint_bounds import WAITING
-from streampack.core.packers.packer_kernels import MAX_TRIED, _compiled, _fill_exactly, _sort_in
+from streampack.core.packers.packer_kernels import MAX_TRIED, _fill_exactly, _sort_in
 
 #: Ordinary samples leave 3/OPEN of a group's tokens open, and 2/OPEN of each pack.
 OPEN = 32
@@ -19,7 +20,7 @@ OPEN = 32
 FEW = 64
 
 
-@_compiled
+@kernel
 def joint(lengths, work, ages, counts, most, budget, count, closed, window, group, patience):  # type: ignore[no-untyped-def]
     """Choose at least ``count`` packs, in whole groups: return the indices, bounds and ages of a ``Choice``.
 
@@ -148,7 +149,7 @@ def joint(lengths, work, ages, counts, most, budget, count, closed, window, grou
     return indices[:end].copy(), bounds[: packs + 1].copy(), new_ages
 
 
-@_compiled
+@kernel
 def _split(by_work, held, lengths, work, budget, tokens, all_work):  # type: ignore[no-untyped-def]
     """Split the window's samples into outliers and ordinary samples.
 
@@ -166,7 +167,7 @@ def _split(by_work, held, lengths, work, budget, tokens, all_work):  # type: ign
     return outliers, outlier_tokens, tokens, all_work // max(tokens, 1)
 
 
-@_compiled
+@kernel
 def _first_run(by_work, outliers, lengths, work, budget, density, group, due, soon, crowded):  # type: ignore[no-untyped-def]
     """Return the index in ``by_work`` where the first run of outliers to place begins.
 
@@ -195,7 +196,7 @@ def _first_run(by_work, outliers, lengths, work, budget, density, group, due, so
     return first
 
 
-@_compiled
+@kernel
 def _next_run(by_work, outliers, lengths, work, density, group, start, room):  # type: ignore[no-untyped-def]
     """Return the index of the next run of ``group`` similar outliers that fit ``room``; ``outliers`` if none fits.
 
@@ -213,7 +214,7 @@ def _next_run(by_work, outliers, lengths, work, density, group, start, room):  #
     return outliers
 
 
-@_compiled
+@kernel
 def _by_age(chosen, num_forced, by_age, held, lengths, budget, group, is_outlier, forced):  # type: ignore[no-untyped-def]
     """Append the oldest ordinary samples, then the oldest outliers, to ``chosen``, behind the forced samples.
 
@@ -235,7 +236,7 @@ def _by_age(chosen, num_forced, by_age, held, lengths, budget, group, is_outlier
     return num_chosen
 
 
-@_compiled
+@kernel
 def _shorts(by_work, outliers, held, lengths, work, ordinary):  # type: ignore[no-untyped-def]
     """Return the most work of a short sample, and the work that short samples have for a token.
 
@@ -252,7 +253,7 @@ def _shorts(by_work, outliers, held, lengths, work, ordinary):  # type: ignore[n
     return highest, tokens // max(count, 1) + media // max(tokens, 1)
 
 
-@_compiled
+@kernel
 def _largest_first(chosen, work, lengths, density):  # type: ignore[no-untyped-def]
     """Sort the positions in place, largest first; among samples of equal size, the oldest first.
 
@@ -262,7 +263,7 @@ def _largest_first(chosen, work, lengths, density):  # type: ignore[no-untyped-d
     chosen[:] = chosen[np.argsort(-np.maximum(work[chosen], lengths[chosen] * density), kind="mergesort")]
 
 
-@_compiled
+@kernel
 def _free(most, packs):  # type: ignore[no-untyped-def]
     """Return the limits of ``packs`` empty packs, int64 [packs, units]."""
     free = np.empty((packs, len(most)), np.int64)
@@ -270,7 +271,7 @@ def _free(most, packs):  # type: ignore[no-untyped-def]
     return free
 
 
-@_compiled
+@kernel
 def _fits(counts, i, free, p, unit):  # type: ignore[no-untyped-def]
     """Return True if pack p has ``free`` what sample i has of each unit from ``unit`` on."""
     while unit < len(counts) and counts[unit, i] <= free[p, unit]:
@@ -278,7 +279,7 @@ def _fits(counts, i, free, p, unit):  # type: ignore[no-untyped-def]
     return unit == len(counts)
 
 
-@_compiled
+@kernel
 def _place(order, keeps, lengths, work, counts, mean, room, load, free, pack_of, every):  # type: ignore[no-untyped-def]
     """Place samples in ``order``, each in the pack with the least work that has room for it; set ``pack_of``.
 
@@ -305,7 +306,7 @@ def _place(order, keeps, lengths, work, counts, mean, room, load, free, pack_of,
     return placed
 
 
-@_compiled
+@kernel
 def _last_packs(by_work, held, lengths, work, counts, most, budget, group, pack_of):  # type: ignore[no-untyped-def]
     """Place all remaining samples in as few packs as ``_place`` can: set ``pack_of``, return the number of packs.
 
@@ -324,7 +325,7 @@ def _last_packs(by_work, held, lengths, work, counts, most, budget, group, pack_
     return 0
 
 
-@_compiled
+@kernel
 def _by_pack(chosen, pack_of, num_packs):  # type: ignore[no-untyped-def]
     """Return the placed samples, one pack after another, and the index at which each pack begins."""
     starts = np.zeros(num_packs + 1, np.int64)
@@ -340,7 +341,7 @@ def _by_pack(chosen, pack_of, num_packs):  # type: ignore[no-untyped-def]
     return order, starts
 
 
-@_compiled
+@kernel
 def _left(left, others, by_age, held, work, pack_of, is_outlier, ready, short_work):  # type: ignore[no-untyped-def]
     """Write the samples that may fill packs to ``left``: first the short samples, then the others, both by age.
 
@@ -359,7 +360,7 @@ def _left(left, others, by_age, held, work, pack_of, is_outlier, ready, short_wo
     return num_left + num_others
 
 
-@_compiled
+@kernel
 def _drop(positions, count, gone):  # type: ignore[no-untyped-def]
     """Remove the samples marked in ``gone`` from ``positions`` in place. Return the number of remaining positions."""
     kept = 0
@@ -370,7 +371,7 @@ def _drop(positions, count, gone):  # type: ignore[no-untyped-def]
     return kept
 
 
-@_compiled
+@kernel
 def _fill(left, num_left, gone, rest, lengths, counts, p, room, free, rows, barren, indices, end):  # type: ignore[no-untyped-def]
     """Append samples of ``left`` that fill the ``room`` of pack p to ``indices``. Return the new end.
 
