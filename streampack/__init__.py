@@ -106,3 +106,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_LATER[name])
     return module if _LATER[name] == f"{__name__}.{name}" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names, also those that are not imported yet."""
+    return sorted([*__all__, "__version__", "errors", "integrations"])

@@ -212,6 +212,7 @@ def _introduce_to_torch() -> None:
     if "torch" not in sys.modules:
         return
     from torch.utils.data import IterableDataset, get_worker_info
+    from torch.utils.data._utils.collate import default_collate_fn_map
 
     worker = get_worker_info()
     if worker is not None and worker.num_workers > 1:
@@ -220,6 +221,27 @@ def _introduce_to_torch() -> None:
             f"process. Each worker {TWICE}"
         )
     IterableDataset.register(Client)
+    default_collate_fn_map.update(dict.fromkeys((Pack, View), _refuse_to_collate))
+
+
+def _refuse_accelerate() -> None:
+    """Raise UserError if a DataLoader that Accelerate has prepared iterates: it reads on rank 0 only, for all ranks."""
+    frame = sys._getframe(1) if "accelerate.data_loader" in sys.modules else None
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "accelerate.data_loader" and "Dispatcher" in frame.f_code.co_qualname:
+            raise UserError(
+                "got a loader that accelerator.prepare would read on rank 0 alone, but each rank has packs of its own. "
+                "Prepare only the model and the optimizer, and iterate the loader itself"
+            )
+        frame = frame.f_back
+
+
+def _refuse_to_collate(batch: Any, **_: Any) -> Any:
+    """Raise UserError where torch's DataLoader would make a batch of packs."""
+    raise UserError(
+        f"got {len(batch)} packs to collate, but a pack is a batch already. Write DataLoader(loader, batch_size=None, "
+        f"num_workers=0), or iterate the loader itself, which prefetches"
+    )
 
 
 def _endpoint(endpoint: str | None, timeout_s: float) -> str:
@@ -263,6 +285,8 @@ class Client(Generic[BatchT]):
         self._close = weakref.finalize(self, reading.close)
 
     def __iter__(self) -> Iterator[BatchT]:
+        if self.mesh.dp > 1:
+            _refuse_accelerate()
         self._reading.begin()
         return self
 
@@ -427,6 +451,14 @@ class Client(Generic[BatchT]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __bool__(self) -> bool:
+        """Return True: a loader has no length, so ``bool`` would fail."""
+        return True
+
+    def __repr__(self) -> str:
+        """Describe the loader in one line: feed, mesh, steps and format of the packs."""
+        return f"{type(self).__name__}({self._reading.described()})"
 
     def __len__(self) -> int:
         raise TypeError(

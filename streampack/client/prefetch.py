@@ -12,6 +12,7 @@ not work.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -183,6 +184,10 @@ class Prefetching:
         if self._client.awaits_relay:
             return f"an answer of the relay at {self._relay_address}"
         broker = self._broker
+        if broker is not None and not self.session.reached:
+            other = os.environ.get("STREAMPACK_ENDPOINT", broker.endpoint)
+            hint = "" if other == broker.endpoint else f"; STREAMPACK_ENDPOINT names {other}, which is not used"
+            return f"an answer of the broker{broker.seeks or f' at {broker.endpoint}'}{hint}"
         return self.session.waiting_for() + (broker.seeks if broker is not None else "")
 
     @property

@@ -72,6 +72,10 @@ def mesh_of(mesh: Any = None, order: str | None = None, environ: Mapping[str, st
     world = _number(environ, "WORLD_SIZE", 1)
     if world > 1 and not any(key.endswith("_rank") for key in given):
         raise MeshError(f"got WORLD_SIZE={world} and no ranks, expected the rank of this process. {_WAYS}")
+    for axis in AXES:
+        if getattr(found, axis) > 1 and f"{axis}_rank" not in given:
+            size = getattr(found, axis)
+            raise MeshError(f"mesh: got {axis}={size} without {axis}_rank, expected the rank of this process. {_WAYS}")
     return found
 
 

@@ -65,6 +65,7 @@ class Reading:
         self._place = Begin()  # position where the iteration begins
         self._loaded: dict[str, Any] | None = None  # the loaded state that set ``_place``
         self._upto = 0  # the trainer has used the steps before, and may have used the one in use
+        self._has_said = False  # once is enough for loops that always leave early
         self._taken = False  # this iteration has handed out a step, or its end
         self._in_use: int | None = None
         self._counted = CountedPacks(())  # of the step in use
@@ -111,6 +112,12 @@ class Reading:
             self._last_round = self.round
             self._prefetching.tell(self._place)
         elif self.rules.finite and self._taken:
+            if not self._prefetching.ended and (used := self._used_upto) > self._place.next_step and not self._has_said:
+                self._has_said = True
+                log.warning(
+                    "a new iteration begins at the first step, before the last one has ended. To go on with step %d, "
+                    "call loader.load_state_dict(loader.state_dict()) first", used,
+                )  # fmt: skip
             self._move_to(Begin(round=self.round + 1))
             self._last_round = self.round
             self._prefetching.tell(Again())
@@ -153,6 +160,8 @@ class Reading:
             step = self._prefetching.take_step()
         finally:
             self._figures.end_wait(step is not None)
+        if step is None and not self._taken and not self._place.next_step:
+            log.warning("feed %r has no steps, because its streams had too few samples, or none", self._session.feed)
         self._taken = True
         if step is None:
             return None
@@ -289,6 +298,13 @@ class Reading:
     def silent_s(self) -> float:
         """Seconds since the broker's last message."""
         return self._session.patience.silent_s
+
+    def described(self) -> str:
+        """Return feed, mesh, the number of the next step, and the packs, for a repr."""
+        rules = self.rules
+        packs = f"packs={rules.packs}, budget={rules.budget}" if rules.batch is None else f"budget={rules.budget}"
+        rest = f"{packs}, format={self.format!r}{', closed' * self.is_closed}"
+        return f"feed={self._session.feed!r}, mesh='{self.mesh}', steps={self._upto}, {rest}"
 
     @property
     def is_closed(self) -> bool:

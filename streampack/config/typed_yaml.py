@@ -24,6 +24,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "M
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
 _MAX_BYTES = 1 << 62
 _HOME = re.compile(r"(^|(?:^|,)(?:file|ipc)://)(~[^/,]*)(?=/)")
+_TAB = re.compile(r" *\t")
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
@@ -51,6 +52,10 @@ def parse_tree(text: str, path: str | Path) -> Any:
         tree = with_home(msgspec.yaml.decode(text))
         twice = _duplicate_key_error(yaml.compose(text, Loader=yaml.SafeLoader))
     except (msgspec.DecodeError, ValueError, yaml.YAMLError) as error:
+        if tabbed := _tabbed_line(text):
+            raise ConfigError(
+                f"{path}: got a tab at the beginning of line {tabbed}, expected spaces. YAML allows no tabs there"
+            ) from None
         first = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
         raise ConfigError(f"{path}: got text that is not valid YAML: {first}") from None
     except RecursionError:
@@ -58,6 +63,19 @@ def parse_tree(text: str, path: str | Path) -> Any:
     if twice:
         raise ConfigError(f"{path}: {twice}")
     return {} if tree is None else tree
+
+
+def _tabbed_line(text: str) -> int:
+    """Return the number of the line whose tab at the beginning makes the YAML text invalid; 0 if it is not a tab."""
+    try:
+        yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        marks = [mark.line for mark in (error.problem_mark, error.context_mark) if mark is not None]
+        lines = text.splitlines()
+        return next((n + 1 for n in marks if n < len(lines) and _TAB.match(lines[n])), 0)
+    except (yaml.YAMLError, RecursionError):
+        pass
+    return 0
 
 
 def with_home(tree: Any) -> Any:
@@ -127,6 +145,8 @@ def explained(error: Exception, kind: Any, tree: Any, within: str = "") -> str:
         of_key = " in `$" in text
         value = _UNKNOWN_VALUE if of_key else _value_at(tree, _with_entry_name(path, kind, tree))
         what = ("a key: " if of_key else "") + _wrong_kind(wrong, value, _EXAMPLES.get(path, ""))
+        if wrong[1] == "object" and path and (to_write := _mapping_of(_type_at(kind, path, mapping=True), path, value)):
+            what += f". Write `{to_write}`"
     else:
         what = what[:1].lower() + what[1:]
     place = ".".join(filter(None, (within, path and _with_entry_name(path, kind, tree))))
@@ -155,6 +175,22 @@ def _wrong_kind(said: re.Match[str], value: Any, example: str) -> str:
         return f"{got}expected text such as {example}"
     quote = ". Put the value in quotes" if said[1] == "str" and said[3] in ("int", "float", "bool") else ""
     return f"{got}expected {expected}{said[2]}{quote}"
+
+
+def _mapping_of(kind: Any, path: str, value: Any) -> str:
+    """Return the line to write where a mapping of type ``kind`` was expected for ``value``; empty if none is likely."""
+    key = path.rpartition(".")[2]
+    if isinstance(value, list):
+        names = ", ".join(f"{each}: {{}}" for each in value if isinstance(each, str))
+        return f"{key}: {{{names}}}" if names and get_origin(kind) is dict else ""
+    if not isinstance(value, int | float | str) or isinstance(value, bool) or not hasattr(kind, "__struct_fields__"):
+        return ""
+    name = _fields(kind)[0].encode_name
+    try:
+        msgspec.convert({name: value}, kind)
+    except (msgspec.ValidationError, ValueError):
+        return ""
+    return f"{key}: {{{name}: {value}}}"
 
 
 def _value_at(tree: Any, path: str) -> Any:
@@ -209,7 +245,9 @@ def parse_size(value: str | int, path: str) -> int:
     """
     match = _SIZE.match(str(value))
     if not match or match[2] not in _UNITS:
-        raise ConfigError(f"{path}: got {value!r}, expected a size such as 16GiB or 500MB")
+        unit = f"{match[2].rstrip('bBi').upper()}iB" if match else ""
+        to_write = f". Write {match[1]}{unit}" if match and unit in _UNITS else ""
+        raise ConfigError(f"{path}: got {value!r}, expected a size such as 16GiB or 500MB{to_write}")
     size = float(match[1]) * _UNITS[match[2]]
     if size > _MAX_BYTES:
         raise ConfigError(f"{path}: got {str(value)[:40]}, expected at most {_MAX_BYTES} bytes")

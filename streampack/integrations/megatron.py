@@ -161,7 +161,7 @@ def _connect(endpoint: str | None, feed: str, args: Any, batch: str) -> Client:
     mesh = {
         "dp": ranks.get_data_parallel_world_size(), "dp_rank": ranks.get_data_parallel_rank(),
         "cp": ranks.get_context_parallel_world_size(), "cp_rank": ranks.get_context_parallel_rank(),
-        "tp": ranks.get_tensor_model_parallel_world_size(),
+        "tp": ranks.get_tensor_model_parallel_world_size(), "tp_rank": 0,  # the only one that reads
         "pp": ranks.get_pipeline_model_parallel_world_size(), "pp_rank": ranks.get_pipeline_model_parallel_rank(),
     }  # fmt: skip
     loader = connect(endpoint, feed=feed, mesh=mesh, readers={"tp": [0]}, format="megatron")

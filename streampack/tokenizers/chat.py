@@ -26,6 +26,8 @@ ANSWER = "assistant"
 """Role of the messages that are learned."""
 _ROLES = ("system", "developer", "user", ANSWER, "tool")
 _SHAREGPT = {"human": "user", "gpt": ANSWER, "function_call": ANSWER, "observation": "tool"}
+_MEANT = {**_SHAREGPT, "prompter": "user", "bot": ANSWER, "chatbot": ANSWER, "model": ANSWER, "ai": ANSWER}
+"""The usual meaning of roles that templates do not know."""
 
 
 class ChatMessage(NamedTuple):
@@ -80,11 +82,15 @@ def read_messages(
 def _unknown_role(number: int, role: str) -> Because:
     """Return the reason ``roles`` for a message with an unknown role."""
     name = role if re.fullmatch("[A-Za-z_][A-Za-z0-9_-]*", role) else repr(role[:40])
-    return Because(
-        "roles",
-        f"message {number} has the role {name}, not {', '.join(_ROLES)}. Set tokenizer: {{roles: {{{name}: "
-        f"{ANSWER}}}}} if the assistant wrote it, or {{roles: {{{name}: {name}}}}} if the template knows this role",
-    )
+    if (meant := _MEANT.get(role.lower())) is not None:
+        advice = f"Set tokenizer: {{roles: {{{name}: {meant}}}}}"
+    else:
+        advice = (
+            f"Set tokenizer: {{roles: {{{name}: {ANSWER}}}}} if the assistant wrote it. Set "
+            f"{{roles: {{{name}: user}}}} if the user did, or {{roles: {{{name}: {name}}}}} if the template knows this "
+            "role"
+        )
+    return Because("roles", f"message {number} has the role {name}, not {', '.join(_ROLES)}. {advice}")
 
 
 def wrong_variables(variables: object) -> str | None:

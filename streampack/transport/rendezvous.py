@@ -8,6 +8,9 @@ from pathlib import Path
 
 from streampack.errors import Unreachable
 
+RENDEZVOUS = "streampack.json"
+"""Name of the file in the broker's ``state_dir``, where 'streampack run' puts it if broker.yaml names none."""
+
 
 def read_rendezvous(path: Path, side: str, timeout_s: float = 60.0) -> str:
     """Return the broker's address for ``side`` (``producers`` or ``trainers``) from its rendezvous file.

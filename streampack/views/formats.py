@@ -115,6 +115,15 @@ def shown(pack: Pack, rules: Rules, *, format: str, device: Any, masks: str | No
     return found if device is None else found.to(device)
 
 
+def load_format(format: str | None) -> None:
+    """Import what a format needs, which takes seconds that neither a thread nor a run that has begun must spend."""
+    if format == "numpy" or find_spec("torch") is None:
+        return
+    import_module("torch")
+    if format is not None and format.startswith("hf"):
+        import_module("streampack.views.hf_isolation").guard()
+
+
 class Views:
     """Converter of steps to one format and one device.
 
@@ -134,10 +143,7 @@ class Views:
             raise UserError(
                 f"got format {format!r} without torch, expected an installed torch. Run pip install 'streampack[torch]'"
             )
-        if self.format != "numpy":
-            import_module("torch")  # takes seconds, which the client's thread must not spend
-        if self.format.startswith("hf"):
-            import_module("streampack.views.hf_isolation").guard()
+        load_format(self.format)
         check_mesh(self.format, mesh)
         if self.format == "numpy" and device is not None:
             raise UserError(

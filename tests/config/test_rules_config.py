@@ -167,7 +167,9 @@ def test_sizes_are_read(text: str | int, size: int) -> None:
     ["", "GiB", "-1", -1, "1e9", "1 Mb", "1kib", "1,5GiB", "1GiB2", "0x10", "1.", ".5GiB", "١GiB", "inf", "nan"],
 )
 def test_what_is_no_size_is_refused(text: str | int) -> None:
-    with pytest.raises(ConfigError, match=r"^limits.chunk: got .*, expected a size such as 16GiB or 500MB$"):
+    with pytest.raises(
+        ConfigError, match=r"^limits.chunk: got .*, expected a size such as 16GiB or 500MB(\. Write 1[MK]iB)?$"
+    ):
         parse_size(text, "limits.chunk")
 
 
@@ -374,7 +376,8 @@ TWO = "streams: {a: {}, b: {}}\n"
         (WEB + "limits: {chunk: 257MiB}", "limits.chunk: got 257MiB, expected at most 256MiB"),
         # YAML
         ("streams: {", "got text that is not valid YAML:"),
-        ("streams:\n\t- a", "got text that is not valid YAML:"),
+        ("streams:\n\t- a", "got a tab at the beginning of line 2, expected spaces. YAML allows no tabs there"),
+        ("run: [", "got text that is not valid YAML:"),
     ],
 )
 def test_a_mistake_names_its_key_and_what_was_expected(tmp_path: Path, text: str, said: str) -> None:

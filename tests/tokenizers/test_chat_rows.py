@@ -150,7 +150,7 @@ def test_an_unknown_role_is_rejected_with_the_line_to_write(qwen3: Path, role: s
         assert isinstance(found, Because)
         name = repr(role) if " " in role else role
         assert f"message 1 has the role {name}, not system, " in found.why
-        assert f"roles: {{{name}: assistant}}" in found.why
+        assert f"roles: {{{name}: {'user' if role == 'human' else 'assistant'}}}" in found.why
 
 
 def test_roles_map_to_those_of_the_template(qwen3: Path) -> None:

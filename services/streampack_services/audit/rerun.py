@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from streampack.client import state
 from streampack.client.connect import Client, connect
 from streampack.config.daemon_settings import BrokerConfig, ProducerConfig, Retain
+from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.trainer_messages import State
 from streampack.errors import DataStall, InternalError, Rejected, SourceError, StreampackError, UserError
 from streampack.packs.step import Step
@@ -156,7 +157,7 @@ class Rerun:
         name = self.wanted.feed.name
         for dp_rank, cp_rank in product(range(self.mesh["dp"]), range(self.mesh["cp"])):
             client = connect(
-                endpoint, feed=name, mesh={**self.mesh, "dp_rank": dp_rank, "cp_rank": cp_rank}, format="numpy",
+                endpoint, feed=name, mesh=Mesh(**self.mesh, dp_rank=dp_rank, cp_rank=cp_rank), format="numpy",
                 readers={"pp": [0]}, prefetch=1, verify=True, variable_lengths=True, key_file="",
             )  # fmt: skip
             stack.callback(client.close)

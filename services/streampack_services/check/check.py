@@ -6,7 +6,7 @@ from the broker's own planning. A producer's first rows are read, too. Nothing i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from inspect import cleandoc
 from itertools import groupby
@@ -37,6 +37,8 @@ from streampack_services.amounts import counted, size_text
 from streampack_services.broker.authorization import BROKER
 from streampack_services.broker.memory_peak import MEAN_TOKENS, PREFETCH, peak
 from streampack_services.broker.memory_plan import Plan, plan
+from streampack_services.check.compare import RunFiles, compare
+from streampack_services.check.summary import fitted, summary, warned
 from streampack_services.daemons.producer import open_sources
 from streampack_services.http.http_guard import parse_address
 
@@ -83,11 +85,32 @@ def check(file: Path) -> Tree:
         follows = list(_follows_producer(config))
         warnings = check_rows(config)
     return {
+        "file": str(file),
         "command": "broker" if isinstance(config, BrokerConfig) else "produce",
         "values": msgspec.to_builtins(list(_values(config, resolved, lines))),
         "follows": msgspec.to_builtins(follows),
         "warnings": [warning._asdict() for warning in warnings],
     }
+
+
+def check_all(files: Sequence[Path]) -> Tree:
+    """Check files of one run, each by itself and with each other; return the results and warnings about them together.
+
+    Raises UserError for two broker.yaml files, and the errors of ``check`` and ``compare``.
+    """
+    found = {"files": [check(file) for file in files], "warnings": list[str]()}
+    configs = [(file, read_either(file)) for file in files]
+    if len(files) == 1:
+        return {"files": found["files"]}
+    brokers = [(file, each) for file, each in configs if isinstance(each, BrokerConfig)]
+    producers = [(file, each) for file, each in configs if isinstance(each, ProducerConfig)]
+    if len(brokers) > 1:
+        raise UserError(
+            f"Got {len(brokers)} broker.yaml files: {', '.join(str(file) for file, _ in brokers)}. Pass one."
+        )
+    if brokers and producers:
+        found["warnings"] = compare(RunFiles(*brokers[0], producers))
+    return found
 
 
 def _check_keys(folder: str | None) -> None:
@@ -355,17 +378,36 @@ def _follows_producer(config: ProducerConfig) -> Iterator[Value]:
 # Output
 
 
-def show_check(found: Tree, file: Path) -> None:
-    """Print the result of ``check``; wrap what does not fit the terminal."""
+def show_check(found: Tree, whole: bool) -> None:
+    """Print the result of ``check_all`` in a few lines, or with ``whole`` every value."""
     console = Console(highlight=False, markup=False, emoji=False)
-    console.print(_table("setting", found["values"]))
-    console.print()
-    console.print(_table("what follows", found["follows"]))
-    console.print()
-    for warning in found["warnings"]:
-        rows = f"{warning['samples']} of the first {counted(warning['rows'], 'row')}, such as {warning['where']}"
-        console.print(f"warning: streams.{warning['stream']}: {warning['meaning']}. Concerns {rows}", style="yellow")
-    console.print(f"good: streampack {found['command']} can use {file.name}", soft_wrap=True)
+    lines = []
+    for each in found["files"]:
+        if whole:
+            console.print(_table("setting", each["values"]))
+            console.print()
+            console.print(_table("what follows", each["follows"]))
+            console.print()
+        else:
+            lines += summary(each)
+    of_rows = [_warned(warning) for each in found["files"] for warning in each["warnings"]]
+    warnings = [line for text in [*of_rows, *found.get("warnings", ())] for line in warned(text)]
+    names = " and ".join(Path(each["file"]).name for each in found["files"])
+    uses = " and ".join(dict.fromkeys(each["command"] for each in found["files"]))
+    last = f"good: streampack {uses} can use {names}"
+    if not whole:
+        lines = fitted([*lines, "--all shows every value and its meaning"], len(warnings) + 1)
+    for line in lines:
+        console.print(line, soft_wrap=True, style="bold" if not line.startswith(" ") else "")
+    for line in warnings:
+        console.print(line, style="yellow", soft_wrap=True)
+    console.print(last, soft_wrap=True)
+
+
+def _warned(warning: Tree) -> str:
+    """Return a warning about the first rows of a stream as text."""
+    rows = f"{warning['samples']} of the first {counted(warning['rows'], 'row')}, such as {warning['where']}"
+    return f"streams.{warning['stream']}: {warning['meaning']}. Concerns {rows}"
 
 
 def _table(title: str, values: list[Tree]) -> Table:

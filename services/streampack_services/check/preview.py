@@ -7,7 +7,7 @@ the same reason, samples with a known key that only a declared field reads are s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
@@ -38,14 +38,23 @@ _SHOWN = 4
 """Media items of a sample to show."""
 
 
-def preview(file: Path, samples: int) -> dict[str, list[Tree]]:
-    """Return the first ``samples`` samples of each stream of a producer.yaml, as trees of ``_sample``.
+def preview(files: Sequence[Path], samples: int) -> dict[str, list[Tree]]:
+    """Return the first ``samples`` samples of each stream of the producer.yaml files, as trees of ``_sample``.
 
-    Raises UserError for a broker.yaml, ConfigError and SourceError as a producer does.
+    Raises UserError if there is none, ConfigError and SourceError as a producer does.
     """
-    config = read_either(file)
-    if not isinstance(config, ProducerConfig):
-        raise UserError(f"{file} is a broker.yaml, but only producers read samples. Pass a producer.yaml.")
+    configs = [config for file in files if isinstance(config := read_either(file), ProducerConfig)]
+    if not configs:
+        raise UserError(f"{files[0]} is a broker.yaml, but only producers read samples. Pass a producer.yaml.")
+    found: dict[str, list[Tree]] = {}
+    for config in configs:
+        for name, shown in _preview(config, samples).items():
+            found.setdefault(name, []).extend(shown)
+    return found
+
+
+def _preview(config: ProducerConfig, samples: int) -> dict[str, list[Tree]]:
+    """Return the first samples of each stream of one producer.yaml."""
     found = {}
     shown, applied = _first_samples(config, samples, _not_applied), _first_samples(config, samples, lambda _: {})
     for name, stream in config.streams.items():

@@ -19,7 +19,8 @@ Endpoint = Annotated[
     typer.Option(
         "--endpoint", "-e", metavar="URL", show_default=False,
         help="The broker's HTTP address, or its rendezvous file as file://PATH. Default: the broker of --config, else "
-        "STREAMPACK_HTTP, else the rendezvous file in STREAMPACK_ENDPOINT, else http://127.0.0.1:7400.",
+        "STREAMPACK_HTTP, else the rendezvous file in STREAMPACK_ENDPOINT, else your broker on this host, else "
+        "http://127.0.0.1:7400.",
     ),
 ]  # fmt: skip
 Config = Annotated[

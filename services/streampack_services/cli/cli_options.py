@@ -30,7 +30,8 @@ class Command(TyperCommand):
 
 
 DEFAULT_BROKER = (
-    "Default: STREAMPACK_HTTP, else the rendezvous file in STREAMPACK_ENDPOINT, else http://127.0.0.1:7400."
+    "Default: STREAMPACK_HTTP, else the rendezvous file in STREAMPACK_ENDPOINT, else your broker on this host, else "
+    "http://127.0.0.1:7400."
 )
 """The broker that a command asks if no argument names one."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,6 +20,11 @@ Endpoint = Annotated[
 ]  # fmt: skip
 
 
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", metavar="FILE", show_default=False,
+                 help="The run's broker.yaml, in place of ENDPOINT."),
+]  # fmt: skip
 Node = Annotated[
     str | None,
     typer.Option(
@@ -27,7 +33,9 @@ Node = Annotated[
 ]
 
 
-def status(endpoint: Endpoint = None, node: Node = None, as_json: AsJson = False, timeout: Timeout = 5.0) -> None:
+def status(
+    endpoint: Endpoint = None, config: Config = None, node: Node = None, as_json: AsJson = False, timeout: Timeout = 5.0
+) -> None:
     """Show the state of a broker once.
 
     Use this command to see the progress of a run, the memory in use, and the reason
@@ -36,11 +44,13 @@ def status(endpoint: Endpoint = None, node: Node = None, as_json: AsJson = False
 
     \b
     Example:
+        streampack status
         streampack status http://node0:7400
     """
     from streampack_services.http import http_client
     from streampack_services.watch import status_report
 
+    endpoint = http_client.address(endpoint, config, timeout)
     snapshot = http_client.fetch_status(endpoint, timeout)
     if snapshot.get("state") == "standby":
         print_result(snapshot, as_json, status_report.show_standby)
@@ -57,6 +67,7 @@ def status(endpoint: Endpoint = None, node: Node = None, as_json: AsJson = False
 
 def top(
     endpoint: Endpoint = None,
+    config: Config = None,
     interval: Annotated[
         float, typer.Option("--interval", metavar="SECONDS", min=0.1, max=3600, help="Time between two updates.")
     ] = 1.0,
@@ -79,15 +90,19 @@ def top(
 
     \b
     Example:
+        streampack top
         streampack top http://node0:7400
     """
+    from streampack_services.http import http_client
     from streampack_services.watch import top as watching
 
+    endpoint = http_client.address(endpoint, config, timeout)
     watching.top(endpoint, interval_s=interval, timeout_s=timeout, once=once, as_json=as_json, node=node)
 
 
 def health(
     endpoint: Endpoint = None,
+    config: Config = None,
     live: Annotated[bool, typer.Option("--live/--ready", help="Check whether the broker is alive or ready.")] = False,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
@@ -102,9 +117,14 @@ def health(
     Example:
         streampack health http://127.0.0.1:7400
     """
+    from streampack.errors import Rejected
     from streampack_services.http import http_client
 
-    good, said = http_client.fetch_health(endpoint, "/livez" if live else "/readyz", timeout)
+    try:
+        endpoint = http_client.address(endpoint, config, timeout)
+        good, said = http_client.fetch_health(endpoint, "/livez" if live else "/readyz", timeout)
+    except Rejected as error:
+        good, said = False, f"streampack: {error}"
     if as_json:
         print(json.dumps({"good": good, "asked": "live" if live else "ready", "said": said}))
     else:

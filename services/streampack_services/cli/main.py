@@ -260,7 +260,8 @@ def run(
 
     Use this command to launch a whole run. COMMAND finds the broker's addresses in
     the variables STREAMPACK_ENDPOINT, STREAMPACK_PRODUCERS and STREAMPACK_HTTP. If
-    broker.yaml does not set a port, the broker uses a free port.
+    broker.yaml does not set ports, the broker uses free ports, and port 7400 for
+    HTTP if it is free. 'streampack top' in another terminal finds the broker.
 
     All processes end together. The exit code is the exit code of COMMAND, or 1 if
     the broker or a producer failed. For several hosts, set a rendezvous file in
@@ -284,9 +285,15 @@ def run(
 
 @app.command(cls=Command)
 def check(
-    file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="A broker.yaml or producer.yaml.", show_default=False)
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="FILE...", show_default=False, help="A broker.yaml, the producer.yaml files of its run, or both."
+        ),
     ] = None,
+    whole: Annotated[
+        bool, typer.Option("--all", help="Show every value, where it comes from, and its meaning.")
+    ] = False,
     samples: Annotated[
         int,
         typer.Option("--samples", metavar="N", min=0, help="Also show the first N samples of each stream as tokens."),
@@ -296,18 +303,20 @@ def check(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check a configuration and explain every value.
+    """Check a configuration and say what follows from it.
 
     Run this command before you start a broker or producer; the command starts
-    nothing. It prints the origin and the meaning of each value. Then it prints
-    derived values: tokens per step, possible meshes, the parts of memory, and a
-    producer's files. It reads the first rows of a producer's files and rejects keys
-    that none of these rows has. With --samples, the command also prints the first
-    samples, marks the tokens that count for the loss, and says where media are.
+    nothing. It prints the values that you set, and what follows: tokens per step,
+    possible meshes, memory, and a producer's files. It reads the first rows of a
+    producer's files. If you pass a broker.yaml and its producer.yaml files, it also
+    checks that streams, fields and masks fit together. With --all, the command
+    prints every value with its origin and its meaning. With --samples, it also
+    prints the first samples, marks the tokens that count for the loss, and says
+    where media are.
 
     \b
     Example:
-        streampack check broker.yaml
+        streampack check broker.yaml producer.yaml
         streampack check producer.yaml --samples 2
         streampack check --schema > streampack.schema.json
     """
@@ -318,16 +327,16 @@ def check(
     if schema:
         print(json.dumps(checking.json_schema(), indent=2))
         return
-    if file is None:
-        raise UserError("Got no FILE. Pass a broker.yaml or producer.yaml, or --schema.")
+    if not files:
+        raise UserError("Got no FILE. Pass a broker.yaml, a producer.yaml or both, or --schema.")
     producer.import_from_here()
-    found = checking.check(file)
+    found = checking.check_all(files)
     if samples:
-        found["samples"] = previewing.preview(file, samples)
+        found["samples"] = previewing.preview(files, samples)
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(found if len(files) > 1 else {**found.pop("files")[0], **found}))
     else:
-        checking.show_check(found, file)
+        checking.show_check(found, whole)
         previewing.show_preview(found.get("samples", {}))
 
 

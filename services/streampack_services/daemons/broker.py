@@ -20,6 +20,7 @@ from streampack.config.daemon_settings import BrokerConfig
 from streampack.errors import UserError
 from streampack.kernels import background
 from streampack.transport import ipc_files
+from streampack_services import own_runs
 from streampack_services.broker.memory_plan import keep_freed_memory
 from streampack_services.broker.service import BrokerService, Leadership
 from streampack_services.daemons import rendezvous
@@ -100,7 +101,7 @@ def _serve(config: BrokerConfig, exit_when_finished: bool, ring: Ring | None, le
             background.start()
             service.warm_up()
             background.compiler.wait(LOAD_S)  # before the rendezvous file names the addresses
-            with _rendezvous(service, http.url):
+            with _rendezvous(service, http.url), own_runs.noted(config.run, http.url, config.state_dir):
                 service.run()
             if service.over:
                 return service.over

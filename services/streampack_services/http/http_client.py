@@ -5,6 +5,7 @@ It sends the token of the environment (STREAMPACK_HTTP_TOKEN, or the file that S
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import urllib.error
@@ -19,8 +20,9 @@ import msgspec
 from streampack.config.config_files import read_broker
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.errors import PeerError, Rejected, StreampackError, Unreachable, UserError
-from streampack.transport.rendezvous import read_rendezvous
+from streampack.transport.rendezvous import RENDEZVOUS, read_rendezvous
 from streampack.version import __version__
+from streampack_services import own_runs
 from streampack_services.broker.status import BrokerStatus, RankPage
 from streampack_services.http.http_guard import find_token, parse_address
 
@@ -31,9 +33,46 @@ _OTHER_TOKEN = f"the broker rejects the token in the environment. {_SET_TOKEN}"
 Tree = dict[str, Any]
 
 
+def address(endpoint: str | None, config: Path | None, timeout_s: float) -> str | None:
+    """Return the address of the broker that the arguments of a command name; None if they name none.
+
+    Args:
+        endpoint: HTTP address, or None.
+        config: Path of a broker.yaml, or None.
+        timeout_s: Seconds to wait for the broker of ``config``, whose run must be the one in the file.
+
+    Raises:
+        UserError: The arguments name two brokers, or the address in ``config`` is not known.
+        ConfigError: The file is wrong.
+        Rejected: The broker does not serve the run of ``config``.
+    """
+    if config is None:
+        return endpoint
+    if endpoint is not None:
+        raise UserError(f"Got both an address, {endpoint}, and --config {config}. Pass one of the two.")
+    settings = read_broker(config)
+    found = _of_config(settings)
+    with contextlib.suppress(Unreachable, PeerError):  # the command itself says so
+        _check_run(found, str(fetch_status(found, timeout_s)["run"]), config, settings)
+    return found
+
+
+def _check_run(base: str, run: str, config: Path, settings: BrokerConfig) -> None:
+    """Raise Rejected if the broker at ``base`` does not serve the run of ``config``."""
+    if run != settings.run:
+        raise Rejected(
+            "run",
+            f"{base} serves run {run!r}, but {config} configures run {settings.run!r}. Start the broker of {config}, "
+            f"or pass --endpoint",
+        )
+
+
 def _base(endpoint: str | None, timeout_s: float) -> str:
-    """Return the HTTP address of the broker: the one that the user names, else ``DEFAULT_ENDPOINT``."""
-    return _named(endpoint, None, timeout_s) or DEFAULT_ENDPOINT
+    """Return the HTTP address of the broker: the one that the user names, else the user's only one on this host.
+
+    If there is none, return ``DEFAULT_ENDPOINT``. Raises UserError if there are several.
+    """
+    return _named(endpoint, None, timeout_s) or own_runs.only_address() or DEFAULT_ENDPOINT
 
 
 def _named(endpoint: str | None, config: BrokerConfig | None, timeout_s: float) -> str | None:
@@ -66,11 +105,15 @@ def _of_config(config: BrokerConfig) -> str:
     """
     if config.rendezvous is not None:
         return f"file://{config.rendezvous}"
+    if (own := own_runs.only_address(config.run, config.state_dir)) is not None:
+        return own
+    if config.state_dir is not None and (file := Path(config.state_dir) / RENDEZVOUS).exists():
+        return f"file://{file}"
     host, port = parse_address(config.listen.http)
     if not port:
         raise UserError(
-            f"listen.http is {config.listen.http}, so only the broker's log shows the port. Pass --endpoint, or set "
-            f"rendezvous in broker.yaml"
+            f"listen.http is {config.listen.http}, and run {config.run!r} has no broker of yours on this host. "
+            f"Pass the address that its log shows, or set rendezvous in broker.yaml"
         )
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -109,13 +152,10 @@ def find_broker(endpoint: str | None, config: Path | None, timeout_s: float) -> 
             f"STREAMPACK_ENDPOINT is {trainers}, which is not an HTTP address. Pass --endpoint http://HOST:7400 or "
             f"-c broker.yaml, or set STREAMPACK_HTTP"
         )
-    found = Found(base or DEFAULT_ENDPOINT, fetch_status(base or DEFAULT_ENDPOINT, timeout_s), base is not None)
-    if settings is not None and found.run != settings.run:
-        raise Rejected(
-            "run",
-            f"{found.base} serves run {found.run!r}, but {config} configures run {settings.run!r}. Start the broker "
-            f"of {config}, or pass --endpoint",
-        )
+    where = base or _base(None, timeout_s)
+    found = Found(where, fetch_status(where, timeout_s), base is not None)
+    if settings is not None and config is not None:
+        _check_run(found.base, found.run, config, settings)
     return found
 
 
@@ -142,10 +182,14 @@ def _fetch(base: str, path: str, timeout_s: float, body: bytes | None = None) ->
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         what = getattr(reason, "strerror", None) or str(reason)
-        raise Unreachable(
-            f"{base}: got no answer ({what.lower()}). Check the address, and that the broker runs with this address in "
-            f"listen.http. 'streampack run' takes a free port and prints the address in its log"
-        ) from None
+        others = own_runs.listed(but=base)
+        if others:
+            advice = f"Other brokers of yours on this host: {others}"
+        elif base == DEFAULT_ENDPOINT:
+            advice = "Pass the broker's HTTP address, which its log shows, or -c with its broker.yaml"
+        else:
+            advice = "Check the address, and that the broker runs with this address in listen.http"
+        raise Unreachable(f"{base}: got no answer ({what.lower()}). {advice}") from None
 
 
 def fetch_status(endpoint: str | None, timeout_s: float) -> Tree:

@@ -19,6 +19,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -28,12 +29,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from msgspec.structs import replace
+
 from streampack.config.config_files import read_broker, read_producer
 from streampack.config.typed_yaml import read_tree
 from streampack.errors import ConfigError, StreampackError, Unreachable, UserError
+from streampack.producer.first_rows import check_rows
 from streampack.transport.keys import KEY_FILE, find_key
 from streampack.transport.relay_socket import ENVIRONMENT, OFF
+from streampack.transport.rendezvous import RENDEZVOUS
+from streampack_services import own_runs
+from streampack_services.check.compare import RunFiles, compare
 from streampack_services.daemons import rendezvous
+from streampack_services.daemons.producer import import_from_here
+from streampack_services.http.http_guard import parse_address
 from streampack_services.run import child
 from streampack_services.run.host_relay import HostRelay, wants_relay
 from streampack_services.run.orphans import ASKED_BY_CTRL_C, exit_code, guarded
@@ -46,6 +55,8 @@ SAY_S = 5.0
 """Seconds between two log lines while waiting for the broker of host 0."""
 STOP_S = 10.0
 """Seconds that a process has to end after SIGTERM, before SIGKILL."""
+DEFAULT_HTTP = "127.0.0.1:7400"
+"""HTTP address of the broker if it is free and broker.yaml names none."""
 _LONGEST_FOLDER = 80
 """Bytes of the longest folder for Unix sockets, whose whole path may have 100."""
 _RANKS = ("SLURM_PROCID", "SLURM_NODEID", "GROUP_RANK", "NODE_RANK")
@@ -76,9 +87,12 @@ def run(options: RunOptions) -> int:
 
     Raises UserError or ConfigError for wrong options or files, StreampackError if the broker or a producer fails.
     """
-    read_broker(options.broker)  # find errors before anything is started
-    for path in options.producers:
-        read_producer(path)
+    if node_rank(options.node_rank, os.environ):
+        read_broker(options.broker)
+        for path in options.producers:
+            read_producer(path)
+    else:
+        _check_files(options)
     if shutil.which(options.command[0]) is None:
         raise UserError(f"The command {options.command[0]!r} was not found. Check its name and your PATH.")
     if options.log_dir is not None:
@@ -90,11 +104,33 @@ def run(options: RunOptions) -> int:
     return guarded(lambda: _Run(options, folder, os.environ).work(), lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
+def _check_files(options: RunOptions) -> None:
+    """Find errors in the files, and between them, before anything is started; log warnings."""
+    import_from_here()
+    broker, producers = read_broker(options.broker), [(path, read_producer(path)) for path in options.producers]
+    for _, each in producers:
+        quick = {name: stream for name, stream in each.streams.items() if stream.source != "python"}
+        check_rows(replace(each, streams=quick))
+    for warning in compare(RunFiles(options.broker, broker, producers)) if producers else ():
+        log.warning("%s", warning)
+
+
 def node_rank(given: int | None, env: Mapping[str, str]) -> int:
     """Return this host's number, from 0: the one given, else that in the environment, else 0."""
     if given is not None:
         return given
     return next((int(env[name]) for name in _RANKS if env.get(name, "").isdigit()), 0)
+
+
+def _is_free(address: str) -> bool:
+    """Return whether a server may listen at ``host:port``."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(parse_address(address))
+        except OSError:
+            return False
+    return True
 
 
 def attempt(env: Mapping[str, str]) -> str:
@@ -126,6 +162,8 @@ class _Run:
     relay: HostRelay | None = None
     signals: list[int] = field(default_factory=list)
     guard: int = field(default_factory=os.getppid)
+    port: contextlib.ExitStack | None = None
+    """Holds the claim on the port of ``DEFAULT_HTTP``."""
 
     def work(self) -> int:
         """Start everything, wait for the command, end everything; return the exit code. ``guarded`` calls it."""
@@ -134,7 +172,8 @@ class _Run:
         signal.signal(signal.SIGINT, lambda *_: None)  # a terminal sends it to the command, too, which decides
         rank, good, why = node_rank(self.options.node_rank, self.env), False, ""
         tree = read_tree(self.options.broker)
-        path = Path(tree.get("rendezvous") or self.folder / "streampack.json")
+        state = tree.get("state_dir")
+        path = Path(tree.get("rendezvous") or Path(state or self.folder) / RENDEZVOUS)
         self.env = with_secrets(tree.get("listen") or {}, self.env)
         if rank and "rendezvous" not in tree:
             raise ConfigError(
@@ -187,7 +226,8 @@ class _Run:
         any_port = "tcp://0.0.0.0:*" if hosts > 1 else "tcp://127.0.0.1:*"
         files = hosts == 1 and not shared and len(os.fsencode(self.folder)) < _LONGEST_FOLDER
         sides = {side: f"ipc://{self.folder}/{side}" if files else any_port for side in ("producers", "trainers")}
-        return {**sides, "http": "127.0.0.1:0"}
+        self.port = own_runs.claim_port(parse_address(DEFAULT_HTTP)[1])
+        return {**sides, "http": DEFAULT_HTTP if self.port is not None and _is_free(DEFAULT_HTTP) else "127.0.0.1:0"}
 
     def _find_broker(self, path: Path) -> dict[str, Any]:
         """Wait until the broker of this attempt answers; return the content of its rendezvous file.
@@ -246,6 +286,8 @@ class _Run:
             **self.env, "STREAMPACK_ENDPOINT": found["trainers"], "STREAMPACK_PRODUCERS": found["producers"],
             "STREAMPACK_HTTP": found["http"],
         }  # fmt: skip
+        top = f"streampack top -c {self.options.broker}" if len(own_runs.own_runs()) > 1 else "streampack top"
+        log.info("status page: %s; in another terminal, '%s' watches this run", found["http"], top)
         try:
             command = subprocess.Popen(self.options.command, env=env)
         except OSError as error:

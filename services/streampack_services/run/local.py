@@ -8,6 +8,7 @@ is deleted or the interpreter exits. The copy of the loader in a forked child en
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
 import logging
 import os
@@ -26,7 +27,8 @@ from streampack.config.typed_yaml import convert
 from streampack.core.model.fields import LABELS, LOSS_MASK
 from streampack.core.model.mesh import Mesh
 from streampack.errors import InternalError, StreampackError, UserError
-from streampack.local import LocalLoader
+from streampack.kernels import background
+from streampack.local import LocalLoader, local
 from streampack.producer.first_rows import NOT_APPLIED, ROWS_AT_START, bring_mask, passed_on
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Source, SourceSettings, TokenizerSettings, open_source, open_tokenizer
@@ -36,6 +38,7 @@ from streampack.sources.tables import refuse_columns, refuse_columns_as_streams,
 from streampack.tokenizers.base import Tokenizer
 from streampack.tokenizers.callable_tokenizer import CallableTokenizer
 from streampack.tokenizers.transformers_tokenizer import from_transformers
+from streampack.views.formats import load_format
 from streampack_services.broker.memory_plan import with_enough_memory
 from streampack_services.broker.service import BrokerService
 from streampack_services.http.http_guard import find_token
@@ -73,7 +76,7 @@ def open_local(
             )
     if not (http is None or isinstance(http, str)):
         raise UserError(f"http: got {http!r}, expected a string such as '127.0.0.1:7400', or None")
-    inspect.signature(connect).bind_partial(**client)  # find misspelled arguments before anything starts
+    _check_names(client)
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         log.warning(
             "WORLD_SIZE is above 1, but each local loader reads all data; use 'streampack run' to divide the data"
@@ -97,6 +100,29 @@ def open_local(
     with contextlib.ExitStack() as stack:
         reader, url = _start(stack, config, sources, http, client)
         return LocalLoader(reader, stack.pop_all(), url)
+
+
+_MEANT = {
+    **dict.fromkeys(("max_length", "max_seq_length", "max_seq_len", "seq_len"), ". Did you mean 'budget'?"),
+    "batch_size": ". Did you mean 'packs', the number of packs in a step?",
+    **{
+        key: f". Set it for a stream: {{'data': {{'source': rows, '{key}': '...'}}}}"
+        for key in ("messages_key", "prompt_key", "completion_key")
+    },
+}
+"""Advice for an argument that other loaders have, or that belongs to a stream, by its name."""
+
+
+def _check_names(client: Mapping[str, Any]) -> None:
+    """Raise TypeError for an argument that neither ``local`` nor ``connect`` has, before anything starts."""
+    passed_on = inspect.signature(connect).parameters
+    for name in client:
+        if name not in passed_on:
+            meant = _MEANT.get(name)
+            if meant is None:
+                near = difflib.get_close_matches(name, [*inspect.signature(local).parameters, *passed_on], 1)
+                meant = f". Did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"local() got an unexpected keyword argument {name!r}{meant}")
 
 
 def open_stream(name: str, given: Any, defaults: dict[str, Any], tokenizer: Any) -> tuple[Source, dict[str, Any], bool]:
@@ -243,6 +269,8 @@ def _start(
     client: dict[str, Any],
 ) -> tuple[Client, str | None]:  # fmt: skip
     """Start all threads; closing ``stack`` ends them, the last one first."""
+    load_format(client.get("format"))
+    background.start()
     folder = tempfile.mkdtemp(prefix="streampack-")
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
     service = BrokerService(replace(config, listen=replace(config.listen, **endpoints_in(folder))))

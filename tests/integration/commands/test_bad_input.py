@@ -307,11 +307,13 @@ def test_other_data_for_the_same_stream_is_refused(tmp_path: Path, broker: Runni
 
 def test_a_mesh_that_the_rules_cannot_serve_is_refused_with_those_they_can(broker: RunningBroker) -> None:
     with pytest.raises(MeshError, match=r"got dp=3, expected a divisor of the 4 packs of a step \(1, 2, 4\)"):
-        sp.connect(broker.trainers, mesh={"dp": 3})
+        sp.connect(broker.trainers, mesh={"dp": 3, "dp_rank": 0})
     with pytest.raises(
         MeshError, match=r"got cp=2 with align.sample=1 and align.pack=1, expected multiples of 2 \* cp = 4"
     ):
-        sp.connect(broker.trainers, mesh={"cp": 2})
+        sp.connect(broker.trainers, mesh={"cp": 2, "cp_rank": 0})
+    with pytest.raises(MeshError, match=r"got cp=2 without cp_rank, expected the rank of this process"):
+        sp.connect(broker.trainers, mesh={"cp": 2, "dp": 2, "dp_rank": 1})
     with pytest.raises(MeshError, match=r"got dp_rank=2 with dp=2"):
         sp.connect(broker.trainers, mesh={"dp": 2, "dp_rank": 2})
 

@@ -119,7 +119,7 @@ def test_the_schema_has_the_meanings_that_check_shows(schema: Any) -> None:
 
 
 def test_without_a_file_check_says_which_it_needs() -> None:
-    assert "Got no FILE. Pass a broker.yaml or producer.yaml" in the_error(in_process("check"), 2)
+    assert "Got no FILE. Pass a broker.yaml, a producer.yaml or both" in the_error(in_process("check"), 2)
 
 
 def checked(path: Path) -> dict[str, dict[str, Any]]:
@@ -175,7 +175,7 @@ def test_what_follows_is_what_the_broker_will_do(broker: Path) -> None:
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_table_fits_and_nothing_is_cut(columns: int, broker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    shown = in_process("check", broker).stdout
+    shown = in_process("check", broker, "--all").stdout
     lines = shown.splitlines()
     assert max(map(len, lines)) <= columns
     assert "…" not in shown
@@ -187,7 +187,7 @@ def test_the_table_fits_and_nothing_is_cut(columns: int, broker: Path, monkeypat
 
 def test_a_meaning_is_told_for_the_first_stream_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "broker.yaml", {"streams": {"web": {}, "code": {}}})
-    assert in_process("check", path).stdout.count("Number of passes over") == 1
+    assert in_process("check", path, "--all").stdout.count("Number of passes over") == 1
     meanings = [value["meaning"] for value in json.loads(in_process("check", path, "--json").stdout)["values"]]
     assert meanings.count("Number of passes over the stream's data") == 2
 

@@ -220,6 +220,7 @@ def test_a_run_that_was_not_named_is_not_changed_without_a_question(
     desk: Desk, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_client, "DEFAULT_ENDPOINT", url)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # no broker of this user is there
     said = the_error(in_process("set", "weights", "code=1"), 2)
     assert f"Neither an option nor the environment names a broker, and {url} serves run 'sft'. To change" in said
     other = write(tmp_path / "b.yaml", {"run": "other", "streams": {"a": {}}})

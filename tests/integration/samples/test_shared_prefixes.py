@@ -144,7 +144,7 @@ def broker() -> Iterator[RunningBroker]:
         ({"format": "thd"}, UserError, "expected format='thd' with masks='flex', or format='numpy'"),
         ({"format": "hf"}, UserError, "got format 'hf' with masks=None"),
         ({"format": "megatron", "masks": "flex"}, UserError, "got format 'megatron' with masks='flex'"),
-        ({"mesh": {"cp": 2}}, MeshError, "expected cp=1 or `cp_layout: whole`"),
+        ({"mesh": {"cp": 2, "cp_rank": 0}}, MeshError, "expected cp=1 or `cp_layout: whole`"),
     ],
 )
 def test_what_cannot_say_a_tree_is_refused(

@@ -195,13 +195,16 @@ def test_a_trainer_that_was_started_again_reads_from_the_beginning(broker: Runni
 
 def test_readers_must_be_ranks_of_the_mesh(broker: RunningBroker) -> None:
     with pytest.raises(MeshError, match=r"readers with tp ranks \[4\], expected tp ranks from -2 to 1"):
-        streampack.connect(broker.trainers, mesh={"tp": 2}, readers={"tp": [4]})
+        streampack.connect(broker.trainers, mesh={"tp": 2, "tp_rank": 0}, readers={"tp": [4]})
     with pytest.raises(MeshError, match="expected one of the declared readers: tp=\\[0\\]"):
         streampack.connect(broker.trainers, mesh={"tp": 2, "tp_rank": 1}, readers={"tp": [0]})
     with pytest.raises(MeshError, match=r"readers: .*unknown field"):
         streampack.connect(broker.trainers, readers={"dp": [0]})
     with streampack.connect(
-        broker.trainers, mesh={"tp": 2, "pp": 3}, readers={"tp": [0], "pp": [0]}, format="numpy"
+        broker.trainers,
+        mesh={"tp": 2, "tp_rank": 0, "pp": 3, "pp_rank": 0},
+        readers={"tp": [0], "pp": [0]},
+        format="numpy",
     ) as loader:
         assert sum(pack.num_samples for pack in loader) == 400
 

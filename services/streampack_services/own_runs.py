@@ -1,0 +1,116 @@
+"""The brokers that run on this host for this user, so that a command without an address finds them.
+
+Each broker keeps a file with its run and its addresses in a folder of the user, and holds a lock on the file. A file
+without a lock belongs to a broker that has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from streampack.errors import UserError
+
+
+class OwnRun(NamedTuple):
+    """A broker of this user on this host: the run's name, its HTTP address and its state_dir (empty: none)."""
+
+    run: str
+    http: str
+    state_dir: str
+
+
+def _folder(make: bool = False) -> Path:
+    """Return the user's folder. Raises OSError if it is missing, or not the user's alone."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    path = Path(base) / f"streampack-{os.getuid()}-runs"
+    if make:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{path} is not a folder of this user alone")
+    return path
+
+
+@contextlib.contextmanager
+def noted(run: str, http: str, state_dir: str | None) -> Iterator[None]:
+    """Let other processes find this broker until the end of the block; do nothing if there is no folder for it."""
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            path = _folder(make=True) / f"{socket.gethostname()}-{secrets.token_hex(8)}.json"
+            file = held.enter_context(open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "w"))
+            held.callback(path.unlink, missing_ok=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            found = OwnRun(run, http, str(Path(state_dir).resolve()) if state_dir else "")
+            file.write(json.dumps(found._asdict()))
+            file.flush()
+        yield
+
+
+def own_runs() -> list[OwnRun]:
+    """Return the brokers of this user on this host, by address. Files of brokers that have ended are removed."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for path in _folder().glob(f"{socket.gethostname()}-*.json"):
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                found |= _read(path)
+    return sorted(found, key=lambda each: each.http)
+
+
+def _read(path: Path) -> set[OwnRun]:
+    """Return the run in a file, as a set; empty if its broker has ended."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return {OwnRun(**json.load(file))}
+        path.unlink(missing_ok=True)
+    return set()
+
+
+def claim_port(port: int) -> contextlib.ExitStack | None:
+    """Claim a port among runs of this user that start at the same time; close the result to give it back.
+
+    Returns None if another run has claimed it. Programs that do not ask here may use the port.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            path = _folder(make=True) / f"{port}.lock"
+            lock = held.enter_context(open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return None
+        return held.pop_all()
+
+
+def listed(but: str = "") -> str:
+    """Return the addresses of the user's brokers on this host as text, without the address ``but``."""
+    return ", ".join(f"{each.http} (run {each.run})" for each in own_runs() if each.http != but)
+
+
+def only_address(run: str | None = None, state_dir: str | None = None) -> str | None:
+    """Return the HTTP address of the only broker of this user on this host; None if there is none.
+
+    ``run``: only a broker of this run counts, with the same ``state_dir`` if it has one. Raises UserError if there are
+    several.
+    """
+    found = own_runs()
+    if run is not None:
+        same = str(Path(state_dir).resolve()) if state_dir else ""
+        found = [each for each in found if (each.run, each.state_dir) == (run, same)]
+    if len(found) > 1:
+        raise UserError(
+            f"{len(found)} brokers of yours run on this host: {listed()}. Pass the address of one of them, or -c with "
+            f"its broker.yaml"
+        )
+    return found[0].http if found else None
