@@ -10,5 +10,6 @@
 - ``sample_warnings``: the table of warnings about samples.
 - ``figures``: diagrams as SVG; packing figures are computed by ``streampack.pack_lengths``.
 - ``row_keys``: the table of the keys of rows that streampack knows.
+- ``notebooks``: the page of the quickstart, from its notebook.
 - ``repository``: links from pages to files of the repository outside ``docs/``.
 """

@@ -146,16 +146,16 @@ def packs() -> str:
     """Draw the same samples three times: padded, in greedy packs, in full packs."""
     budget, samples = 4096, lengths(23, 7)
     ways = [
-        ("padded to the longest", [[index] for index in range(len(samples))], max(samples)),
+        ("padded to longest", [[index] for index in range(len(samples))], max(samples)),
         ("greedy: in order", streampack.pack_lengths(samples, budget, "concatenative"), budget),
-        ("exact_fill", streampack.pack_lengths(samples, budget), budget),
+        ("streampack", streampack.pack_lengths(samples, budget), budget),
     ]
     parts = list[str]()
     for column, (name, found, capacity) in enumerate(ways):
         left, width = 8 + column * 255, 232
         filled = sum(samples) / (capacity * len(found))
-        parts += [_text(left, 24, name, 15, anchor="start", bold=True)]
-        parts += [_text(left, 44, f"{filled:.0%} real tokens", 13, anchor="start", color="quiet")]
+        parts += [_text(left, 24, name, 20, anchor="start", bold=True)]
+        parts += [_text(left, 50, f"{filled:.0%} real tokens", 20, anchor="start", color="quiet")]
         height = 9 if column == 0 else 22
         for row, members in enumerate(found):
             top = 58 + row * (height + 3)
@@ -167,10 +167,10 @@ def packs() -> str:
                     _box(left + start * scale, top, (end - start) * scale, height, fill="soft", line="accent", radius=2)
                 )
     parts += [
-        _box(263, 316, 14, 14, fill="soft", line="accent", radius=2), _text(283, 328, "a sample", 13, anchor="start"),
-        _box(370, 316, 14, 14, fill="card", line="warm", radius=2), _text(390, 328, "padding", 13, anchor="start"),
+        _box(263, 316, 14, 14, fill="soft", line="accent", radius=2), _text(285, 330, "a sample", 20, anchor="start"),
+        _box(400, 316, 14, 14, fill="card", line="warm", radius=2), _text(422, 330, "padding", 20, anchor="start"),
     ]  # fmt: skip
-    return _svg(760, 344, "The same 23 samples padded, packed in order, and packed by exact_fill", *parts)
+    return _svg(760, 344, "The same 23 samples padded, packed in order, and packed by streampack", *parts)
 
 
 SHOWN = (

@@ -18,6 +18,7 @@ from docs.generate import (
     errors,
     figures,
     messages,
+    notebooks,
     repository,
     row_keys,
     sample_warnings,
@@ -30,12 +31,13 @@ GENERATED: dict[str, Callable[[], str]] = {
     "errors": errors.table,
     "messages": messages.messages,
     "metrics": metrics.text,
+    "quickstart": notebooks.quickstart,
     "records": messages.records,
     "row_keys": row_keys.table,
     "sample_warnings": sample_warnings.table,
 }
-"""The text in place of each ``<!-- generated: NAME -->``."""
-_MARK = re.compile(r"<!-- generated: (\w+) -->")
+"""The text in place of each ``<!-- generated: NAME -->``, and of a quotation after it, which readers of a clone see."""
+_MARK = re.compile(r"<!-- generated: (\w+) -->(?:\n+>.*)*")
 ICON = repository.ROOT / "services/streampack_services/web/icon.svg"
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import doctest
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,7 @@ TESTED = (
     "for prompt in prompts",
     "in preferences",
     "streampack.local(",
+    'streampack.local("data/',
     "streampack.way_back",
     "step.regroup(",
     "streampack.packed_loss(",
@@ -110,7 +113,9 @@ def run(code: str, endpoint: str, **names: Any) -> dict[str, Any]:
     """Run an example; the names it leaves behind."""
     assert "tcp://node0:7402" in code
     names |= {"streampack": streampack, "torch": torch}
-    exec(compile(code.replace("tcp://node0:7402", endpoint), "README.md", "exec"), names)
+    with pytest.MonkeyPatch.context() as patch:  # as ``streampack run`` does
+        patch.setenv("STREAMPACK_ENDPOINT", endpoint)
+        exec(compile(code.replace("tcp://node0:7402", endpoint), "README.md", "exec"), names)
     return names
 
 
@@ -300,12 +305,30 @@ def test_a_loss_of_each_sample(broker: RunningBroker) -> None:
     assert falls(of_samples)
 
 
+def test_the_first_block_of_the_readme_runs_as_pasted_with_its_output(tmp_path: Path) -> None:
+    """In an empty folder, in a process of its own."""
+    code, output = re.findall(r"```(?:python|text)\n(.*?)```", README, re.DOTALL)[:2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert not done.returncode, done.stderr
+    assert "Traceback" not in done.stderr
+    lines = output.splitlines()
+    assert lines.pop() == "..."
+    assert done.stdout.splitlines()[: len(lines)] == lines
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.encode()) < 9000
+
+
 def test_without_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
     write_jsonl(tmp_path / "data" / "a.jsonl", [{"text": "local" * (1 + i % 9)} for i in range(50)])
     monkeypatch.chdir(tmp_path)
     packs: list[Any] = []
-    code = block("streampack.local(").replace("mycode.tokens:encode", "bytes")
+    code = block('streampack.local("data/').replace("mycode.tokens:encode", "bytes")
     exec(compile(code, "README.md", "exec"), {"streampack": streampack, "train": packs.append})
     assert sum(pack.num_samples for pack in packs) == 50
 

@@ -44,7 +44,9 @@ def run(text: str, endpoint: str, **names: Any) -> dict[str, Any]:
     """Run the block with this text on the CPU; return its names."""
     code = block(text).code.replace(HERE, endpoint).replace(', device="cuda"', "")
     names = {"streampack": streampack, "torch": torch, "device_mesh": None, "cross_entropy": cross_entropy} | names
-    exec(compile(code, str(block(text)), "exec"), names)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STREAMPACK_ENDPOINT", endpoint)
+        exec(compile(code, str(block(text)), "exec"), names)
     return names
 
 
@@ -116,6 +118,10 @@ def of_evaluation(text: str, broker: RunningBroker, attention: str | None, path:
     run(text, broker.trainers, update=lambda step: None, evaluate=evaluate)
 
 
+def as_pasted(text: str, broker: RunningBroker, attention: str | None, path: Path) -> None:
+    run(text, broker.trainers)
+
+
 class Flex(torch.nn.Module):
     """Attention by the block mask of a batch."""
 
@@ -149,6 +155,7 @@ Runner = Callable[[str, RunningBroker, str | None, Path], None]
 ALL = ("sdpa", "eager", "flex_attention")
 TABLE: dict[str, tuple[Runner, tuple[str | None, ...]]] = {
     "logits = model(batch.input_ids, batch.position_ids, batch.cu_seqlens_padded)": (by_boundaries, (None,)),
+    "streampack.local(texts": (as_pasted, (None,)),
     "logits = gpt(batch.input_ids, batch.attention_mask)": (of_padded_rows, ALL),
     "loss = llama(**batch": (of_transformers, ALL),
     "loss = model(**batch": (of_images, ("sdpa", "eager")),
