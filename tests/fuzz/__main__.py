@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from streampack.packs.kernel_loader import kernels
 from tests.fuzz.engine import MAX_GROWTH, Crash, Fuzzer, bound_memory, resident_bytes, watch_for_hangs
 from tests.fuzz.targets import TARGETS, found_before
 
@@ -89,6 +90,8 @@ def _start(name: str, seconds: float, given: argparse.Namespace) -> dict[str, An
 def work(name: str, seconds: float, seed: int, folder: Path) -> int:
     """One target, in this process: lines of JSON, the last of them says what it came to."""
     watch_for_hangs()
+    kernels.load()  # numba takes 20 MiB, once
+    kernels.wait()
     bound_memory()
     logging.disable()  # of what is found wrong, one line each
     fuzzer, began = Fuzzer(TARGETS[name], seed), time.monotonic()
