@@ -214,14 +214,16 @@ class StagedChunk:
     def _complete(self, fields: Sequence[Field], rows: I64, base_seq: int) -> Complete:
         """Return the complete samples ``rows`` as an ordinary chunk.
 
-        A whole chunk keeps its group. Samples that the producer rejected count with the chunk's first sample.
+        A whole chunk keeps its group. Samples that the producer rejected lack no field, so all come at once.
         """
         record, whole = self.record, len(rows) == len(self.lengths)
         crcs = np.array([self._crc(fields, at) for at in rows.tolist()], "<u4")
         loss = np.frombuffer(record.loss_tokens_u32, "<u4")[rows]
         message = self._message(base_seq, self.lengths[rows], crcs, loss)
+        if not self.lengths[rows].all():
+            message = replace(message, rejected=record.rejected)
         if rows[0] == 0:
-            message = replace(message, rejected=record.rejected, lost_tokens=record.lost_tokens)
+            message = replace(message, lost_tokens=record.lost_tokens)
         if whole:
             message = replace(message, keep=record.keep, shared_u32=record.shared_u32)
         return Complete(message, self._payload(fields, None if whole else rows), rows + self.base_seq)

@@ -72,3 +72,24 @@ def test_each_sample_keeps_its_media_however_late_its_values_come(
         if chunk.payload is not None:
             assert len(chunk.payload[-1]) <= 2 * staged.media_left
     assert staged.media_left == 0
+
+
+def test_samples_that_the_producer_rejected_are_counted_with_themselves() -> None:
+    """Not with the chunk's first sample, which may be admitted later and be dropped for another reason."""
+    lengths = np.array([3, 0], "<u4").tobytes()
+    record = ChunkStaged(
+        stream="s", partition=0, base_seq=0, lengths_u32=lengths, crcs_u32=lengths, loss_tokens_u32=lengths,
+        cursor=(1, 0, 2), rejected={"empty": 1}, lost_tokens=5,
+    )  # fmt: skip
+    staged = StagedPartition("s", 0, (REWARD,))
+    chunk = staged.new_chunk(record, 5, 0.0)
+    chunk.read((np.arange(3, dtype="<i4").tobytes(),))
+    staged.add_chunk(chunk)
+    rejected = staged.take(0)
+    chunk.put("reward", 0, np.float32(1).tobytes(), 1)
+    staged.note(chunk)
+    other = staged.take(1)
+    assert not isinstance(rejected, MarkStaged | EndStaged | None)
+    assert not isinstance(other, MarkStaged | EndStaged | None)
+    assert (rejected.message.rejected, rejected.message.lost_tokens) == ({"empty": 1}, 0)
+    assert (other.message.rejected, other.message.lost_tokens) == ({}, 5)
