@@ -22,14 +22,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from streampack.core.jit import Kernel, Key
 from streampack.kernels.helper import alone
 
 log = logging.getLogger("streampack.kernels")
+T = TypeVar("T")
 
 SAY_AFTER_S = 2.0
 """Seconds for which kernels are compiled before the log says so."""
@@ -188,6 +189,14 @@ class Compiler:
             while True:
                 helper.ask(*self._asked.get_nowait())
         helper.leave()
+
+    def load(self, function: Callable[[], T | None]) -> T | None:
+        """Call a function that imports numba or compiles, and return its result; None once the process ends.
+
+        A fork and the end of the process wait for the function.
+        """
+        with self._busy:
+            return None if self._over.is_set() else function()
 
     def hold(self) -> None:
         """Wait until nothing is loaded, before a fork."""

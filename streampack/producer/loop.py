@@ -23,6 +23,7 @@ from streampack.core.sessions.producer_base import Chunk, Failed, Finish, Leave,
 from streampack.core.sessions.producer_session import EndOfPartition, Forget, ProducerSession, Read
 from streampack.core.stats.sample_warnings import advice
 from streampack.errors import Rejected, StreampackError, Unreachable, WireError
+from streampack.kernels import background
 from streampack.producer.chunk import BatchSource, TokenChunk
 from streampack.producer.chunks import batches, chunk_of
 from streampack.sources.files import retries
@@ -241,7 +242,7 @@ class ProducerLoop:
                 chunk = chunk_of(batch, read.lease, read.session, crcs_of) if batch is not None else None
                 if until_compiled and chunk is not None and chunk.num_bytes > read_s * FAST_BYTES_S:
                     until_compiled -= 1
-                    crcs_of = plain if until_compiled else compiled() or plain
+                    crcs_of = plain if until_compiled else background.compiler.load(compiled) or plain
                 if self._pause_s:
                     time.sleep(self._pause_s)
                 self._answers.append((read, batch, chunk))

@@ -241,3 +241,45 @@ def test_kernels_are_compiled_ahead() -> None:
     found = json.loads(done.stdout)
     assert found["kernels"] > 20
     assert found["compiled"] < 5
+
+
+LOADS = """
+import threading, time
+from streampack.kernels import background
+
+def load():
+    started.set()
+    time.sleep(0.5)
+    print("loaded", flush=True)
+
+started = threading.Event()
+threading.Thread(target=background.compiler.load, args=(load,), daemon=True).start()
+started.wait()
+import atexit
+atexit._run_exitfuncs()
+print(background.compiler.load(lambda: "too late"), flush=True)
+"""
+RUN_ENDS = """
+import subprocess
+from streampack.kernels.background import Helper
+from streampack_services.run.orphans import end_descendants
+
+helper, other = Helper("", quiet=True), subprocess.Popen(["sleep", "600"])
+end_descendants()
+print(helper.has_ended, other.poll() is not None)
+helper.close()
+"""
+
+
+def printed(script: str) -> str:
+    """Run a script in a process of its own, and return what it prints."""
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    return done.stdout
+
+
+def test_the_end_of_a_process_waits_for_a_thread_that_compiles() -> None:
+    assert printed(LOADS) == "loaded\nNone\n"
+
+
+def test_the_end_of_a_run_leaves_the_process_that_compiles() -> None:
+    assert printed(RUN_ENDS) == "False True\n"

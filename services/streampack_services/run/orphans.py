@@ -2,7 +2,8 @@
 
 ``guarded`` forks. The first process, the guard, only passes signals on and waits. The second process, the worker, does
 the work. Each of the two processes adopts the orphans of its descendants (Linux's subreaper). The worker gets a signal
-when the guard dies (PDEATHSIG). The last of the two ends all processes below it.
+when the guard dies (PDEATHSIG). The last of the two ends all processes below it. It leaves one that compiles
+kernels, which the next run needs. That one ends by itself within a minute.
 
 This needs Linux and /proc. Call ``guarded`` before any thread is started.
 """
@@ -86,7 +87,7 @@ def end_descendants() -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the ids of all living processes below ``pid``; reap ended children of this process first."""
+    """Return the ids of the living processes below ``pid`` that must end; reap ended children of this process first."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             continue
@@ -100,7 +101,13 @@ def descendants(pid: int) -> list[int]:
     while at < len(found):
         found += children.get(found[at], [])
         at += 1
-    return found
+    return [each for each in found if not _compiles(each)]
+
+
+def _compiles(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"streampack.kernels.helper" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def _adopt_orphans() -> None:
