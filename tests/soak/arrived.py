@@ -25,6 +25,7 @@ from streampack.core.intake.overlong import apply_overlong
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import ROW
 from streampack.core.model.steps import chain_digest, pack_digests, step_digest
+from streampack.core.trees.shared_prefixes import cut_trees
 from streampack.sources import SourceSettings, open_source
 from tests.soak import sample_media
 from tests.soak.golden import Golden, GoldenPack, GoldenStep, Id
@@ -93,21 +94,38 @@ def broken_promises(job: Job) -> list[str]:
 
 
 def _shared_of(job: Job, rules: Rules) -> Callable[[list[Id]], list[int]] | None:
-    """A function of a pack's samples: the tokens that each shares with the one before it; None without trees."""
+    """A function of a pack's samples: the tokens that each shares with the one before it; None without trees.
+
+    A tree is cut into runs that fill packs well. Two of its runs may follow each other in a pack, and share nothing.
+    """
     if not job.trees:
         return None
     stream = next(number for number, each in enumerate(rules.streams) if each.name == STREAM)
+    cuts = [_cut_trees(job, partition, rules.budget) for partition in range(job.pushers)]
 
     def shared(ids: list[Id]) -> list[int]:
         found = [0] * len(ids)
         for i, (before, id_) in enumerate(pairwise(ids), 1):
             seq, partition = divmod(id_[1], job.pushers)
             follows = before == (stream, id_[1] - job.pushers, 0) and id_[0] == stream
-            if follows and seq % GROUP:
-                found[i] = len(prompt_of(job.seed, partition, seq))
+            if follows:
+                found[i] = cuts[partition][seq]
         return found
 
     return shared
+
+
+def _cut_trees(job: Job, partition: int, budget: int) -> list[int]:
+    """The tokens that each sample of a partition shares with the one before it, once its group's tree was cut."""
+    found: list[int] = []
+    for first in range(0, job.pushed, GROUP):
+        group = range(first, min(first + GROUP, job.pushed))
+        lengths = np.array([len(tokens_of(job.seed, partition, seq, trees=True)) for seq in group])
+        prompt = len(prompt_of(job.seed, partition, first))
+        one = np.arange(len(group))
+        shared = np.where(one > 0, prompt, 0)
+        found += cut_trees(one, lengths, np.zeros_like(one), shared, budget, None).shared.tolist()
+    return found
 
 
 def _step(

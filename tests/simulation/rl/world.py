@@ -134,11 +134,10 @@ class LoopWorld(World):
             self.kept.append(Kept(self, "train", start))
             self.clock.after(rng.uniform(0.0, 3.0), self.start_subscriber, self.kept[-1])
 
-    def start_scorer(self, stream: str, names: tuple[str, ...], name: str = "") -> None:
-        """Start a program that gives values; with ``name`` in the place of one that had it."""
+    def start_scorer(self, stream: str, names: tuple[str, ...]) -> None:
+        """Start a program that gives values."""
         self._num_names += 1
-        name = name or f"scorer{self._num_names}"
-        self.producers.append(ScorerProcess(self, name, stream, names, self._num_names))
+        self.producers.append(ScorerProcess(self, f"scorer{self._num_names}", stream, names, self._num_names))
 
     def start_subscriber(self, kept: Kept) -> None:
         """Start a program that reads results from where the last one was."""
@@ -147,9 +146,9 @@ class LoopWorld(World):
 
     def start_again(self, producer: AnyProducer, name: str = "") -> None:
         if isinstance(producer, ScorerProcess):
-            self.start_scorer(producer.stream, producer.names, name)
+            self.start_scorer(producer.stream, producer.names)  # no other process ever has the name of one that amends
         else:
-            super().start_again(producer)  # no other process ever has the name of one that pushes
+            super().start_again(producer)  # nor of one that pushes
 
     def start_broker(self, epoch: int) -> None:
         super().start_broker(epoch)
