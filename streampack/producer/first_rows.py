@@ -120,7 +120,7 @@ def _warnings(stream: str, records: list[RawSample]) -> list[FirstWarning]:
     """Return each warning about the first rows of a stream, and each reason why some of them are rejected."""
     places: dict[str, list[RawSample]] = {}
     for record in records:
-        for word in (record.reason,) if record.reason not in (None, *_TORN) else warnings_of(record):
+        for word in warnings_of(record) if record.reason is None else (record.reason,):
             places.setdefault(word, []).append(record)
     return [
         FirstWarning(stream, word, len(those), len(records), those[0].where, meaning_of(word, those[0]))

@@ -66,9 +66,10 @@ def _check_stream(files: RunFiles, path: Path, name: str) -> None:
     known = files.broker.streams
     if name not in known:
         close = difflib.get_close_matches(name, known, 1)
+        write = f"Write {close[0]!r} here, or {name!r} in {files.path.name}" if close else ""
         raise ConfigError(
             f"{path}: streams.{name}: got a stream that {files.path} does not have, expected one of "
-            f"{', '.join(known)}. {f'Write {close[0]!r}' if close else f'Add it to `streams` of {files.path.name}'}"
+            f"{', '.join(known)}. {write or f'Add it to `streams` of {files.path.name}'}"
         )
     if known[name].pushed:
         raise ConfigError(

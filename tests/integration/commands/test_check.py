@@ -355,3 +355,13 @@ def test_lines_are_those_of_the_keys() -> None:
     text = "a: 1\nb: &base\n  c: 2\n\n'd e':\n  <<: *base\n  f: {g: 3,\n      h: 4}\n"
     assert key_lines(text) == {"a": 1, "b": 2, "b.c": 3, "d e": 5, "d e.c": 3, "d e.f": 7, "d e.f.g": 7, "d e.f.h": 8}
     assert key_lines("") == key_lines("# nothing\n") == {}
+
+
+def test_rows_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    rows = ['{"text": "one"}', '{"text": "cut of', '{"text": "three"}']
+    (tmp_path / "rows.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    streams = {"web": {"source": "jsonl", "shards": str(tmp_path / "rows.jsonl")}}
+    path = write(tmp_path / "producer.yaml", {"broker": "tcp://127.0.0.1:1", "streams": streams})
+    (warning,) = json.loads(in_process("check", path, "--json").stdout)["warnings"]
+    assert (warning["word"], warning["samples"], warning["rows"]) == ("json", 1, 3)
+    assert warning["where"].endswith("rows.jsonl:line 2")
