@@ -57,6 +57,8 @@ def kernels(
         raise UserError(f"Cannot compile: {error}. Run pip install 'streampack[service]'.") from None
     if any(not kernel.can_be_kept for kernel, _ in missing):
         raise UserError("Found no folder for compiled kernels that can be written. Set NUMBA_CACHE_DIR to one.")
+    if missing and not as_json:
+        print(f"compiling {len(missing)} kernels", file=sys.stderr)
     with Progress(disable=as_json or not sys.stderr.isatty(), transient=True) as progress:
         task = progress.add_task("compiling", total=len(missing))
         errors = ahead.compile_all(missing, lambda _: progress.advance(task))
