@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 
+import pytest
 from hypothesis import settings
 
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -19,8 +20,21 @@ for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+SLOW = (
+    "test_kills_change_no_step_and_each_row_is_delivered_once", "test_512_ranks_are_cells", "test_a_first_run_is_inter",
+    "test_a_sample_and_its_row_are_found_by_each_other[webdataset]", "test_relay_deaths.py", "test_frameworks_torch",
+    "test_public_names_of_the_frameworks_integrations", "test_an_rl_loop_with_relays_and_standbys", "test_pods.py",
+    "test_the_loop_goes_on_whoever_is_killed", "test_every_transition_is_reached", "test_the_quickstart_runs",
+)  # fmt: skip
+"""Parts of the names of tests that take more than 40 s each. They come first, or all other workers wait for them."""
+
 settings.register_profile("streampack", deadline=None)
 settings.load_profile("streampack")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put slow tests first."""
+    items.sort(key=lambda item: not any(name in item.nodeid for name in SLOW))
 
 
 def pytest_collection_finish() -> None:
