@@ -113,14 +113,14 @@ def main() -> None:
                     for heat in ("cold", "warm"):
                         rows.setdefault((name, what, heat), []).append(measure(root, what, cache))
                         wait_for_compiler()
-    found: list[dict[str, Any]] = []
+    medians: list[dict[str, Any]] = []
     print(f"{'checkout':9}{'':6}{'':6}{'first':>7}{'steps':>7}{'cpu':>7}")
     for (name, what, heat), runs in rows.items():
         middle = {key: round(median(run[key] for run in runs), 2) for key in ("first", "steps", "cpu")}
         print(f"{name:9}{what:6}{heat:6}{middle['first']:7.2f}{middle['steps']:7.2f}{middle['cpu']:7.2f}")
-        found.append({"checkout": name, "what": what, "heat": heat, **middle, "runs": runs})
+        medians.append({"checkout": name, "what": what, "heat": heat, **middle, "runs": runs})
     if options.json:
-        print(json.dumps({"rounds": options.rounds, "rows": found}))
+        print(json.dumps({"rounds": options.rounds, "rows": medians}))
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ def _folder(make: bool = False) -> Path:
     if make:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(f"{path} is not a folder of this user alone")
     return path
 
@@ -51,20 +51,20 @@ def noted(run: str, http: str, state_dir: str | None) -> Iterator[None]:
             file = held.enter_context(open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "w"))
             held.callback(path.unlink, missing_ok=True)
             fcntl.flock(file, fcntl.LOCK_EX)
-            found = OwnRun(run, http, str(Path(state_dir).resolve()) if state_dir else "")
-            file.write(json.dumps(found._asdict()))
+            own = OwnRun(run, http, str(Path(state_dir).resolve()) if state_dir else "")
+            file.write(json.dumps(own._asdict()))
             file.flush()
         yield
 
 
 def own_runs() -> list[OwnRun]:
     """Return the brokers of this user on this host, by address. Files of brokers that have ended are removed."""
-    found = set()
+    runs = set()
     with contextlib.suppress(OSError):
         for path in _folder().glob(f"{socket.gethostname()}-*.json"):
             with contextlib.suppress(OSError, ValueError, TypeError):
-                found |= _read(path)
-    return sorted(found, key=lambda each: each.http)
+                runs |= _read(path)
+    return sorted(runs, key=lambda each: each.http)
 
 
 def _read(path: Path) -> set[OwnRun]:
@@ -104,13 +104,13 @@ def only_address(run: str | None = None, state_dir: str | None = None) -> str | 
     ``run``: only a broker of this run counts, with the same ``state_dir`` if it has one. Raises UserError if there are
     several.
     """
-    found = own_runs()
+    runs = own_runs()
     if run is not None:
         same = str(Path(state_dir).resolve()) if state_dir else ""
-        found = [each for each in found if (each.run, each.state_dir) == (run, same)]
-    if len(found) > 1:
+        runs = [each for each in runs if (each.run, each.state_dir) == (run, same)]
+    if len(runs) > 1:
         raise UserError(
-            f"{len(found)} brokers of yours run on this host: {listed()}. Pass the address of one of them, or -c with "
+            f"{len(runs)} brokers of yours run on this host: {listed()}. Pass the address of one of them, or -c with "
             f"its broker.yaml"
         )
-    return found[0].http if found else None
+    return runs[0].http if runs else None
