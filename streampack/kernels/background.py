@@ -158,6 +158,7 @@ class Compiler:
                 helper = self._helper
             error = helper.compile(kernel, key)
             if helper.has_ended:
+                helper.close()
                 self._helper = None  # the next kernel starts another one
             return error
         except OSError as error:
@@ -267,6 +268,9 @@ class Helper:
         self._said.cancel()
         self._process.kill()
         self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # a request that the process did not read
+            self._process.stdin.close()
         self._answers.close()
         log.info("compiled kernels for %.0f s", time.monotonic() - self._began)
 

@@ -125,12 +125,14 @@ def test_a_helper_that_is_killed_delays_a_kernel_at_most(tmp_path: Path) -> None
     (tmp_path / "site" / "sitecustomize.py").write_text("print('hello from site')")
     path = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", FAULTS], capture_output=True, text=True, timeout=300, check=False,
+        [sys.executable, "-W", "always::ResourceWarning", "-c", FAULTS], capture_output=True, text=True, timeout=300,
+        check=False,
         env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": path},
     )  # fmt: skip
     assert done.stdout.splitlines() == ["hello from site", "2 {'streampack-kernels'}"], done.stderr
     assert done.stderr.count("failed for difference: the process has ended") == 1
     assert "Traceback" not in done.stderr
+    assert "ResourceWarning" not in done.stderr
 
 
 def test_processes_that_compile_the_same_kernel_keep_both_forms(tmp_path: Path) -> None:
