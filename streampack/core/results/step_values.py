@@ -142,6 +142,8 @@ class StepValues:
         """Records, by number, if there is no log."""
         self._waiting: dict[bytes, _Waiting] = {}
         self._reading: deque[_Reading] = deque()
+        self._read_for: dict[bytes, int] = {}
+        """Numbers of the requests for which a step is read from the log, by subscriber."""
         self._answers: deque[tuple[int, bytes, Noted]] = deque()
         self._unanswered: set[bytes] = set()
         """Connections of trainers with an answer in ``_answers``."""
@@ -296,22 +298,31 @@ class StepValues:
         if message.cursor is UNSET:
             end = self._complete[-1].cursor + 1 if self._complete else 0
             return [self._send(peer, Results(feed=self._feed, number=message.number, cursor=end))]
-        if peer not in self._waiting and len(self._waiting) >= MOST_WAITING:
+        if self._read_for.get(peer) == message.number:
+            return []  # it repeats its request
+        if peer not in self._waiting and len(self._waiting) + len(self._read_for) >= MOST_WAITING:
             text = f"got more than {MOST_WAITING} subscribers of feed {self._feed!r}, expected fewer"
             return [self._send(peer, Noted(number=message.number, refusal=text))]
         self._waiting[peer] = _Waiting(message.number, message.cursor, now)
         return self._serve([peer])
 
     def _serve(self, peers: Sequence[bytes]) -> list[Effect]:
-        """Read the next step of each subscriber that waits and for which there is one, from the log."""
+        """Read the next step of each subscriber that waits and for which there is one, from the log.
+
+        One step at a time is read for a subscriber, or its requests would take the memory of many steps.
+        """
         effects: list[Effect] = []
         for peer in peers:
             number, cursor, _ = self._waiting[peer]
+            if peer in self._read_for:
+                continue
             at = bisect_left(self._complete, cursor, key=lambda step: step.cursor)
             if at == len(self._complete) or self._complete[at].cursor >= self._journal.safe_upto:
                 continue
             del self._waiting[peer]
             step = self._complete[at]
+            if self._journal.keeps:
+                self._read_for[peer] = number
             reading = next((each for each in self._reading if each.step is step and not each.parts), None)
             if reading is not None:
                 reading.to.append((peer, number))
@@ -335,7 +346,10 @@ class StepValues:
         if len(reading.parts) < len(reading.step.lsns):
             return []
         self._reading.popleft()
-        return self._deliver(reading)
+        peers = [peer for peer, _ in reading.to]
+        for peer in peers:
+            del self._read_for[peer]
+        return self._deliver(reading) + self._serve([peer for peer in peers if peer in self._waiting])
 
     def _deliver(self, reading: _Reading) -> list[Effect]:
         """Send a step to its subscribers."""
@@ -343,17 +357,15 @@ class StepValues:
         partitions, seqs = self._locate(merged.ids)
         lineage, step, names = reading.step.key
         payload = tuple(column.astype("<f8").tobytes() for column in merged.values)
+        answer = Results(
+            feed=self._feed, number=0, cursor=reading.step.cursor + 1, lineage=lineage, step=step, names=names,
+            streams=list(self.streams), streams_u32=merged.ids[:, 0].astype("<u4").tobytes(),
+            indices_u64=merged.ids[:, 1].astype("<u8").tobytes(), parts_u32=merged.ids[:, 2].astype("<u4").tobytes(),
+            partitions_u32=partitions.astype("<u4").tobytes(), seqs_u64=seqs.astype("<u8").tobytes(),
+        )  # fmt: skip
         return [
-            self._send(peer, Results(
-                feed=self._feed, number=number, cursor=reading.step.cursor + 1, lineage=lineage,
-                step=step, names=names, streams=list(self.streams),
-                streams_u32=merged.ids[:, 0].astype("<u4").tobytes(),
-                indices_u64=merged.ids[:, 1].astype("<u8").tobytes(),
-                parts_u32=merged.ids[:, 2].astype("<u4").tobytes(),
-                partitions_u32=partitions.astype("<u4").tobytes(), seqs_u64=seqs.astype("<u8").tobytes(),
-            ), payload)
-            for peer, number in reading.to
-        ]  # fmt: skip
+            self._send(peer, msgspec.structs.replace(answer, number=number), payload) for peer, number in reading.to
+        ]
 
     # Answers
 

@@ -141,6 +141,31 @@ def test_one_that_subscribes_now_gets_what_comes_from_now_on() -> None:
     assert [message.step for message, _ in desk.had] == [2, 1], "in the order in which they were complete"
 
 
+def test_one_step_at_a_time_is_read_for_a_subscriber() -> None:
+    """A flood of requests takes the memory of one step, and the newest request is answered in the end."""
+    desk = Desk(True)
+    for dp in range(DP):
+        for cp in range(CP):
+            desk.perform(desk.values.report(b"t", *part_of(0, 1, dp, cp), 0, STEPS))
+    desk.sync()
+    flood = [AskResults(feed="train", number=number // 2, cursor=0) for number in range(100)]
+    effects = [effect for each in flood for effect in desk.values.ask(b"s", each, 0.0)]
+    answers = list[Results]()
+    for count in (DP * CP, DP * CP, 0):
+        assert len(effects) == count, "the records of one step"
+        reads, effects = effects, []
+        for read in reads:
+            assert isinstance(read, Recall)
+            record = msgspec.msgpack.decode(desk.log[read.lsn], type=ValuesReported)
+            for effect in desk.values.recalled(Recalled("train", read.lsn, record)):
+                if isinstance(effect, SendTrainer):
+                    assert isinstance(effect.envelope.message, Results)
+                    answers.append(effect.envelope.message)
+                else:
+                    effects.append(effect)
+    assert [(each.number, each.step) for each in answers] == [(0, 0), (49, 0)]
+
+
 def returned_by(done: set[int]) -> Callable[[int, int], int]:
     """Ranks whose parts are ``done`` have returned step 0."""
     return lambda part, parts: int(part in done and parts == DP * CP)
