@@ -160,6 +160,8 @@ class BrokerService:
         self._asked: deque[tuple[Change, Future[Answer]]] = deque()
         self._answers: dict[int, Future[Answer]] = {}
         self._drain_until: float | None = None
+        self._copied_until: float | None = None
+        """Time until which a broker that stops waits for the standby to copy the log."""
         self._drain_asked = threading.Event()
         self._stop_now = False
         self._hands_over = False
@@ -303,7 +305,8 @@ class BrokerService:
     def drain(self) -> None:
         """Serve the steps that are formed, then stop; a second call stops at once.
 
-        With a standby that may take over, stop at once: producers and trainers move to it.
+        With a standby that may take over, stop at once: producers and trainers move to it. A standby that still copies
+        the log gets half of ``drain_timeout`` to do so. Otherwise none would serve after this broker.
 
         Safe in any thread and in signal handlers.
         """
@@ -429,16 +432,30 @@ class BrokerService:
             self._answers[change.token] = future
             self._handle(change)
         if self._drain_asked.is_set() and self._drain_until is None:
-            self.counters.ready = False
-            self._drain_until = now + self.config.drain_timeout_s
-            if self._shipping is not None and self._shipping.may_hand_over:
-                self._hands_over = True
-                log.info("stopping: the standby takes over, and producers and trainers move to it")
+            self._begin_to_stop(now)
+            if self._hands_over:
                 return
-            log.info("draining: serving the steps that are formed, for at most %.0f s", self.config.drain_timeout_s)
-            self._handle(Drain())
-            self._publish(self._reporter.take(now))
         self._send_all_bundles()
+
+    def _begin_to_stop(self, now: float) -> None:
+        """Hand over to the standby, wait for one that copies the log, or drain."""
+        self.counters.ready = False
+        if self._shipping is not None and self._shipping.may_hand_over:
+            self._hands_over = True
+            log.info("stopping: the standby takes over, and producers and trainers move to it")
+            return
+        half_s = self.config.drain_timeout_s / 2
+        if self._shipping is not None and self._shipping.lets_in:
+            if self._copied_until is None:
+                self._copied_until = now + half_s
+                log.info("stopping: waiting at most %.0f s until the standby has copied the log", half_s)
+            if now < self._copied_until:
+                return
+        drain_s = self.config.drain_timeout_s if self._copied_until is None else half_s
+        self._drain_until = now + drain_s
+        log.info("draining: serving the steps that are formed, for at most %.0f s", drain_s)
+        self._handle(Drain())
+        self._publish(self._reporter.take(now))
 
     def _give_back_memory(self, now: float) -> None:
         """Give freed memory back to the system, if the process has grown much since the last time.

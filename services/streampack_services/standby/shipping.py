@@ -38,6 +38,9 @@ SAY_S = 10.0
 """Least seconds between two log lines about cut connections."""
 LINGER_MS = 500
 """Milliseconds that the last message may take to leave."""
+GOODBYE_S = 1.0
+"""Seconds from the last message to the end of the connection. A standby that has not read the message by then loses it:
+ZeroMQ drops what is unread when a connection ends (``ZMQ_IMMEDIATE``)."""
 MAX_MESSAGE_BYTES = 1 << 20
 """Most bytes of a message of the standby, which sends no payload."""
 UNREAD_BYTES = 8 << 20
@@ -150,10 +153,18 @@ class Shipping:
         """True if the standby may take over at once."""
         return not self.over and self.shipper.may_hand_over
 
+    @property
+    def lets_in(self) -> bool:
+        """True if the standby copies the log, and may take over soon."""
+        return not self.over and self.shipper.lets_in
+
     def leave(self, finished: bool) -> None:
-        """Tell the standby that this broker ends; ``finished``: and the run with it."""
-        for effect in self.shipper.leave(finished):
+        """Tell the standby that this broker ends, and give it time to read that; ``finished``: and the run with it."""
+        effects = self.shipper.leave(finished)
+        for effect in effects:
             self._perform(effect)
+        if effects:
+            time.sleep(GOODBYE_S)
 
     def close(self) -> None:
         """Close the socket, and end the thread; idempotent."""

@@ -161,8 +161,22 @@ class LogShipper:
     @property
     def may_hand_over(self) -> bool:
         """True if the standby may take over at once, and has been heard of in the last two seconds."""
-        written = len(self.entry.members) > 1 and self._pending is None
-        return written and bool(self.standby) and self._silent_s <= HEARD_S
+        return self._is_written and self._hears_standby
+
+    @property
+    def lets_in(self) -> bool:
+        """True if the standby copies the log, and may take over once an entry names it."""
+        return not self.over and not self._is_written and self._hears_standby
+
+    @property
+    def _is_written(self) -> bool:
+        """True if the newest entry names the standby as a member."""
+        return len(self.entry.members) > 1 and self._pending is None
+
+    @property
+    def _hears_standby(self) -> bool:
+        """True if the standby has been heard of in the last two seconds."""
+        return bool(self.standby) and self._silent_s <= HEARD_S
 
     def leave(self, finished: bool) -> list[Effect]:
         """Return the effects of this broker's end: the standby is told, which need not wait then."""

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from streampack.core.protocol.events import Effect, Tick
 from streampack.core.protocol.message import Envelope, Message
-from streampack.core.protocol.standby_messages import HandOver, Lead, LogRecords
-from streampack.core.standby.arbiter_entries import CreateEntry, Entry, Newest
+from streampack.core.protocol.standby_messages import Follow, HandOver, Lead, LogRecords
+from streampack.core.standby.arbiter_entries import CreateEntry, Entry, EntryWritten, Newest
 from streampack.core.standby.log_follower import LogFollower
-from streampack.core.standby.standby_events import FromPeer
+from streampack.core.standby.log_shipper import LogShipper
+from streampack.core.standby.standby_events import FromPeer, LogState
 
 RUN, EPOCH, TAKEOVER_S = 7, 3, 10.0
 LEAD = Lead(process="p2", entry=1, is_member=True, first_lsn=0)
@@ -64,3 +65,24 @@ def test_the_next_active_broker_gets_its_own_time() -> None:
     entry = Entry(number=2, epoch=EPOCH + 1, active="c", process="p3", log_id="log2", members=("c", "b"))
     standby.handle(Newest(entry))
     assert not takes_over(standby, TAKEOVER_S - 1)
+
+
+def test_a_broker_tells_a_standby_that_copies_its_log_from_one_that_may_take_over() -> None:
+    entry = Entry(number=1, epoch=EPOCH, active="a", process="p1", log_id="log", members=("a",))
+    shipper = LogShipper(RUN, entry, 5, goes_on=True, lost_s=TAKEOVER_S)
+    shipper.handle(LogState(0, 5, 5))
+
+    def follows(safe_upto: int) -> list[Effect]:
+        message = Follow(name="b", process="p2", log_epoch=EPOCH, have_upto=safe_upto, safe_upto=safe_upto)
+        return shipper.handle(FromPeer(Envelope(run=RUN, epoch=EPOCH, fence=0, message=message), b"b"))
+
+    assert not shipper.lets_in, "no standby"
+    follows(0)
+    assert (shipper.lets_in, shipper.may_hand_over) == (True, False)
+    (written,) = [each.entry for each in follows(5) if isinstance(each, CreateEntry)]
+    assert (shipper.lets_in, shipper.may_hand_over) == (True, False), "the arbiter has not answered"
+    shipper.handle(EntryWritten(written, written))
+    assert (shipper.lets_in, shipper.may_hand_over) == (False, True)
+    for second in range(4):
+        shipper.handle(Tick(float(second)))
+    assert (shipper.lets_in, shipper.may_hand_over) == (False, False), "a silent standby"

@@ -87,6 +87,21 @@ def test_a_broker_that_is_stopped_hands_over_at_once() -> None:
         second.wait_for("this broker is active, with entry 3", timeout_s=60)
 
 
+def test_a_broker_that_is_stopped_waits_for_a_standby_that_copies_its_log() -> None:
+    """Without a wait, the standby would never be allowed to take over, and none would serve."""
+    with pair(takeover_s=120) as found:
+        first = found.start("a")
+        first.wait_for(" broker: ready\n")
+        second = found.start("b", "--standby")
+        first.wait_for("the standby b follows this broker")
+        second.signal(signal.SIGSTOP)
+        first.signal(signal.SIGTERM)
+        first.wait_for("stopping: ")
+        second.signal(signal.SIGCONT)
+        assert first.end() == 0
+        second.wait_for("this broker is active, with entry 3", timeout_s=60)
+
+
 def test_a_standby_with_other_rules_or_a_third_one_is_told_why() -> None:
     with pair() as found:
         first = found.start("a")
