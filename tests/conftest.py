@@ -10,6 +10,7 @@ that tests start inherit it.
 import gc
 import os
 import signal
+from itertools import islice, pairwise
 
 import pytest
 from hypothesis import settings
@@ -21,20 +22,34 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SLOW = (
-    "test_kills_change_no_step_and_each_row_is_delivered_once", "test_512_ranks_are_cells", "test_a_first_run_is_inter",
-    "test_a_sample_and_its_row_are_found_by_each_other[webdataset]", "test_relay_deaths.py", "test_frameworks_torch",
+    "test_frameworks_ray.py", "test_512_ranks_are_cells", "test_a_first_run_is_interrupted", "test_relay_deaths.py",
+    "test_a_sample_and_its_row_are_found_by_each_other[webdataset]", "test_frameworks_torch",
     "test_public_names_of_the_frameworks_integrations", "test_an_rl_loop_with_relays_and_standbys", "test_pods.py",
     "test_the_loop_goes_on_whoever_is_killed", "test_every_transition_is_reached", "test_the_quickstart_runs",
 )  # fmt: skip
-"""Parts of the names of tests that take more than 40 s each. They come first, or all other workers wait for them."""
+"""Parts of the names of tests that take more than 40 s each, or of files with such tests, which share a fixture."""
 
 settings.register_profile("streampack", deadline=None)
 settings.load_profile("streampack")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put slow tests first."""
-    items.sort(key=lambda item: not any(name in item.nodeid for name in SLOW))
+    """Give each worker slow tests first, or all others wait for them at the end.
+
+    pytest-xdist cuts the list into equal parts, one for each worker. A worker that is done takes tests from another's
+    end.
+    """
+    parts = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    slow: list[list[pytest.Item]] = [[] for _ in range(parts)]
+    for number, name in enumerate(SLOW):
+        slow[number % parts] += [item for item in items if name in item.nodeid]
+    others = iter([item for item in items if not any(name in item.nodeid for name in SLOW)])
+    bounds = [len(items) * part // parts for part in range(parts + 1)]
+    items[:] = [
+        item
+        for part, (begin, end) in enumerate(pairwise(bounds))
+        for item in [*slow[part], *islice(others, max(end - begin - len(slow[part]), 0))]
+    ] + list(others)
 
 
 def pytest_collection_finish() -> None:
