@@ -147,19 +147,21 @@ class Partitions:
         """
         streams = self.streams_of(feed)
         partitions, seqs = np.zeros(len(ids), np.int64), np.full(len(ids), -1, np.int64)
-        for row, (number, index, _) in enumerate(ids.tolist()):
-            if number >= len(streams):
-                continue
-            stream = streams[number]
-            partition, seq = index % stream.terms.partitions, index // stream.terms.partitions
-            partitions[row], seqs[row] = partition, seq
-            intake = self.intakes[stream.first + partition]
-            if intake.staged is not None:
-                at = bisect_right(intake.places, seq, key=lambda place: place.stop_seq)
-                place = intake.places[at] if at < len(intake.places) else None
-                known = place is not None and place.sent is not None and place.base_seq <= seq
-                seqs[row] = place.sent[seq - place.base_seq] if known and place is not None else -1
+        for number in np.unique(ids[ids[:, 0] < len(streams), 0]).tolist():
+            stream, rows = streams[number], np.flatnonzero(ids[:, 0] == number)
+            seqs[rows], partitions[rows] = np.divmod(ids[rows, 1], stream.terms.partitions)
+            if self.intakes[stream.first].staged is not None:
+                for row in rows.tolist():
+                    seqs[row] = self._sent_as(stream.first + int(partitions[row]), int(seqs[row]))
         return partitions, seqs
+
+    def _sent_as(self, p: int, seq: int) -> int:
+        """Return the number with which sample ``seq`` of a partition with late fields was sent; -1 if it is lost."""
+        places = self.intakes[p].places
+        at = bisect_right(places, seq, key=lambda place: place.stop_seq)
+        place = places[at] if at < len(places) else None
+        known = place is not None and place.sent is not None and place.base_seq <= seq
+        return int(place.sent[seq - place.base_seq]) if known and place is not None and place.sent is not None else -1
 
     def next_seq(self, p: int) -> int:
         """Return the sequence number of the sample that the holder of partition ``p`` is to send next."""
