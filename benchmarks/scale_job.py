@@ -110,8 +110,9 @@ class Chunks:
         self._next += 1
         words = lengths.astype("<u4")
         return Chunk(
-            (read.lease.stream, read.lease.partition), read.session, words.tobytes(), bytes(4 * len(words)),
-            (words - 1).tobytes(), len(words), len(payload), (0, 0, self._next), {}, (payload,),
+            stream=read.lease.stream, partition=read.lease.partition, session=read.session, lengths_u32=words.tobytes(),
+            crcs_u32=bytes(4 * len(words)), loss_tokens_u32=(words - 1).tobytes(), num_bytes=len(payload),
+            cursor=(0, 0, self._next), payload=(payload,),
         )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 The folders stand in the order in which samples pass them:
 
 - ``model``: the data types: samples, fields, steps, rules, snapshots.
+- ``columns``: the columns of samples, each declared once.
 - ``intake``: the producers' side: leases partitions, and checks and admits samples.
 - ``merge``: the order in which the samples of all partitions are taken.
 - ``packers``: the choice of samples that share a budget. Packers know only lengths.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from streampack.core.model.bounded import MAX_CHUNK_SAMPLES
 from streampack.core.model.samples import I64
 from streampack.core.protocol.producer_messages import Lease
-from streampack.core.sessions.producer_base import Chunk, PartitionKey, Session
+from streampack.core.sessions.producer_base import Chunk, Session
 from streampack.core.stats.sample_warnings import NO_LOSS_TOKENS
 from streampack.errors import ConfigError, SampleError
 from streampack.producer.chunk import Gathered, TokenChunk
@@ -107,7 +107,6 @@ def chunk_of(batch: TokenChunk, lease: Lease, session: Session, crcs_of: CrcsOf 
 
     Raises SampleError for a batch larger than the largest chunk, which no credit would ever allow.
     """
-    key: PartitionKey = (lease.stream, lease.partition)
     ends = np.zeros(len(batch.lengths) + 1, np.int64)
     np.cumsum(batch.lengths, out=ends[1:])
     columns, num_bytes = [_column(batch.tokens, ends)], batch.tokens.nbytes
@@ -133,9 +132,9 @@ def chunk_of(batch: TokenChunk, lease: Lease, session: Session, crcs_of: CrcsOf 
     crcs, payload_crc = crcs_of(columns)
     loss = np.maximum(batch.lengths, 1) - 1 if batch.loss_tokens is None else batch.loss_tokens
     return Chunk(
-        key=key, session=session, lengths_u32=batch.lengths.astype("<u4").tobytes(),
-        crcs_u32=crcs.astype("<u4").tobytes(), loss_tokens_u32=loss.astype("<u4").tobytes(),
-        num_samples=len(batch.lengths), num_bytes=num_bytes, cursor=batch.cursor, rejected=batch.rejected,
+        stream=lease.stream, partition=lease.partition, session=session,
+        lengths_u32=batch.lengths.astype("<u4").tobytes(), crcs_u32=crcs.astype("<u4").tobytes(),
+        loss_tokens_u32=loss.astype("<u4").tobytes(), num_bytes=num_bytes, cursor=batch.cursor, rejected=batch.rejected,
         lost_tokens=batch.lost_tokens, pass_ended=batch.pass_ended, payload=tuple(data.data for data, _ in columns),
         payload_crc=payload_crc, warnings=_sent(batch.warnings),
     )  # fmt: skip

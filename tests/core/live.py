@@ -334,9 +334,9 @@ class Live:
         samples = [tokens_of(*key, seq, length) for seq, length in enumerate(mine, read.seq)]
         column, empty = np.array(mine), mine.count(0)
         self._to_producer(peer, Chunk(
-            key=key, session=read.session, lengths_u32=column.astype("<u4").tobytes(),
+            stream=key[0], partition=key[1], session=read.session, lengths_u32=column.astype("<u4").tobytes(),
             crcs_u32=np.array([crc32c(sample) for sample in samples], "<u4").tobytes(),
-            loss_tokens_u32=np.maximum(column - 1, 0).astype("<u4").tobytes(), num_samples=len(mine),
+            loss_tokens_u32=np.maximum(column - 1, 0).astype("<u4").tobytes(),
             num_bytes=4 * sum(mine), cursor=(stop, 0, 0), rejected={"empty": empty} if empty else {},
             payload=(b"".join(samples),), pass_ended=stop % pass_samples == 0,
         ))  # fmt: skip

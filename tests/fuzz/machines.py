@@ -292,8 +292,8 @@ def _run_producer(data: bytes) -> None:
 def _pushed(length: int) -> Chunk:
     message = chunk_message("p", 0, 0, [length]).message
     return Chunk(
-        key=("p", 0), session=(0, 0), lengths_u32=message.lengths_u32, crcs_u32=message.crcs_u32,  # type: ignore[attr-defined]
-        loss_tokens_u32=message.loss_tokens_u32, num_samples=1, num_bytes=4 * length, cursor=(0, 0, 0), rejected={},  # type: ignore[attr-defined]
+        stream="p", partition=0, session=(0, 0), lengths_u32=message.lengths_u32, crcs_u32=message.crcs_u32,  # type: ignore[attr-defined]
+        loss_tokens_u32=message.loss_tokens_u32, num_bytes=4 * length, cursor=(0, 0, 0), rejected={},  # type: ignore[attr-defined]
         payload=(bytes(4 * length),),
     )  # fmt: skip
 

@@ -314,8 +314,9 @@ class World:
 def _chunk(session: PushSession, lengths: list[int]) -> Chunk:
     message: Any = chunk_message("p", session.partition, 0, lengths).message
     return Chunk(
-        key=("p", session.partition), session=(0, 0), lengths_u32=message.lengths_u32, crcs_u32=message.crcs_u32,
-        loss_tokens_u32=message.loss_tokens_u32, num_samples=len(lengths), num_bytes=4 * sum(lengths),
+        stream="p", partition=session.partition, session=(0, 0), lengths_u32=message.lengths_u32,
+        crcs_u32=message.crcs_u32,
+        loss_tokens_u32=message.loss_tokens_u32, num_bytes=4 * sum(lengths),
         cursor=(session.incarnation, 0, session.buffer.next_seq + len(lengths)), rejected={},
         payload=(bytes(4 * sum(lengths)),), policy_version=session.policy_version or 0,
     )  # fmt: skip

@@ -302,8 +302,9 @@ def chunk_of(read: Read) -> Chunk | EndOfPartition:
     message = envelope.message
     assert isinstance(message, Samples)
     return Chunk(
-        key=key, session=read.session, lengths_u32=message.lengths_u32, crcs_u32=message.crcs_u32,
-        loss_tokens_u32=message.loss_tokens_u32, num_samples=count, num_bytes=4 * sum(LENGTHS), cursor=message.cursor,
+        stream=key[0], partition=key[1], session=read.session, lengths_u32=message.lengths_u32,
+        crcs_u32=message.crcs_u32,
+        loss_tokens_u32=message.loss_tokens_u32, num_bytes=4 * sum(LENGTHS), cursor=message.cursor,
         rejected=message.rejected, payload=envelope.payload,
     )  # fmt: skip
 

@@ -172,9 +172,9 @@ def chunk_of(case: Case, key: PartitionKey, session: Session, start: int, stop: 
     media, offsets = case.media_frames(stream, partition, range(start, stop)), case.byte_offsets(stream, partition)
     payload, empty = (b"".join(samples), *fields, *media), int((lengths == 0).sum())
     return Chunk(
-        key=key, session=session, lengths_u32=lengths.astype("<u4").tobytes(),
+        stream=key[0], partition=key[1], session=session, lengths_u32=lengths.astype("<u4").tobytes(),
         crcs_u32=np.array([case.sent_crc(stream, partition, seq) for seq in range(start, stop)], "<u4").tobytes(),
-        loss_tokens_u32=np.maximum(lengths - 1, 0).astype("<u4").tobytes(), num_samples=len(samples),
+        loss_tokens_u32=np.maximum(lengths - 1, 0).astype("<u4").tobytes(),
         num_bytes=offsets[stop] - offsets[start], cursor=(stop, 0, 0),
         rejected={"empty": empty} if empty else {}, payload=payload,
         pass_ended=stop % case.pass_samples == 0 or stop == len(case.lengths(stream, partition)),

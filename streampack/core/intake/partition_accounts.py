@@ -11,6 +11,7 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
+from streampack.core.columns.chunk_body import chunk_as
 from streampack.core.intake.chunk_check import ReceivedChunk, parse_chunk
 from streampack.core.intake.partition_records import PartitionRecords, repeated_of
 from streampack.core.intake.partitions import Partitions
@@ -188,12 +189,7 @@ class PartitionAccounts:
         intake.recalling = False
         if self._partitions.stream_of[p].merge.awaits_state:  # it is read again from there
             return None, []
-        message = Samples(
-            stream=record.stream, partition=record.partition, base_seq=record.base_seq, lengths_u32=record.lengths_u32,
-            crcs_u32=record.crcs_u32, loss_tokens_u32=record.loss_tokens_u32, cursor=record.cursor,
-            rejected=record.rejected, lost_tokens=record.lost_tokens, pass_ended=record.pass_ended, keep=record.keep,
-            shared_u32=record.shared_u32,
-        )  # fmt: skip
+        message = chunk_as(Samples, record)
         envelope = Envelope(run=self._run, epoch=0, fence=0, message=message, payload=event.payload)
         chunk = parse_chunk(envelope, message, self._partitions.stream_of[p].terms)
         assert isinstance(chunk, ReceivedChunk)  # the chunk was checked before it was recorded

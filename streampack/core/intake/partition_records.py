@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from typing import Any
 
-import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
+from streampack.core.columns.chunk_body import chunk_as
 from streampack.core.intake.chunk_check import ReceivedChunk
 from streampack.core.intake.intake import Intake
 from streampack.core.intake.partitions import Partitions
@@ -89,18 +90,11 @@ class PartitionRecords:
             repeated = found if found.any() else None
             flags = UNSET if repeated is None else repeated.astype(np.uint8).tobytes()
             keyed = ChunkKeys(write=message.write, digests=message.keys, repeated=flags)
-        skip = first - message.base_seq
-        record = ChunkAdmitted(
-            stream=message.stream, partition=message.partition, base_seq=first,
-            lengths_u32=message.lengths_u32[4 * skip :], crcs_u32=message.crcs_u32[4 * skip :],
-            loss_tokens_u32=message.loss_tokens_u32[4 * skip :], cursor=message.cursor,
-            rejected=message.rejected if not skip else {}, lost_tokens=message.lost_tokens if not skip else 0,
-            pass_ended=message.pass_ended, keep=message.keep, policy_version=message.policy_version,
-            stale=stale or UNSET, keyed=keyed,
-            shared_u32=message.shared_u32[4 * skip :] if message.shared_u32 is not UNSET else UNSET,
-        )  # fmt: skip
+        facts: dict[str, Any] = {"stale": stale or UNSET, "keyed": keyed}
         if sent is not None:
-            record = ChunkCompleted(**msgspec.structs.asdict(record), sent_u64=sent.astype("<u8").tobytes())
+            facts["sent_u64"] = sent.astype("<u8").tobytes()
+        kind = ChunkAdmitted if sent is None else ChunkCompleted
+        record = chunk_as(kind, message, first - message.base_seq, ("keys", "write", "warnings"), **facts)
         effects = self._journal.append(record, chunk.envelope.payload if stream.terms.pushed else ())
         lsn = self._journal.next_lsn - 1
         self._note_chunk(p, lsn, record)

@@ -13,9 +13,9 @@ from typing import ClassVar
 import msgspec
 from msgspec import Struct, UnsetType
 
+from streampack.core.columns.chunk_body import ChunkBody
 from streampack.core.model.rules import Rules, RulesChange
-from streampack.core.model.samples import Keep
-from streampack.core.model.snapshot import Count, Cursor, Snapshot
+from streampack.core.model.snapshot import Count, Snapshot
 
 
 class Record(Struct, frozen=True, kw_only=True):
@@ -118,7 +118,7 @@ class ChunkKeys(Struct, frozen=True, kw_only=True):
     repeated: bytes | UnsetType = msgspec.UNSET
 
 
-class ChunkAdmitted(Record, frozen=True, kw_only=True):
+class ChunkAdmitted(ChunkBody, Record, frozen=True, kw_only=True):
     """A chunk was admitted as the next chunk in its feed's order of arrival; the columns are those of ``Samples``.
 
     The payload of a pushed chunk is in the record as it came: a tree has its shared tokens once. If ``stale``, its
@@ -126,21 +126,8 @@ class ChunkAdmitted(Record, frozen=True, kw_only=True):
     """
 
     TYPE: ClassVar[int] = 3
-    stream: str
-    partition: int
-    base_seq: int
-    lengths_u32: bytes
-    crcs_u32: bytes
-    loss_tokens_u32: bytes
-    cursor: Cursor
-    rejected: dict[str, int] = {}
-    lost_tokens: int = 0
-    pass_ended: bool = False
-    keep: Keep | UnsetType = msgspec.UNSET
-    policy_version: Count | UnsetType = msgspec.UNSET
     stale: bool | UnsetType = msgspec.UNSET
     keyed: ChunkKeys | UnsetType = msgspec.UNSET
-    shared_u32: bytes | UnsetType = msgspec.UNSET
 
 
 class SamplesRejected(Record, frozen=True, kw_only=True):
@@ -291,25 +278,14 @@ class KeysKept(Record, frozen=True, kw_only=True):
     keys: bytes
 
 
-class ChunkStaged(Record, frozen=True, kw_only=True):
+class ChunkStaged(ChunkBody, Record, frozen=True, kw_only=True):
     """A pushed chunk came that waits for its late fields; the columns are those of ``Samples``, as is the payload.
 
     Its samples are admitted later, in the order in which they are complete, by records ``ChunkCompleted``.
     """
 
     TYPE: ClassVar[int] = 17
-    stream: str
-    partition: int
-    base_seq: int
-    lengths_u32: bytes
-    crcs_u32: bytes
-    loss_tokens_u32: bytes
-    cursor: Cursor
-    rejected: dict[str, int] = {}
-    lost_tokens: int = 0
-    keep: Keep | UnsetType = msgspec.UNSET
-    policy_version: Count | UnsetType = msgspec.UNSET
-    shared_u32: bytes | UnsetType = msgspec.UNSET
+    pass_ended: bool | UnsetType = msgspec.UNSET
 
 
 class ChunkCompleted(ChunkAdmitted, frozen=True, kw_only=True):

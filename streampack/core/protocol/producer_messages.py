@@ -7,9 +7,10 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta, Struct, UnsetType
 
+from streampack.core.columns.chunk_body import SentChunk
 from streampack.core.model.bounded import MAX_STREAMS, Host, Name, Small, Text
 from streampack.core.model.fields import MAX_FIELDS, Field
-from streampack.core.model.samples import Keep, Share
+from streampack.core.model.samples import Share
 from streampack.core.model.snapshot import Count, Cursor
 from streampack.core.protocol.message import Message
 
@@ -47,7 +48,7 @@ class Hello(Message, frozen=True, kw_only=True):
     offers: Annotated[list[Offer], Meta(max_length=MAX_STREAMS)]
 
 
-class Samples(Message, frozen=True, kw_only=True):
+class Samples(SentChunk, Message, frozen=True, kw_only=True):
     """A chunk of n consecutive samples of one partition.
 
     Payload: the tokens, [tokens], then a frame for each field of the lease, [tokens, ...], or [n, ...] for axis
@@ -55,41 +56,9 @@ class Samples(Message, frozen=True, kw_only=True):
     leave out the tokens that a sample shares. Fields with ``align: target`` have a value for each token of each sample.
     Late fields have no frame: their values come with ``Amend``. If the lease has fields for media, two frames follow.
     The first is uint32 [n, 2], the items of each sample and the bytes of their media. The second has these bytes.
-
-    Attributes:
-        base_seq: Number of the first sample in its partition.
-        lengths_u32: [n], tokens of each sample; 0 if the producer rejected it.
-        crcs_u32: [n], CRC32C of each sample's bytes in all frames.
-        loss_tokens_u32: [n], labels of each sample that count in the loss.
-        cursor: Place in the source after the last sample.
-        rejected: Number of rejected samples by reason.
-        lost_tokens: Tokens of overlong samples that the producer cut or dropped.
-        pass_ended: True if the last sample is the last of its pass over the partition.
-        keep: The chunk is a group that no pack, or no step, may split; for pushed samples only.
-        policy_version: Version of the policy that made all samples; for pushed samples only.
-        keys: [n], key of each sample, 16 bytes; the broker admits one sample of a key. For pushed samples only.
-        write: Number of the write to which the keys belong.
-        shared_u32: [n], tokens that each sample shares with the sample before it; absent without trees.
-        warnings: Number of samples by warning, a word of ``stats.sample_warnings``; absent if there are none.
     """
 
     TYPE: ClassVar[int] = 2
-    stream: Name
-    partition: Small
-    base_seq: Count
-    lengths_u32: bytes
-    crcs_u32: bytes
-    loss_tokens_u32: bytes
-    cursor: Cursor
-    rejected: Annotated[dict[Name, Count], Meta(max_length=64)] = msgspec.field(default_factory=dict)
-    lost_tokens: Count = 0
-    pass_ended: bool = False
-    keep: Keep | UnsetType = msgspec.UNSET
-    policy_version: Count | UnsetType = msgspec.UNSET
-    keys: bytes | UnsetType = msgspec.UNSET
-    write: Count | UnsetType = msgspec.UNSET
-    shared_u32: bytes | UnsetType = msgspec.UNSET
-    warnings: Annotated[dict[Name, Count], Meta(max_length=64)] | UnsetType = msgspec.UNSET
 
 
 class Eos(Message, frozen=True, kw_only=True):

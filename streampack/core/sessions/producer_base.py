@@ -11,11 +11,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
-import msgspec
-from msgspec import Struct, UnsetType
+from msgspec import Struct
 
-from streampack.core.model.samples import Keep
-from streampack.core.model.snapshot import Cursor
+from streampack.core.columns.chunk_body import SentChunk
 from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick, Unsent
 from streampack.core.protocol.message import Bye, Envelope, Message
 from streampack.core.protocol.producer_messages import Flow, Hello, Lease, Offer, ProducerPing, SourceSize
@@ -35,47 +33,27 @@ Session = tuple[int, int]
 """(epoch of the broker, number of the session): every broker counts its sessions from 1."""
 
 
-class Chunk(Event, frozen=True):
-    """Samples that are sent in one message.
+class Chunk(SentChunk, Event, frozen=True, kw_only=True):
+    """Samples that are sent in one message; the session numbers them when it sends them.
 
     Attributes:
         session: The session of the lease for which the shell read the samples.
-        lengths_u32, crcs_u32, loss_tokens_u32: Tokens, checksum and loss tokens of each sample: little-endian uint32.
-        num_bytes: Bytes of the tokens and of the fields that have a value for each token; credit counts these.
-        cursor: Place in the source after the last sample.
-        rejected: Number of rejected samples by reason.
+        num_bytes: Bytes of the tokens and of the fields that have a value for each token; credit counts these. The
+            payload of a chunk with shared tokens is smaller.
         payload: The tokens and each field, concatenated over the samples.
-        lost_tokens: Tokens that the producer cut from samples.
-        pass_ended: True if a pass over the source ends with these samples.
-        keep: Keep the samples together, in one pack or one step.
-        policy_version: Version of the policy that made the samples.
-        keys: Key of each sample, 16 bytes.
-        write: Number of the write to which the keys belong.
         payload_crc: CRC32C of the payload's concatenated frames, if known.
-        shared_u32: Tokens that each sample shares with the sample before it; the payload of such a chunk is smaller
-            than ``num_bytes``.
-        warnings: Number of samples by warning, a word of ``core.stats.sample_warnings``.
     """
 
-    key: PartitionKey
+    base_seq: int = 0
     session: Session
-    lengths_u32: bytes
-    crcs_u32: bytes
-    loss_tokens_u32: bytes
-    num_samples: int
     num_bytes: int
-    cursor: Cursor
-    rejected: dict[str, int]
     payload: tuple[object, ...]
-    lost_tokens: int = 0
-    pass_ended: bool = False
-    keep: Keep | UnsetType = msgspec.UNSET
-    policy_version: int | UnsetType = msgspec.UNSET
     payload_crc: int | None = None
-    keys: bytes | UnsetType = msgspec.UNSET
-    write: int | UnsetType = msgspec.UNSET
-    shared_u32: bytes | UnsetType = msgspec.UNSET
-    warnings: dict[str, int] | UnsetType = msgspec.UNSET
+
+    @property
+    def key(self) -> PartitionKey:
+        """The partition."""
+        return self.stream, self.partition
 
 
 class Failed(Event, frozen=True):

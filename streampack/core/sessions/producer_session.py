@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from streampack.core.columns.chunk_body import chunk_as
 from streampack.core.model.phases import Phases
 from streampack.core.protocol.events import Effect, Event, Report
 from streampack.core.protocol.message import Bye, Message, Reject, Who
@@ -252,12 +253,7 @@ class ProducerSession(Sender):
         stop = held.next_seq + chunk.num_samples
         if not held.window.allows(stop, chunk.num_bytes):
             return []
-        samples = Samples(
-            stream=chunk.key[0], partition=chunk.key[1], base_seq=held.next_seq, lengths_u32=chunk.lengths_u32,
-            crcs_u32=chunk.crcs_u32, loss_tokens_u32=chunk.loss_tokens_u32, cursor=chunk.cursor,
-            rejected=chunk.rejected, lost_tokens=chunk.lost_tokens, pass_ended=chunk.pass_ended,
-            warnings=chunk.warnings,
-        )  # fmt: skip
+        samples = chunk_as(Samples, chunk, base_seq=held.next_seq)
         held.next_seq = stop
         held.window.sent_bytes += chunk.num_bytes
         held.chunk = None

@@ -18,6 +18,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from streampack.core.columns.chunk_body import chunk_as
 from streampack.core.journal.log_records import ChunkStaged
 from streampack.core.media.media_counts import MEDIA_COUNT_BYTES, media_sizes
 from streampack.core.model.fields import Field
@@ -240,11 +241,10 @@ class StagedChunk:
 
     def _message(self, base_seq: int, lengths: NDArray[Any], crcs: NDArray[Any], loss: NDArray[Any]) -> Samples:
         """Return a message with samples of this chunk, numbered from ``base_seq`` on, and these columns."""
-        record = self.record
-        return Samples(
-            stream=record.stream, partition=record.partition, base_seq=base_seq,
-            lengths_u32=lengths.astype("<u4").tobytes(), crcs_u32=crcs.astype("<u4").tobytes(),
-            loss_tokens_u32=loss.astype("<u4").tobytes(), cursor=record.cursor, policy_version=record.policy_version,
+        return chunk_as(
+            Samples, self.record, base_seq=base_seq, lengths_u32=lengths.astype("<u4").tobytes(),
+            crcs_u32=crcs.astype("<u4").tobytes(), loss_tokens_u32=loss.astype("<u4").tobytes(), rejected={},
+            lost_tokens=0, pass_ended=False, keep=UNSET, shared_u32=UNSET,
         )  # fmt: skip
 
     def _crc(self, fields: Sequence[Field], at: int) -> int:

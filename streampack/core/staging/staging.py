@@ -11,7 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import UNSET
 
+from streampack.core.columns.chunk_body import chunk_as
 from streampack.core.journal.journal import Journal
 from streampack.core.journal.log_effects import Recall, Recalled
 from streampack.core.journal.log_records import ChunkStaged, EndStaged, MarkStaged, SamplesAmended
@@ -157,12 +159,7 @@ class Staging:
 
     def stage(self, p: int, message: Samples, payload: tuple[Any, ...]) -> list[Effect]:
         """Record a good chunk, the next one of its partition, and let it wait."""
-        record = ChunkStaged(
-            stream=message.stream, partition=message.partition, base_seq=message.base_seq,
-            lengths_u32=message.lengths_u32, crcs_u32=message.crcs_u32, loss_tokens_u32=message.loss_tokens_u32,
-            cursor=message.cursor, rejected=message.rejected, lost_tokens=message.lost_tokens, keep=message.keep,
-            policy_version=message.policy_version, shared_u32=message.shared_u32,
-        )  # fmt: skip
+        record = chunk_as(ChunkStaged, message, without=("keys", "write", "warnings"), pass_ended=UNSET)
         lsn, staged = self._journal.next_lsn, self._of[p]
         chunk = staged.new_chunk(record, lsn, self._now)
         chunk.read(payload)

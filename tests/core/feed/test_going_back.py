@@ -118,9 +118,9 @@ def chunk_of(partition: int, first: int, stop: int) -> Chunk:
     lengths = np.array([length_of(partition, seq) for seq in range(first, stop)])
     samples = [tokens_of("rollouts", partition, seq, length_of(partition, seq)) for seq in range(first, stop)]
     return Chunk(
-        key=("rollouts", partition), session=(0, 0), lengths_u32=lengths.astype("<u4").tobytes(),
+        stream="rollouts", partition=partition, session=(0, 0), lengths_u32=lengths.astype("<u4").tobytes(),
         crcs_u32=np.array([crc32c(sample) for sample in samples], "<u4").tobytes(),
-        loss_tokens_u32=(lengths - 1).astype("<u4").tobytes(), num_samples=len(lengths),
+        loss_tokens_u32=(lengths - 1).astype("<u4").tobytes(),
         num_bytes=4 * int(lengths.sum()), cursor=(stop, 0, 0), rejected={}, payload=(b"".join(samples),),
     )  # fmt: skip
 

@@ -65,8 +65,8 @@ class Row:
         lengths = [1] * min(self.left[partition].pop(0), MOST)
         column = np.array(lengths, "<u4").tobytes()
         chunk = Chunk(
-            key=("s", partition), session=asked.session, lengths_u32=column, crcs_u32=column,
-            loss_tokens_u32=bytes(len(column)), num_samples=len(lengths), num_bytes=4 * len(lengths),
+            stream="s", partition=partition, session=asked.session, lengths_u32=column, crcs_u32=column,
+            loss_tokens_u32=bytes(len(column)), num_bytes=4 * len(lengths),
             cursor=(0, 0, 0), rejected={}, payload=(memoryview(bytes(4 * len(lengths))),),
         )  # fmt: skip
         self.to_producer(self.holders[partition], chunk)

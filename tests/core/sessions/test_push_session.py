@@ -47,8 +47,8 @@ def chunk_of_ids(ids: list[int]) -> Chunk:
     """Samples of one token, its id, of 8 bytes."""
     column = np.ones(len(ids), "<u4").tobytes()
     return Chunk(
-        key=(STREAM, PARTITION), session=(0, 0), lengths_u32=column, crcs_u32=column, loss_tokens_u32=column,
-        num_samples=len(ids), num_bytes=8 * len(ids), cursor=(0, 0, 0), rejected={},
+        stream=STREAM, partition=PARTITION, session=(0, 0), lengths_u32=column, crcs_u32=column, loss_tokens_u32=column,
+        num_bytes=8 * len(ids), cursor=(0, 0, 0), rejected={},
         payload=(np.array(ids, "<i8").tobytes(),),
     )  # fmt: skip
 

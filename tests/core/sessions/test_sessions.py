@@ -982,8 +982,8 @@ def flow(grant_bytes: int, *, expected: int = 0, ended: bool = False) -> Flow:
 def chunk(num: int = 2, session: int = 1, epoch: int = EPOCH) -> Chunk:
     column = np.full(num, 4, "<u4").tobytes()
     return Chunk(
-        key=("b", 0), session=(epoch, session), lengths_u32=column, crcs_u32=column, loss_tokens_u32=column,
-        num_samples=num, num_bytes=16 * num, cursor=(0, 0, num), rejected={}, payload=(bytes(16 * num),),
+        stream="b", partition=0, session=(epoch, session), lengths_u32=column, crcs_u32=column, loss_tokens_u32=column,
+        num_bytes=16 * num, cursor=(0, 0, num), rejected={}, payload=(bytes(16 * num),),
     )  # fmt: skip
 
 

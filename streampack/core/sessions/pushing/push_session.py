@@ -22,6 +22,7 @@ from enum import Enum
 
 from msgspec import UNSET
 
+from streampack.core.columns.chunk_body import chunk_as
 from streampack.core.model.phases import Phases
 from streampack.core.model.snapshot import Cursor
 from streampack.core.protocol.events import Effect, Event, Report
@@ -443,13 +444,9 @@ class PushSession(Sender):
 
     def _samples(self, kept: KeptChunk) -> Samples:
         """Return the message for a chunk of the buffer."""
-        chunk = kept.chunk
-        return Samples(
-            stream=self.stream, partition=self.partition, base_seq=kept.base_seq, lengths_u32=chunk.lengths_u32,
-            crcs_u32=chunk.crcs_u32, loss_tokens_u32=chunk.loss_tokens_u32, cursor=(self.incarnation, 0, kept.stop_seq),
-            rejected=chunk.rejected, lost_tokens=chunk.lost_tokens, keep=chunk.keep,
-            policy_version=chunk.policy_version, keys=chunk.keys, write=chunk.write, shared_u32=chunk.shared_u32,
-            warnings=chunk.warnings,
+        return chunk_as(
+            Samples, kept.chunk, stream=self.stream, partition=self.partition, base_seq=kept.base_seq,
+            cursor=(self.incarnation, 0, kept.stop_seq), pass_ended=False,
         )  # fmt: skip
 
     def _next_mark_or_end(self) -> Mark | Eos | None:

@@ -1,0 +1,6 @@
+"""The columns of samples, each declared once: what travels from a producer to the log and to trainers.
+
+- ``chunk_body``: the columns and facts of a chunk, as messages and records carry them.
+
+Other folders copy columns with the methods here, so that a new column reaches every place.
+"""
