@@ -1,8 +1,7 @@
 """The columns and facts of a chunk: n consecutive samples of one partition.
 
-A chunk is the same on its way from the producer to the log: an event of the producer, a message, and records of the
-log. Each of these is a ``ChunkBody`` with what it needs besides. ``chunk_as`` makes one of another, and raises if a
-column would be lost.
+On its way to the log, a chunk is an event of the producer, a message, and records of the log. Each of these is a
+``ChunkBody`` with what it needs besides. ``chunk_as`` makes one of another, and raises if a column would be lost.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Reasons = Annotated[dict[Name, Count], Meta(max_length=64)]
 
 
 class OfPartition(Struct, frozen=True, kw_only=True):
-    """What concerns one partition of a stream."""
+    """A message or record about one partition of a stream."""
 
     stream: Name
     partition: Small

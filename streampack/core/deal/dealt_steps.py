@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from streampack.core.columns.step_columns import StepColumns, cut, joined
 from streampack.core.deal.assignment import deal_padded, deal_step, packs_of_mesh, split
 from streampack.core.deal.deal_kernels import lay_out
 from streampack.core.deal.deal_stats import DealtFigures
@@ -41,55 +42,37 @@ class Portions(NamedTuple):
 class DealtStep:
     """A step dealt on a mesh of ``sizes`` (dp, pp): packs rank by rank; every rank has ``each`` packs.
 
-    Pack i holds samples ``bounds[i]`` to ``bounds[i + 1]`` of ``contents`` and of the columns, which are those of
-    ``StepPart``.
+    Pack i holds samples ``bounds[i]`` to ``bounds[i + 1]`` of ``contents`` and of the columns.
     """
 
     sizes: tuple[int, int]
     each: int
     bounds: list[int]
     contents: Contents
-    numbers_u32: bytes
-    counts_u32: bytes
-    loss_tokens_u32: bytes
-    lengths_u32: bytes
-    streams_u32: bytes
-    indices_u64: bytes
-    parts_u32: bytes
-    widths_u32: bytes
-    rows_u32: bytes
-    shared_u32: bytes
-    items_u32: bytes
-    media_bytes_u32: bytes
+    columns: StepColumns
 
-    def columns(self, spans: list[tuple[int, int]]) -> tuple[tuple[bytes, ...], Contents]:
+    def cut(self, spans: list[tuple[int, int]]) -> tuple[StepColumns, Contents]:
         """Return the columns of the packs [a, b) of each span, one span after another, and the packs.
 
         ``spans`` are ascending. Spans that meet are one slice of each column.
         """
         if len(spans) == 1:
             return self._slice(*spans[0])
-        found = [self._slice(a, b) for a, b in _joined(spans)]
-        if len(found) == 1:
-            return found[0]
-        columns, packs = zip(*found, strict=True)
-        joined = tuple(map(b"".join, zip(*columns, strict=True)))
+        slices = [self._slice(a, b) for a, b in _joined(spans)]
+        if len(slices) == 1:
+            return slices[0]
+        columns, packs = zip(*slices, strict=True)
         handles, counts, widths, aligns = map(np.concatenate, zip(*(each[:4] for each in packs), strict=True))
         shared = [each.shared for each in packs if each.shared is not None]
-        return joined, Contents(handles, counts, widths, aligns, np.concatenate(shared) if shared else None)
+        return joined(columns), Contents(handles, counts, widths, aligns, np.concatenate(shared) if shared else None)
 
-    def _slice(self, a: int, b: int) -> tuple[tuple[bytes, ...], Contents]:
+    def _slice(self, a: int, b: int) -> tuple[StepColumns, Contents]:
         """Return the columns of packs [a, b), and the packs."""
         c, d = self.bounds[a], self.bounds[b]
-        columns = (
-            self.numbers_u32[4 * a : 4 * b], self.counts_u32[4 * a : 4 * b], self.loss_tokens_u32[4 * a : 4 * b],
-            self.lengths_u32[4 * c : 4 * d], self.streams_u32[4 * c : 4 * d], self.indices_u64[8 * c : 8 * d],
-            self.parts_u32[4 * c : 4 * d], self.widths_u32[4 * a : 4 * b], self.rows_u32[4 * a : 4 * b],
-            self.shared_u32[4 * c : 4 * d], self.items_u32[4 * c : 4 * d], self.media_bytes_u32[4 * c : 4 * d],
-        )  # fmt: skip
         handles, counts, widths, aligns, shared = self.contents
         mine = None if shared is None else shared[c:d]
-        return columns, Contents(handles[c:d], counts[a:b], widths[a:b], aligns[a:b], mine)
+        contents = Contents(handles[c:d], counts[a:b], widths[a:b], aligns[a:b], mine)
+        return cut(self.columns, (a, b), (c, d)), contents
 
 
 class StepDealer:
@@ -150,15 +133,21 @@ class StepDealer:
         )  # fmt: skip
         counts, widths, aligns = bounds[1:] - bounds[:-1], widths[numbers], aligns[numbers]
         shared = None if rules.share is None else table.shared[handles].astype(np.int64)
-        return DealtStep(
-            (mesh.dp, mesh.pp), len(dealt), bounds.tolist(), Contents(handles, counts, widths, aligns, shared),
-            numbers_u32=_u32(numbers), counts_u32=_u32(counts), loss_tokens_u32=_u32(packs.loss_tokens[numbers]),
-            lengths_u32=lengths.tobytes(), streams_u32=streams.tobytes(), indices_u64=indices.tobytes(),
-            parts_u32=parts.tobytes(), widths_u32=b"" if rules.shape == "fixed" else _u32(widths),
-            rows_u32=_u32(aligns) if rules.padded else b"", shared_u32=b"" if shared is None else _u32(shared),
-            items_u32=_u32(table.items[handles]) if rules.media_fields else b"",
-            media_bytes_u32=_u32(table.media_bytes[handles]) if rules.media_fields else b"",
-        )  # fmt: skip
+        columns = {
+            "packs_u32": _u32(numbers), "counts_u32": _u32(counts),
+            "loss_tokens_u32": _u32(packs.loss_tokens[numbers]), "lengths_u32": lengths.tobytes(),
+            "streams_u32": streams.tobytes(), "indices_u64": indices.tobytes(), "parts_u32": parts.tobytes(),
+        }  # fmt: skip
+        if rules.shape != "fixed":
+            columns["widths_u32"] = _u32(widths)
+        if rules.padded:
+            columns["rows_u32"] = _u32(aligns)
+        if shared is not None:
+            columns["shared_u32"] = _u32(shared)
+        if rules.media_fields:
+            columns |= {"items_u32": _u32(table.items[handles]), "bytes_u32": _u32(table.media_bytes[handles])}
+        contents = Contents(handles, counts, widths, aligns, shared)
+        return DealtStep((mesh.dp, mesh.pp), len(dealt), bounds.tolist(), contents, columns)
 
     def _split(self, packs: PlannedPacks, count: int) -> Portions:
         """Split packs of FORM into ``count`` packs."""

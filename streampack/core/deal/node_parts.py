@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from streampack.core.columns.step_columns import PACK_BYTES, SAMPLE_BYTES, columns_of, fields_of
+from streampack.core.columns.step_columns import cut as cut_columns
 from streampack.core.layout.boundaries import layouts
 from streampack.core.layout.shards import cut
 from streampack.core.layout.step_frames import EDGES, INPUT_IDS, frames_for
@@ -27,8 +29,10 @@ from streampack.core.protocol.trainer_messages import StepPart
 RankPart = tuple[tuple[int, int], StepPart, tuple[memoryview, ...]]
 """((dp rank, cp rank), the message that this rank would get directly, its payload)."""
 
-_BY_SAMPLE = {"lengths_u32": 4, "streams_u32": 4, "indices_u64": 8, "parts_u32": 4}
-"""Columns by sample, with the bytes of one number."""
+_HEAD = [
+    name for name in StepPart.__struct_fields__ if name not in {"part", "parts", "media", *PACK_BYTES, *SAMPLE_BYTES}
+]
+"""Fields of a message that the message of each rank has, too."""
 
 
 class NodeRanks(NamedTuple):
@@ -132,12 +136,15 @@ def _check_columns(part: NodePart) -> tuple[I64, list[int]]:
         )
     counts = np.frombuffer(part.counts_u32, "<u4").astype(np.int64)
     samples = [0, *np.cumsum(counts).tolist()]
-    sizes = dict.fromkeys(("packs_u32", "loss_tokens_u32"), 4 * len(counts))
-    sizes |= {name: size * samples[-1] for name, size in _BY_SAMPLE.items()}
-    sizes |= {"shared_u32": 4 * samples[-1]} if part.shared_u32 is not msgspec.UNSET else {}
+    sizes = {name: width * len(counts) for name, width in PACK_BYTES.items()}
+    sizes |= {name: width * samples[-1] for name, width in SAMPLE_BYTES.items()}
+    for name in ("widths_u32", "rows_u32"):
+        if not getattr(part, name):
+            del sizes[name]
+    if part.shared_u32 is msgspec.UNSET:
+        del sizes["shared_u32"]
     if part.media is not msgspec.UNSET:
         part.media.arrays(samples[-1])
-    sizes |= {name: 4 * len(counts) for name in ("widths_u32", "rows_u32") if getattr(part, name)}
     for name, size in sizes.items():
         if len(getattr(part, name)) != size:
             raise ValueError(f"got {len(getattr(part, name))} bytes of {name}, expected {size}")
@@ -192,23 +199,9 @@ def _slices(part: NodePart, counts: I64, widths: I64, rules: Rules, layout: str)
 
 def _message(part: NodePart, a: int, b: int, c: int, d: int) -> StepPart:
     """Return the message of one dp rank, which has packs [a, b) and samples [c, d) of ``part``."""
-    return StepPart(
-        feed=part.feed, lineage=part.lineage, step=part.step, part=part.rank_part, parts=part.rank_parts,
-        first=part.first, micro_batches=part.micro_batches, digest=part.digest, chain=part.chain,
-        num_loss_tokens=part.num_loss_tokens, num_samples=part.num_samples, frames=part.frames,
-        packs_u32=part.packs_u32[4 * a : 4 * b],
-        counts_u32=part.counts_u32[4 * a : 4 * b],
-        loss_tokens_u32=part.loss_tokens_u32[4 * a : 4 * b],
-        lengths_u32=part.lengths_u32[4 * c : 4 * d],
-        streams_u32=part.streams_u32[4 * c : 4 * d],
-        indices_u64=part.indices_u64[8 * c : 8 * d],
-        parts_u32=part.parts_u32[4 * c : 4 * d],
-        widths_u32=part.widths_u32[4 * a : 4 * b],
-        rows_u32=part.rows_u32[4 * a : 4 * b],
-        resend=part.resend,
-        shared_u32=(part.shared_u32 or b"")[4 * c : 4 * d] or msgspec.UNSET,
-        media=part.media if part.media is msgspec.UNSET else part.media.cut(c, d),
-    )  # fmt: skip
+    head = {name: getattr(part, name) for name in _HEAD}
+    columns = fields_of(cut_columns(columns_of(part), (a, b), (c, d)))
+    return StepPart(**head, part=part.rank_part, parts=part.rank_parts, **columns)
 
 
 def _bytes_of(frame: Any) -> memoryview:

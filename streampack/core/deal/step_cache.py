@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-import msgspec
 import numpy as np
 from msgspec.structs import asdict
 
+from streampack.core.columns.step_columns import fields_of
 from streampack.core.deal.deal_stats import DealtFigures
 from streampack.core.deal.dealt_steps import DealtStep, StepDealer
 from streampack.core.deal.node_parts import NodeRanks
 from streampack.core.layout.boundaries import Contents
 from streampack.core.layout.step_frames import INPUT_IDS, frames_for
-from streampack.core.media.media_counts import MediaColumns
 from streampack.core.model.fields import MEDIA
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
@@ -144,26 +144,24 @@ class KeptSteps:
         resend: int,
     ) -> tuple[StepPart, Contents]:
         """Return the message with the packs [a, b) of each span, and the packs."""
-        columns, packs = dealt.columns(spans)
-        numbers, counts, loss_tokens, lengths, streams, indices, pieces, widths, rows, shared, *of_media = columns
+        columns, packs = dealt.cut(spans)
         plan = StepPart(
-            feed=self._feed, lineage=self.lineage, step=step.number, part=part, parts=parts, first=first,
-            micro_batches=dealt.each, digest=step.digest, chain=step.chain, num_loss_tokens=step.num_loss_tokens,
-            num_samples=step.num_samples, frames=frames, packs_u32=numbers, counts_u32=counts,
-            loss_tokens_u32=loss_tokens, lengths_u32=lengths, streams_u32=streams, indices_u64=indices,
-            parts_u32=pieces, widths_u32=widths, rows_u32=rows, resend=resend, shared_u32=shared or msgspec.UNSET,
-            media=MediaColumns(*of_media) if self._rules.media_fields else msgspec.UNSET,
+            **self._head(step, resend), part=part, parts=parts, first=first, micro_batches=dealt.each, frames=frames,
+            **fields_of(columns),
         )  # fmt: skip
         return plan, packs
 
     def _skipped_part(self, step: PlannedStep, resend: int) -> StepPart:
         """Return the message of a skipped step, which has no packs."""
-        return StepPart(
-            feed=self._feed, lineage=self.lineage, step=step.number, part=0, parts=1, first=0, micro_batches=0,
-            digest=step.digest, chain=step.chain, num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples,
-            frames=[], packs_u32=b"", counts_u32=b"", loss_tokens_u32=b"", lengths_u32=b"", streams_u32=b"",
-            indices_u64=b"", parts_u32=b"", resend=resend,
-        )  # fmt: skip
+        return StepPart(**self._head(step, resend), part=0, parts=1, first=0, micro_batches=0, frames=[])
+
+    def _head(self, step: PlannedStep, resend: int) -> dict[str, Any]:
+        """Return what all messages of a step say of it."""
+        return {
+            "feed": self._feed, "lineage": self.lineage, "step": step.number, "digest": step.digest,
+            "chain": step.chain, "num_loss_tokens": step.num_loss_tokens, "num_samples": step.num_samples,
+            "resend": resend,
+        }  # fmt: skip
 
     def _token_bytes(self, frames: list[str]) -> tuple[int, int]:
         """Return the bytes of a token that is cut among cp ranks, and those of a replicated one, in payload ``frames``.
@@ -201,9 +199,9 @@ class KeptSteps:
         if kept is None or kept.dealt is None or kept.dealt.sizes != (mesh.dp, mesh.pp):
             return None
         first = mesh.dp_rank * kept.dealt.each
-        columns, _ = kept.dealt.columns([(first, first + kept.dealt.each)])
-        ids = zip(columns[4:7], ("<u4", "<u8", "<u4"), strict=True)
-        return np.stack([np.frombuffer(column, kind).astype(np.int64) for column, kind in ids], axis=1)
+        columns, _ = kept.dealt.cut([(first, first + kept.dealt.each)])
+        ids = {"streams_u32": "<u4", "indices_u64": "<u8", "parts_u32": "<u4"}
+        return np.stack([np.frombuffer(columns[name], kind).astype(np.int64) for name, kind in ids.items()], axis=1)
 
     def unfit(self, number: int, mesh: Mesh) -> str:
         """Return the reason that a step cannot be served on ``mesh``; empty if it can.

@@ -30,7 +30,7 @@ from streampack.core.form.form_kernels import describe, take_out
 from streampack.core.form.waits import Waits
 from streampack.core.model.items import item_sizes, num_whole
 from streampack.core.model.rules import Rules
-from streampack.core.model.samples import I64, PACK, ROW, SampleTable
+from streampack.core.model.samples import I64, PACK, ROW, SampleTable, extras_of
 from streampack.core.model.snapshot import FormState
 from streampack.core.model.steps import FIRST_CHAIN, PlannedPacks, PlannedStep, chain_digest, digests_of, step_digest
 from streampack.core.packers.exact_fill.exact_fill import ExactFill
@@ -291,15 +291,14 @@ class Former:
         rows, held = self._table.rows, np.concatenate([window, pending.handles])
         return FormState(
             self.next_step, self.chain, self.closed, rows(window).tobytes(), ages.tolist(),
-            rows(pending.handles).tobytes(), pending.counts.tolist(),
-            self._table.keeps(held), self._table.shares(held), self._table.media(held),
+            rows(pending.handles).tobytes(), pending.counts.tolist(), **self._table.extras(held),
         )  # fmt: skip
 
     def load(self, state: FormState) -> None:
         """Restore a state in an empty ``Former`` of the same rules; add the state's samples to the table."""
         self.next_step, self.chain, self.closed = state.next_step, state.chain, state.closed
         rows = np.concatenate([np.frombuffer(each, ROW) for each in (state.window, state.pending)])
-        handles, pending = np.split(self._table.enter(rows, state.keeps, state.shares, state.media), [len(state.ages)])
+        handles, pending = np.split(self._table.enter(rows, **extras_of(state)), [len(state.ages)])
         self.admit(handles, self._table.own_lengths(handles))
         self._gather()
         self._ages = np.array(state.ages, np.int64)[np.cumsum(self._sizes) - self._sizes]
@@ -373,7 +372,7 @@ class Former:
             handles, bounds, table.stream, table.index, table.part, table.length, table.loss_tokens, table.crc,
             table.shared, table.media_cost, rules.align.sample, *rules.balance.factors, sums, identities,
         )  # fmt: skip
-        digests = digests_of(memoryview(identities.tobytes()), bounds, table.shares(handles))
+        digests = digests_of(memoryview(identities.tobytes()), bounds, table.extra("shares", handles))
         return PlannedPacks(handles, bounds, sums, digests)
 
     def _make_step(self, packs: PlannedPacks) -> PlannedStep:

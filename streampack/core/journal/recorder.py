@@ -47,8 +47,7 @@ class Recorder:
         record = StepFormed(
             feed=self._feed, lineage=history.lineage, step=step.number, digest=step.digest, chain=step.chain,
             num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples, counts_u32=counts.tobytes(),
-            rows=self._table.rows(handles).tobytes(), released=released, keeps=self._table.keeps(handles),
-            shares=self._table.shares(handles), media=self._table.media(handles),
+            rows=self._table.rows(handles).tobytes(), released=released, **self._table.extras(handles),
         )  # fmt: skip
         return self._journal.append(record)
 

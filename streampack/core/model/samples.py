@@ -10,7 +10,8 @@ are numpy arrays because a broker at 100M tokens/s admits some 200,000 samples e
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -30,6 +31,11 @@ ROW = np.dtype(
 
 MEDIA_ROW = np.dtype([("items", "<i4"), ("patches", "<i4"), ("media_bytes", "<i8"), ("media_cost", "<i8")])
 """The columns that count a sample's media: its items, patches, bytes, and cost by the rules."""
+
+EXTRAS: Mapping[str, np.dtype[np.void]] = {
+    "keeps": np.dtype([("keep", "u1")]), "shares": np.dtype([("shared", "<u4")]), "media": MEDIA_ROW
+}  # fmt: skip
+"""Columns that not every sample has, as records and snapshots have them: name there, and the columns of the table."""
 
 Keep = Literal["pack", "step"]
 """A group of samples stays in one pack, or in one step."""
@@ -141,54 +147,45 @@ class SampleTable:
             found[name] = getattr(self, name)[handles]
         return found
 
-    def keeps(self, handles: I64) -> bytes | UnsetType:
-        """Return the column ``keep`` of these samples, uint8 [n] as bytes; UNSET if none is in a group."""
-        found = self.keep[handles]
-        return found.tobytes() if found.any() else msgspec.UNSET
-
-    def shares(self, handles: I64) -> bytes | UnsetType:
-        """Return the column ``shared`` of these samples, uint32 [n] as bytes; UNSET if none shares tokens."""
-        found = self.shared[handles]
-        return found.astype("<u4").tobytes() if found.any() else msgspec.UNSET
-
-    def media(self, handles: I64) -> bytes | UnsetType:
-        """Return the media columns of these samples, ``MEDIA_ROW`` [n] as bytes; UNSET if none has media."""
-        if not self.has_media or not self.items[handles].any():
+    def extra(self, name: str, handles: I64) -> bytes | UnsetType:
+        """Return the columns ``EXTRAS[name]`` of these samples, [n] as bytes; UNSET if the first is 0 for all."""
+        dtype = EXTRAS[name]
+        first, *_ = names = dtype.names or ()
+        if not getattr(self, first)[handles].any():
             return msgspec.UNSET
-        found = np.empty(len(handles), MEDIA_ROW)
-        for name in MEDIA_ROW.names or ():
-            found[name] = getattr(self, name)[handles]
-        return found.tobytes()
+        rows = np.empty(len(handles), dtype)
+        for column in names:
+            rows[column] = getattr(self, column)[handles]
+        return rows.tobytes()
+
+    def extras(self, handles: I64) -> dict[str, bytes | UnsetType]:
+        """Return all columns of ``EXTRAS`` of these samples, by name, for a record or a snapshot."""
+        return {name: self.extra(name, handles) for name in EXTRAS}
 
     def own_lengths(self, handles: I64) -> I64:
         """Return the tokens that each sample adds to its pack, int64 [n]: its length without shared tokens."""
         found: I64 = self.length[handles].astype(np.int64) - self.shared[handles]
         return found
 
-    def enter(
-        self, rows: NDArray[np.void], keeps: bytes | UnsetType = msgspec.UNSET,
-        shares: bytes | UnsetType = msgspec.UNSET, media: bytes | UnsetType = msgspec.UNSET,
-    ) -> I64:  # fmt: skip
-        """Add samples with these ``rows``, ``ROW`` [n], and the columns that ``keeps``, ``shares``, ``media`` return.
+    def enter(self, rows: NDArray[np.void], **extras: bytes | UnsetType) -> I64:
+        """Add samples with these ``rows``, ``ROW`` [n], and the columns that ``extras`` returns.
 
         Returns the new handles, int64 [n].
         """
         handles = self.take(len(rows))
         for name in ROW.names or ():
             getattr(self, name)[handles] = rows[name]
-        self.keep[handles] = np.frombuffer(keeps, np.uint8) if keeps else 0
-        self.shared[handles] = np.frombuffer(shares, "<u4") if shares else 0
-        self.has_media = self.has_media or bool(media)
-        if self.has_media:
-            counts = np.frombuffer(media, MEDIA_ROW) if media else np.zeros(1, MEDIA_ROW)
-            for name in MEDIA_ROW.names or ():
-                getattr(self, name)[handles] = counts[name]
+        self.has_media = self.has_media or bool(extras.get("media"))
+        for extra, dtype in EXTRAS.items():
+            columns = np.frombuffer(found, dtype) if (found := extras.get(extra)) else np.zeros(1, dtype)
+            for name in dtype.names or ():
+                getattr(self, name)[handles] = columns[name]
         return handles
 
     def _grow(self) -> None:
         """Double the number of rows."""
         old = self.capacity
-        for name in (*(ROW.names or ()), "keep", "shared", *(MEDIA_ROW.names or ())):
+        for name in _COLUMNS:
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros(old, column.dtype)]))
         self._marks = np.zeros(2 * old, np.bool_)
@@ -197,3 +194,11 @@ class SampleTable:
         free[self._num_free : self._num_free + old] = np.arange(old, 2 * old)
         self._free, self._head = free, 0
         self._num_free += old
+
+
+_COLUMNS = [name for dtype in (ROW, *EXTRAS.values()) for name in dtype.names or ()]
+
+
+def extras_of(record: Any) -> dict[str, bytes | UnsetType]:
+    """Return the columns of ``EXTRAS`` that a record or a snapshot has, for ``SampleTable.enter``."""
+    return {name: getattr(record, name) for name in EXTRAS}

@@ -280,13 +280,13 @@ class StepPart(Message, frozen=True, kw_only=True):
     num_loss_tokens: Count
     num_samples: Count
     frames: Annotated[list[Name], Meta(max_length=MAX_FIELDS + 3)]
-    packs_u32: bytes
-    counts_u32: bytes
-    loss_tokens_u32: bytes
-    lengths_u32: bytes
-    streams_u32: bytes
-    indices_u64: bytes
-    parts_u32: bytes
+    packs_u32: bytes = b""
+    counts_u32: bytes = b""
+    loss_tokens_u32: bytes = b""
+    lengths_u32: bytes = b""
+    streams_u32: bytes = b""
+    indices_u64: bytes = b""
+    parts_u32: bytes = b""
     widths_u32: bytes = b""
     rows_u32: bytes = b""
     resend: Count = 0

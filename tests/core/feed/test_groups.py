@@ -74,7 +74,7 @@ class Run:
         rows["index"] = np.arange(self.admitted, self.admitted + len(some))
         rows["length"] = [length for _, length, _ in some]
         rows["loss_tokens"], rows["crc"] = rows["length"] - 1, 7919 * rows["index"]
-        handles = self.table.enter(rows, bytes(keep for _, _, keep in some))
+        handles = self.table.enter(rows, keeps=bytes(keep for _, _, keep in some))
         self.former.admit(handles, rows["length"].astype(np.int64))
         self.admitted += len(some)
 
@@ -475,7 +475,7 @@ def planned(rules: Rules, records: list[Record]) -> list[bytes]:
         rows["crc"] = [crc32c(tokens_of("rollouts", p, seq, length_of(p, seq))) for seq in seqs.tolist()]
         says = KEEPS[record.keep] if record.keep else 0
         handles = np.full(len(lengths), -1, np.int64)
-        handles[lengths > 0] = table.enter(rows, bytes([says] * (len(seqs) - 1) + [0] * bool(len(seqs))))
+        handles[lengths > 0] = table.enter(rows, keeps=bytes([says] * (len(seqs) - 1) + [0] * bool(len(seqs))))
         merge.push(p, handles, lengths, np.zeros(len(lengths), np.int64))
     for p in range(PARTITIONS):
         merge.end(p)

@@ -88,7 +88,7 @@ class Run:
         for at, sample in enumerate(chosen):
             media[at] = len(sample.patches), sum(sample.patches), 0, media_cost(self.rules, sample)
         keeps = np.array([PACK if sample.kept else 0 for sample in chosen], np.uint8)
-        handles = self.table.enter(rows, keeps.tobytes(), media=media.tobytes())
+        handles = self.table.enter(rows, keeps=keeps.tobytes(), media=media.tobytes())
         self.former.admit(handles, rows["length"].astype(np.int64))
 
     def form(self, max_steps: int) -> bool:
