@@ -73,7 +73,7 @@ def formed(lengths: I64, patches: list[I64], dp: int, way: str) -> tuple[list[li
     table.length[handles], table.index[handles] = lengths, np.arange(len(lengths))
     table.items[handles], table.patches[handles] = list(map(len, patches)), [int(each.sum()) for each in patches]
     a, b, _ = balance.media_factors
-    table.media_cost[handles] = [int((a * each + b * each * each).sum()) for each in patches]
+    table.extra_cost[handles] = [int((a * each + b * each * each).sum()) for each in patches]
     former, dealer = Former(rules, table), StepDealer(rules, table, DealtFigures())
     former.admit(handles, lengths)
     began, found = time.perf_counter(), list[list[I64]]()

@@ -28,13 +28,13 @@ from numpy.typing import NDArray
 from streampack.core.deal.balanced import MAX_SAMPLES, Bounds, balanced_packs
 from streampack.core.deal.deal import BALANCES, ORDERS, arrange, deal, num_packs, split_dearest
 from streampack.core.deal.dynamic_batches import PaddedBatches, PaddedFigures, padded_batches
-from streampack.core.media.media_bytes import MAX_PATCHES
+from streampack.core.media.media_format import MAX_PATCHES
 from streampack.core.model.rules import Balance
 from streampack.core.model.samples import I64
 from streampack.core.packers.arguments import aligned_units, check_numbers, integers, is_integer
 from streampack.core.packers.closed import pack_lengths, way_back
 from streampack.core.packers.exact_fill.exact_fill import ExactFill
-from streampack.core.packers.packer import Limited
+from streampack.core.packers.packer import Extra, Limited
 from streampack.core.packers.registry import make_packer
 from streampack.core.stats.fill import Figures, figures
 from streampack.errors import ConfigError, SampleError
@@ -407,7 +407,7 @@ def _limited_packs(units: I64, budget: int, limited: Limited, parameters: dict[s
     """
     count, packer = max(len(units), 1), ExactFill(**parameters)
     unseen = np.full(len(units), -1, np.int64)
-    choice = packer.choose(units, unseen, budget, count, True, window=count, limited=limited)
+    choice = packer.choose(units, unseen, budget, count, True, window=count, extra=Extra(limited))
     indices = choice.indices.tolist()
     return [indices[begin:end] for begin, end in pairwise(choice.bounds.tolist())]
 

@@ -225,7 +225,7 @@ def test_packs_of_a_step_are_those_that_a_broker_forms_of_a_batch() -> None:
     table = SampleTable(200)
     handles = table.take(200)
     table.length[handles], table.items[handles], table.patches[handles] = lengths, counts, sums
-    table.media_cost[handles] = [sum(300 * p + 2 * p * p + 40 for p in each) for each in patches]
+    table.extra_cost[handles] = [sum(300 * p + 2 * p * p + 40 for p in each) for each in patches]
     former = Former(rules, table)
     former.admit(handles, lengths)
     former.closed = True

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.layout.boundaries import Layouts
-from streampack.core.media.media_bytes import decode
+from streampack.core.media.media_format import decode
 from streampack.core.media.references import Reference, decode_reference
 from streampack.core.model.fields import CU_ITEMS, CU_PATCHES, from_bfloat16
 from streampack.core.model.rules import Rules

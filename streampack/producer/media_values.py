@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.media.media_bytes import MAX_ITEMS, MAX_PATCHES, encode
+from streampack.core.media.media_format import MAX_ITEMS, MAX_PATCHES, encode
 from streampack.core.media.references import Reference, reference_of
 from streampack.core.model.fields import MEDIA, PATCHES, Field
 

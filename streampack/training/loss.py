@@ -54,7 +54,7 @@ def per_sample(
     """
     held = canonical(pack)
     if axis != "token":
-        return list(torch.split_with_sizes(outputs, _media_sizes(outputs, held, axis)))
+        return list(torch.split_with_sizes(outputs, _extra_sizes(outputs, held, axis)))
     if held.path_index is not None and held.cu_paths is not None:
         on_paths = _on_paths(outputs, pack, held.path_index)[: int(held.cu_paths[-1])]
         return list(torch.split_with_sizes(on_paths, np.diff(held.cu_paths).tolist()))
@@ -65,7 +65,7 @@ def per_sample(
     ]  # n separate slices would each allocate a gradient of full size
 
 
-def _media_sizes(outputs: torch.Tensor, pack: Pack, axis: str) -> list[int]:
+def _extra_sizes(outputs: torch.Tensor, pack: Pack, axis: str) -> list[int]:
     """Return the items, or the patches, of each sample of a pack. Raises UserError if ``outputs`` has other rows."""
     if CU_ITEMS not in pack.fields:
         raise UserError(f"got axis={axis!r} for a pack without media, expected fields of axis item or patch in the run")

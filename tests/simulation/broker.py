@@ -68,7 +68,7 @@ class BrokerProcess:
         plans = [
             FeedPlan(
                 job.feed, job.case.rules, merged_tokens(job.case), leaving_bytes=world.leaving_bytes,
-                max_media_bytes=MAX_MEDIA if job.case.rules.media_fields else 0,
+                max_extra_bytes=MAX_MEDIA if job.case.rules.media_fields else 0,
             )
             for job in world.jobs.values()
         ]  # fmt: skip

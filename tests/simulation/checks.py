@@ -183,12 +183,12 @@ class BrokerChecks:
     def memory(self) -> None:
         """Waiting, merged and live tokens and media are within their bounds, and the books agree with the arena."""
         core, process = self._core, self._process
-        waiting = waiting_media = 0
+        waiting = waiting_extra = 0
         for intake in core.leases.partitions.intakes:
-            tokens, media = intake.kept_tokens - intake.merged_tokens, intake.waiting_media
+            tokens, media = intake.kept_tokens - intake.merged_tokens, intake.waiting_extra
             assert 0 <= tokens * intake.token_bytes <= intake.quota_bytes - media, "a partition is over its quota"
             assert tokens or not media, "a partition keeps media of no sample"
-            waiting, waiting_media = waiting + tokens, waiting_media + media
+            waiting, waiting_extra = waiting + tokens, waiting_extra + media
         for feed in core.feeds.values():
             assert 0 <= feed.memory.held_tokens <= feed.plan.merged_tokens, f"{feed.name} holds more than its share"
             self._queues(feed.readers)
@@ -196,12 +196,12 @@ class BrokerChecks:
         table, away = core.table, [*core.leases.accounts.absent]
         merged = rounded = 0
         size = next(iter(core.feeds.values())).plan.rules.token_bytes
-        if table.has_media:
+        if table.has_extra:
             known = np.ones(table.capacity, np.bool_)
             known[table._first_free(table._num_free)] = False
-            media, absent_media = int(table.media_bytes[known].sum()), int(table.media_bytes[away].sum())
+            media, absent_media = int(table.extra_bytes[known].sum()), int(table.extra_bytes[away].sum())
             assert process.arena.media_bytes == media - absent_media, "the books differ from the media that are held"
-            merged, rounded = media - waiting_media, int((-table.media_bytes[known] % size).sum())
+            merged, rounded = media - waiting_extra, int((-table.extra_bytes[known] % size).sum())
         of_media = (waiting + held - int(table.length[away].sum()) - process.arena.live_tokens) * size
         assert merged <= of_media <= merged + rounded, "the books differ from the arena"
 

@@ -22,8 +22,8 @@ from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from streampack.core.layout.step_frames import EDGES, INPUT_IDS, frames_for
-from streampack.core.media.media_bytes import check, encode
 from streampack.core.media.media_counts import MediaColumns
+from streampack.core.media.media_format import check, encode
 from streampack.core.model.fields import MEDIA, Field
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import (

@@ -39,7 +39,7 @@ def check_log(feed: str, case: Case, reference: Reference, disk: Disk) -> None:
         ids = [one for pack in reference.ids[number] for one in pack]
         assert _ids(record.rows) == ids, f"conservation: step {number} is recorded with other samples"
         media = [(*reference.media[one].counts, len(reference.media[one].data)) for one in ids if reference.media]
-        recorded = np.frombuffer(record.media or b"", MEDIA_ROW)[["items", "patches", "media_bytes"]].tolist()
+        recorded = np.frombuffer(record.media or b"", MEDIA_ROW)[["items", "patches", "extra_bytes"]].tolist()
         assert recorded == (media if record.media else []), f"step {number} is recorded with other media"
         assert record.media or not any(items for items, *_ in media), f"step {number} is recorded without its media"
     assert len(left) == len(set(left)) == len(reference.left), "conservation: a tail is recorded otherwise"

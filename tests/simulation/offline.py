@@ -135,9 +135,9 @@ class Packing:
 
     def _enter_media(self, handle: int, one: Id, media: Media) -> None:
         table = self.table
-        table.has_media, self._media[one] = True, media
+        table.has_extra, self._media[one] = True, media
         table.items[handle], table.patches[handle] = media.counts
-        table.media_bytes[handle], table.media_cost[handle] = len(media.data), media.cost
+        table.extra_bytes[handle], table.extra_cost[handle] = len(media.data), media.cost
 
     def steps(self) -> Reference:
         """Everything is entered; every sample is seen to be in exactly one place."""

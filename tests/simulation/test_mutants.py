@@ -599,7 +599,7 @@ def media_of_samples_that_come_again_are_lost(patch: Patch) -> None:
 
 @mutant("media", MEDIA_CASES, first=2)
 def media_that_are_read_from_the_log_do_not_count_in_the_quota(patch: Patch) -> None:
-    wrap(patch, Intake, "may_keep", lambda original, self, tokens, media_bytes=0: original(self, tokens))
+    wrap(patch, Intake, "may_keep", lambda original, self, tokens, extra_bytes=0: original(self, tokens))
 
 
 @mutant("media", MEDIA_CASES, first=12)

@@ -16,7 +16,7 @@ from crc32c import crc32c
 from numpy.typing import NDArray
 
 from streampack.core.intake.overlong import Pieces, drop_some
-from streampack.core.media.media_bytes import encode
+from streampack.core.media.media_format import encode
 from streampack.core.media.references import Reference
 from streampack.core.model.rules import Rules
 

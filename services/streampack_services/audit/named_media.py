@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from streampack.core.journal.log_records import ChunkAdmitted, ChunkStaged
-from streampack.core.media.media_bytes import decode
 from streampack.core.media.media_counts import media_sizes
+from streampack.core.media.media_format import decode
 from streampack.core.media.references import decode_reference
 from streampack.wire.record_frames import decode_record
 from streampack_services.audit.why import waited_for

@@ -168,7 +168,7 @@ def _packs(
     rows, align = step.rows, rules.align.sample
     lengths = rows["length"].astype(np.int64)
     slots = -(-step.own_lengths // align) * align
-    costs = rules.balance.costs(slots, step.shared) + step.media["media_cost"]
+    costs = rules.balance.costs(slots, step.shared) + step.media["extra_cost"]
 
     def pack(number: int, positions: I64, row_tokens: int | None = None) -> Tree:
         """Return one pack as a tree; ``positions``: its rows in the step, ``row_tokens``: tokens of each padded row."""

@@ -26,7 +26,6 @@ from streampack.core.deal.assignment import packs_of_mesh
 from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
-from streampack.core.packers.joint.joint import Joint
 from streampack.errors import UserError
 from streampack.producer.first_rows import FirstWarning, check_rows, known_keys
 from streampack.sources import open_tokenizer
@@ -340,8 +339,7 @@ def _follows_feed(path: str, config: BrokerConfig, rules: Rules, layout: str) ->
         packs = packer.max_wait(rules.window, rules.window) or 2 * rules.window
         steps = -(-packs // rules.packs)
         waits = f"a sample waits at most about this many steps; the limit in packs is twice the window ({rules.window})"
-        if isinstance(packer, Joint):
-            waits += f" plus the packs of {2 * packer.patience} groups ({packer.group} packs each)"
+        waits += packer.wait_note
         yield _derived(f"{path}.patience", steps, waits)
     total = sum(stream.weight for stream in rules.streams)
     for stream in rules.streams:

@@ -307,9 +307,9 @@ def formed(
     table.length[handles] = lengths
     table.part[handles] = 0 if parts is None else parts
     if media is not None:
-        table.has_media = True
+        table.has_extra = True
         table.items[handles], table.patches[handles] = media[:, ITEMS], media[:, PATCHES]
-        table.media_cost[handles] = media_costs(media, rules.balance)
+        table.extra_cost[handles] = media_costs(media, rules.balance)
     former, steps = Former(rules, table), list[PlannedStep]()
 
     def form() -> int:

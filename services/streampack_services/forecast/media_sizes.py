@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.intake.overlong import Pieces, apply_overlong, drop_unfit_media
-from streampack.core.media.media_bytes import patches_of
 from streampack.core.media.media_counts import MediaOfChunk, over_limits
+from streampack.core.media.media_format import patches_of
 from streampack.core.model.fields import MEDIA, Field
 from streampack.core.model.lease_terms import StreamTerms
 from streampack.core.model.rules import Balance, MediaLimits

@@ -121,7 +121,7 @@ def from_ledger(state_dir: Path, feed: str | None, *, waiting: bool = False) -> 
                 numbers.append(step.step)
                 sums += _sums(step, rules)
                 if rules.media_fields:
-                    items, patches, sizes = (step.media[name] for name in ("items", "patches", "media_bytes"))
+                    items, patches, sizes = (step.media[name] for name in ("items", "patches", "extra_bytes"))
                     media.add(step.bounds, _slots(step, rules), items, patches, sizes, step.step)
         samples, packs, empty, tokens, slots, shared = sums.tolist()
         if not samples:

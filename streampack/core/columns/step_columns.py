@@ -1,17 +1,19 @@
 """The columns of a step's packs, by name: little-endian numbers of each pack, or of each sample.
 
 A step is dealt as columns. ``StepPart`` and ``NodePart`` carry cuts of them. A new column stands here and in
-``StepPart``, whose docstring says what it holds.
+``StepPart``, whose docstring says what it holds. ``BY_RULES`` takes it from the ``SampleTable``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from msgspec import UNSET
 
 from streampack.core.media.media_counts import MediaColumns
+from streampack.core.model.rules import Rules
+from streampack.core.model.samples import I64, SampleTable
 
 StepColumns = Mapping[str, bytes]
 """The columns of some packs by name, without those that the run does not have."""
@@ -27,6 +29,30 @@ SAMPLE_BYTES: Mapping[str, int] = {
 MEDIA_BYTES: Mapping[str, int] = dict.fromkeys(MediaColumns.__struct_fields__, 4)
 """Bytes of a sample in each column of ``MediaColumns``."""
 _OF_SAMPLES = {**SAMPLE_BYTES, **MEDIA_BYTES}
+
+
+class ByRules(NamedTuple):
+    """A column that the rules may ask for: a column of the ``SampleTable``, as uint32."""
+
+    column: str
+    is_there: Callable[[Rules], bool]
+
+
+BY_RULES: Mapping[str, ByRules] = {
+    "shared_u32": ByRules("shared", lambda rules: rules.share is not None),
+    "items_u32": ByRules("items", lambda rules: rules.has_extra_bytes),
+    "bytes_u32": ByRules("extra_bytes", lambda rules: rules.has_extra_bytes),
+}
+"""Columns of samples that only some runs have, by name."""
+
+
+def columns_by_rules(rules: Rules, table: SampleTable, handles: I64) -> dict[str, bytes]:
+    """Return the columns of samples that the rules ask for; ``handles`` int64 [n]."""
+    return {
+        name: getattr(table, each.column)[handles].astype("<u4").tobytes()
+        for name, each in BY_RULES.items()
+        if each.is_there(rules)
+    }
 
 
 def columns_of(part: Any) -> dict[str, bytes]:

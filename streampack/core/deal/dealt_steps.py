@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from streampack.core.columns.step_columns import StepColumns, cut, joined
+from streampack.core.columns.step_columns import StepColumns, columns_by_rules, cut, joined
 from streampack.core.deal.assignment import deal_padded, deal_step, packs_of_mesh, split
 from streampack.core.deal.deal_kernels import lay_out
 from streampack.core.deal.deal_stats import DealtFigures
@@ -132,7 +132,6 @@ class StepDealer:
             handles, lengths, streams, indices, parts,
         )  # fmt: skip
         counts, widths, aligns = bounds[1:] - bounds[:-1], widths[numbers], aligns[numbers]
-        shared = None if rules.share is None else table.shared[handles].astype(np.int64)
         columns = {
             "packs_u32": _u32(numbers), "counts_u32": _u32(counts),
             "loss_tokens_u32": _u32(packs.loss_tokens[numbers]), "lengths_u32": lengths.tobytes(),
@@ -142,10 +141,8 @@ class StepDealer:
             columns["widths_u32"] = _u32(widths)
         if rules.padded:
             columns["rows_u32"] = _u32(aligns)
-        if shared is not None:
-            columns["shared_u32"] = _u32(shared)
-        if rules.media_fields:
-            columns |= {"items_u32": _u32(table.items[handles]), "bytes_u32": _u32(table.media_bytes[handles])}
+        columns |= columns_by_rules(rules, table, handles)
+        shared = None if rules.share is None else table.shared[handles].astype(np.int64)
         contents = Contents(handles, counts, widths, aligns, shared)
         return DealtStep((mesh.dp, mesh.pp), len(dealt), bounds.tolist(), contents, columns)
 
@@ -170,7 +167,7 @@ class StepDealer:
     def _costs(self, handles: I64, slots: I64) -> I64:
         """Return the cost of samples with aligned tokens ``slots``; all int64 [n]."""
         costs = self._rules.balance.costs(slots, self._table.shared[handles].astype(np.int64))
-        return costs + self._table.media_cost[handles] if self._rules.media_fields else costs
+        return costs + self._table.extra_cost[handles] if self._table.has_extra else costs
 
     def _slots(self, handles: I64) -> I64:
         """Return the aligned tokens of samples, int64 [n]."""

@@ -82,7 +82,7 @@ class KeptSteps:
         tokens, (cut, whole) = int(packs.widths.sum()), self._token_bytes(frames)
         of_rows = sum(field.value_bytes for field in self._by_row if field.name in frames)
         rows = int(self._table.length[packs.handles].sum()) if of_rows else 0
-        media = int(self._table.media_bytes[packs.handles].sum()) if MEDIA in frames else 0
+        media = int(self._table.extra_bytes[packs.handles].sum()) if MEDIA in frames else 0
         return tokens // self._shares(mesh) * shards * cut + tokens * whole + rows * of_rows + media
 
     def node_bytes(self, packs: Contents, node: NodeRanks) -> int:
@@ -182,8 +182,8 @@ class KeptSteps:
         return self._rules.budget // self._shares(mesh) * self._rules.token_bytes
 
     def _most(self, mesh: Mesh) -> int:
-        """Return the most micro-batches of one rank in a message; with media, whose size is not known, one."""
-        return 1 if self._rules.media_fields else max(1, self.part_bytes // self._pack_bytes(mesh))
+        """Return the most micro-batches of one rank in a message; one if samples have bytes beside tokens."""
+        return 1 if self._rules.has_extra_bytes else max(1, self.part_bytes // self._pack_bytes(mesh))
 
     def _shares(self, mesh: Mesh) -> int:
         """Return the number of cp ranks that share the tokens of a pack."""

@@ -70,7 +70,7 @@ class Feed:
         self._partitions, self._producers = leases.partitions, leases.producers
         name, rules = plan.name, plan.rules
         self.history = History(rules, sum(stream.partitions for stream in rules.streams))
-        self.memory = MergedMemory(plan.merged_tokens, rules, max_sample_tokens, table, plan.max_media_bytes)
+        self.memory = MergedMemory(plan.merged_tokens, rules, max_sample_tokens, table, plan.max_extra_bytes)
         self._recorder = Recorder(name, self.history, journal, table)
         self.planner = Planner(
             name, rules, self.history, self.memory, max_sample_tokens, table, leases, self._recorder

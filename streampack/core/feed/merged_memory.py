@@ -16,7 +16,7 @@ class MergedMemory:
     """Counts the tokens of merged samples of ``table`` until they are released, up to ``limit_tokens``."""
 
     def __init__(
-        self, limit_tokens: int, rules: Rules, max_sample_tokens: int, table: SampleTable, max_media_bytes: int = 0
+        self, limit_tokens: int, rules: Rules, max_sample_tokens: int, table: SampleTable, max_extra_bytes: int = 0
     ) -> None:  # fmt: skip
         self.limit_tokens = limit_tokens
         self.needed_tokens = needed_tokens(rules, max_sample_tokens)
@@ -25,7 +25,7 @@ class MergedMemory:
         self.held_samples = 0
         """Number of samples, or pieces of split samples, that were merged and not returned by all ranks."""
         self._token_bytes, self._table = rules.token_bytes, table
-        self._reserve = max_sample_tokens + (max_media_bytes // rules.token_bytes if rules.media_fields else 0)
+        self._reserve = max_sample_tokens + (max_extra_bytes // rules.token_bytes if rules.has_extra_bytes else 0)
 
     @property
     def room(self) -> int:
@@ -33,10 +33,10 @@ class MergedMemory:
         return self.limit_tokens - self.held_tokens - self._reserve
 
     def tokens_of(self, handles: I64) -> int:
-        """Return the memory of samples, ``handles`` int64 [n], in tokens: media count as the tokens of their bytes."""
+        """Return the memory of samples, ``handles`` int64 [n], in tokens: extra bytes count as tokens."""
         tokens = int(self._table.length[handles].sum())
-        if self._table.has_media:
-            tokens += int((-(-self._table.media_bytes[handles] // self._token_bytes)).sum())
+        if self._table.has_extra:
+            tokens += int((-(-self._table.extra_bytes[handles] // self._token_bytes)).sum())
         return tokens
 
     def hold(self, handles: I64) -> None:

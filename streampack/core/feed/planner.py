@@ -67,17 +67,17 @@ class Planner:
         merge, target = self.merge.current, 2 * self._rules.packs * self._rules.budget
         effects = self._change_rules()
         while (room := self._memory.room) > 0 and (self.former.wants_samples or self._waits_for_group):
-            one_by_one = self._waits_for_group or self._rules.media_fields  # the merge does not know the size of media
+            one_by_one = self._waits_for_group or self._rules.has_extra_bytes  # the merge knows tokens alone
             taken = merge.take(1 if one_by_one else min(room, target), self.live.next_position)
             self.blocked = taken.blocked
             if not len(taken.moved):
                 if not (merge.between_passes and self.former.too_few):
                     break
                 merge.next_pass()
-            if self._rules.media_fields:
+            if self._rules.has_extra_bytes:
                 table, got = self._table, taken.handles
-                self._leases.accounts.note_media(
-                    self._feed, table.stream[got], table.index[got], table.media_bytes[got]
+                self._leases.accounts.note_extra_bytes(
+                    self._feed, table.stream[got], table.index[got], table.extra_bytes[got]
                 )  # fmt: skip
             effects += self._leases.merged(self._feed, taken.moved)
             shares = self._rules.share is not None
@@ -112,7 +112,7 @@ class Planner:
     def overfull(self) -> str:
         """Error text if the memory is too small to hold the whole next batch; else empty."""
         former, memory, batch = self.former, self._memory, self._rules.batch
-        exact = self._rules.share is None and not self._rules.media_fields
+        exact = self._rules.share is None and not self._rules.has_extra_bytes
         if (batch is None and exact) or memory.room > 0 or former.closed:
             return ""
         held = former.queued_tokens if exact else memory.tokens_of(former.held())
@@ -121,7 +121,7 @@ class Planner:
         if batch is None:
             if not former.lacks_samples:
                 return ""
-            if self._rules.media_fields:
+            if self._rules.has_extra_bytes:
                 return (
                     f"got {former.num_samples} samples for step {former.next_step}. The step is incomplete, but the "
                     f"memory is full of their media. Increase `memory`, make `rules.window` smaller, or send smaller "

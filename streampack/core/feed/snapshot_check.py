@@ -312,7 +312,7 @@ def _wrong_media(form: FormState, rows: NDArray[np.void], rules: Rules, max_toke
     """Return an error text if the media of samples break the rules, or exceed the memory; empty if not."""
     if form.media is msgspec.UNSET:
         return ""
-    if not rules.media_fields:
+    if not rules.has_extra_bytes:
         return "got samples with media, expected none without fields of axis item or patch"
     if len(form.media) != MEDIA_ROW.itemsize * len(rows):
         return f"got {len(form.media)} bytes of media, expected {MEDIA_ROW.itemsize} bytes for each sample"

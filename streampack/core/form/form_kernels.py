@@ -22,7 +22,7 @@ def describe(
     loss_tokens: I32,
     crc: U32,
     shared: I32,
-    media_cost: I64,
+    extra_cost: I64,
     align: int,
     a: int,
     b: int,
@@ -33,7 +33,7 @@ def describe(
 
     Pack i is ``handles[bounds[i]:bounds[i + 1]]``. The kernel fills in ``sums`` int64 [4, packs], see
     ``steps.PlannedPacks``, and ``identities`` uint32 [samples, 6], which are ``steps.IDENTITY`` in little endian. The
-    columns from ``stream`` to ``media_cost`` are those of a ``SampleTable``. A sample of s padded tokens costs ``a * s
+    columns from ``stream`` to ``extra_cost`` are those of a ``SampleTable``. A sample of s padded tokens costs ``a * s
     + b * s * s``. If it shares d tokens, s counts the others, and it costs ``a * s + b * s * (2 * d + s)``. The cost of
     its media is added.
     """
@@ -47,7 +47,7 @@ def describe(
             tokens += real
             slots += slot
             loss += int(loss_tokens[h])
-            cost += slot * (a + b * (2 * depth + slot)) + media_cost[h]
+            cost += slot * (a + b * (2 * depth + slot)) + extra_cost[h]
             identities[k, 0] = stream[h]
             identities[k, 1] = part[h]
             identities[k, 2] = index[h] & 0xFFFFFFFF

@@ -59,7 +59,7 @@ class FormedFigures:
         self._of_samples: list[I32] = []
         self._num_waiting = 0
         self._tails: set[Tail] = set()
-        self.media = MediaFigures(rules) if rules.media_fields else None
+        self.media = MediaFigures(rules) if rules.has_extra_bytes else None
         """Media in the packs; None without fields of axis item or patch."""
 
     def add(self, step: PlannedStep, table: SampleTable) -> None:
@@ -68,7 +68,7 @@ class FormedFigures:
         lengths = table.length[packs.handles]
         if self.media is not None:
             items, patches, sizes = (
-                column[packs.handles] for column in (table.items, table.patches, table.media_bytes)
+                column[packs.handles] for column in (table.items, table.patches, table.extra_bytes)
             )
             self.media.add(packs.bounds, packs.slots, items, patches, sizes, step.number)
         self._packs.append(packs)

@@ -33,10 +33,7 @@ from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, PACK, ROW, SampleTable, extras_of
 from streampack.core.model.snapshot import FormState
 from streampack.core.model.steps import FIRST_CHAIN, PlannedPacks, PlannedStep, chain_digest, digests_of, step_digest
-from streampack.core.packers.exact_fill.exact_fill import ExactFill
-from streampack.core.packers.joint.joint import Joint
-from streampack.core.packers.joint.joint_bounds import num_outliers
-from streampack.core.packers.packer import Choice, Limited, Packer
+from streampack.core.packers.packer import NO_EXTRA, Choice, Extra, Limited, Packer
 from streampack.errors import InternalError
 
 
@@ -45,8 +42,7 @@ class Request:
     """The arguments of one call of a packer: see ``Packer.choose``.
 
     ``lengths`` and ``budget`` are in units of the sample alignment. ``sizes`` is the number of samples in each item;
-    None means one sample per item. ``limited``: limits of packs for media; only ``exact_fill`` and ``joint`` know
-    them. ``media``: work of each item's media, for ``joint``.
+    None means one sample per item.
     """
 
     packer: Packer
@@ -57,25 +53,14 @@ class Request:
     closed: bool
     window: int
     sizes: I64 | None = None
-    limited: Limited | None = None
-    media: I64 | None = None
+    extra: Extra = NO_EXTRA
 
     def choose(self) -> Choice:
         """Run the packer, a pure function, and return its choice. Compiled kernels do not hold the GIL."""
-        if isinstance(self.packer, Joint):
-            return self.packer.choose(
-                self.lengths, self.ages, self.budget, self.count, self.closed, window=self.window, sizes=self.sizes,
-                limited=self.limited, media=self.media,
-            )  # fmt: skip
-        if isinstance(self.packer, ExactFill):
-            return self.packer.choose(
-                self.lengths, self.ages, self.budget, self.count, self.closed, window=self.window, sizes=self.sizes,
-                limited=self.limited,
-            )  # fmt: skip
-        assert self.limited is None
         return self.packer.choose(
-            self.lengths, self.ages, self.budget, self.count, self.closed, window=self.window, sizes=self.sizes
-        )
+            self.lengths, self.ages, self.budget, self.count, self.closed, window=self.window, sizes=self.sizes,
+            extra=self.extra,
+        )  # fmt: skip
 
 
 UNSEEN = -1
@@ -184,9 +169,12 @@ class Former:
         lengths = self._lengths[:size] if rules.warmup is None else np.minimum(self._lengths[:size], budget)
         sizes = self._sizes[:size] if len(self._sizes) < len(self._handles) else None
         return Request(
-            self._packer, lengths, self._ages[:size], budget, count, closed, window, sizes, self._limited(size),
-            self._media(size),
-        )  # fmt: skip
+            self._packer, lengths, self._ages[:size], budget, count, closed, window, sizes, self._extra(size)
+        )
+
+    def _extra(self, size: int) -> Extra:
+        """Return what the packer may use of the first ``size`` items beside their lengths."""
+        return Extra(self._limited(size), self._work(size))
 
     def _limited(self, size: int) -> Limited | None:
         """Return what the first ``size`` items have of each unit that the rules limit; None without limits or items."""
@@ -198,12 +186,12 @@ class Former:
         counts = [self._sums(column, size) for column, _ in units]
         return Limited(np.stack(counts), np.array([most for _, most in units], np.int64)) if units else None
 
-    def _media(self, size: int) -> I64 | None:
-        """Return the work of the first ``size`` items' media for ``joint``; None if media cost nothing."""
+    def _work(self, size: int) -> I64 | None:
+        """Return the work of the first ``size`` items beside that of their tokens; None if FORM need not know it."""
         rules = self._rules
         if not rules.forms_by_media:
             return None
-        return rules.media_work(self._sums(self._table.media_cost, size))
+        return rules.media_work(self._sums(self._table.extra_cost, size))
 
     def _sums(self, column: NDArray[np.integer[Any]], size: int) -> I64:
         """Return the sum of a table's ``column`` over the samples of each of the first ``size`` items, int64 [size]."""
@@ -274,12 +262,10 @@ class Former:
 
     @property
     def num_outliers(self) -> int | None:
-        """Number of outliers in the window, which wait for similar samples; None unless the packer is ``joint``."""
-        if not isinstance(self._packer, Joint):
-            return None
-        seen, media = self._ages >= 0, self._media(len(self._ages))
+        """Number of outliers in the window, which wait for similar samples; None if the packer does not know them."""
+        seen, work = self._ages >= 0, self._work(len(self._ages))
         budget = self._rules.budget // self._rules.align.sample
-        return num_outliers(self._lengths[seen], budget, media if media is None else media[seen])
+        return self._packer.num_outliers(self._lengths[seen], budget, Extra(work=None if work is None else work[seen]))
 
     def state(self) -> FormState:
         """Return the state that, with the samples to come, decides all later steps; not between request and apply."""
@@ -370,7 +356,7 @@ class Former:
         sums, identities = np.empty((4, len(bounds) - 1), np.int64), np.empty((len(handles), 6), np.uint32)
         describe(
             handles, bounds, table.stream, table.index, table.part, table.length, table.loss_tokens, table.crc,
-            table.shared, table.media_cost, rules.align.sample, *rules.balance.factors, sums, identities,
+            table.shared, table.extra_cost, rules.align.sample, *rules.balance.factors, sums, identities,
         )  # fmt: skip
         digests = digests_of(memoryview(identities.tobytes()), bounds, table.extra("shares", handles))
         return PlannedPacks(handles, bounds, sums, digests)

@@ -138,7 +138,7 @@ class Admission:
         known = stop if intake.closed else min(max(intake.known_seq, begin), stop)
         payload = chunk.frames if chunk.shared is None else self._whole_rows(chunk, chunk.shared)
         effects = self._fill_in(stream, intake, chunk, payload, begin, known) if intake.awaited else []
-        kept_tokens, kept_media, rejected = 0, 0, _NONE
+        kept_tokens, kept_extra, rejected = 0, 0, _NONE
         if known < stop:
             skip = known - message.base_seq
             terms = self._streams[stream]
@@ -153,7 +153,7 @@ class Admission:
                 counts.count_rejected({REPEATED: int((repeated[skip:] & (every[skip:] > 0)).sum())})
             store, kept_tokens = self._enter(stream, p, chunk, payload, skip, pieces)
             effects.append(store)
-            kept_media = int(self._table.media_bytes[store.handles].sum()) if chunk.media is not None else 0
+            kept_extra = int(self._table.extra_bytes[store.handles].sum()) if chunk.media is not None else 0
             if message.pass_ended and self._streams[stream].barriers:
                 self._merge.current.end_pass(p)
             if len(store.handles) < len(pieces.length):
@@ -173,8 +173,8 @@ class Admission:
         had = int(every[: begin - message.base_seq].sum()) if begin > message.base_seq else 0
         num_bytes = (chunk.num_tokens - had) * self.token_bytes
         if chunk.media is not None:
-            num_bytes += chunk.media_bytes - int(chunk.media.bounds[max(begin - message.base_seq, 0)])
-        intake.accept(stop, num_bytes, kept_tokens, message.cursor, kept_media)
+            num_bytes += chunk.extra_bytes - int(chunk.media.bounds[max(begin - message.base_seq, 0)])
+        intake.accept(stop, num_bytes, kept_tokens, message.cursor, kept_extra)
         return effects, rejected
 
     def _whole_rows(self, chunk: ReceivedChunk, shared: I64) -> tuple[Any, ...]:
@@ -217,10 +217,10 @@ class Admission:
         if no_loss := int(np.count_nonzero(table.loss_tokens[handles] == 0)):
             self.counts[stream].count_warnings({NO_LOSS_TOKENS: no_loss})
         if chunk.media is not None:
-            table.has_media = True
+            table.has_extra = True
             table.items[handles], table.patches[handles] = chunk.media.items[rows], chunk.media.patches[rows]
-            table.media_bytes[handles] = np.diff(chunk.media.bounds)[rows]
-            table.media_cost[handles] = chunk.media.costs[rows]
+            table.extra_bytes[handles] = np.diff(chunk.media.bounds)[rows]
+            table.extra_cost[handles] = chunk.media.costs[rows]
         self._merge.current.push(p, entries, pieces.length, pieces.part)
         return _store(chunk, handles, starts, lengths, rows, payload), tokens
 

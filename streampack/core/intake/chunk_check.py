@@ -63,7 +63,7 @@ class ReceivedChunk:
         return payload if self.media is None else payload[:-2]
 
     @property
-    def media_bytes(self) -> int:
+    def extra_bytes(self) -> int:
         """Bytes of the samples' media."""
         return 0 if self.media is None else int(self.media.bounds[-1])
 

@@ -44,7 +44,7 @@ class Intake:
         session_bytes: Bytes taken in this session.
         kept_tokens: Tokens that were admitted.
         merged_tokens: Tokens that were merged; the other tokens of ``kept_tokens`` wait for the merge.
-        waiting_media: Bytes of the media of samples that wait for the merge.
+        waiting_extra: Bytes of the media of samples that wait for the merge.
         merged_seq: Samples below this number are merged.
         known_seq: Samples below this number were merged before the partition was read again.
         rejected_seq: Rejected samples below this number are recorded.
@@ -76,7 +76,7 @@ class Intake:
     session_bytes: int = 0
     kept_tokens: int = 0
     merged_tokens: int = 0
-    waiting_media: int = 0
+    waiting_extra: int = 0
     merged_seq: int = 0
     known_seq: int = 0
     rejected_seq: int = 0
@@ -102,7 +102,7 @@ class Intake:
         self._floors = [floor]
         self.known_seq = self.merged_seq = known_seq
         self.kept_tokens = self.merged_tokens = merged_tokens
-        self.waiting_media = 0
+        self.waiting_extra = 0
         self.total, self.closed, self.recalling = None, False, False
         self.awaited.clear()
         self.place = 0
@@ -158,8 +158,8 @@ class Intake:
     @property
     def waiting_bytes(self) -> int:
         """Bytes of these tokens, and of the media of their samples."""
-        staged = 0 if self.staged is None else self.staged.media_left
-        return self.waiting_tokens * self.token_bytes + self.waiting_media + staged
+        staged = 0 if self.staged is None else self.staged.extra_left
+        return self.waiting_tokens * self.token_bytes + self.waiting_extra + staged
 
     @property
     def grant_seq(self) -> int:
@@ -175,10 +175,10 @@ class Intake:
         room = self.quota_bytes + self.more_bytes - self.waiting_bytes
         return self.session_bytes + max(room, 0)  # chunks of the log, with what waits for late fields, may be more
 
-    def may_keep(self, tokens: int, media_bytes: int = 0) -> bool:
+    def may_keep(self, tokens: int, extra_bytes: int = 0) -> bool:
         """Return whether the memory has room for so many tokens and bytes of media more that wait for the merge."""
         waiting = self.kept_tokens - self.merged_tokens + tokens
-        return waiting * self.token_bytes + self.waiting_media + media_bytes <= self.quota_bytes
+        return waiting * self.token_bytes + self.waiting_extra + extra_bytes <= self.quota_bytes
 
     def make_room(self, num_bytes: int) -> bool:
         """Give credit for at least so many bytes more; return whether that is new."""
@@ -193,7 +193,7 @@ class Intake:
         return stop_seq <= self.grant_seq and self.session_bytes + num_bytes <= self.grant_bytes
 
     def accept(
-        self, stop_seq: int, num_bytes: int, kept_tokens: int, cursor: Cursor | None, kept_media: int = 0
+        self, stop_seq: int, num_bytes: int, kept_tokens: int, cursor: Cursor | None, kept_extra: int = 0
     ) -> None:  # fmt: skip
         """Advance ``expected_seq`` to the end of an accepted chunk; count its bytes, and what was admitted of it."""
         self.expected_seq = stop_seq
@@ -202,7 +202,7 @@ class Intake:
         if self.staged is None:  # else the bytes counted when they came
             self.session_bytes += num_bytes
         self.kept_tokens += kept_tokens
-        self.waiting_media += kept_media
+        self.waiting_extra += kept_extra
 
     @property
     def behind(self) -> bool:

@@ -164,7 +164,7 @@ class Leases:
     def _close(self, p: int) -> list[Effect]:
         """Take no more samples of a partition, and tell its holder."""
         intake = self.partitions.intakes[p]
-        intake.merged_tokens, intake.waiting_media = intake.kept_tokens, 0  # samples that waited are dropped
+        intake.merged_tokens, intake.waiting_extra = intake.kept_tokens, 0  # samples that waited are dropped
         if intake.staged is not None:
             intake.staged.clear()
         if intake.ended:
@@ -345,7 +345,7 @@ class Leases:
             return self._expel(producer, *unfit, p)
         if chunk.stop_seq <= self.partitions.next_seq(p):
             return self.credits.flow(p, repeat=True)
-        num_bytes = chunk.num_tokens * intake.token_bytes + chunk.media_bytes
+        num_bytes = chunk.num_tokens * intake.token_bytes + chunk.extra_bytes
         fits = intake.fits(chunk.stop_seq, num_bytes) and not intake.behind
         if message.base_seq > self.partitions.next_seq(p) or not fits:
             return self.credits.again(p)

@@ -57,7 +57,7 @@ class PartitionAccounts:
         are read from the log later.
         """
         intake = self._partitions.intakes[p]
-        behind = intake.behind or (sent is not None and not intake.may_keep(chunk.num_tokens, chunk.media_bytes))
+        behind = intake.behind or (sent is not None and not intake.may_keep(chunk.num_tokens, chunk.extra_bytes))
         version = chunk.message.policy_version
         stale = version is not UNSET and self._partitions.stream_of[p].history.is_stale(version)
         effects, repeated = self._records.append_chunk(p, chunk, stale, sent, behind)
@@ -126,7 +126,7 @@ class PartitionAccounts:
             known.append(p)
         return known
 
-    def note_media(self, feed: str, streams: I32, indices: I64, num_bytes: I64) -> None:
+    def note_extra_bytes(self, feed: str, streams: I32, indices: I64, num_bytes: I64) -> None:
         """Count the media of samples that the merge of ``feed`` has taken as merged.
 
         Args:
@@ -142,7 +142,7 @@ class PartitionAccounts:
             count = stream.terms.partitions
             merged = np.bincount(indices[mine] % count, num_bytes[mine], count).astype(np.int64)
             for partition in np.flatnonzero(merged).tolist():
-                self._partitions.intakes[stream.first + partition].waiting_media -= int(merged[partition])
+                self._partitions.intakes[stream.first + partition].waiting_extra -= int(merged[partition])
 
     # Reading the log
 

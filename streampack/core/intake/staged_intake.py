@@ -47,7 +47,7 @@ class StagedIntake:
         stream.admission.counts[stream.number].count_warnings(chunk.message.warnings)
         effects = self._staging.stage(p, chunk.message, chunk.envelope.payload)
         self._note_staged(p)
-        intake.session_bytes += chunk.num_tokens * intake.token_bytes + chunk.media_bytes
+        intake.session_bytes += chunk.num_tokens * intake.token_bytes + chunk.extra_bytes
         return effects + self._staging.amend_early(p) + self._admit_complete(p) + self.answer()
 
     def mark(self, p: int, message: Mark) -> list[Effect]:

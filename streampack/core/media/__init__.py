@@ -3,7 +3,7 @@
 The packing core knows two small numbers of a sample beside its tokens: its items and its patches. Everything else of a
 sample's media is one string of bytes, which only producers and trainers look into.
 
-- ``media_bytes``: the format of these bytes, and the checks that they fit the declared fields.
+- ``media_format``: the format of these bytes, and the checks that they fit the declared fields.
 - ``references``: where the bytes of an item are, if they do not pass through the broker.
 - ``media_counts``: items, patches, bytes and cost of each sample, as a column of the table of samples.
 """

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from streampack.core.media.media_bytes import check
+from streampack.core.media.media_format import check
 from streampack.core.model.fields import Field
 from streampack.core.model.rules import MediaLimits
 from streampack.core.model.samples import I64

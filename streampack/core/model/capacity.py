@@ -45,7 +45,7 @@ class FeedPlan:
     discards: bool = False
     """True: pushed samples that came after a checkpoint are dropped when trainers go back to it."""
     max_readers: int = MAX_PEERS
-    max_media_bytes: int = 0
+    max_extra_bytes: int = 0
     """The most bytes of a sample's media."""
     leaving_bytes: int = 64 << 20
     """The most payload sent to all readers together and not confirmed; one part may be beyond it."""

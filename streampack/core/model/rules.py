@@ -509,6 +509,11 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
         return (*self.fields, *self.media_fields)
 
     @property
+    def has_extra_bytes(self) -> bool:
+        """True if samples may have bytes that their tokens do not count: media."""
+        return bool(self.media_fields)
+
+    @property
     def late_fields(self) -> tuple[Field, ...]:
         """Fields whose values come after their sample."""
         return tuple(field for field in self.fields if field.late)

@@ -29,7 +29,7 @@ ROW = np.dtype(
 )  # fmt: skip
 """A sample's row outside the table: a reference with a checksum, 28 bytes, never the tokens."""
 
-MEDIA_ROW = np.dtype([("items", "<i4"), ("patches", "<i4"), ("media_bytes", "<i8"), ("media_cost", "<i8")])
+MEDIA_ROW = np.dtype([("items", "<i4"), ("patches", "<i4"), ("extra_bytes", "<i8"), ("extra_cost", "<i8")])
 """The columns that count a sample's media: its items, patches, bytes, and cost by the rules."""
 
 EXTRAS: Mapping[str, np.dtype[np.void]] = {
@@ -86,9 +86,9 @@ class SampleTable:
         self.shared: I32 = np.zeros(capacity, np.int32)
         self.items: I32 = np.zeros(capacity, np.int32)
         self.patches: I32 = np.zeros(capacity, np.int32)
-        self.media_bytes: I64 = np.zeros(capacity, np.int64)
-        self.media_cost: I64 = np.zeros(capacity, np.int64)
-        self.has_media = False
+        self.extra_bytes: I64 = np.zeros(capacity, np.int64)
+        self.extra_cost: I64 = np.zeros(capacity, np.int64)
+        self.has_extra = False
         """True if a sample ever had media; without, the media columns need not be read."""
         self._free: I64 = np.arange(capacity, dtype=np.int64)
         self._head, self._num_free = 0, capacity
@@ -175,7 +175,7 @@ class SampleTable:
         handles = self.take(len(rows))
         for name in ROW.names or ():
             getattr(self, name)[handles] = rows[name]
-        self.has_media = self.has_media or bool(extras.get("media"))
+        self.has_extra = self.has_extra or bool(extras.get("media"))
         for extra, dtype in EXTRAS.items():
             columns = np.frombuffer(found, dtype) if (found := extras.get(extra)) else np.zeros(1, dtype)
             for name in dtype.names or ():

@@ -23,8 +23,6 @@ import numpy as np
 
 from streampack.core.packers.arguments import aligned_units, check_numbers, integers, is_integer
 from streampack.core.packers.blocks.decreasing import first_fit_decreasing
-from streampack.core.packers.blocks.tumbling import Tumbling
-from streampack.core.packers.exact_fill.exact_fill import ExactFill
 from streampack.core.packers.packer import I64
 from streampack.core.packers.registry import make_packer, parameters_of
 from streampack.errors import ConfigError, SampleError
@@ -150,7 +148,7 @@ def pack_lengths(
     if window is not None:
         check_numbers(window=window)
     units = aligned_units(lengths, budget, align)
-    closed = window is None and isinstance(chosen, ExactFill | Tumbling)
+    closed = window is None and chosen.takes_all
     cap = getattr(chosen, "max_samples_per_pack", None)
     counts = _sizes(sizes, len(units), cap)
     choice = chosen.choose(
@@ -159,7 +157,7 @@ def pack_lengths(
     )  # fmt: skip
     indices, bounds = choice.indices.tolist(), choice.bounds.tolist()
     packs = [indices[start:stop] for start, stop in pairwise(bounds)]
-    if closed and isinstance(chosen, ExactFill) and len(packs) > -(-int(units.sum()) // (budget // align)):
+    if closed and packer == "exact_fill" and len(packs) > -(-int(units.sum()) // (budget // align)):
         falling = first_fit_decreasing(
             units.tolist(), budget // align, cap, None if counts is None else counts.tolist()
         )

@@ -7,7 +7,8 @@ They do not depend on the number of packs requested at once, or on the progress 
 
 To add a packer, write one file with a class that keeps the ``Packer`` protocol. Then add one entry to ``registry``. A
 parameter of its own needs a line in ``PACKER_KEYS`` and ``Rules`` (``model.rules``), and one in ``config``.
-``Capped`` and ``blocks.tumbling.Tumbling`` are base classes for the common cases.
+``Capped`` and ``blocks.tumbling.Tumbling`` are base classes for the common cases. A packer that keeps limits of other
+units, such as those of media, sets ``keeps_limits``, and finds the limits in ``Extra``.
 """
 
 from __future__ import annotations
@@ -56,6 +57,22 @@ class Limited(NamedTuple):
     most: I64
 
 
+class Extra(NamedTuple):
+    """Facts about n items beside their lengths, for packers that use them.
+
+    Attributes:
+        limited: Limits of a pack in other units; None without limits. Only packers with ``keeps_limits`` get them.
+        work: int64 [n], work of each item beside that of its tokens, at least 0, in the unit of a length squared; None
+            if there is none.
+    """
+
+    limited: Limited | None = None
+    work: I64 | None = None
+
+
+NO_EXTRA = Extra()
+
+
 class Packer(Protocol):
     """The interface of a packer: ``choose``, a pure function, and facts about the packer for the rest of the program.
 
@@ -66,6 +83,10 @@ class Packer(Protocol):
     """The rule that selects this packer by its name: ``packer`` or ``balance.kind``."""
     max_budget: ClassVar[int | None]
     """The exclusive upper limit of the budget, in units of ``align.sample``; None: no limit."""
+    keeps_limits: ClassVar[bool]
+    """True if packs are within ``Extra.limited``."""
+    takes_all: ClassVar[bool]
+    """True if all items of a closed list may be its window, which leaves the least padding."""
 
     @property
     def name(self) -> str:
@@ -80,9 +101,22 @@ class Packer(Protocol):
         """
         ...
 
+    @property
+    def wait_note(self) -> str:
+        """A text for people about ``max_wait``; empty if there is nothing to say."""
+        ...
+
+    def num_outliers(self, lengths: I64, budget: int, extra: Extra = NO_EXTRA) -> int | None:
+        """Return the number of items that wait for similar ones; None if the packer does not know outliers.
+
+        ``lengths`` int64 [n] are the items in the window; ``budget`` is the capacity of a pack.
+        """
+        ...
+
     def choose(
-        self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
-    ) -> Choice:
+        self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None,
+        extra: Extra = NO_EXTRA,
+    ) -> Choice:  # fmt: skip
         """Choose up to ``count`` packs from the head of ``lengths``.
 
         Args:
@@ -95,6 +129,7 @@ class Packer(Protocol):
             window: the window's size, in samples.
             sizes: int64 [n], samples in each item if items are groups; None means one sample per item. Only the
                 parameter ``max_samples_per_pack`` uses them, and each is at most that cap.
+            extra: Facts about the items beside their lengths.
         """
         ...
 
@@ -105,24 +140,40 @@ def check_cap(max_samples_per_pack: int | None) -> None:
         raise ValueError(f"got max_samples_per_pack={max_samples_per_pack}, expected at least 1, or None for no cap")
 
 
+class BasePacker:
+    """Base of packers: no limits beside the budget, no bound on the wait, and no outliers."""
+
+    __slots__ = ()
+    config_key: ClassVar[str] = "packer"
+    max_budget: ClassVar[int | None] = None
+    keeps_limits: ClassVar[bool] = False
+    takes_all: ClassVar[bool] = False
+
+    def max_wait(self, window: int, held: int) -> int | None:
+        """Return None: the wait has no bound."""
+        return None
+
+    @property
+    def wait_note(self) -> str:
+        """Empty: there is nothing to say about ``max_wait``."""
+        return ""
+
+    def num_outliers(self, lengths: I64, budget: int, extra: Extra = NO_EXTRA) -> int | None:
+        """Return None: the packer does not know outliers."""
+        return None
+
+
 @dataclass(frozen=True, slots=True)
-class Capped:
+class Capped(BasePacker):
     """Base of packers whose only shared parameter is ``max_samples_per_pack``; None for no cap.
 
     Raises ValueError for a cap below 1.
     """
 
-    config_key: ClassVar[str] = "packer"
-    max_budget: ClassVar[int | None] = None
-
     max_samples_per_pack: int | None = None
 
     def __post_init__(self) -> None:
         check_cap(self.max_samples_per_pack)
-
-    def max_wait(self, window: int, held: int) -> int | None:
-        """Return None: these packers do not bound the wait."""
-        return None
 
 
 def writable(array: I64) -> I64:

@@ -245,7 +245,7 @@ class StepPart(Message, frozen=True, kw_only=True):
     - fields of axis ``token``: [p, T / cp, ...], or [p, T, ...] if replicated.
     - fields of axis ``sample``: [n, ...].
     - fields with ``align: target``, if the feed may have trees: [tokens of all samples, ...], without padding.
-    - ``media``: the media bytes of each sample, one sample after another (``media_bytes``).
+    - ``media``: the media bytes of each sample, one sample after another (``media_format``).
 
     Attributes:
         part, parts: Number of the part, and of all parts of the step.

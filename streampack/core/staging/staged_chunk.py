@@ -62,7 +62,7 @@ class StagedChunk:
         since: Time at which the chunk came, in seconds of this broker's clock.
         batch: Number of the partition's marks that came before the chunk.
         by_sample: For each field that is not late, whether it has one value for each sample.
-        has_media: True if the samples have fields of axis item or patch: two frames more, as in a chunk.
+        has_extra: True if the samples have fields of axis item or patch: two frames more, as in a chunk.
         lengths: int64 [n], tokens of each sample.
         payload: Frames of the tokens and of the fields that are not late; None until they are read from the log.
             They may lack samples that were admitted.
@@ -71,7 +71,7 @@ class StagedChunk:
         crcs: Checksum of each value, as for ``values``.
         unread: Records whose payload must be read from the log again.
         num_left, tokens_left: Number of the samples that were not admitted, and their tokens.
-        media_left: Bytes of their media; 0 until ``payload`` is there.
+        extra_left: Bytes of their media; 0 until ``payload`` is there.
     """
 
     record: ChunkStaged
@@ -79,7 +79,7 @@ class StagedChunk:
     since: float
     batch: int
     by_sample: tuple[bool, ...] = ()
-    has_media: bool = False
+    has_extra: bool = False
     payload: tuple[Any, ...] | None = None
     lengths: I64 = field(init=False)
     state: NDArray[np.uint8] = field(init=False)
@@ -88,10 +88,10 @@ class StagedChunk:
     unread: set[int] = field(default_factory=set)
     num_left: int = field(init=False)
     tokens_left: int = field(init=False)
-    media_left: int = 0
+    extra_left: int = 0
     _rows: I64 | None = None
     """Places of the samples in ``payload``; None for all samples."""
-    _media_sizes: I64 | None = None
+    _extra_sizes: I64 | None = None
     """int64 [n], bytes of the media of each sample; None without media, or until they are read."""
 
     def __post_init__(self) -> None:
@@ -169,9 +169,9 @@ class StagedChunk:
     def read(self, payload: tuple[Any, ...]) -> None:
         """Take the payload of all samples, which was read from the log."""
         self.payload, self._rows = tuple(map(bytes, payload)), None
-        if self.has_media:
-            self._media_sizes = media_sizes(self.payload[-2])
-            self.media_left = int(self._media_sizes[self.state != SampleState.ADMITTED].sum())
+        if self.has_extra:
+            self._extra_sizes = media_sizes(self.payload[-2])
+            self.extra_left = int(self._extra_sizes[self.state != SampleState.ADMITTED].sum())
         self._shrink()
 
     def admit(self, rows: I64) -> None:
@@ -179,8 +179,8 @@ class StagedChunk:
         self.state[rows] = SampleState.ADMITTED
         self.num_left -= len(rows)
         self.tokens_left -= int(self.lengths[rows].sum())
-        if self._media_sizes is not None:
-            self.media_left -= int(self._media_sizes[rows].sum())
+        if self._extra_sizes is not None:
+            self.extra_left -= int(self._extra_sizes[rows].sum())
         for column in self.values.values():
             for at in rows.tolist():
                 column[at] = None
@@ -193,8 +193,8 @@ class StagedChunk:
         if self.payload is None or self.is_group:
             return
         held = slice(None) if self._rows is None else self._rows
-        media = 0 if self._media_sizes is None else int(self._media_sizes[held].sum())
-        if 2 * self.tokens_left < int(self.lengths[held].sum()) or 2 * self.media_left < media:
+        media = 0 if self._extra_sizes is None else int(self._extra_sizes[held].sum())
+        if 2 * self.tokens_left < int(self.lengths[held].sum()) or 2 * self.extra_left < media:
             rows = np.flatnonzero(self.state != SampleState.ADMITTED)
             self.payload, self._rows = tuple(self._sent_frames(rows)), rows
 
@@ -236,7 +236,7 @@ class StagedChunk:
         message = self._message(base_seq, none, none, none)
         frames = (bytes(each.value_bytes * count) if each.axis == "sample" else b"" for each in fields)
         rejected = {reason: int((self.lengths[rows] > 0).sum())}
-        media = (bytes(MEDIA_COUNT_BYTES * count), b"") if self.has_media else ()
+        media = (bytes(MEDIA_COUNT_BYTES * count), b"") if self.has_extra else ()
         return Complete(replace(message, rejected=rejected), (b"", *frames, *media), rows + self.base_seq)
 
     def _message(self, base_seq: int, lengths: NDArray[Any], crcs: NDArray[Any], loss: NDArray[Any]) -> Samples:
@@ -277,8 +277,8 @@ class StagedChunk:
         lengths, places = self.lengths[held], np.searchsorted(held, rows)
         ones, kinds = np.ones_like(lengths), (False, *self.by_sample)
         sizes = [ones if by_sample else lengths for by_sample in kinds]
-        if self._media_sizes is not None:
-            sizes += [ones, self._media_sizes[held]]
+        if self._extra_sizes is not None:
+            sizes += [ones, self._extra_sizes[held]]
         return [_rows_of(frame, each, places) for frame, each in zip(self.payload, sizes, strict=True)]
 
 

@@ -50,7 +50,7 @@ class StagedPartition:
         end: The end of the partition with its log sequence number, if it came.
         ended: True once the end was admitted.
         paced: True if complete samples wait until a step needs them, and the oldest come first.
-        has_media: True if the feed has fields of axis item or patch.
+        has_extra: True if the feed has fields of axis item or patch.
         drops: Samples that were dropped, also by earlier brokers.
     """
 
@@ -65,7 +65,7 @@ class StagedPartition:
     end: tuple[int, EndStaged] | None = None
     ended: bool = False
     paced: bool = False
-    has_media: bool = False
+    has_extra: bool = False
     drops: DroppedSamples = field(default_factory=DroppedSamples)
     late: tuple[Field, ...] = field(init=False)
     by_sample: tuple[bool, ...] = field(init=False)
@@ -92,9 +92,9 @@ class StagedPartition:
         return sum(chunk.tokens_left for chunk in self.chunks)
 
     @property
-    def media_left(self) -> int:
+    def extra_left(self) -> int:
         """Bytes of their media."""
-        return sum(chunk.media_left for chunk in self.chunks)
+        return sum(chunk.extra_left for chunk in self.chunks)
 
     @property
     def num_waiting(self) -> int:
@@ -123,7 +123,7 @@ class StagedPartition:
 
     def new_chunk(self, record: ChunkStaged, lsn: int, now: float) -> StagedChunk:
         """Return a chunk of the partition, whose payload is not there yet."""
-        return StagedChunk(record, lsn, now, self.num_marks, self.by_sample, self.has_media)
+        return StagedChunk(record, lsn, now, self.num_marks, self.by_sample, self.has_extra)
 
     def add_chunk(self, chunk: StagedChunk) -> None:
         """Add the partition's next chunk."""

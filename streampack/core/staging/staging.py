@@ -108,7 +108,7 @@ class Staging:
     ) -> StagedPartition:  # fmt: skip
         """Add partition ``p`` of ``feed``, whose samples wait for late fields or for their turn; return it."""
         self._of[p] = StagedPartition(
-            stream, partition, rules.fields, paced=rules.paces, has_media=bool(rules.media_fields)
+            stream, partition, rules.fields, paced=rules.paces, has_extra=rules.has_extra_bytes
         )  # fmt: skip
         self._feeds.setdefault(feed, _StagedFeed([], rules.late_timeout_s or LATE_TIMEOUT_S)).partitions.append(p)
         if rules.paces and rules.max_policy_lag is not None and rules.batch is not None:

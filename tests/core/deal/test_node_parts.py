@@ -60,7 +60,7 @@ class Formed:
         self.arena.store(handles, np.cumsum(lengths) - lengths, lengths, np.arange(count), frames)
         if self.rules.media_fields:
             table.items[handles] = items = draw.integers(0, 3, count)
-            table.media_bytes[handles] = sizes = items * draw.integers(1, 40, count)
+            table.extra_bytes[handles] = sizes = items * draw.integers(1, 40, count)
             ends = np.cumsum(sizes)
             self.arena.store_media(handles, np.stack([ends - sizes, ends]), draw.bytes(int(ends[-1])))
         former = Former(self.rules, table)

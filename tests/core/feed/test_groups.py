@@ -29,7 +29,7 @@ from streampack.core.journal.log_records import (
     SamplesRejected,
     StepFormed,
 )
-from streampack.core.media.media_bytes import encode
+from streampack.core.media.media_format import encode
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.fields import Field

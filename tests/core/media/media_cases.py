@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from streampack.core.media.media_bytes import encode
+from streampack.core.media.media_format import encode
 from streampack.core.model.fields import Field
 
 GRID = Field(name="grid", dtype="int32", axis="item", shape=(3,))

@@ -13,7 +13,7 @@ from benchmarks.lengths import lengths_of
 from streampack.core.packers.joint.joint import Joint
 from streampack.core.packers.joint.joint_bounds import MAX_MEDIA, held_tokens, max_wait, num_outliers, work_of
 from streampack.core.packers.joint.joint_kernels import joint
-from streampack.core.packers.packer import I64, Choice, Limited
+from streampack.core.packers.packer import I64, Choice, Extra, Limited
 from streampack.errors import ConfigError
 from tests.core.packers.oracles.joint import View, joint_oracle
 from tests.core.packers.uncompiled import uncompiled
@@ -125,8 +125,10 @@ def test_no_sample_waits_beyond_the_bound_and_no_more_is_held_than_promised(stre
     while len(names):
         choice = each.choose(
             lengths[names], ages, stream.budget, 1, True, window=stream.window, sizes=sizes[names],
-            limited=stream.limited and Limited(stream.limited.counts[:, names], stream.limited.most),
-            media=None if media is None else media[names],
+            extra=Extra(
+                stream.limited and Limited(stream.limited.counts[:, names], stream.limited.most),
+                None if media is None else media[names],
+            ),
         )  # fmt: skip
         assert 0 < len(choice.bounds) - 1 <= stream.group
         seen = choice.ages >= 0
@@ -172,7 +174,7 @@ def test_an_outlier_that_finds_no_others_goes_when_its_patience_is_over() -> Non
 def test_media_that_cost_nothing_change_no_pack(stream: Stream, count: int) -> None:
     each, lengths, ages = Joint(group=stream.group), array(stream.lengths), np.full(len(stream.lengths), -1)
     without, free = (
-        each.choose(lengths, ages, stream.budget, count, True, window=stream.window, media=media)
+        each.choose(lengths, ages, stream.budget, count, True, window=stream.window, extra=Extra(work=media))
         for media in (None, np.zeros(len(lengths), np.int64))
     )
     assert all(np.array_equal(*pair) for pair in zip(vars_of(without), vars_of(free), strict=True))
@@ -207,7 +209,7 @@ def test_packs_with_media_cost_the_same_and_are_full(group: int, most: int | Non
     lengths, patches, media = images(60_000, group)
     limited = None if most is None else Limited(patches[None], array([most]))
     choice = Joint(group=group).choose(
-        lengths, np.full(len(lengths), -1), 16_384, 2000, False, window=4096, limited=limited, media=media
+        lengths, np.full(len(lengths), -1), 16_384, 2000, False, window=4096, extra=Extra(limited, media)
     )
     taken, starts = choice.indices, choice.bounds[:-1]
     work = np.add.reduceat((lengths**2 + media)[taken].astype(np.float64), starts).reshape(-1, group)

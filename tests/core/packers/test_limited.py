@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack.core.packers.exact_fill.exact_fill import ExactFill
-from streampack.core.packers.packer import I64, Limited
+from streampack.core.packers.packer import I64, Extra, Limited
 
 
 def pack_stream(lengths: I64, counts: I64, most: I64, budget: int, window: int, cap: int | None = None) -> list[I64]:
@@ -17,7 +17,7 @@ def pack_stream(lengths: I64, counts: I64, most: I64, budget: int, window: int, 
     packs = list[I64]()
     while len(left):
         choice = packer.choose(
-            lengths[left], ages, budget, 3, True, window=window, limited=Limited(counts[:, left], most)
+            lengths[left], ages, budget, 3, True, window=window, extra=Extra(Limited(counts[:, left], most))
         )  # fmt: skip
         packs += [left[choice.indices[a:b]] for a, b in zip(choice.bounds, choice.bounds[1:], strict=False)]
         assert len(choice.indices), "a closed stream is packed whole"
@@ -59,7 +59,7 @@ def test_no_sample_waits_longer_than_the_packer_says(stream: tuple[I64, I64, I64
     allowed, formed = dict[int, int](), 0
     while len(left):
         limited = Limited(counts[:, left], most)
-        choice = packer.choose(lengths[left], ages, budget, 1, True, window=window, limited=limited)
+        choice = packer.choose(lengths[left], ages, budget, 1, True, window=window, extra=Extra(limited))
         for sample in sorted({*left[choice.indices].tolist(), *left[choice.ages >= 0].tolist()}):
             allowed.setdefault(sample, formed + packer.max_wait(window, len(allowed)))
         for sample in left[choice.indices].tolist():

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from streampack.core.packers import PACKERS, Choice, Packer, make_packer, pack_lengths, parameters_of
 from streampack.core.packers.blocks.tumbling import Tumbling
 from streampack.core.packers.joint.joint import Joint
-from streampack.core.packers.packer import I64
+from streampack.core.packers.packer import I64, NO_EXTRA, BasePacker, Extra
 from streampack.core.packers.registry import PackerName
 from streampack.errors import ConfigError, SampleError
 from tests.core.packers.oracles.exact_fill import exact_fill_oracle
@@ -32,19 +32,18 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True)
-class ExactFillOracle:
+class ExactFillOracle(BasePacker):
     """The oracle of exact_fill, held to the same rules as the packers."""
 
-    config_key: ClassVar[str] = "packer"
-    max_budget: ClassVar[int | None] = None
     name: str = "exact_fill oracle"
 
     def max_wait(self, window: int, held: int) -> int:
         return window + held
 
     def choose(
-        self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
-    ) -> Choice:
+        self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None,
+        extra: Extra = NO_EXTRA,
+    ) -> Choice:  # fmt: skip
         return exact_fill_oracle(lengths, ages, budget, count, closed, window)
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.core.journal.log_records import ChunkStaged, EndStaged, MarkStaged
-from streampack.core.media.media_bytes import encode
 from streampack.core.media.media_counts import read_media
+from streampack.core.media.media_format import encode
 from streampack.core.model.fields import Field
 from streampack.core.staging.staged_partition import StagedPartition, time_out
 
@@ -41,7 +41,7 @@ def test_each_sample_keeps_its_media_however_late_its_values_come(
         stream="s", partition=0, base_seq=0, lengths_u32=lengths.tobytes(), crcs_u32=ones, loss_tokens_u32=ones,
         cursor=(1, 0, count),
     )  # fmt: skip
-    staged = StagedPartition("s", 0, (REWARD,), has_media=True)
+    staged = StagedPartition("s", 0, (REWARD,), has_extra=True)
     chunk = staged.new_chunk(record, 5, 0.0)
     chunk.read(payload)
     staged.add_chunk(chunk)
@@ -68,10 +68,10 @@ def test_each_sample_keeps_its_media_however_late_its_values_come(
         assert len(found.payload) == 4
         base += len(now)
         left -= set(now)
-        assert staged.media_left == sum(len(data[seq]) for seq in left)
+        assert staged.extra_left == sum(len(data[seq]) for seq in left)
         if chunk.payload is not None:
-            assert len(chunk.payload[-1]) <= 2 * staged.media_left
-    assert staged.media_left == 0
+            assert len(chunk.payload[-1]) <= 2 * staged.extra_left
+    assert staged.extra_left == 0
 
 
 def test_samples_that_the_producer_rejected_are_counted_with_themselves() -> None:

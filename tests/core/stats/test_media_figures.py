@@ -34,7 +34,7 @@ def test_media_are_counted_as_a_loop_counts_them(
     )  # fmt: skip
     media = np.zeros(len(samples), MEDIA_ROW)
     for row, (_, items, patches, size) in zip(media, samples, strict=True):
-        row["items"], row["patches"], row["media_bytes"] = items, patches * (items > 0), size * (items > 0)
+        row["items"], row["patches"], row["extra_bytes"] = items, patches * (items > 0), size * (items > 0)
     has_media = media["items"].any()
     table, steps = formed(rules, [each[0] for each in samples], *([media.tobytes()] if has_media else []))
     whole = FormedFigures(rules)
@@ -54,7 +54,7 @@ def test_media_are_counted_as_a_loop_counts_them(
                 bound[max(bound, key=fills.__getitem__)] += 1
     found = whole.media
     assert found is not None
-    assert (found.items, found.patches, found.bytes) == (sum(items_of), sum(patches_of), media["media_bytes"].sum())
+    assert (found.items, found.patches, found.bytes) == (sum(items_of), sum(patches_of), media["extra_bytes"].sum())
     assert (found.most_items, found.most_patches) == (most_items, most_patches)
     assert found.bound_by == bound
     assert sum(bound.values()) == whole.totals.packs - whole.totals.empty_packs

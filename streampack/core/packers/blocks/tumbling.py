@@ -11,17 +11,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-from streampack.core.packers.packer import I64, Capped, Choice, choice_of, sample_counts
+from streampack.core.packers.packer import I64, NO_EXTRA, Capped, Choice, Extra, choice_of, sample_counts
 
 
 @dataclass(frozen=True, slots=True)
 class Tumbling(Capped, ABC):
     """Base of packers that pack one block of samples after another. Ages stay unchanged: blocks are packed whole."""
 
+    takes_all: ClassVar[bool] = True
+
     def choose(
-        self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
-    ) -> Choice:
+        self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None,
+        extra: Extra = NO_EXTRA,
+    ) -> Choice:  # fmt: skip
         """Pack whole blocks until there are at least ``count`` packs; arguments are those of ``Packer.choose``.
 
         A partial block is packed only when ``closed``.

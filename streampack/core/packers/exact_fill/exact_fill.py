@@ -60,7 +60,7 @@ from typing import ClassVar
 import numpy as np
 
 from streampack.core.packers.exact_fill import exact_fill_kernels
-from streampack.core.packers.packer import I64, WHOLE, Choice, Limited, check_cap, writable
+from streampack.core.packers.packer import I64, NO_EXTRA, WHOLE, Capped, Choice, Extra, Limited, writable
 from streampack.errors import ConfigError
 
 #: A subset sum takes one bit per token of the budget and per sample tried: 17 GB of address space at this budget.
@@ -69,20 +69,17 @@ NO_CAP = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True)
-class ExactFill:
+class ExactFill(Capped):
     """Packer that fills packs to the token; inside a pack samples are oldest first.
 
     ``max_samples_per_pack``: the most samples in a pack; None for no cap.
     """
 
-    config_key: ClassVar[str] = "packer"
     max_budget: ClassVar[int | None] = MAX_BUDGET
+    keeps_limits: ClassVar[bool] = True
+    takes_all: ClassVar[bool] = True
 
     name: str = "exact_fill"
-    max_samples_per_pack: int | None = None
-
-    def __post_init__(self) -> None:
-        check_cap(self.max_samples_per_pack)
 
     def max_wait(self, window: int, held: int) -> int:
         """Return the most packs that may be formed while one sample waits: ``window + held``.
@@ -93,11 +90,11 @@ class ExactFill:
 
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None,
-        limited: Limited | None = None,
+        extra: Extra = NO_EXTRA,
     ) -> Choice:  # fmt: skip
         """Choose up to ``count`` packs, as in ``Packer.choose``; at a closed stream's end, choose all packs.
 
-        With ``limited``, packs are within these limits, too, and ``count`` holds also at the end.
+        With limits, ``count`` holds also at the end.
         """
         if budget >= MAX_BUDGET:
             raise ConfigError(
@@ -108,7 +105,7 @@ class ExactFill:
             sizes, cap = np.ones(len(lengths), np.int64), cap or NO_CAP
         # Numba would compile another variant for every other type, memory layout and access.
         lengths, sizes, ages = writable(lengths), writable(sizes), writable(ages)
-        counts, most = limited or Limited(np.zeros((0, len(lengths)), np.int64), np.zeros(0, np.int64))
+        counts, most = extra.limited or Limited(np.zeros((0, len(lengths)), np.int64), np.zeros(0, np.int64))
         if (most > WHOLE).any():  # smaller numbers, so that their products with tokens fit 64 bits
             scale = np.where(most > WHOLE, most, WHOLE)[:, None]
             counts, most = -(-counts * WHOLE // scale), np.minimum(most, WHOLE)

@@ -69,12 +69,12 @@ import numpy as np
 
 from streampack.core.packers.joint import joint_bounds, joint_kernels
 from streampack.core.packers.joint.joint_bounds import MAX_BUDGET, PATIENCE, work_of
-from streampack.core.packers.packer import I64, Choice, Limited, writable
+from streampack.core.packers.packer import I64, NO_EXTRA, BasePacker, Choice, Extra, writable
 from streampack.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Joint:
+class Joint(BasePacker):
     """Packer that forms ``group`` packs of equal cost at a time; inside a pack samples are oldest first.
 
     An outlier waits for similar outliers for about ``patience`` groups. ``max_samples_per_pack`` is None for no cap.
@@ -82,6 +82,7 @@ class Joint:
 
     config_key: ClassVar[str] = "balance.kind"
     max_budget: ClassVar[int | None] = MAX_BUDGET
+    keeps_limits: ClassVar[bool] = True
 
     name: str = "joint"
     group: int = 8
@@ -101,15 +102,20 @@ class Joint:
         """
         return self.group * joint_bounds.max_wait(self.group, self.patience, held)
 
+    @property
+    def wait_note(self) -> str:
+        """The groups that ``max_wait`` adds for outliers, in words."""
+        return f" plus the packs of {2 * self.patience} groups ({self.group} packs each)"
+
+    def num_outliers(self, lengths: I64, budget: int, extra: Extra = NO_EXTRA) -> int:
+        """Return the number of outliers, which wait for similar items."""
+        return joint_bounds.num_outliers(lengths, budget, extra.work)
+
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None,
-        limited: Limited | None = None, media: I64 | None = None,
+        extra: Extra = NO_EXTRA,
     ) -> Choice:  # fmt: skip
-        """Choose at least ``count`` packs, as in ``Packer.choose``, in whole groups of ``group`` packs.
-
-        Packs are within ``limited``. ``media`` int64 [n] is the work of each sample's media, at least 0, in the unit of
-        ``lengths`` squared.
-        """
+        """Choose at least ``count`` packs, as in ``Packer.choose``, in whole groups of ``group`` packs."""
         if budget >= MAX_BUDGET:
             raise ConfigError(
                 f"budget: got {budget}, expected less than {MAX_BUDGET} for joint. Set align, or use exact_fill"
@@ -117,7 +123,7 @@ class Joint:
         sizes = np.ones(len(lengths), np.int64) if sizes is None else sizes
         lengths, ages, sizes = writable(lengths), writable(ages), writable(sizes)
         counts, most = sizes[None], np.array([self.max_samples_per_pack or int(sizes.sum()) + 1])
-        if limited is not None:
-            counts, most = np.vstack([counts, limited.counts]), np.concatenate([most, limited.most])
+        if extra.limited is not None:
+            counts, most = np.vstack([counts, extra.limited.counts]), np.concatenate([most, extra.limited.most])
         arguments = int(budget), int(count), bool(closed), int(window), self.group, self.patience
-        return Choice(*joint_kernels.joint(lengths, work_of(lengths, media), ages, counts, most, *arguments))
+        return Choice(*joint_kernels.joint(lengths, work_of(lengths, extra.work), ages, counts, most, *arguments))

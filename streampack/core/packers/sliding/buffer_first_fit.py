@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streampack.core.packers.packer import I64, Capped, Choice, sample_counts
+from streampack.core.packers.packer import I64, NO_EXTRA, Capped, Choice, Extra, sample_counts
 from streampack.core.packers.window import SlidingWindow, slide
 
 
@@ -26,8 +26,9 @@ class BufferFirstFit(Capped):
     name: str = "buffer_first_fit"
 
     def choose(
-        self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
-    ) -> Choice:
+        self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None,
+        extra: Extra = NO_EXTRA,
+    ) -> Choice:  # fmt: skip
         """Choose up to ``count`` packs, as in ``Packer.choose``; inside a pack, samples are oldest first."""
         samples = sample_counts(sizes, len(lengths))
         cap = self.max_samples_per_pack or sum(samples)

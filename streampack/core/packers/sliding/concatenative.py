@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streampack.core.packers.packer import I64, Capped, Choice, choice_of, sample_counts
+from streampack.core.packers.packer import I64, NO_EXTRA, Capped, Choice, Extra, choice_of, sample_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,9 @@ class Concatenative(Capped):
     name: str = "concatenative"
 
     def choose(
-        self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
-    ) -> Choice:
+        self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None,
+        extra: Extra = NO_EXTRA,
+    ) -> Choice:  # fmt: skip
         """Choose up to ``count`` packs, as in ``Packer.choose``, in the order of the samples.
 
         The open pack is left to the next call unless no sample can join it.

@@ -21,7 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
-from streampack.core.packers.packer import I64, Capped, Choice, sample_counts
+from streampack.core.packers.packer import I64, NO_EXTRA, Capped, Choice, Extra, sample_counts
 from streampack.core.packers.window import SlidingWindow, slide
 
 
@@ -32,8 +32,9 @@ class SlidingFFD(Capped):
     name: str = "sliding_ffd"
 
     def choose(
-        self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
-    ) -> Choice:
+        self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None,
+        extra: Extra = NO_EXTRA,
+    ) -> Choice:  # fmt: skip
         """Choose up to ``count`` packs, as in ``Packer.choose``; each pack lists its seed, then the longest first."""
         view = SlidingWindow(lengths, ages, budget, window)
         samples = sample_counts(sizes, len(lengths))
