@@ -87,7 +87,7 @@ class Gathered:
     examples: list[tuple[str, str]] = field(default_factory=list)
     media: list[tuple[int, int, NDArray[np.uint8]]] = field(default_factory=list)
     tokens: int = 0
-    media_bytes: int = 0
+    extra_bytes: int = 0
     lost: int = 0
     warnings: dict[str, int] = field(default_factory=dict)
     warned: dict[str, str] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Gathered:
         self.tokens += length
         if MEDIA in sample and len(sample[MEDIA]):
             self.media.append((len(self.lengths), int(sample[ITEMS][0]), sample[MEDIA]))
-            self.media_bytes += len(sample[MEDIA])
+            self.extra_bytes += len(sample[MEDIA])
         for word in warnings if not reason else ():
             self._warn(word, len(record) if isinstance(record, Records) else 1, record, 0)
         self.records.append((len(self.lengths), record))

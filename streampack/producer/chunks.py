@@ -52,7 +52,7 @@ def batches(source: Source, lease: Lease) -> Iterator[TokenChunk]:
     read = partial(source.read_many, room=room) if isinstance(source, ManySource) else source.read
     records = read(
         lease.partition, lease.partitions, seed=lease.seed, passes=lease.passes,
-        fields=(*lease.fields, *(lease.media_fields or ())), start=start,
+        fields=lease.sent_fields, start=start,
         skip=lease.first_seq if start is None else 0,
     )  # fmt: skip
     yield from _batches(records, terms, CHUNK_S, room)

@@ -38,7 +38,6 @@ class LeaseLimits:
 
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
-        self._media_fields = lease.media_fields or ()
         self._dtype = np.dtype(lease.dtype)
         self._largest = int(np.iinfo(self._dtype).max)
         self._masked = any(each.name == LOSS_MASK for each in lease.fields)
@@ -100,8 +99,8 @@ class LeaseLimits:
         if reason is None and not self._masked and LOSS_MASK in record.fields:
             self._reject_mask(record)
         sample: Values | str = reason or self._values(record)
-        if isinstance(sample, dict) and self._media_fields:
-            media = media_of(record.fields, self._media_fields, tokens)
+        if isinstance(sample, dict) and (media_fields := self._lease.media_fields):
+            media = media_of(record.fields, media_fields, tokens)
             sample = media if isinstance(media, str) else sample | media
             if MEDIA in sample and self._has_grids and POSITION_IDS not in record.fields:
                 sample = NO_POSITIONS
@@ -217,9 +216,9 @@ class LeaseLimits:
     def full(self, gathered: Gathered, sample: Values, chunk_s: float) -> bool:
         """Return True if ``sample`` does not fit the batch, or gathering has taken more than ``chunk_s`` seconds."""
         tokens, count = gathered.tokens + len(sample[TOKENS]), len(gathered.lengths)
-        if self._media_fields:
-            media = gathered.media_bytes + len(sample.get(MEDIA, ()))
-            if tokens * self._token_bytes + media > self._lease.max_chunk_bytes:
+        if self._lease.has_extra_bytes:
+            extra = gathered.extra_bytes + len(sample.get(MEDIA, ()))
+            if tokens * self._token_bytes + extra > self._lease.max_chunk_bytes:
                 return True
         return tokens > self.room or count >= self.most or time.monotonic() - gathered.began > chunk_s
 
@@ -243,7 +242,7 @@ class LeaseLimits:
         lengths = np.array(gathered.lengths, np.uint32)
         fields = {each.name: joined(each.name) for each in self._lease.fields}
         media = None
-        if self._media_fields:
+        if self._lease.has_extra_bytes:
             items, sizes = np.zeros((2, len(lengths)), np.uint32)
             for at, count, data in gathered.media:
                 items[at], sizes[at] = count, len(data)

@@ -60,7 +60,7 @@ def _batches(
     """Return samples in as few batches as the lease's limits allow, and the version of their policy."""
     version = UNSET if policy_version is None else checked_version(policy_version, "policy_version")
     common = {POLICY_VERSION: version} if version is not UNSET and POLICY_VERSION in _by_sample(lease) else {}
-    reader = _reader((*lease.fields, *(lease.media_fields or ())))
+    reader = _reader(lease.sent_fields)
     records = (_record(as_mapping(sample) | common, lease, first_seq + i, reader) for i, sample in enumerate(samples))
     return list(batches_of(records, lease)), version
 

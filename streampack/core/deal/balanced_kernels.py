@@ -31,18 +31,18 @@ def difference(costs: I64, parts: int, step: int) -> I64:
     ``costs`` int64 [n], costliest first. ``step``: 1, or ``parts`` for parts of equal sizes. Parts are numbered as
     ``karmarkar_karp`` returns them.
     """
-    num_items = len(costs)
-    num_partitions = -(-num_items // step)
+    size = len(costs)
+    num_partitions = -(-size // step)
     # The parts of each partition that are not empty, costliest first, and the items of each as a chain.
     sums = np.zeros((num_partitions, parts), np.int64)
     first = np.zeros((num_partitions, parts), np.int64)
     last = np.zeros((num_partitions, parts), np.int64)
     used = np.zeros(num_partitions, np.int64)
-    follows = np.full(num_items, -1, np.int64)
+    follows = np.full(size, -1, np.int64)
     heap = [(np.int64(0), np.int64(0)) for _ in range(num_partitions)]
     for number in range(num_partitions):
         start = number * step
-        used[number] = min(step, num_items - start)
+        used[number] = min(step, size - start)
         for part in range(used[number]):
             sums[number, part] = costs[start + part]
             first[number, part] = last[number, part] = start + part
@@ -76,7 +76,7 @@ def difference(costs: I64, parts: int, step: int) -> I64:
             last[one, part] = end[order[part]]
         used[one] = count
         heapreplace(heap, (sums[one, parts - 1] - sums[one, 0], one))
-    part_of = np.zeros(num_items, np.int64)
+    part_of = np.zeros(size, np.int64)
     for _, whole in heap[:1]:
         for part in range(used[whole]):
             item = first[whole, part]

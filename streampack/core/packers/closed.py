@@ -166,16 +166,16 @@ def pack_lengths(
     return with_count(packs, min_packs, pack_count_multiple, empty)
 
 
-def _sizes(sizes: Sequence[int] | I64 | None, num_items: int, cap: int | None) -> I64 | None:
-    """Return ``sizes``, the samples in each of ``num_items`` items, as int64 [n], or None.
+def _sizes(sizes: Sequence[int] | I64 | None, count: int, cap: int | None) -> I64 | None:
+    """Return ``sizes``, the samples in each of ``count`` items, as int64 [n], or None.
 
     Raises SampleError for a size below 1 or above ``cap``, or unless there is one size for each item.
     """
     if sizes is None:
         return None
     found = integers(sizes)
-    if len(found) != num_items:
-        raise SampleError(f"got {len(found)} sizes for {num_items} lengths, expected one size per length")
+    if len(found) != count:
+        raise SampleError(f"got {len(found)} sizes for {count} lengths, expected one size per length")
     for i in np.flatnonzero((found < 1) | (found > (cap or found.max(initial=1)))):
         raise SampleError(
             f"sample {i}: got a group of {found[i]} samples, expected "

@@ -182,9 +182,9 @@ def writable(array: I64) -> I64:
     return found if found.flags.writeable else found.copy()
 
 
-def sample_counts(sizes: I64 | None, num_items: int) -> list[int]:
+def sample_counts(sizes: I64 | None, count: int) -> list[int]:
     """Return the number of samples in each item as a list; all 1 if ``sizes`` is None."""
-    return [1] * num_items if sizes is None else sizes.tolist()
+    return [1] * count if sizes is None else sizes.tolist()
 
 
 def choice_of(packs: Sequence[Sequence[int]], ages: I64) -> Choice:

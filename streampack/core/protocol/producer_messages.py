@@ -240,6 +240,16 @@ class Lease(Message, frozen=True, kw_only=True):
     no_loss_tokens: Name | UnsetType = msgspec.UNSET
     budget: Count | UnsetType = msgspec.UNSET
 
+    @property
+    def sent_fields(self) -> tuple[Field, ...]:
+        """Fields whose values come with a sample: those of tokens and samples, then those of media."""
+        return (*self.fields, *(self.media_fields or ()))
+
+    @property
+    def has_extra_bytes(self) -> bool:
+        """True if samples may have bytes that their tokens do not count: media."""
+        return bool(self.media_fields)
+
 
 class Flow(Message, frozen=True, kw_only=True):
     """Credit of a session, and the number of samples that the broker has received.
