@@ -48,7 +48,7 @@ class TokenChunk:
     """Tokens of samples that were cut or dropped because they exceed the broker's limit."""
     fields: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """The lease's fields by name, in the dtype of their storage: [sum of lengths, ...], or [n, ...] of axis sample."""
-    loss_tokens: NDArray[np.uint32] | None = None
+    loss_tokens: NDArray[np.integer[Any]] | None = None
     """[n] loss tokens of each sample; None if all tokens but each sample's first are."""
     pass_ended: bool = False
     """True if the last sample is the last of its pass."""

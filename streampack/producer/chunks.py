@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
+from streampack.core.layout.loss_tokens import loss_tokens
 from streampack.core.model.bounded import MAX_CHUNK_SAMPLES
 from streampack.core.model.samples import I64
 from streampack.core.protocol.producer_messages import Lease
@@ -130,7 +131,7 @@ def chunk_of(batch: TokenChunk, lease: Lease, session: Session, crcs_of: CrcsOf 
             "or `chunk` of streampack.local"
         )
     crcs, payload_crc = crcs_of(columns)
-    loss = np.maximum(batch.lengths, 1) - 1 if batch.loss_tokens is None else batch.loss_tokens
+    loss = loss_tokens(None, batch.lengths.astype(np.int64)) if batch.loss_tokens is None else batch.loss_tokens
     return Chunk(
         stream=lease.stream, partition=lease.partition, session=session,
         lengths_u32=batch.lengths.astype("<u4").tobytes(), crcs_u32=crcs.astype("<u4").tobytes(),

@@ -16,8 +16,8 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
+from streampack.core.layout.loss_tokens import counting, loss_tokens
 from streampack.core.model.fields import LABELS, LOSS_MASK, MEDIA, POSITION_IDS, Field
-from streampack.core.model.samples import IGNORE_INDEX
 from streampack.core.protocol.producer_messages import OVERLONG, Lease
 from streampack.core.stats.sample_warnings import NO_LOSS_MASK, NO_LOSS_TOKENS
 from streampack.errors import DamagedFile, SampleError
@@ -76,8 +76,8 @@ class LeaseLimits:
         if (LOSS_MASK in fields and not self._masked) or isinstance(columns, str):
             odd[:] = True
         elif self._lease.no_loss_tokens is not UNSET:
-            loss = _loss_tokens(lengths, columns)
-            odd |= (lengths > self._budget) | ((lengths if loss is None else loss + 1) <= 1)
+            loss = loss_tokens(counting(columns), lengths.astype(np.int64))
+            odd |= (lengths > self._budget) | (loss == 0)
         return records.apart(odd) if odd.any() else iter((records,))
 
     def apply_policies(self, record: RawSample | Records) -> tuple[Values, str | None]:
@@ -162,7 +162,7 @@ class LeaseLimits:
         The first token of each piece does not count.
         """
         length = len(sample[TOKENS])
-        counts = _counts(sample)
+        counts = counting(sample)
         held = np.ones(length, np.bool_) if counts is None else counts.copy()
         held[:: self._budget] = False
         if self._lease.overlong == "truncate":
@@ -247,8 +247,8 @@ class LeaseLimits:
             for at, count, data in gathered.media:
                 items[at], sizes[at] = count, len(data)
             media = MediaChunk(items, sizes, b"".join(data.data for _, _, data in gathered.media))
-        loss = _loss_tokens(lengths, fields)
-        gathered.warn_of(NO_LOSS_TOKENS, (lengths == 1) if loss is None else (lengths > 0) & (loss == 0))
+        loss = loss_tokens(counting(fields), lengths.astype(np.int64))
+        gathered.warn_of(NO_LOSS_TOKENS, (lengths > 0) & (loss == 0))
         return TokenChunk(
             joined(TOKENS).astype(self._dtype, copy=False), lengths, cursor, gathered.rejected,
             tuple(gathered.examples), gathered.lost, fields, loss, pass_ended,
@@ -276,26 +276,3 @@ def _default(
         positions = (np.arange(len(tokens)) - begins).astype(each.storage)
         return np.broadcast_to(positions.reshape(-1, *(1 for _ in each.shape)), shape)
     return None
-
-
-def _counts(fields: Values) -> NDArray[np.bool_] | None:
-    """Return whether each token counts in the loss, by loss mask and labels; None if there is neither."""
-    counts: NDArray[np.bool_] | None = None
-    if LOSS_MASK in fields:
-        counts = fields[LOSS_MASK] != 0
-    if LABELS in fields:
-        given = fields[LABELS] != IGNORE_INDEX
-        counts = given if counts is None else counts & given
-    return counts
-
-
-def _loss_tokens(lengths: NDArray[Any], fields: Values) -> NDArray[np.uint32] | None:
-    """Return the loss tokens of each sample, uint32 [n], by loss mask and labels; None if there is neither."""
-    counts = _counts(fields)
-    if counts is None:
-        return None
-    upto = np.concatenate([[0], np.cumsum(counts)])
-    ends = np.cumsum(lengths.astype(np.int64))
-    begins = np.minimum(ends - lengths + 1, ends)  # a first token is never a label
-    found: NDArray[np.uint32] = (upto[ends] - upto[begins]).astype(np.uint32)
-    return found

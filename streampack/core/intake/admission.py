@@ -21,12 +21,13 @@ from streampack.core.intake.chunk_check import Frames, ReceivedChunk, Unfit, mal
 from streampack.core.intake.intake import Intake
 from streampack.core.intake.overlong import Pieces, apply_terms, drop_chunk, drop_some, drop_unfit_media
 from streampack.core.journal.key_index import REPEATED
+from streampack.core.layout.loss_tokens import counting, loss_tokens
 from streampack.core.layout.step_frames import INPUT_IDS
 from streampack.core.media.media_counts import over_limits
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.fields import LABELS, LOSS_MASK, Field
 from streampack.core.model.lease_terms import StreamTerms
-from streampack.core.model.samples import I64, IGNORE_INDEX, KEEPS, PACK, SampleTable, index_of
+from streampack.core.model.samples import I64, KEEPS, PACK, SampleTable, index_of
 from streampack.core.protocol.effects import Store
 from streampack.core.protocol.events import Effect
 from streampack.core.protocol.producer_messages import OVERLONG
@@ -264,24 +265,18 @@ class Admission:
     def _loss_tokens(self, payload: tuple[Any, ...], starts: I64, lengths: I64) -> I64:
         """Return the loss tokens of n pieces of a chunk, int64 [n].
 
-        Every token of a piece except the first counts, unless the loss mask or the labels exclude it.
-
         Args:
             payload: The chunk's frames.
             starts: int64 [n], tokens of the chunk before each piece.
             lengths: int64 [n], tokens of each piece.
         """
-        counts = True
         frames = dict(zip((field.name for field in self._fields), payload[1:], strict=True))
-        for field in self._fields:
-            if field.name in (LABELS, LOSS_MASK):
-                values = np.frombuffer(frames[field.name], field.storage)
-                counts = counts & (values != (IGNORE_INDEX if field.name == LABELS else 0))
-        if counts is True:
-            return lengths - 1
-        upto = np.concatenate([[0], np.cumsum(counts)])
-        found: I64 = upto[starts + lengths] - upto[starts + 1]
-        return found
+        values = {
+            field.name: np.frombuffer(frames[field.name], field.storage)
+            for field in self._fields
+            if field.name in (LABELS, LOSS_MASK)
+        }
+        return loss_tokens(counting(values), lengths, starts)
 
 
 def _store(

@@ -3,6 +3,7 @@
 - ``boundaries``: the place of each sample in a pack.
 - ``shards``: the slices of packs that a context-parallel rank holds.
 - ``labels``: positions, padding masks and labels.
+- ``loss_tokens``: which labels of a sample count in the loss.
 - ``layout_kernels``: boundaries and labels in compiled code, one pass over memory.
 - ``step_frames``: the arrays that the messages of a step carry for a rank.
 
