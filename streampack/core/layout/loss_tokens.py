@@ -32,7 +32,7 @@ def loss_tokens(counts: NDArray[np.bool_] | None, lengths: I64, starts: I64 | No
     """Return the loss tokens of samples, or of pieces of samples, int64 [n].
 
     Args:
-        counts: Whether each token may count, as ``counting`` returns it.
+        counts: Result of ``counting`` for all tokens, bool [m]; None if all may count.
         lengths: int64 [n], tokens of each sample.
         starts: int64 [n], place of each sample's first token in ``counts``. Default: one after another.
 
