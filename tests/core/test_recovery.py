@@ -311,7 +311,7 @@ def test_a_log_that_was_cut_may_begin_with_chunks_of_a_stream_that_joined_before
         again.core.recover(lsn, record)
     history, late = again.core.feeds["train"].history, again.core.leases.partitions.find("late", 0)
     assert late is not None
-    assert again.core.leases.partitions.intakes[late].recorded_seq == 6
+    assert again.core.leases.partitions.intakes[late].recorded.next_seq == 6
     assert [place.lsn for place in history.order] == sorted(place.lsn for place in history.order)
     assert len(history.order) == sum(isinstance(record, ChunkAdmitted) for record in desk.records[first:])
     assert history.is_cut

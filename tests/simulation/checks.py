@@ -258,7 +258,7 @@ class BrokerChecks:
         """The books, and for a message of an older broker also when producers were last heard."""
         leases = self._core.leases
         books = [
-            (i.expected_seq, i.total, i.session, i.session_bytes, i.kept_tokens, i.cursor, i.num_marks)
+            (i.expected_seq, i.total, i.session, i.session_bytes, i.kept_tokens, i.cursor, i.recorded.num_marks)
             for i in leases.partitions.intakes
         ]
         old = event.envelope.epoch < self._core.epoch

@@ -105,7 +105,7 @@ def _stream_left(core: Broker, feed: Feed, number: int, stream: StreamRules) -> 
     every, merge, counts = core.leases.partitions, feed.planner.merge.current, feed.planner.admission.counts[number]
     mine = every.of_stream(stream.name)
     merged = int(sum(merge.merged_samples[every.stream_of[p].number_in_feed(p)] for p in mine))
-    known = [every.intakes[p].known_total for p in mine]
+    known = [every.intakes[p].recorded.known_total for p in mine]
     if None not in known:
         total, variance = float(sum(each or 0 for each in known)), 0.0
     elif stream.passes is not None and (size := core.leases.producers.size(stream.name)) is not None:

@@ -150,7 +150,7 @@ class Feed:
                 return Missing("stream", lost, stream)
             if late := self._late_text(missing, stream):
                 return Missing("stream", late, stream, batch=True)
-            end = f"end_of_batch call for batch {self._partitions.intakes[missing].num_marks}"
+            end = f"end_of_batch call for batch {self._partitions.intakes[missing].recorded.num_marks}"
             if not self._ends_by_marks:
                 who = self._producers.describe(missing)
                 if not (planner.merge.current.has_barriers and self._partitions.stream_of[missing].terms.pushed):

@@ -102,7 +102,7 @@ class SnapshotCheck:
             if of is not None and of.feed != self._feed:
                 return f"got stream {name!r}, which belongs to feed {of.feed!r}, expected only streams of this feed"
         for p, merged in zip(self._partitions.of_feed(self._feed), given.merge.merged_samples, strict=False):
-            recorded = self._partitions.intakes[p].recorded_seq
+            recorded = self._partitions.intakes[p].recorded.next_seq
             if self._partitions.stream_of[p].terms.pushed and merged > recorded:
                 return (
                     f"got {merged} pushed samples, but the log has only {recorded} of these samples. The others were "

@@ -103,7 +103,7 @@ class Credits:
             return []
         stream, intake = self._partitions.stream_of[p], self._partitions.intakes[p]
         terms = stream.terms
-        if terms.pushed and intake.unsafe:  # unsafe samples may get lost, and their numbers be used again
+        if terms.pushed and intake.recorded.waits:  # unsafe samples may get lost, and their numbers be used again
             self._held_back.add(p)
             return []
         lease = Lease(
@@ -144,7 +144,8 @@ class Credits:
         stream = self._partitions.stream_of[p]
         flow = Flow(
             stream=stream.terms.name, partition=p - stream.first, expected_seq=self._partitions.next_seq(p),
-            grant_seq=seq, grant_bytes=size, durable_seq=intake.durable_seq, durable_marks=intake.durable_marks,
+            grant_seq=seq, grant_bytes=size, durable_seq=intake.recorded.durable_seq,
+            durable_marks=intake.recorded.durable_marks,
             ended=self._needs_no_more(p), write=keys.safe_write(self._journal.safe_upto),
             keys_full=keys_full, granted=self._granted_tickets(p),
             policy_version=self._told[stream.feed].version if stream.feed in self._told else msgspec.UNSET,
@@ -167,20 +168,21 @@ class Credits:
         if not self._partitions.stream_of[p].terms.pushed:
             return intake.ended
         if intake.closed or intake.staged is None or intake.staged.end is None:
-            return intake.closed or (intake.known_total is not None and intake.end_lsn < self._journal.safe_upto)
+            return intake.closed or intake.recorded.is_end_safe(self._journal.safe_upto)
         return intake.staged.end[0] < self._journal.safe_upto
 
     def safe(self, upto: int) -> list[Effect]:
         """Tell pushing producers which samples are safe, now that the log is safe below ``upto``."""
-        moved = [p for p, intake in enumerate(self._partitions.intakes) if intake.unsafe and intake.note_safe(upto)]
+        moved = [p for p, intake in enumerate(self._partitions.intakes) if intake.recorded.note_safe(upto)]
         effects = [e for p in moved for e in self.flow(p, repeat=True)]
-        ready = [p for p in self._held_back if not self._partitions.intakes[p].unsafe]
+        ready = [p for p in self._held_back if not self._partitions.intakes[p].recorded.waits]
         self._held_back.difference_update(ready)
         return effects + [e for p in ready for e in self.lease(p)] + self.tell_published()
 
     def settle(self, p: int) -> list[Effect]:
         """Tell the holder of ``p`` at once that new samples are safe, if the log does not wait for the disk."""
-        return self.flow(p, repeat=True) if self._partitions.intakes[p].note_safe(self._journal.safe_upto) else []
+        is_new = self._partitions.intakes[p].recorded.note_safe(self._journal.safe_upto)
+        return self.flow(p, repeat=True) if is_new else []
 
     def revoke(
         self, producer: ConnectedProducer, session: int, message: Samples | Eos | Sent | Mark | CommitWrite

@@ -29,6 +29,108 @@ ROW_BYTES = 150
 
 
 @dataclass(slots=True)
+class Recorded:
+    """The records of one partition in the log.
+
+    Attributes:
+        next_seq: Number of the next sample that is not in the log.
+        num_marks: Number of the batches that have ended.
+        known_total: Number of samples in the partition, if this broker or an earlier broker has reached its end.
+        rejected_seq: Rejected samples below this number are recorded.
+        durable_seq: Samples below this number are safe in the log. With late fields, these are numbers of samples that
+            came, as in ``StagedPartition``.
+        durable_marks: Ends of batches below this number are safe in the log.
+        largest_batch: Samples of the largest batch that has ended.
+        places: The partition's chunks in the log; the chunks before ``place`` have been taken.
+        recalling: True while the chunk at ``place`` is being read from the log.
+    """
+
+    next_seq: int = 0
+    num_marks: int = 0
+    known_total: int | None = None
+    rejected_seq: int = 0
+    durable_seq: int = 0
+    durable_marks: int = 0
+    largest_batch: int = 0
+    places: list[ChunkPlace] = field(default_factory=list)
+    place: int = 0
+    recalling: bool = False
+    _batch_seq: int = 0
+    """Number of the first sample after the last batch that has ended."""
+    _end_lsn: int = -1
+    """Log sequence number of the record of the partition's end; -1 if there is none."""
+    _unsafe: deque[tuple[int, int, int]] = field(default_factory=deque)
+    """Records that are appended and not safe yet: (log sequence number, and what is durable once it is safe)."""
+
+    @property
+    def behind(self) -> bool:
+        """True if the log has chunks of the partition that this broker still has to read again."""
+        return self.place < len(self.places)
+
+    @property
+    def waits(self) -> bool:
+        """True if records of the partition are not safe yet."""
+        return bool(self._unsafe)
+
+    def add_chunk(self, place: ChunkPlace, pushed: bool) -> None:
+        """Note a recorded chunk; only chunks of ``pushed`` partitions are read from the log again."""
+        self.next_seq = place.stop_seq
+        if pushed:
+            self.places.append(place)
+
+    def add_mark(self, place: ChunkPlace) -> None:
+        """Note that batch ``place.mark`` ends before sample ``place.base_seq``."""
+        self.num_marks = place.mark + 1
+        self.largest_batch = max(self.largest_batch, place.base_seq - self._batch_seq)
+        self._batch_seq = place.base_seq
+        self.places.append(place)
+
+    def add_end(self, total: int, lsn: int) -> None:
+        """Note the record of the partition's end."""
+        self.known_total, self._end_lsn = total, lsn
+
+    def is_end_safe(self, upto: int) -> bool:
+        """Return whether the end is known, and its record is among those before ``upto``."""
+        return self.known_total is not None and self._end_lsn < upto
+
+    def wait_until_safe(self, lsn: int, seq: int, marks: int) -> None:
+        """Remember that samples below ``seq`` and ``marks`` ends of batches are safe once record ``lsn`` is."""
+        self._unsafe.append((lsn, seq, marks))
+
+    def note_safe(self, upto: int) -> bool:
+        """Record that log records before ``upto`` are safe; return whether a record of the partition is safe now."""
+        before = len(self._unsafe)
+        while self._unsafe and self._unsafe[0][0] < upto:
+            _, self.durable_seq, self.durable_marks = self._unsafe.popleft()
+        return len(self._unsafe) < before
+
+    def take_over(self, seq: int, marks: int) -> None:
+        """Note what an earlier broker had recorded: samples below ``seq``, and ``marks`` ends of batches."""
+        self.next_seq = self._batch_seq = max(self.next_seq, seq)
+        self.num_marks = max(self.num_marks, marks)
+        self.set_durable(self.next_seq, self.num_marks)
+
+    def set_durable(self, seq: int, marks: int) -> None:
+        """Note that samples below ``seq`` and ``marks`` ends of batches are safe."""
+        self.durable_seq, self.durable_marks = seq, marks
+
+    def place_of(self, seq: int) -> ChunkPlace | None:
+        """Return the chunk that has sample ``seq``; None if the log has none, or it was deleted."""
+        at = bisect_right(self.places, seq, key=lambda place: place.stop_seq)
+        return self.places[at] if at < len(self.places) and self.places[at].base_seq <= seq else None
+
+    def begin_again(self) -> None:
+        """Read all chunks again, from the first one on."""
+        self.place, self.recalling = 0, False
+
+    def forget_below(self, lsn: int) -> None:
+        """Forget chunks whose records were deleted: those below log sequence number ``lsn``."""
+        gone = sum(place.lsn < lsn for place in self.places)
+        del self.places[:gone]
+        self.place = max(self.place - gone, 0)
+
+
+@dataclass(slots=True)
 class Intake:
     """The position in one partition, and the samples of it that were taken. Sequence numbers count from 0.
 
@@ -38,7 +140,6 @@ class Intake:
         expected_seq: Number of the next sample to take.
         cursor: Place of that sample in the source.
         total: Number of samples in the partition, once its end is reached.
-        known_total: Number of samples in the partition, if this broker or an earlier broker has reached its end.
         closed: True if the feed takes no more samples of the partition, except for those in ``awaited``.
         session: Number of the session.
         session_bytes: Bytes taken in this session.
@@ -47,21 +148,10 @@ class Intake:
         waiting_extra: Bytes of the media of samples that wait for the merge.
         merged_seq: Samples below this number are merged.
         known_seq: Samples below this number were merged before the partition was read again.
-        rejected_seq: Rejected samples below this number are recorded.
+        recorded: The partition in the log.
         awaited: Handles of the samples whose payload is read again: by sequence number, one handle for each piece.
-        recorded_seq: Number of the next sample that is not in the log.
-        num_marks: Number of the batches that have ended.
-        durable_seq: Samples below this number are safe in the log.
-        durable_marks: Ends of batches below this number are safe in the log.
-        largest_batch: Samples of the largest batch that has ended.
-        batch_seq: Number of the first sample after the last batch that has ended.
-        end_lsn: Log sequence number of the record of the partition's end; -1 if there is none.
-        unsafe: Records that are appended and not safe yet: (log sequence number, and the ``durable_seq`` and
-            ``durable_marks`` that hold once the record is safe).
-        places: The partition's chunks in the log; the chunks before ``place`` have been taken.
-        recalling: True while the chunk at ``place`` is being read from the log.
         staged: Samples that came and wait for their late fields; None if the feed has none. They have numbers of their
-            own, and so have ``durable_seq``, ``durable_marks`` and ``unsafe`` then.
+            own.
         more_bytes: Bytes that may wait beyond ``quota_bytes``; only in a paced feed, where tickets bound the samples.
     """
 
@@ -70,7 +160,6 @@ class Intake:
     expected_seq: int = 0
     cursor: Cursor | None = None
     total: int | None = None
-    known_total: int | None = None
     closed: bool = False
     session: int = 0
     session_bytes: int = 0
@@ -79,19 +168,8 @@ class Intake:
     waiting_extra: int = 0
     merged_seq: int = 0
     known_seq: int = 0
-    rejected_seq: int = 0
     awaited: dict[int, list[int]] = field(default_factory=dict)
-    recorded_seq: int = 0
-    num_marks: int = 0
-    durable_seq: int = 0
-    durable_marks: int = 0
-    largest_batch: int = 0
-    batch_seq: int = 0
-    end_lsn: int = -1
-    unsafe: deque[tuple[int, int, int]] = field(default_factory=deque)
-    places: list[ChunkPlace] = field(default_factory=list)
-    place: int = 0
-    recalling: bool = False
+    recorded: Recorded = field(default_factory=Recorded)
     staged: StagedPartition | None = None
     more_bytes: int = 0
     _floors: list[Floor] = field(default_factory=list)
@@ -103,9 +181,9 @@ class Intake:
         self.known_seq = self.merged_seq = known_seq
         self.kept_tokens = self.merged_tokens = merged_tokens
         self.waiting_extra = 0
-        self.total, self.closed, self.recalling = None, False, False
+        self.total, self.closed = None, False
         self.awaited.clear()
-        self.place = 0
+        self.recorded.begin_again()
 
     def floor(self, seq: int) -> Floor:
         """Return the place from which to read the partition again to get sample ``seq``; forget earlier places."""
@@ -120,12 +198,6 @@ class Intake:
         self.session = session
         self.session_bytes = 0
 
-    def end_batch(self, number: int, seq: int) -> None:
-        """Record that batch ``number`` ends before sample ``seq``."""
-        self.num_marks = number + 1
-        self.largest_batch = max(self.largest_batch, seq - self.batch_seq)
-        self.batch_seq = seq
-
     @property
     def max_unmerged(self) -> int:
         """The number of samples that may wait for the merge.
@@ -133,22 +205,27 @@ class Intake:
         Two batches may wait, because a program may push to several partitions in turn. Less credit would block the
         program before the other partitions have the batch. The rows of the samples stay below ``quota_bytes``, too.
         """
-        return max(MAX_UNMERGED, min(2 * self.largest_batch, self.quota_bytes // ROW_BYTES))
+        return max(MAX_UNMERGED, min(2 * self.recorded.largest_batch, self.quota_bytes // ROW_BYTES))
 
     @property
     def sent_seq(self) -> int:
         """Number of the next sample that the producer of a pushed partition sends."""
-        return self.recorded_seq if self.staged is None else self.staged.next_seq
+        return self.recorded.next_seq if self.staged is None else self.staged.next_seq
 
     @property
     def sent_marks(self) -> int:
         """Number of the batches that the producer of a pushed partition has ended."""
-        return self.num_marks if self.staged is None else self.staged.num_marks
+        return self.recorded.num_marks if self.staged is None else self.staged.num_marks
 
     @property
     def last_cursor(self) -> Cursor | None:
         """Place in the source after the last sample that came."""
         return self.cursor if self.staged is None else self.staged.cursor
+
+    @property
+    def num_waiting(self) -> int:
+        """Recorded samples that wait for the merge, or for late fields before."""
+        return max(self.recorded.next_seq - self.merged_seq, 0) + (0 if self.staged is None else self.staged.num_left)
 
     @property
     def waiting_tokens(self) -> int:
@@ -166,8 +243,7 @@ class Intake:
         """The producer may send samples below this number."""
         if self.staged is None:
             return self.merged_seq + self.max_unmerged
-        waiting = self.staged.num_left + max(self.recorded_seq - self.merged_seq, 0)
-        return self.staged.next_seq + max(self.max_unmerged - waiting, 0)
+        return self.staged.next_seq + max(self.max_unmerged - self.num_waiting, 0)
 
     @property
     def grant_bytes(self) -> int:
@@ -207,14 +283,7 @@ class Intake:
     @property
     def behind(self) -> bool:
         """True if the log has chunks of the partition that this broker still has to read again."""
-        return self.place < len(self.places)
-
-    def note_safe(self, upto: int) -> bool:
-        """Record that log records before ``upto`` are safe; return whether a record of the partition is safe now."""
-        before = len(self.unsafe)
-        while self.unsafe and self.unsafe[0][0] < upto:
-            _, self.durable_seq, self.durable_marks = self.unsafe.popleft()
-        return len(self.unsafe) < before
+        return self.recorded.behind
 
     @property
     def unwanted(self) -> bool:
@@ -225,3 +294,17 @@ class Intake:
     def ended(self) -> bool:
         """True if every sample that is wanted has been taken."""
         return self.unwanted or (self.total is not None and self.expected_seq >= self.total)
+
+    def drop_waiting(self) -> None:
+        """Drop the samples that wait for the merge, or for their late fields."""
+        self.merged_tokens, self.waiting_extra = self.kept_tokens, 0
+        if self.staged is not None:
+            self.staged.clear()
+
+    def note_sent(self, lsn: int) -> None:
+        """Remember that what came so far is safe once record ``lsn`` is."""
+        self.recorded.wait_until_safe(lsn, self.sent_seq, self.sent_marks)
+
+    def note_all_safe(self) -> None:
+        """Note that what came so far is safe: an earlier broker has recorded it."""
+        self.recorded.set_durable(self.sent_seq, self.sent_marks)

@@ -164,9 +164,7 @@ class Leases:
     def _close(self, p: int) -> list[Effect]:
         """Take no more samples of a partition, and tell its holder."""
         intake = self.partitions.intakes[p]
-        intake.merged_tokens, intake.waiting_extra = intake.kept_tokens, 0  # samples that waited are dropped
-        if intake.staged is not None:
-            intake.staged.clear()
+        intake.drop_waiting()
         if intake.ended:
             return []
         intake.closed = True
@@ -365,7 +363,7 @@ class Leases:
         if message.total > self.partitions.next_seq(p):
             return self.credits.again(p)
         taken = max(self.partitions.next_seq(p), intake.known_seq)
-        known_total = intake.known_total
+        known_total = intake.recorded.known_total
         if intake.staged is not None and intake.staged.end is not None:
             known_total = intake.staged.end[1].total
         if message.total < taken or message.total != (message.total if known_total is None else known_total):

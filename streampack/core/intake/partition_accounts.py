@@ -81,9 +81,9 @@ class PartitionAccounts:
             for effect in effects:
                 for handle in effect.handles.tolist() if isinstance(effect, Store) else ():
                     self.absent.pop(handle, None)
-        rejected = rejected[rejected >= intake.rejected_seq] if len(rejected) else rejected
+        rejected = rejected[rejected >= intake.recorded.rejected_seq] if len(rejected) else rejected
         if len(rejected):
-            intake.rejected_seq = int(rejected[-1]) + 1
+            intake.recorded.rejected_seq = int(rejected[-1]) + 1
             reasons = dict(chunk.message.rejected)
             if repeated is not None and not stale:
                 reasons[REPEATED] = int((repeated & (chunk.lengths > 0)).sum())
@@ -104,7 +104,7 @@ class PartitionAccounts:
     def _end_merge(self, p: int) -> None:
         """Tell the merge that a partition has no more samples."""
         stream, intake = self._partitions.stream_of[p], self._partitions.intakes[p]
-        intake.total = intake.known_total
+        intake.total = intake.recorded.known_total
         stream.merge.current.end(stream.number_in_feed(p))
 
     def note_merged(self, feed: str, moved: I64) -> list[int]:
@@ -149,9 +149,9 @@ class PartitionAccounts:
     def pull(self, p: int) -> list[Effect]:
         """Ask the log for a pushed partition's next chunk (``Recall``), if the log has one and there is room for it."""
         intake, stream = self._partitions.intakes[p], self._partitions.stream_of[p]
-        merge, number = stream.merge.current, stream.number_in_feed(p)
-        while intake.behind and not intake.recalling and not intake.unwanted:
-            place = intake.places[intake.place]
+        merge, number, recorded = stream.merge.current, stream.number_in_feed(p), intake.recorded
+        while recorded.behind and not recorded.recalling and not intake.unwanted:
+            place = recorded.places[recorded.place]
             if place.mark >= 0:
                 if isinstance(merge, Arrival) and place.mark >= merge.num_barriers_pushed[number]:
                     merge.end_pass(number)
@@ -167,10 +167,10 @@ class PartitionAccounts:
                 if not intake.may_keep(place.tokens, media) or place.stop_seq > intake.grant_seq:
                     return []
                 intake.expected_seq = place.base_seq
-                intake.recalling = True
+                recorded.recalling = True
                 return [Recall(stream.feed, place.lsn)]
-            intake.place += 1
-        if stream.terms.pushed and not intake.behind and intake.total is None and intake.known_total is not None:
+            recorded.place += 1
+        if stream.terms.pushed and not recorded.behind and intake.total is None and recorded.known_total is not None:
             self._end_merge(p)
         return []
 
@@ -183,17 +183,17 @@ class PartitionAccounts:
         record = event.record
         assert isinstance(record, ChunkAdmitted)
         p = self._partitions.find(record.stream, record.partition)
-        if p is None or not self._partitions.intakes[p].recalling:
+        if p is None or not self._partitions.intakes[p].recorded.recalling:
             return None, []
         intake = self._partitions.intakes[p]
-        intake.recalling = False
+        intake.recorded.recalling = False
         if self._partitions.stream_of[p].merge.awaits_state:  # it is read again from there
             return None, []
         message = chunk_as(Samples, record)
         envelope = Envelope(run=self._run, epoch=0, fence=0, message=message, payload=event.payload)
         chunk = parse_chunk(envelope, message, self._partitions.stream_of[p].terms)
         assert isinstance(chunk, ReceivedChunk)  # the chunk was checked before it was recorded
-        intake.place += 1
+        intake.recorded.place += 1
         return p, self._admit(p, chunk, bool(record.stale), repeated_of(record))
 
     # Reading again
@@ -213,7 +213,8 @@ class PartitionAccounts:
             stream, intake = self._partitions.stream_of[p], self._partitions.intakes[p]
             merge, number = stream.merge.current, stream.number_in_feed(p)
             intake.go_to(floor, int(merge.merged_samples[number]), int(merge.merged_tokens[number]))
-            whole = intake.known_total is not None and intake.expected_seq >= intake.known_total
+            total = intake.recorded.known_total
+            whole = total is not None and intake.expected_seq >= total
             if whole and not intake.behind:
                 self._end_merge(p)
         for p in mine[len(floors) :]:  # partitions of streams that join later

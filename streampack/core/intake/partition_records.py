@@ -8,7 +8,6 @@ that replace deleted records.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any
 
@@ -80,7 +79,7 @@ class PartitionRecords:
             The effects, and the samples to drop because of their keys, bool [n]; None if there are none.
         """
         intake, stream, message = self._partitions.intakes[p], self._partitions.stream_of[p], chunk.message
-        stop, first = chunk.stop_seq, max(message.base_seq, intake.recorded_seq)
+        stop, first = chunk.stop_seq, max(message.base_seq, intake.recorded.next_seq)
         if not stream.in_order or first >= stop or intake.closed:
             return [], None
         repeated: NDArray[np.bool_] | None = None
@@ -99,7 +98,8 @@ class PartitionRecords:
         lsn = self._journal.next_lsn - 1
         self._note_chunk(p, lsn, record)
         if stream.terms.pushed:
-            intake.place = intake.place if behind else len(intake.places)
+            if not behind:
+                intake.recorded.place = len(intake.recorded.places)
             self._wait_until_safe(intake, lsn)
         return effects, repeated
 
@@ -123,7 +123,7 @@ class PartitionRecords:
         Samples that waited for late fields are safe already.
         """
         if intake.staged is None:
-            intake.unsafe.append((lsn, intake.recorded_seq, intake.num_marks))
+            intake.note_sent(lsn)
 
     def commit_write(self, p: int) -> list[Effect]:
         """Record that the current write of partition ``p``'s stream is complete, and forget its keys."""
@@ -148,13 +148,14 @@ class PartitionRecords:
     def append_end(self, p: int, total: int) -> list[Effect]:
         """Record that a partition has ended after ``total`` samples, unless that is recorded already."""
         intake, stream = self._partitions.intakes[p], self._partitions.stream_of[p]
-        if intake.known_total is not None:
+        if intake.recorded.known_total is not None:
             return []
-        intake.known_total, intake.end_lsn = total, self._journal.next_lsn
+        lsn = self._journal.next_lsn
+        intake.recorded.add_end(total, lsn)
         ended = PartitionEnded(stream=stream.terms.name, partition=p - stream.first, total=total)
         effects = self._journal.append(ended)
         if stream.terms.pushed:
-            self._wait_until_safe(intake, intake.end_lsn)
+            self._wait_until_safe(intake, lsn)
         return effects
 
     def append_rejection(self, p: int, seqs: I64, reasons: dict[str, int]) -> list[Effect]:
@@ -191,19 +192,16 @@ class PartitionRecords:
             place.sent = np.frombuffer(record.sent_u64, "<u8").astype(np.int64)
             if intake.staged is not None and (record.stale or not lengths.any()):
                 intake.staged.drops.add(place.sent.tolist(), [POLICY_LAG] if record.stale else record.rejected)
-        if record.base_seq > intake.recorded_seq:
+        if record.base_seq > intake.recorded.next_seq:
             stream.history.is_cut = True
-        intake.recorded_seq = place.stop_seq
-        if stream.terms.pushed:
-            intake.places.append(place)
+        intake.recorded.add_chunk(place, stream.terms.pushed)
         stream.history.add_chunk(place)
 
     def _note_mark(self, p: int, number: int, seq: int, lsn: int) -> None:
         """Add the end of batch ``number`` at log sequence number ``lsn`` to the intake and the feed's history."""
         intake, stream = self._partitions.intakes[p], self._partitions.stream_of[p]
         place = ChunkPlace(stream.number_in_feed(p), seq, 0, lsn, 0, mark=number)
-        intake.end_batch(number, seq)
-        intake.places.append(place)
+        intake.recorded.add_mark(place)
         stream.history.add_chunk(place)
 
     # Records of earlier brokers
@@ -217,9 +215,9 @@ class PartitionRecords:
         return {
             name: StreamFacts(
                 source_digest=self.digests.get(name, ""),
-                totals=[intake.known_total for intake in mine],
-                recorded=[intake.recorded_seq for intake in mine],
-                marks=[intake.num_marks for intake in mine],
+                totals=[intake.recorded.known_total for intake in mine],
+                recorded=[intake.recorded.next_seq for intake in mine],
+                marks=[intake.recorded.num_marks for intake in mine],
                 write=self._partitions.streams[name].keys.write or UNSET,
                 staged=[(intake.sent_seq, intake.sent_marks) for intake in mine] if mine[0].staged else UNSET,
                 dropped=_dropped(mine),
@@ -234,16 +232,14 @@ class PartitionRecords:
         self._partitions.streams[stream].keys.begin(facts.write or 0)
         mine = [self._partitions.intakes[p] for p in self._partitions.of_stream(stream)]
         for intake, total in zip(mine, facts.totals, strict=False):
-            intake.known_total = total
+            intake.recorded.known_total = total
         for intake, recorded, marks in zip(mine, facts.recorded, facts.marks, strict=False):
-            intake.recorded_seq = intake.durable_seq = max(intake.recorded_seq, recorded)
-            intake.batch_seq = intake.recorded_seq
-            intake.num_marks = intake.durable_marks = max(intake.num_marks, marks)
+            intake.recorded.take_over(recorded, marks)
         for intake, (seq, marks) in zip(mine, facts.staged or (), strict=False):
             if intake.staged is not None:
                 intake.staged.next_seq = max(intake.staged.next_seq, seq)
                 intake.staged.num_marks = max(intake.staged.num_marks, marks)
-                intake.durable_seq, intake.durable_marks = intake.sent_seq, intake.sent_marks
+                intake.note_all_safe()
         for intake, ranges in zip(mine, facts.dropped or (), strict=False):
             if intake.staged is not None:
                 intake.staged.drops.ranges = list(ranges)
@@ -277,7 +273,7 @@ class PartitionRecords:
         p = self._partitions.streams[record.stream].first + record.partition
         intake = self._partitions.intakes[p]
         if isinstance(record, PartitionEnded):
-            intake.known_total = record.total
+            intake.recorded.known_total = record.total
             if intake.staged is not None:
                 intake.staged.clear()
             return
@@ -293,7 +289,7 @@ class PartitionRecords:
             self._note_mark(p, record.number, record.seq, lsn)
             if intake.staged is not None:
                 intake.staged.mark_admitted(record.number)
-        intake.durable_seq, intake.durable_marks = intake.sent_seq, intake.sent_marks
+        intake.note_all_safe()
 
     def _recover_rejection(self, record: SamplesRejected) -> None:
         """Apply a record of rejected samples, so that these samples are not recorded again."""
@@ -301,7 +297,7 @@ class PartitionRecords:
         count = stream.terms.partitions
         for index in np.frombuffer(record.indices_u64, "<u8").tolist():
             intake, seq = self._partitions.intakes[stream.first + index % count], index // count
-            intake.rejected_seq = max(intake.rejected_seq, seq + 1)
+            intake.recorded.rejected_seq = max(intake.recorded.rejected_seq, seq + 1)
             place = _note_dropped(intake, seq, record.reasons)
             if DISCARDED in record.reasons and place is not None:
                 place.counted = True
@@ -309,15 +305,12 @@ class PartitionRecords:
     def forget_below(self, lsn: int) -> None:
         """Forget chunks below log sequence number ``lsn``: their records were deleted from the log."""
         for intake in self._partitions.intakes:
-            gone = sum(place.lsn < lsn for place in intake.places)
-            del intake.places[:gone]
-            intake.place = max(intake.place - gone, 0)
+            intake.recorded.forget_below(lsn)
 
 
 def _note_dropped(intake: Intake, seq: int, reasons: Iterable[str]) -> ChunkPlace | None:
     """Let programs that give late values know that sample ``seq`` was dropped; return its place, if it is known."""
-    at = bisect_right(intake.places, seq, key=lambda place: place.stop_seq)
-    place = intake.places[at] if at < len(intake.places) and intake.places[at].base_seq <= seq else None
+    place = intake.recorded.place_of(seq)
     if place is not None and place.sent is not None and intake.staged is not None:
         intake.staged.drops.add([int(place.sent[seq - place.base_seq])], reasons)
     return place

@@ -7,7 +7,6 @@ know producers or the log.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -157,11 +156,8 @@ class Partitions:
 
     def _sent_as(self, p: int, seq: int) -> int:
         """Return the number with which sample ``seq`` of a partition with late fields was sent; -1 if it is lost."""
-        places = self.intakes[p].places
-        at = bisect_right(places, seq, key=lambda place: place.stop_seq)
-        place = places[at] if at < len(places) else None
-        known = place is not None and place.sent is not None and place.base_seq <= seq
-        return int(place.sent[seq - place.base_seq]) if known and place is not None and place.sent is not None else -1
+        place = self.intakes[p].recorded.place_of(seq)
+        return -1 if place is None or place.sent is None else int(place.sent[seq - place.base_seq])
 
     def next_seq(self, p: int) -> int:
         """Return the sequence number of the sample that the holder of partition ``p`` is to send next."""

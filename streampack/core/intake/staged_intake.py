@@ -65,7 +65,7 @@ class StagedIntake:
     def _note_staged(self, p: int) -> None:
         """Remember that what came to partition ``p`` so far is safe once the last record is."""
         intake = self._partitions.intakes[p]
-        intake.unsafe.append((self._credits.last_lsn, intake.sent_seq, intake.sent_marks))
+        intake.note_sent(self._credits.last_lsn)
 
     def amend(self, producer: ConnectedProducer, envelope: Envelope, message: Amend) -> list[Effect]:
         """Take the values of late fields, and answer once they are safe."""
@@ -81,7 +81,7 @@ class StagedIntake:
             )
             return self._credits.send(producer.peer, Amended(number=message.number, refusal=text))
         intake = self._partitions.intakes[p]
-        ended = intake.closed or intake.known_total is not None or staged.end is not None
+        ended = intake.closed or intake.recorded.known_total is not None or staged.end is not None
         effects = self._staging.amend(p, message, envelope.payload, producer.name, ended)
         return effects + self._admit_complete(p) + self.answer()
 
@@ -111,13 +111,13 @@ class StagedIntake:
         effects: list[Effect] = []
         if self._partitions.stream_of[p].merge.awaits_state:
             return effects
-        while intake.staged is not None and (found := intake.staged.take(intake.recorded_seq, chosen)) is not None:
+        while intake.staged is not None and (found := intake.staged.take(intake.recorded.next_seq, chosen)) is not None:
             chosen = None
             if isinstance(found, EndStaged):
                 effects += self._accounts.end(p, found.total)
             elif isinstance(found, MarkStaged):
                 mark = Mark(
-                    stream=found.stream, partition=found.partition, number=found.number, seq=intake.recorded_seq,
+                    stream=found.stream, partition=found.partition, number=found.number, seq=intake.recorded.next_seq,
                     batch=found.batch,
                 )  # fmt: skip
                 effects += self._records.append_mark(p, mark) + self._pull(p)
@@ -176,10 +176,7 @@ class StagedIntake:
         mine = self._partitions.of_feed(feed)
         for p in mine:
             tickets.hand_over(p, self._producers.holder[p])
-        waiting = merged + sum(
-            max(intakes[p].recorded_seq - intakes[p].merged_seq, 0) + (staged.num_left if staged is not None else 0)
-            for p in mine for staged in (intakes[p].staged,)
-        )  # fmt: skip
+        waiting = merged + sum(intakes[p].num_waiting for p in mine)
         return [e for p in sorted(tickets.grant(waiting, version)) for e in self._credits.flow(p, repeat=True)]
 
     def answer(self) -> list[Effect]:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.core.intake.intake import MAX_UNMERGED, ROW_BYTES, Intake
+from streampack.core.journal.history import ChunkPlace
 from streampack.core.model.samples import MANY_HANDLES, SampleTable, index_of
 
 # Credits
@@ -40,7 +41,7 @@ def test_what_waits_never_exceeds_the_quota_whatever_the_producer_sends(
                 intake.merged_tokens = merged
                 intake.merged_seq = data.draw(st.integers(intake.merged_seq, taken))
             case "batch":
-                intake.end_batch(intake.num_marks, taken)
+                intake.recorded.add_mark(ChunkPlace(0, taken, 0, 0, 0, mark=intake.recorded.num_marks))
             case "session":
                 intake.begin(intake.session + 1)
                 sent, grants = 0, []
