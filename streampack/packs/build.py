@@ -43,10 +43,7 @@ from streampack.packs.slabs import Slabs
 from streampack.packs.step import Step
 from streampack.packs.trees.tree_tokens import TreeTokens
 
-_OF_TOKENS = ("input_ids", "labels", "position_ids", "padding_mask")
 _NAMES = tuple(field.name for field in dataclass_fields(Pack))
-_REST = _NAMES[len(_OF_TOKENS) : _NAMES.index("fields")]
-_OF_PATHS = _NAMES[_NAMES.index("fields") + 1 :]
 _NO_EDGES, _ALL = np.zeros(0, np.int32), np.zeros(0, np.uint8)
 
 
@@ -100,8 +97,8 @@ class Content:
     """Number of packs."""
     rest: Mapping[str, Column | list[Any]]
     """Attributes of the packs by name, except those with a value per token and declared fields."""
-    rows: Sequence[list[Any]]
-    """The values of ``rest`` by pack, one list for each attribute, in the order of a pack's attributes."""
+    rows: Mapping[str, list[Any]]
+    """The values of ``rest`` by pack."""
     num_tokens: int
     """Real tokens of the whole packs."""
 
@@ -119,10 +116,10 @@ class Content:
         tokens, fields = self.tokens.columns(first, stop)
         names, held = list(fields), [rows(column) for column in fields.values()]
         own = [dict(zip(names, row, strict=True)) for row in zip(*held, strict=True)] or [{}] * (stop - first)
-        of_tokens = (rows(tokens[name]) for name in _OF_TOKENS)
-        of_paths = (rows(tokens[name]) for name in _OF_PATHS if name in tokens)
-        values = zip(*of_tokens, *(each[first:stop] for each in self.rows), own, *of_paths, strict=True)
-        packs = [Pack(*row) for row in values]
+        by_name = {name: rows(column) for name, column in tokens.items()} | {"fields": own}
+        by_name |= {name: values[first:stop] for name, values in self.rows.items()}
+        none = [None] * (stop - first)
+        packs = [Pack(*row) for row in zip(*(by_name.get(name, none) for name in _NAMES), strict=True)]
         if show is None:
             return packs
         rest = {name: part(column, first, stop) for name, column in self.rest.items()}
@@ -179,7 +176,7 @@ def _content(
         "cp": [mesh.cp] * num_packs,
         "cp_rank": [mesh.cp_rank] * num_packs,
     }
-    by_pack = [rows(attributes[name]) for name in _REST]
+    by_pack = {name: rows(column) for name, column in attributes.items()}
     return Content(tokens, num_packs, attributes, by_pack, int(own.sum()))
 
 
