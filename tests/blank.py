@@ -21,6 +21,8 @@ def blank(kind: type[Struct], **values: Any) -> Struct:
 
 
 def _zero(kind: Any) -> Any:
+    if get_origin(kind) is Annotated:
+        return _zero(get_args(kind)[0])
     if get_origin(kind) is Literal:
         return get_args(kind)[0]
     if isinstance(kind, types.UnionType):

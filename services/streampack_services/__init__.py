@@ -9,6 +9,7 @@
 - ``forecast/``, ``plan/``, ``check/``: what a configuration does, before a run.
 - ``demo/``: the whole service on one machine.
 - ``export``: files to run the service elsewhere.
+- ``figure``: how a status declares a figure, and how to add one.
 - ``logs``, ``amounts``: log lines, and numbers as text.
 - ``own_runs``: the brokers of a user on this host.
 - ``descriptors``: file descriptors that connections may not take.

@@ -40,8 +40,8 @@ To add something:
 
 - A packer: one class, and one entry in ``packers.registry``; ``packers.packer`` has the protocol.
 - A file format: one module in ``streampack.sources.formats``, whose docstring lists the steps.
-- A metric: one field in ``streampack_services.broker.status``, its value in ``Reporter.take``, and one row in
-  ``streampack_services.http.metrics``.
+- A metric: its count here, and one declaration in ``streampack_services.broker.status``; ``streampack_services.figure``
+  says how.
 
 Ten rules, R1 to R10, keep delivery exactly once; modules cite them by number. ``docs/concepts/exactly-once.md`` defines
 each rule, and names a test of ``tests/simulation/test_mutants.py``, which breaks the rule in the code.

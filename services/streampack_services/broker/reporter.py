@@ -17,14 +17,11 @@ from dataclasses import dataclass
 import msgspec
 
 from streampack.core.broker import Broker
-from streampack.core.deal.deal_stats import DealtFigures
-from streampack.core.deal.dynamic_batches import PaddedFigures
 from streampack.core.feed.feed import Feed
 from streampack.core.form.form_stats import FILL_BOUNDS, ValueCounts
-from streampack.core.form.former import Former
 from streampack.core.model.rules import Rules
 from streampack.core.stats.data_wait import Missing, NextWaits
-from streampack.core.stats.fill import Figures, Totals, from_moments
+from streampack.core.stats.fill import from_moments
 from streampack.core.stats.media_figures import MEDIA_DROPPED
 from streampack.core.stats.padding import CAUSES
 from streampack.version import __version__
@@ -33,6 +30,7 @@ from streampack_services.broker.log_keeper import Keeper
 from streampack_services.broker.memory_plan import Plan
 from streampack_services.broker.ranks.rank_table import RankTable
 from streampack_services.broker.status import (
+    AlignedFigures,
     BrokerStatus,
     DealtPacks,
     DynamicBatching,
@@ -47,7 +45,6 @@ from streampack_services.broker.status import (
     MemoryStatus,
     MessageCounts,
     NodeStatus,
-    PackFigures,
     PackTotals,
     RankPage,
     RanksStatus,
@@ -65,6 +62,7 @@ from streampack_services.broker.status import (
     WindowWaits,
 )
 from streampack_services.broker.steps_left import steps_left
+from streampack_services.figure import filled
 
 log = logging.getLogger("streampack.broker")
 
@@ -169,7 +167,9 @@ class Reporter:
         core, counters = self._core, self._counters
         feeds = {name: self._feed_status(now, feed) for name, feed in core.feeds.items()}
         stalled_s = max((feed.stalled_s for feed in feeds.values() if feed.stalled_s is not None), default=None)
-        return BrokerStatus(
+        return filled(
+            BrokerStatus,
+            counters,
             version=__version__,
             run=self._run,
             epoch=core.epoch,
@@ -178,66 +178,66 @@ class Reporter:
             uptime_s=now - counters.started,
             state=self._state(stalled_s),
             stalled_s=stalled_s,
-            ready=counters.ready,
             feeds=feeds,
             streams=[row for name, feed in core.feeds.items() for row in self._streams[name].at(now, feed)],
             producers=core.leases.num_producers,
             vanished_producers=core.leases.rebalancer.vanished,
             relays=_relays_status(core.feeds.values()),
-            memory=MemoryStatus(
+            memory=filled(
+                MemoryStatus,
+                self._arena,
+                self._plan,
                 arena_bytes=self._plan.memory_bytes,
-                token_bytes=self._plan.token_bytes,
-                live_tokens=self._arena.live_tokens,
-                moved_tokens=self._arena.moved_tokens,
                 partition_limit_tokens=self._plan.capacity.quota_tokens,
-                media_bytes=self._arena.media_bytes,
             ),
             log=self._keeper.status() if self._keeper is not None else None,
             standby=self._keeper.standby_status() if self._keeper is not None else None,
-            messages=MessageCounts(
-                damaged=counters.damaged,
-                refused=core.refused,
-                unsent=counters.unsent,
-                foreign=core.foreign,
-                strangers=counters.strangers,
-                cut=counters.cut,
-            ),
-            form_seconds=counters.form_seconds,
-            sent_tokens=counters.sent_tokens,
+            messages=filled(MessageCounts, counters, core),
         )
 
     def _feed_status(self, now: float, feed: Feed) -> FeedStatus:
         """Return the snapshot of one feed; ``now``: seconds of the monotonic clock."""
         steps, former, formed = feed.readers.steps, feed.planner.former, feed.figures
+        budget = feed.rules.budget
         counted = steps.dealt.padded_totals if feed.rules.padded else formed.totals
         reasons = waiting_for(feed)
         stalled_s = self._stalled_s(now, feed, reasons)
         table = self._ranks[feed.name]
         table.turn(now)
         figures = table.figures
-        return FeedStatus(
+        return filled(
+            FeedStatus,
+            feed,
+            feed.readers,
+            feed.readers.attempts,
+            feed.history,
+            feed.memory,
+            steps.flows,
             state="ended" if steps.end is not None else "serving" if stalled_s is None else "waiting",
             stalled_s=stalled_s,
-            waiting_for=_waiting_for(reasons) if reasons else None,
-            round=feed.readers.attempts.round,
+            waiting_for=filled(WaitingFor, reasons) if reasons else None,
             steps=StepCounts(
                 formed=steps.formed_upto,
                 returned=steps.released_upto,
                 end=steps.end.num_steps if steps.end is not None else None,
             ),
-            lineage=feed.history.lineage,
             recorded_steps=feed.history.num_steps,
             committed=feed.history.commits[-1] if feed.history.commits else None,
             steps_left=steps_left(self._core, feed),
-            totals=_pack_totals(formed.totals, counted),
-            figures=_feed_figures(_fill(counted, feed.rules), steps.dealt),
-            padded_figures=_pack_figures(_padded_fill(counted, feed.rules)),
+            totals=filled(PackTotals, formed.totals, packs=counted.packs, empty_packs=counted.empty_packs),
+            figures=filled(
+                FeedFigures, from_moments(counted.packs, counted.tokens, counted.square_tokens, budget), steps.dealt
+            ),
+            padded_figures=filled(
+                AlignedFigures, from_moments(counted.packs, counted.slot_tokens, counted.square_slot_tokens, budget)
+            ),
             waste_tokens=dict(zip(CAUSES, feed.waste.tolist(), strict=True)),
-            delivered_tokens=feed.delivered_tokens,
             lost_tokens=_lost_tokens(feed),
-            rank_tokens=_rank_tokens(steps.dealt),
-            dealt=DealtPacks(split_packs=steps.dealt.split_packs, empty_packs=steps.dealt.empty_packs),
-            dynamic_batching=_dynamic_batching(steps.dealt.padded) if feed.rules.padded else None,
+            rank_tokens=RankTokens(
+                **{when: TokenSpread(**tokens) for when, tokens in steps.dealt.rank_tokens().items()}
+            ),
+            dealt=filled(DealtPacks, steps.dealt),
+            dynamic_batching=filled(DynamicBatching, steps.dealt.padded) if feed.rules.padded else None,
             lengths=formed.lengths.rows(),
             waiting_lengths=feed.planner.waiting_lengths.rows(),
             fills=list(zip(FILL_BOUNDS, formed.fill.counts.tolist(), strict=False)),
@@ -249,16 +249,17 @@ class Reporter:
             tokens_per_s=self._tokens_per_s(now, feed),
             readers=figures.readers,
             ranks=_ranks_status(now, feed, table),
-            queued_bytes=steps.flows.queued_bytes,
             queued_limit_bytes=steps.flows.leaving_bytes,
-            resent_bytes=steps.flows.resent_bytes,
-            num_ranks=feed.readers.num_ranks,
             all_ranks_attached=steps.all_there,
             window=WindowStatus(
                 samples=former.num_samples, tokens=former.queued_tokens, oldest_steps=former.oldest_age
             ),
-            waits=_window_waits(former),
-            held_tokens=feed.memory.held_tokens,
+            waits=WindowWaits(
+                p99_steps=former.waits.p99,
+                longest_steps=former.longest_wait,
+                bound_steps=former.waits.bound,
+                outliers=former.num_outliers,
+            ),
             held_limit_tokens=feed.plan.merged_tokens,
             rules=self._rules[feed.name],
             media=None if formed.media is None else MediaStatus(**formed.media.counts(), dropped=_dropped_media(feed)),
@@ -272,22 +273,19 @@ class Reporter:
             every, seen = leases.partitions, leases.seen(stream.name)
             credits = every.granted(stream.name)
             rows.append(
-                StreamStatus(
+                filled(
+                    StreamStatus,
+                    counts,
+                    seen,
                     stream=stream.name,
                     feed=feed.name,
                     weight=stream.weight,
                     partitions=stream.partitions,
                     ended_partitions=sum(every.intakes[p].ended for p in every.of_stream(stream.name)),
-                    samples=counts.samples,
-                    tokens=counts.tokens,
-                    overlong=counts.overlong,
-                    lost_tokens=counts.lost_tokens,
                     rejected=dict(counts.rejected),
                     warnings=dict(counts.warnings),
-                    producers=seen.producers,
-                    hosts=seen.hosts,
                     last_seen_s=seen.last_s,
-                    credits=StreamCredits(granted_tokens=credits.granted_tokens, used_tokens=credits.used_tokens),
+                    credits=filled(StreamCredits, credits),
                     lag=StreamLag(samples=credits.missing_samples, tokens=credits.granted_tokens - credits.used_tokens),
                     late=self._late(stream.name),
                 )
@@ -298,11 +296,7 @@ class Reporter:
         """Return what waits for late fields in a stream; None if the stream has none."""
         staging = self._core.leases.staging
         waits = staging.waiting(self._core.leases.partitions.of_stream(stream))
-        if waits is None:
-            return None
-        return LateStatus(
-            samples=waits.samples, oldest_s=round(waits.oldest_s, 3), fields=waits.fields, refused=waits.refused
-        )
+        return None if waits is None else filled(LateStatus, waits, oldest_s=round(waits.oldest_s, 3))
 
     def _stalled_s(self, now: float, feed: Feed, reasons: Missing | None) -> float | None:
         """Return the seconds since the feed's last step; None if no rank waits for data, for these ``reasons``."""
@@ -360,7 +354,7 @@ class Reporter:
         about = {"about": {"feed": feed.name, "step": feed.readers.steps.formed_upto}}
         wanted = feed.readers.steps.all_there and reasons[0] in ("stream", "memory", "log") and not reasons.batch
         level = logging.WARNING if wanted else logging.INFO
-        log.log(level, "%sno step for %.0f s: %s", of, now - watch.since, _waiting_for(reasons).text, extra=about)
+        log.log(level, "%sno step for %.0f s: %s", of, now - watch.since, filled(WaitingFor, reasons).text, extra=about)
 
 
 def waiting_for(feed: Feed) -> Missing | None:
@@ -424,72 +418,20 @@ def _with_relays(nodes: list[NodeStatus], feed: Feed) -> list[NodeStatus]:
 def _ranks_status(now: float, feed: Feed, table: RankTable) -> RanksStatus:
     """Return what a snapshot says of all ranks; ``now``: seconds of the monotonic clock."""
     figures = table.figures
-    return RanksStatus(
+    return filled(
+        RanksStatus,
+        figures,
         attached=len(feed.readers.registry.held),
         left_out=figures.attached - len(figures.readers),
-        num_nodes=figures.num_nodes,
         nodes=_with_relays(figures.nodes, feed),
         nodes_left_out=figures.num_nodes - len(figures.nodes),
         age_s=max(now - figures.began, 0.0) if figures.attached else 0.0,
-        mesh=figures.mesh,
-        longest_silence_s=figures.longest_silence_s,
-        longest_waits=figures.longest_waits,
         starved_s=table.waited_s,
     )
 
 
-def _waiting_for(missing: Missing) -> WaitingFor:
-    return WaitingFor(reason=missing.reason, detail=missing.detail, stream=missing.stream, batch=missing.batch)
-
-
 def _feed_rules(rules: Rules) -> FeedRules:
     return FeedRules(**{name: getattr(rules, name) for name in rules.__struct_fields__}, digest=rules.digest)
-
-
-def _pack_totals(formed: Totals, counted: Totals) -> PackTotals:
-    return PackTotals(
-        steps=formed.steps,
-        packs=counted.packs,
-        empty_packs=counted.empty_packs,
-        samples=formed.samples,
-        tokens=formed.tokens,
-        slot_tokens=formed.slot_tokens,
-        square_tokens=formed.square_tokens,
-        square_slot_tokens=formed.square_slot_tokens,
-        dropped_samples=formed.dropped_samples,
-        dropped_tokens=formed.dropped_tokens,
-        shared_tokens=formed.shared_tokens,
-    )
-
-
-def _fill(counted: Totals, rules: Rules) -> Figures:
-    """Return how full the packs are, by tokens without padding."""
-    return from_moments(counted.packs, counted.tokens, counted.square_tokens, rules.budget)
-
-
-def _padded_fill(counted: Totals, rules: Rules) -> Figures:
-    """Return how full the packs are, by tokens padded to ``align.sample``."""
-    return from_moments(counted.packs, counted.slot_tokens, counted.square_slot_tokens, rules.budget)
-
-
-def _pack_figures(figures: Figures) -> PackFigures:
-    return PackFigures(
-        packs=figures.packs,
-        tokens=figures.tokens,
-        utilization=figures.utilization,
-        waste_ratio=figures.waste_ratio,
-        bin_balance=figures.bin_balance,
-        theoretical_min_packs=figures.theoretical_min_packs,
-        packing_efficiency=figures.packing_efficiency,
-    )
-
-
-def _feed_figures(figures: Figures, dealt: DealtFigures) -> FeedFigures:
-    return FeedFigures(
-        **msgspec.structs.asdict(_pack_figures(figures)),
-        cost_max_over_mean=dealt.cost_max_over_mean,
-        step_cost_max_over_mean=dealt.step_cost_max_over_mean,
-    )
 
 
 def _lost_tokens(feed: Feed) -> LostTokens:
@@ -506,10 +448,6 @@ def _lost_tokens(feed: Feed) -> LostTokens:
     )
 
 
-def _rank_tokens(dealt: DealtFigures) -> RankTokens:
-    return RankTokens(**{when: TokenSpread(**tokens) for when, tokens in dealt.rank_tokens().items()})
-
-
 def _dropped_media(feed: Feed) -> dict[str, int]:
     """Return the number of media items that the clients of the attached ranks have dropped, by reason."""
     found: dict[str, int] = {}
@@ -521,24 +459,5 @@ def _dropped_media(feed: Feed) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def _dynamic_batching(figures: PaddedFigures) -> DynamicBatching:
-    return DynamicBatching(
-        valid_tokens=figures.valid_tokens,
-        original_tokens=figures.original_tokens,
-        actual_tokens=figures.actual_tokens,
-        removed_padding_tokens=figures.removed_padding_tokens,
-        removed_padding_ratio=figures.removed_padding_ratio,
-    )
-
-
 def _histogram(spread: ValueCounts | NextWaits) -> Histogram:
     return Histogram(bounds=list(spread.bounds), counts=list(map(int, spread.counts)), sum=spread.sum)
-
-
-def _window_waits(former: Former) -> WindowWaits:
-    return WindowWaits(
-        p99_steps=former.waits.p99,
-        longest_steps=former.longest_wait,
-        bound_steps=former.waits.bound,
-        outliers=former.num_outliers,
-    )

@@ -2,7 +2,7 @@
 
 ``reporter`` takes a snapshot twice a second. ``/status`` sends it as JSON, encoded by msgspec. So names and order
 of the fields are an interface, which a test records. ``/metrics``, ``/history``, systemd, ``streampack status``
-and ``streampack top`` read the same fields. A new metric is one field here and one row in ``http.metrics``.
+and ``streampack top`` read the same fields. ``streampack_services.figure`` says how to add a figure.
 
 All structs are frozen. Counters count from the start of this broker process, unless the field says otherwise. "Formed"
 means that FORM has chosen the packs of a step; "returned" that all ranks have returned it.
@@ -10,16 +10,21 @@ means that FORM has chosen the packs of a step; "returned" that all ranks have r
 
 from __future__ import annotations
 
-from typing import Literal
+import platform
+from typing import Annotated, Literal
 
 from msgspec import Struct
 
 from streampack.core.model.rules import Rules
+from streampack.core.stats.media_figures import MEDIA_DROPPED
 from streampack_services.amounts import counted
+from streampack_services.figure import counter, gauge, histogram, series
 
 State = Literal["starting", "serving", "waiting", "draining", "ended"]
 FeedState = Literal["serving", "waiting", "ended"]
 _WAITS_FOR = {"peers": "trainers", "join": "ranks", "stream": "samples", "memory": "room", "forming": "the packer"}
+_FEW_RANKS = "Not with more than 1,024 ranks."
+_MANY_RANKS = "Only with more than 1,024 ranks, of the 64 worst hosts."
 
 
 class WaitingFor(Struct, frozen=True, kw_only=True):
@@ -69,32 +74,29 @@ class StepsLeft(Struct, frozen=True, kw_only=True):
 class PackTotals(Struct, frozen=True, kw_only=True):
     """Totals over all steps formed, in all iterations."""
 
-    steps: int
-    """Steps formed."""
-    packs: int
+    steps: Annotated[int, counter("steps", "Steps formed.")]
+    packs: Annotated[int, counter("packs", "Packs formed, empty packs included.")]
     """Packs, empty ones included. With dynamic batching: micro-batches dealt."""
     empty_packs: int
     """Packs without a sample."""
-    samples: int
-    """Samples in these packs."""
-    tokens: int
-    """Tokens of these samples, without padding. Each token that samples share counts once."""
+    samples: Annotated[int, counter("packed_samples", "Samples in the packs formed.")]
+    tokens: Annotated[int, counter("packed_tokens", "Real tokens in the packs formed.")]
     slot_tokens: int
     """Tokens of these samples, each padded to ``align.sample``."""
     square_tokens: int
     """Sum over packs of the square of ``tokens``."""
     square_slot_tokens: int
     """Sum over packs of the square of ``slot_tokens``."""
-    dropped_samples: int
-    """Samples that ``tail: drop`` left out."""
+    dropped_samples: Annotated[int, counter(
+        "tail_dropped_samples", "Samples left out at the end of each iteration by `tail: drop`.")]  # fmt: skip
     dropped_tokens: int
     """Tokens of these samples."""
-    shared_tokens: int
-    """Tokens that samples share with samples before them (``share: prefix``), and that ``tokens`` counts once."""
+    shared_tokens: Annotated[int, counter(
+        "shared_tokens", "Tokens that samples share with samples before them in a pack; packed_tokens counts them "
+        "once.")]  # fmt: skip
 
-    @property
+    @gauge("shared_ratio", "Shared tokens / tokens of the samples in the packs formed, since the start.")
     def shared_ratio(self) -> float:
-        """``shared_tokens`` / tokens of all samples in these packs."""
         return self.shared_tokens / max(self.tokens + self.shared_tokens, 1)
 
 
@@ -117,12 +119,40 @@ class PackFigures(Struct, frozen=True, kw_only=True):
     """``theoretical_min_packs`` / ``packs``."""
 
 
+class AlignedFigures(PackFigures, frozen=True, kw_only=True):
+    """How full the packs are, with each sample padded to ``align.sample``."""
+
+    utilization: Annotated[
+        float, gauge("padded_utilization_ratio", "Utilization, with each sample padded to align.sample.")
+    ]
+    packing_efficiency: Annotated[
+        float, gauge("padded_packing_efficiency_ratio", "Packing efficiency, with each sample padded to align.sample.")
+    ]
+    bin_balance: Annotated[
+        float, gauge("padded_bin_balance_ratio", "Bin balance, with each sample padded to align.sample.")
+    ]
+
+
 class FeedFigures(PackFigures, frozen=True, kw_only=True):
     """How full the packs are, and how evenly their cost is spread over ranks."""
 
-    cost_max_over_mean: float
+    utilization: Annotated[
+        float, gauge("utilization_ratio", "Utilization: real tokens / (packs * budget), since the start.")
+    ]
+    waste_ratio: Annotated[float, gauge("waste_ratio", "Padding ratio: 1 - utilization.")]
+    packing_efficiency: Annotated[
+        float, gauge("packing_efficiency_ratio", "Packing efficiency: fewest packs for the tokens / packs formed.")
+    ]
+    bin_balance: Annotated[
+        float, gauge("bin_balance_ratio", "Bin balance: 1 - standard deviation / mean of tokens per pack; may be < 0.")
+    ]
+    cost_max_over_mean: Annotated[float, gauge(
+        "cost_max_over_mean_ratio", "Load imbalance: max / mean cost over the packs of a micro-batch, mean over "
+        "micro-batches; 1.0 is perfect.")]  # fmt: skip
     """Cost of the most expensive pack / mean of its micro-batch; mean over all micro-batches dealt; 0 before one."""
-    step_cost_max_over_mean: float
+    step_cost_max_over_mean: Annotated[float, gauge(
+        "step_cost_max_over_mean_ratio", "Load imbalance: max / mean cost over the ranks of a step, mean over steps; "
+        "1.0 is perfect.")]  # fmt: skip
     """Cost of a step's most expensive rank / mean over its ranks; mean over all steps dealt; 0 before one."""
 
 
@@ -166,10 +196,10 @@ class RankTokens(Struct, frozen=True, kw_only=True):
 class DealtPacks(Struct, frozen=True, kw_only=True):
     """Packs that the trainers' mesh added to batches."""
 
-    split_packs: int
-    """Packs added because a pack was split."""
-    empty_packs: int
-    """Empty packs added."""
+    split_packs: Annotated[int, counter(
+        "split_packs", "Packs added by splitting packs, because the trainers' mesh needed more packs.")]  # fmt: skip
+    empty_packs: Annotated[int, counter(
+        "added_empty_packs", "Empty packs added because the trainers' mesh needed more packs.")]  # fmt: skip
 
 
 class DynamicBatching(Struct, frozen=True, kw_only=True):
@@ -183,8 +213,18 @@ class DynamicBatching(Struct, frozen=True, kw_only=True):
     """Tokens that ranks compute."""
     removed_padding_tokens: int
     """``original_tokens`` - ``actual_tokens``."""
-    removed_padding_ratio: float
-    """``removed_padding_tokens`` / ``original_tokens``, of 1."""
+    removed_padding_ratio: Annotated[float, gauge(
+        "removed_padding_ratio", "Share of the original tokens that dynamic batching removes.")]  # fmt: skip
+
+    @counter(
+        "dynamic_batching_tokens",
+        "Tokens of padded micro-batches: without padding (valid), padded to the longest sample of the batch "
+        "(original), as computed (actual), original - actual (removed_padding).",
+        "kind",
+    )
+    def kinds(self) -> dict[str, int]:
+        kinds = ("valid", "original", "actual", "removed_padding")
+        return {kind: getattr(self, f"{kind}_tokens") for kind in kinds}
 
 
 class Histogram(Struct, frozen=True, kw_only=True):
@@ -201,28 +241,26 @@ class Histogram(Struct, frozen=True, kw_only=True):
 class Histograms(Struct, frozen=True, kw_only=True):
     """The histograms of a feed."""
 
-    pack_fill_ratio: Histogram
-    """Tokens of each pack / budget, without padding, of 1."""
-    pack_samples: Histogram
-    """Samples of each pack."""
-    next_wait_seconds: Histogram
-    """Time that each rank waited for each step, in seconds."""
+    pack_fill_ratio: Annotated[Histogram, histogram(
+        "pack_fill_ratio", "Real tokens / budget of each pack formed; 0 is an empty pack.")]  # fmt: skip
+    pack_samples: Annotated[Histogram, histogram("pack_samples", "Samples of each pack formed.")]
+    next_wait_seconds: Annotated[Histogram, histogram("next_wait_seconds", "Data wait of each rank for each step.")]
 
 
 class MediaStatus(Struct, frozen=True, kw_only=True):
     """Media in the packs of all steps formed, in all iterations."""
 
-    items: int
-    """Media items."""
-    patches: int
-    """Patches of these items."""
+    items: Annotated[int, counter("media_items", "Media items in the packs formed. Only of feeds with media.")]
+    patches: Annotated[int, counter("media_patches", "Patches of these media items.")]
     bytes: int
     """Bytes of these media that the broker holds and sends. For references, the bytes of the references."""
     most_items: int
     """Most items of a pack."""
     most_patches: int
     """Most patches of a pack."""
-    bound_by: dict[str, int]
+    bound_by: Annotated[dict[str, int], counter(
+        "media_bound_packs", "Packs formed, by the axis that is fullest compared with its limit: tokens, patches or "
+        "items. Only of feeds with media.", "axis")]  # fmt: skip
     """Packs with samples by the axis that is fullest: ``tokens``, ``patches`` or ``items``. An axis without a limit
     does not occur."""
     dropped: dict[str, int] = {}
@@ -232,25 +270,23 @@ class MediaStatus(Struct, frozen=True, kw_only=True):
 class WindowStatus(Struct, frozen=True, kw_only=True):
     """Samples that are merged and not in a step yet."""
 
-    samples: int
-    """Samples in the window."""
-    tokens: int
-    """Their tokens, without padding."""
-    oldest_steps: int
-    """Steps that the oldest sample has waited."""
+    samples: Annotated[int, gauge("window_samples", "Samples in the window: merged but not in a step yet.")]
+    tokens: Annotated[int, gauge("window_tokens", "Tokens of the samples in the window.")]
+    oldest_steps: Annotated[int, gauge("window_oldest_steps", "Wait of the oldest sample in the window, in steps.")]
 
 
 class WindowWaits(Struct, frozen=True, kw_only=True):
     """How long samples wait in the window, in steps."""
 
-    p99_steps: int
-    """Steps that 99 of 100 samples waited at most."""
-    longest_steps: int
-    """Most steps that a sample has waited."""
-    bound_steps: int | None
+    p99_steps: Annotated[int, gauge("wait_p99_steps", "99th percentile of a sample's wait in the window, in steps.")]
+    longest_steps: Annotated[int, gauge(
+        "longest_wait_steps", "Longest wait of a sample in the window so far, in steps.")]  # fmt: skip
+    bound_steps: Annotated[int | None, gauge(
+        "wait_bound_steps", "Longest wait in the window that the packer allows for a sample, in steps.")]  # fmt: skip
     """Most steps that a sample can wait; None where the packer gives no bound."""
-    outliers: int | None
-    """Samples in the window that wait for others of similar cost (``balance: joint``); None with other packers."""
+    outliers: Annotated[int | None, gauge(
+        "outliers_waiting", "Samples in the window that wait for samples of similar "
+        "cost (`balance: joint`).")]  # fmt: skip
 
 
 class RankStatus(Struct, frozen=True, kw_only=True):
@@ -270,14 +306,14 @@ class RankStatus(Struct, frozen=True, kw_only=True):
     """Host."""
     round: int
     """Iteration over the feed that the rank reads, from 0."""
-    done_upto: int
-    """Steps of this iteration that the rank has returned."""
+    done_upto: Annotated[int, gauge(
+        "reader_returned_steps", f"Steps of this iteration that the rank has returned. {_FEW_RANKS}")]  # fmt: skip
     have_upto: int
     """Steps of this iteration that the rank has received."""
     queued_bytes: int
     """Bytes sent to the rank and not confirmed."""
-    silent_s: float
-    """Seconds since the broker heard the rank."""
+    silent_s: Annotated[float, gauge(
+        "reader_silent_seconds", f"Time since the broker last heard from the rank. {_FEW_RANKS}")]  # fmt: skip
     data_wait: float | None
     """Data wait over the last 10 to 20 s, as a share of the rank's time; None if not known."""
     stats: dict[str, float]
@@ -290,13 +326,55 @@ class RankStatus(Struct, frozen=True, kw_only=True):
     """Seconds of the cause ``stream``, by stream."""
     trainer_s: float
     """Seconds that the trainer had a step and did not ask for the next."""
-    step_s: float | None
+    step_s: Annotated[float | None, gauge(
+        "reader_step_seconds", "Time between two steps of the rank, mean of the "
+        f"last steps. {_FEW_RANKS}")]  # fmt: skip
     """Seconds from one step to the next, mean of the last ones; None until the client has sent it."""
 
     @property
     def has_reported(self) -> bool:
         """True once the client has sent its figures. Until then ``starved_s`` and ``trainer_s`` are not known."""
         return bool(self.stats)
+
+    @counter(
+        "reader_starved_seconds",
+        "Data wait of a rank, by cause. For the cause stream, the label stream names the stream whose samples were "
+        f"missing. {_FEW_RANKS}",
+        "cause",
+        "stream",
+    )
+    def data_waits(self) -> dict[tuple[str, str], float] | None:
+        """Seconds of data wait by cause; for the cause ``stream`` by stream, and the rest for the stream ``""``.
+
+        None until the rank has reported. A 0 would look like a reset of the counter after a broker's restart, and old
+        seconds would count again.
+        """
+        if not self.has_reported:
+            return None
+        waits = {(cause, ""): seconds for cause, seconds in self.starved_s.items()}
+        if ("stream", "") in waits:
+            unknown = waits["stream", ""] - sum(self.starved_streams.values())
+            waits["stream", ""] = round(max(unknown, 0.0), 3)
+        return waits | {("stream", name): seconds for name, seconds in self.starved_streams.items()}
+
+    @counter("reader_trainer_seconds", f"Time from a step's delivery to the rank's next request. {_FEW_RANKS}")
+    def reported_trainer_s(self) -> float | None:
+        """``trainer_s``; None until the client has sent it."""
+        return self.trainer_s if self.has_reported else None
+
+    @gauge("reader_starved_ratio", f"Data wait of the rank as a share of its time. {_FEW_RANKS}")
+    def starved_fraction(self) -> float | None:
+        return self.stats.get("starved_fraction")
+
+    @gauge("reader_next_p99_seconds", f"99th percentile of the rank's data wait for a step. {_FEW_RANKS}")
+    def next_p99_s(self) -> float | None:
+        return self.stats["next_p99_ms"] * 1e-3 if "next_p99_ms" in self.stats else None
+
+    @counter("reader_media_dropped", f"Media items that the rank could not have. {_FEW_RANKS}")
+    def media_dropped(self) -> float | None:
+        """Media items that the rank has dropped, of all reasons; None if its trainer does not drop any."""
+        counts = [count for name, count in self.stats.items() if name.startswith(MEDIA_DROPPED)]
+        return sum(counts) if counts else None
 
 
 class NodeStatus(Struct, frozen=True, kw_only=True):
@@ -316,20 +394,35 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     """The stream that this rank has waited for longest; None if it has waited for none."""
     worst_rank: list[int] | None
     """The rank with that wait: its numbers along dp, cp, tp and pp; None without a wait."""
-    silent_s: float | None
-    """Longest time since the broker heard a rank, in seconds."""
-    done_upto: int | None
-    """Fewest steps of this iteration that a rank has returned."""
+    silent_s: Annotated[float | None, gauge(
+        "node_silent_seconds", "Longest time since the broker last heard from a rank of "
+        f"the host. {_MANY_RANKS}")]  # fmt: skip
+    done_upto: Annotated[int | None, gauge(
+        "node_returned_steps", "Fewest steps of this iteration that a rank of the host "
+        f"has returned. {_MANY_RANKS}")]  # fmt: skip
     ahead: int | None
     """Fewest steps that a rank has received and not returned."""
-    step_s: float | None
-    """Longest time from one step to the next, in seconds; None until a rank has sent it."""
+    step_s: Annotated[float | None, gauge(
+        "node_step_seconds", f"Longest time between two steps of a rank of the host. {_MANY_RANKS}")]  # fmt: skip
     cost: float | None
     """Highest cost of a rank's last step / mean over the step; None before a step was dealt."""
-    queued_bytes: int
-    """Bytes sent to the ranks and not confirmed."""
+    queued_bytes: Annotated[int, gauge(
+        "node_queued_bytes", f"Bytes sent to the host's ranks and not yet confirmed. {_MANY_RANKS}")]  # fmt: skip
     relay: Literal["connected", "lost"] | None = None
     """The relay of the host; ``lost`` if it has gone without a goodbye in the last hour; None without one."""
+
+    @gauge("node_missing_ranks", f"Ranks last attached from the host that are not attached. {_MANY_RANKS}")
+    def missing(self) -> int:
+        return self.ranks - self.attached
+
+    @gauge(
+        "node_data_wait_ratio",
+        f"Longest data wait of a rank of the host as a share of its time, with its main cause. {_MANY_RANKS}",
+        "cause",
+    )
+    def data_waits(self) -> dict[str, float] | None:
+        """``data_wait`` by its main cause; None if not known."""
+        return None if self.data_wait is None else {self.cause: self.data_wait}
 
 
 class MeshExtent(Struct, frozen=True, kw_only=True):
@@ -352,8 +445,7 @@ class RanksStatus(Struct, frozen=True, kw_only=True):
     ranks do not cause. If these are equal, the fewest steps returned count, then data wait.
     """
 
-    attached: int
-    """Ranks that are attached."""
+    attached: Annotated[int, gauge("readers_connected", "Ranks attached.")]
     left_out: int
     """Attached ranks that ``readers`` leaves out. ``/status?ranks=FIRST`` lists all, 256 at a time."""
     num_nodes: int
@@ -366,12 +458,19 @@ class RanksStatus(Struct, frozen=True, kw_only=True):
     """Age of the oldest figure of a rank, in seconds: the broker reads 1,024 ranks every half second."""
     mesh: MeshExtent | None
     """The mesh of the attached ranks; None without one."""
-    longest_silence_s: float
-    """Longest time since the broker heard an attached rank, in seconds."""
-    longest_waits: dict[str, float]
-    """Longest data wait of a rank over the last 3 to 5 minutes as a share of its time, by each of ``CAUSES``."""
-    starved_s: dict[str, float]
+    longest_silence_s: Annotated[float, gauge(
+        "longest_silence_seconds", "Longest time since the broker last heard from an attached rank.")]  # fmt: skip
+    longest_waits: Annotated[dict[str, float], gauge(
+        "longest_data_wait_ratio", "Longest data wait of a rank over the last 3 to 5 minutes as a share of its time, "
+        "by cause.", "cause")]  # fmt: skip
+    starved_s: Annotated[dict[str, float], counter(
+        "starved_seconds", "Data wait of all ranks since this broker began, by cause.", "cause")]  # fmt: skip
     """Seconds that ranks have waited for data since this broker began, by cause, ranks that left included."""
+
+    @series("host")
+    def listed_nodes(self) -> list[NodeStatus]:
+        """The nodes that have series of their own: none if all ranks have."""
+        return self.nodes if self.left_out else []
 
 
 class RankPage(Struct, frozen=True, kw_only=True):
@@ -405,32 +504,34 @@ class FeedStatus(Struct, frozen=True, kw_only=True):
     """Seconds since the last step, if a rank waits for data for 5 s or more; else None."""
     waiting_for: WaitingFor | None
     """The cause that delays the next step; None at the end of the feed and while the broker drains."""
-    round: int
-    """Iteration over the feed that is served, from 0."""
+    round: Annotated[int, gauge("round", "Number of the current iteration over the feed, from 0.")]
     steps: StepCounts
     """Steps of this iteration."""
     lineage: int
     """Number of the history of steps that the feed is on, from 0."""
     recorded_steps: int
     """Steps of this lineage that the log has recorded, over the life of the log."""
-    committed: int | None
-    """Step at which the last durable checkpoint begins; None before one."""
-    steps_left: StepsLeft | None
-    """Steps left of the iteration; None where they cannot be estimated."""
+    committed: Annotated[int | None, gauge(
+        "committed_step", "Step at which a resume from the last durable checkpoint begins.")]  # fmt: skip
+    steps_left: Annotated[StepsLeft | None, gauge(
+        "steps_left", "Steps left in this iteration: the estimate, and its bounds at "
+        "two standard deviations.", "bound")]  # fmt: skip
     totals: PackTotals
     """Totals over all steps formed."""
     figures: FeedFigures
     """How full the packs are, by ``totals.tokens``."""
-    padded_figures: PackFigures
+    padded_figures: AlignedFigures
     """How full the packs are, by ``totals.slot_tokens``."""
-    waste_tokens: dict[str, int]
+    waste_tokens: Annotated[dict[str, int], counter(
+        "waste_tokens", "Padding in the packs delivered, in tokens, by cause.", "cause")]  # fmt: skip
     """Padding of the packs delivered, in tokens, by each of ``core.stats.padding.CAUSES``."""
-    delivered_tokens: int
-    """Tokens of the packs delivered, padding included."""
-    lost_tokens: LostTokens
-    """Received tokens that no rank trains on."""
-    rank_tokens: RankTokens
-    """Tokens of a rank's step."""
+    delivered_tokens: Annotated[int, counter("delivered_tokens", "Tokens of the packs delivered, padding included.")]
+    lost_tokens: Annotated[LostTokens, counter(
+        "untrained_tokens", "Received tokens that no rank trains on, by the policy "
+        "that excluded them.", "policy")]  # fmt: skip
+    rank_tokens: Annotated[RankTokens, gauge(
+        "rank_tokens", "Real tokens per rank in a step, before and after balancing, mean "
+        "over steps.", "when", "figure")]  # fmt: skip
     dealt: DealtPacks
     """Packs that the trainers' mesh added."""
     dynamic_batching: DynamicBatching | None
@@ -449,44 +550,46 @@ class FeedStatus(Struct, frozen=True, kw_only=True):
     """The ranks that are attached, in order. If there are more than 1,024: the 64 worst, worst first."""
     ranks: RanksStatus
     """All ranks, by node."""
-    queued_bytes: int
-    """Bytes sent to ranks and not confirmed."""
-    queued_limit_bytes: int
-    """Most bytes that may be sent to ranks and not confirmed."""
-    resent_bytes: int
-    """Bytes sent to ranks again because they were lost."""
-    num_ranks: int
-    """Ranks of the trainers' mesh that read."""
+    queued_bytes: Annotated[int, gauge("queued_bytes", "Bytes sent to ranks and not yet confirmed.")]
+    queued_limit_bytes: Annotated[int, gauge(
+        "queued_limit_bytes", "Limit of bytes sent to ranks and not yet confirmed.")]  # fmt: skip
+    resent_bytes: Annotated[int, counter("resent_bytes", "Bytes sent to ranks again after they were lost.")]
+    num_ranks: Annotated[int, gauge("readers_expected", "Ranks of the trainers' mesh that read the feed.")]
     all_ranks_attached: bool
     """True while every rank of the mesh is attached."""
     window: WindowStatus
     """Samples that are not in a step yet."""
     waits: WindowWaits
     """How long samples wait in the window."""
-    held_tokens: int
-    """Tokens merged and not yet returned by all ranks."""
-    held_limit_tokens: int
-    """Most tokens that may be held."""
+    held_tokens: Annotated[int, gauge("held_tokens", "Tokens merged but not yet returned by all ranks.")]
+    held_limit_tokens: Annotated[int, gauge("held_limit_tokens", "Limit of tokens that the feed holds.")]
     rules: FeedRules
     """The rules that the feed began with."""
     media: MediaStatus | None = None
     """Media in the packs formed; None for a feed without fields of axis item or patch."""
 
+    @gauge("ended", "1 after all ranks have returned the last step of this iteration, else 0.")
+    def has_ended(self) -> bool:
+        return self.steps.end is not None and self.steps.returned >= self.steps.end
+
+    @series("dp_rank", "cp_rank", "tp_rank", "pp_rank", "host")
+    def listed_ranks(self) -> list[RankStatus]:
+        """The ranks that have series of their own: all, or none of too many."""
+        return [] if self.ranks.left_out else self.readers
+
 
 class StreamCredits(Struct, frozen=True, kw_only=True):
     """Tokens of a stream that may wait for the merge."""
 
-    granted_tokens: int
-    """Tokens that may wait."""
-    used_tokens: int
-    """Tokens that wait."""
+    granted_tokens: Annotated[int, gauge(
+        "stream_granted_tokens", "Credit of the stream: limit of tokens that wait for the merge.")]  # fmt: skip
+    used_tokens: Annotated[int, gauge("stream_used_tokens", "Tokens of the stream that wait for the merge.")]
 
 
 class StreamLag(Struct, frozen=True, kw_only=True):
     """Credit of a stream: samples and tokens that producers may still send."""
 
-    samples: int
-    """Samples that have not come."""
+    samples: Annotated[int, gauge("stream_lag_samples", "Samples that producers have credit for but have not sent.")]
     tokens: int
     """Tokens that have not come: ``granted_tokens`` - ``used_tokens``."""
 
@@ -494,14 +597,14 @@ class StreamLag(Struct, frozen=True, kw_only=True):
 class LateStatus(Struct, frozen=True, kw_only=True):
     """Pushed samples of a stream that wait for values of late fields."""
 
-    samples: int
-    """Samples that wait."""
-    oldest_s: float
+    samples: Annotated[int, gauge("late_samples", "Samples that wait for values of late fields.")]
+    oldest_s: Annotated[float, gauge("late_oldest_seconds", "Seconds that the oldest of these samples has waited.")]
     """Seconds that the oldest of them has waited, since the broker started or the sample came; 0 if none waits."""
     fields: list[str]
     """Fields that this sample lacks."""
-    refused: dict[str, int] = {}
-    """Samples for which values came that are not trained, by reason, since the broker started."""
+    refused: Annotated[dict[str, int], counter(
+        "late_refused_samples", "Samples whose values came too late or were "
+        "refused, by reason.", "reason")] = {}  # fmt: skip
 
 
 class StreamStatus(Struct, frozen=True, kw_only=True):
@@ -511,26 +614,23 @@ class StreamStatus(Struct, frozen=True, kw_only=True):
     """Name of the stream."""
     feed: str
     """Name of its feed."""
-    weight: float
-    """Its weight among the streams of the feed; 0 after it was removed."""
+    weight: Annotated[float, gauge(
+        "stream_weight", "Weight of a stream among the streams of its feed; 0 after its removal.")]  # fmt: skip
     partitions: int
     """Partitions of the stream."""
     ended_partitions: int
     """Partitions that have ended."""
-    samples: int
-    """Samples taken from producers."""
-    tokens: int
-    """Tokens taken from producers and kept."""
-    overlong: int
-    """Samples that the over-long policy cut, split or dropped."""
-    lost_tokens: int
-    """Tokens that the over-long policy cut off or dropped."""
-    rejected: dict[str, int]
-    """Samples that could not be used and were dropped, by reason."""
-    warnings: dict[str, int]
+    samples: Annotated[int, counter("received_samples", "Samples received from producers.")]
+    tokens: Annotated[int, counter("received_tokens", "Tokens received from producers and kept.")]
+    overlong: Annotated[int, counter(
+        "overlong_samples", "Samples that the over-long policy truncated, split or dropped.")]  # fmt: skip
+    lost_tokens: Annotated[int, counter("lost_tokens", "Tokens that the over-long policy truncated or dropped.")]
+    rejected: Annotated[dict[str, int], counter(
+        "rejected_samples", "Samples that could not be used and were dropped, by reason.", "reason")]  # fmt: skip
+    warnings: Annotated[dict[str, int], counter(
+        "sample_warnings", "Delivered samples that may not mean what you intend, by warning.", "warning")]  # fmt: skip
     """Delivered samples with a warning, by word of ``core.stats.sample_warnings``; a piece of a split sample counts."""
-    producers: int
-    """Producers that offer the stream."""
+    producers: Annotated[int, gauge("stream_producers", "Producers that offer the stream.")]
     hosts: list[str]
     """The first of their hosts, by name."""
     last_seen_s: float | None
@@ -546,14 +646,10 @@ class StreamStatus(Struct, frozen=True, kw_only=True):
 class MemoryStatus(Struct, frozen=True, kw_only=True):
     """Memory use of the arena, which holds the tokens and fields of all samples."""
 
-    arena_bytes: int
-    """Size of the arena, in bytes."""
-    token_bytes: int
-    """Bytes of one token with its fields."""
-    live_tokens: int
-    """Tokens held."""
-    moved_tokens: int
-    """Tokens copied within the arena to make room."""
+    arena_bytes: Annotated[int, gauge("arena_capacity_bytes", "Size of the arena.")]
+    token_bytes: Annotated[int, gauge("arena_token_bytes", "Bytes per token, including the values of its fields.")]
+    live_tokens: Annotated[int, gauge("arena_live_tokens", "Tokens held in the arena.")]
+    moved_tokens: Annotated[int, counter("arena_moved_tokens", "Tokens copied within the arena to make room.")]
     partition_limit_tokens: int
     """Most tokens of one partition that may wait for the merge."""
     media_bytes: int = 0
@@ -565,26 +661,23 @@ class LogStatus(Struct, frozen=True, kw_only=True):
 
     durability: Literal["os", "process"]
     """The failure that a record survives: a power cut (``os``), or a crash of the broker (``process``)."""
-    bytes: int
-    """Size of the log's files."""
-    limit_bytes: int
-    """Most bytes that the files may take: ``retain.bytes``."""
-    records: int
-    """Records appended."""
+    bytes: Annotated[int, gauge("log_bytes", "Size of the log's files.")]
+    limit_bytes: Annotated[int, gauge("log_limit_bytes", "Most bytes of the log's files: retain.bytes.")]
+    records: Annotated[int, counter("log_records", "Records appended since the log began.")]
     first_record: int
     """Number of the oldest record that is kept."""
-    unsafe_records: int
-    """Records that are not yet as safe as ``durability`` asks."""
-    syncs: int
-    """Syncs to disk."""
-    sync_seconds: float
-    """Time spent in syncs, in seconds."""
-    stalled: str
+    unsafe_records: Annotated[int, gauge(
+        "log_unsafe_records", "Records that are not yet stored as the durability setting requires.")]  # fmt: skip
+    syncs: Annotated[int, counter("log_syncs", "Syncs of the log to disk.")]
+    sync_seconds: Annotated[float, counter("log_sync_seconds", "Time spent in syncs of the log.")]
+    stalled: Annotated[str, gauge(
+        "log_stalled", "1 while the log accepts no records: the disk or retain.bytes is full.")]  # fmt: skip
     """The reason that the log takes no more records; empty while it takes them."""
-    warning: str
+    warning: Annotated[str, gauge(
+        "log_warning", "1 while the log's disk has no space for the next segment, or old segments "
+        "cannot be deleted.")]  # fmt: skip
     """The fault of the log's disk or ledger, and what to do; empty without one."""
-    free_bytes: int
-    """Free bytes of the log's disk."""
+    free_bytes: Annotated[int, gauge("log_disk_free_bytes", "Free bytes of the log's disk.")]
 
 
 class StandbyStatus(Struct, frozen=True, kw_only=True):
@@ -592,11 +685,11 @@ class StandbyStatus(Struct, frozen=True, kw_only=True):
 
     name: str
     """Name of the standby; empty if none is connected."""
-    is_member: bool
-    """True if the standby has every safe record, so that it may take over."""
-    lag_records: int
-    """Records that the standby does not have on its disk yet."""
-    stalled: str
+    is_member: Annotated[bool, gauge(
+        "standby_member", "1 if a standby has every safe record, so that it may take over.")]  # fmt: skip
+    lag_records: Annotated[int, gauge("standby_lag_records", "Records that the standby does not have on its disk yet.")]
+    stalled: Annotated[str, gauge(
+        "standby_stalled", "1 while no new steps are served, because the standby does not have them.")]  # fmt: skip
     """The reason that no new steps are served; empty while they are."""
     unreachable: str
     """The reason that the arbiter cannot be reached; empty if it can, as far as is known."""
@@ -628,10 +721,18 @@ class RelayStatus(Struct, frozen=True, kw_only=True):
     """Host."""
     lost: bool
     """True if it has gone without a goodbye in the last hour, and is not back."""
-    ranks: int
-    """Ranks that read through it."""
-    queued_bytes: int
-    """Bytes sent to it and not confirmed."""
+    ranks: Annotated[int, gauge("relay_ranks", "Ranks that read through the relay of a host. At most 64 relays.")]
+    queued_bytes: Annotated[int, gauge(
+        "relay_queued_bytes", "Bytes sent to the relay of a host and not yet confirmed. At "
+        "most 64 relays.")]  # fmt: skip
+
+    @gauge(
+        "relay_up",
+        "1 while the relay of a host is connected. 0 after it has gone without a goodbye, until it is back or 1 h has "
+        "passed. At most 64 relays, lost ones first.",
+    )
+    def up(self) -> bool:
+        return not self.lost
 
 
 class RelaysStatus(Struct, frozen=True, kw_only=True):
@@ -643,7 +744,7 @@ class RelaysStatus(Struct, frozen=True, kw_only=True):
     """Relays that have gone without a goodbye in the last hour."""
     ranks: int
     """Ranks that read through a relay."""
-    hosts: list[RelayStatus]
+    hosts: Annotated[list[RelayStatus], series("host")]
     """At most 64 relays: lost ones first, then those with the most queued bytes."""
 
     @property
@@ -676,16 +777,14 @@ class BrokerStatus(Struct, frozen=True, kw_only=True):
     """``waiting`` while ``stalled_s`` is set, ``ended`` when all feeds have."""
     stalled_s: float | None
     """The longest ``stalled_s`` of the feeds; None if no rank waits for data for 5 s or more."""
-    ready: bool
-    """True while the broker serves: not while it starts or drains."""
-    feeds: dict[str, FeedStatus]
+    ready: Annotated[bool, gauge("ready", "1 while the broker serves, 0 while it starts or drains.")]
+    feeds: Annotated[dict[str, FeedStatus], series("feed")]
     """The feeds, by name."""
-    streams: list[StreamStatus]
+    streams: Annotated[list[StreamStatus], series("stream")]
     """The streams of all feeds."""
-    producers: int
-    """Producers that are connected."""
-    vanished_producers: int
-    """Producers that went without a goodbye: they fell silent or started again."""
+    producers: Annotated[int, gauge("producers_connected", "Producers connected.")]
+    vanished_producers: Annotated[int, counter(
+        "vanished_producers", "Producers that disconnected without notice: silent or restarted.")]  # fmt: skip
     relays: RelaysStatus
     """The relays of trainer hosts."""
     memory: MemoryStatus
@@ -694,9 +793,31 @@ class BrokerStatus(Struct, frozen=True, kw_only=True):
     """The log; None without ``state_dir``."""
     standby: StandbyStatus | None
     """The standby; None without ``standby`` in broker.yaml."""
-    messages: MessageCounts
-    """Messages and connections that went wrong."""
-    form_seconds: float
-    """Time spent in FORM, in seconds."""
-    sent_tokens: int
-    """Tokens sent to trainers, padding included."""
+    messages: Annotated[MessageCounts, counter(
+        "bad_messages", "Messages that cannot be decoded (damaged), belong to another run (foreign) or were not sent "
+        "(unsent). Also peers rejected or without an allowed key (strangers), "
+        "and connections cut.", "reason")]  # fmt: skip
+    form_seconds: Annotated[float, counter("form_seconds", "Time spent in FORM, which packs samples.")]
+    sent_tokens: Annotated[int, counter("sent_tokens", "Tokens sent to trainers, padding included.")]
+
+    @gauge("build_info", "Always 1; the labels are the versions of streampack and Python.", "version", "python")
+    def build_info(self) -> dict[tuple[str, str], int]:
+        return {(self.version, platform.python_version()): 1}
+
+    @gauge(
+        "run_info", "Always 1; the labels are the run, its feed and the digest of its rules.", "run", "feed", "rules"
+    )
+    def run_info(self) -> dict[tuple[str, str, str], int]:
+        return {(self.run, name, feed.rules.digest): 1 for name, feed in self.feeds.items()}
+
+    @gauge(
+        "stream_last_seen_timestamp_seconds",
+        "Time at which the broker last heard from a producer of the stream.",
+        "stream",
+    )
+    def last_seen_at(self) -> list[tuple[str, float]]:
+        return [(row.stream, self.taken_at - row.last_seen_s) for row in self.streams if row.last_seen_s is not None]
+
+    @gauge("arena_media_bytes", "Bytes of the media of the samples held, outside the arena. Only with media.")
+    def held_media_bytes(self) -> int | None:
+        return self.memory.media_bytes if any(feed.media is not None for feed in self.feeds.values()) else None

@@ -6,7 +6,7 @@ Its files:
 - ``http_guard``: checks the token and the host of every request.
 - ``http_limits``: limits the time and the connections that clients may take.
 - ``control``: changes of a running broker: weights, streams, steps to skip.
-- ``metrics``, ``metric_rows``: the table of Prometheus metrics, and the functions that read them from a snapshot.
+- ``metrics``: the Prometheus metrics, found by their declarations in ``broker.status`` and read from a snapshot.
 - ``page``: serves the files of ``web/``, and ``/history``.
 - ``history``, ``timeline``: keep figures over time, in bounded memory.
 - ``http_client``: the client that the command line uses.

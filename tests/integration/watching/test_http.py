@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 from streampack_services.broker.service import BrokerService
 from streampack_services.broker.status import BrokerStatus, FeedStatus, StepCounts, StreamStatus
-from streampack_services.http import metric_rows, metrics
+from streampack_services.http import metrics
 from streampack_services.http.metrics import METRICS
 from streampack_services.http.server import HttpServer
 
@@ -200,10 +200,10 @@ def test_when_a_stream_was_heard_and_whether_a_feed_has_ended_by_hand() -> None:
     """What the alerts go by: a stream that nobody ever sent has no time, one that is read has not ended."""
     streams = [blank(StreamStatus, stream=name, last_seen_s=age) for name, age in (("web", 40.0), ("code", None))]
     status = blank(BrokerStatus, taken_at=100.0, streams=streams)
-    assert list(metric_rows.last_seen(status)) == [(("web",), 60.0)]
+    assert status.last_seen_at == [("web", 60.0)]
     for returned, end, ended in ((0, None, False), (4, 5, False), (5, 5, True)):
         steps = blank(StepCounts, returned=returned, end=end)
-        assert metric_rows.ended(blank(FeedStatus, steps=steps)) is ended
+        assert blank(FeedStatus, steps=steps).has_ended is ended
 
 
 def test_the_table_of_metrics_that_is_checked_in_is_that_of_all_of_them() -> None:

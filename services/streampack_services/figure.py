@@ -1,0 +1,107 @@
+"""The declaration of a figure: on a field, or on a computed value, of a status struct.
+
+To add a figure, count it in the core, and declare it in the struct of ``broker.status`` that it belongs to:
+
+    samples: Annotated[int, gauge("window_samples", "Samples in the window.")]
+
+``filled`` takes the field from the attribute of the same name of the object that counts it. ``/status`` has it under
+the field's name, ``/metrics`` and METRICS.md under the figure's. A figure that follows from other fields is a method
+under the declaration, and reads as an attribute. A dict has a series for each key, a struct of numbers for each field:
+the declaration ends with the names of these labels. None has no series. A text counts as 1 unless it is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Self, TypeVar, get_type_hints, overload
+
+from msgspec import Struct
+
+S = TypeVar("S", bound=Struct)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure as Prometheus has it: its name without prefix and ``_total``, and its help text."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+    name: str
+    text: str
+    labels: tuple[str, ...]
+    """Names of the labels of a value that is a dict or a struct."""
+
+    def __call__(self, read: Callable[[Any], T]) -> Computed[T]:
+        """Return the attribute of a struct that ``read`` computes."""
+        return Computed(self, read)
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """The mark of a list or a dict of structs: each has its own series of the figures that are declared in it."""
+
+    labels: tuple[str, ...]
+    """Names of the labels, and of the struct's attributes that have their values. The label of a dict is its key."""
+
+    def __call__(self, read: Callable[[Any], T]) -> Computed[T]:
+        """Return the attribute of a struct that ``read`` computes."""
+        return Computed(self, read)
+
+
+class Computed(Generic[T]):
+    """An attribute of a struct that is computed from its fields, with its declaration; not a part of ``/status``."""
+
+    def __init__(self, declared: Figure | Series, read: Callable[[Any], T]) -> None:
+        self.declared, self._read = declared, read
+        self.__doc__ = read.__doc__
+
+    @property
+    def kind(self) -> Any:
+        """The type of the attribute."""
+        return get_type_hints(self._read)["return"]
+
+    @overload
+    def __get__(self, struct: None, kind: type) -> Self: ...
+
+    @overload
+    def __get__(self, struct: Struct, kind: type) -> T: ...
+
+    def __get__(self, struct: Struct | None, kind: type) -> Self | T:
+        return self if struct is None else self._read(struct)
+
+
+def counter(name: str, text: str, *labels: str) -> Figure:
+    """Declare a figure that only rises while the broker runs."""
+    return Figure("counter", name, text, labels)
+
+
+def gauge(name: str, text: str, *labels: str) -> Figure:
+    """Declare a figure that rises and falls."""
+    return Figure("gauge", name, text, labels)
+
+
+def histogram(name: str, text: str, *labels: str) -> Figure:
+    """Declare a figure that is a ``Histogram``."""
+    return Figure("histogram", name, text, labels)
+
+
+def series(*labels: str) -> Series:
+    """Declare structs that have a series each."""
+    return Series(labels)
+
+
+def filled(struct: type[S], *sources: object, **values: Any) -> S:
+    """Return a struct with these ``values``; each other field is the attribute of its name that one source has.
+
+    Raises:
+        TypeError: No source has the attribute, or several have it.
+    """
+    for name in struct.__struct_fields__:
+        if name not in values:
+            having = [source for source in sources if hasattr(source, name)]
+            if len(having) != 1:
+                got = ", ".join(type(source).__name__ for source in having) or "none"
+                raise TypeError(f"{struct.__name__}.{name}: expected one source that has it, got {got}")
+            values[name] = getattr(having[0], name)
+    return struct(**values)
