@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Self, TypeVar, get_type_hints, overload
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_type_hints, overload
 
 from msgspec import Struct
 
@@ -53,13 +53,14 @@ class Computed(Generic[T]):
     """An attribute of a struct that is computed from its fields, with its declaration; not a part of ``/status``."""
 
     def __init__(self, declared: Figure | Series, read: Callable[[Any], T]) -> None:
-        self.declared, self._read = declared, read
+        self._declared, self._read = declared, read
         self.__doc__ = read.__doc__
 
     @property
-    def kind(self) -> Any:
-        """The type of the attribute."""
-        return get_type_hints(self._read)["return"]
+    def hint(self) -> Any:
+        """The annotation that a field with this declaration would have."""
+        kind = get_type_hints(self._read)["return"]
+        return Annotated[kind, self._declared]
 
     @overload
     def __get__(self, struct: None, kind: type) -> Self: ...

@@ -12,9 +12,10 @@ declarations, and writes the series that they describe. ``deploy/prometheus/METR
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -24,106 +25,74 @@ from streampack_services.broker.status import BrokerStatus, Histogram
 from streampack_services.figure import Computed, Figure, Series
 
 Labels = tuple[str, ...]
-Reach = Callable[[Any], Iterable[tuple[Labels, Any]]]
-"""Returns (label values, object) of all objects of a kind in a status."""
+Rows = list[tuple[Labels, float | Histogram]]
+"""(label values, value) of each series."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric: name without prefix and ``_total``, help text, and a function that reads its series from a status."""
+    """One metric: name without prefix and ``_total``, kind, help text and names of the labels."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     text: str
     labels: tuple[str, ...]
-    rows: Callable[[BrokerStatus], Iterator[tuple[Labels, float | Histogram]]]
 
 
-def metrics_of(struct: type, labels: Labels, reach: Reach) -> Iterator[Metric]:
-    """Yield the metrics that are declared in a struct and in the structs in it.
-
-    Args:
-        struct: The struct.
-        labels: Names of the labels of each such struct.
-        reach: Finds these structs in a status, with the values of the labels.
-    """
-    for name, kind, declared in _members(struct):
+def metrics_of(struct: type, labels: tuple[str, ...] = ()) -> Iterator[Metric]:
+    """Yield the metrics that are declared in a struct with these labels, and in the structs in it."""
+    for _, kind, declared in _members(struct):
         if isinstance(declared, Figure):
-            rows = _rows(_read(reach, name))
-            yield Metric(declared.name, declared.kind, declared.text, (*labels, *declared.labels), rows)
-        elif isinstance(declared, Series):
-            yield from metrics_of(get_args(kind)[-1], (*labels, *declared.labels), _each(reach, name, declared.labels))
-        elif isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-            yield from metrics_of(kind, labels, _read(reach, name))
+            yield Metric(declared.name, declared.kind, declared.text, (*labels, *declared.labels))
+        else:
+            yield from metrics_of(kind, (*labels, *declared.labels))
 
 
-def _members(struct: type) -> Iterator[tuple[str, Any, Figure | Series | None]]:
-    """Yield name, type without None, and declaration of each attribute of a struct."""
-    for name, hint in get_type_hints(struct, include_extras=True).items():
-        bare, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        yield name, _without_none(bare), next((each for each in extras if isinstance(each, Figure | Series)), None)
-    for name, member in vars(struct).items():
-        if isinstance(member, Computed):
-            yield name, _without_none(member.kind), member.declared
+@cache
+def _members(struct: type) -> list[tuple[str, Any, Figure | Series]]:
+    """Return name, type and declaration of a struct's attributes; a single struct counts as a series without labels."""
+    hints = get_type_hints(struct, include_extras=True)
+    hints |= {name: each.hint for name, each in vars(struct).items() if isinstance(each, Computed)}
+    members = []
+    for name, hint in hints.items():
+        parts = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        kinds = [kind for kind in (*get_args(parts[0]), parts[0]) if _is_struct(kind)]
+        declared = next((each for each in parts[1:] if isinstance(each, Figure | Series)), None)
+        if declared is not None or (kinds and get_origin(parts[0]) in (None, UnionType)):
+            members.append((name, kinds[0] if kinds else None, declared or Series(())))
+    return members
 
 
-def _without_none(kind: Any) -> Any:
-    """Return a type without ``None`` in its union."""
-    kinds = [each for each in get_args(kind) if each is not type(None)]
-    return kinds[0] if len(kinds) == 1 and type(None) in get_args(kind) else kind
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
-def _read(reach: Reach, name: str) -> Reach:
-    """Return a function that finds the values of an attribute; None is no value."""
-
-    def read(status: Any) -> Iterator[tuple[Labels, Any]]:
-        """Yield the attribute of each object that has it."""
-        for values, struct in reach(status):
-            if (value := getattr(struct, name)) is not None:
-                yield values, value
-
-    return read
-
-
-def _each(reach: Reach, name: str, labels: Labels) -> Reach:
-    """Return a function that finds the structs in a list or dict, with the values of their labels too."""
-
-    def read(status: Any) -> Iterator[tuple[Labels, Any]]:
-        """Yield each struct of all such lists."""
-        for values, structs in reach(status):
-            if isinstance(structs_in := getattr(structs, name), dict):
-                for key, struct in structs_in.items():
-                    yield (*values, key), struct
-            else:
-                for struct in structs_in:
-                    yield (*values, *(str(getattr(struct, label)) for label in labels)), struct
-
-    return read
+def _collect(struct: msgspec.Struct, labels: Labels, rows: dict[str, Rows]) -> None:
+    """Add the series of a struct's figures to those of each metric; ``labels``: the values of the struct's labels."""
+    for name, _, declared in _members(type(struct)):
+        value = getattr(struct, name)
+        if isinstance(declared, Figure):
+            _add(labels, value, rows[declared.name])
+        elif isinstance(value, dict):
+            for key, part in value.items():
+                _collect(part, (*labels, key), rows)
+        elif value is not None:
+            for part in value if isinstance(value, list) else [value]:
+                _collect(part, (*labels, *(str(getattr(part, label)) for label in declared.labels)), rows)
 
 
-def _rows(reach: Reach) -> Callable[[BrokerStatus], Iterator[tuple[Labels, float | Histogram]]]:
-    """Return a function that yields the series of a figure."""
-
-    def rows(status: BrokerStatus) -> Iterator[tuple[Labels, float | Histogram]]:
-        """Yield label values and value of each series."""
-        for values, value in reach(status):
-            yield from _series(values, value)
-
-    return rows
-
-
-def _series(labels: Labels, value: Any) -> Iterator[tuple[Labels, float | Histogram]]:
-    """Yield the series of one value: one for each key of a dict, pair of a list, or field of a struct."""
-    if isinstance(value, Histogram):
-        yield labels, value
+def _add(labels: Labels, value: Any, rows: Rows) -> None:
+    """Add the series of a value: one for each key of a dict, pair of a list, or field of a struct; none for None."""
+    if isinstance(value, float | int):
+        rows.append((labels, float(value)))
+    elif isinstance(value, Histogram):
+        rows.append((labels, value))
     elif isinstance(value, str):
-        yield labels, float(value != "")
-    elif isinstance(value, dict | list | msgspec.Struct):
+        rows.append((labels, float(value != "")))
+    elif value is not None:
         parts = msgspec.structs.asdict(value) if isinstance(value, msgspec.Struct) else value
         for key, part in parts.items() if isinstance(parts, dict) else parts:
-            yield from _series((*labels, *(key if isinstance(key, tuple) else (key,))), part)
-    else:
-        yield labels, float(value)
+            _add(labels + (key if isinstance(key, tuple) else (key,)), part, rows)
 
 
 _ORDER = (
@@ -151,12 +120,7 @@ _ORDER = (
 )  # fmt: skip
 """The order of the metrics that brokers of version 0.1 have. New ones follow in the order of their declarations."""
 _PLACES = {name: place for place, name in enumerate(_ORDER)}
-METRICS = tuple(
-    sorted(
-        metrics_of(BrokerStatus, (), lambda status: [((), status)]),
-        key=lambda metric: _PLACES.get(metric.name, len(_PLACES)),
-    )
-)
+METRICS = tuple(sorted(metrics_of(BrokerStatus), key=lambda metric: _PLACES.get(metric.name, len(_PLACES))))
 """All metrics, in the order of ``/metrics``."""
 
 
@@ -166,10 +130,12 @@ def exposition(status: BrokerStatus) -> bytes:
     The broker's series do not go through the Prometheus client, which takes 0.1 s for the 8000 series of 512 ranks.
     """
     lines = []
+    rows: dict[str, Rows] = {metric.name: [] for metric in METRICS}
+    _collect(status, (), rows)
     for metric in METRICS:
         name = f"streampack_{metric.name}{_ENDS[metric.kind]}"
         lines += [f"# HELP {name} {metric.text}", f"# TYPE {name} {metric.kind}"]
-        for labels, value in metric.rows(status):
+        for labels, value in rows[metric.name]:
             if isinstance(value, Histogram):
                 lines += _histogram(name, metric, labels, value)
             else:
