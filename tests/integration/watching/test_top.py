@@ -186,14 +186,6 @@ def test_of_thousands_of_ranks_the_worst_nodes_are_listed(snapshot: Tree, size: 
     assert (cause, round(share, 3)) == ("peers", 0.25)
 
 
-def test_status_of_thousands_of_ranks_fits_a_screen(snapshot: Tree, capsys: pytest.CaptureFixture[str]) -> None:
-    status_report.show_status(parse_status(thousands(snapshot)))
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) < 50
-    assert max(map(len, lines)) <= 80
-    assert any("3,734 more nodes; --node HOST" in line for line in lines)
-
-
 def test_one_node_is_shown_on_request(served: RunningBroker) -> None:
     host = served.feed()["ranks"]["nodes"][0]["host"]
     for command in ("status", "top"):
@@ -252,53 +244,6 @@ def test_of_more_streams_than_lines_those_that_are_not_heard_are_shown(snapshot:
     shown = "\n".join(line.plain for line in page(view_of(snapshot | {"streams": rows}), PageOptions(), 160, 40))
     assert "1000 streams" in shown
     assert all(name in shown for name in ("s900 ", "s950 ", "s0 "))
-
-
-@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
-def test_samples_that_wait_for_late_fields_are_shown_where_there_are_such_fields(
-    snapshot: Tree, size: tuple[int, int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(size[0]))
-    late = {"samples": 1234, "oldest_s": 75.0, "fields": ["reward"]}
-    row = snapshot["streams"][0]
-    others = [row | {"stream": f"s{n}", "late": late | {"oldest_s": n / 10}} for n in range(40)]
-    rows = [*others, row | {"late": late, "rejected": {"late_timeout": 5}}]
-    for streams, shows in ((rows, True), (snapshot["streams"], False)):
-        view = view_of(snapshot | {"streams": streams})
-        shown = [line.plain for line in page(view, PageOptions(), *size)]
-        assert max(map(len, shown)) <= size[0]
-        assert any("late fields ──" in line for line in shown) == shows
-        status_report.show_status(view.status)
-        shown += capsys.readouterr().out.splitlines()
-        found = [line for line in shown if re.search(rf"{row['stream']} +1,234 +1m15s +reward +5", line)]
-        assert len(found) == 2 * shows, shown
-
-
-@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
-def test_media_are_shown_where_a_run_has_some(
-    snapshot: Tree, size: tuple[int, int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(size[0]))
-    bound = {"tokens": 30, "patches": 10}
-    media = {"items": 1234, "patches": 567_890, "bytes": 9, "most_items": 12, "most_patches": 16_000, "bound_by": bound}
-    media |= {"dropped": {"missing": 4, "wrong_bytes": 1}}
-    seen = copy.deepcopy(snapshot)
-    seen["feeds"]["train"] |= {"media": media}
-    fields = [{"name": "pixels", "dtype": "uint8", "axis": "patch"}]
-    seen["feeds"]["train"]["rules"] |= {"limits": {"patches": 16_384}, "media_fields": fields}
-    seen["memory"]["media_bytes"] = 3 * 2**20
-    for status, shows in ((seen, True), (snapshot, False)):
-        view = view_of(status)
-        shown = [line.plain for line in page(view, PageOptions(), *size)]
-        assert max(map(len, shown)) <= size[0]
-        status_report.show_status(view.status)
-        shown += capsys.readouterr().out.splitlines()
-        for line in (
-            r"media ─+ 3\.0 MiB of media held", r"tokens +\S+ +\S+ +75\.0%",
-            r"patches +567\.9k +16,000 +16,384 +25\.0%", r"items +1234 +12 +none",
-            r"5 items dropped by trainers: 4 missing, 1 wrong bytes",
-        ):  # fmt: skip
-            assert len([each for each in shown if re.match(line, each)]) == 2 * shows, shown
 
 
 @pytest.mark.parametrize("ranks", [17, 64, 100, 512])

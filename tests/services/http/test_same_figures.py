@@ -12,30 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from streampack_services.broker.status import BrokerStatus, Histogram
 from streampack_services.http.metrics import exposition
 
-from tests.blank import full
+from tests.services.full_status import full_status
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-HISTOGRAM = Histogram(bounds=[1.0, 2.0], counts=[3, 4, 5], sum=21.0)
-
-
-def status() -> BrokerStatus:
-    """Return a status with something in every field; one of its feeds has few ranks, the other has many."""
-    tree = msgspec.to_builtins(full(BrokerStatus, {Histogram: HISTOGRAM}))
-    tree["feeds"]["one"]["ranks"]["left_out"] = 0
-    return msgspec.convert(tree, BrokerStatus)
 
 
 def metrics() -> str:
     """Return the broker's series, without those of its process."""
-    lines = exposition(status()).decode().splitlines(keepends=True)
+    lines = exposition(full_status()).decode().splitlines(keepends=True)
     return "".join(line for line in lines if "streampack_" in line and "streampack_build_info{" not in line)
 
 
 def tree() -> Any:
-    return json.loads(msgspec.json.encode(status()))
+    return json.loads(msgspec.json.encode(full_status()))
 
 
 def test_the_status_has_every_figure_where_it_was() -> None:
