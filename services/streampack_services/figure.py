@@ -12,7 +12,7 @@ the declaration ends with the names of these labels. None has no series. A text 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_type_hints, overload
 
@@ -98,11 +98,23 @@ def filled(struct: type[S], *sources: object, **values: Any) -> S:
     Raises:
         TypeError: No source has the attribute, or several have it.
     """
-    for name in struct.__struct_fields__:
-        if name not in values:
-            having = [source for source in sources if hasattr(source, name)]
-            if len(having) != 1:
-                got = ", ".join(type(source).__name__ for source in having) or "none"
-                raise TypeError(f"{struct.__name__}.{name}: expected one source that has it, got {got}")
-            values[name] = getattr(having[0], name)
+    kinds = (struct, *map(type, sources), *values)
+    if (places := _PLACES.get(kinds)) is None:
+        missing = [name for name in struct.__struct_fields__ if name not in values]
+        places = _PLACES[kinds] = [(name, _place(struct, name, sources)) for name in missing]
+    for name, place in places:
+        values[name] = getattr(sources[place], name)
     return struct(**values)
+
+
+def _place(struct: type[Struct], name: str, sources: Sequence[object]) -> int:
+    """Return the index of the source that has an attribute."""
+    places = [at for at, source in enumerate(sources) if hasattr(source, name)]
+    if len(places) != 1:
+        got = ", ".join(type(sources[at]).__name__ for at in places) or "none"
+        raise TypeError(f"{struct.__name__}.{name}: expected one source that has it, got {got}")
+    return places[0]
+
+
+_PLACES: dict[tuple[object, ...], list[tuple[str, int]]] = {}
+"""Names of the fields, and the indices of their sources, by the types of struct and sources and the names of values."""

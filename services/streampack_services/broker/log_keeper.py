@@ -29,6 +29,7 @@ from streampack.transport.curve import Door
 from streampack.wire import record_frames
 from streampack_services.broker.authorization import Allowed
 from streampack_services.broker.status import LogStatus, StandbyStatus
+from streampack_services.figure import filled
 from streampack_services.ledger.state_dir import indexed_upto, update_ledger
 from streampack_services.log.log import Log, LogEntry
 from streampack_services.standby.arbiter import Arbiter
@@ -158,18 +159,17 @@ class Keeper:
     def status(self) -> LogStatus:
         """Return the log's part of the broker's snapshot."""
         log_ = self._log
-        return LogStatus(
+        return filled(
+            LogStatus,
+            log_,
             durability=self.durability,
             bytes=log_.num_bytes,
             limit_bytes=self._retain,
             records=log_.next_lsn,
             first_record=log_.first_lsn,
             unsafe_records=log_.next_lsn - self._safe_upto,
-            syncs=log_.syncs,
-            sync_seconds=log_.sync_seconds,
             stalled=log_.stalled or self._full(),
             warning=self._warning(),
-            free_bytes=log_.free_bytes,
         )
 
     def standby_status(self) -> StandbyStatus | None:
@@ -177,10 +177,14 @@ class Keeper:
         if self.shipping is None:
             return None
         shipper = self.shipping.shipper
-        return StandbyStatus(
-            name=shipper.standby, is_member=shipper.is_member, lag_records=shipper.lag, stalled=shipper.waits,
-            unreachable=shipper.unreachable, entry=shipper.entry.number,
-        )  # fmt: skip
+        return filled(
+            StandbyStatus,
+            shipper,
+            name=shipper.standby,
+            lag_records=shipper.lag,
+            stalled=shipper.waits,
+            entry=shipper.entry.number,
+        )
 
     def close(self) -> None:
         """Write appended records to the file and close it; idempotent."""

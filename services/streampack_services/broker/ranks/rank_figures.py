@@ -22,6 +22,7 @@ from streampack.core.serve.step_server import RankProgress
 from streampack.core.stats.data_wait import CAUSES, Starvation
 from streampack_services.broker.ranks.recent_waits import RecentWaits
 from streampack_services.broker.status import MeshExtent, NodeStatus, RankPage, RankStatus
+from streampack_services.figure import filled
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
@@ -291,25 +292,20 @@ def _rank_status(row: RankProgress, data_wait: float | None, cost: list[float], 
     """Return a rank's row. Leave out figures of the client that are not finite, and unknown causes and streams."""
     dp_rank, cp_rank, tp_rank, pp_rank = row.ranks
     starved = row.starvation or _NOT_STARVED
-    return RankStatus(
+    return filled(
+        RankStatus,
+        row,
+        starved,
         dp_rank=dp_rank,
         cp_rank=cp_rank,
         tp_rank=tp_rank,
         pp_rank=pp_rank,
-        where=row.where,
         host=row.where.rpartition(":")[0],
-        round=row.round,
-        done_upto=row.done_upto,
-        have_upto=row.have_upto,
-        queued_bytes=row.queued_bytes,
-        silent_s=row.silent_s,
         data_wait=data_wait,
         stats={key: value for key, value in row.stats.items() if math.isfinite(value)},
         cost=cost,
         starved_s={cause: starved.causes_s.get(cause, 0.0) for cause in CAUSES},
         starved_streams={name: seconds for name, seconds in starved.streams_s.items() if name in streams},
-        trainer_s=starved.trainer_s,
-        step_s=starved.step_s,
     )
 
 
