@@ -28,6 +28,7 @@ from streampack.version import __version__
 from streampack_services.broker.arena import Arena
 from streampack_services.broker.log_keeper import Keeper
 from streampack_services.broker.memory_plan import Plan
+from streampack_services.broker.ranks.rank_status import NodeStatus, RankPage, RanksStatus
 from streampack_services.broker.ranks.rank_table import RankTable
 from streampack_services.broker.status import (
     AlignedFigures,
@@ -44,10 +45,7 @@ from streampack_services.broker.status import (
     MediaStatus,
     MemoryStatus,
     MessageCounts,
-    NodeStatus,
     PackTotals,
-    RankPage,
-    RanksStatus,
     RankTokens,
     RelaysStatus,
     RelayStatus,

@@ -23,7 +23,8 @@ from streampack.errors import PeerError, Rejected, StreampackError, Unreachable,
 from streampack.transport.rendezvous import RENDEZVOUS, read_rendezvous
 from streampack.version import __version__
 from streampack_services import own_runs
-from streampack_services.broker.status import BrokerStatus, RankPage
+from streampack_services.broker.ranks.rank_status import RankPage
+from streampack_services.broker.status import BrokerStatus
 from streampack_services.http.http_guard import find_token, parse_address
 
 DEFAULT_ENDPOINT = "http://127.0.0.1:7400"

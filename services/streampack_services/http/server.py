@@ -25,7 +25,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from streampack.errors import UserError
-from streampack_services.broker.status import BrokerStatus, RankPage
+from streampack_services.broker.ranks.rank_status import RankPage
+from streampack_services.broker.status import BrokerStatus
 from streampack_services.http import control, page
 from streampack_services.http.control import AskBroker
 from streampack_services.http.history import Timelines

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from streampack_services.broker.status import BrokerStatus, FeedStatus, RankStatus, StreamStatus
+from streampack_services.broker.ranks.rank_status import RankStatus
+from streampack_services.broker.status import BrokerStatus, FeedStatus, StreamStatus
 
 Tree = dict[str, Any]
 Point = tuple[float, float]

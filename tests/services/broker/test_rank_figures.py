@@ -17,9 +17,10 @@ from streampack_services.broker.ranks.rank_figures import (
     RankColumns,
     RankFigures,
 )
+from streampack_services.broker.ranks.rank_status import NodeStatus
 from streampack_services.broker.ranks.rank_table import RANKS_A_TURN, RankTable
 from streampack_services.broker.ranks.recent_waits import DataWaitSums, RecentWaits, WaitWindow
-from streampack_services.broker.status import BrokerStatus, FeedStatus, NodeStatus
+from streampack_services.broker.status import BrokerStatus, FeedStatus
 from streampack_services.http.metrics import exposition
 
 from streampack.core.serve.rank_reader import Receiver

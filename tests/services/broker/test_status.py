@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+from types import ModuleType
 from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
 from streampack_services.broker import status
+from streampack_services.broker.ranks import rank_status
 from streampack_services.broker.status import BrokerStatus, FeedRules, WaitingFor
 from streampack_services.figure import Figure
 
@@ -17,8 +19,9 @@ from tests.blank import blank
 
 STRUCTS = [
     each
-    for each in vars(status).values()
-    if inspect.isclass(each) and issubclass(each, msgspec.Struct) and each.__module__ == status.__name__
+    for module in (status, rank_status)
+    for each in vars(module).values()
+    if inspect.isclass(each) and issubclass(each, msgspec.Struct) and each.__module__ == module.__name__
 ]
 
 
@@ -33,10 +36,11 @@ def test_no_field_is_any(struct: type[msgspec.Struct]) -> None:
         assert not parts(kind) & {Any, object, dict, list, tuple}, name
 
 
-def test_every_field_is_described() -> None:
-    for node in ast.parse(inspect.getsource(status)).body:
+@pytest.mark.parametrize("module", [status, rank_status])
+def test_every_field_is_described(module: ModuleType) -> None:
+    for node in ast.parse(inspect.getsource(module)).body:
         if isinstance(node, ast.ClassDef):
-            hints = get_type_hints(getattr(status, node.name), include_extras=True)
+            hints = get_type_hints(getattr(module, node.name), include_extras=True)
             for field, after in zip(node.body, [*node.body[1:], ast.Pass()], strict=True):
                 if isinstance(field, ast.AnnAssign):
                     told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from streampack_services.broker.status import BrokerStatus, FeedStatus, PackTotals, RanksStatus
+from streampack_services.broker.ranks.rank_status import RanksStatus
+from streampack_services.broker.status import BrokerStatus, FeedStatus, PackTotals
 from streampack_services.http.history import COLUMNS, MOST_ROWS, Timelines
 
 from streampack.core.stats.data_wait import CAUSES as STARVED_BY
