@@ -12,7 +12,7 @@ from rich.text import Text
 
 from streampack.core.stats.sample_warnings import advice
 from streampack_services.amounts import count_text, counted, duration_text, size_text, state_text
-from streampack_services.broker.status import BrokerStatus, PackFigures, StandbyStatus
+from streampack_services.broker.status import BrokerStatus, FeedStatus, PackFigures, StandbyStatus
 from streampack_services.watch.top_ranks import rank_lines
 from streampack_services.watch.top_text import printable
 from streampack_services.watch.top_view import PADDING_LABELS, late_lines, media_lines, stream_lines
@@ -91,63 +91,91 @@ def _print(console: Console, *blocks: list[Text]) -> None:
 def _show_feed(console: Console, view: FeedView) -> None:
     """Print the figures of a feed."""
     feed = view.status
-    steps, figures = feed.steps, feed.figures
     console.print()
     again = f", iteration {feed.round}" if feed.round else ""
     console.print(Text.assemble((f"feed {view.name}", "bold"), f"  {state_text(feed.state, feed.stalled_s)}{again}"))
     if feed.waiting_for:
         console.print(feed.waiting_for.text)
+    facts = Table.grid(padding=(0, 2))
+    for name, text in (*_progress(feed), *_packing(feed), *_tokens(feed), *_waits(view)):
+        if text:
+            facts.add_row(name, text)
+    console.print(facts)
+
+
+Facts = tuple[tuple[str, str], ...]
+"""(name, text) of each row; a row without text is left out."""
+
+
+def _progress(feed: FeedStatus) -> Facts:
+    """Return rows about the steps of a feed."""
+    steps, left = feed.steps, feed.steps_left
     end = "" if steps.end is None else f" of {steps.end}"
-    packed = f"{count_text(feed.totals.tokens)} tokens in {count_text(feed.totals.packs)} packs"
+    about = ""
+    if left is not None:
+        between = f", between {left.low:,.0f} and {left.high:,.0f}" if left.low != left.high else ""
+        about = f"about {left.estimate:,.0f}{between}"
+    return (
+        ("steps", f"{steps.formed} formed{end}, {steps.returned} returned by every rank"),
+        ("steps left", about),
+        ("checkpoint", "" if feed.committed is None else f"committed at step {feed.committed}"),
+    )
+
+
+def _packing(feed: FeedStatus) -> Facts:
+    """Return rows about how full the packs are, and how evenly they are dealt."""
+    totals, figures, padded = feed.totals, feed.figures, feed.dynamic_batching
+    packed = f"{count_text(totals.tokens)} tokens in {count_text(totals.packs)} packs"
+    shared = f"{totals.shared_ratio:.2%} of the samples' tokens, {count_text(totals.shared_tokens)} tokens"
+    removed = cost = ""
+    if padded is not None:
+        removed = f"{count_text(padded.removed_padding_tokens)}, {padded.removed_padding_ratio:.2%}"
+        removed += " of batches padded to the longest sample"
+    if figures.cost_max_over_mean:
+        cost = f"{figures.cost_max_over_mean:.3f} by micro-batch, {figures.step_cost_max_over_mean:.3f} by step"
+    ranks = [
+        f"{when} balancing {count_text(each.min)} to {count_text(each.max)}"
+        for when, each in (("before", feed.rank_tokens.before), ("after", feed.rank_tokens.after))
+    ]
+    return (
+        ("packed", f"{packed}, {count_text(feed.tokens_per_s)} tokens/s"),
+        ("shared prefixes", shared if totals.shared_tokens else ""),
+        ("utilization", f"{_filled(figures)}; with alignment {_filled(feed.padded_figures)}"),
+        ("bin balance", f"{figures.bin_balance:.3f}"),
+        ("removed padding", removed),
+        ("load imbalance", f"{cost or '-'}; 1.0 is perfect"),  # no step was dealt yet
+        ("tokens per rank", ", ".join(ranks)),
+    )
+
+
+def _tokens(feed: FeedStatus) -> Facts:
+    """Return rows about padding and lost tokens."""
     always = {"alignment", "pack_tail"}  # other causes only if they have tokens
     padding = [
         f"{PADDING_LABELS.get(cause, cause)} {count_text(tokens)}"
         for cause, tokens in feed.waste_tokens.items()
         if tokens or cause in always
     ]
-    cost = f"{figures.cost_max_over_mean:.3f}" if figures.cost_max_over_mean else "-"  # no step was dealt yet
-    if cost != "-":
-        cost += f" by micro-batch, {figures.step_cost_max_over_mean:.3f} by step"
     lost = [f"{policy} {count_text(tokens)}" for policy, tokens in msgspec.structs.asdict(feed.lost_tokens).items()]
-    ranks = [
-        f"{when} balancing {count_text(each.min)} to {count_text(each.max)}"
-        for when, each in (("before", feed.rank_tokens.before), ("after", feed.rank_tokens.after))
-    ]
+    return (
+        ("padding", f"{', '.join(padding)}, of {count_text(feed.delivered_tokens)} tokens delivered"),
+        ("lost tokens", ", ".join(lost)),
+    )
+
+
+def _waits(view: FeedView) -> Facts:
+    """Return rows about the waits of ranks and of samples."""
+    feed, waits = view.status, view.status.waits
     data_wait = ", ".join(f"{cause} {share:.2%}" for cause, share in view.waits_by_cause)
-    waits = feed.waits
     bound = "" if waits.bound_steps is None else f", bound {waits.bound_steps}"
     longest = f"p99 {counted(waits.p99_steps, 'step')}, longest {waits.longest_steps}{bound}"
     outliers = "" if waits.outliers is None else f"; {counted(waits.outliers, 'outlier')} waiting now"
-    rows = [
-        ("steps", f"{steps.formed} formed{end}, {steps.returned} returned by every rank"),
-        ("packed", f"{packed}, {count_text(feed.tokens_per_s)} tokens/s"),
-        ("utilization", f"{_filled(figures)}; with alignment {_filled(feed.padded_figures)}"),
-        ("bin balance", f"{figures.bin_balance:.3f}"),
-        ("load imbalance", f"{cost}; 1.0 is perfect"),
-        ("tokens per rank", ", ".join(ranks)),
-        ("padding", f"{', '.join(padding)}, of {count_text(feed.delivered_tokens)} tokens delivered"),
-        ("lost tokens", ", ".join(lost)),
+    return (
         ("data wait", f"{data_wait} of all ranks' time since the start" if data_wait else "none"),
         ("window", f"{feed.window.samples} samples, {count_text(feed.window.tokens)} tokens"),
         ("window waits", f"{longest}{outliers}"),
         ("held", f"{count_text(feed.held_tokens)} of {count_text(feed.held_limit_tokens)} tokens"),
-    ]
-    if feed.totals.shared_tokens:
-        saved = f"{feed.totals.shared_ratio:.2%} of the samples' tokens, {count_text(feed.totals.shared_tokens)} tokens"
-        rows.insert(2, ("shared prefixes", saved))
-    if (padded := feed.dynamic_batching) is not None:
-        removed = f"{count_text(padded.removed_padding_tokens)}, {padded.removed_padding_ratio:.2%}"
-        rows.insert(5, ("removed padding", f"{removed} of batches padded to the longest sample"))
-    if feed.committed is not None:
-        rows.insert(1, ("checkpoint", f"committed at step {feed.committed}"))
-    if (left := feed.steps_left) is not None:
-        estimate, low, high = (f"{steps:,.0f}" for steps in (left.estimate, left.low, left.high))
-        between = f", between {low} and {high}" if low != high else ""
-        rows.insert(1, ("steps left", f"about {estimate}{between}"))
-    facts = Table.grid(padding=(0, 2))
-    for row in rows:
-        facts.add_row(*row)
-    console.print(facts)
+    )
 
 
 def _filled(figures: PackFigures) -> str:
