@@ -13,7 +13,7 @@ the declaration ends with the names of these labels. None has no series. A text 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_type_hints, overload
 
 from msgspec import Struct
@@ -22,37 +22,43 @@ S = TypeVar("S", bound=Struct)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A figure as Prometheus has it: its name without prefix and ``_total``, and its help text."""
+class Declared:
+    """A declaration, with the names of labels; over a method, it makes a computed attribute of the struct."""
 
-    kind: Literal["counter", "gauge", "histogram"]
-    name: str
-    text: str
-    labels: tuple[str, ...]
-    """Names of the labels of a value that is a dict or a struct."""
+    def __init__(self, *labels: str) -> None:
+        self.labels = labels
 
     def __call__(self, read: Callable[[Any], T]) -> Computed[T]:
         """Return the attribute of a struct that ``read`` computes."""
         return Computed(self, read)
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
-    """The mark of a list or a dict of structs: each has its own series of the figures that are declared in it."""
+class Figure(Declared):
+    """A figure as Prometheus has it: its name without prefix and ``_total``, and its help text.
 
-    labels: tuple[str, ...]
-    """Names of the labels, and of the struct's attributes that have their values. The label of a dict is its key."""
+    The labels are those of a value that is a dict or a struct.
+    """
 
-    def __call__(self, read: Callable[[Any], T]) -> Computed[T]:
-        """Return the attribute of a struct that ``read`` computes."""
-        return Computed(self, read)
+    def __init__(self, kind: Literal["counter", "gauge", "histogram"], name: str, text: str, *labels: str) -> None:
+        super().__init__(*labels)
+        self.kind, self.name, self.text = kind, name, text
+
+
+counter, gauge, histogram = partial(Figure, "counter"), partial(Figure, "gauge"), partial(Figure, "histogram")
+"""A counter only rises while the broker runs."""
+
+
+class Series(Declared):
+    """Marks a list or a dict of structs: each has its own series of the figures that are declared in it.
+
+    The labels are attributes of the struct. The label of a dict is its key.
+    """
 
 
 class Computed(Generic[T]):
     """An attribute of a struct that is computed from its fields, with its declaration; not a part of ``/status``."""
 
-    def __init__(self, declared: Figure | Series, read: Callable[[Any], T]) -> None:
+    def __init__(self, declared: Declared, read: Callable[[Any], T]) -> None:
         self._declared, self._read = declared, read
         self.__doc__ = read.__doc__
 
@@ -70,26 +76,6 @@ class Computed(Generic[T]):
 
     def __get__(self, struct: Struct | None, kind: type) -> Self | T:
         return self if struct is None else self._read(struct)
-
-
-def counter(name: str, text: str, *labels: str) -> Figure:
-    """Declare a figure that only rises while the broker runs."""
-    return Figure("counter", name, text, labels)
-
-
-def gauge(name: str, text: str, *labels: str) -> Figure:
-    """Declare a figure that rises and falls."""
-    return Figure("gauge", name, text, labels)
-
-
-def histogram(name: str, text: str, *labels: str) -> Figure:
-    """Declare a figure that is a ``Histogram``."""
-    return Figure("histogram", name, text, labels)
-
-
-def series(*labels: str) -> Series:
-    """Declare structs that have a series each."""
-    return Series(labels)
 
 
 def filled(struct: type[S], *sources: object, **values: Any) -> S:

@@ -18,7 +18,7 @@ from msgspec import Struct
 from streampack.core.model.rules import Rules
 from streampack_services.amounts import counted
 from streampack_services.broker.ranks.rank_status import RanksStatus, RankStatus
-from streampack_services.figure import counter, gauge, histogram, series
+from streampack_services.figure import Series, counter, gauge, histogram
 
 State = Literal["starting", "serving", "waiting", "draining", "ended"]
 FeedState = Literal["serving", "waiting", "ended"]
@@ -371,7 +371,7 @@ class FeedStatus(Struct, frozen=True, kw_only=True):
     def has_ended(self) -> bool:
         return self.steps.end is not None and self.steps.returned >= self.steps.end
 
-    @series("dp_rank", "cp_rank", "tp_rank", "pp_rank", "host")
+    @Series("dp_rank", "cp_rank", "tp_rank", "pp_rank", "host")
     def listed_ranks(self) -> list[RankStatus]:
         """The ranks that have series of their own: all, or none of too many."""
         return [] if self.ranks.left_out else self.readers
@@ -543,7 +543,7 @@ class RelaysStatus(Struct, frozen=True, kw_only=True):
     """Relays that have gone without a goodbye in the last hour."""
     ranks: int
     """Ranks that read through a relay."""
-    hosts: Annotated[list[RelayStatus], series("host")]
+    hosts: Annotated[list[RelayStatus], Series("host")]
     """At most 64 relays: lost ones first, then those with the most queued bytes."""
 
     @property
@@ -577,9 +577,9 @@ class BrokerStatus(Struct, frozen=True, kw_only=True):
     stalled_s: float | None
     """The longest ``stalled_s`` of the feeds; None if no rank waits for data for 5 s or more."""
     ready: Annotated[bool, gauge("ready", "1 while the broker serves, 0 while it starts or drains.")]
-    feeds: Annotated[dict[str, FeedStatus], series("feed")]
+    feeds: Annotated[dict[str, FeedStatus], Series("feed")]
     """The feeds, by name."""
-    streams: Annotated[list[StreamStatus], series("stream")]
+    streams: Annotated[list[StreamStatus], Series("stream")]
     """The streams of all feeds."""
     producers: Annotated[int, gauge("producers_connected", "Producers connected.")]
     vanished_producers: Annotated[int, counter(

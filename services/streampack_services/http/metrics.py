@@ -13,43 +13,35 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, ProcessCollector, generate_latest
 
 from streampack_services.broker.status import BrokerStatus, Histogram
-from streampack_services.figure import Computed, Figure, Series
+from streampack_services.figure import Computed, Declared, Figure, Series
 
 Labels = tuple[str, ...]
 Rows = list[tuple[Labels, float | Histogram]]
 """(label values, value) of each series."""
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One metric: name without prefix and ``_total``, kind, help text and names of the labels."""
+def figures_of(struct: type, *labels: str) -> Iterator[Figure]:
+    """Yield the figures that are declared in a struct and in the structs in it, with all their labels.
 
-    name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    text: str
-    labels: tuple[str, ...]
-
-
-def metrics_of(struct: type, labels: tuple[str, ...] = ()) -> Iterator[Metric]:
-    """Yield the metrics that are declared in a struct with these labels, and in the structs in it."""
+    ``labels``: the names of the labels of each such struct.
+    """
     for _, kind, declared in _members(struct):
         if isinstance(declared, Figure):
-            yield Metric(declared.name, declared.kind, declared.text, (*labels, *declared.labels))
+            yield Figure(declared.kind, declared.name, declared.text, *labels, *declared.labels)
         else:
-            yield from metrics_of(kind, (*labels, *declared.labels))
+            yield from figures_of(kind, *labels, *declared.labels)
 
 
 @cache
-def _members(struct: type) -> list[tuple[str, Any, Figure | Series]]:
+def _members(struct: type) -> list[tuple[str, Any, Declared]]:
     """Return name, type and declaration of a struct's attributes; a single struct counts as a series without labels."""
     hints = get_type_hints(struct, include_extras=True)
     hints |= {name: each.hint for name, each in vars(struct).items() if isinstance(each, Computed)}
@@ -57,9 +49,9 @@ def _members(struct: type) -> list[tuple[str, Any, Figure | Series]]:
     for name, hint in hints.items():
         parts = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         kinds = [kind for kind in (*get_args(parts[0]), parts[0]) if _is_struct(kind)]
-        declared = next((each for each in parts[1:] if isinstance(each, Figure | Series)), None)
+        declared = next((each for each in parts[1:] if isinstance(each, Declared)), None)
         if declared is not None or (kinds and get_origin(parts[0]) in (None, UnionType)):
-            members.append((name, kinds[0] if kinds else None, declared or Series(())))
+            members.append((name, kinds[0] if kinds else None, declared or Series()))
     return members
 
 
@@ -120,7 +112,7 @@ _ORDER = (
 )  # fmt: skip
 """The order of the metrics that brokers of version 0.1 have. New ones follow in the order of their declarations."""
 _PLACES = {name: place for place, name in enumerate(_ORDER)}
-METRICS = tuple(sorted(metrics_of(BrokerStatus), key=lambda metric: _PLACES.get(metric.name, len(_PLACES))))
+METRICS = tuple(sorted(figures_of(BrokerStatus), key=lambda metric: _PLACES.get(metric.name, len(_PLACES))))
 """All metrics, in the order of ``/metrics``."""
 
 
@@ -149,7 +141,7 @@ _process = CollectorRegistry()
 ProcessCollector(registry=_process)
 
 
-def _histogram(name: str, metric: Metric, labels: Labels, histogram: Histogram) -> Iterator[str]:
+def _histogram(name: str, metric: Figure, labels: Labels, histogram: Histogram) -> Iterator[str]:
     """Yield the lines of one histogram: the number of values up to each bound, their sum and their number."""
     names, upto = (*metric.labels, "le"), 0
     for bound, count in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Struct
 
 from streampack.core.stats.media_figures import MEDIA_DROPPED
-from streampack_services.figure import counter, gauge, series
+from streampack_services.figure import Series, counter, gauge
 
 _FEW_RANKS = "Not with more than 1,024 ranks."
 _MANY_RANKS = "Only with more than 1,024 ranks, of the 64 worst hosts."
@@ -191,7 +191,7 @@ class RanksStatus(Struct, frozen=True, kw_only=True):
         "starved_seconds", "Data wait of all ranks since this broker began, by cause.", "cause")]  # fmt: skip
     """Seconds that ranks have waited for data since this broker began, by cause, ranks that left included."""
 
-    @series("host")
+    @Series("host")
     def listed_nodes(self) -> list[NodeStatus]:
         """The nodes that have series of their own: none if all ranks have."""
         return self.nodes if self.left_out else []
