@@ -157,35 +157,6 @@ def many(snapshot: Tree, ranks: int) -> Tree:
     return found
 
 
-def thousands(snapshot: Tree) -> Tree:
-    """The same broker with 30,000 ranks on 3,750 nodes, of which one has lost a rank and one waits for a stream."""
-    found = many(snapshot, 64)
-    ranks = found["feeds"]["train"]["ranks"]
-    node = ranks["nodes"][0] | {"ranks": 8, "attached": 8, "cause": "peers", "data_wait": 0.01, "stream": None}
-    worst = [{"attached": 7}, {"data_wait": 0.5, "cause": "stream", "stream": "web", "done_upto": 12_345}, *[{}] * 62]
-    nodes = [node | {"host": f"node{n:04d}"} | more for n, more in enumerate(worst)]
-    waited = dict.fromkeys(CAUSES, 0.0) | {"peers": 0.25 * 30_000 * found["uptime_s"]}
-    ranks |= {"attached": 29_999, "left_out": 29_999 - 64, "num_nodes": 3750, "nodes": nodes, "nodes_left_out": 3686,
-              "starved_s": waited}  # fmt: skip
-    return found
-
-
-@pytest.mark.parametrize("size", [(80, 24), (160, 50), (40, 12)])
-def test_of_thousands_of_ranks_the_worst_nodes_are_listed(snapshot: Tree, size: tuple[int, int]) -> None:
-    view = view_of(thousands(snapshot), events=[EVENT])
-    lines = page(view, PageOptions(keys=True), *size)
-    shown = "\n".join(line.plain for line in lines)
-    assert len(lines) == size[1]
-    assert max(line.cell_len for line in lines) <= size[0]
-    if size[1] > 12:  # else there is no room for ranks
-        assert "29,999 ranks on 3,750 nodes" in shown
-        assert re.search(r"node0000 +7 of 8", shown)
-        assert re.search(r"node0001 +8 of 8 +50\.0% +stream web +12,345", shown)
-    assert "ranks by cost" not in shown, "there is no map"
-    ((cause, share),) = view.feeds[0].waits_by_cause
-    assert (cause, round(share, 3)) == ("peers", 0.25)
-
-
 def test_one_node_is_shown_on_request(served: RunningBroker) -> None:
     host = served.feed()["ranks"]["nodes"][0]["host"]
     for command in ("status", "top"):
@@ -223,17 +194,6 @@ def test_a_page_fits_every_terminal(
     assert max(line.cell_len for line in lines) <= width
     assert all(line.plain.isprintable() for line in lines)
     assert lines[0].plain.startswith("sft-8b")
-
-
-@pytest.mark.parametrize("size", [(80, 24), (160, 50)])
-def test_of_many_ranks_the_worst_is_named_on_every_screen(snapshot: Tree, size: tuple[int, int]) -> None:
-    view = view_of(many(snapshot, 512), events=[EVENT])
-    shown = [line.plain for line in page(view, PageOptions(keys=True), *size)]
-    assert any(line.split()[:4] == ["dp=0", "cp=3", "100.0%", "peers"] for line in shown)
-    assert "512 ranks" in "\n".join(shown)
-    assert "error: producer n:1" in "\n".join(shown)
-    dear = [line.plain for line in page(view, PageOptions(measure="cost", keys=True), *size)]
-    assert any(line.split()[:3] == ["dp=1", "cp=1", "2.000"] for line in dear)
 
 
 def test_of_more_streams_than_lines_those_that_are_not_heard_are_shown(snapshot: Tree) -> None:

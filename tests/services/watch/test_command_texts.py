@@ -63,6 +63,9 @@ def everything() -> BrokerStatus:
         row |= {"stream": f"s{n}", "feed": "one"}
     tree["streams"][0]["rejected"]["late_timeout"] = 5
     tree["feeds"]["one"]["media"]["bound_by"] = {"tokens": 30, "patches": 10}
+    nodes = tree["feeds"]["two"]["ranks"]["nodes"]
+    nodes[0] |= {"ranks": 8, "attached": 7, "cause": "peers", "data_wait": 0.01}
+    nodes[1] |= {"ranks": 8, "attached": 8, "cause": "stream", "stream": "web", "data_wait": 0.5}
     return msgspec.convert(tree, BrokerStatus)
 
 
