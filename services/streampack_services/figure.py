@@ -81,6 +81,8 @@ class Computed(Generic[T]):
 def filled(struct: type[S], *sources: object, **values: Any) -> S:
     """Return a struct with these ``values``; each other field is the attribute of its name that one source has.
 
+    Sources of the same types have the same attributes.
+
     Raises:
         TypeError: No source has the attribute, or several have it.
     """

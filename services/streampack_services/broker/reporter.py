@@ -249,10 +249,16 @@ class Reporter:
             ranks=_ranks_status(now, feed, table),
             queued_limit_bytes=steps.flows.leaving_bytes,
             all_ranks_attached=steps.all_there,
-            window=WindowStatus(
-                samples=former.num_samples, tokens=former.queued_tokens, oldest_steps=former.oldest_age
+            window=filled(
+                WindowStatus,
+                former,
+                samples=former.num_samples,
+                tokens=former.queued_tokens,
+                oldest_steps=former.oldest_age,
             ),
-            waits=WindowWaits(
+            waits=filled(
+                WindowWaits,
+                former,
                 p99_steps=former.waits.p99,
                 longest_steps=former.longest_wait,
                 bound_steps=former.waits.bound,
@@ -385,22 +391,22 @@ class _StreamRows:
 
 def _relays_status(feeds: Iterable[Feed]) -> RelaysStatus:
     """Return what a snapshot says of the relays; a relay reads several feeds at once."""
-    found: dict[str, RelayStatus] = {}
+    relays: dict[str, RelayStatus] = {}
     for feed in feeds:
         for row in feed.readers.steps.relay_stats():
-            other = found.get(row.host)
-            found[row.host] = RelayStatus(
+            other = relays.get(row.host)
+            relays[row.host] = RelayStatus(
                 host=row.host,
                 lost=row.lost and (other is None or other.lost),
                 ranks=row.ranks + (0 if other is None else other.ranks),
                 queued_bytes=row.queued_bytes + (0 if other is None else other.queued_bytes),
             )
-    lost = sum(relay.lost for relay in found.values())
+    lost = sum(relay.lost for relay in relays.values())
     return RelaysStatus(
-        connected=len(found) - lost,
+        connected=len(relays) - lost,
         lost=lost,
-        ranks=sum(relay.ranks for relay in found.values()),
-        hosts=heapq.nsmallest(MOST_RELAYS, found.values(), key=lambda each: (not each.lost, -each.queued_bytes)),
+        ranks=sum(relay.ranks for relay in relays.values()),
+        hosts=heapq.nsmallest(MOST_RELAYS, relays.values(), key=lambda each: (not each.lost, -each.queued_bytes)),
     )
 
 
@@ -448,13 +454,13 @@ def _lost_tokens(feed: Feed) -> LostTokens:
 
 def _dropped_media(feed: Feed) -> dict[str, int]:
     """Return the number of media items that the clients of the attached ranks have dropped, by reason."""
-    found: dict[str, int] = {}
+    dropped: dict[str, int] = {}
     for reader in feed.readers.registry.held.values():
         for name, count in reader.stats.items():
             if name.startswith(MEDIA_DROPPED) and count > 0 and math.isfinite(count):
                 reason = name.removeprefix(MEDIA_DROPPED)
-                found[reason] = found.get(reason, 0) + int(count)
-    return dict(sorted(found.items()))
+                dropped[reason] = dropped.get(reason, 0) + int(count)
+    return dict(sorted(dropped.items()))
 
 
 def _histogram(spread: ValueCounts | NextWaits) -> Histogram:

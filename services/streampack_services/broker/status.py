@@ -551,10 +551,10 @@ class RelaysStatus(Struct, frozen=True, kw_only=True):
         """One line, such as ``2 relays, 16 ranks; lost: gpu3``; empty without a relay."""
         if not self.connected and not self.lost:
             return ""
-        said = f"{counted(self.connected, 'relay')}, {counted(self.ranks, 'rank')}"
+        relays_text = f"{counted(self.connected, 'relay')}, {counted(self.ranks, 'rank')}"
         named = ", ".join(relay.host for relay in self.hosts[:3] if relay.lost)
         more = f" and {self.lost - 3} more" if self.lost > 3 else ""
-        return f"{said}; lost: {named}{more}" if named else said
+        return f"{relays_text}; lost: {named}{more}" if named else relays_text
 
 
 class BrokerStatus(Struct, frozen=True, kw_only=True):

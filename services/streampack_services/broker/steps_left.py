@@ -55,13 +55,15 @@ def steps_left(core: Broker, feed: Feed) -> StepsLeft | None:
     if len(stops) < sum(stream.on_exhaust == "stop" and stream.weight > 0 for stream in rules.streams):
         return None
     former, spread = feed.planner.former, 0.0 if _in_samples(rules) else _spread(feed)
-    held, in_steps = former.queued_tokens, totals.tokens
+    in_window, in_steps = former.queued_tokens, totals.tokens
     if _in_samples(rules):
-        held, in_steps = former.queued_samples, totals.samples
+        in_window, in_steps = former.queued_samples, totals.samples
     of_step = in_steps / totals.steps
-    ways = [estimate([each], held, of_step, spread) for each in stops]  # the feed ends with the first of these streams
+    ways = [
+        estimate([each], in_window, of_step, spread) for each in stops
+    ]  # the feed ends with the first of these streams
     if len(left) == len(every):
-        ways.append(estimate([each._replace(share=None) for each in left], held, of_step, spread))
+        ways.append(estimate([each._replace(share=None) for each in left], in_window, of_step, spread))
     if not ways or not of_step:
         return None
     formed = readers.steps.formed_upto - readers.steps.released_upto
@@ -103,9 +105,9 @@ def size_left(size: SourceSize, passes: int) -> tuple[float, float]:
 def _stream_left(core: Broker, feed: Feed, number: int, stream: StreamRules) -> Left | None:
     """Return the samples left of stream ``number`` of the feed; None if their number is unknown."""
     every, merge, counts = core.leases.partitions, feed.planner.merge.current, feed.planner.admission.counts[number]
-    mine = every.of_stream(stream.name)
-    merged = int(sum(merge.merged_samples[every.stream_of[p].number_in_feed(p)] for p in mine))
-    known = [every.intakes[p].recorded.known_total for p in mine]
+    partitions = every.of_stream(stream.name)
+    merged = int(sum(merge.merged_samples[every.stream_of[p].number_in_feed(p)] for p in partitions))
+    known = [every.intakes[p].recorded.known_total for p in partitions]
     if None not in known:
         total, variance = float(sum(each or 0 for each in known)), 0.0
     elif stream.passes is not None and (size := core.leases.producers.size(stream.name)) is not None:

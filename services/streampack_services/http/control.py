@@ -94,10 +94,10 @@ BODIES: dict[str, type[WeightsBody | StreamsBody | SkipBody]] = {
 
 def parse_steps(text: str) -> Skip:
     """Return ``Skip(120, 140)`` for ``120-140``; raise ValueError for any other form."""
-    found = _STEPS.fullmatch(text)
-    if found is None:
+    match = _STEPS.fullmatch(text)
+    if match is None:
         raise ValueError(f"got steps {text[:50]!r}, expected a range such as 120-140, or one step")
-    first, last = found.groups()
+    first, last = match.groups()
     return Skip(int(first), int(first if last is None else last))
 
 

@@ -52,10 +52,10 @@ def address(endpoint: str | None, config: Path | None, timeout_s: float) -> str 
     if endpoint is not None:
         raise UserError(f"Got both an address, {endpoint}, and --config {config}. Pass one of the two.")
     settings = read_broker(config)
-    found = _of_config(settings)
+    base = _of_config(settings)
     with contextlib.suppress(Unreachable, PeerError):  # the command itself says so
-        _check_run(found, str(fetch_status(found, timeout_s)["run"]), config, settings)
-    return found
+        _check_run(base, str(fetch_status(base, timeout_s)["run"]), config, settings)
+    return base
 
 
 def _check_run(base: str, run: str, config: Path, settings: BrokerConfig) -> None:
@@ -83,19 +83,17 @@ def _named(endpoint: str | None, config: BrokerConfig | None, timeout_s: float) 
     STREAMPACK_ENDPOINT.
     """
     trainers = os.environ.get("STREAMPACK_ENDPOINT", "")
-    found = endpoint or (None if config is None else _of_config(config)) or os.environ.get("STREAMPACK_HTTP")
-    found = found or (trainers if trainers.startswith("file://") else None)
-    if found is None:
+    base = endpoint or (None if config is None else _of_config(config)) or os.environ.get("STREAMPACK_HTTP")
+    base = base or (trainers if trainers.startswith("file://") else None)
+    if base is None:
         return None
-    if found.startswith("file://"):
-        found = read_rendezvous(Path(found.removeprefix("file://")), "http", timeout_s)
-    if "://" not in found:
-        found = f"http://{found}"
-    if not found.startswith(("http://", "https://")):
-        raise UserError(
-            f"got endpoint {found!r}, expected the broker's HTTP address. Pass one, e.g. {DEFAULT_ENDPOINT}"
-        )
-    return found.rstrip("/")
+    if base.startswith("file://"):
+        base = read_rendezvous(Path(base.removeprefix("file://")), "http", timeout_s)
+    if "://" not in base:
+        base = f"http://{base}"
+    if not base.startswith(("http://", "https://")):
+        raise UserError(f"got endpoint {base!r}, expected the broker's HTTP address. Pass one, e.g. {DEFAULT_ENDPOINT}")
+    return base.rstrip("/")
 
 
 def _of_config(config: BrokerConfig) -> str:
@@ -154,10 +152,10 @@ def find_broker(endpoint: str | None, config: Path | None, timeout_s: float) -> 
             f"-c broker.yaml, or set STREAMPACK_HTTP"
         )
     where = base or _base(None, timeout_s)
-    found = Found(where, fetch_status(where, timeout_s), base is not None)
+    broker = Found(where, fetch_status(where, timeout_s), base is not None)
     if settings is not None and config is not None:
-        _check_run(found.base, found.run, config, settings)
-    return found
+        _check_run(broker.base, broker.run, config, settings)
+    return broker
 
 
 def _fetch(base: str, path: str, timeout_s: float, body: bytes | None = None) -> tuple[int, str]:
@@ -198,9 +196,9 @@ def fetch_status(endpoint: str | None, timeout_s: float) -> Tree:
     base = _base(endpoint, timeout_s)
     code, text = _fetch(base, "/status", timeout_s)
     try:
-        found = json.loads(text)
-        if code == 200 and isinstance(found, dict) and "run" in found:
-            return found
+        status = json.loads(text)
+        if code == 200 and isinstance(status, dict) and "run" in status:
+            return status
     except ValueError:
         pass
     raise PeerError(f"{base}/status: got HTTP status {code} from a program that is not a broker. Check the address")
@@ -244,15 +242,15 @@ def fetch_node(endpoint: str | None, feeds: Iterable[str], node: str, timeout_s:
         UserError: No feed has a rank there.
         Unreachable: The broker does not answer.
     """
-    base, found = _base(endpoint, timeout_s), {}
+    base, pages = _base(endpoint, timeout_s), {}
     for feed in feeds:
         query = urllib.parse.urlencode({"feed": feed, "node": node})
         code, text = _fetch(base, f"/status?{query}", timeout_s)
         if code == 200 and "readers" in (page := json.loads(text)):
-            found[feed] = page
-    if not found:
+            pages[feed] = page
+    if not pages:
         raise UserError(f"got node {node!r}, but no rank is on a host with this name. 'streampack status' lists hosts")
-    return found
+    return pages
 
 
 def of_node(status: BrokerStatus, pages: Mapping[str, Tree]) -> BrokerStatus:
@@ -269,8 +267,8 @@ def of_node(status: BrokerStatus, pages: Mapping[str, Tree]) -> BrokerStatus:
 def fetch_events(endpoint: str | None, since: int, timeout_s: float) -> list[Tree]:
     """Return the events after number ``since`` that the broker still has, oldest first. Raise Unreachable."""
     code, text = _fetch(_base(endpoint, timeout_s), f"/events?since={since}", timeout_s)
-    found = json.loads(text) if code == 200 else []
-    return found if isinstance(found, list) else []
+    events = json.loads(text) if code == 200 else []
+    return events if isinstance(events, list) else []
 
 
 def fetch_history(endpoint: str | None, since_s: float, timeout_s: float) -> dict[str, list[tuple[float, float]]]:
@@ -282,9 +280,9 @@ def fetch_history(endpoint: str | None, since_s: float, timeout_s: float) -> dic
     if code != 200:
         return {}
     try:
-        found = json.loads(text)
-        time, tokens = (found["columns"].index(name) for name in ("second", "tokens"))
-        return {name: [(row[time], row[tokens]) for row in rows] for name, rows in found["feeds"].items()}
+        history = json.loads(text)
+        time, tokens = (history["columns"].index(name) for name in ("second", "tokens"))
+        return {name: [(row[time], row[tokens]) for row in rows] for name, rows in history["feeds"].items()}
     except (LookupError, TypeError, ValueError):
         return {}
 
@@ -308,13 +306,13 @@ def ask_change(base: str, path: str, body: Tree, timeout_s: float) -> Tree:
     """
     code, text = _fetch(base, path, timeout_s, json.dumps(body).encode())
     try:
-        found = json.loads(text)
+        answer = json.loads(text)
     except ValueError:
-        found = None
-    if code == 200 and isinstance(found, dict) and "step" in found:
-        return found
-    if not isinstance(found, dict) or "error" not in found:
+        answer = None
+    if code == 200 and isinstance(answer, dict) and "step" in answer:
+        return answer
+    if not isinstance(answer, dict) or "error" not in answer:
         raise PeerError(f"{base}{path}: got HTTP status {code} from a program that is not a broker. Check the address")
     if code in (503, 504):
-        raise Unreachable(f"{base}: {found['error']}")
-    raise UserError(found["error"]) if code == 400 else Rejected("refused", found["error"])
+        raise Unreachable(f"{base}: {answer['error']}")
+    raise UserError(answer["error"]) if code == 400 else Rejected("refused", answer["error"])

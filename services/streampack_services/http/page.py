@@ -34,10 +34,10 @@ def routes(history: Timelines) -> list[Route]:
         except ValueError as error:
             return PlainTextResponse(f"since: {error}. Pass seconds of the broker's uptime\n", 400)
         feed = request.query_params.get("feed")
-        found = history.since(second, feed)
-        if found is None:
+        rows = history.since(second, feed)
+        if rows is None:
             return PlainTextResponse(f"feed: got {str(feed)[:100]!r}, expected the name of a feed in /status\n", 404)
-        return Response(found, media_type="application/json", headers={"cache-control": "no-store"})
+        return Response(rows, media_type="application/json", headers={"cache-control": "no-store"})
 
     files = [_route(path, file) for path, file in _files(resources.files("streampack_services") / "web", "/web/")]
     index = next(Route("/", each.endpoint) for each in files if each.path == "/web/index.html")
@@ -46,10 +46,10 @@ def routes(history: Timelines) -> list[Route]:
 
 def _files(folder: Traversable, path: str) -> list[tuple[str, Traversable]]:
     """Return (path in the URL, file) for all files below a folder; ``path`` is the folder's, with a slash."""
-    found = []
+    files = []
     for each in sorted(folder.iterdir(), key=lambda each: each.name):
-        found += [(path + each.name, each)] if each.is_file() else _files(each, f"{path}{each.name}/")
-    return found
+        files += [(path + each.name, each)] if each.is_file() else _files(each, f"{path}{each.name}/")
+    return files
 
 
 def _route(path: str, file: Traversable) -> Route:

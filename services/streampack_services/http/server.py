@@ -112,12 +112,12 @@ def _ranks(now: BrokerStatus, request: Request, rank_page: RankPages) -> Respons
     if not first.isascii() or not first.isdigit() or len(first) > 9:
         error = f"ranks: got {first[:40]!r}, expected the number of ranks to leave out, such as 0 or 256"
         return JSONResponse({"error": error}, 400)
-    found = rank_page(feed, node, int(first))
-    if found is None:
+    ranks = rank_page(feed, node, int(first))
+    if ranks is None:
         return JSONResponse(
             {"error": f"node: got {str(node)[:100]!r}, expected a part of the name of a host that has a rank"}, 404
         )
-    return Response(msgspec.json.encode(found), media_type="application/json")
+    return Response(msgspec.json.encode(ranks), media_type="application/json")
 
 
 class AppServer:

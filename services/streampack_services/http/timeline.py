@@ -54,9 +54,9 @@ class Timeline:
 
     def since(self, second: float) -> list[Row]:
         """Return the rows after time ``second``, oldest first."""
-        found: list[Row] = []
+        newest: list[Row] = []
         for row in (row for rows in self._rows for row in reversed(rows)):
             if row[0] <= second:
                 break
-            found.append(row)
-        return found[::-1]
+            newest.append(row)
+        return newest[::-1]

@@ -121,15 +121,15 @@ def _map(ranks: tuple[Rank, ...], measure: Measure, width: int, room: int | None
         lines = -(-cells // a_line)
         if (room is None or lines <= room) and (cell == 1 or lines <= MOST_ROWS):
             break
-    found = []
+    rows = []
     for first in range(0, cells, a_line):
         line = Text(ranks[first * each].name.ljust(label), style="dim")
         for n in range(first, min(first + a_line, cells)):
             values = (_value(rank, measure) for rank in ranks[n * each : (n + 1) * each])
             mark, style = shade(max((value for value in values if value is not None), default=None), measure)
             line.append(mark * cell, style="not dim " + style)
-        found.append(fitted(line, width))
-    return [*found[: None if room is None else room], _legend(measure, each, width)]
+        rows.append(fitted(line, width))
+    return [*rows[: None if room is None else room], _legend(measure, each, width)]
 
 
 def _legend(measure: Measure, each: int, width: int) -> Text:

@@ -19,9 +19,9 @@ GAP = 2
 
 def plain(line: Text) -> Text:
     """Return a line with its block characters replaced by ASCII."""
-    found = Text(line.plain.translate(_PLAIN))
-    found.spans = line.spans
-    return found
+    ascii_line = Text(line.plain.translate(_PLAIN))
+    ascii_line.spans = line.spans
+    return ascii_line
 
 
 def printable(line: Text) -> Text:

@@ -296,9 +296,9 @@ def late_lines(streams: Sequence[StreamView], width: int, room: int | None = Non
         width: Most characters of a line.
         room: Most lines; None for any number.
     """
-    found = [(stream, late) for stream in streams if (late := stream.status.late) is not None]
-    found.sort(key=lambda each: -each[1].oldest_s)
-    shown = found if room is None or len(found) + 2 <= room else found[: max(room - 2, 1)]
+    late_streams = [(stream, late) for stream in streams if (late := stream.status.late) is not None]
+    late_streams.sort(key=lambda each: -each[1].oldest_s)
+    shown = late_streams if room is None or len(late_streams) + 2 <= room else late_streams[: max(room - 2, 1)]
     rows: list[list[Cell]] = [
         [
             stream.status.stream, f"{late.samples:,}", duration_text(late.oldest_s) if late.samples else "-",
@@ -308,7 +308,9 @@ def late_lines(streams: Sequence[StreamView], width: int, room: int | None = Non
     ]  # fmt: skip
     if not rows:
         return []
-    note = f"{len(found) - len(shown)} more" if len(shown) < len(found) else "samples that wait for values"
+    note = (
+        f"{len(late_streams) - len(shown)} more" if len(shown) < len(late_streams) else "samples that wait for values"
+    )
     header = ("", "samples", "oldest", "lacks", "dropped")
     return [title("late fields", note, width), *table(header, rows, width, left=(0, 3))]
 
@@ -366,6 +368,6 @@ def _events(view: BrokerView, width: int, room: int | None) -> list[Text]:
         clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
         text = " ".join(event["text"].split())
         level = event["level"]
-        said = "" if level == "info" else f"{level}: "
-        lines.append(fitted(Text.assemble((f"{clock}  ", "dim"), (said + text, LEVELS.get(level, ""))), width))
+        prefix = "" if level == "info" else f"{level}: "
+        lines.append(fitted(Text.assemble((f"{clock}  ", "dim"), (prefix + text, LEVELS.get(level, ""))), width))
     return lines

@@ -227,14 +227,14 @@ def rates_of(points: Sequence[Point], columns: int) -> list[float | None]:
     if not points:
         return [None] * columns
     times, end, width = [time for time, _ in points], points[-1][0], HISTORY_S / columns
-    found: list[float | None] = []
+    rates: list[float | None] = []
     for column in range(columns):
         upto = end - (columns - 1 - column) * width
         last = bisect_left(times, upto + 1e-9) - 1
         first = max(bisect_left(times, upto - max(width, SMOOTH_S)), 0)
         known = last > first and times[last] > upto - max(width, SMOOTH_S)
-        found.append((points[last][1] - points[first][1]) / (times[last] - times[first]) if known else None)
-    return found
+        rates.append((points[last][1] - points[first][1]) / (times[last] - times[first]) if known else None)
+    return rates
 
 
 def _feed_view(
