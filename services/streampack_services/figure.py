@@ -1,13 +1,17 @@
 """The declaration of a figure: on a field, or on a computed value, of a status struct.
 
-To add a figure, count it in the core, and declare it in the struct of ``broker.status`` that it belongs to:
+To add a figure:
 
-    samples: Annotated[int, gauge("window_samples", "Samples in the window.")]
+1. Count it in the core, as an attribute of an object that the ``reporter`` hands to ``filled``. Test it there.
+2. Declare a field of the same name in the struct of ``broker.status`` that it belongs to:
+   ``window_tokens: Annotated[int, gauge("window_tokens", "Tokens of the samples in the window.")]``.
+   A figure that follows from other fields is a method under ``@gauge(...)``, and reads as an attribute.
+3. Write the recorded figures anew: ``python -m streampack_services.http.metrics > deploy/prometheus/METRICS.md``,
+   ``python -m tests.services.http.test_same_figures`` and ``python -m tests.services.watch.test_command_texts``.
 
-``filled`` takes the field from the attribute of the same name of the object that counts it. ``/status`` has it under
-the field's name, ``/metrics`` and METRICS.md under the figure's. A figure that follows from other fields is a method
-under the declaration, and reads as an attribute. A dict has a series for each key, a struct of numbers for each field:
-the declaration ends with the names of these labels. None has no series. A text counts as 1 unless it is empty.
+``/status`` has it under the field's name, ``/metrics`` and METRICS.md under the figure's. A dict has a series for each
+key, a struct of numbers for each field: the declaration ends with the names of these labels. None has no series. A text
+counts as 1 unless it is empty.
 """
 
 from __future__ import annotations
