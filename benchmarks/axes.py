@@ -28,8 +28,9 @@ from streampack.core.deal.deal_stats import DealtFigures
 from streampack.core.deal.dealt_steps import StepDealer
 from streampack.core.form.former import Former
 from streampack.core.model.fields import Field
+from streampack.core.model.keys.planning_keys import Balance, MediaLimits
 from streampack.core.model.mesh import Mesh
-from streampack.core.model.rules import Balance, MediaLimits, Rules, StreamRules
+from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.samples import I64, SampleTable
 from streampack.core.packers.closed import pack_lengths
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.lengths import I64, lengths_of
 from benchmarks.report import arguments, head, say
 from streampack.core.deal.deal import deal
-from streampack.core.model.rules import Balance
+from streampack.core.model.keys.planning_keys import Balance
 from streampack.core.packers.exact_fill.exact_fill import ExactFill
 from streampack.core.packers.joint.joint import Joint
 from streampack.core.packers.packer import Packer

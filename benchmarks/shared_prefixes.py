@@ -25,9 +25,10 @@ from streampack.core.deal.deal_stats import DealtFigures
 from streampack.core.deal.dealt_steps import StepDealer
 from streampack.core.form.former import Former
 from streampack.core.intake.overlong import apply_terms
+from streampack.core.model.keys.planning_keys import Balance
 from streampack.core.model.lease_terms import terms_of
 from streampack.core.model.mesh import Mesh
-from streampack.core.model.rules import Balance, Batch, Rules, StreamRules
+from streampack.core.model.rules import Batch, Rules, StreamRules
 from streampack.core.model.samples import I64, PACK, STEP, SampleTable
 from streampack.core.packers.closed import pack_lengths
 from streampack.core.trees.shared_prefixes import prefix_order

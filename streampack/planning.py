@@ -29,7 +29,7 @@ from streampack.core.deal.balanced import MAX_SAMPLES, Bounds, balanced_packs
 from streampack.core.deal.deal import BALANCES, ORDERS, arrange, deal, num_packs, split_dearest
 from streampack.core.deal.dynamic_batches import PaddedBatches, PaddedFigures, padded_batches
 from streampack.core.media.media_format import MAX_PATCHES
-from streampack.core.model.rules import Balance
+from streampack.core.model.keys.planning_keys import Balance
 from streampack.core.model.samples import I64
 from streampack.core.packers.arguments import aligned_units, check_numbers, integers, is_integer
 from streampack.core.packers.closed import pack_lengths, way_back

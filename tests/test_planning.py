@@ -14,7 +14,8 @@ import streampack
 from streampack import planning
 from streampack.core.form.former import Former
 from streampack.core.model.fields import Field
-from streampack.core.model.rules import Balance, Batch, MediaLimits, Rules
+from streampack.core.model.keys.planning_keys import Balance, MediaLimits
+from streampack.core.model.rules import Batch, Rules
 from streampack.core.model.samples import I64, SampleTable
 from streampack.core.packers import PACKERS
 from streampack.errors import ConfigError, SampleError

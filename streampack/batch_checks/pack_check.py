@@ -16,8 +16,9 @@ from streampack.batch_checks.tree_check import check_paths, has_trees, written_o
 from streampack.batch_checks.view_check import canonical
 from streampack.core.layout.shards import shard_slices
 from streampack.core.model.fields import CU_ITEMS, CU_PATCHES, LABELS, LOSS_MASK, POSITION_IDS, Field, from_bfloat16
+from streampack.core.model.keys.planning_keys import MediaLimits
 from streampack.core.model.mesh import Mesh
-from streampack.core.model.rules import MediaLimits, Rules
+from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, IGNORE_INDEX
 from streampack.errors import InvariantError
 

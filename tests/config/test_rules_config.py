@@ -21,8 +21,9 @@ from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.layout.shards import LAYOUTS
 from streampack.core.model.capacity import needed_tokens
 from streampack.core.model.fields import Field
+from streampack.core.model.keys.planning_keys import Balance, MediaLimits, Warmup
 from streampack.core.model.mesh import Mesh
-from streampack.core.model.rules import Align, Balance, Batch, MediaLimits, Rules, StreamRules, Warmup
+from streampack.core.model.rules import Align, Batch, Rules, StreamRules
 from streampack.core.model.shapes import Sizes
 from streampack.core.packers.blocks.first_fit import FirstFitShuffle
 from streampack.core.packers.blocks.modified_first_fit import ModifiedFirstFitDecreasing

@@ -31,7 +31,8 @@ from typing import Any
 from streampack_services.broker.memory_plan import plan
 
 from streampack.__main__ import main
-from streampack.config.daemon_settings import BrokerConfig, StreamSettings
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.stream_settings import StreamSettings
 
 _NUMBER = struct.Struct("<i")
 

@@ -18,7 +18,8 @@ from streampack.core.layout.boundaries import Contents, round_up
 from streampack.core.layout.labels import positions_of
 from streampack.core.layout.shards import LAYOUTS, shard_slices
 from streampack.core.layout.step_frames import frames_for
-from streampack.core.model.fields import Field, NumberType, from_bfloat16
+from streampack.core.model.fields import Field, from_bfloat16
+from streampack.core.model.keys.field_keys import NumberType
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Rules
 from streampack.core.model.samples import I64

@@ -23,8 +23,9 @@ from streampack.core.intake.chunk_check import ReceivedChunk, parse_chunk
 from streampack.core.intake.intake import Intake
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.fields import Field, from_bfloat16, to_bfloat16
+from streampack.core.model.keys.stream_keys import Overlong
 from streampack.core.model.lease_terms import StreamTerms
-from streampack.core.model.rules import Overlong, Rules, StreamRules
+from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.samples import SampleTable
 from streampack.core.protocol.effects import Store
 from streampack.core.protocol.message import Envelope

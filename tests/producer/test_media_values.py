@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from streampack.core.model.fields import MEDIA, Field, Placeholder
+from streampack.core.model.fields import MEDIA, Field
+from streampack.core.model.keys.field_keys import Placeholder
 from streampack.producer.media_values import ITEMS, media_of
 from tests.core.media.media_cases import DrawnMedia, media_of_samples
 

@@ -25,18 +25,10 @@ from streampack.core.layout.step_frames import EDGES, INPUT_IDS, frames_for
 from streampack.core.media.media_counts import MediaColumns
 from streampack.core.media.media_format import check, encode
 from streampack.core.model.fields import MEDIA, Field
+from streampack.core.model.keys.planning_keys import Balance, MediaLimits
+from streampack.core.model.keys.stream_keys import OnExhaust, Overlong, Poison
 from streampack.core.model.mesh import Mesh
-from streampack.core.model.rules import (
-    Align,
-    Balance,
-    Batch,
-    MediaLimits,
-    OnExhaust,
-    Overlong,
-    Poison,
-    Rules,
-    StreamRules,
-)
+from streampack.core.model.rules import Align, Batch, Rules, StreamRules
 from streampack.core.model.samples import I64, Keep
 from streampack.core.model.shapes import Shape, Sizes
 from streampack.core.packers.registry import PackerName
@@ -315,8 +307,8 @@ def case(number: int, prefix: str = "") -> Case:
     exhaust: tuple[OnExhaust, ...] = ("renormalise", "stop" if number == 4 else "renormalise", "renormalise")
     streams = tuple(
         StreamRules(
-            f"{prefix}s{s}", float(draw.integers(1, 5)), len(sizes), 1, overlong, poison, exhaust[s],
-            pushed=pushed and (s > 0 or number != FIRST_BATCH - 1),
+            f"{prefix}s{s}", float(draw.integers(1, 5)), len(sizes), 1, overlong=overlong, poison=poison,
+            on_exhaust=exhaust[s], pushed=pushed and (s > 0 or number != FIRST_BATCH - 1),
         )
         for s, sizes in enumerate(counts)
     )  # fmt: skip

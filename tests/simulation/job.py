@@ -14,8 +14,8 @@ import numpy as np
 from crc32c import crc32c
 
 from streampack.core.model.fields import Field
+from streampack.core.model.keys.planning_keys import MediaLimits
 from streampack.core.model.mesh import Mesh
-from streampack.core.model.rules import MediaLimits
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.trainer_messages import State, StepPart
 from streampack.core.serve.rank_reader import Ranks

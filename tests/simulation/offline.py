@@ -22,7 +22,7 @@ from streampack.core.intake.overlong import apply_overlong, drop_some
 from streampack.core.journal.log_records import BatchMarked, ChunkAdmitted, ChunkStaged, PartitionEnded
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.fields import Field
-from streampack.core.model.rules import MediaLimits
+from streampack.core.model.keys.planning_keys import MediaLimits
 from streampack.core.model.samples import I64, KEEPS, PACK, Keep, SampleTable
 from streampack.core.model.steps import PlannedStep
 from streampack.core.trees.shared_prefixes import cut_trees, fit_trees

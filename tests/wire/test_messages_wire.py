@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from msgspec import UNSET, inspect
 from msgspec.structs import replace
 
-from streampack.core.model.fields import Field, NumberType
+from streampack.core.model.fields import Field
+from streampack.core.model.keys.field_keys import NumberType
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Rules, StreamRules
 from streampack.core.packers.registry import PackerName

@@ -25,7 +25,8 @@ from msgspec.structs import replace
 
 from streampack.client import state
 from streampack.client.connect import Client, connect
-from streampack.config.daemon_settings import BrokerConfig, ProducerConfig, Retain
+from streampack.config.daemon_settings import BrokerConfig, ProducerConfig
+from streampack.config.service_settings import Retain
 from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.trainer_messages import State
 from streampack.errors import DataStall, InternalError, Rejected, SourceError, StreampackError, UserError

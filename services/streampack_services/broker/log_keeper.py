@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from streampack.config.daemon_settings import BrokerConfig, StandbySettings
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.service_settings import StandbySettings
 from streampack.config.typed_yaml import parse_size
 from streampack.core.broker import Broker
 from streampack.core.journal.log_effects import Append, Recall, Recalled, Safe, WasCut

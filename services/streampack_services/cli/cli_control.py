@@ -174,7 +174,7 @@ def _stream(text: str) -> tuple[str, dict[str, Any]]:
 
     Raises UserError if the text has no name or invalid settings, and ConfigError if a stream does not have a setting.
     """
-    from streampack.config.daemon_settings import StreamSettings
+    from streampack.config.stream_settings import StreamSettings
     from streampack.config.typed_yaml import convert
 
     name, _, value = text.partition("=")

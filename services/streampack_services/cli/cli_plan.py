@@ -12,7 +12,7 @@ from typing import Annotated, get_args
 import typer
 
 from streampack.config.alignment import Precision
-from streampack.core.model.rules import Overlong
+from streampack.core.model.keys.stream_keys import Overlong
 from streampack.errors import UserError
 from streampack_services.cli.cli_options import ADVANCED, DEFAULT_BROKER, AsJson, Feed, Timeout, print_result
 

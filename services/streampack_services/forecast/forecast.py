@@ -20,8 +20,10 @@ import numpy as np
 
 from streampack.core.form.former import Former
 from streampack.core.merge.schedule import merge_of
+from streampack.core.model.keys.planning_keys import PACKER_KEYS, Balance
+from streampack.core.model.keys.stream_keys import Overlong
 from streampack.core.model.lease_terms import terms_of
-from streampack.core.model.rules import PACKER_KEYS, Balance, Overlong, Rules, StreamRules
+from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.samples import I64, SampleTable
 from streampack.core.model.steps import PlannedStep
 from streampack.core.packers import parameters_of

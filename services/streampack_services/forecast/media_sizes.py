@@ -16,8 +16,8 @@ from streampack.core.intake.overlong import Pieces, apply_overlong, drop_unfit_m
 from streampack.core.media.media_counts import MediaOfChunk, over_limits
 from streampack.core.media.media_format import patches_of
 from streampack.core.model.fields import MEDIA, Field
+from streampack.core.model.keys.planning_keys import Balance, MediaLimits
 from streampack.core.model.lease_terms import StreamTerms
-from streampack.core.model.rules import Balance, MediaLimits
 from streampack.core.model.samples import I64
 from streampack.producer.media_values import ITEMS as NUM_ITEMS
 from streampack.producer.media_values import media_of

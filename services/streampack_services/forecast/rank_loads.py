@@ -13,9 +13,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.config.daemon_settings import PlannedMesh
+from streampack.config.rules_settings import PlannedMesh
 from streampack.core.deal.assignment import deal_step, packs_of_mesh, split
-from streampack.core.model.rules import Positive, Rules
+from streampack.core.model.keys.planning_keys import Positive
+from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack.core.model.steps import PlannedStep
 from streampack.core.stats.padding import CAUSES, padding_of

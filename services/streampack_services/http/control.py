@@ -21,9 +21,10 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from streampack.config.daemon_settings import Name, StreamSettings
+from streampack.config.stream_settings import StreamSettings
+from streampack.core.model.bounded import Name
+from streampack.core.model.keys.stream_keys import SamplePolicies
 from streampack.core.model.rule_changes import MAX_WEIGHT, Ask, Restream, Reweigh, Skip, describe_change
-from streampack.core.model.rules import StreamRules
 from streampack.core.protocol.effects import Answer
 from streampack_services.http.http_guard import is_loopback
 
@@ -68,7 +69,9 @@ class StreamsBody(_Body, frozen=True, kw_only=True):
         """Return the change for the broker; raise ValueError if there is no stream to add or remove."""
         if not self.add and not self.remove:
             raise ValueError("got neither add nor remove, expected at least one of them")
-        return Restream(tuple(_rules(name, stream) for name, stream in self.add.items()), tuple(self.remove))
+        return Restream(
+            tuple(stream.recorded(name, SamplePolicies()) for name, stream in self.add.items()), tuple(self.remove)
+        )
 
 
 class SkipBody(_Body, frozen=True, kw_only=True):
@@ -161,15 +164,6 @@ def _rejection(request: Request, any_host: bool) -> str:
     if any_host or is_loopback(host):
         return ""
     return f"got a request from {host or 'an unknown host'}. Send it from the broker's host, or set listen.control: any"
-
-
-def _rules(name: str, settings: StreamSettings) -> StreamRules:
-    """Return the rules of a stream with these settings."""
-    return StreamRules(
-        name, settings.weight, settings.partitions, None if settings.repeat else settings.passes,
-        settings.overlong or "error", settings.poison or "error", settings.on_exhaust, settings.pushed,
-        settings.no_loss_tokens or "train",
-    )  # fmt: skip
 
 
 def _error(code: int, error: str) -> Response:

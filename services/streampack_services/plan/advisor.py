@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 
 from streampack.core.model.capacity import needed_tokens
-from streampack.core.model.rules import PACKER_KEYS, MediaLimits, Rules
+from streampack.core.model.keys.planning_keys import PACKER_KEYS, MediaLimits
+from streampack.core.model.rules import Rules
 from streampack.errors import SampleError, UserError
 from streampack_services.amounts import media_text
 from streampack_services.broker.arena import SLACK

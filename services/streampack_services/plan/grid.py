@@ -13,7 +13,9 @@ from typing import Any
 import msgspec
 
 from streampack.config.alignment import AlignSettings, Precision, derived_align
-from streampack.core.model.rules import Align, Balance, Overlong, Rules
+from streampack.core.model.keys.planning_keys import Balance
+from streampack.core.model.keys.stream_keys import Overlong
+from streampack.core.model.rules import Align, Rules
 from streampack.core.model.shapes import Shape, Sizes
 from streampack.core.packers import PACKERS
 from streampack.errors import ConfigError

@@ -13,7 +13,9 @@ import msgspec
 
 from streampack.config.alignment import AlignSettings, Precision
 from streampack.config.daemon_settings import BrokerConfig
-from streampack.core.model.rules import Align, Balance, Batch, Overlong, Rules
+from streampack.core.model.keys.planning_keys import Balance
+from streampack.core.model.keys.stream_keys import Overlong
+from streampack.core.model.rules import Align, Batch, Rules
 from streampack.core.model.shapes import Shape, Sizes
 from streampack.core.packers import PACKERS
 from streampack.errors import UserError

@@ -22,7 +22,8 @@ from msgspec.structs import fields, replace
 
 from streampack.client.connect import Client, connect
 from streampack.config.config_validation import checked
-from streampack.config.daemon_settings import BrokerConfig, StreamSettings
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.stream_settings import StreamSettings
 from streampack.config.typed_yaml import convert
 from streampack.core.model.fields import LABELS, LOSS_MASK
 from streampack.core.model.mesh import Mesh

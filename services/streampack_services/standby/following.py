@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from streampack.config.daemon_settings import BrokerConfig, StandbySettings
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.service_settings import StandbySettings
 from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.standby.arbiter_entries import CreateEntry, Entry, ReadNewest
 from streampack.core.standby.log_follower import FollowerPhase, LogFollower

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from streampack.config.daemon_settings import StandbySettings
+from streampack.config.service_settings import StandbySettings
 from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.protocol.message import Envelope, Reject
 from streampack.core.protocol.rights import Rights

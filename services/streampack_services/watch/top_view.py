@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from streampack.core.model.rules import MediaLimits
+from streampack.core.model.keys.planning_keys import MediaLimits
 from streampack.core.staging.staged_chunk import LATE_TIMEOUT
 from streampack_services.amounts import count_text, counted, duration_text, size_text, state_text
 from streampack_services.watch.top_ranks import MOST_ROWS, Measure, rank_lines

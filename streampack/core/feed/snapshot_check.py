@@ -17,7 +17,8 @@ from streampack.core.feed.merged_memory import MergedMemory
 from streampack.core.intake.partitions import Partitions
 from streampack.core.journal.history import History
 from streampack.core.merge.schedule import strides
-from streampack.core.model.rules import MediaLimits, Rules, first_difference
+from streampack.core.model.keys.planning_keys import MediaLimits
+from streampack.core.model.rules import Rules, first_difference
 from streampack.core.model.samples import I64, KEEPS, MEDIA_ROW, PACK, ROW
 from streampack.core.model.snapshot import FormState, MergeState, Snapshot
 from streampack.core.trees.shared_prefixes import check_shared

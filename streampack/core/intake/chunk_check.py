@@ -17,8 +17,8 @@ from streampack.core.intake.admission_kernels import measure
 from streampack.core.journal.key_index import KEY_BYTES
 from streampack.core.media.media_counts import MediaOfChunk, over_limits, read_media
 from streampack.core.model.bounded import MAX_CHUNK_SAMPLES, MOST_VERSION
+from streampack.core.model.keys.planning_keys import MediaLimits
 from streampack.core.model.lease_terms import StreamTerms
-from streampack.core.model.rules import MediaLimits
 from streampack.core.model.samples import I64, U32, index_of
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Samples

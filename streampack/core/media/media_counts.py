@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from streampack.core.media.media_format import check
 from streampack.core.model.fields import Field
-from streampack.core.model.rules import MediaLimits
+from streampack.core.model.keys.planning_keys import MediaLimits
 from streampack.core.model.samples import I64
 
 MEDIA_COUNT_BYTES = 8

@@ -29,7 +29,8 @@ import numpy as np
 from streampack.core.merge.arrival import Arrival
 from streampack.core.merge.merge_kernels import merge_take
 from streampack.core.merge.queues import BLOCK, NOWHERE, Queues, Taken
-from streampack.core.model.rules import MAX_WEIGHT_RATIO, Rules, WeightUnit
+from streampack.core.model.keys.planning_keys import WeightUnit
+from streampack.core.model.rules import MAX_WEIGHT_RATIO, Rules
 from streampack.core.model.samples import I64
 from streampack.core.model.snapshot import MergeState
 

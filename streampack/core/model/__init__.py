@@ -14,6 +14,6 @@
 - ``bounded``: types with bounds on the values that a peer may send.
 - ``phases``: the phases of a peer, and which phase may follow which.
 
-The modules get the parameters of each packer from ``packers``. They make no decisions, and do not know peers or
-messages.
+The folder ``keys`` declares configuration keys. The modules get the parameters of each packer from ``packers``. They
+make no decisions, and do not know peers or messages.
 """

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import re
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta
 from numpy.typing import NDArray
 
-NumberType = Literal[
-    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
-    "float16", "bfloat16", "float32", "float64",
-]  # fmt: skip
-DType = Literal[NumberType, "reference"]
+from streampack.core.model.keys.field_keys import Axis, DType, FieldAlign, FieldKeys
+
 MAX_FIELDS = 32
 MAX_VALUE_BYTES = 4096
 """The most bytes of one token's value in one field."""
@@ -56,47 +53,22 @@ OF_MEDIA = (MEDIA, PATCHES, CU_ITEMS, CU_PATCHES)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-class Placeholder(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The tokens of a sample that stand for its media.
+class Field(
+    FieldKeys, frozen=True, kw_only=True, omit_defaults=True,
+    listed="name dtype axis shape align pad default cp late placeholder",
+):  # fmt: skip
+    """One declared field, with the defaults that its name implies. Raises ValueError for an invalid declaration.
 
-    Attributes:
-        tokens: Ids of these tokens.
-        patches: Patches of an item for which one token stands.
-    """
-
-    tokens: Annotated[
-        tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...],
-        Meta(min_length=1, max_length=16, description="Ids of the tokens that stand for media items"),
-    ]
-    patches: Annotated[int, Meta(ge=1, le=1 << 20, description="Patches of an item for which one token stands")] = 1
-
-
-class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One declared field. Raises ValueError for an invalid declaration.
-
-    Attributes:
-        name: The field's name in packs and in samples.
-        dtype: Type of the values. A ``reference`` says where an item's bytes are; trainers fetch and decode them.
-        axis: One value per ``token`` or per ``sample``; or, of a sample's media, per ``item`` or per ``patch``.
-        shape: Trailing shape of one value.
-        align: ``target`` values belong to the prediction of their token, and are shifted with the labels.
-        pad: The value at padding, and where a ``target`` field has no next token.
-        default: The value for samples that come without the field; with None, such samples are rejected.
-        cp: Each context-parallel rank gets its ``slice`` of the values, or all of them (``replicate``).
-        late: The values of a pushed sample come after it, by ``Producer.amend``; until then the sample is in no step.
-        placeholder: A sample has one of these tokens for each so many patches of its items; others are rejected.
+    The dtype ``reference`` says where an item's bytes are; trainers fetch and decode them. The value ``pad`` also
+    stands where a field with ``align: target`` has no next token.
     """
 
     name: str
     dtype: DType
-    axis: Literal["token", "sample", "item", "patch"] = "token"
+    axis: Axis = "token"
     shape: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=4)] = ()
-    align: Literal["token", "target"] = "token"
+    align: FieldAlign = "token"
     pad: int | float = 0
-    default: int | float | None = None
-    cp: Literal["slice", "replicate"] = "slice"
-    late: bool = False
-    placeholder: Placeholder | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name) or self.name in DERIVED:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from streampack.core.model.fields import Field
-from streampack.core.model.rules import MediaLimits, Rules
+from streampack.core.model.keys.planning_keys import MediaLimits
+from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, Share
 
 NO_LIMITS = MediaLimits()

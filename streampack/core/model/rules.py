@@ -7,39 +7,25 @@ Two runs with equal rules and equal samples have equal steps, whatever machines,
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
 from streampack.core.model.fields import OF_MEDIA, OF_ROWS, OF_TREES, Field, check_fields
-from streampack.core.model.samples import I64, Share
-from streampack.core.model.shapes import Shape, check_shape, own_widths, step_widths, width_unit
-from streampack.core.packers.blocks.modified_first_fit import Leftovers
-from streampack.core.packers.joint.joint_bounds import MAX_BUDGET, MAX_MEDIA, PATIENCE
+from streampack.core.model.keys.planning_keys import PACKER_KEYS, Balance, BatchKeys, PlanningKeys, Positive, RunKeys
+from streampack.core.model.keys.stream_keys import SamplePolicies, StreamKeys
+from streampack.core.model.samples import I64
+from streampack.core.model.shapes import check_shape, own_widths, step_widths, width_unit
+from streampack.core.packers.joint.joint_bounds import MAX_BUDGET, MAX_MEDIA
 from streampack.core.packers.packer import Packer
-from streampack.core.packers.registry import PackerName, make_packer, parameters_of
+from streampack.core.packers.registry import make_packer, parameters_of
 
-Positive = Annotated[int, Meta(ge=1, lt=2**62)]
-Most = Annotated[int, Meta(ge=1, lt=2**31)]
-Factor = Annotated[int, Meta(ge=0, lt=2**32)]
-"""A count of at least 1; every message, record and kernel can hold it."""
-Overlong = Literal["error", "drop", "truncate", "split"]
-Poison = Literal["error", "drop"]
-NoLossTokens = Literal["train", "drop", "error"]
-WeightUnit = Literal["tokens", "samples"]
-OnExhaust = Literal["renormalise", "stop"]
-BetweenPasses = Literal["continue", "drain"]
-TokenType = Literal["uint16", "int32"]
-MergeOrder = Literal["schedule", "arrival"]
 MAX_WEIGHT_RATIO = 4096
 """The greatest ratio of two streams' weights; it keeps the merge's clocks inside 64 bits."""
-MicroBatchOrder = Literal["packer", "largest_first", "small_at_edges"]
 LATE_TIMEOUT_S = 3600
 """Seconds that a sample waits for its late fields by default."""
-PACKER_KEYS = ("max_samples_per_pack", "leftovers", "micro_batch_size")
-"""Rules that are parameters of packers; None: the packer's default."""
 
 
 class Align(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -52,141 +38,13 @@ class Align(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     pack: Positive = 1
 
 
-class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The way in which packs are balanced over ranks, by a cost of a*s + b*s*s for each sample of s padded tokens.
-
-    The default is the cost of a transformer layer of hidden size 4096; ``hidden_size`` h gives a = 6 * h, b = 1.
-
-    Attributes:
-        kind: ``none`` deals packs in order, ``deal`` by cost. ``joint`` forms packs of equal cost (``packers.joint``),
-            media included.
-        order: Order of each rank's micro-batches. ``packer`` keeps the packer's order, the default with kind ``none``.
-            The default with other kinds is ``largest_first``. With ``small_at_edges`` the costliest micro-batches are
-            in the middle, where a pipeline is full.
-        hidden_size: Hidden size of the model; it replaces ``a`` and ``b``.
-        a: Cost of a token.
-        b: Cost of a pair of tokens.
-        patches: Cost of a patch, and of a pair of patches of a media item.
-        items: Cost of a media item.
-        group: Number of packs that ``joint`` forms together; the number of data-parallel ranks works best. FORM uses
-            this number, never the mesh.
-        patience: Number of groups that a sample may wait, approximately, if it is too long for its group of ``joint``.
-    """
-
-    kind: Annotated[
-        Literal["none", "deal", "joint"],
-        Meta(
-            description="`deal` assigns packs to ranks by cost, `none` assigns packs in order, and `joint` forms "
-            "groups of packs with equal cost"
-        ),
-    ] = "deal"
-    order: Annotated[
-        MicroBatchOrder | None,
-        Meta(
-            description="Order of each rank's micro-batches. `largest_first` puts the most expensive first, "
-            "`small_at_edges` puts the most expensive in the middle (for pipelines), and `packer` keeps the packer's "
-            "order"
-        ),
-    ] = None
-    hidden_size: Annotated[
-        Annotated[int, Meta(ge=1, lt=2**24)] | None,
-        Meta(description="Hidden size of the model. It sets the cost factors a = 6 * hidden_size and b = 1"),
-    ] = None
-    a: Annotated[
-        int, Meta(ge=0, lt=2**32, description="Factor a of a sample's cost, a * s + b * s * s for s tokens")
-    ] = 24576
-    b: Annotated[
-        int, Meta(ge=0, lt=2**12, description="Factor b of a sample's cost, a * s + b * s * s for s tokens")
-    ] = 1
-    group: Annotated[
-        Annotated[int, Meta(ge=1, le=2**16)] | None,
-        Meta(
-            description="Number of packs that kind `joint` forms together. It must divide the number of packs in a step"
-        ),
-    ] = None
-    patches: Annotated[
-        tuple[Factor, Annotated[int, Meta(ge=0, lt=2**12)]] | None,
-        Meta(
-            description="Factors [a, b] of the cost of a media item, a * p + b * p * p for p patches. Default: "
-            "patches cost nothing"
-        ),
-    ] = None
-    items: Annotated[Factor | None, Meta(description="Cost of a media item, beside the cost of its patches")] = None
-    patience: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=2**20,
-            description="Approximate number of groups that an outlier sample waits for similar samples, with kind "
-            "`joint`",
-        ),
-    ] = PATIENCE
-
-    def __post_init__(self) -> None:
-        given = f"group: {self.group}" if self.group is not None else f"patience: {self.patience}"
-        if self.kind != "joint" and (self.group is not None or self.patience != PATIENCE):
-            raise ValueError(f"got `{given}` with `kind: {self.kind}`, expected this key only with `kind: joint`")
-
-    def planned(self, dp: int) -> Balance:
-        """Return these settings with ``group`` set to ``dp``, for kind ``joint`` without a group.
-
-        ``dp`` is the number of data-parallel ranks that the run is planned for.
-        """
-        return msgspec.structs.replace(self, group=dp) if self.kind == "joint" and self.group is None else self
-
-    @property
-    def factors(self) -> tuple[int, int]:
-        """The factors (a, b) of the cost of tokens."""
-        return (6 * self.hidden_size, 1) if self.hidden_size else (self.a, self.b)
-
-    @property
-    def media_factors(self) -> tuple[int, int, int]:
-        """The factors (a, b, c): a media item of p patches costs ``a * p + b * p * p + c``."""
-        return (*(self.patches or (0, 0)), self.items or 0)
-
-    def costs(self, slots: I64, shared: I64 | int = 0) -> I64:
-        """Return the cost of each sample, int64 [n]; ``slots`` int64 [n] are the samples' padded tokens.
-
-        ``shared`` int64 [n]: tokens that each sample shares with the one before it, and that ``slots`` does not count.
-        """
-        a, b = self.factors
-        costs: I64 = np.asarray(slots, np.int64) * (a + b * (2 * shared + np.asarray(slots, np.int64)))
-        return costs
-
-
-class MediaLimits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Hard limits of a pack beside its budget of tokens; None for no limit.
-
-    Attributes:
-        patches: Most patches of media in a pack.
-        items: Most media items in a pack.
-    """
-
-    patches: Annotated[Most | None, Meta(description="Most patches of media items in a pack")] = None
-    items: Annotated[Most | None, Meta(description="Most media items in a pack")] = None
-
-
-class Batch(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Batch(BatchKeys, frozen=True, omit_defaults=True):
     """Rules of a feed whose step is one batch of samples, packed by itself.
 
     The number of packs in a step depends on its samples. DEAL splits packs so that every rank of a mesh gets the same
-    number.
-
-    Attributes:
-        samples: Number of samples in a batch, in merge order; the pieces of a split sample count once. None means that
-            a batch ends at the marks of ``end_of_batch``.
-        min_samples: With ``end_of_batch``, the fewest samples of a batch; a smaller batch is joined with the next one.
-        micro_batch_multiple: The number of packs per rank is a multiple of this; None stands for the number of pipeline
-            stages.
-        min_micro_batches: The fewest packs of a rank.
-        empty: If a rank would get no sample, ``pad`` gives it empty packs, and ``error`` raises an error on all ranks.
+    number. If ``samples`` is None, a batch ends at the marks of ``end_of_batch``. Samples count in merge order, and the
+    pieces of a split sample count once.
     """
-
-    samples: Annotated[int, Meta(ge=1, le=2**24)] | None = None
-    min_samples: Positive = 1
-    micro_batch_multiple: Annotated[int, Meta(ge=1, le=2**16)] | None = None
-    min_micro_batches: Annotated[int, Meta(ge=1, le=2**16)] = 1
-    empty: Literal["pad", "error"] = "pad"
 
     def __post_init__(self) -> None:
         if self.samples is not None and self.min_samples > 1:
@@ -196,106 +54,60 @@ class Batch(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
             )
 
 
-class Warmup(Struct, frozen=True, forbid_unknown_fields=True):
-    """Warmup of the budget: ``init`` tokens at step 0, growing evenly to the whole budget at step ``steps``."""
-
-    init: Annotated[
-        Positive, Meta(description="Budget of a pack at step 0, in tokens. A longer sample gets a pack of its own")
-    ]
-    steps: Annotated[
-        int, Meta(ge=1, lt=2**40, description="Number of steps in which the budget grows evenly to its full size")
-    ]
-
-
-class StreamRules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Rules of one stream.
+class StreamRules(
+    StreamKeys, SamplePolicies, frozen=True, omit_defaults=True,
+    listed="name weight partitions passes overlong poison on_exhaust pushed no_loss_tokens",
+):  # fmt: skip
+    """Rules of one stream: its keys, with the policies that apply to it.
 
     Attributes:
         name: Name of the stream.
         weight: The stream's share of the feed, in ``Rules.weight_unit``; 0 for a removed stream.
         partitions: Number of its partitions.
         passes: Number of passes over the stream's data; None for no limit.
-        overlong: Treatment of samples longer than the budget.
-        poison: Treatment of samples that cannot be used.
-        no_loss_tokens: Treatment of samples without a token that counts in the loss; ``train`` delivers them.
-        on_exhaust: When the stream ends, the other streams take its share (``renormalise``), or the feed ends at the
-            stream's next turn (``stop``).
-        pushed: Its samples are sent once and cannot be read again, so the log keeps them.
     """
 
     name: str
     weight: float = 1.0
     partitions: int = 4
     passes: int | None = 1
-    overlong: Overlong = "error"
-    poison: Poison = "error"
-    on_exhaust: OnExhaust = "renormalise"
-    pushed: bool = False
-    no_loss_tokens: NoLossTokens = "train"
 
 
-class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class Rules(
+    PlanningKeys, RunKeys, frozen=True, kw_only=True, omit_defaults=True,
+    listed="budget packs window batch warmup packer max_samples_per_pack leftovers micro_batch_size padded align shape "
+    "balance tail weight_unit merge between_passes max_policy_lag paces seed late_timeout_s share tokens fields "
+    "media_fields",
+):  # fmt: skip
     """The rules of one feed. Raises ValueError for rules that do not go together.
 
     Attributes:
-        budget: Capacity of a pack, in tokens.
         packs: Packs in a step; not used with ``batch``.
         window: Number of samples from which a packer chooses; with ``batch``, the packer chooses from one batch.
         batch: Rules of a step that is one batch of samples; None if a step is a fixed number of packs.
-        warmup: A lower budget in the first steps.
-        packer: The packer's name.
-        max_samples_per_pack: A parameter of ``packer``, as are ``leftovers`` and ``micro_batch_size``.
-        padded: Nothing is packed. FORM's packs are single samples, and DEAL makes micro-batches of rows, whose length
-            is a multiple of ``align.pack``: see ``dynamic_batches``.
         align: Multiples to which samples and packs are padded.
-        shape: The length of packs: see ``shapes``.
-        balance: Balance of packs over ranks.
-        tail: For packs that do not fill the last step: ``pad`` adds empty packs, ``drop`` counts and drops them.
-        weight_unit: Weights are shares of ``tokens`` or of ``samples``. A split sample counts once; a rejected or
-            dropped one does not count.
-        merge: The order of samples: by weights, seed and position (``schedule``), or the order in which chunks came,
-            which the log records (``arrival``).
-        between_passes: ``drain`` completes the steps of each pass over all streams before the next pass begins.
         max_policy_lag: The most versions by which a pushed sample's policy may be older than that of an earlier chunk.
             Older samples are counted and dropped.
         paces: Instead of dropping old samples, make sure that there are none: see ``core.staging.tickets``.
-        seed: Seed of the merge and of packers that shuffle.
-        late_timeout_s: Seconds that a sample waits for its late fields; None for ``LATE_TIMEOUT_S``. Then their
-            ``default`` is used; a sample with a late field that has no default is counted and dropped.
-        share: Groups may be trees of samples that share tokens, which are computed once: see ``core.trees``.
-        tokens: Type of token ids.
+        late_timeout_s: Seconds that a sample waits for its late fields; None for ``LATE_TIMEOUT_S``.
         fields: Fields that samples carry beside token ids, with values for each token or each sample.
         media_fields: Fields with values for the samples' media, of axis ``item`` or ``patch``.
-        limits: MediaLimits of packs for media.
         streams: Streams, in the order of their numbers.
     """
 
+    # msgspec leaves out a value that is the very object of the default. Records have had the budget and the balance of
+    # broker.yaml also where these equal the defaults, and digests depend on it. So the defaults are declared again.
     budget: Positive = 8192
+    balance: Balance = Balance()
     packs: Positive = 64
     window: Positive = 1024
     batch: Batch | None = None
-    warmup: Warmup | None = None
-    packer: PackerName = "exact_fill"
-    max_samples_per_pack: Positive | None = None
-    leftovers: Leftovers | None = None
-    micro_batch_size: Positive | None = None
-    padded: bool = False
     align: Align = Align()
-    shape: Shape = "fixed"
-    balance: Balance = Balance()
-    tail: Literal["pad", "drop"] = "pad"
-    weight_unit: WeightUnit = "tokens"
-    merge: MergeOrder = "schedule"
-    between_passes: BetweenPasses = "continue"
     max_policy_lag: Annotated[int, Meta(ge=0, lt=2**62)] | None = None
     paces: bool = False
-    seed: Annotated[int, Meta(ge=0, lt=2**62)] = 0
     late_timeout_s: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
-    share: Share | None = None
-    tokens: TokenType = "int32"
     fields: tuple[Field, ...] = ()
     media_fields: tuple[Field, ...] = ()
-    limits: MediaLimits | None = None
     streams: tuple[StreamRules, ...] = ()
 
     def __post_init__(self) -> None:

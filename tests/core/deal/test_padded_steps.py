@@ -20,8 +20,9 @@ from streampack.core.deal.step_cache import KeptSteps
 from streampack.core.form.former import Former
 from streampack.core.intake.overlong import apply_overlong
 from streampack.core.model.fields import Field
+from streampack.core.model.keys.planning_keys import Balance, Warmup
 from streampack.core.model.mesh import Mesh
-from streampack.core.model.rules import Align, Balance, Batch, Rules, Warmup
+from streampack.core.model.rules import Align, Batch, Rules
 from streampack.core.model.samples import I64, ROW, SampleTable
 from streampack.core.model.shapes import Sizes
 from streampack.core.protocol.message import Envelope

@@ -33,10 +33,11 @@ from streampack.core.media.media_format import encode
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.fields import Field
+from streampack.core.model.keys.planning_keys import Balance, MediaLimits
 from streampack.core.model.lease_terms import StreamTerms
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rule_changes import Restream
-from streampack.core.model.rules import Align, Balance, Batch, MediaLimits, Rules, StreamRules
+from streampack.core.model.rules import Align, Batch, Rules, StreamRules
 from streampack.core.model.samples import KEEPS, ROW, Keep, SampleTable, index_of
 from streampack.core.model.snapshot import FormState
 from streampack.core.model.steps import PlannedStep

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from streampack.core.feed.resume import restore, snapshot
 from streampack.core.form.former import Former
 from streampack.core.merge.schedule import merge_of
-from streampack.core.model.rules import Align, Balance, Rules, StreamRules
+from streampack.core.model.keys.planning_keys import Balance
+from streampack.core.model.rules import Align, Rules, StreamRules
 from streampack.core.model.samples import I64, ROW, SampleTable
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.model.steps import PlannedStep

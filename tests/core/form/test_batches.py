@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.deal.step_cache import KeptSteps
 from streampack.core.form.former import Former
+from streampack.core.model.keys.planning_keys import Balance, Warmup
 from streampack.core.model.mesh import Mesh
-from streampack.core.model.rules import Align, Balance, Batch, Rules, Warmup
+from streampack.core.model.rules import Align, Batch, Rules
 from streampack.core.model.samples import ROW, SampleTable
 from streampack.core.model.steps import PlannedStep
 

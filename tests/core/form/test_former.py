@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack.core.form.former import Former
-from streampack.core.model.rules import Align, Balance, Rules, Warmup
+from streampack.core.model.keys.planning_keys import Balance, Warmup
+from streampack.core.model.rules import Align, Rules
 from streampack.core.model.samples import I64, ROW, SampleTable
 from streampack.core.model.steps import PlannedStep
 from streampack.core.packers.joint.joint_bounds import held_tokens

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from streampack.core.form.former import Former
 from streampack.core.model.capacity import needed_tokens
 from streampack.core.model.fields import Field
-from streampack.core.model.rules import Align, Balance, MediaLimits, Rules
+from streampack.core.model.keys.planning_keys import Balance, MediaLimits
+from streampack.core.model.rules import Align, Rules
 from streampack.core.model.samples import I64, MEDIA_ROW, PACK, ROW, SampleTable
 from streampack.core.model.snapshot import FormState
 from streampack.core.model.steps import PlannedStep

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from streampack.core.media.media_counts import MediaColumns, over_limits, read_media
 from streampack.core.media.media_format import check, decode, encode, num_bytes
 from streampack.core.model.fields import Field
-from streampack.core.model.rules import MediaLimits
+from streampack.core.model.keys.planning_keys import MediaLimits
 from tests.core.media.media_cases import GRID, PIXELS, WEIGHT, DrawnMedia, media_of_samples
 
 Drawn = tuple[tuple[Field, ...], list[DrawnMedia]]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from streampack.core.merge.arrival import Arrival
 from streampack.core.merge.queues import BARRIER, NOWHERE
 from streampack.core.merge.schedule import AnyMerge, Merge, change_merge, merge_of
-from streampack.core.model.rules import MergeOrder, Rules, StreamRules, WeightUnit
+from streampack.core.model.keys.planning_keys import MergeOrder, WeightUnit
+from streampack.core.model.rules import Rules, StreamRules
 
 Name = tuple[int, int]
 """Partition, entry."""

@@ -17,7 +17,8 @@ from streampack.core.merge.entries import HANDLE, LENGTH, PART
 from streampack.core.merge.merge_kernels import drop_first, merge_take, of_first
 from streampack.core.merge.queues import BARRIER
 from streampack.core.merge.schedule import STRIDE_ONE, Merge, merge_of, phase, strides
-from streampack.core.model.rules import MAX_WEIGHT_RATIO, Rules, StreamRules, WeightUnit
+from streampack.core.model.keys.planning_keys import WeightUnit
+from streampack.core.model.rules import MAX_WEIGHT_RATIO, Rules, StreamRules
 
 Sample = list[int]
 """Lengths of its pieces; [0] for a tombstone, [-1] for the end of a pass."""

@@ -21,8 +21,9 @@ from streampack.core.intake.intake import MAX_UNMERGED
 from streampack.core.intake.leases import PRODUCER_SILENT_S
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.capacity import Capacity, FeedPlan, needed_tokens
+from streampack.core.model.keys.stream_keys import Overlong
 from streampack.core.model.mesh import Mesh
-from streampack.core.model.rules import Overlong, Rules, StreamRules
+from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.samples import SampleTable
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.effects import (

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.core.form.form_stats import FormedFigures
-from streampack.core.model.rules import Align, MediaLimits, Rules, Warmup
+from streampack.core.model.keys.planning_keys import MediaLimits, Warmup
+from streampack.core.model.rules import Align, Rules
 from streampack.core.model.samples import MEDIA_ROW
 from streampack.core.stats.media_figures import AXES
 from tests.core.media.media_cases import GRID

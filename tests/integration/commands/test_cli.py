@@ -17,7 +17,8 @@ from streampack_services.cli import main
 from streampack_services.watch import status_report
 
 import streampack as sp
-from streampack.config.daemon_settings import BrokerConfig, Listen
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.service_settings import Listen
 from streampack.config.typed_yaml import convert
 from streampack.errors import ConfigError, InternalError, StreampackError, Unreachable
 from tests.integration.running import (

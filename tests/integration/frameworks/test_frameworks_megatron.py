@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from streampack import integrations
 from streampack.config.typed_yaml import convert
-from streampack.core.model.rules import Align, Batch, Rules, Warmup
+from streampack.core.model.keys.planning_keys import Warmup
+from streampack.core.model.rules import Align, Batch, Rules
 from streampack.errors import StateError, UserError
 from streampack.sources import SourceSettings, open_source
 from tests.integration.frameworks.example_runs import EXAMPLES, killed_and_resumed_is_the_same, serving

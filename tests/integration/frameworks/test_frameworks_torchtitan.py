@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from streampack import integrations
-from streampack.core.model.rules import Batch, Rules, Warmup
+from streampack.core.model.keys.planning_keys import Warmup
+from streampack.core.model.rules import Batch, Rules
 from streampack.errors import UserError
 from tests.integration.frameworks.example_runs import EXAMPLES, RULES, killed_and_resumed_is_the_same, serving
 from tests.integration.running import RunningBroker, forked, until

@@ -19,7 +19,10 @@ from streampack_services.broker.service import WAITING_BYTES, BrokerService
 from benchmarks.attack import Rank
 from benchmarks.flooder import Flooder
 from benchmarks.floods import serving as serving_processes
-from streampack.config.daemon_settings import BrokerConfig, Listen, RulesSettings, StepSettings, StreamSettings
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.rules_settings import RulesSettings, StepSettings
+from streampack.config.service_settings import Listen
+from streampack.config.stream_settings import StreamSettings
 from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.effects import FromTrainer
 from streampack.core.protocol.events import Effect, Event

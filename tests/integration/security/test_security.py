@@ -21,7 +21,10 @@ from streampack_services.broker.service import BrokerService
 from streampack_services.daemons import rendezvous
 
 import streampack as sp
-from streampack.config.daemon_settings import BrokerConfig, Listen, RulesSettings, StepSettings, StreamSettings
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.rules_settings import RulesSettings, StepSettings
+from streampack.config.service_settings import Listen
+from streampack.config.stream_settings import StreamSettings
 from streampack.core.protocol.message import Envelope, Who
 from streampack.core.protocol.rights import key_of
 from streampack.core.protocol.trainer_messages import AskResults

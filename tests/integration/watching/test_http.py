@@ -26,7 +26,9 @@ from streampack_services.http.metrics import METRICS
 from streampack_services.http.server import HttpServer
 
 import streampack as sp
-from streampack.config.daemon_settings import BrokerConfig, Listen, StreamSettings
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.service_settings import Listen
+from streampack.config.stream_settings import StreamSettings
 from streampack.core.stats.data_wait import CAUSES, WAIT_BOUNDS_S, Starvation
 from tests.blank import blank
 from tests.integration.programs import program

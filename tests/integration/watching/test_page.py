@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import asdict, replace
 from streampack_services.broker.status import FeedRules, LateStatus, MediaStatus
 
-from streampack.core.model.rules import MediaLimits
+from streampack.core.model.keys.planning_keys import MediaLimits
 from tests.core.media.media_cases import PIXELS
 from tests.integration.many_ranks import many_ranks
 from tests.integration.running import PATIENCE_S, producing_here, until

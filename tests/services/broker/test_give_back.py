@@ -6,7 +6,10 @@ import pytest
 from streampack_services.broker import service as service_module
 from streampack_services.broker.service import BrokerService
 
-from streampack.config.daemon_settings import BrokerConfig, Listen, RulesSettings, StepSettings, StreamSettings
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.rules_settings import RulesSettings, StepSettings
+from streampack.config.service_settings import Listen
+from streampack.config.stream_settings import StreamSettings
 from tests.integration.running import until
 from tests.integration.security.test_security import running
 

@@ -11,7 +11,8 @@ import pytest
 from streampack_services.broker import log_keeper
 from streampack_services.broker.log_keeper import Keeper
 
-from streampack.config.daemon_settings import BrokerConfig, StreamSettings
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.stream_settings import StreamSettings
 from streampack.errors import UserError
 
 

@@ -15,8 +15,10 @@ from streampack import pack_lengths
 from streampack.core.deal.step_cache import KeptSteps
 from streampack.core.form.form_stats import FormedFigures
 from streampack.core.model.fields import Field
+from streampack.core.model.keys.planning_keys import Balance, Warmup
+from streampack.core.model.keys.stream_keys import Overlong
 from streampack.core.model.mesh import Mesh
-from streampack.core.model.rules import Align, Balance, Batch, Overlong, Rules, StreamRules, Warmup
+from streampack.core.model.rules import Align, Batch, Rules, StreamRules
 from streampack.core.model.samples import I64
 from streampack.core.model.shapes import Shape
 from streampack.core.packers import PACKERS

@@ -17,7 +17,8 @@ from streampack_services.plan.savings import packed_slots, padded_slots
 from streampack_services.plan.savings_report import headline
 
 from streampack import pack_lengths
-from streampack.core.model.rules import Align, Batch, Rules, Warmup
+from streampack.core.model.keys.planning_keys import Warmup
+from streampack.core.model.rules import Align, Batch, Rules
 from streampack.core.model.samples import I64
 from streampack.core.stats.length_histogram import BUCKETS, LengthCounts, bucket_of
 from streampack.errors import UserError

@@ -13,7 +13,9 @@ from streampack_services.standby.copy_state import CopyState, write_state
 from streampack_services.standby.following import Following
 from streampack_services.standby.open_arbiter import open_arbiter
 
-from streampack.config.daemon_settings import BrokerConfig, StandbySettings, StreamSettings
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.service_settings import StandbySettings
+from streampack.config.stream_settings import StreamSettings
 from streampack.errors import LogDamaged
 
 

@@ -12,7 +12,7 @@ from streampack_services.log.log import Log
 from streampack_services.standby.open_arbiter import open_arbiter
 from streampack_services.standby.shipping import Shipping
 
-from streampack.config.daemon_settings import StandbySettings
+from streampack.config.service_settings import StandbySettings
 from streampack.core.standby.arbiter_entries import Entry
 from streampack.transport.sockets import Poller
 from streampack.transport.unread import MAX_DAMAGED

@@ -1,0 +1,301 @@
+"""Keys of planning: those that broker.yaml has, and a run records as they are."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from streampack.core.model.keys.key_groups import Keys
+from streampack.core.model.samples import I64, Share
+from streampack.core.model.shapes import Shape
+from streampack.core.packers.blocks.modified_first_fit import Leftovers
+from streampack.core.packers.joint.joint_bounds import PATIENCE
+from streampack.core.packers.registry import PackerName
+
+Positive = Annotated[int, Meta(ge=1, lt=2**62)]
+"""A count of at least 1; every message, record and kernel can hold it."""
+Most = Annotated[int, Meta(ge=1, lt=2**31)]
+Factor = Annotated[int, Meta(ge=0, lt=2**32)]
+WeightUnit = Literal["tokens", "samples"]
+BetweenPasses = Literal["continue", "drain"]
+TokenType = Literal["uint16", "int32"]
+MergeOrder = Literal["schedule", "arrival"]
+MicroBatchOrder = Literal["packer", "largest_first", "small_at_edges"]
+PACKER_KEYS = ("max_samples_per_pack", "leftovers", "micro_batch_size")
+"""Keys that are parameters of packers; None: the packer's default."""
+
+
+class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The way in which packs are balanced over ranks, by a cost of a*s + b*s*s for each sample of s padded tokens.
+
+    The default is the cost of a transformer layer of hidden size 4096; ``hidden_size`` h gives a = 6 * h, b = 1.
+
+    Attributes:
+        kind: ``none`` deals packs in order, ``deal`` by cost. ``joint`` forms packs of equal cost (``packers.joint``),
+            media included.
+        order: Order of each rank's micro-batches. ``packer`` keeps the packer's order, the default with kind ``none``.
+            The default with other kinds is ``largest_first``. With ``small_at_edges`` the costliest micro-batches are
+            in the middle, where a pipeline is full.
+        hidden_size: Hidden size of the model; it replaces ``a`` and ``b``.
+        a: Cost of a token.
+        b: Cost of a pair of tokens.
+        patches: Cost of a patch, and of a pair of patches of a media item.
+        items: Cost of a media item.
+        group: Number of packs that ``joint`` forms together; the number of data-parallel ranks works best. FORM uses
+            this number, never the mesh.
+        patience: Number of groups that a sample may wait, approximately, if it is too long for its group of ``joint``.
+    """
+
+    kind: Annotated[
+        Literal["none", "deal", "joint"],
+        Meta(
+            description="`deal` assigns packs to ranks by cost, `none` assigns packs in order, and `joint` forms "
+            "groups of packs with equal cost"
+        ),
+    ] = "deal"
+    order: Annotated[
+        MicroBatchOrder | None,
+        Meta(
+            description="Order of each rank's micro-batches. `largest_first` puts the most expensive first, "
+            "`small_at_edges` puts the most expensive in the middle (for pipelines), and `packer` keeps the packer's "
+            "order"
+        ),
+    ] = None
+    hidden_size: Annotated[
+        Annotated[int, Meta(ge=1, lt=2**24)] | None,
+        Meta(description="Hidden size of the model. It sets the cost factors a = 6 * hidden_size and b = 1"),
+    ] = None
+    a: Annotated[
+        int, Meta(ge=0, lt=2**32, description="Factor a of a sample's cost, a * s + b * s * s for s tokens")
+    ] = 24576
+    b: Annotated[
+        int, Meta(ge=0, lt=2**12, description="Factor b of a sample's cost, a * s + b * s * s for s tokens")
+    ] = 1
+    group: Annotated[
+        Annotated[int, Meta(ge=1, le=2**16)] | None,
+        Meta(
+            description="Number of packs that kind `joint` forms together. It must divide the number of packs in a step"
+        ),
+    ] = None
+    patches: Annotated[
+        tuple[Factor, Annotated[int, Meta(ge=0, lt=2**12)]] | None,
+        Meta(
+            description="Factors [a, b] of the cost of a media item, a * p + b * p * p for p patches. Default: "
+            "patches cost nothing"
+        ),
+    ] = None
+    items: Annotated[Factor | None, Meta(description="Cost of a media item, beside the cost of its patches")] = None
+    patience: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=2**20,
+            description="Approximate number of groups that an outlier sample waits for similar samples, with kind "
+            "`joint`",
+        ),
+    ] = PATIENCE
+
+    def __post_init__(self) -> None:
+        given = f"group: {self.group}" if self.group is not None else f"patience: {self.patience}"
+        if self.kind != "joint" and (self.group is not None or self.patience != PATIENCE):
+            raise ValueError(f"got `{given}` with `kind: {self.kind}`, expected this key only with `kind: joint`")
+
+    def planned(self, dp: int) -> Balance:
+        """Return these settings with ``group`` set to ``dp``, for kind ``joint`` without a group.
+
+        ``dp`` is the number of data-parallel ranks that the run is planned for.
+        """
+        return msgspec.structs.replace(self, group=dp) if self.kind == "joint" and self.group is None else self
+
+    @property
+    def factors(self) -> tuple[int, int]:
+        """The factors (a, b) of the cost of tokens."""
+        return (6 * self.hidden_size, 1) if self.hidden_size else (self.a, self.b)
+
+    @property
+    def media_factors(self) -> tuple[int, int, int]:
+        """The factors (a, b, c): a media item of p patches costs ``a * p + b * p * p + c``."""
+        return (*(self.patches or (0, 0)), self.items or 0)
+
+    def costs(self, slots: I64, shared: I64 | int = 0) -> I64:
+        """Return the cost of each sample, int64 [n]; ``slots`` int64 [n] are the samples' padded tokens.
+
+        ``shared`` int64 [n]: tokens that each sample shares with the one before it, and that ``slots`` does not count.
+        """
+        a, b = self.factors
+        costs: I64 = np.asarray(slots, np.int64) * (a + b * (2 * shared + np.asarray(slots, np.int64)))
+        return costs
+
+
+class MediaLimits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Hard limits of a pack beside its budget of tokens; None for no limit.
+
+    Attributes:
+        patches: Most patches of media in a pack.
+        items: Most media items in a pack.
+    """
+
+    patches: Annotated[Most | None, Meta(description="Most patches of media items in a pack")] = None
+    items: Annotated[Most | None, Meta(description="Most media items in a pack")] = None
+
+
+class Warmup(Struct, frozen=True, forbid_unknown_fields=True):
+    """Warmup of the budget: ``init`` tokens at step 0, growing evenly to the whole budget at step ``steps``."""
+
+    init: Annotated[
+        Positive, Meta(description="Budget of a pack at step 0, in tokens. A longer sample gets a pack of its own")
+    ]
+    steps: Annotated[
+        int, Meta(ge=1, lt=2**40, description="Number of steps in which the budget grows evenly to its full size")
+    ]
+
+
+class BatchKeys(Keys, frozen=True, kw_only=True):
+    """Keys of a step that is one batch of samples."""
+
+    samples: Annotated[
+        Annotated[int, Meta(ge=1, le=2**24)] | None,
+        Meta(
+            description="Number of samples in one optimizer step. Each step gets as many packs as its samples need. "
+            "Set this instead of `packs`"
+        ),
+    ] = None
+    min_samples: Annotated[
+        Positive,
+        Meta(
+            description="Minimum number of samples in a step with `end_of_batch`. The samples of a smaller batch "
+            "wait for the next `end_of_batch`"
+        ),
+    ] = 1
+    micro_batch_multiple: Annotated[
+        Annotated[int, Meta(ge=1, le=2**16)] | None,
+        Meta(
+            description="Give each rank a multiple of this many micro-batches per step. Applies only with `samples` "
+            "or `end_of_batch`. Default: the number of pipeline stages"
+        ),
+    ] = None
+    min_micro_batches: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=2**16,
+            description="Minimum number of micro-batches of each rank in a step. Applies only with `samples` or "
+            "`end_of_batch`",
+        ),
+    ] = 1
+    empty: Annotated[
+        Literal["pad", "error"],
+        Meta(
+            description="Action if a batch (`samples` or `end_of_batch`) has too few samples for all ranks. `pad` "
+            "gives the remaining ranks empty packs; `error` stops all ranks with an error"
+        ),
+    ] = "pad"
+
+
+class PlanningKeys(Keys, frozen=True, kw_only=True):
+    """Keys of ``rules`` in broker.yaml."""
+
+    packer: Annotated[
+        PackerName,
+        Meta(description="Algorithm that chooses which samples share a pack. The default adds the least padding"),
+    ] = "exact_fill"
+    budget: Annotated[
+        Positive,
+        Meta(
+            description="Number of tokens in a pack, including padding: the sequence length of the model's input. "
+            "Lower this number if a GPU runs out of memory"
+        ),
+    ] = 8192
+    max_samples_per_pack: Annotated[
+        Positive | None, Meta(description="Maximum number of samples in a pack. Default: only the budget limits a pack")
+    ] = None
+    leftovers: Annotated[
+        Leftovers | None,
+        Meta(
+            description="Order in which the packer `modified_first_fit_decreasing` packs the samples that remain "
+            "after its size classes. `decreasing` packs the longest sample first; `emptiest` puts each sample into "
+            "the emptiest pack. Default: `decreasing`"
+        ),
+    ] = None
+    micro_batch_size: Annotated[
+        Positive | None, Meta(description="Number of consecutive samples in a pack. Applies only with `packer: none`")
+    ] = None
+    padded: Annotated[
+        bool,
+        Meta(
+            description="Build micro-batches of padded rows with one sample per row, and put as many rows into a "
+            "micro-batch as fit the budget (dynamic batching). Use this for models that cannot process packed samples"
+        ),
+    ] = False
+    shape: Annotated[
+        Shape,
+        Meta(
+            description="Length of the packs that trainers get. `fixed` is the budget, and `exact` is the number of "
+            "the pack's tokens. Other values allow a few sizes, of which the smallest that holds the pack is used. "
+            "`fixed` suits compiled models; the other shapes save computation"
+        ),
+    ] = "fixed"
+    warmup: Annotated[
+        Warmup | None,
+        Meta(description="Start with a smaller budget that grows over the first steps. Default: no warmup"),
+    ] = None
+    balance: Balance = Balance()
+    tail: Annotated[
+        Literal["pad", "drop"],
+        Meta(
+            description="Action if the last samples do not fill a step: fill the step with empty packs (`pad`), or "
+            "leave these samples out (`drop`)"
+        ),
+    ] = "pad"
+    weight_unit: Annotated[
+        WeightUnit, Meta(description="Unit in which the streams' weights are measured: `tokens` or `samples`")
+    ] = "tokens"
+    between_passes: Annotated[
+        BetweenPasses,
+        Meta(
+            description="Transition between two passes over all data. With `continue`, a step may hold samples of "
+            "both passes; with `drain`, no step does"
+        ),
+    ] = "continue"
+    limits: Annotated[
+        MediaLimits | None, Meta(description="Hard limits of a pack for the media of its samples, beside the budget")
+    ] = None
+    share: Annotated[
+        Share | None,
+        Meta(
+            description='With `prefix`, groups that producers send with `share="prefix"` are trees: the model '
+            'computes their shared first tokens once. Trainers then need FlexAttention, with `masks="flex"`. '
+            "Default: no sharing"
+        ),
+    ] = None
+
+
+class RunKeys(Keys, frozen=True, kw_only=True):
+    """Keys at the top of broker.yaml that are rules of every feed."""
+
+    seed: Annotated[
+        int,
+        Meta(
+            ge=0,
+            lt=2**62,
+            description="Random seed for the order of shards and samples, for mixing streams, and for packers that "
+            "shuffle. The same seed gives the same steps",
+        ),
+    ] = 0
+    merge: Annotated[
+        MergeOrder,
+        Meta(
+            description="Order in which samples from several streams are mixed. `schedule` follows the weights and "
+            "is the same in every run; `arrival` is the order in which samples arrive. Pushed streams require "
+            "`arrival`"
+        ),
+    ] = "schedule"
+    tokens: Annotated[
+        TokenType,
+        Meta(
+            description="Type of token ids. `uint16` halves memory and traffic, but limits the vocabulary to 65,536 ids"
+        ),
+    ] = "int32"
