@@ -228,7 +228,7 @@ def test_pieces_keep_their_own_labels_and_bytes(
     batch = next(batches(Listed(rows), given_lease))
     chunk = chunk_of(batch, given_lease, (1, 1))
     table, merge = SampleTable(), FeedMerge(Rules(streams=(StreamRules("s", 1.0, 1),)))
-    terms = StreamTerms("s", 1, LIMIT, 1, policy, "drop")
+    terms = StreamTerms("s", partitions=1, limit=LIMIT, overlong=policy, poison="drop")
     admission = Admission([terms], "int32", fields, 1000, table, merge)
     intake = Intake(1 << 20, admission.token_bytes)
     message = Samples(

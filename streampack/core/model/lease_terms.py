@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import structs
 
 from streampack.core.model.fields import Field
 from streampack.core.model.keys.planning_keys import MediaLimits
-from streampack.core.model.rules import Rules
+from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.samples import I64, Share
 
 NO_LIMITS = MediaLimits()
 
 
-@dataclass(frozen=True, slots=True)
-class StreamTerms:
-    """The rules that a stream's samples have to meet, and that its producers learn with a lease.
+class StreamTerms(StreamRules, frozen=True, kw_only=True):
+    """The rules of a stream when it was opened, and what the feed's rules demand of its samples.
 
     Attributes:
         limit: The budget of a pack in tokens; longer samples are overlong.
-        passes: Passes over the source; None for no limit.
-        overlong: Policy for overlong samples: ``error``, ``drop``, ``truncate`` or ``split``.
-        poison: Policy for samples that cannot be read.
         barriers: True if steps do not mix passes.
-        pushed: True if a program pushes the samples.
         align: Each sample is padded to a multiple of this number of tokens.
         most: Most samples in a pack; None for no limit.
         batches: True if each step is one batch; False if steps follow each other in a stream.
@@ -32,17 +27,10 @@ class StreamTerms:
         media_fields: Fields of axis item and patch; empty if samples have no media.
         media_factors: Factors of the cost of media: see ``Balance.media_factors``.
         limits: MediaLimits of packs for media.
-        no_loss_tokens: Policy for samples from which nothing is learned: ``train``, ``drop`` or ``error``.
     """
 
-    name: str
-    partitions: int
     limit: int
-    passes: int | None = 1
-    overlong: str = "error"
-    poison: str = "error"
     barriers: bool = False
-    pushed: bool = False
     align: int = 1
     most: int | None = None
     batches: bool = False
@@ -52,7 +40,6 @@ class StreamTerms:
     media_fields: tuple[Field, ...] = ()
     media_factors: tuple[int, int, int] = (0, 0, 0)
     limits: MediaLimits = NO_LIMITS
-    no_loss_tokens: str = "train"
 
     def fits(self, lengths: I64) -> bool:
         """Return whether one pack can hold samples of these lengths; a sample of length 0 is left out.
@@ -65,13 +52,13 @@ class StreamTerms:
 
 def terms_of(rules: Rules) -> list[StreamTerms]:
     """Return the terms of every stream, in the order of the rules."""
-    drain = rules.between_passes == "drain"
     return [
         StreamTerms(
-            each.name, each.partitions, rules.budget, each.passes, each.overlong, each.poison, drain, each.pushed,
-            rules.align.sample, rules.max_samples_per_pack, rules.batch is not None, rules.padded,
-            rules.share, bool(rules.late_fields) and each.pushed, rules.media_fields, rules.balance.media_factors,
-            rules.limits or NO_LIMITS, each.no_loss_tokens,
+            **structs.asdict(stream), limit=rules.budget, barriers=rules.between_passes == "drain",
+            align=rules.align.sample, most=rules.max_samples_per_pack, batches=rules.batch is not None,
+            padded=rules.padded, share=rules.share, late=bool(rules.late_fields) and stream.pushed,
+            media_fields=rules.media_fields, media_factors=rules.balance.media_factors,
+            limits=rules.limits or NO_LIMITS,
         )
-        for each in rules.streams
+        for stream in rules.streams
     ]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -14,6 +13,7 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from streampack.core.deal.step_cache import KeptSteps
 from streampack.core.form.former import Former
@@ -34,6 +34,7 @@ from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.fields import Field
 from streampack.core.model.keys.planning_keys import Balance, MediaLimits
+from streampack.core.model.keys.stream_keys import Overlong
 from streampack.core.model.lease_terms import StreamTerms
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rule_changes import Restream
@@ -299,7 +300,7 @@ def test_a_rank_without_an_item_is_an_error_where_the_policy_says_so() -> None:
 
 # What is admitted
 
-PUSHED = StreamTerms("s", 1, 64, overlong="error", pushed=True, align=4)
+PUSHED = StreamTerms("s", partitions=1, limit=64, overlong="error", pushed=True, align=4)
 
 
 def refused(terms: StreamTerms, keep: Keep, lengths: list[int]) -> tuple[str, str] | None:
@@ -375,7 +376,7 @@ def test_a_group_over_a_limit_for_media_is_dropped_whole_if_a_broker_knows_a_par
     st.sampled_from([None, 2]), st.integers(0, 5), st.sampled_from([UNSET, "pack", "step"]),
 )  # fmt: skip
 def test_what_becomes_of_a_groups_rest_is_what_became_of_it_the_first_time(
-    lengths: list[int], policy: str, most: int | None, skip: int, keep: Any
+    lengths: list[int], policy: Overlong, most: int | None, skip: int, keep: Any
 ) -> None:
     """It is read again from wherever the merge stood: a part of it that would fit is dropped with the whole."""
     every, terms = np.array(lengths, np.int64), replace(PUSHED, overlong=policy, most=most)

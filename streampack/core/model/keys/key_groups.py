@@ -15,13 +15,16 @@ from msgspec.structs import FieldInfo
 
 
 class KeysMeta(StructMeta):
-    """Metaclass of ``Keys``. A struct's option ``listed`` names keys in their order, and other keys follow."""
+    """Metaclass of ``Keys``. A struct's option ``listed`` names keys in their order, and other keys follow.
+
+    A struct with one group and no such option inherits as usual.
+    """
 
     def __new__(
         mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], listed: str = "", **options: Any
     ) -> KeysMeta:
         groups: list[Any] = [base for base in bases if isinstance(base, KeysMeta) and base.__struct_fields__]
-        if not groups:
+        if not listed and len(groups) < 2:
             return super().__new__(mcls, name, bases, namespace, **options)
         shared = {field.name: field for group in groups for field in msgspec.structs.fields(group)}
         own = namespace.get("__annotations__", {})
