@@ -16,9 +16,8 @@ All given samples are in one step. Split a batch for several updates first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -27,7 +26,7 @@ from numpy.typing import NDArray
 
 from streampack.core.deal.balanced import MAX_SAMPLES, Bounds, balanced_packs
 from streampack.core.deal.deal import BALANCES, ORDERS, arrange, deal, num_packs, split_dearest
-from streampack.core.deal.dynamic_batches import PaddedBatches, PaddedFigures, padded_batches
+from streampack.core.deal.dynamic_batches import PaddedFigures, padded_batches
 from streampack.core.media.media_format import MAX_PATCHES
 from streampack.core.model.keys.planning_keys import Balance
 from streampack.core.model.samples import I64
@@ -252,58 +251,29 @@ def plan_step(
     if media is not None:
         _check_media(media, mode, packer)
     num_loss_tokens = None if loss_tokens is None else max(_sum_of_loss(integers(loss_tokens), len(found)), 1)
-    balanced = Balance(hidden_size=hidden_size, a=a, b=b)
-    slots = -(-found // align) * align
-    work = balanced.costs(slots) + (0 if media is None else media.costs)
-    if mode == "padded":
-        if packer is not None or parameters:
-            raise ConfigError(
-                f"packer: got {packer!r} with parameters {sorted(parameters)}, expected neither, because padded "
-                f"samples are not packed"
-            )
-        drawn = padded_batches(
-            found, budget, dp, length_round=align, micro_batch_multiple=multiple, min_micro_batches=min_micro_batches,
-            pp=pp, variable_lengths=variable_lengths,
-        )  # fmt: skip
-        packs, dealt, shapes = _by_rank(drawn, dp)
-        costs = np.repeat([rows * int(balanced.costs(np.array(length))) for rows, length in shapes], dp)
+    batch = _Batch(
+        found, budget, dp, align, multiple, min_micro_batches, Balance(hidden_size=hidden_size, a=a, b=b), media
+    )
+    if mode == "packed":
+        formed = _packed(batch, packer, balance, parameters)
+    elif packer is None and not parameters:
+        formed = _padded(batch, pp, variable_lengths)
     else:
-        if packer == "karmarkar_karp":  # this packer counts lengths in units of the alignment
-            parameters = {"a": a * align, "b": b * align * align} | parameters
-        aligned_units(found, budget, align)
-        chosen = make_packer(packer or "exact_fill", **parameters)
-        cap = getattr(chosen, "max_samples_per_pack", None) or max(len(found), 1)
-        count = partial(num_packs, dp=dp, micro_batch_multiple=multiple, min_micro_batches=min_micro_batches)
-
-        def full() -> list[list[int]]:
-            """Return packs filled by the packer, the most expensive ones split until all ranks have enough."""
-            if media is not None and len(media.limited.most):
-                formed = _limited_packs(slots // align, budget // align, media.limited, parameters)
-            else:
-                formed = pack_lengths(found, budget, packer or "exact_fill", max(len(found), 1), align, **parameters)
-            return split_dearest(formed, work, count(len(formed)))
-
-        if balance == "level":
-            sizes, most = slots[np.newaxis], np.array([budget], np.int64)
-            if media is not None:
-                sizes, most = np.vstack([sizes, media.limited.counts]), np.append(most, media.limited.most)
-            fewest = max(int((-(-sizes.sum(axis=1) // most)).max()), -(-len(found) // cap))
-            packs = balanced_packs(work, sizes, Bounds(dp, most, cap), count(fewest), full)
-        else:
-            packs = full()
-        costs = _sums(packs, work)
-        dealt = deal(costs, dp, "none" if balance == "level" else balance)
-        shapes = [(1, budget)] * len(dealt)
+        raise ConfigError(
+            f"packer: got {packer!r} with parameters {sorted(parameters)}, expected neither, because padded "
+            f"samples are not packed"
+        )
+    packs, costs = formed.packs, formed.costs
     if empty == "error" and (none := sum(not pack for pack in packs)):
         raise SampleError(
             f"got {len(found)} samples, which leave {none} of {len(packs)} micro-batches of {dp} ranks empty, "
             f"expected at least one sample in each. Ask for fewer micro-batches, or pass empty='pad'"
         )
-    rows = arrange(dealt, costs, order)
+    rows = arrange(formed.dealt, costs, order)
     tokens = _sums(packs, found)
     return StepPlan(
         packs=[[packs[i] for i in column] for column in rows.T.tolist()],
-        shapes=shapes if mode == "packed" else [shapes[i] for i in (rows[:, 0] // dp).tolist()],
+        shapes=[formed.shapes[i] for i in (rows[:, 0] // dp).tolist()],
         num_samples=len(found),
         num_tokens=int(found.sum()),
         num_loss_tokens=num_loss_tokens,
@@ -311,8 +281,8 @@ def plan_step(
         before=_spread(np.array([part.sum() for part in np.array_split(found, dp)])),
         after=_spread(tokens[rows].sum(axis=0)),
         figures=figures(tokens, budget) if mode == "packed" else None,
-        aligned=figures(_sums(packs, slots), budget) if mode == "packed" else None,
-        padded=drawn.figures if mode == "padded" else None,
+        aligned=figures(_sums(packs, batch.slots), budget) if mode == "packed" else None,
+        padded=formed.padded,
         patches=None if media is None else _sums(packs, media.patches)[rows],
     )
 
@@ -327,6 +297,105 @@ class _Media(NamedTuple):
     patches: I64
     costs: I64
     limited: Limited
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The samples of a step, and the arguments of ``plan_step`` that both modes need."""
+
+    lengths: I64
+    budget: int
+    dp: int
+    align: int
+    multiple: int
+    least: int
+    balance: Balance
+    media: _Media | None
+
+    @property
+    def slots(self) -> I64:
+        """Padded tokens of each sample, int64 [n]."""
+        return -(-self.lengths // self.align) * self.align
+
+    @property
+    def work(self) -> I64:
+        """Cost of each sample with its media, int64 [n]."""
+        return self.balance.costs(self.slots) + (0 if self.media is None else self.media.costs)
+
+    def num_packs(self, fewest: int) -> int:
+        """Return the number of packs of all ranks if the samples need ``fewest`` packs."""
+        return num_packs(fewest, dp=self.dp, micro_batch_multiple=self.multiple, min_micro_batches=self.least)
+
+
+class _Formed(NamedTuple):
+    """Formed packs before their order is chosen.
+
+    ``packs``: sample numbers of each pack. ``dealt``: pack numbers, int64 [micro_batches, dp]. ``costs``: int64
+    [packs]. ``shapes``: rows and tokens of each micro-batch. ``padded``: token counts of padded micro-batches.
+    """
+
+    packs: list[list[int]]
+    dealt: I64
+    costs: I64
+    shapes: list[tuple[int, int]]
+    padded: PaddedFigures | None = None
+
+
+def _padded(batch: _Batch, pp: int, variable_lengths: bool) -> _Formed:
+    """Form micro-batches of padded rows."""
+    drawn = padded_batches(
+        batch.lengths, batch.budget, batch.dp, length_round=batch.align, micro_batch_multiple=batch.multiple,
+        min_micro_batches=batch.least, pp=pp, variable_lengths=variable_lengths,
+    )  # fmt: skip
+    spans = list(pairwise(drawn.bounds.tolist()))
+    columns = [drawn.places[start:stop, rank] for start, stop in spans for rank in range(batch.dp)]
+    packs = [column[column >= 0].tolist() for column in columns]
+    shapes = [(stop - start, length) for (start, stop), length in zip(spans, drawn.lengths.tolist(), strict=True)]
+    costs = [rows * int(batch.balance.costs(np.array(length))) for rows, length in shapes]
+    dealt = np.arange(len(packs), dtype=np.int64).reshape(-1, batch.dp)
+    return _Formed(packs, dealt, np.repeat(costs, batch.dp), shapes, drawn.figures)
+
+
+def _packed(batch: _Batch, packer: str | None, balance: str, parameters: dict[str, Any]) -> _Formed:
+    """Form packs by the packer, or with the balance ``level`` by cost, and deal them to the ranks."""
+    if packer == "karmarkar_karp":  # this packer counts lengths in units of the alignment
+        a, b = batch.balance.a, batch.balance.b
+        parameters = {"a": a * batch.align, "b": b * batch.align * batch.align} | parameters
+    aligned_units(batch.lengths, batch.budget, batch.align)
+    chosen = make_packer(packer or "exact_fill", **parameters)
+    work = batch.work
+
+    def full() -> list[list[int]]:
+        """Return packs filled by the packer, the most expensive ones split until all ranks have enough."""
+        formed = _filled(batch, packer or "exact_fill", parameters)
+        return split_dearest(formed, work, batch.num_packs(len(formed)))
+
+    if balance == "level":
+        most_samples = getattr(chosen, "max_samples_per_pack", None) or max(len(batch.lengths), 1)
+        packs = _level(batch, work, most_samples, full)
+    else:
+        packs = full()
+    costs = _sums(packs, work)
+    dealt = deal(costs, batch.dp, "none" if balance == "level" else balance)
+    return _Formed(packs, dealt, costs, [(1, batch.budget)] * len(dealt))
+
+
+def _filled(batch: _Batch, packer: str, parameters: dict[str, Any]) -> list[list[int]]:
+    """Return packs that the packer fills up to the budget, and to the limits of media."""
+    if batch.media is not None and len(batch.media.limited.most):
+        units = batch.slots // batch.align
+        return _limited_packs(units, batch.budget // batch.align, batch.media.limited, parameters)
+    return pack_lengths(batch.lengths, batch.budget, packer, max(len(batch.lengths), 1), batch.align, **parameters)
+
+
+def _level(batch: _Batch, work: I64, most_samples: int, full: Callable[[], list[list[int]]]) -> list[list[int]]:
+    """Return packs for a short critical path: as few as the sums of all sizes allow, of equal cost."""
+    sizes, most = batch.slots[np.newaxis], np.array([batch.budget], np.int64)
+    if batch.media is not None:
+        limited = batch.media.limited
+        sizes, most = np.vstack([sizes, limited.counts]), np.append(most, limited.most)
+    fewest = max(int((-(-sizes.sum(axis=1) // most)).max()), -(-len(batch.lengths) // most_samples))
+    return balanced_packs(work, sizes, Bounds(batch.dp, most, most_samples), batch.num_packs(fewest), full)
 
 
 def _media_of(
@@ -431,15 +500,6 @@ def _sum_of_loss(loss: I64, num_samples: int) -> int:
     if len(wrong := np.flatnonzero(loss < 0)):
         raise SampleError(f"sample {wrong[0]}: got {loss[wrong[0]]} loss tokens, expected at least 0")
     return int(loss.sum())
-
-
-def _by_rank(drawn: PaddedBatches, dp: int) -> tuple[list[list[int]], I64, list[tuple[int, int]]]:
-    """Return padded micro-batches by rank: packs of sample numbers, pack indices [micro_batch, rank], and shapes."""
-    spans = list(pairwise(drawn.bounds.tolist()))
-    columns = [drawn.places[start:stop, rank] for start, stop in spans for rank in range(dp)]
-    shapes = [(stop - start, length) for (start, stop), length in zip(spans, drawn.lengths.tolist(), strict=True)]
-    packs = [column[column >= 0].tolist() for column in columns]
-    return packs, np.arange(len(packs), dtype=np.int64).reshape(-1, dp), shapes
 
 
 def _sums(packs: Sequence[Sequence[int]], values: I64) -> I64:

@@ -74,6 +74,14 @@ class Field(
         if not _NAME.fullmatch(self.name) or self.name in DERIVED:
             why = "packs have their own attribute with this name" if self.name in DERIVED else "it is not an identifier"
             raise ValueError(f"got the name {self.name!r}, expected another name, because {why}")
+        self._check_axis()
+        self._check_meaning()
+        for value in (self.pad, self.default):
+            if value is not None:
+                self.fill(value)
+
+    def _check_axis(self) -> None:
+        """Raise ValueError for keys or sizes that values of this axis cannot have."""
         if self.axis != "token" and (self.align != "token" or self.cp != "slice"):
             raise ValueError(
                 f"got `align` or `cp` with `axis: {self.axis}`, expected neither, because both keys are for `axis: "
@@ -94,6 +102,9 @@ class Field(
         most = MAX_PATCH_BYTES if self.of_media else MAX_VALUE_BYTES
         if self.value_bytes > most:
             raise ValueError(f"got {self.value_bytes} bytes per {self.axis}, expected at most {most}")
+
+    def _check_meaning(self) -> None:
+        """Raise ValueError unless a field whose name has a meaning is declared as this meaning requires."""
         if self.name in (LOSS_MASK, LABELS) and (self.axis, self.align, self.shape) != ("token", "target", ()):
             raise ValueError(
                 f"got {self.name} with `axis: {self.axis}`, `align: {self.align}` and shape {list(self.shape)}, "
@@ -125,9 +136,6 @@ class Field(
                 f"got `late: true` for {self.name}, expected no `late`, because the broker needs this field when the "
                 f"sample comes"
             )
-        for value in (self.pad, self.default):
-            if value is not None:
-                self.fill(value)
 
     @property
     def of_media(self) -> bool:
