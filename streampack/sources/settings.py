@@ -36,29 +36,11 @@ class SourceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     - ``megatron``: ``data/code`` names data/code.bin and data/code.idx. A sample is a sequence of the index.
     - ``python``: ``path: package.module:thing`` names an iterable. A sample is an item: a text, a row or ids.
 
-    Give either ``shards`` or ``path``:
+    Files keep the order of the list ``shards``; a glob's matches are sorted. URLs are those that fsspec can open.
 
-    - ``shards``: a path, a URL that fsspec can open (``s3://``, ``hf://``, ``https://``), a brace pattern
-      (``web-{000..511}.tar``), a glob, or a list of these. Files keep the order of the list; a glob's matches are
-      sorted.
-    - ``path``: one path, taken literally.
-
-    In a row, at most one of ``text_key``, ``tokens_key``, ``messages_key`` and ``prompt_key`` (with
-    ``completion_key``) names the sample. Without any, the usual keys are tried: see ``formats.rows``. In tar files, the
-    first two name a member's extension, or ``json/key`` for a key of the .json member. The other two are keys of the
-    .json member.
-
-    The other keys:
-
-    - ``fields``: a declared field's name to the key that holds it, where they differ. In tar files a field is the
-      member KEY.npy, else a key of the .json member. References are the members with an extension: ``jpg;png``.
-    - ``missing_mask``: samples without the ``loss_mask`` that the run declares are trained on as a whole (``train``) or
-      rejected (``reject``). Tar files default to ``reject``, because a member may be lost. Other formats, and tar files
-      with ``train_on: all``, default to ``train``.
-    - ``unit``: part of a text that is a sample; ``line`` by default. Empty lines separate paragraphs.
-    - ``modes``: modes of the sequences to read from multimodal Megatron data; 0 is text.
-    - ``shuffle``: false reads files and samples in their own order in every pass. A stream's partitions take turns, so
-      several files come in order only with ``partitions: 1`` in broker.yaml.
+    In a row, at most one of ``text_key``, ``tokens_key``, ``messages_key`` and ``prompt_key`` names the sample; without
+    any, see ``formats.rows``. In tar files, the last two are keys of the .json member. A field is the member KEY.npy
+    there, else a key of the .json member. With ``train_on: all``, tar files default to ``missing_mask: train``, too.
     """
 
     source: Annotated[

@@ -24,6 +24,8 @@ from streampack.config.config_files import read_either
 from streampack.config.daemon_settings import BrokerConfig, ProducerConfig
 from streampack.core.deal.assignment import packs_of_mesh
 from streampack.core.deal.mesh_validation import mesh_refusal
+from streampack.core.model.keys.key_groups import values_of
+from streampack.core.model.keys.stream_keys import SamplePolicies
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.errors import UserError
@@ -224,8 +226,7 @@ def _resolved_broker(config: BrokerConfig, found: Plan) -> BrokerConfig:
     replace, rules = msgspec.structs.replace, found.rules
     recorded = {stream.name: stream for feed in found.feeds for stream in feed.rules.streams}
     streams = {
-        name: replace(stream, **{key: getattr(recorded[name], key) for key in ("overlong", "poison", "no_loss_tokens")})
-        for name, stream in config.streams.items()
+        name: replace(stream, **values_of(recorded[name], SamplePolicies)) for name, stream in config.streams.items()
     }
     feeds = {
         name: replace(feed, streams=feed.streams or tuple(streams), merge=feed.merge or config.merge)

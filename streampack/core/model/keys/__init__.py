@@ -15,5 +15,6 @@ To add a key:
 4. Reject values that contradict other keys in ``Rules.__post_init__``, or in ``config.config_validation``.
 
 The file, ``streampack check``, the schema, the documentation and recorded rules have the key then. In
-``streampack.local`` a stream's dict takes the keys of a stream.
+``streampack.local`` a stream's dict takes the keys of a stream. An argument of its own stands in
+``streampack/local.py``, where a test compares its type and its default with the key's.
 """
