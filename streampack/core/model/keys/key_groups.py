@@ -2,7 +2,8 @@
 
 A key that several structs have is declared in a group, which is a struct of keys. Structs with the key have the group
 among their bases. msgspec cannot mix several structs, and lists the fields of a base first. ``Keys`` therefore copies
-the keys of groups into each struct, in the order that the file, its errors and the records have.
+the keys of groups into each struct, in the order that the file, its errors and the records have. At run time such a
+struct is therefore no subclass of its groups.
 """
 
 from __future__ import annotations
