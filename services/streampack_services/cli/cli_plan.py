@@ -203,13 +203,13 @@ def report(
         streampack report state/sft-8b --gpus 64 --tokens-per-second 9000
         streampack report http://node0:7400
     """
-    from streampack_services.plan import plan_inputs, savings, savings_report
+    from streampack_services.plan import plan_inputs, savings
 
     run = plan_inputs.run_of(what, feed, timeout)
     found = savings.savings(run, micro_batch, savings.rate_of(run, gpus, tokens_per_second))
-    print_result(found, as_json, savings_report.show_savings)
+    print_result(found, as_json, savings.show_savings)
     if png is not None:
         from streampack_services.plan import charts
 
-        charts.draw_savings(found, savings_report.NAMES, run.lengths, png)
+        charts.draw_savings(found, savings.named_rows(found), run.lengths, png)
         print(f"wrote {png}", file=sys.stderr)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import codecs
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.model.samples import I64
 from streampack.errors import SampleError, UserError
+from streampack_services.forecast.media_sizes import BYTES, ITEMS, PATCHES
 
 MAX_LENGTH = 2**31 - 1
 """Tokens of the longest possible sample."""
@@ -94,6 +96,35 @@ class Workload:
                 return None
             found += [sizes[each > 0] for each, sizes in zip(stream.partitions, stream.media, strict=True)]
         return np.concatenate(found)
+
+    def about(self) -> dict[str, Any]:
+        """Return counts and percentiles of the lengths and media, as a tree for JSON.
+
+        ``media``: those of the samples with media; None if the sizes of media are not known.
+        """
+        media = self.media
+        some = None if media is None else media[media[:, ITEMS] > 0]
+        return {
+            "what": self.what,
+            "lengths": {"samples": len(self.lengths), **_spread("tokens", self.lengths)},
+            "media": None if some is None else {
+                "samples": len(some), "items": int(some[:, ITEMS].sum()), "bytes": int(some[:, BYTES].sum()),
+                "patches": _spread("total", some[:, PATCHES] if len(some) else np.zeros(1, np.int64)),
+            },
+            "whole": self.whole,
+            "rejected": self.rejected,
+            "streams": [
+                {"stream": each.name, "samples": each.num_samples, "share": each.share, "pass_samples": each.total}
+                for each in self.streams
+            ],
+            "notes": self.notes,
+        }  # fmt: skip
+
+
+def _spread(name: str, sizes: I64) -> dict[str, Any]:
+    """Return the sum of ``sizes``, int64 [n], under ``name``, their mean, two percentiles and the largest."""
+    p50, p99 = np.percentile(sizes, (50, 99)).astype(int).tolist()
+    return {name: int(sizes.sum()), "mean": float(sizes.mean()), "p50": p50, "p99": p99, "max": int(sizes.max())}
 
 
 def samples_text(count: int) -> str:

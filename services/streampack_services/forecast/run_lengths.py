@@ -32,7 +32,14 @@ from streampack.errors import UserError
 from streampack.sources.order import sample_order
 from streampack_services.audit import why
 from streampack_services.broker.status import BrokerStatus, FeedStatus
-from streampack_services.forecast.lengths import STRETCHES, stretches_of
+from streampack_services.forecast.lengths import (
+    STRETCHES,
+    StreamLengths,
+    Workload,
+    counted,
+    stretches,
+    stretches_of,
+)
 from streampack_services.forecast.media_sizes import sizes_of_recorded
 from streampack_services.forecast.rank_loads import PlanMesh
 from streampack_services.forecast.sharing import Sharing, sharing_of
@@ -99,6 +106,26 @@ class Served:
     def share(self) -> float:
         """Share of the samples whose lengths are here, 0 to 1."""
         return len(self.lengths) / self.samples
+
+    def workload(self, most: int, *, media: bool = False) -> Workload:
+        """Return at most ``most`` of the lengths, taken in stretches over the whole run, as the input of a forecast.
+
+        ``media``: with the sizes of their media.
+        """
+        lengths = stretches(self.lengths, most)
+        whole = self.ended and len(lengths) == self.samples
+        every = counted(self.lengths) if self.ended and not whole and len(self.lengths) == self.samples else None
+        used = f"the forecast uses {len(lengths):,} of the {self.samples:,} samples of the run, {self.note}"
+        notes = [f"{used}; overlong samples count as the run truncated or split them"]
+        if self.sharing is not None:
+            sentence = self.sharing.sentence()
+            notes.append(sentence[0].lower() + sentence[1:-1])
+        if self.shared_tokens:
+            notes.append("the forecast counts shared tokens for each sample that has them")
+        sizes = (stretches(self.media_sizes, most),) if media and self.media_sizes is not None else None
+        total = float(self.samples) if self.ended else None
+        stream = StreamLengths("data", (lengths,), (whole,), total, every=every, media=sizes)
+        return Workload(self.what, (stream,), notes)
 
 
 def from_ledger(state_dir: Path, feed: str | None, *, waiting: bool = False) -> Served:

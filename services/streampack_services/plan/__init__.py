@@ -3,12 +3,11 @@
 ``streampack plan`` passes through these files in order:
 
 - ``plan_inputs``: reads the lengths that the arguments name.
-- ``plan_options``: reads the settings to compare, from the arguments, broker.yaml or the run.
-- ``grid``: varies one setting at a time around the base setting.
+- ``plan_options``: reads the settings to compare, and varies one at a time around the base setting.
 - ``advisor``: forecasts every setting with ``forecast``, and chooses.
 - ``advice``: explains the choice in sentences, and writes the lines for broker.yaml.
 - ``plan_report``: prints the result; ``charts`` draws it.
 
-``streampack report`` reads a run by ``plan_inputs``; ``savings`` compares it with other ways of batching, and
-``savings_report`` prints the result. The folder starts nothing and changes no run.
+``streampack report`` reads a run by ``plan_inputs``; ``savings`` compares it with other ways of batching, and prints
+the result. The folder starts nothing and changes no run.
 """

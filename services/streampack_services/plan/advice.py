@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from streampack.config.daemon_settings import MEMORY
@@ -20,30 +21,28 @@ SAID = 0.001
 """Shares below this are not mentioned."""
 
 
-def why(found: Tree, overlong: str | None) -> list[str]:
+def why(plan: Tree, overlong: str | None) -> list[str]:
     """Return the reasons for the advice as sentences, the most important first.
 
-    ``found`` is the result of ``advisor.advise``; ``overlong`` is the policy that the user asked for, or None.
+    ``plan`` is the result of ``advisor.advise``; ``overlong`` is the policy that the user asked for, or None.
     """
-    return [
-        *_packer(found), *_window(found), *_budget(found), *_overlong(found, overlong), *_unfit(found, overlong),
-        *_rejected(found), *_bound(found), *_encoder(found), *_alignment(found), *_shape(found), *_batches(found),
-        *_balance(found), *_meshes(found), *_last_step(found), *_steps(found),
-    ]  # fmt: skip
+    parts = (_packer, _window, _budget, _lost, _media, _alignment, _shape, _batches, _balance, _meshes, _steps)
+    asked = plan | {"overlong": overlong}
+    return [sentence for part in parts for sentence in part(asked, plan["take"])]
 
 
-def broker_yaml(found: Tree, overlong: str | None) -> str:
+def broker_yaml(plan: Tree, overlong: str | None) -> str:
     """Return the lines of broker.yaml that configure the advised setting."""
-    take = found["take"]
+    take = plan["take"]
     rules = dict(take["rules"])
     if overlong is not None and overlong != "error":
         rules["overlong"] = overlong
     elif take["overlong"]:
         rules["overlong"] = "truncate"
-    if found["rejected"]:
+    if plan["rejected"]:
         rules["poison"] = "drop"
     mesh = {name: size for name, size in take["mesh"].items() if size > 1 and name != "pp"}
-    tree = {"rules": rules, "planned_mesh": mesh, "precision": found["precision"]}
+    tree = {"rules": rules, "planned_mesh": mesh, "precision": plan["precision"]}
     if take["memory_bytes"] > parse_size(MEMORY, "memory"):
         tree["memory"] = f"{-(-take['memory_bytes'] // 2**30)}GiB"
     return "\n".join(f"{key}: {_flow_yaml(value)}" for key, value in tree.items() if value)
@@ -58,54 +57,91 @@ def _flow_yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _axis(found: Tree, axis: str, key: str) -> list[Tree]:
-    """Return the forecasts on ``axis`` whose ``key`` differs from the advised setting's, the best first."""
-    rows = [row for row in found["settings"] if row["axis"] == axis and not row["refused"]]
-    others = [row for row in rows if row[key] != found["take"][key]]
-    return sorted(others, key=lambda row: -row["useful"])
+# How values are named, here and in tables and charts
 
 
-def _packer(found: Tree) -> list[str]:
+def shape_text(shape: Any) -> str:
+    """Return a shape as text: ``exact``, ``multiple 512`` or ``buckets 2048 4096``."""
+    if isinstance(shape, str):
+        return shape
+    if shape.get("multiple"):
+        return f"multiple {shape['multiple']}"
+    return f"buckets {' '.join(map(str, shape['buckets']))}"
+
+
+def mesh_text(mesh: Tree) -> str:
+    """Return a mesh as text: ``dp=4 cp=2``."""
+    return " ".join(f"{name}={size}" for name, size in mesh.items() if size > 1 or name == "dp")
+
+
+def setting_name(row: Tree) -> str:
+    """Return the value that a setting has on its axis, as text: ``window 256``."""
+    axis, align = row["axis"], row["align"]["sample"]
+    names: dict[str, Callable[[], str]] = {
+        "shape": lambda: shape_text(row["shape"]),
+        "mesh": lambda: mesh_text(row["mesh"]) + (f", align {align}" if align > 1 else ""),
+        "packer": lambda: str(row["packer"]),
+    }
+    return names[axis]() if axis in names else f"{axis} {row[axis]:,}"
+
+
+def is_taken(row: Tree, take: Tree) -> bool:
+    """Return whether a setting has the recommended value on its axis."""
+    return bool(row[row["axis"]] == take[row["axis"]] and row["align"] == take["align"])
+
+
+def forecast_rows(plan: Tree, axis: str | None = None) -> list[Tree]:
+    """Return the rows with a forecast, but the base; with ``axis``, only its rows."""
+    rows = [row for row in plan["settings"] if row["axis"] != "base" and not row["refused"]]
+    return rows if axis is None else [row for row in rows if row["axis"] == axis]
+
+
+def _on_axis(plan: Tree, axis: str) -> tuple[Tree | None, list[Tree]]:
+    """Return the row with the advised value on ``axis``, None if it has no forecast, and the rows with others."""
+    rows, taken = forecast_rows(plan, axis), plan["take"][axis]
+    return next((row for row in rows if row[axis] == taken), None), [row for row in rows if row[axis] != taken]
+
+
+# The sentences, by subject; each function yields those of its subject
+
+
+def _packer(plan: Tree, take: Tree) -> Iterator[str]:
     """Compare the advised packer with the next best ones, and name better packers that are not advised."""
-    take, others = found["take"], _axis(found, "packer", "packer")
-    base = next((row for row in found["settings"] if row["axis"] == "packer" and row["packer"] == take["packer"]), take)
+    own, others = _on_axis(plan, "packer")
+    useful = (own or take)["useful"]
+    others.sort(key=lambda row: -row["useful"])
+    work = "real tokens and media" if plan["media"] else "real tokens"
     compared = ", ".join(f"{row['packer']} {row['useful']:.2%}" for row in others[:COMPARED])
-    work = "real tokens and media" if found["media"] else "real tokens"
-    sentences = [f"With {take['packer']}, the ranks spend {base['useful']:.2%} of their time on {work}."]
-    sentences[0] += f" Next best: {compared}." if compared else ""
-    better = [row["packer"] for row in others if row["useful"] > base["useful"] + SAID]
+    best = f" Next best: {compared}." if compared else ""
+    yield f"With {take['packer']}, the ranks spend {useful:.2%} of their time on {work}.{best}"
+    better = [row["packer"] for row in others if row["useful"] > useful + SAID]
     sorting = ", ".join(name for name in better if name not in NEAR_ORDER)
     if sorting and not take["step_samples"]:
-        sentences.append(
+        yield (
             f"Packers with better figures that are not recommended: {sorting}. These packers sort whole windows by "
             f"length, so the mix of samples differs between steps."
         )
-    return sentences
 
 
-def _window(found: Tree) -> list[str]:
-    """Compare window sizes in a sentence; empty if only one was forecast."""
-    take, others = found["take"], sorted(_axis(found, "window", "window"), key=lambda row: int(row["window"]))
-    base = next((row for row in found["settings"] if row["axis"] == "window" and row["window"] == take["window"]), None)
-    if base is None or not others:
-        return []
-    compared = ", ".join(f"{row['window']} {_compared(row, base)}" for row in others)
-    return [f"Compared with a window of {take['window']} samples: {compared}. A larger window delays samples longer."]
+def _window(plan: Tree, take: Tree) -> Iterator[str]:
+    """Compare the sizes of the window."""
+    base, others = _on_axis(plan, "window")
+    if base and others:
+        compared = ", ".join(f"{row['window']} {_compared(row, base)}" for row in others)
+        yield f"Compared with a window of {take['window']} samples: {compared}. A larger window delays samples longer."
 
 
-def _budget(found: Tree) -> list[str]:
-    """Compare budgets in a sentence; empty if only one was forecast."""
-    take, others = found["take"], sorted(_axis(found, "budget", "budget"), key=lambda row: int(row["budget"]))
-    base = next((row for row in found["settings"] if row["axis"] == "budget" and row["budget"] == take["budget"]), None)
-    if base is None or not others:
-        return []
-    compared = []
-    for row in others:
-        cut = row["lost_share"] - base["lost_share"]
-        cuts = f" and cuts off {row['lost_share']:.2%} of the tokens" if cut > SAID else ""
-        compared.append(f"{row['budget']} {_compared(row, base)}{cuts}")
-    against = f"Compared with a budget of {take['budget']} tokens"
-    return [f"{against}: {', '.join(compared)}. The activations of a pack must fit on a GPU."]
+def _budget(plan: Tree, take: Tree) -> Iterator[str]:
+    """Compare the budgets."""
+    base, others = _on_axis(plan, "budget")
+    if base and others:
+        compared = []
+        for row in others:
+            cuts = row["lost_share"] > base["lost_share"] + SAID
+            cut = f" and cuts off {row['lost_share']:.2%} of the tokens" if cuts else ""
+            compared.append(f"{row['budget']} {_compared(row, base)}{cut}")
+        against = f"Compared with a budget of {take['budget']} tokens"
+        yield f"{against}: {', '.join(compared)}. The activations of a pack must fit on a GPU."
 
 
 def _compared(row: Tree, base: Tree) -> str:
@@ -120,188 +156,127 @@ def _change(points: float) -> str:
     return "is as good" if abs(points) < SAID else f"{'gains' if points > 0 else 'loses'} {abs(points):.2%}"
 
 
-def _overlong(found: Tree, overlong: str | None) -> list[str]:
-    """Describe the samples over the budget, and the tokens that the policy loses; empty for no such samples."""
-    take = found["take"]
-    if not take["overlong"]:
-        return []
-    over = f"{take['overlong']:,} of {found['lengths']['samples']:,} samples are longer than the budget"
-    lost = f"loses {take['lost_share']:.2%} of all tokens"
-    if overlong is None:
-        stops = "If broker.yaml does not set `overlong`, a run stops at the first of these samples"
-        return [f"{over}. `overlong: truncate` {lost}, `overlong: split` loses none. {stops}."]
-    return [f"{over}. `overlong: {overlong}` {lost}."]
+def _lost(plan: Tree, take: Tree) -> Iterator[str]:
+    """Describe samples over the budget, with media over the limits, and those that are not valid."""
+    of_all, overlong = f"of {plan['lengths']['samples']:,} samples", plan["overlong"]
+    stops = "If broker.yaml does not set `overlong`, a run stops at the first"
+    if take["overlong"]:
+        over = f"{take['overlong']:,} {of_all} are longer than the budget. `overlong: {overlong or 'truncate'}`"
+        lost = f"{over} loses {take['lost_share']:.2%} of all tokens"
+        yield f"{lost}." if overlong else f"{lost}, `overlong: split` loses none. {stops} of these samples."
+    if take["unfit"]:
+        drops = f"`overlong: {overlong}` drops them." if overlong else f"{stops}. Any other policy drops them."
+        yield f"{take['unfit']:,} {of_all} have media that exceed `limits`. {drops}"
+    if plan["rejected"]:
+        yield (
+            f"{plan['rejected']:,} samples are not valid. `poison: drop` drops invalid samples. Without this "
+            f"setting, a run stops at the first invalid sample."
+        )
 
 
-def _unfit(found: Tree, overlong: str | None) -> list[str]:
-    """Describe the samples whose media alone exceed the limits of a pack; empty for no such samples."""
-    if not found["take"]["unfit"]:
-        return []
-    over = f"{found['take']['unfit']:,} of {found['lengths']['samples']:,} samples have media that exceed `limits`"
-    if overlong is None:
-        return [
-            f"{over}. If broker.yaml does not set `overlong`, a run stops at the first. Any other policy drops them."
-        ]
-    return [f"{over}. `overlong: {overlong}` drops them."]
+def _media(plan: Tree, take: Tree) -> Iterator[str]:
+    """Advise on limits of media that fill most packs, and on the cost of media if ranks differ in patches."""
+    tail, balance = take["waste"]["pack_tail"], take["rules"].get("balance", {})
+    fullest = {axis: share for axis, share in take["bound_by"].items() if share > MOST and axis != "tokens"}
+    for axis, share in fullest.items() if tail > SAID else ():
+        room = f"{axis.capitalize()} fill most packs ({share:.0%}), and {tail:.2%} of the"
+        yield f"{room} capacity has no tokens. Raise `limits.{axis}` or lower `budget`."
+    if not balance.get("patches") and not balance.get("items") and take["patches_max_over_mean"] >= UNEVEN:
+        ratio = f"The most patches of a rank are {take['patches_max_over_mean']:.2f} times the mean"
+        yield f"{ratio}, because media cost nothing. Set `balance: {{patches: [a, b]}}` for equal work in the encoder."
 
 
-def _bound(found: Tree) -> list[str]:
-    """Advise on limits of media that fill most packs, so that tokens leave room; empty if tokens fill most packs."""
-    take = found["take"]
-    for axis in ("patches", "items"):
-        share = take["bound_by"].get(axis, 0.0)
-        if share > MOST and take["waste"]["pack_tail"] > SAID:
-            room = f"{axis.capitalize()} fill most packs ({share:.0%}), and {take['waste']['pack_tail']:.2%} of the"
-            return [f"{room} capacity has no tokens. Raise `limits.{axis}` or lower `budget`."]
-    return []
-
-
-def _encoder(found: Tree) -> list[str]:
-    """Advise to balance the cost of media, if ranks differ in patches and the rules give patches no cost."""
-    take = found["take"]
-    balance = take["rules"].get("balance", {})
-    if balance.get("patches") or balance.get("items") or take["patches_max_over_mean"] < UNEVEN:
-        return []
-    ratio = f"The most patches of a rank are {take['patches_max_over_mean']:.2f} times the mean"
-    return [f"{ratio}, because media cost nothing. Set `balance: {{patches: [a, b]}}` for equal work in the encoder."]
-
-
-def _rejected(found: Tree) -> list[str]:
-    """Return a sentence with the number of invalid samples; empty for none."""
-    if not found["rejected"]:
-        return []
-    drops = "`poison: drop` drops invalid samples"
-    stops = "Without this setting, a run stops at the first invalid sample"
-    return [f"{found['rejected']:,} samples are not valid. {drops}. {stops}."]
-
-
-def _alignment(found: Tree) -> list[str]:
+def _alignment(plan: Tree, take: Tree) -> Iterator[str]:
     """Describe the padding for alignment, if it is large, and the saving of tight alignment, if it applies."""
-    take, said = found["take"], list[str]()
     if take["waste"]["alignment"] > SAID:
         padded = f"The mesh needs samples padded to multiples of {take['align']['sample']} tokens. This padding takes"
-        said.append(f"{padded} {take['waste']['alignment']:.2%} of the capacity.")
-    rows = [row for row in found["settings"] if row["axis"] == "mesh" and not row["refused"]]
+        yield f"{padded} {take['waste']['alignment']:.2%} of the capacity."
+    rows = [row for row in forecast_rows(plan, "mesh") if row["mesh"] == take["mesh"]]
     for tight in rows:
-        given = next((row for row in rows if row["mesh"] == tight["mesh"]), tight)
-        if tight["mesh"] == take["mesh"] and tight["align"] != given["align"]:
-            saved = given["waste"]["alignment"] - tight["waste"]["alignment"]
-            said.append(
+        if tight["align"] != rows[0]["align"]:
+            saved = rows[0]["waste"]["alignment"] - tight["waste"]["alignment"]
+            yield (
                 f"`align: {{sample: tight}}` pads samples only to multiples of {tight['align']['sample']} tokens. This "
                 f"saves {saved:.2%} of the capacity. The ranks' time on real tokens changes by "
-                f"{tight['useful'] - given['useful']:+.2%}. Tight alignment is not tested on GPUs yet."
+                f"{tight['useful'] - rows[0]['useful']:+.2%}. Tight alignment is not tested on GPUs yet."
             )
-    return said
 
 
-def _shape(found: Tree) -> list[str]:
-    """Describe the gain or loss by other shapes of packs; empty if no shape makes a difference."""
-    rows = [row for row in found["settings"] if row["axis"] == "shape" and not row["refused"]]
-    base = next((row for row in rows if row["shape"] == found["take"]["shape"]), None)
+def _shape(plan: Tree, take: Tree) -> Iterator[str]:
+    """Describe the gain or loss by other shapes of packs."""
+    base, others = _on_axis(plan, "shape")
     if base is None:
-        return []
-    said = [f"{shape_text(row['shape'])} {_change(row['useful'] - base['useful'])}" for row in rows if row is not base
-            if abs(row["useful"] - base["useful"]) >= SAID]  # fmt: skip
-    stages = base["mesh"]["pp"]
-    pipeline = (
-        f" With {stages} pipeline stages, all packs of a step are padded to the longest one." if stages > 1 else ""
-    )
-    shapes = f"packs of shape {shape_text(base['shape'])}"
-    if not said:
-        return (
-            [f"Compared with {shapes}, no other shape gains much.{pipeline}"]
-            if stages > 1 or base["step_samples"]
-            else []
-        )
-    return [
-        f"Compared with {shapes}: {', '.join(said)}. Compilers and CUDA graphs need few different shapes.{pipeline}"
-    ]
+        return
+    gains = [(shape_text(row["shape"]), row["useful"] - base["useful"]) for row in others]
+    compared = [f"{name} {_change(points)}" for name, points in gains if abs(points) >= SAID]
+    against, stages = f"Compared with packs of shape {shape_text(base['shape'])}", take["mesh"]["pp"]
+    pipeline = f" With {stages} pipeline stages, all packs of a step are padded to the longest one." * (stages > 1)
+    if compared:
+        yield f"{against}: {', '.join(compared)}. Compilers and CUDA graphs need few different shapes.{pipeline}"
+    elif stages > 1 or base["step_samples"]:
+        yield f"{against}, no other shape gains much.{pipeline}"
 
 
-def shape_text(shape: Any) -> str:
-    """Return a shape as text: ``exact``, ``multiple 512`` or ``buckets 2048 4096``."""
-    if isinstance(shape, str):
-        return shape
-    if shape.get("multiple"):
-        return f"multiple {shape['multiple']}"
-    return f"buckets {' '.join(map(str, shape['buckets']))}"
-
-
-def _batches(found: Tree) -> list[str]:
-    """Describe the packs and micro-batches of a batch; empty if steps are counted in packs."""
-    take = found["take"]
+def _batches(plan: Tree, take: Tree) -> Iterator[str]:
+    """Describe the packs and micro-batches of a batch, if steps are batches."""
     if not take["step_samples"]:
-        return []
+        return
     low, high, dp = take["micro_batches_low"], take["micro_batches_high"], take["mesh"]["dp"]
+    micro = f"{low if low == high else f'{low} to {high}'} micro-batch{'es' * (high > 1)}"
     ranks = f" on each of {dp} ranks" if dp > 1 else ""
-    micro = _counted(low, high, "micro-batch", "micro-batches")
-    said = f"A batch of {take['step_samples']:,} samples forms {take['formed_packs']:.1f} packs, in {micro}{ranks}."
     split, empty = take["split_share"], take["waste"]["empty_pack"]
     needs = [f"{split:.1%} of the packs are split from other packs"] if split > SAID else []
     needs += [f"empty packs take {empty:.1%} of the capacity"] if empty > SAID else []
-    said += f" So that every rank has the same number of packs, {' and '.join(needs)}." if needs else ""
-    return [said]
+    equal = f" So that every rank has the same number of packs, {' and '.join(needs)}." if needs else ""
+    formed = f"A batch of {take['step_samples']:,} samples forms {take['formed_packs']:.1f} packs, in {micro}{ranks}."
+    yield formed + equal
 
 
-def _counted(low: int, high: int, one: str, many: str) -> str:
-    """Return ``1 micro-batch``, ``3 micro-batches`` or ``3 to 4 micro-batches``."""
-    return f"{low} {one if low == 1 else many}" if low == high else f"{low} to {high} {many}"
-
-
-def _balance(found: Tree) -> list[str]:
+def _balance(plan: Tree, take: Tree) -> Iterator[str]:
     """Describe the load imbalance over the data-parallel ranks, and how to lower it."""
-    take = found["take"]
-    dp = take["mesh"]["dp"]
+    dp, ratio = take["mesh"]["dp"], take["cost_max_over_mean"]
+    imbalance = f"The load imbalance (max / mean cost) over {dp} data-parallel ranks is {ratio:.3f}"
+    bound = take["bound_by"]
+    no_room = sum(bound.values()) - bound.get("tokens", 0.0) > MOST  # to move samples
     if dp == 1:
-        return [
-            "A single data-parallel rank does not wait. To see the cost of your mesh, pass --mesh, such as dp=8,cp=2."
-        ]
-    said = f"The load imbalance (max / mean cost) over {dp} data-parallel ranks is {take['cost_max_over_mean']:.3f}"
-    if take["cost_max_over_mean"] < UNEVEN:
-        return [f"{said}, which is balanced."]
-    if take["step_samples"]:
-        return [f"{said}. Larger batches lower the imbalance."]
-    no_room = sum(take["bound_by"].values()) - take["bound_by"].get("tokens", 0.0) > 0.5  # to move samples
-    no_joint = take["packer"] == "joint" or no_room
-    joint = "" if no_joint else ", and so does `balance: joint`, which forms packs of equal cost"
-    return [f"{said}. More packs per step lower the imbalance{joint}."]
+        yield "A single data-parallel rank does not wait. To see the cost of your mesh, pass --mesh, such as dp=8,cp=2."
+    elif ratio < UNEVEN:
+        yield f"{imbalance}, which is balanced."
+    elif take["step_samples"]:
+        yield f"{imbalance}. Larger batches lower the imbalance."
+    elif take["packer"] == "joint" or no_room:
+        yield f"{imbalance}. More packs per step lower the imbalance."
+    else:
+        lower = "More packs per step lower the imbalance, and so does `balance: joint`, which forms packs of equal cost"
+        yield f"{imbalance}. {lower}."
 
 
-def _meshes(found: Tree) -> list[str]:
-    """Compare the meshes in a sentence; empty if only one was given."""
-    rows: dict[str, float] = {}
-    for row in found["settings"]:
-        if row["axis"] == "mesh" and not row["refused"]:
-            mesh = " ".join(f"{name}={size}" for name, size in row["mesh"].items() if size > 1 or name == "dp")
-            rows.setdefault(mesh, row["useful"])
-    if len(rows) < 2:
-        return []
-    compared = ", ".join(f"{mesh} {useful:.2%}" for mesh, useful in sorted(rows.items(), key=lambda each: -each[1]))
-    share = f"Share of the time that ranks spend on real tokens, by mesh: {compared}"
-    return [f"{share}. The forecast leaves out kernels and links."]
+def _meshes(plan: Tree, take: Tree) -> Iterator[str]:
+    """Compare the meshes, if there are several."""
+    useful: dict[str, float] = {}
+    for row in forecast_rows(plan, "mesh"):
+        useful.setdefault(mesh_text(row["mesh"]), row["useful"])
+    if len(useful) > 1:
+        best_first = sorted(useful.items(), key=lambda each: -each[1])
+        compared = ", ".join(f"{mesh} {share:.2%}" for mesh, share in best_first)
+        share = f"Share of the time that ranks spend on real tokens, by mesh: {compared}"
+        yield f"{share}. The forecast leaves out kernels and links."
 
 
-def _last_step(found: Tree) -> list[str]:
-    """Describe the empty packs of the last step, and how to avoid them; empty if they are few."""
-    share = found["take"]["waste"]["empty_pack"]
-    if share <= 0.005 or found["take"]["step_samples"]:
-        return []
-    takes = f"Empty packs of the last step take {share:.2%} of the capacity"
-    return [f"{takes}. To avoid empty packs, set fewer packs per step or `tail: drop`."]
-
-
-def _steps(found: Tree) -> list[str]:
-    """Return a sentence with the steps of a pass, and their 95% interval if they are estimated."""
-    take = found["take"]
-    warmup = take["rules"].get("warmup")
-    among = (
-        f"; in the first {warmup['steps']:,} steps, the budget grows from {warmup['init']:,} tokens" if warmup else ""
-    )
-    if take["steps"] is None:
-        return ["The number of steps per pass is not known. Set the number of samples per pass with --total."]
-    if take["steps_low"] == take["steps_high"]:
-        of = f"{take['step_samples']:,} samples" if take["step_samples"] else f"{take['step_packs']} packs"
-        return [f"A pass has {take['steps']:,} step{'s' * (take['steps'] != 1)} of {of}{among}."]
-    return [
-        f"A pass has {take['steps']:,} steps (95% interval: {take['steps_low']:,} to {take['steps_high']:,}){among}."
-    ]
+def _steps(plan: Tree, take: Tree) -> Iterator[str]:
+    """Describe the empty packs of the last step, and the steps of a pass, with their 95% interval if estimated."""
+    empty, warmup, steps = take["waste"]["empty_pack"], take["rules"].get("warmup"), take["steps"]
+    if empty > 0.005 and not take["step_samples"]:
+        takes = f"Empty packs of the last step take {empty:.2%} of the capacity"
+        yield f"{takes}. To avoid empty packs, set fewer packs per step or `tail: drop`."
+    grows = ""
+    if warmup:
+        grows = f"; in the first {warmup['steps']:,} steps, the budget grows from {warmup['init']:,} tokens"
+    if steps is None:
+        yield "The number of steps per pass is not known. Set the number of samples per pass with --total."
+    elif take["steps_low"] == take["steps_high"]:
+        each = f"{take['step_samples']:,} samples" if take["step_samples"] else f"{take['step_packs']} packs"
+        yield f"A pass has {steps:,} step{'s' * (steps != 1)} of {each}{grows}."
+    else:
+        interval = f"{take['steps_low']:,} to {take['steps_high']:,}"
+        yield f"A pass has {steps:,} steps (95% interval: {interval}){grows}."

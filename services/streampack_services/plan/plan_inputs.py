@@ -24,19 +24,15 @@ from streampack.sources import Source
 from streampack_services.daemons.producer import import_from_here, open_sources
 from streampack_services.forecast import run_lengths, sampling
 from streampack_services.forecast.lengths import (
-    StreamLengths,
     Workload,
-    counted,
     is_lengths,
     of_lengths,
     read_lengths,
-    stretches,
 )
 from streampack_services.forecast.run_lengths import Served
 from streampack_services.http import http_client
 from streampack_services.log.segments import segment_files
-from streampack_services.plan.grid import PlanOptions
-from streampack_services.plan.plan_options import PlanBase, PlanInputs, base_of_broker, base_of_run, options_of
+from streampack_services.plan.plan_options import PlanInputs, PlanOptions, base_of_broker, base_of_run, options_of
 
 TO_TOKENIZE = 20_000
 """Samples to tokenize of each stream, without ``--samples``."""
@@ -51,12 +47,11 @@ def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
 
     Raises UserError for wrong arguments, SourceError for unreadable sources, Unreachable if no broker answers.
     """
-    configs = list(given.configs)
-    what = given.what
+    configs, what = list(given.configs), given.what
     if what is not None and what.endswith((".yaml", ".yml")):
         configs, what = [*configs, Path(what)], None
     broker, producer = _configs(configs)
-    base = base_of_broker(broker, given.feed) if broker is not None else PlanBase(Rules(), given=False)
+    base = base_of_broker(broker, given.feed) if broker is not None else PlanOptions(Rules())
     if what is None and producer is not None:
         options = options_of(given, base)
         return _of_producer(given, producer, base), options
@@ -74,8 +69,8 @@ def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
     if broker is None:
         base = base_of_run(run, other_mesh=bool(given.meshes))
     if run.media_sizes is None or not base.has_media:
-        return _noted(_of_run(run, given.samples or TO_PACK), base), options_of(given, base.without_media())
-    return _of_run(run, given.samples or TO_PACK, media=True), options_of(given, base)
+        return _noted(run.workload(given.samples or TO_PACK), base), options_of(given, base.without_media())
+    return run.workload(given.samples or TO_PACK, media=True), options_of(given, base)
 
 
 def run_of(what: str | None, feed: str | None, timeout_s: float) -> Served:
@@ -120,7 +115,7 @@ def progress_line() -> Iterator[Callable[[str], None]]:
 # Lengths
 
 
-def _noted(workload: Workload, base: PlanBase) -> Workload:
+def _noted(workload: Workload, base: PlanOptions) -> Workload:
     """Return ``workload`` with a note if its samples have media, whose sizes are not known."""
     if not base.has_media:
         return workload
@@ -131,30 +126,31 @@ def _noted(workload: Workload, base: PlanBase) -> Workload:
     return replace(workload, notes=[*workload.notes, note])
 
 
-def _of_producer(given: PlanInputs, producer: ProducerConfig, base: PlanBase) -> Workload:
+def _of_producer(given: PlanInputs, producer: ProducerConfig, base: PlanOptions) -> Workload:
     """Read and tokenize samples of the streams in producer.yaml; return their lengths, and the sizes of their media."""
     import_from_here()
     declared = base.rules.media_fields
-    names = [stream.name for stream in base.rules.streams if stream.name in producer.streams] or list(producer.streams)
+    media = {field.name for field in declared}
+    partitions = {stream.name: stream.partitions for stream in base.rules.streams if stream.name in producer.streams}
+    partitions = partitions or dict.fromkeys(producer.streams, PARTITIONS)
     streams, unread = dict[str, ProducerStream](), set[str]()
-    for name in names:
+    for name in partitions:
         fields = producer.streams[name].fields
-        mine = {each: key for each, key in fields.items() if each in {field.name for field in declared}}
-        unread |= set(fields) - set(mine) - {LOSS_MASK}
-        streams[name] = msgspec.structs.replace(producer.streams[name], fields=mine)
+        streams[name] = msgspec.structs.replace(
+            producer.streams[name], fields={each: key for each, key in fields.items() if each in media}
+        )
+        unread |= set(fields) - media - {LOSS_MASK}
     sources: Mapping[str, Source] = open_sources(msgspec.structs.replace(producer, streams=streams))
-    known = {stream.name: stream.partitions for stream in base.rules.streams}
-    partitions = {name: known.get(name, PARTITIONS) for name in names}
-    what = ", ".join(names)
-    if len(names) > 1 and not base.given:
+    what = ", ".join(partitions)
+    if len(partitions) > 1 and not base.keep_budget:
         what += " (equal weights; pass -c broker.yaml for others)"
-    found = sampling.sample(what, sources, partitions, given.samples or TO_TOKENIZE, base.rules.seed, declared)
-    if unread and not base.given:
+    workload = sampling.sample(what, sources, partitions, given.samples or TO_TOKENIZE, base.rules.seed, declared)
+    if unread and not base.keep_budget:
         note = (
             f"the forecast counts tokens only: to read media in {', '.join(sorted(unread))}, pass -c broker.yaml, too"
         )
-        found = replace(found, notes=[*found.notes, note])
-    return _with_total(found, given)
+        workload = replace(workload, notes=[*workload.notes, note])
+    return _with_total(workload, given)
 
 
 def _of_file(given: PlanInputs, what: str) -> Workload:
@@ -171,27 +167,6 @@ def _of_file(given: PlanInputs, what: str) -> Workload:
     )
 
 
-def _of_run(run: Served, most: int, *, media: bool = False) -> Workload:
-    """Return at most ``most`` lengths of a run's samples, taken in stretches over the whole run.
-
-    ``media``: with the sizes of their media.
-    """
-    lengths = stretches(run.lengths, most)
-    whole = run.ended and len(lengths) == run.samples
-    every = counted(run.lengths) if len(run.lengths) == run.samples and not whole and run.ended else None
-    total = float(run.samples) if run.ended else None
-    used = f"the forecast uses {len(lengths):,} of the {run.samples:,} samples of the run, {run.note}"
-    note = f"{used}; overlong samples count as the run truncated or split them"
-    notes = [note]
-    if run.sharing is not None:
-        sentence = run.sharing.sentence()
-        notes.append(sentence[0].lower() + sentence[1:-1])
-    if run.shared_tokens:
-        notes.append("the forecast counts shared tokens for each sample that has them")
-    sizes = (stretches(run.media_sizes, most),) if media and run.media_sizes is not None else None
-    return Workload(run.what, (StreamLengths("data", (lengths,), (whole,), total, every=every, media=sizes),), notes)
-
-
 def _with_total(workload: Workload, given: PlanInputs) -> Workload:
     """Return ``workload`` with the samples per pass of ``--total``. Raises UserError for an impossible number."""
     if given.total is None:
@@ -202,21 +177,16 @@ def _with_total(workload: Workload, given: PlanInputs) -> Workload:
     if stream.whole or given.total < stream.num_samples:
         raise UserError(f"--total is {given.total:,} samples, but {stream.num_samples:,} samples were read"
                         f"{', the whole stream' if stream.whole else ''}. Leave --total out.")  # fmt: skip
-    known = StreamLengths(stream.name, stream.partitions, stream.ended, float(given.total), media=stream.media)
-    return replace(workload, streams=(known,))
+    return replace(workload, streams=(replace(stream, total=float(given.total), shard_samples=None, every=None),))
 
 
 def _configs(files: list[Path]) -> tuple[BrokerConfig | None, ProducerConfig | None]:
     """Read at most one broker.yaml and one producer.yaml. Raises UserError for a second file of one kind."""
-    broker: BrokerConfig | None = None
-    producer: ProducerConfig | None = None
+    configs: dict[str, BrokerConfig | ProducerConfig] = {}
     for file in files:
-        found = read_either(file)
-        if (broker if isinstance(found, BrokerConfig) else producer) is not None:
-            kind = "broker.yaml" if isinstance(found, BrokerConfig) else "producer.yaml"
+        config = read_either(file)
+        kind = "broker.yaml" if isinstance(config, BrokerConfig) else "producer.yaml"
+        if kind in configs:
             raise UserError(f"{file} is a second {kind}. Pass at most one broker.yaml and one producer.yaml.")
-        if isinstance(found, BrokerConfig):
-            broker = found
-        else:
-            producer = found
-    return broker, producer
+        configs[kind] = config
+    return configs.get("broker.yaml"), configs.get("producer.yaml")  # type: ignore[return-value]

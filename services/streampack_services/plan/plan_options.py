@@ -1,28 +1,33 @@
-"""Read the grid of settings that ``streampack plan`` compares from its arguments, broker.yaml or a run.
+"""The settings that ``streampack plan`` compares: a base setting, and variations of one axis at a time.
 
-An argument comes first, then broker.yaml or the run, then a default around the base setting.
+A value comes from an argument, else from broker.yaml or the run, else from a default around the base setting. A larger
+budget has fewer packs per step, so that a step keeps its tokens; batches stay as they are. Alignment follows from the
+mesh, as in a broker.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
 import msgspec
 
-from streampack.config.alignment import AlignSettings, Precision
+from streampack.config.alignment import AlignSettings, Precision, derived_align
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.core.model.keys.planning_keys import Balance
 from streampack.core.model.keys.stream_keys import Overlong
 from streampack.core.model.rules import Align, Batch, Rules
 from streampack.core.model.shapes import Shape, Sizes
 from streampack.core.packers import PACKERS
-from streampack.errors import UserError
+from streampack.errors import ConfigError, UserError
 from streampack_services.forecast.forecast import rules_of_lengths, rules_of_sizes, with_packer
 from streampack_services.forecast.rank_loads import PlanMesh
 from streampack_services.forecast.run_lengths import Served
-from streampack_services.plan.grid import DERIVED, JOINT, PlanOptions, default_budgets, default_packers, default_windows
+
+DERIVED, JOINT, ONE_RANK = AlignSettings(), Balance("joint"), (PlanMesh(),)
+"""Without a configuration: all alignment follows from the mesh, the group of ``joint``, too, and there is one rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,92 +52,188 @@ class PlanInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanBase:
-    """Base settings of the grid, from a configuration or a run.
+class Setting:
+    """One setting, and the ``axis`` that it varies.
 
-    ``align``: a run's fixed multiples of tokens, or the settings from which a mesh's multiples are derived.
-    ``batch_samples``: mean samples per batch of a run whose batches end at marks. ``given``: False for defaults.
-    ``has_media``: samples have media. ``rules`` do not know of media after ``without_media``.
+    A step has ``step_packs`` packs over all ranks, or is a batch of ``step_samples`` samples; the other is None.
+    """
+
+    axis: str
+    budget: int
+    window: int
+    packer: str
+    shape: Shape
+    step_packs: int | None
+    step_samples: int | None
+    mesh: PlanMesh
+    align: Align
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """All settings of a plan; of the values to compare on each axis, the first is the base setting's.
+
+    ``rules``: all other settings; they know nothing of media without sizes of media. ``step``: the step as broker.yaml
+    has it, if steps are batches. ``align``: a run's fixed multiples of tokens, or settings from which a mesh's
+    multiples are derived. ``joint``: balance settings of the packer ``joint``; without a group, it follows from the
+    mesh. ``keep_budget``: the user or a configuration names the first budget. ``batch_samples``: mean samples per batch
+    of a run whose batches end at marks. ``has_media``: samples have media.
+    ``overlong``: policy for samples over the budget; None forecasts ``truncate`` to show its loss. With
+    ``overlong_of_all``, the policy holds for all streams, in place of their own.
     """
 
     rules: Rules
     align: Align | AlignSettings = DERIVED
     precision: Precision | None = None
     joint: Balance = JOINT
-    mesh: PlanMesh | None = None
+    meshes: tuple[PlanMesh, ...] = ONE_RANK
     layout: str = "zigzag"
+    keep_budget: bool = False
     batch_samples: int | None = None
-    given: bool = True
     has_media: bool = False
+    budgets: tuple[int, ...] = ()
+    windows: tuple[int, ...] = ()
+    packers: tuple[str, ...] = ()
+    shapes: tuple[Shape, ...] = ()
+    step: dict[str, Any] = field(default_factory=dict)
+    overlong: Overlong | None = None
+    overlong_of_all: bool = False
 
-    def without_media(self) -> PlanBase:
+    def without_media(self) -> PlanOptions:
         """Return the settings for lengths without sizes of media."""
         return replace(self, rules=rules_of_lengths(self.rules))
 
+    def setting(self, axis: str = "base", **values: Any) -> Setting:
+        """Return the base setting with other ``values``, and about as many tokens per step."""
+        first: dict[str, Any] = {"budget": self.budgets[0], "window": self.windows[0], "packer": self.packers[0]}
+        first |= {"shape": self.shapes[0] if self.shapes else self.rules.shape, "mesh": self.meshes[0], **values}
+        batch, dp = self.rules.batch, first["mesh"].dp
+        packs = max(round(self.rules.packs * self.budgets[0] / first["budget"] / dp), 1) * dp
+        return Setting(
+            axis, **first, align=self.align_of(first["mesh"]), step_packs=packs if batch is None else None,
+            step_samples=None if batch is None else batch.samples,
+        )  # fmt: skip
 
-def base_of_broker(broker: BrokerConfig, feed: str | None) -> PlanBase:
+    def align_of(self, mesh: PlanMesh, **changes: Any) -> Align:
+        """Return the multiples of tokens that samples and packs are padded to on a mesh."""
+        if isinstance(self.align, Align):
+            return self.align
+        settings = msgspec.structs.replace(self.align, **changes)
+        return derived_align(mesh.cp, mesh.tp, self.layout, self.precision, settings)
+
+
+def grid(options: PlanOptions) -> list[Setting]:
+    """Return the base setting, then the settings of each axis.
+
+    Raises ConfigError if the base budget is not a multiple of the pack alignment.
+    """
+    base = options.setting()
+    if base.budget % base.align.pack:
+        raise ConfigError(
+            f"budget: got {base.budget}, expected a multiple of {base.align.pack} because of the mesh and precision. "
+            f"Use {fitting(base.budget, base.align)}."
+        )
+    shapes = options.shapes if len(options.shapes) > 1 else _default_shapes(base)
+    axes: dict[str, Iterable[Any]] = {
+        "budget": (fitting(budget, base.align) for budget in sorted(options.budgets)),
+        "window": sorted(options.windows) if base.step_samples is None else (),
+        "packer": options.packers,
+        "shape": shapes,
+    }
+    settings = [base, *(options.setting(axis, **{axis: value}) for axis, values in axes.items() for value in values)]
+    for mesh in options.meshes:
+        on_mesh = options.setting("mesh", mesh=mesh)
+        aligns = [on_mesh.align]
+        if isinstance(options.align, AlignSettings) and options.align.sample is None and mesh.tp > 1:
+            tight = options.align_of(mesh, sample="tight")
+            aligns += [tight] if tight.sample < on_mesh.align.sample else []
+        settings += [replace(on_mesh, align=align, budget=fitting(base.budget, align)) for align in aligns]
+    return settings
+
+
+def fitting(budget: int, align: Align) -> int:
+    """Return the largest multiple of ``align.pack`` up to ``budget``, at least ``align.pack`` itself."""
+    return max(budget // align.pack, 1) * align.pack
+
+
+def _default_shapes(base: Setting) -> list[Shape]:
+    """Return the base shape, fixed, exact, multiples of about a 16th of the budget, and buckets of its quarters."""
+    budget, align = base.budget, base.align.pack
+    parts = [budget // n for n in (16, 8, 4, 2) if not budget % n and not budget // n % align]
+    quarters = sorted({-(-budget * n // 4 // align) * align for n in (1, 2, 3)} - {budget})
+    shapes: list[Shape] = [base.shape, "fixed", "exact", *(Sizes(multiple=part) for part in parts[:1])]
+    shapes += [Sizes(buckets=tuple(quarters))] if quarters else []
+    return list(dict.fromkeys(shapes))
+
+
+def base_of_broker(broker: BrokerConfig, feed: str | None) -> PlanOptions:
     """Return the base settings of a feed in broker.yaml. Raises UserError if it has no such feed."""
     name = next(iter(broker.feeds)) if feed is None else feed
     if name not in broker.feeds:
         raise UserError(f"got feed {name!r}, expected one of: {', '.join(broker.feeds)}")
     rules, settings = rules_of_sizes(broker.plan(name)), broker.rules_of(name)
-    joint = msgspec.structs.replace(_joint_of(rules), group=settings.balance.group)
+    joint = Balance("joint", group=settings.balance.group, patience=rules.balance.patience)
     mesh = PlanMesh(**msgspec.structs.asdict(broker.planned_mesh))
-    return PlanBase(
-        rules, settings.align or DERIVED, broker.precision, joint, mesh, broker.feeds[name].cp_layout,
+    return PlanOptions(
+        rules, settings.align or DERIVED, broker.precision, joint, (mesh,), broker.feeds[name].cp_layout, True,
         has_media=bool(rules.media_fields),
     )  # fmt: skip
 
 
-def base_of_run(run: Served, *, other_mesh: bool) -> PlanBase:
+def base_of_run(run: Served, *, other_mesh: bool) -> PlanOptions:
     """Return the base settings of a run's rules.
 
     With ``other_mesh``, leave out the run's alignment, joint balance and mesh.
     """
-    mesh, rules = run.mesh, rules_of_sizes(run.rules)
-    batch = rules.batch
-    mean = max(round(run.samples / run.steps), 1) if batch is not None and batch.samples is None else None
-    media = bool(run.rules.media_fields)
+    rules = rules_of_sizes(run.rules)
+    marked = rules.batch is not None and rules.batch.samples is None
+    options = PlanOptions(
+        rules, keep_budget=True, batch_samples=max(round(run.samples / run.steps), 1) if marked else None,
+        has_media=bool(run.rules.media_fields),
+    )  # fmt: skip
     if other_mesh:
-        return PlanBase(rules, batch_samples=mean, has_media=media)
-    return PlanBase(rules, rules.align, None, _joint_of(rules), mesh, batch_samples=mean, has_media=media)
+        return options
+    joint = Balance("joint", group=rules.balance.group, patience=rules.balance.patience)
+    return replace(options, align=rules.align, joint=joint, meshes=(run.mesh,) if run.mesh else ONE_RANK)
 
 
-def _joint_of(rules: Rules) -> Balance:
-    """Return the settings of the packer ``joint``, with the group and patience of ``rules``."""
-    return Balance("joint", group=rules.balance.group, patience=rules.balance.patience)
-
-
-def options_of(given: PlanInputs, base: PlanBase) -> PlanOptions:
-    """Return the grid of settings to forecast. Raises UserError for wrong arguments and for rules without packing."""
+def options_of(given: PlanInputs, base: PlanOptions) -> PlanOptions:
+    """Return the settings to forecast. Raises UserError for wrong arguments and for rules without packing."""
     if base.rules.padded:
         raise UserError(
             "The rules have `padded: true`, but plan forecasts packs. Pass only the lengths, or plan a single batch "
             "with streampack.plan_step(mode='padded')."
         )
-    meshes = tuple(map(_mesh, given.meshes)) or (base.mesh or PlanMesh(),)
+    meshes = tuple(map(_mesh, given.meshes)) or base.meshes
     packer, rules = base.rules.new_packer().name, with_packer(base.rules, base.rules.packer)
     rules, step = _with_step(given, rules, base)
-    axes: dict[str, Any] = {}
-    for axis, around in (("budget", default_budgets), ("window", default_windows)):
-        asked = _numbers(getattr(given, axis), axis)
-        axes[axis] = asked if len(asked) > 1 else around(asked[0] if asked else getattr(rules, axis))
-    names = _words(given.packer)
-    for name in names:
+    budgets = _numbers(given.budget, "budget") or (rules.budget,)
+    windows = _numbers(given.window, "window") or (rules.window,)
+    if len(budgets) == 1:  # half, twice and four times as many tokens
+        budgets = (*budgets, *(each for each in (budgets[0] // 2, budgets[0] * 2, budgets[0] * 4) if each))
+    if len(windows) == 1:
+        windows = tuple(dict.fromkeys((*windows, 256, 1024, 4096)))
+    packers = _words(given.packer)
+    for name in packers:
         _must_be_known("--packer", name, tuple(PACKERS))
-    packers = names if len(names) > 1 else default_packers(names[0] if names else packer, rules)
-    overlong = given.overlong if given.overlong is not None else _overlong_of(rules)
+    if len(packers) <= 1:  # all that go together with the rules: only exact_fill keeps limits of media
+        known = PACKERS if rules.limits is None else ("exact_fill", "joint")
+        others = [name for name in known if name != "none" and (rules.batch is None or name != "joint")]
+        packers = tuple(dict.fromkeys((*(packers or (packer,)), *others)))
+    policies = {stream.overlong for stream in rules.streams} - {"error"}
+    common = policies.pop() if len(policies) == 1 else None
+    overlong = given.overlong if given.overlong is not None else common
     _must_be_known("--overlong", overlong, get_args(Overlong))
     _must_be_known("--precision", given.precision, get_args(Precision))
-    precision = cast("Precision | None", given.precision) or base.precision
-    return PlanOptions(
-        rules, base.layout, axes["budget"], axes["window"], packers, meshes, tuple(map(_shape, given.shapes)), step,
-        base.align, precision, base.joint, cast("Overlong | None", overlong), base.given or given.budget is not None,
-        given.overlong is not None,
+    return replace(
+        base, rules=rules, budgets=budgets, windows=windows, packers=packers, meshes=meshes,
+        shapes=tuple(map(_shape, given.shapes)), step=step, overlong=cast("Overlong | None", overlong),
+        precision=cast("Precision | None", given.precision) or base.precision,
+        keep_budget=base.keep_budget or given.budget is not None, overlong_of_all=given.overlong is not None,
     )  # fmt: skip
 
 
-def _with_step(given: PlanInputs, rules: Rules, base: PlanBase) -> tuple[Rules, dict[str, Any]]:
+def _with_step(given: PlanInputs, rules: Rules, base: PlanOptions) -> tuple[Rules, dict[str, Any]]:
     """Return the rules with the requested step, and the setting ``step`` for broker.yaml.
 
     The second value is empty if a step is a number of packs. Raises UserError if arguments contradict each other, or
@@ -155,16 +256,9 @@ def _with_step(given: PlanInputs, rules: Rules, base: PlanBase) -> tuple[Rules, 
             "With `step: {end_of_batch: true}`, the size of a batch is not known. Pass its number of samples with "
             "--batch."
         )
-    others = {key: value for key, value in msgspec.to_builtins(asked).items() if key != "samples"}
-    ends = rules.batch is not None and rules.batch.samples is None
-    step = {"end_of_batch": True, **others} if ends else {"samples": samples, **others}
+    ends: dict[str, Any] = {"end_of_batch": True} if asked.samples is None else {"samples": samples}
+    step = ends | {key: value for key, value in msgspec.to_builtins(asked).items() if key != "samples"}
     return msgspec.structs.replace(rules, batch=msgspec.structs.replace(asked, samples=samples, min_samples=1)), step
-
-
-def _overlong_of(rules: Rules) -> str | None:
-    """Return the overlong policy that all streams without ``error`` share; None if there is no such policy."""
-    policies = {stream.overlong for stream in rules.streams} - {"error"}
-    return policies.pop() if len(policies) == 1 else None
 
 
 def _words(text: str | None) -> tuple[str, ...]:

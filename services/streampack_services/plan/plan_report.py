@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from rich.console import Console
@@ -11,39 +10,51 @@ from rich.text import Text
 
 from streampack_services.amounts import media_text
 from streampack_services.forecast.lengths import samples_text
-from streampack_services.plan.charts import is_taken, setting_name
+from streampack_services.plan.advice import forecast_rows, is_taken, setting_name
 
 Tree = dict[str, Any]
 
 
-def show_plan(found: Tree) -> None:
+def show_plan(plan: Tree) -> None:
     """Print the result of ``advisor.advise``, with the ``why`` and ``broker_yaml`` of ``advice``."""
     console = new_console()
-    console.print(Text.assemble((str(found["what"]), "bold"), f"  {lengths_text(found['lengths'])}"), soft_wrap=True)
-    if found["media"] is not None:
-        console.print(media_line(found["media"]), soft_wrap=True)
-    for stream in found["streams"]:
-        console.print(_read_text(stream, alone=len(found["streams"]) == 1))
-    for note in found["notes"]:
+    console.print(Text.assemble((str(plan["what"]), "bold"), f"  {_lengths_text(plan['lengths'])}"), soft_wrap=True)
+    if plan["media"] is not None:
+        console.print(_media_text(plan["media"]), soft_wrap=True)
+    for stream in plan["streams"]:
+        console.print(_read_text(stream, alone=len(plan["streams"]) == 1))
+    for note in plan["notes"]:
         console.print(note)
     console.print()
-    _print_table(found)
-    refused = [row for row in found["settings"] if row["refused"]]
-    for row in refused:
-        console.print(f"not possible: {setting_name(row)}: {row['refused']}")
+    _print_table(plan)
+    for row in plan["settings"]:
+        if row["refused"]:
+            console.print(f"not possible: {setting_name(row)}: {row['refused']}")
     console.print()
-    console.print(_legend(found), style="dim")
+    console.print(_legend(plan), style="dim")
     console.print()
-    for sentence in found["why"]:
+    for sentence in plan["why"]:
         console.print(f"- {sentence}")
     console.print()
     console.print("broker.yaml:", style="bold")
-    console.print(found["broker_yaml"], soft_wrap=True)
+    console.print(plan["broker_yaml"], soft_wrap=True)
 
 
 def new_console() -> Console:
     """Return a console that prints names unchanged, without markup or highlighting."""
     return Console(highlight=False, markup=False, emoji=False)
+
+
+def new_table(columns: list[str], gap: int = 2, **first: Any) -> Table:
+    """Return a table without lines, with ``gap`` spaces between columns: names, then ``columns[1:]`` of numbers.
+
+    ``first``: options of the column of names.
+    """
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column(columns[0], **first)
+    for name in columns[1:]:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def print_whole(table: Table) -> None:
@@ -58,21 +69,22 @@ def width_of(table: Table) -> int:
     return Console(width=1000).measure(table).maximum
 
 
-def lengths_text(lengths: Tree) -> str:
+def _lengths_text(lengths: Tree) -> str:
     """Return ``6,000 samples, 3,966,192 tokens: mean 661, median 394, p99 4,066, longest 9,000``."""
-    return (
-        f"{samples_text(lengths['samples'])}, {lengths['tokens']:,} tokens: mean {lengths['mean']:.0f}, median "
-        f"{lengths['p50']:,}, p99 {lengths['p99']:,}, longest {lengths['max']:,}"
-    )
+    counts = f"{samples_text(lengths['samples'])}, {lengths['tokens']:,} tokens"
+    return f"{counts}: {_spread_text(lengths)}, longest {lengths['max']:,}"
 
 
-def media_line(media: Tree) -> str:
+def _media_text(media: Tree) -> str:
     """Return ``media: 90 media items with 800 patches in 60 samples; patches of these: mean 13, median 9, ...``."""
     patches = media["patches"]
-    return (
-        f"media: {media_text(media['items'], patches['total'])} in {samples_text(media['samples'])}; patches of these: "
-        f"mean {patches['mean']:.0f}, median {patches['p50']:,}, p99 {patches['p99']:,}, most {patches['max']:,}"
-    )
+    counts = f"{media_text(media['items'], patches['total'])} in {samples_text(media['samples'])}"
+    return f"media: {counts}; patches of these: {_spread_text(patches)}, most {patches['max']:,}"
+
+
+def _spread_text(sizes: Tree) -> str:
+    """Return ``mean 661, median 394, p99 4,066``."""
+    return f"mean {sizes['mean']:.0f}, median {sizes['p50']:,}, p99 {sizes['p99']:,}"
 
 
 def _read_text(stream: Tree, *, alone: bool) -> str:
@@ -101,81 +113,76 @@ LEAST = ("attention", "by tokens", "align", "utilization", "cut", "micro", "empt
 """Columns to leave out on a narrow terminal, the first one first."""
 
 
-_BY = re.compile("by ").match
-"""Finds the columns of ``bound_by``."""
-
-
 def _columns(rows: list[Tree]) -> dict[str, list[str]]:
     """Return the cells of each column as text; leave out shares that are 0 in every row."""
-    percents = {"useful": [row["useful"] for row in rows], "utilization": [row["filled"] for row in rows]}
-    losses = {name: [row["waste"][cause] for row in rows] for name, (cause, _) in WASTE.items()}
-    losses["cut"] = [row["lost_share"] for row in rows]
-    percents |= {name: values for name, values in losses.items() if max(values) > 0.5e-4}
-    found = {name: [f"{value:.2%}" for value in values] for name, values in percents.items()}
-    ratios = [("imbalance", "cost"), ("attention", "attention")]
-    for name, key in [*ratios, ("patches", "patches")] if rows[0]["bound_by"] else ratios:
-        found[name] = [f"{row[f'{key}_max_over_mean']:.3f}" for row in rows]
-    axes = [axis for axis in rows[0]["bound_by"] if any(row["bound_by"][axis] for row in rows)]
-    for axis in axes if len(rows[0]["bound_by"]) > 1 else ():
-        found[f"by {axis}"] = [f"{row['bound_by'][axis]:.0%}" for row in rows]
+    shares = {name: [row["waste"][cause] for row in rows] for name, (cause, _) in WASTE.items()}
+    shares["cut"] = [row["lost_share"] for row in rows]
+    shares = {name: values for name, values in shares.items() if max(values) > 0.5e-4}
+    shares = {"useful": [row["useful"] for row in rows], "utilization": [row["filled"] for row in rows], **shares}
+    columns = {name: [f"{value:.2%}" for value in values] for name, values in shares.items()}
+    axes = rows[0]["bound_by"]
+    ratios = {"imbalance": "cost", "attention": "attention"} | ({"patches": "patches"} if axes else {})
+    for name, key in ratios.items():
+        columns[name] = [f"{row[f'{key}_max_over_mean']:.3f}" for row in rows]
+    for axis in axes if len(axes) > 1 else ():
+        if any(row["bound_by"][axis] for row in rows):
+            columns[f"by {axis}"] = [f"{row['bound_by'][axis]:.0%}" for row in rows]
     if rows[0]["step_samples"]:
-        found["micro"] = [_range(row["micro_batches_low"], row["micro_batches_high"]) for row in rows]
-    return found
+        columns["micro"] = [_range(row["micro_batches_low"], row["micro_batches_high"]) for row in rows]
+    return columns
 
 
-def _print_table(found: Tree) -> None:
+def _print_table(plan: Tree) -> None:
     """Print the table of settings in its full width.
 
     On a narrower terminal, leave out the interval of steps, which the reasons repeat. Then leave out columns of LEAST
     until there is room for the settings' names.
     """
-    rows = [row for row in found["settings"] if row["axis"] != "base" and not row["refused"]]
+    rows = forecast_rows(plan)
     columns, console = _columns(rows), new_console()
-    wide = _table(found, rows, columns | {"steps": [steps_text(row) for row in rows]}, 2)
+    wide = _table(plan, columns | {"steps": [steps_text(row) for row in rows]}, 2)
     if not console.is_terminal or width_of(wide) <= console.width:
         print_whole(wide)
         return
     columns["steps"] = ["?" if row["steps"] is None else f"{row['steps']:,}" for row in rows]
-    left_out = [name for name in LEAST if name in columns]
-    while left_out and NAME + sum(1 + max(map(len, [name, *columns[name]])) for name in columns) > console.width:
-        del columns[left_out.pop(0)]
-    console.print(_table(found, rows, columns, 1))
-    missing = [name for name in LEAST if name in _columns(rows) and name not in columns]
+    missing, left = list[str](), [name for name in LEAST if name in columns]
+    while left and NAME + sum(1 + max(map(len, [name, *columns[name]])) for name in columns) > console.width:
+        missing.append(left.pop(0))
+        del columns[missing[-1]]
+    console.print(_table(plan, columns, 1))
     if missing:
         console.print(f"a wider terminal shows {', '.join(missing)}, too", style="dim")
 
 
-def _table(found: Tree, rows: list[Tree], columns: dict[str, list[str]], gap: int) -> Table:
+def _table(plan: Tree, columns: dict[str, list[str]], gap: int) -> Table:
     """Return the table of settings, with ``gap`` spaces between columns and an empty row between axes."""
-    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("setting", overflow="fold")
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+    table, rows = new_table(["setting", *columns], gap, overflow="fold"), forecast_rows(plan)
     for at, row in enumerate(rows):
         if at and row["axis"] != rows[at - 1]["axis"]:
             table.add_row()
-        taken = is_taken(row, found["take"])
+        taken = is_taken(row, plan["take"])
         cells = (cells[at] for cells in columns.values())
-        table.add_row(setting_name(row) + (" *" if taken else ""), *cells, style="bold" if taken else None)
+        table.add_row(setting_name(row) + " *" * taken, *cells, style="bold" if taken else None)
     return table
 
 
-def _legend(found: Tree) -> str:
+def _legend(plan: Tree) -> str:
     """Explain the columns of the table, one line each."""
-    shown = _columns([row for row in found["settings"] if row["axis"] != "base" and not row["refused"]])
-    causes = "; ".join(f"{name} ({what})" for name, (_, what) in WASTE.items() if name in shown)
-    work = "real tokens" if found["media"] is None else "real tokens and media"
-    useful = f"share of the ranks' time that is spent on {work}, computed with the rules' sample costs"
-    parts = [
-        f"useful: {useful}; the rest is padding and waiting",
-        "utilization: real tokens / capacity" + (f"; the rest is padding: {causes}" if causes else ""),
-        *(["cut: tokens over the budget, as a share of all tokens"] if "cut" in shown else []),
-        "imbalance: max / mean cost of the ranks in a micro-batch; attention: the same for costs of length squared",
-        *(["patches: max / mean patches of the ranks in a micro-batch"] if "patches" in shown else []),
-        *(["by AXIS: packs in which the axis is fullest, compared with its limit"] if any(map(_BY, shown)) else []),
-        *(["micro: micro-batches per rank and step"] if "micro" in shown else []),
-    ]
-    return "\n".join([*parts, "*: recommended"])
+    columns = _columns(forecast_rows(plan))
+    causes = "; ".join(f"{name} ({meaning})" for name, (_, meaning) in WASTE.items() if name in columns)
+    work = "real tokens" if plan["media"] is None else "real tokens and media"
+    lines = {
+        "useful": f"share of the ranks' time that is spent on {work}, computed with the rules' sample costs; the rest "
+        f"is padding and waiting",
+        "utilization": "real tokens / capacity" + (f"; the rest is padding: {causes}" if causes else ""),
+        "cut": "tokens over the budget, as a share of all tokens",
+        "imbalance": "max / mean cost of the ranks in a micro-batch; attention: the same for costs of length squared",
+        "patches": "max / mean patches of the ranks in a micro-batch",
+        "by AXIS": "packs in which the axis is fullest, compared with its limit",
+        "micro": "micro-batches per rank and step",
+    }
+    shown = {"by AXIS" if name.startswith("by ") else name for name in columns}
+    return "\n".join([*(f"{name}: {line}" for name, line in lines.items() if name in shown), "*: recommended"])
 
 
 def steps_text(row: Tree) -> str:

@@ -1,4 +1,4 @@
-"""``streampack report``: compare a run with other ways of batching its samples.
+"""``streampack report``: compare a run with other ways of batching its samples, and print the result.
 
 The comparison counts slots: tokens and padding that GPUs compute for the same samples in the same order.
 
@@ -21,16 +21,25 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from rich.table import Table
+from rich.text import Text
 
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack.errors import UserError
+from streampack_services.amounts import media_text
 from streampack_services.forecast.forecast import rules_of_lengths, with_packer
 from streampack_services.forecast.lengths import samples_text
 from streampack_services.forecast.run_lengths import Served
+from streampack_services.plan.plan_report import new_console, new_table, print_whole, width_of
 
 Tree = dict[str, Any]
-OTHERS = ("padding", "greedy", "first_fit_decreasing")
+NAMES = {
+    "padding": "padding to the longest",
+    "greedy": "greedy concatenation",
+    "first_fit_decreasing": "first-fit decreasing",
+}
+"""Names of the other ways of batching."""
 _PACKERS = {"greedy": "concatenative", "first_fit_decreasing": "first_fit_decreasing"}
 
 
@@ -67,14 +76,14 @@ def packed_slots(lengths: I64, rules: Rules, packer: str, bounds: I64 | None = N
     """
     window = rules.window if rules.batch is None else max(len(lengths), 1)
     rules = with_packer(rules, packer, batch=None, warmup=None, window=window)
-    chosen, align, found = rules.new_packer(), rules.align.sample, 0
+    chosen, align, slots = rules.new_packer(), rules.align.sample, 0
     units = -(-lengths // align)
     for begin, end in pairwise([0, len(lengths)] if bounds is None else bounds.tolist()):
-        mine, ages = units[begin:end], np.full(end - begin, -1, np.int64)
-        choice = chosen.choose(mine, ages, rules.budget // align, end - begin, True, window=window)
-        upto = np.concatenate([[0], np.cumsum(mine[choice.indices])])[choice.bounds]
-        found += int(rules.own_widths(np.diff(upto) * align).sum())
-    return found
+        sizes, ages = units[begin:end], np.full(end - begin, -1, np.int64)
+        choice = chosen.choose(sizes, ages, rules.budget // align, end - begin, True, window=window)
+        upto = np.concatenate([[0], np.cumsum(sizes[choice.indices])])[choice.bounds]
+        slots += int(rules.own_widths(np.diff(upto) * align).sum())
+    return slots
 
 
 def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
@@ -88,7 +97,9 @@ def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
     size = micro_batch or max(round(run.samples / run.filled_packs), 1)
     tokens = run.tokens + run.shared_tokens  # what the other ways compute
     grow = tokens / max(int(run.lengths.sum()), 1)
-    found: Tree = {
+    slots = {"padding": padded_slots(run.lengths, size, rules.align.sample, run.bounds)}
+    slots |= {name: packed_slots(run.lengths, rules, packer, run.bounds) for name, packer in _PACKERS.items()}
+    return {
         "what": run.what,
         "note": run.note,
         "samples": run.samples,
@@ -103,16 +114,13 @@ def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
         "align": rules.align.sample,
         "batches": len(run.bounds) - 1,
         "micro_batch": size,
-        "assumptions": assumptions(run, size, rate),
+        "assumptions": _assumptions(run, size, rate),
         "gpus": rate.gpus if rate is not None else None,
         "run": _batching_figures(run.pack_slots, run.tokens, rate),
+        "others": {
+            name: _batching_figures(round(count * grow), tokens, rate, run.pack_slots) for name, count in slots.items()
+        },
     }
-    slots = {"padding": padded_slots(run.lengths, size, rules.align.sample, run.bounds)}
-    slots |= {name: packed_slots(run.lengths, rules, packer, run.bounds) for name, packer in _PACKERS.items()}
-    found["others"] = {
-        name: _batching_figures(round(slots[name] * grow), tokens, rate, run.pack_slots) for name in OTHERS
-    }
-    return found
 
 
 def rate_of(run: Served, gpus: int | None, tokens_per_s: float | None) -> Rate | None:
@@ -151,7 +159,7 @@ def _batching_figures(slots: int, tokens: int, rate: Rate | None, own: int | Non
     return tree
 
 
-def assumptions(run: Served, micro_batch: int, rate: Rate | None) -> list[str]:
+def _assumptions(run: Served, micro_batch: int, rate: Rate | None) -> list[str]:
     """Return the assumptions of the comparison, as sentences."""
     part = "" if run.share == 1 else f"{len(run.lengths):,} of "
     scaled = "" if run.share == 1 else " The results are scaled to all samples."
@@ -167,3 +175,71 @@ def assumptions(run: Served, micro_batch: int, rate: Rate | None) -> list[str]:
     if rate is None:
         return [*sentences, "GPU hours are not known. Pass --tokens-per-second for one GPU, and --gpus."]
     return [*sentences, f"GPU hours assume {rate.tokens_per_s:,.0f} slots per second on each GPU ({rate.said})."]
+
+
+def named_rows(report: Tree) -> dict[str, Tree]:
+    """Return the figures of each way of batching by its name, those of the run last."""
+    others = {NAMES[name]: row for name, row in report["others"].items()}
+    return others | {f"this run: {report['packer']}": report["run"]}
+
+
+def show_savings(report: Tree) -> None:
+    """Print the result of ``savings``: a table, the assumptions, and one sentence."""
+    console = new_console()
+    about = f"  {samples_text(report['samples'])}, {report['tokens']:,} tokens, budget {report['budget']:,}"
+    console.print(Text.assemble((str(report["what"]), "bold"), about), soft_wrap=True)
+    console.print()
+    columns = _columns(report)
+    table = _table(report, columns)
+    if console.is_terminal and width_of(table) > console.width:  # leave out those that follow from the others
+        table = _table(report, [each for at, each in enumerate(columns) if at != 2 and at < 6])
+    print_whole(table)
+    console.print()
+    for sentence in report["assumptions"]:
+        console.print(f"- {sentence}", style="dim")
+    sentences = [report["sharing"]["sentence"]] if report["sharing"] is not None else []
+    if report["media"] is not None:
+        media = report["media"]
+        fullest = ", ".join(f"{axis} in {number:,}" for axis, number in media["bound_by"].items())
+        counts = media_text(media["items"], media["patches"])
+        sentences.append(f"Media: {counts}. The fullest axis of packs: {fullest}.")
+    for sentence in sentences:
+        console.print()
+        console.print(sentence)
+    console.print()
+    console.print(headline(report), style="bold")
+
+
+def headline(report: Tree) -> str:
+    """Return the savings against each other way of batching, in one sentence."""
+    parts = []
+    for name, row in report["others"].items():
+        hours = f" ({row['saved_gpu_hours']:,.3g} GPU hours)" if "saved_gpu_hours" in row else ""
+        saved = f"{row['saved_share']:.1%}{hours}" if row["saved_slots"] >= 0 else "nothing"
+        few = f", which has {row['slots']:,} slots" if row["saved_slots"] < 0 else ""
+        parts.append(f"{saved} against {NAMES[name]}{few}")
+    return f"Saved: {', '.join(parts)}."
+
+
+def _columns(report: Tree) -> list[tuple[str, str, str]]:
+    """Return the columns of the table: name, key and format of the figures."""
+    columns = [
+        ("slots", "slots", ","), ("utilization", "utilization", ".2%"), ("saved slots", "saved_slots", ","),
+        ("saved %", "saved_share", ".2%"),
+    ]  # fmt: skip
+    if report["gpus"] is not None:
+        on_all = f"saved h on {report['gpus']} GPU{'s' * (report['gpus'] != 1)}"
+        hours = {"GPU hours": "gpu_hours", "saved": "saved_gpu_hours", on_all: "saved_hours"}
+        columns += [(name, key, ",.3g") for name, key in hours.items()]
+    return columns
+
+
+def _table(report: Tree, columns: list[tuple[str, str, str]]) -> Table:
+    """Return the table of slots and savings."""
+    table = new_table(["way of batching", *(name for name, _, _ in columns)], no_wrap=True)
+    for name, row in named_rows(report).items():
+        cells = [format(row[key], form) if key in row else "" for _, key, form in columns]
+        if row.get("saved_slots", 0) < 0:
+            cells[[key for _, key, _ in columns].index("saved_share")] = "none"
+        table.add_row(name, *cells, style="bold" if row is report["run"] else None)
+    return table

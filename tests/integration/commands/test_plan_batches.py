@@ -204,7 +204,6 @@ def test_what_a_configuration_says_of_steps_is_kept_in_the_lines_for_broker_yaml
     for key in ("steps", "useful", "waste", "align", "shape", "packer", "window", "budget", "step_packs"):
         assert again[key] == took[key], key
     assert took["align"] == {"sample": 4, "pack": 4}
-    assert any("in the first 5 steps, the budget grows from 512 tokens" in sentence for sentence in found["why"])
 
 
 def test_of_less_than_a_batch_that_is_said(tmp_path: Path) -> None:
@@ -237,14 +236,6 @@ def test_shapes_and_stages_show_what_they_cost(tmp_path: Path) -> None:
     assert multiple["waste"]["shape"] == pytest.approx(1 - multiple["filled"])
     assert stages["waste"]["pipeline"] == pytest.approx(1 - stages["filled"])
     assert exact["useful"] > multiple["useful"] > fixed["useful"]
-    shown = " ".join(in_process("plan", *common, *meshes).stdout.split())
-    for text in (
-        "multiple 128",
-        "dp=4 pp=2",
-        "pipe (packs are padded to the longest pack of the step)",
-        "shape exact: fixed loses",
-    ):
-        assert text in shown, text
 
 
 def test_precision_asks_for_its_multiples(tmp_path: Path) -> None:
@@ -256,7 +247,6 @@ def test_precision_asks_for_its_multiples(tmp_path: Path) -> None:
     assert rows["mesh"]["align"] == {"sample": 4, "pack": 128}, "tight, too"
     assert rows["base"]["waste"]["pack_tail"] > 0
     assert "precision: mxfp8" in found["broker_yaml"]
-    assert any("`align: {sample: tight}` pads samples only to multiples of 4" in sentence for sentence in found["why"])
     file = tmp_path / "broker.yaml"
     file.write_text(found["broker_yaml"] + "\nstreams: {web: {}}\n")
     values = {row["path"]: row["value"] for row in ask("check", file)["values"]}
