@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import zmq
 
+HERE = Path(__file__).resolve().parent
+
 
 def arguments(doc: str | None, quick: str) -> argparse.ArgumentParser:
     """A parser that shows a module's ``doc``; ``quick``: what ``--quick`` leaves of the whole."""
@@ -30,12 +32,17 @@ def arguments(doc: str | None, quick: str) -> argparse.ArgumentParser:
     return parser
 
 
+def script_of(benchmark: str) -> Path:
+    """The file of a benchmark in the folder of its question."""
+    return next(HERE.glob(f"*/{benchmark}.py"), HERE / f"{benchmark}.py")
+
+
 def head(benchmark: str, **settings: Any) -> dict[str, Any]:
     """What is to be known of a run before its figures; ``settings`` are the benchmark's own."""
     return {
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", f"benchmarks/{benchmark}.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", script_of(benchmark).relative_to(HERE.parent).as_posix(), *sys.argv[1:]]),
         **settings,
         "machine": machine_facts(),
         "load_before": round(os.getloadavg()[0], 2),  # of the last minute: runs just before this one count, too

@@ -177,12 +177,13 @@ SHOWN = (
     "exact_fill*", "joint*", "buffer_first_fit", "sliding_ffd", "best_fit_decreasing", "first_fit_decreasing",
     "greedy_knapsack", "first_fit_shuffle", "karmarkar_karp", "concatenative",
 )  # fmt: skip
-"""Packers as the tables of RESULTS.md name them."""
+"""Packers as the tables of the results name them."""
 
 
 def packers() -> str:
-    """Draw padding by packer and window, from the tables of benchmarks/RESULTS.md."""
-    text = (ROOT / "benchmarks/RESULTS.md").read_text().partition("\n## Every packer on the same streams")[2]
+    """Draw padding by packer and window, from the tables of the benchmarks' results."""
+    results = (ROOT / "benchmarks/results/2026-11/packing.md").read_text()
+    text = results.partition("\n## Every packer on the same streams")[2]
     tables = [
         {
             cells[0].strip(): float(cells[2].split("/")[0])

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
 
 import streampack
-from benchmarks.train_gpu import main
+from benchmarks.training.train_gpu import main
 from streampack.core.model.mesh import Mesh
 from streampack.views.formats import Views
 from tests.packs.test_packs import Case

@@ -1,7 +1,7 @@
 """A broker with simulated ranks: the real core receives ``Attach`` and ``ReaderPing``, but no rank has a socket.
 
-Tests, screenshots and ``benchmarks/scrape.py`` use it to look at 30,000 ranks. All figures of a rank follow from its
-number and the time, so that two runs show the same.
+Tests, screenshots and ``benchmarks/scale/scrape.py`` use it to look at 30,000 ranks. All figures of a rank follow from
+its number and the time, so that two runs show the same.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from streampack_services.broker.authorization import new_key, revoke
 
-from benchmarks.flooder import ROLES, Flooder
+from benchmarks.attacks.flooder import ROLES, Flooder
 
 if TYPE_CHECKING:
     from tests.soak.job import Job

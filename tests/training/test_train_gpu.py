@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.train_gpu import PEAKS, TINY, Llama, main, packed, padded
+from benchmarks.training.train_gpu import PEAKS, TINY, Llama, main, packed, padded
 
 SAMPLES = [np.arange(1, 1 + length) for length in (40, 7, 33, 1, 20)]
 

@@ -82,7 +82,7 @@ from tests.soak.job import Job, fixed_listen, make_job
 from tests.soak.partition import Link, link, run_apart
 
 PAUSE_S = 5.0
-"""What a started broker may take to the next step; benchmarks/recovery.py has the whole pause."""
+"""What a started broker may take to the next step; benchmarks/recovery/recovery.py has the whole pause."""
 KILLED_AT = (0, 12, 20)
 
 

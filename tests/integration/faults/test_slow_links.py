@@ -1,6 +1,6 @@
 """A rank behind a slow link gets its link's rate, and costs the broker neither memory nor bytes sent twice.
 
-``benchmarks/slow_links.py`` is the longer form.
+``benchmarks/attacks/slow_links.py`` is the longer form.
 """
 
 from __future__ import annotations

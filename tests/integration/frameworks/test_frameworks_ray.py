@@ -1,6 +1,7 @@
 """On Ray: Ray Data writes and Ray Train reads on two nodes, while daemons, tasks and actors are killed.
 
-``RAY_KILLS=10 pytest ...`` also kills nodes, and trains with 4, 2 and 4 workers, as ``benchmarks/on_ray.py`` does.
+``RAY_KILLS=10 pytest ...`` also kills nodes, and trains with 4, 2 and 4 workers, as ``benchmarks/recovery/on_ray.py``
+does.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def test_kills_change_no_step_and_each_row_is_delivered_once(service: tuple[Any,
 @pytest.mark.skipif(not KILLS, reason="takes minutes; set RAY_KILLS=10")
 def test_kills_of_nodes_too_change_no_step_for_4_2_and_4_workers() -> None:
     """In a process of its own, since Ray may end a program that loses a node."""
-    words = ["-m", "benchmarks.on_ray", "--only", "kills", "--kills", str(KILLS), "--every", "4", "--standby"]
+    words = ["-m", "benchmarks.recovery.on_ray", "--only", "kills", "--kills", str(KILLS), "--every", "4", "--standby"]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60 * KILLS, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

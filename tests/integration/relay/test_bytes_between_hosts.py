@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from benchmarks.two_hosts import NoNamespaces, TwoHosts, measure, two_hosts
+from benchmarks.scale.two_hosts import NoNamespaces, TwoHosts, measure, two_hosts
 
 TP = 8
 STEPS = 60

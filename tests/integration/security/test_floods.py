@@ -1,6 +1,6 @@
 """Floods by a process with one valid key: they take a bounded memory, and hold up no other key.
 
-``python -m benchmarks.floods`` measures the same for longer, with ranks that take steps beside it.
+``python -m benchmarks.attacks.floods`` measures the same for longer, with ranks that take steps beside it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from streampack_services.broker.authorization import new_key
 from streampack_services.broker.report_limit import KEY_BURST
 from streampack_services.broker.service import WAITING_BYTES, BrokerService
 
-from benchmarks.attack import Rank
-from benchmarks.flooder import Flooder
-from benchmarks.floods import serving as serving_processes
+from benchmarks.attacks.attack import Rank
+from benchmarks.attacks.flooder import Flooder
+from benchmarks.attacks.floods import serving as serving_processes
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.rules_settings import RulesSettings, StepSettings
 from streampack.config.service_settings import Listen
@@ -37,7 +37,7 @@ from tests.integration.security.test_security import KeyPeer, running, serving
 
 FLOOD_S = 8.0
 MORE_BYTES = 128 << 20
-"""On a machine that is busy the broker notices a flood later; ``benchmarks.floods`` measures on one that is not."""
+"""A broker on a busy machine notices a flood later; ``benchmarks.attacks.floods`` measures on one that is not busy."""
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ did not become ready count as unseen.
 Packs inside a step become more alike, and steps less alike. So weight losses by token, not by step.
 
 Do not use it where most tokens lie in samples near or above half of the budget. On lengths uniform in 1..budget, packs
-are 95.2 % full; use ``exact_fill``. ``benchmarks/balance.py`` has the figures for other lengths.
+are 95.2 % full; use ``exact_fill``. ``benchmarks/packing/balance.py`` has the figures for other lengths.
 
 Lengths and budget are in any one unit. The budget is below 2**24, so that sums of squares stay within 64 bits. The work
 of media counts up to 2**32 for each token of its sample. ``joint_kernels`` has the implementation, compiled where numba
