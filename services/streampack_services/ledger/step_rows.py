@@ -17,6 +17,7 @@ A step with trees or media has a column [samples] more: shared tokens. A step wi
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ from streampack.core.model.steps import chain_digest, pack_digests, step_digest
 from streampack_services.ledger.columns import pack_column, unpack_column
 
 _HEAD = struct.Struct("<16s16sQIIH")
+OPTIONAL: Mapping[str, np.dtype[Any]] = {"keeps": np.dtype(np.uint8), "shares": np.dtype("<u4"), "media": MEDIA_ROW}
+"""Columns of samples that a ``StepFormed`` has only if some sample needs them, and their dtypes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,10 +101,10 @@ def rows_of(record: StepFormed, lsn: int) -> StepRows:
     rows, bounds = np.frombuffer(record.rows, ROW), _bounds(np.frombuffer(record.counts_u32, "<u4"))
     if int(bounds[-1]) != len(rows):
         raise ValueError(f"got {len(rows)} rows, expected {int(bounds[-1])}, the sum of the samples per pack")
+    keeps, shares, media = (_optional(name, getattr(record, name) or b"", len(rows)) for name in OPTIONAL)
     return StepRows(
         record.feed, record.lineage, record.step, lsn, record.digest, record.chain, record.num_loss_tokens,
-        record.num_samples, bounds, rows, _keeps(record.keeps or b"", len(rows)),
-        _shared(record.shares or b"", len(rows)), _media(record.media or b"", len(rows)),
+        record.num_samples, bounds, rows, keeps, shares.astype(np.int64), media,
     )  # fmt: skip
 
 
@@ -128,64 +131,48 @@ def encode(step: StepRows) -> bytes:
 def decode(feed: str, lineage: int, step: int, lsn: int, body: bytes) -> StepRows:
     """Decode the ``body`` that ``encode`` made of a step; the other arguments are the facts that the body lacks."""
     digest, chain, num_loss_tokens, num_samples, packs, num_streams = _HEAD.unpack_from(body)
-    at, columns = _HEAD.size, []
-    for count in (packs, num_streams, num_streams):
-        column, at = unpack_column(body, at, count)
-        columns.append(column)
-    counts, streams, least = columns
+    (counts, streams, least), at = _unpacked(body, _HEAD.size, packs, num_streams, num_streams)
     bounds = _bounds(counts)
     rows = np.empty(int(bounds[-1]), ROW)
-    which, at = unpack_column(body, at, len(rows))
-    index, at = unpack_column(body, at, len(rows))
-    rows["stream"], rows["index"] = streams[which], index + least[which]
-    rows["part"], at = unpack_column(body, at, len(rows))
-    rows["length"], at = unpack_column(body, at, len(rows))
-    unlearned, at = unpack_column(body, at, len(rows))
-    rows["loss_tokens"] = rows["length"] - unlearned
+    (which, index, part, length, unlearned), at = _unpacked(body, at, *[len(rows)] * 5)
+    rows["stream"], rows["index"], rows["part"] = streams[which], index + least[which], part
+    rows["length"], rows["loss_tokens"] = length, length - unlearned
     rows["crc"] = np.frombuffer(body, "<u4", len(rows), at)
     at += 4 * len(rows)
-    keeps, shared = _keeps(body[at : at + len(rows)], len(rows)), np.zeros(len(rows), np.int64)
-    media = np.zeros(len(rows), MEDIA_ROW)
+    keeps = _optional("keeps", body[at : at + len(rows)], len(rows))
+    shared, media = np.zeros(len(rows), np.int64), np.zeros(len(rows), MEDIA_ROW)
     at += len(rows)
     if len(body) > at:
         shared, at = unpack_column(body, at, len(rows))
     if len(body) > at:
-        for name in MEDIA_ROW.names or ():
-            media[name], at = unpack_column(body, at, len(rows))
+        names = MEDIA_ROW.names or ()
+        columns, at = _unpacked(body, at, *[len(rows)] * len(names))
+        for name, column in zip(names, columns, strict=True):
+            media[name] = column
     return StepRows(
         feed, lineage, step, lsn, digest, chain, num_loss_tokens, num_samples, bounds, rows, keeps, shared, media
     )
 
 
-def _keeps(said: bytes, count: int) -> NDArray[np.uint8]:
-    """Decode the ``keeps`` of ``count`` samples, uint8; empty bytes mean that no samples form groups.
+def _unpacked(body: bytes, at: int, *counts: int) -> tuple[list[I64], int]:
+    """Decode columns of ``counts`` values from byte ``at``; return them and the byte where the next one begins."""
+    columns = []
+    for count in counts:
+        column, at = unpack_column(body, at, count)
+        columns.append(column)
+    return columns, at
+
+
+def _optional(name: str, column: bytes, count: int) -> NDArray[Any]:
+    """Decode a column of ``OPTIONAL`` for ``count`` samples; empty bytes mean 0 for each.
 
     Raises ValueError for another number of bytes.
     """
-    if len(said) not in (0, count):
-        raise ValueError(f"got {len(said)} bytes in the field keeps, expected {count} bytes or an empty field")
-    return np.frombuffer(said, np.uint8) if said else np.zeros(count, np.uint8)
-
-
-def _shared(said: bytes, count: int) -> I64:
-    """Decode the ``shares`` of ``count`` samples, int64; empty bytes mean that no samples share tokens.
-
-    Raises ValueError for another number of bytes.
-    """
-    if len(said) not in (0, 4 * count):
-        raise ValueError(f"got {len(said)} bytes in the field shares, expected {4 * count} bytes or an empty field")
-    return np.frombuffer(said, "<u4").astype(np.int64) if said else np.zeros(count, np.int64)
-
-
-def _media(said: bytes, count: int) -> NDArray[np.void]:
-    """Decode the ``media`` of ``count`` samples, ``samples.MEDIA_ROW`` [n]; empty bytes mean that no sample has media.
-
-    Raises ValueError for another number of bytes.
-    """
-    if len(said) not in (0, MEDIA_ROW.itemsize * count):
-        expected = MEDIA_ROW.itemsize * count
-        raise ValueError(f"got {len(said)} bytes in the field media, expected {expected} bytes or an empty field")
-    return np.frombuffer(said, MEDIA_ROW) if said else np.zeros(count, MEDIA_ROW)
+    dtype = OPTIONAL[name]
+    if len(column) not in (0, dtype.itemsize * count):
+        expected = dtype.itemsize * count
+        raise ValueError(f"got {len(column)} bytes in the field {name}, expected {expected} bytes or an empty field")
+    return np.frombuffer(column, dtype) if column else np.zeros(count, dtype)
 
 
 def _bounds(counts: NDArray[Any]) -> I64:
