@@ -10,7 +10,7 @@
 - ``demo/``: the whole service on one machine.
 - ``export``: files to run the service elsewhere.
 - ``figure``: how a status declares a figure, and how to add one.
-- ``logs``, ``amounts``: log lines, and numbers as text.
+- ``logs``, ``amounts``: log lines, and numbers as text; ``terminal``: consoles and tables of reports.
 - ``own_runs``: the brokers of a user on this host.
 - ``descriptors``: file descriptors that connections may not take.
 - ``web/``, ``deploy/``: data: the live page, and the files that ``streampack export`` fills in.

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from streampack_services.amounts import media_text
 from streampack_services.audit.named_media import reference_text
+from streampack_services.terminal import add_numbers, new_console
 
 Tree = dict[str, Any]
 SHOWN = 8
@@ -19,7 +20,7 @@ SHOWN = 8
 
 def show_step(found: Tree) -> None:
     """Print the result of ``why.why_step``."""
-    console = _console()
+    console = new_console()
     lineage = f"  lineage {found['lineage']}" if found["lineage"] else ""
     console.print(Text.assemble((f"step {found['step']}", "bold"), f"  feed {found['feed']}{lineage}  {found['run']}"))
     empty = f", {found['num_empty_packs']} of them empty" if found["num_empty_packs"] else ""
@@ -74,8 +75,7 @@ def _packs_table(packs: list[Tree]) -> Table:
     media = ("num_items", "num_patches") if any(pack["num_items"] for pack in packs) else ()
     numbers = ("num_tokens", "num_loss_tokens", *media)
     heads = ("tokens", "loss", "items", "patches")[: len(numbers)]
-    for name in (*(("micro", "dp") if dealt else ()), "pack", *(("length",) if dealt else ()), *heads):
-        table.add_column(name, justify="right", no_wrap=True)
+    add_numbers(table, (*(("micro", "dp") if dealt else ()), "pack", *(("length",) if dealt else ()), *heads))
     table.add_column("samples", overflow="fold")
     for pack in packs:
         rank = (str(pack["micro_batch"]), str(pack["dp_rank"])) if dealt else ()
@@ -103,7 +103,7 @@ def _samples_text(samples: list[Tree]) -> str:
 
 def show_sample(found: Tree) -> None:
     """Print the result of ``why.why_sample``."""
-    console, sent = _console(), found["sent"]
+    console, sent = new_console(), found["sent"]
     place = f"{found['partition']}:{sent['seq']}" if found["index"] is None else str(found["index"])
     where = "" if found["index"] is None else f"  sample {found['seq']} of partition {found['partition']}"
     console.print(Text.assemble((f"{found['stream']}:{place}", "bold"), f"  feed {found['feed']}{where}"))
@@ -134,8 +134,7 @@ def show_sample(found: Tree) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     trees = ("shared",) if any(place["shared"] for place in found["places"]) else ()
     numbers = ("step", "lineage", "pack", "part", "offset", "length", *trees, "loss_tokens")
-    for heading in (*numbers[:-1], "loss", "crc32c", "digest"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    add_numbers(table, (*numbers[:-1], "loss", "crc32c", "digest"))
     table.add_column("", overflow="fold")
     for place in found["places"]:
         counts = "" if place["counts"] else "no longer counts"
@@ -151,10 +150,9 @@ def _show_values(console: Console, places: list[Tree]) -> None:
     """Print the values that trainers reported for a sample, by step."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     keys = ("step", *(key for key in ("lineage", "part") if any(place[key] for place in places)))
-    for heading in keys:
-        table.add_column(heading, justify="right", no_wrap=True)
+    add_numbers(table, keys)
     table.add_column("reported", overflow="fold")
-    table.add_column("value", justify="right", no_wrap=True)
+    add_numbers(table, ("value",))
     for place in places:
         rows = [(name, _value_text(value)) for name, value in place["values"].items()]
         rows += [(name, "not by all ranks yet") for name in place["partly_reported"]]
@@ -178,7 +176,7 @@ def show_row(found: Tree) -> None:
 
 def show_verified(found: Tree) -> None:
     """Print the result of ``verify.verify``."""
-    console = _console()
+    console = new_console()
     first, stop = found["records"]
     console.print(Text.assemble((found["run"], "bold"), f"  {stop - first:,} records of the log"))
     for name, feed in found["feeds"].items():
@@ -212,8 +210,7 @@ def _streams_table(streams: Tree) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("stream")
     columns = ("samples", "tokens", "rejected", "dropped", "waiting", "lost", "duplicated")
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+    add_numbers(table, columns)
     for name, row in streams.items():
         cells = [
             Text(f"{row[key]:,}", "bold red" if key in ("lost", "duplicated") and row[key] else "") for key in columns
@@ -239,7 +236,7 @@ def _show_findings(console: Console, found: Tree) -> None:
 
 def show_rebuilt(found: Tree) -> None:
     """Print the result of ``state_dir.rebuild``."""
-    console = _console()
+    console = new_console()
     first, stop = found["records"]
     console.print(Text.assemble((found["file"], "bold"), f"  was rebuilt from {stop - first:,} records of the log"))
     facts = Table.grid(padding=(0, 2))
@@ -256,7 +253,7 @@ def show_rebuilt(found: Tree) -> None:
 
 def show_replayed(found: Tree) -> None:
     """Print the result of ``replay.replay``."""
-    console = _console()
+    console = new_console()
     lineage = f"  lineage {found['lineage']}" if found["lineage"] or not found["counts"] else ""
     console.print(Text.assemble((f"step {found['step']}", "bold"), f"  feed {found['feed']}{lineage}  {found['run']}"))
     verdict = ("yes", "bold green") if found["equal"] else ("no", "bold red")
@@ -283,14 +280,8 @@ def show_replayed(found: Tree) -> None:
     console.print(facts)
     console.print()
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("pack", "dp", "micro", "samples", "tokens", "loss"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    add_numbers(table, ("pack", "dp", "micro", "samples", "tokens", "loss"))
     for pack in found["packs"]:
         keys = ("pack", "dp_rank", "micro_batch", "num_samples", "num_tokens", "num_loss_tokens")
         table.add_row(*(f"{pack[key]:,}" for key in keys))
     console.print(table)
-
-
-def _console() -> Console:
-    """Return a console that prints names unchanged, without markup or highlighting."""
-    return Console(highlight=False, markup=False, emoji=False)

@@ -16,7 +16,6 @@ from typing import Any, get_args
 import msgspec
 import yaml
 from msgspec import Meta, Struct
-from rich.console import Console
 from rich.table import Table
 
 from streampack.config.alignment import AlignSettings
@@ -42,6 +41,7 @@ from streampack_services.check.compare import RunFiles, compare
 from streampack_services.check.summary import fitted, summary, warned
 from streampack_services.daemons.producer import open_sources
 from streampack_services.http.http_guard import parse_address
+from streampack_services.terminal import new_console
 
 MAX_RANKS = 64
 """Largest size of dp and cp to try."""
@@ -379,7 +379,7 @@ def _follows_producer(config: ProducerConfig) -> Iterator[Value]:
 
 def show_check(found: Tree, whole: bool) -> None:
     """Print the result of ``check_all`` in a few lines, or with ``whole`` every value."""
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = new_console()
     lines = []
     for each in found["files"]:
         if whole:

@@ -29,6 +29,7 @@ from streampack.sources import RawSample, Tokenizer, open_tokenizer
 from streampack.sources.settings import KEYS
 from streampack_services.amounts import media_text, size_text
 from streampack_services.daemons.producer import open_sources
+from streampack_services.terminal import new_console
 
 Tree = dict[str, Any]
 _SIZES = Field(name="media_sizes", dtype="int64", axis="item")
@@ -156,7 +157,7 @@ def show_preview(found: dict[str, list[Tree]]) -> None:
 
     Without colors, learned text is in ``[[ ]]``, and runs of special tokens are in ``{{ }}``.
     """
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = new_console()
     plain = not console.color_system
     for name, samples in found.items():
         for sample in samples:

@@ -11,6 +11,7 @@ from rich.text import Text
 from streampack_services.amounts import media_text
 from streampack_services.forecast.lengths import samples_text
 from streampack_services.plan.advice import forecast_rows, is_taken, setting_name
+from streampack_services.terminal import add_numbers, new_console
 
 Tree = dict[str, Any]
 
@@ -40,11 +41,6 @@ def show_plan(plan: Tree) -> None:
     console.print(plan["broker_yaml"], soft_wrap=True)
 
 
-def new_console() -> Console:
-    """Return a console that prints names unchanged, without markup or highlighting."""
-    return Console(highlight=False, markup=False, emoji=False)
-
-
 def new_table(columns: list[str], gap: int = 2, **first: Any) -> Table:
     """Return a table without lines, with ``gap`` spaces between columns: names, then ``columns[1:]`` of numbers.
 
@@ -52,8 +48,7 @@ def new_table(columns: list[str], gap: int = 2, **first: Any) -> Table:
     """
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
     table.add_column(columns[0], **first)
-    for name in columns[1:]:
-        table.add_column(name, justify="right", no_wrap=True)
+    add_numbers(table, columns[1:])
     return table
 
 

@@ -31,7 +31,8 @@ from streampack_services.amounts import media_text
 from streampack_services.forecast.forecast import rules_of_lengths, with_packer
 from streampack_services.forecast.lengths import samples_text
 from streampack_services.forecast.run_lengths import Served
-from streampack_services.plan.plan_report import new_console, new_table, print_whole, width_of
+from streampack_services.plan.plan_report import new_table, print_whole, width_of
+from streampack_services.terminal import new_console
 
 Tree = dict[str, Any]
 NAMES = {
