@@ -23,7 +23,7 @@ from streampack.client.reading_stats import ReadingFigures
 from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick, Unsent
 from streampack.core.protocol.message import Envelope
-from streampack.core.protocol.trainer_messages import AskState, Attached, Commit, Committed, State
+from streampack.core.protocol.trainer_messages import Attached, Question, ReaderAnswer
 from streampack.core.sessions.client_events import (
     Answered,
     Ask,
@@ -97,7 +97,7 @@ class Prefetching:
         """Number of the current iteration, or of the next one if none has begun."""
         self.ended = False
         self.attached: Attached | None = None
-        self.answers: deque[State | Committed] = deque()
+        self.answers: deque[ReaderAnswer] = deque()
         self._endpoint, self._mesh, self._views, self._answer_s = endpoint, mesh, views, answer_s
         self._figures = figures
         self.received_bytes = 0
@@ -142,7 +142,7 @@ class Prefetching:
             self.wait_for(lambda: bool(self.ready) or self.ended)
             return self.ready.popleft() if self.ready else None
 
-    def ask(self, question: AskState | Commit) -> State | Committed:
+    def ask(self, question: Question) -> ReaderAnswer:
         """Send a question to the broker, wait for the answer and return the answer. Raises as ``wait_for``."""
         with self._changed:
             self.answers.clear()

@@ -28,6 +28,7 @@ from streampack.core.journal.log_records import (
     Record,
     SamplesAmended,
     SamplesRejected,
+    SnapshotTaken,
     SourceAccepted,
     ValuesReported,
     WriteCommitted,
@@ -48,11 +49,22 @@ from streampack.core.protocol.effects import (
     Withdrawn,
 )
 from streampack.core.protocol.events import Effect, Event, Report, Tick
-from streampack.core.protocol.message import WRONG_SIDE, Bye, Envelope, Message, Reject, Who
-from streampack.core.protocol.producer_messages import Amend, Eos, Hello, Mark, ProducerPing, Samples, Start
-from streampack.core.protocol.relay_messages import PASSED_ON, NodeGet, NodePing, relay_of
-from streampack.core.protocol.rights import REVOKED, Rights, forbidden, key_of, not_its_rank, other_rank
-from streampack.core.protocol.trainer_messages import AskResults, Attach, Get, Publish, ReaderPing, ReportValues
+from streampack.core.protocol.handlers import Handlers
+from streampack.core.protocol.message import (
+    WRONG_SIDE,
+    Bye,
+    Envelope,
+    Identity,
+    Message,
+    Reject,
+    Who,
+    forbidden,
+)
+from streampack.core.protocol.producer_messages import CommitWrite, Hello, ProducerMessage, ProducerPing, Samples, Sent
+from streampack.core.protocol.recent_events import RecentEvents
+from streampack.core.protocol.relay_messages import RelayMessage, relay_of
+from streampack.core.protocol.rights import REVOKED, Rights, key_of
+from streampack.core.protocol.trainer_messages import Attach, Get, NumberedMessage, ReaderPing, ReportValues
 from streampack.core.serve.attempts import Departure
 from streampack.core.serve.rank_reader import Ranks
 
@@ -77,13 +89,13 @@ class Broker:
         self, *, run: int, epoch: int, feeds: Sequence[FeedPlan], capacity: Capacity, steps_ahead: int = 8,
         journal: Journal | None = None, run_name: str = "", outbids: bool = True,
     ) -> None:  # fmt: skip
-        self.run, self.run_name, self.epoch, self.capacity = run, run_name, epoch, capacity
+        self.identity, self.run_name, self.capacity = Identity(run, epoch), run_name, capacity
         self.table = SampleTable()
         self.journal = journal or Journal()
-        self.leases = Leases(run, epoch, capacity, self.table, self.journal)
+        self.leases = Leases(self.identity, capacity, self.table, self.journal)
         self.feeds = {
             plan.name: Feed(
-                run, epoch, plan, capacity.max_sample_tokens, steps_ahead, self.table, self.leases, self.journal
+                self.identity, plan, capacity.max_sample_tokens, steps_ahead, self.table, self.leases, self.journal
             )
             for plan in feeds
         }
@@ -102,102 +114,174 @@ class Broker:
         """Number of messages of another run or a newer broker."""
         self._refused = 0  # clients that were rejected before they came to a feed
         self._highest_epoch = min(epoch + OUTBID_BY, MAX_EPOCH) if outbids else 0
+        self.recent = RecentEvents()
+        """The last events, for bug reports."""
+
+    @property
+    def run(self) -> int:
+        """Number of the run."""
+        return self.identity.run
+
+    @property
+    def epoch(self) -> int:
+        """The broker's epoch."""
+        return self.identity.epoch
 
     def handle(self, event: Event) -> list[Effect]:
         """Return the effects of an event, for the shell to perform in order."""
-        if isinstance(event, (FromProducer, FromTrainer)):
-            if event.rights is not None and (why := self._forbidden(event, event.rights)):
-                return self._forbid(event, why)
-            if isinstance(event.envelope.message, Attach) and 0 < event.envelope.epoch < self.epoch:
-                return self._send(event.peer, Who())  # R5: meant for an earlier broker, and may be out of date
-            self._raise_epoch(event.envelope)
-            if event.envelope.run not in (0, self.run) or event.envelope.epoch > self.epoch:
-                return self._on_foreign(event)
-            if isinstance(event, FromTrainer):
-                if isinstance(event.envelope.message, ReportValues) and not self._knows_rank(event):
-                    return []  # until the rank has attached; it repeats its message
-                return self._on_trainer(event.peer, event.envelope)
-            effects = self.leases.receive(event.peer, event.envelope, self._now)
-            message = event.envelope.message
-            streams = self.leases.partitions.streams
-            of = streams.get(message.stream) if isinstance(message, Samples | Eos | Mark | Amend | Start) else None
-            feed = self.feeds[of.feed] if of is not None else None
-            return effects + (feed.settle(feed.advance()) if feed is not None else [])
-        if isinstance(event, Formed):
-            feed = self.feeds[event.feed]
-            return self._advance(feed, feed.formed(event))
-        if isinstance(event, Safe):
-            self.journal.safe(event.upto, event.stalled, event.full)
-            effects = self.leases.safe(event.upto) + self._answer_changes()
-            return effects + [e for feed in self.feeds.values() for e in self._advance(feed, feed.safe(event.upto))]
-        if isinstance(event, Recalled):
-            feed = self.feeds[event.feed]
-            if isinstance(event.record, ValuesReported):
-                return feed.results.recalled(event)
-            if isinstance(event.record, ChunkStaged | SamplesAmended):
-                return self._advance(feed, self.leases.staged.recalled(event))
-            chunk = isinstance(event.record, ChunkAdmitted)
-            return self._advance(feed, self.leases.recalled(event) if chunk else feed.recalled(event))
-        if isinstance(event, Tick):
-            self._now = event.now
-            effects = self.leases.tick(event.now) + self._cut_log()
-            for feed in self.feeds.values():
-                effects += self._advance(feed, feed.tick(event.now) + feed.readers.tick(event.now))
-            return effects
-        if isinstance(event, NotSent):
-            for feed in self.feeds.values():
-                feed.readers.steps.not_sent(event.peer, event.envelope)
-            return []
-        if isinstance(event, Change):
-            return self._on_change(event)
-        if isinstance(event, WasCut):
-            self.leases.records.forget_below(event.first_lsn)
-            for feed in self.feeds.values():
-                feed.history.forget_below(event.first_lsn)
-                feed.results.forget_below(event.first_lsn)
-            return []
-        if isinstance(event, Withdrawn):
-            return self._withdraw(event)
-        if isinstance(event, Drain):
-            self.draining = True
-            effects = self.leases.drain()
-            return effects + [e for feed in self.feeds.values() for e in self._advance(feed, feed.readers.drain())]
+        self.recent.note(event)
+        return self._events[type(event)](self, event)
+
+    _events = Handlers[[], list[Effect]]()
+    _from_producers = Handlers[[FromProducer], list[Effect]]()
+    _from_trainers = Handlers[[FromTrainer], list[Effect]]()
+
+    @_events.of(FromProducer)
+    def _on_producer(self, event: FromProducer) -> list[Effect]:
+        """Handle a message to the address for producers."""
+        if (refused := self._drop(event)) is not None:
+            return refused
+        message = event.envelope.message
+        return self._from_producers[type(message)](self, message, event)
+
+    @_events.of(FromTrainer)
+    def _on_trainer(self, event: FromTrainer) -> list[Effect]:
+        """Handle a message to the address for trainers."""
+        if (refused := self._drop(event)) is not None:
+            return refused
+        message = event.envelope.message
+        if not message.RELAYED and relay_of(event.peer) is not None:
+            got = f"got {type(message).__name__} of a rank from a relay, expected a message that relays pass on"
+            return self._refuse(event.peer, "protocol", got)
+        return self._from_trainers[type(message)](self, message, event)
+
+    def _drop(self, event: FromProducer | FromTrainer) -> list[Effect] | None:
+        """Return the answer to a message that its key, its epoch or its run forbids; None for any other message."""
+        envelope, message = event.envelope, event.envelope.message
+        if event.rights is not None and (why := self._forbidden(event, event.rights)):
+            return self._forbid(event, why)
+        identity = self.identity
+        if 0 < envelope.epoch < identity.epoch and isinstance(message, Attach):
+            return self._send(event.peer, Who())  # R5: meant for an earlier broker, and may be out of date
+        if envelope.epoch > identity.epoch:
+            self._raise_epoch(envelope)
+        if envelope.run not in (0, identity.run) or envelope.epoch > identity.epoch:
+            return self._on_foreign(event)
+        return None
+
+    @_events.of(Formed)
+    def _on_formed(self, event: Formed) -> list[Effect]:
+        """Serve the steps of a packer's choice."""
+        feed = self.feeds[event.feed]
+        return self._advance(feed, feed.formed(event))
+
+    @_events.of(Safe)
+    def _on_safe(self, event: Safe) -> list[Effect]:
+        """Tell producers and trainers what is safe in the log."""
+        self.journal.safe(event.upto, event.stalled, event.full)
+        effects = self.leases.safe(event.upto) + self._answer_changes()
+        return effects + [e for feed in self.feeds.values() for e in self._advance(feed, feed.safe(event.upto))]
+
+    @_events.of(Tick)
+    def _on_tick(self, event: Tick) -> list[Effect]:
+        """Do what is due."""
+        self._now = event.now
+        effects = self.leases.tick(event.now) + self._cut_log()
+        for feed in self.feeds.values():
+            effects += self._advance(feed, feed.tick(event.now) + feed.readers.tick(event.now))
+        return effects
+
+    @_events.of(NotSent)
+    def _on_not_sent(self, event: NotSent) -> list[Effect]:
+        """Note that a message did not leave."""
+        for feed in self.feeds.values():
+            feed.readers.steps.not_sent(event.peer, event.envelope)
         return []
+
+    @_events.of(WasCut)
+    def _on_cut(self, event: WasCut) -> list[Effect]:
+        """Forget the records that were deleted from the log."""
+        self.leases.records.forget_below(event.first_lsn)
+        for feed in self.feeds.values():
+            feed.history.forget_below(event.first_lsn)
+            feed.results.forget_below(event.first_lsn)
+        return []
+
+    @_events.of(Drain)
+    def _on_drain(self, event: Drain) -> list[Effect]:
+        """Stop the broker."""
+        self.draining = True
+        effects = self.leases.drain()
+        return effects + [e for feed in self.feeds.values() for e in self._advance(feed, feed.readers.drain())]
+
+    # Records that were read from the log
+
+    _recalled = Handlers[[Recalled, Feed], list[Effect]]()
+
+    @_events.of(Recalled)
+    def _on_recalled(self, event: Recalled) -> list[Effect]:
+        """Hand a record to the part that has asked for it."""
+        feed = self.feeds[event.feed]
+        return self._recalled[type(event.record)](self, event.record, event, feed)
+
+    @_recalled.of(ValuesReported)
+    def _recalled_values(self, record: ValuesReported, event: Recalled, feed: Feed) -> list[Effect]:
+        return feed.results.recalled(event)
+
+    @_recalled.of(ChunkStaged, SamplesAmended)
+    def _recalled_staged(self, record: ChunkStaged | SamplesAmended, event: Recalled, feed: Feed) -> list[Effect]:
+        return self._advance(feed, self.leases.staged.recalled(event))
+
+    @_recalled.of(ChunkAdmitted)
+    def _recalled_chunk(self, record: ChunkAdmitted, event: Recalled, feed: Feed) -> list[Effect]:
+        return self._advance(feed, self.leases.recalled(event))
+
+    @_recalled.of(SnapshotTaken)
+    def _recalled_snapshot(self, record: SnapshotTaken, event: Recalled, feed: Feed) -> list[Effect]:
+        return self._advance(feed, feed.recalled(event))
 
     # Rights
 
     def _forbidden(self, event: FromProducer | FromTrainer, rights: Rights) -> str:
         """Return an error text if the key of a message does not allow that message; empty if the key does."""
         message, for_rank = event.envelope.message, relay_of(event.peer) is not None
-        if why := forbidden(rights, message, "trainer" if isinstance(event, FromTrainer) else "producer", for_rank):
-            return why
-        known, moves = None, False
-        if isinstance(message, Attach) and message.feed in self.feeds:
-            reader = self.feeds[message.feed].readers.registry.named(message.reader)
-            if reader is not None:  # a rank and the relay of its host may have different keys
-                known, by_relay = reader.peer, for_rank or relay_of(reader.peer) is not None
-                moves = by_relay and not not_its_rank(rights, message.feed, reader.mesh, reader.host)
-        elif isinstance(message, Hello) and (producer := self.leases.producers.named(message.producer)):
-            known = producer.peer
-        elif isinstance(message, ReportValues) and (ranks := self._rank_of(message)):
-            return other_rank(rights, ranks)
-        if known is None or moves or key_of(known) == key_of(event.peer):
+        why = forbidden(rights, message, "trainer" if isinstance(event, FromTrainer) else "producer", for_rank)
+        return why or self._claims[type(message)](self, message, event.peer, rights)
+
+    _claims = Handlers[[bytes, Rights], str]()
+    """Error text for a message in the name of a process or a rank to which the key has no right; else empty."""
+
+    @_claims.of(Attach)
+    def _claims_reader(self, message: Attach, peer: bytes, rights: Rights) -> str:
+        """Check the name of a reader. A rank and the relay of its host may have different keys."""
+        feed = self.feeds.get(message.feed)
+        reader = None if feed is None else feed.readers.registry.named(message.reader)
+        if reader is None:
             return ""
-        return (
-            f"key {rights.name!r}: got the name of a process that uses another key, expected a name that no other key "
-            f"uses"
-        )
+        by_relay = relay_of(peer) is not None or relay_of(reader.peer) is not None
+        moves = by_relay and not rights.refuse_reader(message.feed, reader.mesh, reader.host)
+        return "" if moves else _other_key(rights, reader.peer, peer)
+
+    @_claims.of(Hello)
+    def _claims_producer(self, message: Hello, peer: bytes, rights: Rights) -> str:
+        """Check the name of a producer."""
+        producer = self.leases.producers.named(message.producer)
+        return "" if producer is None else _other_key(rights, producer.peer, peer)
+
+    @_claims.of(ReportValues)
+    def _claims_rank(self, message: ReportValues, peer: bytes, rights: Rights) -> str:
+        """Check the rank that reports values."""
+        ranks = self._rank_of(message)
+        return rights.refuse_rank(ranks) if ranks else ""
+
+    @_claims.of(Message)
+    def _claims_nothing(self, message: Message, peer: bytes, rights: Rights) -> str:
+        return ""
 
     def _rank_of(self, message: ReportValues) -> Ranks | None:
         """Return the rank that reports values; None if no rank of the present mesh does."""
         feed = self.feeds.get(message.feed)
         return None if feed is None else feed.steps.rank_of(message.part, message.parts)
-
-    def _knows_rank(self, event: FromTrainer) -> bool:
-        """Return whether it is known if the key of a message may report values for its rank."""
-        message, rights = event.envelope.message, event.rights
-        assert isinstance(message, ReportValues)
-        return rights is None or not rights.ranks or self._rank_of(message) is not None
 
     def _forbid(self, event: FromProducer | FromTrainer, why: str) -> list[Effect]:
         """Reject a peer whose key does not allow its message; it loses its leases or its rank."""
@@ -206,6 +290,7 @@ class Broker:
         reject = Reject(code="forbidden", detail=why)
         return [report, *self._remove_peer(event.peer, isinstance(event, FromTrainer), reject)]
 
+    @_events.of(Withdrawn)
     def _withdraw(self, event: Withdrawn) -> list[Effect]:
         """Remove the peers that use a key.
 
@@ -262,9 +347,7 @@ class Broker:
             raise ValueError(
                 f"got feeds {', '.join(self.feeds)}, expected {', '.join(base.feeds)}, the feeds in the log"
             )
-        self.epoch = max(self.epoch, base.epoch + 1)
-        for feed in self.feeds.values():
-            feed.results.epoch = self.epoch
+        self.identity.epoch = max(self.epoch, base.epoch + 1)
         for name, facts in base.feeds.items():
             self.feeds[name].recover_facts(facts, base.released.get(name, 0))
         for stream, known in base.streams.items():
@@ -277,9 +360,7 @@ class Broker:
 
     def begin(self) -> list[Effect]:
         """Start where the log ends, or at the first step if there is no log; return the first effects."""
-        self.leases.credits.epoch = self.epoch
         for feed in self.feeds.values():
-            feed.readers.link.epoch = feed.results.epoch = self.epoch
             feed.readers.begin(max(feed.history.released, feed.history.oldest_step))
         self._base_lsn = self.journal.next_lsn
         effects = self.journal.append(self.base())
@@ -346,15 +427,14 @@ class Broker:
 
     def _raise_epoch(self, envelope: Envelope) -> None:
         """Raise this broker's epoch above the epoch in a peer's message, if the broker has just started."""
-        if envelope.run != self.run or envelope.epoch <= self.epoch:
+        if envelope.run != self.run:
             return
         formed = any(feed.next_step for feed in self.feeds.values())
         believed = envelope.epoch < self._highest_epoch
         if not formed and believed and not self.num_readers and not self.leases.num_producers:
-            self.epoch = self.leases.credits.epoch = envelope.epoch + 1
-            for feed in self.feeds.values():
-                feed.readers.link.epoch = feed.results.epoch = self.epoch
+            self.identity.epoch = envelope.epoch + 1
 
+    @_events.of(Change)
     def _on_change(self, event: Change) -> list[Effect]:
         """Apply a change of the rules to its feed, or refuse it with an ``Answer``."""
         feed = self.feeds.get(event.feed or next(iter(self.feeds)))
@@ -391,52 +471,108 @@ class Broker:
         note = describe_change(ask) + (f" ({event.note})" if event.note else "")
         return feed.change(apply_change(feed.latest_rules, ask), event.at_step, note)
 
-    def _on_trainer(self, peer: bytes, envelope: Envelope) -> list[Effect]:
-        """Pass a client's message to the feed that the client reads or asks for."""
-        message = envelope.message
-        if relay_of(peer) is not None and not isinstance(message, PASSED_ON):
-            got = f"got {type(message).__name__} of a rank from a relay, expected a message that relays pass on"
-            return self._refuse(peer, "protocol", got)
-        if isinstance(message, (NodeGet, NodePing)):
-            return self._on_relay(peer, envelope, message)
-        reads = next((feed for feed in self.feeds.values() if feed.readers.knows(peer)), None)
-        if isinstance(message, Attach | Publish | ReportValues | AskResults):
-            feed = self.feeds.get(message.feed)
-            if feed is None:
-                known = ", ".join(map(repr, self.feeds))
-                return self._refuse(peer, "unknown_feed", f"got feed {message.feed!r}, expected one of: {known}")
-            if not isinstance(message, Attach):
-                return self._advance(feed, feed.tell_back(peer, envelope, self._now))
-            effects: list[Effect] = []
-            if reads is not None and reads is not feed:
-                effects = self._advance(reads, reads.readers.leave(peer, Departure.OTHER_FEED))
-            effects += self._advance(feed, feed.readers.receive(peer, envelope, self._now))
-            if feed.readers.num_readers:
-                self._used.add(feed.name)
-            return effects
-        if isinstance(message, Hello | Samples | ProducerPing):
-            where = "Only trainers connect to this address. Producers connect to the address in `listen.producers`."
-            return self._refuse(peer, "wrong_address", f"{WRONG_SIDE}. {where}")
-        if reads is None and isinstance(message, Bye):
-            for feed in self.feeds.values():
-                feed.readers.leave_relay(peer)
-            return []
-        if reads is None:
-            return self._send(peer, Who())
-        released = reads.readers.steps.released_upto
-        effects = reads.readers.receive(peer, envelope, self._now)
-        if isinstance(message, Get | ReaderPing) and reads.readers.steps.released_upto == released:
-            return effects  # only the last rank to return a step advances the feed
-        return self._advance(reads, effects)
+    # Messages of producers
 
-    def _on_relay(self, peer: bytes, envelope: Envelope, message: NodeGet | NodePing) -> list[Effect]:
+    @_from_producers.of(Sent, CommitWrite)
+    @_from_producers.of(Message)
+    def _to_leases(self, message: Message, event: FromProducer) -> list[Effect]:
+        """Pass a producer's message on."""
+        return self.leases.receive(event.peer, event.envelope, self._now)
+
+    @_from_producers.of(ProducerMessage)
+    def _to_partition(self, message: ProducerMessage, event: FromProducer) -> list[Effect]:
+        """Pass a message on that may complete the next step of a feed."""
+        effects = self.leases.receive(event.peer, event.envelope, self._now)
+        stream = self.leases.partitions.streams.get(message.stream)
+        if stream is None:
+            return effects
+        feed = self.feeds[stream.feed]
+        return effects + feed.settle(feed.advance())
+
+    # Messages of trainers
+
+    @_from_trainers.of(Message)
+    def _to_reader(self, message: Message, event: FromTrainer) -> list[Effect]:
+        """Pass a message on to the feed that its sender reads."""
+        reads = self._read_by(event.peer)
+        if reads is None:
+            return self._send(event.peer, Who())
+        return self._advance(reads, reads.readers.receive(event.peer, event.envelope, self._now))
+
+    @_from_trainers.of(Get, ReaderPing)
+    def _on_progress(self, message: Get | ReaderPing, event: FromTrainer) -> list[Effect]:
+        """Pass a reader's progress on; only the last rank to return a step advances the feed."""
+        reads = self._read_by(event.peer)
+        if reads is None:
+            return self._send(event.peer, Who())
+        released = reads.steps.released_upto
+        effects = reads.readers.receive(event.peer, event.envelope, self._now)
+        return effects if reads.steps.released_upto == released else self._advance(reads, effects)
+
+    @_from_trainers.of(RelayMessage)
+    def _on_relay(self, message: RelayMessage, event: FromTrainer) -> list[Effect]:
         """Pass a relay's request or ping to its feed."""
         feed = self.feeds.get(message.feed)
         if feed is None:
             return []  # its readers were refused for that
-        released = feed.readers.steps.released_upto
-        effects = feed.readers.receive_node(peer, envelope, self._now)
-        return effects if feed.readers.steps.released_upto == released else self._advance(feed, effects)
+        released = feed.steps.released_upto
+        effects = feed.readers.receive_node(event.peer, event.envelope, self._now)
+        return effects if feed.steps.released_upto == released else self._advance(feed, effects)
+
+    @_from_trainers.of(Attach)
+    def _on_attach(self, message: Attach, event: FromTrainer) -> list[Effect]:
+        """Let a client read a feed, and leave the feed that it has read before."""
+        feed = self.feeds.get(message.feed)
+        if feed is None:
+            return self._refuse_feed(event.peer, message.feed)
+        reads, effects = self._read_by(event.peer), list[Effect]()
+        if reads is not None and reads is not feed:
+            effects = self._advance(reads, reads.readers.leave(event.peer, Departure.OTHER_FEED))
+        effects += self._advance(feed, feed.readers.receive(event.peer, event.envelope, self._now))
+        if feed.readers.num_readers:
+            self._used.add(feed.name)
+        return effects
+
+    @_from_trainers.of(NumberedMessage)
+    def _on_numbered(self, message: NumberedMessage, event: FromTrainer) -> list[Effect]:
+        """Pass on a message about results to its feed."""
+        feed = self.feeds.get(message.feed)
+        if feed is None:
+            return self._refuse_feed(event.peer, message.feed)
+        return self._advance(feed, feed.tell_back(event.peer, event.envelope, self._now))
+
+    @_from_trainers.of(ReportValues)
+    def _on_values(self, message: ReportValues, event: FromTrainer) -> list[Effect]:
+        """Pass reported values on, unless the key is for some ranks and it is not known yet which rank reports."""
+        if event.rights is not None and event.rights.ranks and self._rank_of(message) is None:
+            return []  # until the rank has attached; it repeats its message
+        return self._on_numbered(message, event)
+
+    @_from_trainers.of(Hello, Samples, ProducerPing)
+    def _on_wrong_side(self, message: Hello | Samples | ProducerPing, event: FromTrainer) -> list[Effect]:
+        """Reject a producer."""
+        where = "Only trainers connect to this address. Producers connect to the address in `listen.producers`."
+        return self._refuse(event.peer, "wrong_address", f"{WRONG_SIDE}. {where}")
+
+    @_from_trainers.of(Bye)
+    def _on_bye(self, message: Bye, event: FromTrainer) -> list[Effect]:
+        """Let a reader or a relay leave."""
+        if self._read_by(event.peer) is not None:
+            return self._to_reader(message, event)
+        for feed in self.feeds.values():
+            feed.readers.leave_relay(event.peer)
+        return []
+
+    def _read_by(self, peer: bytes) -> Feed | None:
+        """Return the feed to which the client at ``peer`` has attached."""
+        return next((feed for feed in self.feeds.values() if feed.readers.knows(peer)), None)
+
+    def _refuse_feed(self, peer: bytes, feed: str) -> list[Effect]:
+        """Reject a client that asks for an unknown feed."""
+        known = ", ".join(map(repr, self.feeds))
+        return self._refuse(peer, "unknown_feed", f"got feed {feed!r}, expected one of: {known}")
+
+    # Effects
 
     def _advance(self, feed: Feed, effects: list[Effect]) -> list[Effect]:
         """Return ``effects`` of an event on a feed, and add the new steps and the message that dismisses producers.
@@ -455,4 +591,13 @@ class Broker:
 
     def _send(self, peer: bytes, message: Message) -> list[Effect]:
         """Return the effect that sends a message to the client at ``peer``."""
-        return [SendTrainer(peer, Envelope(run=self.run, epoch=self.epoch, fence=0, message=message))]
+        return [SendTrainer(peer, self.identity.envelope(message))]
+
+
+def _other_key(rights: Rights, known: bytes, peer: bytes) -> str:
+    """Return an error text if the peer with this name, ``known``, has another key than ``peer``; empty if not."""
+    if key_of(known) == key_of(peer):
+        return ""
+    return (
+        f"key {rights.name!r}: got the name of a process that uses another key, expected a name that no other key uses"
+    )

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from streampack_services.broker.authorization import new_key
 
 import streampack
-from streampack.core.protocol.message import Envelope, Message, Reject
+from streampack.core.protocol.message import Bye, Envelope, Message, Reject
 from streampack.core.protocol.producer_messages import (
     Amend,
     CommitWrite,
@@ -40,7 +40,7 @@ from streampack.core.protocol.producer_messages import (
     Sent,
     Start,
 )
-from streampack.core.protocol.relay_messages import PASSED_ON, NodeGet, NodePing
+from streampack.core.protocol.relay_messages import NodeGet, NodePing
 from streampack.core.protocol.trainer_messages import (
     AskResults,
     AskState,
@@ -77,7 +77,7 @@ _OF_PRODUCERS = (Hello, Samples, Eos, Sent, Mark, CommitWrite, Amend, Start, Pro
 _OF_TRAINERS = (Attach, Get, ReaderPing, AskState, Commit, Brought, Publish, ReportValues, AskResults)
 REQUESTS: dict[str, tuple[type[Message], ...]] = {
     "pusher": _OF_PRODUCERS, "reader": _OF_PRODUCERS, "trainer": _OF_TRAINERS,
-    "relay": (NodeGet, NodePing, *_OF_TRAINERS), "bundle": PASSED_ON,
+    "relay": (NodeGet, NodePing, *_OF_TRAINERS), "bundle": tuple(kind for kind in (Bye, *_OF_TRAINERS) if kind.RELAYED),
 }  # fmt: skip
 STUCK_S = 20.0
 """Seconds without a step after which the first job counts as held up."""

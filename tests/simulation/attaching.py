@@ -22,7 +22,7 @@ from streampack.core.model.snapshot import FormState, MergeState, Snapshot
 from streampack.core.model.steps import PlannedPacks, PlannedStep
 from streampack.core.protocol.effects import SendShard, SendTrainer
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick
-from streampack.core.protocol.message import Bye, Envelope, Who
+from streampack.core.protocol.message import Bye, Envelope, Identity, Who
 from streampack.core.protocol.trainer_messages import Attach, State, StepPart
 from streampack.core.serve.readers import Readers
 from streampack.core.sessions.client_events import Begin, Broken, Deliver, Detach, Ended, Returned
@@ -177,7 +177,9 @@ class Walk:
 
     def _start_broker(self) -> None:
         self.epoch += 1
-        self.readers = Readers(1, self.epoch, "train", Rules(budget=16, packs=4), "zigzag", SampleTable(), Feed())
+        self.readers = Readers(
+            Identity(1, self.epoch), "train", Rules(budget=16, packs=4), "zigzag", SampleTable(), Feed()
+        )
         for rank in self.ranks:
             rank.link(self._name())
 

@@ -15,7 +15,7 @@ from streampack.core.model.mesh import Mesh
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.events import Effect, Event, Unsent
 from streampack.core.protocol.message import Envelope
-from streampack.core.protocol.trainer_messages import AskState, Commit, State
+from streampack.core.protocol.trainer_messages import AskState, Commit, Committed, State
 from streampack.core.sessions.client_events import Again, Answered, Ask, Begin, Broken, Deliver, Detach, Ended, Returned
 from streampack.core.sessions.client_session import ClientPhase, ClientSession
 from streampack.core.sessions.route import RelayLost, Reroute, Route
@@ -175,6 +175,7 @@ class ClientProcess(Process):
             if self.job.saved(self, message) and self.job.commits and self.world.rng.random() < 0.7:
                 self._commit(self.job.durable())
         else:
+            assert isinstance(message, Committed)
             self.job.committed(message.step)
 
     def _commit(self, step: int) -> None:

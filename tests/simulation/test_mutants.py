@@ -45,6 +45,7 @@ from streampack.core.model.samples import I64
 from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.effects import Formed, Store
 from streampack.core.protocol.events import Effect, FromBroker, Send
+from streampack.core.protocol.handlers import Handlers
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Eos, Flow, Hello, ProducerPing, Samples
 from streampack.core.protocol.trainer_messages import Get, ReaderPing, StepPart
@@ -117,7 +118,14 @@ def expect_failure(mutant: str, first: int, run_seed: Callable[[int], Any], seed
 def wrap(patch: Patch, kind: type, name: str, around: Callable[..., Any]) -> None:
     """Replace a method by ``around(original, self, *args)``."""
     original = getattr(kind, name)
-    patch.setattr(kind, name, lambda self, *args, **more: around(original, self, *args, **more))
+
+    def replaced(self: Any, *args: Any, **more: Any) -> Any:
+        return around(original, self, *args, **more)
+
+    patch.setattr(kind, name, replaced)
+    for table in [each for base in kind.__mro__ for each in vars(base).values() if isinstance(each, Handlers)]:
+        for handled in [handled for handled, method in table.items() if method is original]:
+            patch.setitem(table, handled, replaced)
 
 
 def _without(effects: list[Effect], *kinds: type) -> list[Effect]:
@@ -187,7 +195,7 @@ def samples_of_an_old_session_are_taken(patch: Patch) -> None:
 @mutant("R5")
 def producers_of_an_old_broker_are_believed(patch: Patch) -> None:
     def receive(original: Any, self: Leases, peer: bytes, envelope: Envelope, now: float) -> Any:
-        return original(self, peer, _changed(envelope, epoch=self.credits.epoch), now)
+        return original(self, peer, _changed(envelope, epoch=self._identity.epoch), now)
 
     wrap(patch, Leases, "receive", receive)
 
@@ -197,23 +205,25 @@ def readers_of_an_old_broker_or_attempt_are_believed(patch: Patch) -> None:
     def receive(original: Any, self: Readers, peer: bytes, envelope: Envelope, now: float) -> Any:
         reader = self.registry.at(peer)
         fence = envelope.fence if reader is None else reader.fence
-        return original(self, peer, _changed(envelope, epoch=self.link.epoch, fence=fence), now)
+        return original(self, peer, _changed(envelope, epoch=self._identity.epoch, fence=fence), now)
 
     wrap(patch, Readers, "receive", receive)
 
 
 @mutant("R5")
 def a_producer_believes_an_old_broker(patch: Patch) -> None:
-    def receive(original: Any, self: ProducerSession, envelope: Envelope) -> Any:
-        return original(self, _changed(envelope, epoch=max(envelope.epoch, self.epoch)))
+    def receive(original: Any, self: ProducerSession, event: FromBroker) -> Any:
+        epoch = max(event.envelope.epoch, self.epoch)
+        return original(self, FromBroker(_changed(event.envelope, epoch=epoch)))
 
     wrap(patch, ProducerSession, "_receive", receive)
 
 
 @mutant("R5", first=42)
 def a_client_believes_an_old_broker(patch: Patch) -> None:
-    def receive(original: Any, self: ClientSession, envelope: Envelope) -> Any:
-        return original(self, _changed(envelope, epoch=max(envelope.epoch, self.epoch)))
+    def receive(original: Any, self: ClientSession, event: FromBroker) -> Any:
+        epoch = max(event.envelope.epoch, self.epoch)
+        return original(self, FromBroker(_changed(event.envelope, epoch=epoch)))
 
     wrap(patch, ClientSession, "_receive", receive)
 
@@ -308,19 +318,19 @@ def a_gap_is_not_asked_for(patch: Patch) -> None:
 @mutant("go-back-N")
 def a_chunk_is_taken_whatever_its_number(patch: Patch) -> None:
     def samples(
-        original: Any, self: Leases, producer: ConnectedProducer, p: int, envelope: Envelope, message: Samples
+        original: Any, self: Leases, message: Samples, producer: ConnectedProducer, p: int, envelope: Envelope
     ) -> Any:
         placed = msgspec.structs.replace(message, base_seq=self.partitions.intakes[p].expected_seq)
-        return original(self, producer, p, envelope, placed)
+        return original(self, placed, producer, p, envelope)
 
-    wrap(patch, Leases, "_samples", samples)
+    wrap(patch, Leases, "_on_samples", samples)
 
 
 @mutant("go-back-N")
 def a_client_takes_a_step_with_parts_missing_before_it(patch: Patch) -> None:
-    def part(original: Any, self: ClientSession, envelope: Envelope, message: Any) -> Any:
+    def part(original: Any, self: ClientSession, message: Any, envelope: Envelope) -> Any:
         self._have_upto = max(self._have_upto, message.step)
-        return original(self, envelope, message)
+        return original(self, message, envelope)
 
     wrap(patch, ClientSession, "_on_part", part)
 
@@ -406,11 +416,11 @@ def an_iteration_has_no_attempt_of_its_own(patch: Patch) -> None:
 
 @mutant("rounds")
 def a_client_takes_the_steps_of_any_iteration(patch: Patch) -> None:
-    def receive(original: Any, self: ClientSession, envelope: Envelope) -> Any:
-        before = self.attempt
+    def receive(original: Any, self: ClientSession, event: FromBroker) -> Any:
+        before, envelope = self.attempt, event.envelope
         if isinstance(envelope.message, StepPart) and envelope.epoch == self.epoch:
             self.attempt = envelope.fence
-        effects = original(self, envelope)
+        effects = original(self, event)
         self.attempt = before
         return effects
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from streampack.core.protocol.events import Tick
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.relay_messages import NodePart, relay_of
 from streampack.core.protocol.trainer_messages import Attach
@@ -133,7 +134,7 @@ def a_relay_is_believed_whatever_attempt_it_names(patch: Patch) -> None:
     def receive(original: Any, self: Readers, peer: bytes, envelope: Envelope, now: float) -> Any:
         relay = self.steps.relays.get(peer)
         fence = envelope.fence if relay is None else relay.fence
-        return original(self, peer, msgspec.structs.replace(envelope, epoch=self.link.epoch, fence=fence), now)
+        return original(self, peer, msgspec.structs.replace(envelope, epoch=self._identity.epoch, fence=fence), now)
 
     wrap(patch, Readers, "receive_node", receive)
 
@@ -148,9 +149,9 @@ def a_relay_requests_more_than_its_memory_holds(patch: Patch) -> None:
 
 @mutant()
 def a_relay_does_not_ask_twice(patch: Patch) -> None:
-    def tick(original: Any, self: RelaySession, now: float) -> Any:
+    def tick(original: Any, self: RelaySession, event: Tick) -> Any:
         for feed in self.feeds.values():
-            feed.again.answered(now)
-        return original(self, now)
+            feed.again.answered(event.now)
+        return original(self, event)
 
     wrap(patch, RelaySession, "_tick", tick)

@@ -43,8 +43,9 @@ from streampack.core.model.snapshot import Snapshot
 from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.effects import Formed, Release
 from streampack.core.protocol.events import Effect, Report
-from streampack.core.protocol.message import Envelope
-from streampack.core.protocol.trainer_messages import AskResults, Publish, ReportValues, State
+from streampack.core.protocol.handlers import Handlers
+from streampack.core.protocol.message import Envelope, Identity
+from streampack.core.protocol.trainer_messages import ABOUT_RESULTS, AskResults, Publish, ReportValues, State
 from streampack.core.results.step_values import StepValues
 from streampack.core.serve.readers import Readers
 from streampack.core.staging.tickets import LEARN_S, InFlight
@@ -61,10 +62,11 @@ class Feed:
     """
 
     def __init__(
-        self, run: int, epoch: int, plan: FeedPlan, max_sample_tokens: int, steps_ahead: int, table: SampleTable,
+        self, identity: Identity, plan: FeedPlan, max_sample_tokens: int, steps_ahead: int, table: SampleTable,
         leases: Leases, journal: Journal,
     ) -> None:  # fmt: skip
         self.plan, self.name, self.rules = plan, plan.name, plan.rules
+        self._identity = identity
         self._steps_ahead = steps_ahead
         self._table, self._leases, self._journal = table, leases, journal
         self._partitions, self._producers = leases.partitions, leases.producers
@@ -76,7 +78,7 @@ class Feed:
             name, rules, self.history, self.memory, max_sample_tokens, table, leases, self._recorder
         )  # fmt: skip
         self.readers = Readers(
-            run, epoch, name, rules, plan.layout, table, self, plan.max_readers, plan.leaving_bytes
+            identity, name, rules, plan.layout, table, self, plan.max_readers, plan.leaving_bytes
         )  # fmt: skip
         self.steps = self.readers.steps
         """Keeps the formed steps, and sends them to ranks."""
@@ -85,7 +87,7 @@ class Feed:
         self._snapshot_check = SnapshotCheck(
             name, rules, self.history, self.planner.live, self.memory, leases.partitions
         )
-        self.results = StepValues(run, epoch, name, journal, lambda ids: leases.partitions.sent_as(name, ids))
+        self.results = StepValues(identity, name, journal, lambda ids: leases.partitions.sent_as(name, ids))
         """Values that trainers report for samples of steps."""
         self.figures = FormedFigures(plan.rules)
         self._waits_for: int | None = None
@@ -496,7 +498,7 @@ class Feed:
 
     def _is_possible(self, published: PolicyPublished) -> bool:
         """Return whether trainers can have published a policy: earlier versions accepted numbers of any size."""
-        if published.version <= MOST_VERSION and published.attempt[0] <= self.results.epoch:
+        if published.version <= MOST_VERSION and published.attempt[0] <= self._identity.epoch:
             return True
         self._ignored = published.version
         return False
@@ -559,31 +561,46 @@ class Feed:
 
     def tell_back(self, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
         """Handle a message about results: a published policy, reported values, or a subscriber's request."""
-        message, results = envelope.message, self.results
-        results.streams = [stream.name for stream in self.latest_rules.streams]
-        if isinstance(message, Publish | ReportValues):
-            if results.is_unanswered(peer):
-                return []  # the trainer repeats the message
-            epoch, attempt = message.attempt
-            if isinstance(message, Publish) and epoch > results.epoch:
-                return []  # a standby has taken over. The rank repeats its message until it knows
-            if epoch == results.epoch and attempt > self.readers.attempts.number:
-                text = f"got attempt {attempt}, expected at most {self.readers.attempts.number}, the present attempt"
-                return results.refuse(peer, message.number, text)
-        served = max(self.steps.formed_upto, self.history.num_steps)  # also by an earlier broker
-        if isinstance(message, Publish):
-            return self._publish_policy(peer, message)
-        if isinstance(message, ReportValues):
-            samples = self.steps.samples_of(message.step, message.part, message.parts)
-            return results.report(peer, message, envelope.payload, self.history.lineage, served, samples)
-        assert isinstance(message, AskResults)
-        return results.ask(peer, message, now)
+        self.results.streams = [stream.name for stream in self.latest_rules.streams]
+        message = envelope.message
+        return self._about_results[type(message)](self, message, peer, envelope, now)
 
-    def _publish_policy(self, peer: bytes, message: Publish) -> list[Effect]:
+    _about_results = Handlers[[bytes, Envelope, float], list[Effect]]()
+
+    @_about_results.of(AskResults)
+    def _on_ask(self, message: AskResults, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
+        """Answer a subscriber."""
+        return self.results.ask(peer, message, now)
+
+    @_about_results.of(ReportValues)
+    def _on_values(self, message: ReportValues, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
+        """Record the values that a rank reports."""
+        if (refused := self._refuse_attempt(peer, message)) is not None:
+            return refused
+        samples = self.steps.samples_of(message.step, message.part, message.parts)
+        served = max(self.steps.formed_upto, self.history.num_steps)  # also by an earlier broker
+        return self.results.report(peer, message, envelope.payload, self.history.lineage, served, samples)
+
+    def _refuse_attempt(self, peer: bytes, message: Publish | ReportValues) -> list[Effect] | None:
+        """Return the answer to a message that cannot be of the present attempt yet; None for any other message."""
+        if self.results.is_unanswered(peer):
+            return []  # the trainer repeats the message
+        epoch, attempt = message.attempt
+        if epoch != self._identity.epoch or attempt <= self.readers.attempts.number:
+            return None
+        text = f"got attempt {attempt}, expected at most {self.readers.attempts.number}, the present attempt"
+        return self.results.refuse(peer, message.number, text)
+
+    @_about_results.of(Publish)
+    def _on_publish(self, message: Publish, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
         """Record the version of a policy, unless it is known; answer once that is safe.
 
         Trainers that go back to a checkpoint begin a new attempt, whose versions may be lower.
         """
+        if (refused := self._refuse_attempt(peer, message)) is not None:
+            return refused
+        if message.attempt[0] > self._identity.epoch:
+            return []  # a standby has taken over. The rank repeats its message until it knows
         known, effects = self.history.published, list[Effect]()
         if message.version > MOST_VERSION:
             text = f"got policy version {message.version}, expected at most {MOST_VERSION}"
@@ -614,3 +631,5 @@ class Feed:
             text = f"feed {self.name!r}: ignored the commit of step {step}, which the feed has not formed"
             return [Report("warning", text, feed=self.name, step=step)]
         return self._checkpoints.commit(step) + self.safe(self._journal.safe_upto)
+
+    _about_results.require(ABOUT_RESULTS)

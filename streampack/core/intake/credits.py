@@ -20,17 +20,8 @@ from streampack.core.journal.log_records import PolicyPublished
 from streampack.core.model.capacity import Capacity
 from streampack.core.protocol.effects import SendProducer
 from streampack.core.protocol.events import Effect
-from streampack.core.protocol.message import Envelope, Message
-from streampack.core.protocol.producer_messages import (
-    CommitWrite,
-    Eos,
-    Flow,
-    Lease,
-    Mark,
-    Revoke,
-    Samples,
-    Sent,
-)
+from streampack.core.protocol.message import Identity, Message
+from streampack.core.protocol.producer_messages import Flow, Lease, Revoke, SessionMessage
 from streampack.core.staging.staging import Staging
 
 
@@ -38,13 +29,11 @@ class Credits:
     """Sends the leases and the credit of ``partitions`` to the ``producers`` that hold them."""
 
     def __init__(
-        self, run: int, epoch: int, capacity: Capacity, partitions: Partitions, producers: Producers, journal: Journal,
+        self, identity: Identity, capacity: Capacity, partitions: Partitions, producers: Producers, journal: Journal,
         staging: Staging,
     ) -> None:  # fmt: skip
-        self._run, self._capacity, self._staging = run, capacity, staging
+        self._identity, self._capacity, self._staging = identity, capacity, staging
         self._partitions, self._producers, self._journal = partitions, producers, journal
-        self.epoch = epoch
-        """The broker's epoch."""
         self.drained = False
         """True if the broker stops, and gives no more leases or credit."""
         self._sessions = 0
@@ -184,13 +173,11 @@ class Credits:
         is_new = self._partitions.intakes[p].recorded.note_safe(self._journal.safe_upto)
         return self.flow(p, repeat=True) if is_new else []
 
-    def revoke(
-        self, producer: ConnectedProducer, session: int, message: Samples | Eos | Sent | Mark | CommitWrite
-    ) -> list[Effect]:
+    def revoke(self, producer: ConnectedProducer, session: int, message: SessionMessage) -> list[Effect]:
         """Tell a producer that the session of its message is over."""
         revoke = Revoke(stream=message.stream, partition=message.partition)
         return self.send(producer.peer, revoke, session)
 
     def send(self, peer: bytes, message: Message, session: int = 0) -> list[Effect]:
         """Return the effect that sends a message to the producer at ``peer``."""
-        return [SendProducer(peer, Envelope(run=self._run, epoch=self.epoch, fence=session, message=message))]
+        return [SendProducer(peer, self._identity.envelope(message, session))]

@@ -28,8 +28,10 @@ from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, SampleTable
 from streampack.core.model.snapshot import Floor
 from streampack.core.protocol.events import Effect, Report
-from streampack.core.protocol.message import WRONG_SIDE, Bye, Envelope, Reject, Who
+from streampack.core.protocol.handlers import Handlers
+from streampack.core.protocol.message import WRONG_SIDE, Bye, Envelope, Identity, Message, Reject, Who
 from streampack.core.protocol.producer_messages import (
+    PRODUCER_MESSAGES,
     Amend,
     CommitWrite,
     Done,
@@ -37,9 +39,11 @@ from streampack.core.protocol.producer_messages import (
     Hello,
     LateFields,
     Mark,
+    ProducerMessage,
     ProducerPing,
     Samples,
     Sent,
+    SessionMessage,
     Start,
 )
 from streampack.core.protocol.trainer_messages import Attach, Get, ReaderPing
@@ -67,17 +71,17 @@ class Leases:
         staged: Takes samples that wait, and admits those that are complete.
     """
 
-    def __init__(self, run: int, epoch: int, capacity: Capacity, table: SampleTable, journal: Journal) -> None:
-        self._run, self._capacity = run, capacity
+    def __init__(self, identity: Identity, capacity: Capacity, table: SampleTable, journal: Journal) -> None:
+        self._identity, self._capacity = identity, capacity
         self.staging = Staging(journal)
         self.partitions = Partitions(capacity.quota_tokens, self.staging, capacity.max_keys)
         self.records = PartitionRecords(self.partitions, journal, self.staging)
-        self.accounts = PartitionAccounts(run, self.partitions, self.records, table, capacity.max_chunk_bytes)
+        self.accounts = PartitionAccounts(identity.run, self.partitions, self.records, table, capacity.max_chunk_bytes)
         self.producers = Producers(self.partitions)
-        self.credits = Credits(run, epoch, capacity, self.partitions, self.producers, journal, self.staging)
+        self.credits = Credits(identity, capacity, self.partitions, self.producers, journal, self.staging)
         self.rebalancer = Rebalancer(self.partitions, self.records, self.producers, self.credits)
         self.staged = StagedIntake(
-            run,
+            identity,
             self.partitions,
             self.records,
             self.accounts,
@@ -208,39 +212,56 @@ class Leases:
         """Handle a message of the producer at ``peer``, and return the answers."""
         self._now = now
         message = envelope.message
-        if isinstance(message, Hello):
-            return self._hello(peer, message)
-        if isinstance(message, Attach | Get | ReaderPing):
-            return self._refuse(
-                peer,
-                "wrong_address",
-                f"{WRONG_SIDE}. Only producers connect to this address. Trainers connect to "
-                "the address in `listen.trainers`.",
-            )
+        return self._from_anyone[type(message)](self, message, peer, envelope)
+
+    _from_anyone = Handlers[[bytes, Envelope], list[Effect]]()
+    _from_producers = Handlers[[ConnectedProducer, Envelope], list[Effect]]()
+    _from_holders = Handlers[[ConnectedProducer, int, Envelope], list[Effect]]()
+
+    @_from_anyone.of(Message)
+    def _on_message(self, message: Message, peer: bytes, envelope: Envelope) -> list[Effect]:
+        """Handle a message of a producer that this broker knows."""
         producer = self.producers.at(peer)
-        if isinstance(message, Bye):
-            return self.leave(peer, ProducerDeparture.GOODBYE)
-        if producer is None or envelope.epoch < self.credits.epoch:
+        if producer is None or envelope.epoch < self._identity.epoch:
             return self.credits.send(peer, Who())
-        producer.heard = now
-        if isinstance(message, ProducerPing):
-            return self._ping(producer, message)
-        if isinstance(message, Amend):
-            return self.staged.amend(producer, envelope, message)
-        if isinstance(message, Start) and (wrong := fault(message)):
-            return self._refuse(peer, "protocol", wrong)
-        if isinstance(message, Start):
-            return self.staged.start(producer, envelope.fence, message)
-        if isinstance(message, Samples | Eos | Sent | Mark | CommitWrite):
-            return self._of_partition(producer, envelope, message)
-        return self._refuse(peer, "protocol", f"got {type(message).__name__} from a producer")
+        producer.heard = self._now
+        return self._from_producers[type(message)](self, message, producer, envelope)
+
+    @_from_anyone.of(Attach, Get, ReaderPing)
+    def _on_wrong_side(self, message: Message, peer: bytes, envelope: Envelope) -> list[Effect]:
+        """Reject a trainer."""
+        where = "Only producers connect to this address. Trainers connect to the address in `listen.trainers`."
+        return self._refuse(peer, "wrong_address", f"{WRONG_SIDE}. {where}")
+
+    @_from_anyone.of(Bye)
+    def _on_bye(self, message: Bye, peer: bytes, envelope: Envelope) -> list[Effect]:
+        """Let a producer leave."""
+        return self.leave(peer, ProducerDeparture.GOODBYE)
+
+    @_from_producers.of(Message)
+    def _on_unexpected(self, message: Message, producer: ConnectedProducer, envelope: Envelope) -> list[Effect]:
+        """Reject a producer for a message that no producer sends."""
+        return self._refuse(producer.peer, "protocol", f"got {type(message).__name__} from a producer")
+
+    @_from_producers.of(Amend)
+    def _on_amend(self, message: Amend, producer: ConnectedProducer, envelope: Envelope) -> list[Effect]:
+        """Take values of late fields."""
+        return self.staged.amend(producer, envelope, message)
+
+    @_from_producers.of(Start)
+    def _on_start(self, message: Start, producer: ConnectedProducer, envelope: Envelope) -> list[Effect]:
+        """Take a program's counts of tickets."""
+        if wrong := fault(message):
+            return self._refuse(producer.peer, "protocol", wrong)
+        return self.staged.start(producer, envelope.fence, message)
 
     def leave(self, peer: bytes, why: ProducerDeparture) -> list[Effect]:
         """Remove the producer at ``peer``, if there is one, and lease its partitions to others."""
         producer = self.producers.at(peer)
         return [] if producer is None else self.rebalancer.leave(producer, why)
 
-    def _hello(self, peer: bytes, hello: Hello) -> list[Effect]:
+    @_from_anyone.of(Hello)
+    def _on_hello(self, hello: Hello, peer: bytes, envelope: Envelope) -> list[Effect]:
         """Admit a producer and lease partitions to it, reject it, or give no answer while its claim waits."""
         producers = self.producers
         for offer in hello.offers:
@@ -285,7 +306,8 @@ class Leases:
         )  # fmt: skip
         return self.credits.send(peer, fields)
 
-    def _ping(self, producer: ConnectedProducer, message: ProducerPing) -> list[Effect]:
+    @_from_producers.of(ProducerPing)
+    def _on_ping(self, message: ProducerPing, producer: ConnectedProducer, envelope: Envelope) -> list[Effect]:
         """Take a producer's report of itself, and repeat its credit; remove a producer that failed."""
         mine = self.producers.held_by(producer.name)
         producer.sizes = {name: size for name, size in message.sizes.items() if name in producer.offers}
@@ -304,28 +326,27 @@ class Leases:
 
     # Messages of the holder of a partition
 
+    @_from_producers.of(SessionMessage)
     def _of_partition(
-        self, producer: ConnectedProducer, envelope: Envelope, message: Samples | Eos | Sent | Mark | CommitWrite
+        self, message: SessionMessage, producer: ConnectedProducer, envelope: Envelope
     ) -> list[Effect]:  # fmt: skip
         """Handle a producer's message about a partition; revoke its lease if the session is not the current one."""
         p = self.partitions.find(message.stream, message.partition)
         if p is None or self.producers.holder[p] != producer.name:
             return self.credits.revoke(producer, envelope.fence, message)
-        intake = self.partitions.intakes[p]
-        if envelope.fence != intake.session:
+        if envelope.fence != self.partitions.intakes[p].session:
             return self.credits.revoke(producer, envelope.fence, message)
-        if isinstance(message, Samples):
-            return self._samples(producer, p, envelope, message)
-        if isinstance(message, Eos):
-            return self._eos(producer, p, message)
-        if isinstance(message, Mark):
-            return self._mark(p, message)
-        if isinstance(message, CommitWrite):
-            return self._commit_write(p, message)
+        return self._from_holders[type(message)](self, message, producer, p, envelope)
+
+    @_from_holders.of(Sent)
+    def _on_sent(self, message: Sent, producer: ConnectedProducer, p: int, envelope: Envelope) -> list[Effect]:
+        """Ask for samples that were lost, or repeat the credit."""
+        intake = self.partitions.intakes[p]
         lost = message.next_seq > self.partitions.next_seq(p) and not self.credits.drained and not intake.unwanted
         return self.credits.again(p) if lost else self.credits.flow(p, repeat=True)
 
-    def _samples(self, producer: ConnectedProducer, p: int, envelope: Envelope, message: Samples) -> list[Effect]:
+    @_from_holders.of(Samples)
+    def _on_samples(self, message: Samples, producer: ConnectedProducer, p: int, envelope: Envelope) -> list[Effect]:
         """Take a chunk, reject it, or ask for the samples that are missing before it."""
         intake, stream = self.partitions.intakes[p], self.partitions.stream_of[p]
         if self.credits.drained:
@@ -355,7 +376,8 @@ class Leases:
         taken = self.accounts.take(p, chunk) if intake.staged is None else self.staged.stage(p, chunk)
         return taken + self.credits.settle(p) + self.credits.flow(p, repeat=intake.closed)
 
-    def _eos(self, producer: ConnectedProducer, p: int, message: Eos) -> list[Effect]:
+    @_from_holders.of(Eos)
+    def _on_end(self, message: Eos, producer: ConnectedProducer, p: int, envelope: Envelope) -> list[Effect]:
         """Take the end of a partition, or ask for the samples that are missing before it."""
         intake = self.partitions.intakes[p]
         if intake.unwanted:
@@ -377,7 +399,8 @@ class Leases:
             return self.accounts.end(p, message.total) + self.credits.flow(p, repeat=True)
         return self.staged.end(p, message.total) + self.credits.flow(p, repeat=True)
 
-    def _mark(self, p: int, message: Mark) -> list[Effect]:
+    @_from_holders.of(Mark)
+    def _on_mark(self, message: Mark, producer: ConnectedProducer, p: int, envelope: Envelope) -> list[Effect]:
         """Take the end of a batch of a pushed partition, or ask for the samples that are missing before it."""
         intake, stream = self.partitions.intakes[p], self.partitions.stream_of[p]
         if not stream.terms.pushed or message.number < intake.sent_marks:
@@ -390,7 +413,8 @@ class Leases:
 
     # Keys, and messages that are refused
 
-    def _commit_write(self, p: int, message: CommitWrite) -> list[Effect]:
+    @_from_holders.of(CommitWrite)
+    def _on_commit(self, message: CommitWrite, producer: ConnectedProducer, p: int, envelope: Envelope) -> list[Effect]:
         """Forget the keys of a stream's current write, which its job has completed."""
         stream = self.partitions.stream_of[p]
         if message.write != stream.keys.write or not stream.terms.pushed:
@@ -418,3 +442,6 @@ class Leases:
         self.refused += 1
         effects: list[Effect] = [report or Report("warning", f"refused a producer: {detail}")]
         return effects + self.credits.send(peer, Reject(code=code, detail=detail[:2000]))
+
+    _from_producers.require((kind for kind in PRODUCER_MESSAGES if issubclass(kind, ProducerMessage)), unless=Message)
+    _from_holders.require(kind for kind in PRODUCER_MESSAGES if issubclass(kind, SessionMessage))

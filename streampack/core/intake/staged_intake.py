@@ -16,7 +16,7 @@ from streampack.core.intake.producers import ConnectedProducer, Producers
 from streampack.core.journal.log_effects import Recalled
 from streampack.core.journal.log_records import ChunkStaged, EndStaged, MarkStaged, SamplesAmended
 from streampack.core.protocol.events import Effect
-from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.message import Envelope, Identity
 from streampack.core.protocol.producer_messages import Amend, Amended, Mark, Start
 from streampack.core.staging.staged_chunk import StagedChunk
 from streampack.core.staging.staging import Staging
@@ -26,19 +26,19 @@ class StagedIntake:
     """Takes and admits the samples of partitions that are staged; other partitions have nothing to do with it.
 
     Args:
-        run: Number of the run.
+        identity: The run and the epoch of the broker.
         partitions, records, accounts, producers, credits, staging: The parts of ``Leases``.
         max_chunk_bytes: Most bytes of a chunk.
         pull: Reads a partition's next chunk from the log, if the log has one.
     """
 
     def __init__(
-        self, run: int, partitions: Partitions, records: PartitionRecords, accounts: PartitionAccounts,
+        self, identity: Identity, partitions: Partitions, records: PartitionRecords, accounts: PartitionAccounts,
         producers: Producers, credits: Credits, staging: Staging, max_chunk_bytes: int,
         pull: Callable[[int], list[Effect]],
     ) -> None:  # fmt: skip
         self._max_chunk_bytes = max_chunk_bytes
-        self._run, self._partitions, self._records, self._accounts = run, partitions, records, accounts
+        self._identity, self._partitions, self._records, self._accounts = identity, partitions, records, accounts
         self._producers, self._credits, self._staging, self._pull = producers, credits, staging, pull
 
     def stage(self, p: int, chunk: ReceivedChunk) -> list[Effect]:
@@ -122,9 +122,7 @@ class StagedIntake:
                 )  # fmt: skip
                 effects += self._records.append_mark(p, mark) + self._pull(p)
             else:
-                envelope = Envelope(
-                    run=self._run, epoch=self._credits.epoch, fence=0, message=found.message, payload=found.payload
-                )  # fmt: skip
+                envelope = self._identity.envelope(found.message, 0, found.payload)
                 chunk = parse_chunk(envelope, found.message, self._partitions.stream_of[p].terms)
                 assert isinstance(chunk, ReceivedChunk)  # the samples were checked when they came
                 effects += self._accounts.take(p, chunk, found.sent)

@@ -1,4 +1,4 @@
-"""The envelope of every message, and the messages of both producers and trainers.
+"""The envelope of every message, the bases of messages, and the messages of both producers and trainers.
 
 State machines exchange messages as structs; ``wire`` encodes them to frames. All control messages carry state, not
 changes of state, so they may be lost, repeated or reordered. Arrays are little-endian bytes (``*_u32`` and so on), and
@@ -10,26 +10,59 @@ the trainers' attempt.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from msgspec import Struct
 
+from streampack.core.columns.chunk_body import OfPartition
 from streampack.core.model.bounded import Name, Text
 from streampack.core.model.snapshot import Count
+from streampack.core.protocol.rights import Rights, Side
 
 WRONG_SIDE = "got a connection to the wrong address of the broker"
 
 
 class Message(Struct, frozen=True, kw_only=True):
-    """Base class of all messages; ``TYPE`` is the number of the message's kind in the header."""
+    """Base class of all messages.
+
+    Attributes:
+        TYPE: Number of the message's kind in the header.
+        RELAYED: True if a relay passes the message of a reader on to the broker. The answer must have no payload, so
+            that it fits into a bundle (``wire.bundles``).
+    """
 
     TYPE: ClassVar[int] = 0
+    RELAYED: ClassVar[bool] = False
+
+    def forbidden_by(self, rights: Rights) -> str:
+        """Return an error text if a key may not send this message to the broker; empty if it may."""
+        return ""
+
+
+class PartitionMessage(OfPartition, Message, frozen=True, kw_only=True):
+    """A message about one partition of a stream."""
+
+
+class FeedMessage(Message, frozen=True, kw_only=True):
+    """A message about one feed."""
+
+    feed: Name
+
+
+def forbidden(rights: Rights, message: Message, side: Side, for_rank: bool = False) -> str:
+    """Return an error text if a key may not send ``message`` to the address of ``side``; empty if it may.
+
+    ``for_rank``: a relay sends the message for a rank of its host.
+    """
+    return rights.refuse_side(side) or (rights.refuse_relay() if for_rank else "") or message.forbidden_by(rights)
 
 
 class Bye(Message, frozen=True, kw_only=True):
     """Goodbye, for a ``reason``: a peer leaves and gives up its leases or its rank, or the broker stops."""
 
     TYPE: ClassVar[int] = 5
+    RELAYED: ClassVar[bool] = True
     reason: Text = ""
 
 
@@ -70,3 +103,18 @@ class Envelope(Struct, frozen=True, kw_only=True):
     def is_foreign(self, run: int, epoch: int) -> bool:
         """Return whether another run's broker or one older than ``epoch`` sent this; ``run`` is 0 if not known yet."""
         return run not in (0, self.run) or self.epoch < epoch
+
+
+@dataclass(slots=True, eq=False)
+class Identity:
+    """The run and the epoch of one broker.
+
+    All parts of the broker share one object. So the epoch is the same everywhere when it rises.
+    """
+
+    run: int
+    epoch: int
+
+    def envelope(self, message: Message, fence: int = 0, payload: tuple[Any, ...] = ()) -> Envelope:
+        """Return a message of this broker."""
+        return Envelope(run=self.run, epoch=self.epoch, fence=fence, message=message, payload=payload)

@@ -12,7 +12,8 @@ from streampack.core.model.bounded import MAX_STREAMS, Host, Name, Small, Text
 from streampack.core.model.fields import MAX_FIELDS, Field
 from streampack.core.model.samples import Share
 from streampack.core.model.snapshot import Count, Cursor
-from streampack.core.protocol.message import Message
+from streampack.core.protocol.message import Message, PartitionMessage
+from streampack.core.protocol.rights import Rights
 
 OVERLONG = "overlong"
 """Reason of a rejected sample that is too long even to be sent; it counts as an overlong sample."""
@@ -20,6 +21,18 @@ OVERLONG = "overlong"
 
 ANY_PROCESS = 0
 """Incarnation in ``Amend`` from a process that does not know which earlier process sent the samples."""
+
+
+class ProducerMessage(PartitionMessage, frozen=True, kw_only=True):
+    """A message of a producer about one partition."""
+
+    def forbidden_by(self, rights: Rights) -> str:
+        """Return an error text if a key may not send samples of the stream."""
+        return rights.refuse_streams((self.stream,))
+
+
+class SessionMessage(ProducerMessage, frozen=True, kw_only=True):
+    """A message of the holder of a partition; the envelope's fence is the session of its lease."""
 
 
 # Producer -> broker
@@ -47,8 +60,12 @@ class Hello(Message, frozen=True, kw_only=True):
     pid: Count
     offers: Annotated[list[Offer], Meta(max_length=MAX_STREAMS)]
 
+    def forbidden_by(self, rights: Rights) -> str:
+        """Return an error text if a key may not send samples of all offered streams."""
+        return rights.refuse_streams(offer.stream for offer in self.offers)
 
-class Samples(SentChunk, Message, frozen=True, kw_only=True):
+
+class Samples(SentChunk, SessionMessage, frozen=True, kw_only=True):
     """A chunk of n consecutive samples of one partition.
 
     Payload: the tokens, [tokens], then a frame for each field of the lease, [tokens, ...], or [n, ...] for axis
@@ -61,51 +78,43 @@ class Samples(SentChunk, Message, frozen=True, kw_only=True):
     TYPE: ClassVar[int] = 2
 
 
-class Eos(Message, frozen=True, kw_only=True):
+class Eos(SessionMessage, frozen=True, kw_only=True):
     """The partition has ended; it has ``total`` samples over all its passes."""
 
     TYPE: ClassVar[int] = 3
-    stream: Name
-    partition: Small
     total: Count
 
 
-class Sent(Message, frozen=True, kw_only=True):
+class Sent(SessionMessage, frozen=True, kw_only=True):
     """All samples below ``next_seq`` were sent a while ago; a sample that the broker still lacks was lost."""
 
     TYPE: ClassVar[int] = 6
-    stream: Name
-    partition: Small
     next_seq: Count
 
 
-class Mark(Message, frozen=True, kw_only=True):
+class Mark(SessionMessage, frozen=True, kw_only=True):
     """The end of batch ``batch`` of a pushed partition, before sample ``seq``.
 
     Samples before and after the mark share no step. ``number`` counts the partition's marks from 0.
     """
 
     TYPE: ClassVar[int] = 7
-    stream: Name
-    partition: Small
     number: Count
     seq: Count
     batch: Count
 
 
-class CommitWrite(Message, frozen=True, kw_only=True):
+class CommitWrite(SessionMessage, frozen=True, kw_only=True):
     """Every sample of write ``write`` is durable, and no sample of it will be pushed again: its keys may be forgotten.
 
     The holder of any partition of the stream may commit; it repeats the message until ``Flow.write`` is greater.
     """
 
     TYPE: ClassVar[int] = 8
-    stream: Name
-    partition: Small
     write: Count
 
 
-class Amend(Message, frozen=True, kw_only=True):
+class Amend(ProducerMessage, frozen=True, kw_only=True):
     """Values of late fields for n samples of one partition; repeated until ``Amended`` comes with the same number.
 
     Payload: a frame for each of the ``names``, with the values of all samples in the order of ``seqs_u64``.
@@ -121,8 +130,6 @@ class Amend(Message, frozen=True, kw_only=True):
     """
 
     TYPE: ClassVar[int] = 18
-    stream: Name
-    partition: Small
     number: Count
     incarnation: Count
     seqs_u64: bytes
@@ -131,7 +138,7 @@ class Amend(Message, frozen=True, kw_only=True):
     lengths_u32: bytes | UnsetType = msgspec.UNSET
 
 
-class Start(Message, frozen=True, kw_only=True):
+class Start(ProducerMessage, frozen=True, kw_only=True):
     """Counts of a program that asks before it generates samples: see ``core.staging.tickets``.
 
     The program repeats its counts. They only grow while it holds the partition, except for ``open``.
@@ -148,8 +155,6 @@ class Start(Message, frozen=True, kw_only=True):
     """
 
     TYPE: ClassVar[int] = 19
-    stream: Name
-    partition: Small
     asked: Count
     granted: Count
     used: Count
@@ -194,7 +199,7 @@ class ProducerPing(Message, frozen=True, kw_only=True):
 # Broker -> producer
 
 
-class Lease(Message, frozen=True, kw_only=True):
+class Lease(PartitionMessage, frozen=True, kw_only=True):
     """The producer may send ``partition`` of ``partitions``; the envelope's fence is the session.
 
     Attributes:
@@ -219,8 +224,6 @@ class Lease(Message, frozen=True, kw_only=True):
     """
 
     TYPE: ClassVar[int] = 10
-    stream: Name
-    partition: Small
     partitions: Small
     first_seq: Count
     cursor: Cursor | None
@@ -251,7 +254,7 @@ class Lease(Message, frozen=True, kw_only=True):
         return bool(self.media_fields)
 
 
-class Flow(Message, frozen=True, kw_only=True):
+class Flow(PartitionMessage, frozen=True, kw_only=True):
     """Credit of a session, and the number of samples that the broker has received.
 
     Attributes:
@@ -270,8 +273,6 @@ class Flow(Message, frozen=True, kw_only=True):
     """
 
     TYPE: ClassVar[int] = 11
-    stream: Name
-    partition: Small
     expected_seq: Count
     grant_seq: Count
     grant_bytes: Count
@@ -285,12 +286,10 @@ class Flow(Message, frozen=True, kw_only=True):
     policy_number: Count = 0
 
 
-class Revoke(Message, frozen=True, kw_only=True):
+class Revoke(PartitionMessage, frozen=True, kw_only=True):
     """The session is over: the producer does not hold the partition any more."""
 
     TYPE: ClassVar[int] = 12
-    stream: Name
-    partition: Small
 
 
 class LateFields(Message, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
 """Messages between a relay and the broker: a catalog of each message and its answer.
 
-A relay speaks for the readers of one host. It passes the messages ``PASSED_ON`` of a reader on unchanged, under the
-reader's address (``relayed``). For steps and pings, the relay sends one ``NodeGet`` and one ``NodePing`` for all its
-readers. The broker answers a ``NodeGet`` with ``NodePart`` messages, in which each sample of the host's ranks
+A relay speaks for the readers of one host. It passes messages of a reader on unchanged, under the reader's address
+(``relayed``), if they are ``RELAYED``. For steps and pings, the relay sends one ``NodeGet`` and one ``NodePing`` for
+all its readers. The broker answers a ``NodeGet`` with ``NodePart`` messages, in which each sample of the host's ranks
 occurs once.
 """
 
@@ -15,8 +15,9 @@ from msgspec import Meta, Struct
 
 from streampack.core.model.bounded import Name, Small, Text
 from streampack.core.model.snapshot import Count
-from streampack.core.protocol.message import Bye, Message
-from streampack.core.protocol.trainer_messages import AskState, Attach, Brought, Commit, StepPart
+from streampack.core.protocol.message import FeedMessage, Message
+from streampack.core.protocol.rights import Rights
+from streampack.core.protocol.trainer_messages import StepPart
 from streampack.core.stats.data_wait import Starvation
 
 MAX_READERS = 1024
@@ -41,7 +42,15 @@ def relay_of(peer: bytes) -> tuple[bytes, str] | None:
     return (relay, reader.decode(errors="replace")) if separator else None
 
 
-class NodeGet(Message, frozen=True, kw_only=True):
+class RelayMessage(FeedMessage, frozen=True, kw_only=True):
+    """A message of a relay for all its readers of a feed."""
+
+    def forbidden_by(self, rights: Rights) -> str:
+        """Return an error text if a key may not be used by a relay, or may not read the feed."""
+        return rights.refuse_relay() or rights.refuse_feed(self.feed)
+
+
+class NodeGet(RelayMessage, frozen=True, kw_only=True):
     """Request the steps before ``stop`` for all readers of a relay that take part in the attempt.
 
     Parts, confirmations and ``resend`` are those of ``Get``, but number the relay's ``NodePart`` messages. The broker
@@ -52,7 +61,6 @@ class NodeGet(Message, frozen=True, kw_only=True):
     """
 
     TYPE: ClassVar[int] = 40
-    feed: Name
     lineage: Count
     start: Count
     stop: Count
@@ -76,7 +84,7 @@ class ReaderReport(Struct, frozen=True, kw_only=True):
     starvation: Starvation | None = None
 
 
-class NodePing(Message, frozen=True, kw_only=True):
+class NodePing(RelayMessage, frozen=True, kw_only=True):
     """A relay is alive, has every part before part ``part`` of step ``have_upto``, and reports its readers.
 
     A relay without readers sends it when readers ask whether it works. The broker answers with a ``NodePing`` without
@@ -84,7 +92,6 @@ class NodePing(Message, frozen=True, kw_only=True):
     """
 
     TYPE: ClassVar[int] = 41
-    feed: Name
     have_upto: Count
     part: Small = 0
     ranks: Annotated[tuple[ReaderReport, ...], Meta(max_length=MAX_READERS)] = ()
@@ -124,10 +131,3 @@ class Elsewhere(Message, frozen=True, kw_only=True):
 
 
 RELAY_MESSAGES: tuple[type[Message], ...] = (NodeGet, NodePing, NodePart, Elsewhere)
-
-PASSED_ON: tuple[type[Message], ...] = (Attach, AskState, Commit, Brought, Bye)
-"""Messages that a relay passes on for its readers.
-
-The answers to them have no payload, so they fit into bundles (``wire.bundles``). The broker rejects any other message
-from a reader's address. Readers publish policies, report values and ask for results on a connection of their own.
-"""

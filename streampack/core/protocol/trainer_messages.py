@@ -16,14 +16,42 @@ from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack.core.model.shapes import check_widths
 from streampack.core.model.snapshot import Count, Snapshot
-from streampack.core.protocol.message import Message
+from streampack.core.protocol.message import FeedMessage, Message
+from streampack.core.protocol.rights import Rights
 from streampack.core.stats.data_wait import Starvation
 from streampack.core.trees.shared_prefixes import check_shared
 
 # Trainer -> broker
 
 
-class Attach(Message, frozen=True, kw_only=True):
+class ReaderMessage(FeedMessage, frozen=True, kw_only=True):
+    """A message of a reader, which holds or claims a rank of the feed.
+
+    A relay passes it on unless it treats the kind itself. ``Attach`` needs the rights of a reader. The broker drops
+    other messages of readers that have not attached, so they need no rights.
+    """
+
+    RELAYED: ClassVar[bool] = True
+
+
+class Question(ReaderMessage, frozen=True, kw_only=True):
+    """A question of a reader's trainer; repeated until its ``ReaderAnswer`` comes, whose payload must be empty."""
+
+
+class NumberedMessage(FeedMessage, frozen=True, kw_only=True):
+    """A message of a process without a rank, on a connection of its own.
+
+    ``number`` names it to its sender, and its answer has the same number. It is repeated until the answer comes.
+    """
+
+    number: Count
+
+    def forbidden_by(self, rights: Rights) -> str:
+        """Return an error text if a key may not read the feed."""
+        return rights.refuse_feed(self.feed)
+
+
+class Attach(ReaderMessage, frozen=True, kw_only=True):
     """A reader claims a rank of a feed; repeated until ``Attached`` comes.
 
     Attributes:
@@ -45,7 +73,6 @@ class Attach(Message, frozen=True, kw_only=True):
     """
 
     TYPE: ClassVar[int] = 20
-    feed: Name
     reader: Name
     host: Host
     pid: Count
@@ -62,8 +89,12 @@ class Attach(Message, frozen=True, kw_only=True):
     starvation: Starvation | None = None
     path: Count = 0
 
+    def forbidden_by(self, rights: Rights) -> str:
+        """Return an error text if a key may not read the feed as this rank."""
+        return rights.refuse_reader(self.feed, self.mesh, self.host)
 
-class Get(Message, frozen=True, kw_only=True):
+
+class Get(ReaderMessage, frozen=True, kw_only=True):
     """Request the steps before ``stop``; the trainer is done with the steps before ``done_upto``.
 
     The reader confirms every part before part ``part`` of step ``start``, so that the broker may send as many bytes
@@ -72,7 +103,7 @@ class Get(Message, frozen=True, kw_only=True):
     """
 
     TYPE: ClassVar[int] = 21
-    feed: Name
+    RELAYED: ClassVar[bool] = False
     lineage: Count
     start: Count
     stop: Count
@@ -81,7 +112,7 @@ class Get(Message, frozen=True, kw_only=True):
     part: Small = 0
 
 
-class ReaderPing(Message, frozen=True, kw_only=True):
+class ReaderPing(ReaderMessage, frozen=True, kw_only=True):
     """A reader is alive, and has every part before part ``part`` of step ``have_upto``.
 
     The trainer is done with the steps before ``done_upto``. ``stats`` are the client's metrics, ``starvation`` its data
@@ -89,7 +120,7 @@ class ReaderPing(Message, frozen=True, kw_only=True):
     """
 
     TYPE: ClassVar[int] = 22
-    feed: Name
+    RELAYED: ClassVar[bool] = False
     reader: Name
     done_upto: Count
     have_upto: Count
@@ -98,46 +129,45 @@ class ReaderPing(Message, frozen=True, kw_only=True):
     starvation: Starvation | None = None
 
 
-class AskState(Message, frozen=True, kw_only=True):
+class AskState(Question, frozen=True, kw_only=True):
     """Ask for the contents of a checkpoint that begins at ``step``; repeated until ``State`` comes."""
 
     TYPE: ClassVar[int] = 23
-    feed: Name
     step: Count
 
 
-class Commit(Message, frozen=True, kw_only=True):
+class Commit(Question, frozen=True, kw_only=True):
     """A checkpoint that begins at ``step`` is durable; repeated until ``Committed`` comes."""
 
     TYPE: ClassVar[int] = 24
-    feed: Name
     step: Count
 
 
-class Brought(Message, frozen=True, kw_only=True):
+class Brought(ReaderMessage, frozen=True, kw_only=True):
     """A reader sends the snapshot of ``digest`` for which the broker has asked; a large window takes megabytes."""
 
     TYPE: ClassVar[int] = 25
-    feed: Name
     digest: Digest
     snapshot: Snapshot
 
 
-class Publish(Message, frozen=True, kw_only=True):
+class Publish(NumberedMessage, frozen=True, kw_only=True):
     """The trainer has published policy ``version``; it trains step ``step`` next. Repeated until ``Noted`` comes.
 
     ``number`` names the message to its sender. ``attempt`` is (the broker's epoch, the trainers' attempt).
     """
 
     TYPE: ClassVar[int] = 26
-    feed: Name
-    number: Count
     version: Count
     step: Count
     attempt: tuple[Count, Count]
 
+    def forbidden_by(self, rights: Rights) -> str:
+        """Return an error text if a key may not publish for all ranks, or may not read the feed."""
+        return rights.refuse_publishing() or super().forbidden_by(rights)
 
-class ReportValues(Message, frozen=True, kw_only=True):
+
+class ReportValues(NumberedMessage, frozen=True, kw_only=True):
     """Values of n samples of a step, by a rank that has them; repeated until ``Noted`` comes.
 
     Payload: a frame of float64 [n] for each of the ``names``. Values that several parts have for a sample are summed.
@@ -152,8 +182,6 @@ class ReportValues(Message, frozen=True, kw_only=True):
     """
 
     TYPE: ClassVar[int] = 27
-    feed: Name
-    number: Count
     lineage: Count
     step: Count
     attempt: tuple[Count, Count]
@@ -165,19 +193,25 @@ class ReportValues(Message, frozen=True, kw_only=True):
     parts_u32: bytes
 
 
-class AskResults(Message, frozen=True, kw_only=True):
+class AskResults(NumberedMessage, frozen=True, kw_only=True):
     """Ask for the first reported step from ``cursor`` on; repeated until ``Results`` comes. 0 asks for the oldest step.
 
     Without a cursor, ``Results`` has the cursor of the next step that will be reported, and no step.
     """
 
     TYPE: ClassVar[int] = 28
-    feed: Name
-    number: Count
     cursor: Count | UnsetType = msgspec.UNSET
 
 
 # Broker -> trainer
+
+
+class ReaderAnswer(FeedMessage, frozen=True, kw_only=True):
+    """The answer to a ``Question``."""
+
+    def answers(self, question: Question) -> bool:
+        """Return whether this is the answer to a question of this client."""
+        raise NotImplementedError
 
 
 class Noted(Message, frozen=True, kw_only=True):
@@ -188,7 +222,7 @@ class Noted(Message, frozen=True, kw_only=True):
     refusal: Text = ""
 
 
-class Results(Message, frozen=True, kw_only=True):
+class Results(FeedMessage, frozen=True, kw_only=True):
     """The values that were reported for a step; the answer to ``AskResults`` of the same ``number``.
 
     Payload: a frame of float64 [n] for each of the ``names``. A message without ``streams`` has no step.
@@ -201,7 +235,6 @@ class Results(Message, frozen=True, kw_only=True):
     """
 
     TYPE: ClassVar[int] = 29
-    feed: Name
     number: Count
     cursor: Count
     lineage: Count = 0
@@ -215,7 +248,7 @@ class Results(Message, frozen=True, kw_only=True):
     seqs_u64: bytes = b""
 
 
-class Attached(Message, frozen=True, kw_only=True):
+class Attached(FeedMessage, frozen=True, kw_only=True):
     """The reader has its rank in iteration ``round``; the envelope's fence is the attempt.
 
     The ``rules`` and the ``layout`` tell the client how to rebuild packs. The reader pings every ``ping_s`` seconds,
@@ -223,7 +256,6 @@ class Attached(Message, frozen=True, kw_only=True):
     """
 
     TYPE: ClassVar[int] = 30
-    feed: Name
     reader: Name
     lineage: Count
     next_step: Count
@@ -234,7 +266,7 @@ class Attached(Message, frozen=True, kw_only=True):
     ack_bytes: Count = 1 << 20
 
 
-class StepPart(Message, frozen=True, kw_only=True):
+class StepPart(FeedMessage, frozen=True, kw_only=True):
     """A step's plan for one rank, and the payload of some of its micro-batches.
 
     The part holds p packs, one for each micro-batch, with n samples in all. A pack has T tokens, over all cp ranks.
@@ -268,7 +300,6 @@ class StepPart(Message, frozen=True, kw_only=True):
     """
 
     TYPE: ClassVar[int] = 31
-    feed: Name
     lineage: Count
     step: Count
     part: Small
@@ -343,7 +374,7 @@ class StepPart(Message, frozen=True, kw_only=True):
         return rows
 
 
-class Wait(Message, frozen=True, kw_only=True):
+class Wait(FeedMessage, frozen=True, kw_only=True):
     """Step ``step`` is not ready; sent at once to a reader without a step, and then every ``ping_s`` seconds.
 
     In answer to the Get with number ``resend``, the broker has sent every part before part ``part`` of ``step``. A part
@@ -360,7 +391,6 @@ class Wait(Message, frozen=True, kw_only=True):
     """
 
     TYPE: ClassVar[int] = 32
-    feed: Name
     step: Count
     reason: Name
     detail: Text
@@ -372,36 +402,33 @@ class Wait(Message, frozen=True, kw_only=True):
     silent_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
 
 
-class End(Message, frozen=True, kw_only=True):
+class End(FeedMessage, frozen=True, kw_only=True):
     """The feed ends after ``num_steps`` steps; ``chain`` is the digest of all of them.
 
     In answer to the Get with number ``resend``, the broker has sent every step.
     """
 
     TYPE: ClassVar[int] = 33
-    feed: Name
     lineage: Count
     num_steps: Count
     chain: bytes
     resend: Count = 0
 
 
-class Probe(Message, frozen=True, kw_only=True):
+class Probe(FeedMessage, frozen=True, kw_only=True):
     """Another process claims this reader's rank. A reader that is alive answers with a ping at once."""
 
     TYPE: ClassVar[int] = 37
-    feed: Name
 
 
-class AskSnapshot(Message, frozen=True, kw_only=True):
+class AskSnapshot(FeedMessage, frozen=True, kw_only=True):
     """Ask one of the readers for the snapshot of ``digest``, with which they attach; the answer is ``Brought``."""
 
     TYPE: ClassVar[int] = 38
-    feed: Name
     digest: Digest
 
 
-class State(Message, frozen=True, kw_only=True):
+class State(ReaderAnswer, frozen=True, kw_only=True):
     """The contents of a checkpoint that begins at ``step``: everything that decides the steps from there on.
 
     The ``snapshot`` is that of the nearest step at or before ``step`` that has a snapshot; None if that is step 0.
@@ -409,26 +436,31 @@ class State(Message, frozen=True, kw_only=True):
     """
 
     TYPE: ClassVar[int] = 34
-    feed: Name
     lineage: Count
     step: Count
     chain: bytes
     snapshot: Snapshot | None
 
+    def answers(self, question: Question) -> bool:
+        """Return whether the question asks for the state of this step."""
+        return isinstance(question, AskState) and question.step == self.step
 
-class Committed(Message, frozen=True, kw_only=True):
+
+class Committed(ReaderAnswer, frozen=True, kw_only=True):
     """The commit of ``step`` is in the log."""
 
     TYPE: ClassVar[int] = 35
-    feed: Name
     step: Count
 
+    def answers(self, question: Question) -> bool:
+        """Return whether the question is the commit of this step."""
+        return isinstance(question, Commit) and question.step == self.step
 
-class Fenced(Message, frozen=True, kw_only=True):
+
+class Fenced(FeedMessage, frozen=True, kw_only=True):
     """This reader has lost its rank to another process for good; ``detail`` names that process."""
 
     TYPE: ClassVar[int] = 36
-    feed: Name
     detail: Text
 
 
@@ -436,3 +468,10 @@ TRAINER_MESSAGES: tuple[type[Message], ...] = (
     Attach, Get, ReaderPing, AskState, Commit, Brought, Attached, StepPart, Wait, End, State, Committed, Fenced, Probe,
     AskSnapshot, Publish, ReportValues, AskResults, Noted, Results,
 )  # fmt: skip
+FROM_READERS = tuple(kind for kind in TRAINER_MESSAGES if issubclass(kind, ReaderMessage))
+TO_READERS = tuple(
+    kind
+    for kind in TRAINER_MESSAGES
+    if issubclass(kind, FeedMessage) and not issubclass(kind, ReaderMessage | NumberedMessage | Results)
+)
+ABOUT_RESULTS = tuple(kind for kind in TRAINER_MESSAGES if issubclass(kind, NumberedMessage))

@@ -27,7 +27,7 @@ from streampack.core.journal.log_records import ValuesReported
 from streampack.core.model.samples import I64
 from streampack.core.protocol.effects import SendTrainer
 from streampack.core.protocol.events import Effect, Report
-from streampack.core.protocol.message import Envelope, Message
+from streampack.core.protocol.message import Identity, Message
 from streampack.core.protocol.trainer_messages import AskResults, Noted, ReportValues, Results
 from streampack.core.results.merge_parts import ids_of, merge_parts
 from streampack.core.results.step_ranges import StepRanges
@@ -121,14 +121,14 @@ class StepValues:
     """The values of one feed's steps.
 
     Args:
-        run, epoch: Numbers of the run and of the broker.
+        identity: The run and the epoch of the broker.
         feed: Name of the feed.
         journal: The journal of the broker.
         locate: Finds where samples came from.
     """
 
-    def __init__(self, run: int, epoch: int, feed: str, journal: Journal, locate: Locate) -> None:
-        self._run, self.epoch, self._feed, self._journal, self._locate = run, epoch, feed, journal, locate
+    def __init__(self, identity: Identity, feed: str, journal: Journal, locate: Locate) -> None:
+        self._identity, self._feed, self._journal, self._locate = identity, feed, journal, locate
         self.streams: Sequence[str] = ()
         """Names of the feed's streams."""
         self._pending: dict[Key, _Parts] = {}
@@ -170,7 +170,7 @@ class StepValues:
             upto: Steps before this one were served.
             samples: Ids of the rank's samples in the step, int64 [n, 3]; None if the step is not kept any more.
         """
-        if message.attempt[0] > self.epoch:
+        if message.attempt[0] > self._identity.epoch:
             return []  # a standby has taken over, and has served the step. The rank repeats its message until it knows
         refusal = _fault(message, payload, len(self.streams))
         if not refusal and samples is not None and (others := _num_others(ids_of(message), samples)):
@@ -400,7 +400,7 @@ class StepValues:
 
     def _send(self, peer: bytes, message: Message, payload: tuple[Any, ...] = ()) -> Effect:
         """Return the effect that sends a message to the trainer or subscriber at ``peer``."""
-        return SendTrainer(peer, Envelope(run=self._run, epoch=self.epoch, fence=0, message=message, payload=payload))
+        return SendTrainer(peer, self._identity.envelope(message, 0, payload))
 
 
 def _num_others(ids: I64, samples: I64) -> int:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from streampack.core.protocol.effects import SendTrainer
 from streampack.core.protocol.events import Effect, Report
-from streampack.core.protocol.message import Envelope, Message, Reject
+from streampack.core.protocol.message import Envelope, Identity, Message, Reject
 from streampack.core.serve.rank_reader import Reader, Receiver
 
 
 class ReaderLink:
     """The sender of messages to the readers of one feed."""
 
-    def __init__(self, run: int, epoch: int, feed: str) -> None:
-        self.feed, self.epoch = feed, epoch
-        self._run = run
+    def __init__(self, identity: Identity, feed: str) -> None:
+        self.feed, self._identity = feed, identity
         self.refused = 0
         """Number of clients that were rejected."""
 
     def envelope(self, message: Message, fence: int) -> Envelope:
         """Return an envelope for a message of attempt ``fence``."""
-        return Envelope(run=self._run, epoch=self.epoch, fence=fence, message=message)
+        return self._identity.envelope(message, fence)
 
     def send(self, reader: Reader, message: Message) -> list[Effect]:
         """Send a message to a reader, with the last attempt that the reader knows as the fence."""

@@ -13,9 +13,11 @@ from streampack.core.model.samples import SampleTable
 from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.effects import SendShard, SendTrainer
 from streampack.core.protocol.events import Effect
-from streampack.core.protocol.message import Bye, Envelope, Who
+from streampack.core.protocol.handlers import Handlers
+from streampack.core.protocol.message import Bye, Envelope, Identity, Message, Who
 from streampack.core.protocol.relay_messages import NodeGet, NodePing, ReaderReport, relayed
 from streampack.core.protocol.trainer_messages import (
+    FROM_READERS,
     AskSnapshot,
     AskState,
     Attach,
@@ -53,12 +55,12 @@ class Readers:
     """
 
     def __init__(
-        self, run: int, epoch: int, feed: str, rules: Rules, layout: str, table: SampleTable, source: StepSource,
+        self, identity: Identity, feed: str, rules: Rules, layout: str, table: SampleTable, source: StepSource,
         max_readers: int = MAX_PEERS, leaving_bytes: int = 64 << 20,
     ) -> None:  # fmt: skip
         self._feed, self._rules, self._layout, self._max_readers = feed, rules, layout, max_readers
-        self._source = source
-        self.link = ReaderLink(run, epoch, feed)
+        self._identity, self._source = identity, source
+        self.link = ReaderLink(identity, feed)
         self.registry = RankRegistry()
         self.steps = StepServer(self.link, rules, layout, table, self.registry, source, leaving_bytes)
         self.attempts = AttemptCoordinator(self.link, rules, layout, self.registry, self.steps, source)
@@ -105,50 +107,103 @@ class Readers:
         """Handle a message of the client at ``peer``, and return the answers."""
         self.registry.now = now
         message = envelope.message
-        if isinstance(message, Attach):
-            return self._attach(peer, message)
-        if isinstance(message, Bye):
-            return self.leave(peer, Departure.GOODBYE)
+        return self._from_clients[type(message)](self, message, peer, envelope)
+
+    _from_clients = Handlers[[bytes, Envelope], list[Effect]]()
+    _from_readers = Handlers[[Reader, Envelope], list[Effect]]()
+    _from_relays = Handlers[[bytes, Envelope], list[Effect]]()
+
+    @_from_clients.of(Message)
+    def _on_message(self, message: Message, peer: bytes, envelope: Envelope) -> list[Effect]:
+        """Handle a message of a reader that has attached."""
         reader = self.registry.at(peer)
         assert reader is not None
-        if isinstance(message, Brought):
-            return self._take_snapshot(reader, message)
-        if isinstance(message, AskState):
-            self._asked[reader] = message.step
-            return self._tell_state(reader)
-        if isinstance(message, Commit):
-            self._commits[reader] = message.step
-            return self._source.commit(message.step)
-        if (envelope.epoch, envelope.fence) != (self.link.epoch, reader.fence):
+        return self._from_readers[type(message)](self, message, reader, envelope)
+
+    @_from_clients.of(Bye)
+    def _on_bye(self, message: Bye, peer: bytes, envelope: Envelope) -> list[Effect]:
+        """Let a reader leave."""
+        return self.leave(peer, Departure.GOODBYE)
+
+    @_from_readers.of(AskState)
+    def _on_ask_state(self, message: AskState, reader: Reader, envelope: Envelope) -> list[Effect]:
+        """Send a checkpoint's state, once it is known."""
+        self._asked[reader] = message.step
+        return self._tell_state(reader)
+
+    @_from_readers.of(Commit)
+    def _on_commit(self, message: Commit, reader: Reader, envelope: Envelope) -> list[Effect]:
+        """Record that a checkpoint is durable; the answer comes once the record is safe."""
+        self._commits[reader] = message.step
+        return self._source.commit(message.step)
+
+    @_from_readers.of(Get)
+    def _on_get(self, message: Get, reader: Reader, envelope: Envelope) -> list[Effect]:
+        """Send the requested steps."""
+        if not self._is_current(reader, envelope):
             return self.attempts.answer(reader)
-        reader.heard = now
-        if isinstance(message, ReaderPing):
-            self.steps.note_figures(reader, message.stats, message.starvation)
         if not reader.entered:
-            return self._wait_for_ready(reader) if isinstance(message, Get) else []
-        if isinstance(message, Get):
-            return self.steps.note_alive(reader) + self.steps.get(reader, message)
-        if isinstance(message, ReaderPing):
-            return self.steps.note_alive(reader) + self.steps.ping(reader, message)
-        return self.attempts.reject(peer, "protocol", f"got {type(message).__name__} from a client")
+            return self._wait_for_ready(reader)
+        return self.steps.note_alive(reader) + self.steps.get(reader, message)
+
+    @_from_readers.of(ReaderPing)
+    def _on_ping(self, message: ReaderPing, reader: Reader, envelope: Envelope) -> list[Effect]:
+        """Take a reader's report of itself."""
+        if not self._is_current(reader, envelope):
+            return self.attempts.answer(reader)
+        self.steps.note_figures(reader, message.stats, message.starvation)
+        if not reader.entered:
+            return []
+        return self.steps.note_alive(reader) + self.steps.ping(reader, message)
+
+    @_from_readers.of(Message)
+    def _on_unexpected(self, message: Message, reader: Reader, envelope: Envelope) -> list[Effect]:
+        """Reject a client for a message that no reader sends."""
+        if not self._is_current(reader, envelope):
+            return self.attempts.answer(reader)
+        if not reader.entered:
+            return []
+        return self.attempts.reject(reader.peer, "protocol", f"got {type(message).__name__} from a client")
+
+    def _is_current(self, reader: Reader, envelope: Envelope) -> bool:
+        """Return whether a message is of the reader's present attempt, and note that it was heard if so."""
+        if (envelope.epoch, envelope.fence) != (self._identity.epoch, reader.fence):
+            return False
+        reader.heard = self.registry.now
+        return True
+
+    # Messages of relays
 
     def receive_node(self, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
         """Handle a request or a ping of the relay at ``peer`` for its readers, and return the answers."""
         self.registry.now = now
-        message, relay = envelope.message, self.steps.relays.get(peer)
-        if relay is not None:
+        if (relay := self.steps.relays.get(peer)) is not None:
             relay.heard = now
-        current = relay is not None and (envelope.epoch, envelope.fence) == (self.link.epoch, relay.fence)
-        if isinstance(message, NodeGet):
-            return self.steps.node_get(relay, message) if relay is not None and current else []
-        assert isinstance(message, NodePing)
+        message = envelope.message
+        return self._from_relays[type(message)](self, message, peer, envelope)
+
+    @_from_relays.of(NodeGet)
+    def _on_node_get(self, message: NodeGet, peer: bytes, envelope: Envelope) -> list[Effect]:
+        """Send the requested steps to a relay."""
+        relay = self._current_relay(peer, envelope)
+        return [] if relay is None else self.steps.node_get(relay, message)
+
+    @_from_relays.of(NodePing)
+    def _on_node_ping(self, message: NodePing, peer: bytes, envelope: Envelope) -> list[Effect]:
+        """Take a relay's reports of its readers, and answer."""
         effects = [e for report in message.ranks for e in self._note_report(peer, envelope.epoch, report)]
-        if relay is not None and current:
+        if (relay := self._current_relay(peer, envelope)) is not None:
             effects += self.steps.confirm(relay, message.have_upto, message.part)
         if not any(isinstance(effect, SendTrainer | SendShard) and effect.peer == peer for effect in effects):
             answer = NodePing(feed=self._feed, have_upto=self.steps.released_upto)
             effects.append(SendTrainer(peer, self.link.envelope(answer, envelope.fence)))
         return effects
+
+    def _current_relay(self, peer: bytes, envelope: Envelope) -> Receiver | None:
+        """Return the relay at ``peer`` if its message is of the present attempt; else None."""
+        relay = self.steps.relays.get(peer)
+        current = relay is not None and (envelope.epoch, envelope.fence) == (self._identity.epoch, relay.fence)
+        return relay if current else None
 
     def _note_report(self, relay: bytes, epoch: int, report: ReaderReport) -> list[Effect]:
         """Record what the relay at ``relay`` reports of one of its readers."""
@@ -156,7 +211,7 @@ class Readers:
         reader = self.registry.at(address)
         if reader is None:  # it is unknown, or has another connection by now
             return [SendTrainer(address, self.link.envelope(Who(), 0))]
-        if (epoch, report.fence) != (self.link.epoch, reader.fence):
+        if (epoch, report.fence) != (self._identity.epoch, reader.fence):
             return self.attempts.answer(reader)
         reader.heard = max(reader.heard, self.registry.now - report.silent_s)
         self.steps.note_figures(reader, report.stats, report.starvation)
@@ -259,7 +314,8 @@ class Readers:
 
     # Taking a rank
 
-    def _attach(self, peer: bytes, message: Attach) -> list[Effect]:
+    @_from_clients.of(Attach)
+    def _on_attach(self, message: Attach, peer: bytes, envelope: Envelope) -> list[Effect]:
         """Handle an ``Attach``: add a new reader, which gets or claims its rank, or reject the reader."""
         if message.reader in self.registry.fenced:
             detail = self.registry.fenced[message.reader]
@@ -324,7 +380,8 @@ class Readers:
         digest = self._snapshots.should_ask(reader, self.registry.now)
         return [] if digest is None else self.link.send(reader, AskSnapshot(feed=self._feed, digest=digest))
 
-    def _take_snapshot(self, reader: Reader, message: Brought) -> list[Effect]:
+    @_from_readers.of(Brought)
+    def _on_brought(self, message: Brought, reader: Reader, envelope: Envelope) -> list[Effect]:
         """Handle a requested snapshot; the readers that waited for this snapshot are ready now."""
         reader.heard = self.registry.now
         if not self._snapshots.expects(message.digest):
@@ -382,3 +439,6 @@ class Readers:
     def _wait_for_ready(self, reader: Reader) -> list[Effect]:
         """Answer a reader that requests steps outside an attempt: it must wait for an attempt, or attach again."""
         return self.attempts.wait(reader) if reader.ready and not reader.fence else self.link.send(reader, Who())
+
+    _from_readers.require(set(FROM_READERS) - {Attach}, unless=Message)
+    _from_relays.require((NodeGet, NodePing))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.events import Effect, Event
 from streampack.core.protocol.message import Envelope
-from streampack.core.protocol.trainer_messages import AskState, Attached, Commit, Committed, State
+from streampack.core.protocol.trainer_messages import Attached, Question, ReaderAnswer
 
 
 class Returned(Event, frozen=True):
@@ -49,7 +49,7 @@ class Waiting(Event, frozen=True):
 class Ask(Event, frozen=True):
     """The trainer asks the broker for a state or a commit; one question at a time, repeated while the trainer waits."""
 
-    message: AskState | Commit
+    message: Question
 
 
 class Detach(Event, frozen=True):
@@ -73,7 +73,7 @@ class Ended(Effect, frozen=True):
 class Answered(Effect, frozen=True):
     """Give the trainer the broker's answer to its question."""
 
-    message: State | Committed
+    message: ReaderAnswer
 
 
 class Broken(Effect, frozen=True):

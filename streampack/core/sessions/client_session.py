@@ -30,19 +30,20 @@ from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.phases import Phases
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick, Unsent
+from streampack.core.protocol.handlers import Handlers
 from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who
 from streampack.core.protocol.trainer_messages import (
+    TO_READERS,
     AskSnapshot,
-    AskState,
     Attach,
     Attached,
     Brought,
-    Commit,
-    Committed,
     End,
     Fenced,
     Get,
     Probe,
+    Question,
+    ReaderAnswer,
     ReaderPing,
     State,
     StepPart,
@@ -204,7 +205,7 @@ class ClientSession:
     _assembling: dict[int, _Assembly] = field(default_factory=dict)
     _chains: dict[int, bytes] = field(default_factory=dict)
     _skipped: set[int] = field(default_factory=set)
-    _question: AskState | Commit | None = None
+    _question: Question | None = None
     _num_steps: int | None = None
     phases: Phases[ClientPhase] = field(init=False)
 
@@ -222,39 +223,53 @@ class ClientSession:
         """Return the effects of an event, for the shell to perform."""
         if self.phase is ClientPhase.OVER and not isinstance(event, Detach):
             return []
-        if isinstance(event, Tick):
-            return self._tick(event.now)
-        if isinstance(event, FromBroker):
-            return self._receive(event.envelope)
-        if isinstance(event, Returned):
-            self._count_returned(event.step)
-            return self._request_steps()
-        if isinstance(event, Begin):
-            return self._begin_round(event)
-        if isinstance(event, Again):
-            return self._begin_round(Begin(round=self.round + 1))
-        if isinstance(event, Waiting):
-            self.patience.trainer_waits(event.on)
-            self._question = self._question if event.on else None
-            return []
-        if isinstance(event, Unsent):
-            self._unsent(event.envelope.message)
-            return []
-        if isinstance(event, Rerouted):
-            self.path += 1
-            self._ask_again.reset()
-            return self._reattach()
-        if isinstance(event, Damaged):
-            return self._ping() if self.reached else []  # the answer shows what is missing
-        if isinstance(event, Ask):
-            self._question = event.message
-            self._ask_again.reset()
-            self.patience.question_asked()
-            return self._send_question()
-        if isinstance(event, Detach):
-            self.phases.go(ClientPhase.OVER)
-            return [self._send(Bye(reason="goodbye"))]
+        return self._events[type(event)](self, event)
+
+    _events = Handlers[[], list[Effect]]()
+
+    @_events.of(Returned)
+    def _on_returned(self, event: Returned) -> list[Effect]:
+        """Request further steps."""
+        self._count_returned(event.step)
+        return self._request_steps()
+
+    @_events.of(Again)
+    def _on_again(self, event: Again) -> list[Effect]:
+        """Begin the next iteration at the first step."""
+        return self._begin_round(Begin(round=self.round + 1))
+
+    @_events.of(Waiting)
+    def _on_waiting(self, event: Waiting) -> list[Effect]:
+        """Count how long the trainer waits; it asks its question only while it waits."""
+        self.patience.trainer_waits(event.on)
+        self._question = self._question if event.on else None
         return []
+
+    @_events.of(Rerouted)
+    def _on_rerouted(self, event: Rerouted) -> list[Effect]:
+        """Attach again over another way."""
+        self.path += 1
+        self._ask_again.reset()
+        return self._reattach()
+
+    @_events.of(Damaged)
+    def _on_damaged(self, event: Damaged) -> list[Effect]:
+        """Ping, since the answer shows which message is missing."""
+        return self._ping() if self.reached else []
+
+    @_events.of(Ask)
+    def _on_ask(self, event: Ask) -> list[Effect]:
+        """Send the trainer's question."""
+        self._question = event.message
+        self._ask_again.reset()
+        self.patience.question_asked()
+        return self._send_question()
+
+    @_events.of(Detach)
+    def _on_detach(self, event: Detach) -> list[Effect]:
+        """Say goodbye."""
+        self.phases.go(ClientPhase.OVER)
+        return [self._send(Bye(reason="goodbye"))]
 
     @property
     def phase(self) -> ClientPhase:
@@ -303,9 +318,10 @@ class ClientSession:
 
     # Events
 
-    def _tick(self, now: float) -> list[Effect]:
+    @_events.of(Tick)
+    def _tick(self, event: Tick) -> list[Effect]:
         """Repeat the messages that are due, and fail if the trainer has waited too long."""
-        self._now = now
+        now = self._now = event.now
         self.patience.tick(now)
         if self.reached and (why := self.patience.reason_to_stop()):
             return self._fail("stall", why)
@@ -346,59 +362,86 @@ class ClientSession:
         """True if no requested step is in flight to this client."""
         return self.phase.attached and not self._assembling and not self._wants_steps() and self._question is None
 
-    def _unsent(self, message: Message) -> None:
+    @_events.of(Unsent)
+    def _on_unsent(self, event: Unsent) -> list[Effect]:
         """Schedule an early retry of a message that never left this process."""
-        kinds = ((Attach, self._attach_again), (Get, self._get_again), (AskState | Commit, self._ask_again))
+        kinds = ((Attach, self._attach_again), (Get, self._get_again), (Question, self._ask_again))
         for kind, again in kinds:
-            if isinstance(message, kind):
+            if isinstance(event.envelope.message, kind):
                 again.unsent(self._now)
+        return []
 
-    def _receive(self, envelope: Envelope) -> list[Effect]:
+    # Messages of the broker
+
+    @_events.of(FromBroker)
+    def _receive(self, event: FromBroker) -> list[Effect]:
         """Handle a message, unless an older broker or another run sent it; adopt a newer broker."""
+        envelope = event.envelope
         if envelope.is_foreign(self.run, self.epoch):
             return []
+        message = envelope.message
         self.run = envelope.run
         self.reached = True
-        self.patience.broker_heard(envelope.message.silent_s if isinstance(envelope.message, Wait) else 0.0)
+        self.patience.broker_heard(message.silent_s if isinstance(message, Wait) else 0.0)
         if envelope.epoch > self.epoch:
             restarted, self.epoch = self.epoch > 0, envelope.epoch
             self.attempt = 0
             if restarted:
                 return self._reattach()
-        message = envelope.message
-        if isinstance(message, Attached):
-            return self._on_attached(envelope.fence, message)
-        if isinstance(message, Reject):
-            return self._fail(message.code, message.detail)
-        if isinstance(message, Who):
-            return self._reattach() if self._now - self._attached_at >= RETRY_S / 4 else []
-        if isinstance(message, Bye):
-            return self._fail("stopped", message.reason)
-        if isinstance(message, Fenced):
-            return self._fail("fenced", message.detail)
-        if isinstance(message, Probe):
-            return self._ping()
-        if isinstance(message, AskSnapshot):
-            return self._send_snapshot(message)
-        if isinstance(message, State | Committed):
-            return self._on_answer(message)
-        if envelope.fence != self.attempt and self.phase.attached:
-            return []
-        if isinstance(message, Wait):
-            self.wait = message
-            self.patience.broker_waits(message.reason == "join", message.detail)
-            if message.reason == "join":
-                self._ping_s = message.ping_s
-                return []
-            return self._on_sent_upto(message.resend, message.step, message.part)
-        if not self.phase.attached or not self._begun:
-            return []
-        if isinstance(message, StepPart):
-            return self._on_part(envelope, message)
-        return self._on_end(message) if isinstance(message, End) else []
+        return self._messages[type(message)](self, message, envelope)
 
-    def _on_attached(self, attempt: int, message: Attached) -> list[Effect]:
-        """Handle the broker's answer to ``Attach``: this reader has its rank in ``attempt``."""
+    _messages = Handlers[[Envelope], list[Effect]]()
+    _messages.ignore(Message)
+
+    @_messages.of(Reject)
+    def _on_reject(self, message: Reject, envelope: Envelope) -> list[Effect]:
+        """Fail, because the broker rejects this client."""
+        return self._fail(message.code, message.detail)
+
+    @_messages.of(Who)
+    def _on_who(self, message: Who, envelope: Envelope) -> list[Effect]:
+        """Attach again to a broker that does not know this client."""
+        return self._reattach() if self._now - self._attached_at >= RETRY_S / 4 else []
+
+    @_messages.of(Bye)
+    def _on_bye(self, message: Bye, envelope: Envelope) -> list[Effect]:
+        """Fail, because the broker stops."""
+        return self._fail("stopped", message.reason)
+
+    @_messages.of(Fenced)
+    def _on_fenced(self, message: Fenced, envelope: Envelope) -> list[Effect]:
+        """Fail, because another process has the rank."""
+        return self._fail("fenced", message.detail)
+
+    @_messages.of(Probe)
+    def _on_probe(self, message: Probe, envelope: Envelope) -> list[Effect]:
+        """Show that this client is alive."""
+        return self._ping()
+
+    @_messages.of(Wait)
+    def _on_wait(self, message: Wait, envelope: Envelope) -> list[Effect]:
+        """Take the cause of the wait."""
+        if self._is_outdated(envelope):
+            return []
+        self.wait = message
+        self.patience.broker_waits(message.reason == "join", message.detail)
+        if message.reason == "join":
+            self._ping_s = message.ping_s
+            return []
+        return self._on_sent_upto(message.resend, message.step, message.part)
+
+    def _is_outdated(self, envelope: Envelope) -> bool:
+        """Return whether a message is of another attempt than the one in which this client takes part."""
+        return envelope.fence != self.attempt and self.phase.attached
+
+    def _reads(self, envelope: Envelope) -> bool:
+        """Return whether a message about steps is of the attempt in which this client takes part."""
+        return self.phase.attached and self._begun and envelope.fence == self.attempt
+
+    @_messages.of(Attached)
+    def _on_attached(self, message: Attached, envelope: Envelope) -> list[Effect]:
+        """Handle the broker's answer to ``Attach``: this reader has its rank in an attempt."""
+        attempt = envelope.fence
         if message.reader != self.reader or message.round != self.round:
             return []
         if self._begun and not attempt:  # late: the answer to a claim that was not ready
@@ -438,8 +481,11 @@ class ClientSession:
         assembly = self._assembling.get(self._have_upto)
         return self._have_upto, assembly.upto if assembly is not None else 0
 
-    def _on_part(self, envelope: Envelope, message: StepPart) -> list[Effect]:
+    @_messages.of(StepPart)
+    def _on_part(self, message: StepPart, envelope: Envelope) -> list[Effect]:
         """Handle a part of a step, and deliver the steps that this part completes."""
+        if not self._reads(envelope):
+            return []
         if message.step >= self._done_upto + MOST_AHEAD or message.part >= max(message.parts, 1):
             return []  # no broker sends this
         in_turn = self._in_turn(message)
@@ -493,10 +539,10 @@ class ClientSession:
         for step in range(before, self._done_upto):
             self._chains.pop(step, None)
 
-    def _on_answer(self, message: State | Committed) -> list[Effect]:
+    @_messages.of(ReaderAnswer)
+    def _on_answer(self, message: ReaderAnswer, envelope: Envelope) -> list[Effect]:
         """Give the trainer the answer to its question; drop any other answer."""
-        asked = self._question
-        if asked is None or asked.step != message.step or isinstance(asked, Commit) != isinstance(message, Committed):
+        if self._question is None or not message.answers(self._question):
             return []
         if isinstance(message, State) and self._chains.get(message.step, b"") not in (b"", message.chain):
             return self._fail(
@@ -505,8 +551,11 @@ class ClientSession:
         self._question = None
         return [Answered(message)]
 
-    def _on_end(self, message: End) -> list[Effect]:
+    @_messages.of(End)
+    def _on_end(self, message: End, envelope: Envelope) -> list[Effect]:
         """Record the number of the feed's steps, and end the round if all have arrived."""
+        if not self._reads(envelope):
+            return []
         self._num_steps = message.num_steps
         return self._end_round_if_complete() + self._on_sent_upto(message.resend, message.num_steps)
 
@@ -519,6 +568,7 @@ class ClientSession:
         self.phases.go(ClientPhase.ENDED)
         return [Ended(self._num_steps, self.chain)]
 
+    @_events.of(Begin)
     def _begin_round(self, place: Begin) -> list[Effect]:
         """Begin the round and step that the trainer sets by ``Begin``, and attach to the broker again."""
         self.round = place.round
@@ -550,7 +600,8 @@ class ClientSession:
         )  # fmt: skip
         return self._send(attach)
 
-    def _send_snapshot(self, asked: AskSnapshot) -> list[Effect]:
+    @_messages.of(AskSnapshot)
+    def _send_snapshot(self, asked: AskSnapshot, envelope: Envelope) -> list[Effect]:
         """Send the snapshot of this reader's checkpoint, if the broker asks for this snapshot."""
         if self.snapshot is None or asked.digest != self._digest:
             return []
@@ -591,3 +642,5 @@ class ClientSession:
     def _send(self, message: Message) -> Send:
         """Return the effect that sends a message to the broker."""
         return Send(Envelope(run=self.run, epoch=self.epoch, fence=self.attempt, message=message))
+
+    _messages.require(TO_READERS, unless=Message)

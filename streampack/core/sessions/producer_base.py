@@ -15,7 +15,8 @@ from msgspec import Struct
 
 from streampack.core.columns.chunk_body import SentChunk
 from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick, Unsent
-from streampack.core.protocol.message import Bye, Envelope, Message
+from streampack.core.protocol.handlers import Handlers
+from streampack.core.protocol.message import Bye, Envelope, Message, Who
 from streampack.core.protocol.producer_messages import Flow, Hello, Lease, Offer, ProducerPing, SourceSize
 from streampack.core.sessions.backoff import Backoff
 from streampack.core.sessions.patience import VAIN_S
@@ -138,22 +139,28 @@ class Sender(ABC):
 
     def handle(self, event: Event) -> list[Effect]:
         """Return the effects of an event, for the shell to perform."""
-        if self._finished:
-            return []
-        if isinstance(event, Unsent):
-            if isinstance(event.envelope.message, Hello):
-                self._hello_next.unsent(self._now)
-            return []
-        if isinstance(event, Tick):
-            return self._tick(event.now)
-        if isinstance(event, FromBroker):
-            return self._receive(event.envelope)
-        if isinstance(event, Failed):
-            return [self._send(ProducerPing(producer=self.producer, failure=event.text[:2000]))]
-        if isinstance(event, Leave):
-            self._finished = True
-            return [self._send(Bye(reason="goodbye")), Finish("")]
-        return self._handle_own(event)
+        return [] if self._finished else self._events[type(event)](self, event)
+
+    _events = Handlers[[], list[Effect]]()
+    """Handlers of events; each kind of producer adds its own, such as that of a chunk or an end."""
+
+    @_events.of(Unsent)
+    def _on_unsent(self, event: Unsent) -> list[Effect]:
+        """Say hello again soon if a hello did not leave this process."""
+        if isinstance(event.envelope.message, Hello):
+            self._hello_next.unsent(self._now)
+        return []
+
+    @_events.of(Failed)
+    def _on_failure(self, event: Failed) -> list[Effect]:
+        """Tell the broker why the shell cannot go on."""
+        return [self._send(ProducerPing(producer=self.producer, failure=event.text[:2000]))]
+
+    @_events.of(Leave)
+    def _on_leave(self, event: Leave) -> list[Effect]:
+        """Say goodbye to the broker."""
+        self._finished = True
+        return [self._send(Bye(reason="goodbye")), Finish("")]
 
     @property
     def silent_s(self) -> float:
@@ -183,14 +190,6 @@ class Sender(ABC):
         """True if the producer holds a lease."""
 
     @abstractmethod
-    def _handle_own(self, event: Event) -> list[Effect]:
-        """Handle an event that only this kind of producer has, such as a chunk or an end."""
-
-    @abstractmethod
-    def _handle_message(self, message: Message, fence: int) -> list[Effect]:
-        """Handle a message of the current broker, of session number ``fence``."""
-
-    @abstractmethod
     def _forget_sessions(self) -> list[Effect]:
         """Drop the leases of the previous broker."""
 
@@ -200,9 +199,10 @@ class Sender(ABC):
 
     # All producers share
 
-    def _tick(self, now: float) -> list[Effect]:
+    @_events.of(Tick)
+    def _tick(self, event: Tick) -> list[Effect]:
         """Send a hello and a ping when they are due."""
-        self._now = now
+        now = self._now = event.now
         effects: list[Effect] = []
         if not self._has_lease and self._hello_next.due(now):
             effects.append(self._hello())
@@ -212,8 +212,10 @@ class Sender(ABC):
             effects += [self._send(ping), *self._repeat_unconfirmed()]
         return effects
 
-    def _receive(self, envelope: Envelope) -> list[Effect]:
+    @_events.of(FromBroker)
+    def _receive(self, event: FromBroker) -> list[Effect]:
         """Handle a message, unless an older broker or another run sent it; adopt a newer broker."""
+        envelope = event.envelope
         if envelope.is_foreign(self.run, self.epoch):
             return []
         self.run = envelope.run
@@ -226,7 +228,20 @@ class Sender(ABC):
             known, self.epoch = self.epoch, envelope.epoch
             if known:
                 effects += [Report("info", "the broker was restarted"), self._hello()]
-        return effects + self._handle_message(envelope.message, envelope.fence)
+        message = envelope.message
+        return effects + self._messages[type(message)](self, message, envelope.fence)
+
+    _messages = Handlers[[int], list[Effect]]()
+    """Handlers of messages of the current broker, with the number of the session; each kind of producer adds its own.
+
+    Other messages are dropped.
+    """
+    _messages.ignore(Message)
+
+    @_messages.of(Who)
+    def _on_who(self, message: Who, fence: int) -> list[Effect]:
+        """Say hello, because the broker does not know this producer."""
+        return self._hello_if_due()
 
     def _hello(self) -> Effect:
         """Return the effect that sends a hello."""

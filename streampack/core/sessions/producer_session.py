@@ -17,7 +17,8 @@ from enum import Enum
 from streampack.core.columns.chunk_body import chunk_as
 from streampack.core.model.phases import Phases
 from streampack.core.protocol.events import Effect, Event, Report
-from streampack.core.protocol.message import Bye, Message, Reject, Who
+from streampack.core.protocol.handlers import Handlers
+from streampack.core.protocol.message import Bye, Reject
 from streampack.core.protocol.producer_messages import Done, Eos, Flow, Lease, Offer, Revoke, Samples, Sent
 from streampack.core.sessions.producer_base import (
     BROKER_SILENT_S,
@@ -150,11 +151,7 @@ class ProducerSession(Sender):
         """True if the producer holds a lease."""
         return bool(self.held)
 
-    def _handle_own(self, event: Event) -> list[Effect]:
-        """Handle a chunk that was read, or the end of a partition."""
-        if isinstance(event, Chunk):
-            return self._hold_chunk(event)
-        return self._end_partition(event) if isinstance(event, EndOfPartition) else []
+    _events = Handlers(Sender._events)
 
     def _forget_sessions(self) -> list[Effect]:
         """Drop the leases of the previous broker, and close their readers."""
@@ -171,18 +168,9 @@ class ProducerSession(Sender):
         """Repeat messages about each lease that the broker may have missed."""
         return [e for held in self.held.values() for e in self._repeat_end_or_sent(held)]
 
-    def _handle_message(self, message: Message, fence: int) -> list[Effect]:
-        """Handle a message of the current broker, of session number ``fence``."""
-        if isinstance(message, Lease):
-            return self._on_lease(message, fence)
-        if isinstance(message, Flow):
-            return self._on_flow(message, fence)
-        if isinstance(message, Revoke):
-            return self._on_revoke((message.stream, message.partition), fence)
-        if isinstance(message, Who):
-            return self._hello_if_due()
-        return self._finish(message) if isinstance(message, Reject | Done | Bye) else []
+    _messages = Handlers(Sender._messages)
 
+    @_messages.of(Lease)
     def _on_lease(self, lease: Lease, number: int) -> list[Effect]:
         """Begin session ``number`` of a partition, and read its first chunk."""
         key = (lease.stream, lease.partition)
@@ -195,6 +183,7 @@ class ProducerSession(Sender):
         self.held[key] = HeldLease(lease, session, lease.first_seq, SendWindow(lease.first_seq))
         return [*effects, Read(lease, session, lease.first_seq)]
 
+    @_messages.of(Flow)
     def _on_flow(self, flow: Flow, number: int) -> list[Effect]:
         """Take the credit of session ``number``, and send the chunk that waits; settle the lease if all is received."""
         held, session = self.held.get((flow.stream, flow.partition)), (self.epoch, number)
@@ -208,24 +197,35 @@ class ProducerSession(Sender):
             held.close(LeasePhase.SETTLED)
         return [Forget((flow.stream, flow.partition), session)] if early else []
 
-    def _on_revoke(self, key: PartitionKey, number: int) -> list[Effect]:
+    @_messages.of(Revoke)
+    def _on_revoke(self, message: Revoke, number: int) -> list[Effect]:
         """Give up a lease, if ``number`` is the number of its session."""
+        key = message.stream, message.partition
         held, session = self.held.get(key), (self.epoch, number)
         if held is None or held.session != session:
             return []
         del self.held[key]
         return [self._close_lease(key, held)]
 
-    def _finish(self, message: Reject | Done | Bye) -> list[Effect]:
-        """End the session: the broker rejects this producer, needs no more samples, or stops."""
+    @_messages.of(Reject)
+    def _on_reject(self, message: Reject, number: int) -> list[Effect]:
+        """End the session, because the broker rejects this producer."""
         self._finished = True
-        if isinstance(message, Reject):
-            return [Finish(message.detail, message.code)]
-        goodbye = self._send(Bye(reason="goodbye"))  # the broker waits for it
-        if isinstance(message, Bye):
-            return [Report("info", message.reason), goodbye, Finish("", "stopped")]
-        return [goodbye, Finish("", "done")]
+        return [Finish(message.detail, message.code)]
 
+    @_messages.of(Bye)
+    def _on_bye(self, message: Bye, number: int) -> list[Effect]:
+        """End the session, because the broker stops; it waits for the answer."""
+        self._finished = True
+        return [Report("info", message.reason), self._send(Bye(reason="goodbye")), Finish("", "stopped")]
+
+    @_messages.of(Done)
+    def _on_done(self, message: Done, number: int) -> list[Effect]:
+        """End the session, because the broker needs no more samples; it waits for the answer."""
+        self._finished = True
+        return [self._send(Bye(reason="goodbye")), Finish("", "done")]
+
+    @_events.of(Chunk)
     def _hold_chunk(self, chunk: Chunk) -> list[Effect]:
         """Take a chunk that was read for a lease, and send it if credit allows."""
         held = self.held.get(chunk.key)
@@ -235,6 +235,7 @@ class ProducerSession(Sender):
         held.chunk = chunk
         return self._send_held(held)
 
+    @_events.of(EndOfPartition)
     def _end_partition(self, event: EndOfPartition) -> list[Effect]:
         """Tell the broker that a leased partition has ended."""
         held = self.held.get(event.key)

@@ -20,14 +20,13 @@ from streampack.core.deal.part_flow import PartFlow, PartFlows
 from streampack.core.layout.step_frames import frames_for
 from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick, Unsent
-from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who
+from streampack.core.protocol.handlers import Handlers
+from streampack.core.protocol.message import Bye, Envelope, FeedMessage, Message, Reject, Who
 from streampack.core.protocol.relay_messages import Elsewhere, NodeGet, NodePart, NodePing, ReaderReport
 from streampack.core.protocol.trainer_messages import (
     AskState,
     Attach,
     Attached,
-    Brought,
-    Commit,
     End,
     Fenced,
     Get,
@@ -128,32 +127,37 @@ class RelaySession:
 
     def handle(self, event: Event) -> list[Effect]:
         """Return the effects of an event, for the shell to perform in order."""
-        if self.stopped:
-            return []
-        if isinstance(event, Tick):
-            return self._tick(event.now)
-        if isinstance(event, FromReader):
-            return self._from_reader(event.peer, event.envelope)
-        if isinstance(event, FromBroker):
-            return self._from_broker(event.envelope)
-        if isinstance(event, ForReaders):
-            return self._for_readers(event)
-        if isinstance(event, NotDelivered):
-            reader, part = self._peers.get(event.peer), event.envelope.message
-            if reader is not None and isinstance(part, StepPart) and event.envelope.fence == reader.fence:
-                self.flows.not_sent(reader.flow, (part.step, part.part), part.resend)
-            return []
-        if isinstance(event, Unsent):
-            if isinstance(event.envelope.message, NodeGet) and (feed := self.feeds.get(event.envelope.message.feed)):
-                feed.again.unsent(self._now)
-            return []
-        if isinstance(event, Moved):
-            return [effect for feed in self.feeds.values() for effect in self._ping(feed)]
-        if isinstance(event, Stop):
-            self.stopped = True
-            effects = [self._elsewhere(reader.peer, "the relay stops") for reader in self.readers.values()]
-            return [*effects, self._send(Bye(reason="the relay stops"), 0)]
+        return [] if self.stopped else self._events[type(event)](self, event)
+
+    _events = Handlers[[], list[Effect]]()
+
+    @_events.of(NotDelivered)
+    def _on_not_delivered(self, event: NotDelivered) -> list[Effect]:
+        """Note that a part did not reach its reader."""
+        reader, part = self._peers.get(event.peer), event.envelope.message
+        if reader is not None and isinstance(part, StepPart) and event.envelope.fence == reader.fence:
+            self.flows.not_sent(reader.flow, (part.step, part.part), part.resend)
         return []
+
+    @_events.of(Unsent)
+    def _on_unsent(self, event: Unsent) -> list[Effect]:
+        """Schedule an early retry of a request that never left this process."""
+        message = event.envelope.message
+        if isinstance(message, NodeGet) and (feed := self.feeds.get(message.feed)):
+            feed.again.unsent(self._now)
+        return []
+
+    @_events.of(Moved)
+    def _on_moved(self, event: Moved) -> list[Effect]:
+        """Report the readers to the broker at the other address."""
+        return [effect for feed in self.feeds.values() for effect in self._ping(feed)]
+
+    @_events.of(Stop)
+    def _on_stop(self, event: Stop) -> list[Effect]:
+        """Send the readers to the broker, and say goodbye."""
+        self.stopped = True
+        effects = [self._elsewhere(reader.peer, "the relay stops") for reader in self.readers.values()]
+        return [*effects, self._send(Bye(reason="the relay stops"), 0)]
 
     @property
     def is_connected(self) -> bool:
@@ -162,33 +166,40 @@ class RelaySession:
 
     # Messages of readers
 
-    def _from_reader(self, peer: bytes, envelope: Envelope) -> list[Effect]:
-        """Handle a message of the local reader at ``peer``."""
-        message = envelope.message
+    @_events.of(FromReader)
+    def _from_reader(self, event: FromReader) -> list[Effect]:
+        """Handle a message of a local reader."""
+        envelope = event.envelope
         if self.run and envelope.run not in (0, self.run):
             why = "the relay reads another run. Start a relay for this run's broker"
-            return [SendReader(peer, Envelope(run=envelope.run, epoch=0, fence=0, message=Elsewhere(detail=why)))]
-        if isinstance(message, Attach):
-            return self._attach(peer, envelope, message)
+            elsewhere = Envelope(run=envelope.run, epoch=0, fence=0, message=Elsewhere(detail=why))
+            return [SendReader(event.peer, elsewhere)]
+        message = envelope.message
+        return self._from_anyone[type(message)](self, message, event.peer, envelope)
+
+    _from_anyone = Handlers[[bytes, Envelope], list[Effect]]()
+    _from_readers = Handlers[[LocalReader, Envelope], list[Effect]]()
+    _from_readers.ignore(Message)
+
+    @_from_anyone.of(Message)
+    def _on_message(self, message: Message, peer: bytes, envelope: Envelope) -> list[Effect]:
+        """Handle a message of a reader that has attached."""
         reader = self._peers.get(peer)
         if reader is None:
             return self._answer_stranger(peer, message)
         self._note_heard(reader, envelope)
-        if isinstance(message, Bye):
-            self._forget(reader)
-            return [SendFor(reader.name, envelope)]
-        if isinstance(message, AskState):
-            return self._ask_state(reader, envelope, message)
-        if isinstance(message, Commit | Brought):
-            return [SendFor(reader.name, envelope)]
-        if not isinstance(message, Get | ReaderPing):
-            return []
-        if isinstance(message, ReaderPing):
-            reader.stats, reader.starvation = message.stats, message.starvation or reader.starvation
-        if not reader.fence or (envelope.epoch, envelope.fence) != (reader.epoch, reader.fence):
-            return self._answer_probe(reader)
-        effects = self._get(reader, message) if isinstance(message, Get) else self._ping_of(reader, message)
-        return self._answer_probe(reader) + effects
+        return self._from_readers[type(message)](self, message, reader, envelope)
+
+    @_from_readers.of(FeedMessage)
+    def _pass_on(self, message: FeedMessage, reader: LocalReader, envelope: Envelope) -> list[Effect]:
+        """Pass a message on that the relay does not treat itself; the broker checks the rights of the relay's key."""
+        return [SendFor(reader.name, envelope)] if message.RELAYED else []
+
+    @_from_readers.of(Bye)
+    def _on_bye(self, message: Bye, reader: LocalReader, envelope: Envelope) -> list[Effect]:
+        """Forget a reader that leaves."""
+        self._forget(reader)
+        return [SendFor(reader.name, envelope)]
 
     def _note_heard(self, reader: LocalReader, envelope: Envelope) -> None:
         """Record that a reader has sent a message, and the attempt of the present broker that it knows."""
@@ -212,7 +223,8 @@ class RelaySession:
             effects.append(SendReader(peer, who))
         return effects
 
-    def _attach(self, peer: bytes, envelope: Envelope, message: Attach) -> list[Effect]:
+    @_from_anyone.of(Attach)
+    def _on_attach(self, message: Attach, peer: bytes, envelope: Envelope) -> list[Effect]:
         """Pass a reader's ``Attach`` on; until the broker answers, the reader gets no steps."""
         if (why := self._given_up.get(message.feed)) is not None:
             return [self._elsewhere(peer, why)]
@@ -232,7 +244,8 @@ class RelaySession:
         self.flows.forget_queue(reader.flow)
         return [SendFor(reader.name, envelope)]
 
-    def _ask_state(self, reader: LocalReader, envelope: Envelope, message: AskState) -> list[Effect]:
+    @_from_readers.of(AskState)
+    def _on_ask_state(self, message: AskState, reader: LocalReader, envelope: Envelope) -> list[Effect]:
         """Ask the broker for a checkpoint's state once for all readers; their trainers repeat the question."""
         key = message.feed, message.step
         asked_at, waiting = self._states.get(key, (-RETRY_S, set()))
@@ -242,18 +255,32 @@ class RelaySession:
         self._states[key] = self._now, waiting
         return [SendFor(reader.name, envelope)]
 
-    def _get(self, reader: LocalReader, message: Get) -> list[Effect]:
+    @_from_readers.of(Get)
+    def _on_get(self, message: Get, reader: LocalReader, envelope: Envelope) -> list[Effect]:
         """Send the parts that a reader requests, and request further steps of the broker."""
+        if not self._takes_part(reader, envelope):
+            return self._answer_probe(reader)
         flow = reader.flow
         self.flows.request(flow, message.start, message.stop, message.part)
         if flow.may_resend(message.resend, self._now):
             self.flows.send_again(flow, (message.start, message.part), message.resend, self._now)
-        return self._note_progress(reader, message.start, message.done_upto)
+        effects = self._note_progress(reader, message.start, message.done_upto)
+        return self._answer_probe(reader) + effects
 
-    def _ping_of(self, reader: LocalReader, message: ReaderPing) -> list[Effect]:
+    @_from_readers.of(ReaderPing)
+    def _on_ping(self, message: ReaderPing, reader: LocalReader, envelope: Envelope) -> list[Effect]:
         """Record a reader's progress, and answer its ping."""
+        reader.stats, reader.starvation = message.stats, message.starvation or reader.starvation
+        if not self._takes_part(reader, envelope):
+            return self._answer_probe(reader)
         self.flows.confirm(reader.flow, message.have_upto, message.part)
-        return self._note_progress(reader, message.have_upto, message.done_upto)
+        effects = self._note_progress(reader, message.have_upto, message.done_upto)
+        return self._answer_probe(reader) + effects
+
+    @staticmethod
+    def _takes_part(reader: LocalReader, envelope: Envelope) -> bool:
+        """Return whether a message is of the attempt in which its reader takes part."""
+        return reader.fence > 0 and (envelope.epoch, envelope.fence) == (reader.epoch, reader.fence)
 
     def _note_progress(self, reader: LocalReader, have_upto: int, done_upto: int) -> list[Effect]:
         """Record the steps that a reader has received and returned, and send what it wants or the cause of its wait.
@@ -293,32 +320,53 @@ class RelaySession:
         self.silent_s = 0.0
         return True
 
-    def _for_readers(self, event: ForReaders) -> list[Effect]:
+    @_events.of(ForReaders)
+    def _on_bundle(self, event: ForReaders) -> list[Effect]:
         """Pass messages on to their readers."""
         effects: list[Effect] = []
         for name, envelope in event.items:
-            if not self._is_current(envelope):
-                continue
-            message, reader = envelope.message, self.readers.get(name)
-            if isinstance(message, State):
-                effects += self._pass_state(envelope, message, name)
-                continue
-            if reader is None:
-                continue
-            if isinstance(message, Reject) and message.code == "forbidden":
-                effects += self._not_allow(reader, message.detail)
-                continue
-            if isinstance(message, Attached):
-                self._enter(reader, envelope, message)
-            elif isinstance(message, Probe):
-                reader.probed = True
-            if isinstance(message, Attached | Wait):
-                message = msgspec.structs.replace(message, ping_s=min(message.ping_s, LOCAL_PING_S))
-                envelope = _with(envelope, message)
-            effects.append(SendReader(reader.peer, envelope))
-            if isinstance(message, Reject | Fenced):
-                self._forget(reader)
+            if self._is_current(envelope):
+                effects += self._for_anyone[type(envelope.message)](self, envelope.message, name, envelope)
         return effects
+
+    _for_anyone = Handlers[[str, Envelope], list[Effect]]()
+    _for_readers = Handlers[[LocalReader, Envelope], list[Effect]]()
+
+    @_for_anyone.of(Message)
+    def _for_reader(self, message: Message, name: str, envelope: Envelope) -> list[Effect]:
+        """Handle a message for one reader, unless it has left."""
+        reader = self.readers.get(name)
+        return [] if reader is None else self._for_readers[type(message)](self, message, reader, envelope)
+
+    @_for_readers.of(Message)
+    def _deliver(self, message: Message, reader: LocalReader, envelope: Envelope) -> list[Effect]:
+        """Pass a message on to its reader."""
+        return [SendReader(reader.peer, envelope)]
+
+    @_for_readers.of(Attached)
+    def _on_attached(self, message: Attached, reader: LocalReader, envelope: Envelope) -> list[Effect]:
+        """Let a reader take part, and pass the message on."""
+        self._enter(reader, envelope, message)
+        return [SendReader(reader.peer, _with_local_pings(envelope, message))]
+
+    @_for_readers.of(Wait)
+    def _on_wait_of_reader(self, message: Wait, reader: LocalReader, envelope: Envelope) -> list[Effect]:
+        """Pass the cause of a wait on."""
+        return [SendReader(reader.peer, _with_local_pings(envelope, message))]
+
+    @_for_readers.of(Probe)
+    def _on_probe(self, message: Probe, reader: LocalReader, envelope: Envelope) -> list[Effect]:
+        """Pass a probe on, and tell the broker when the reader answers."""
+        reader.probed = True
+        return [SendReader(reader.peer, envelope)]
+
+    @_for_readers.of(Reject, Fenced)
+    def _on_reject(self, message: Reject | Fenced, reader: LocalReader, envelope: Envelope) -> list[Effect]:
+        """Pass a rejection on; a reader that the relay's key does not cover continues with the broker."""
+        if isinstance(message, Reject) and message.code == "forbidden":
+            return self._not_allow(reader, message.detail)
+        self._forget(reader)
+        return [SendReader(reader.peer, envelope)]
 
     def _not_allow(self, reader: LocalReader, why: str) -> list[Effect]:
         """Send a reader to the broker: the key of this relay does not allow it to read for the reader."""
@@ -328,7 +376,8 @@ class RelaySession:
         self._forget(reader)
         return effects
 
-    def _pass_state(self, envelope: Envelope, message: State, name: str) -> list[Effect]:
+    @_for_anyone.of(State)
+    def _on_state(self, message: State, name: str, envelope: Envelope) -> list[Effect]:
         """Give a checkpoint's state to every reader that asked for it."""
         _, waiting = self._states.pop((message.feed, message.step), (0.0, {name}))
         readers = [self.readers[each] for each in sorted(waiting) if each in self.readers]
@@ -356,28 +405,38 @@ class RelaySession:
             self.feeds[reader.feed] = NodeFeed(reader.feed, self.name)
         return self.feeds[reader.feed]
 
-    def _from_broker(self, envelope: Envelope) -> list[Effect]:
+    @_events.of(FromBroker)
+    def _from_broker(self, event: FromBroker) -> list[Effect]:
         """Handle a message of the broker for the relay itself: parts of steps, or the cause of a wait."""
+        envelope = event.envelope
         if not self._is_current(envelope):
             return []
         message = envelope.message
-        feed = self.feeds.get(getattr(message, "feed", ""))
+        feed = self.feeds.get(message.feed) if isinstance(message, FeedMessage) else None
         if feed is None or not feed.fence or envelope.fence != feed.fence:
             return []
-        if isinstance(message, NodePart):
-            return self._on_part(feed, envelope, message)
-        if isinstance(message, Wait):
-            feed.wait = message
-            starving = [reader for reader in self._of(feed) if self._is_starving(reader)]
-            lost = self._note_sent(feed, message.resend, (message.step, message.part))
-            return lost + [e for reader in starving for e in self._wait(reader)]
-        if isinstance(message, End):
-            feed.end = message
-            lost = self._note_sent(feed, message.resend, (message.num_steps, 0))
-            return lost + [e for reader in self._of(feed) for e in self._serve(reader)]
-        return []
+        return self._for_relay[type(message)](self, message, feed, envelope)
 
-    def _on_part(self, feed: NodeFeed, envelope: Envelope, message: NodePart) -> list[Effect]:
+    _for_relay = Handlers[[NodeFeed, Envelope], list[Effect]]()
+    _for_relay.ignore(Message)
+
+    @_for_relay.of(Wait)
+    def _on_wait(self, message: Wait, feed: NodeFeed, envelope: Envelope) -> list[Effect]:
+        """Tell the readers that wait the cause."""
+        feed.wait = message
+        starving = [reader for reader in self._of(feed) if self._is_starving(reader)]
+        lost = self._note_sent(feed, message.resend, (message.step, message.part))
+        return lost + [e for reader in starving for e in self._wait(reader)]
+
+    @_for_relay.of(End)
+    def _on_end(self, message: End, feed: NodeFeed, envelope: Envelope) -> list[Effect]:
+        """Tell the readers that the feed has ended."""
+        feed.end = message
+        lost = self._note_sent(feed, message.resend, (message.num_steps, 0))
+        return lost + [e for reader in self._of(feed) for e in self._serve(reader)]
+
+    @_for_relay.of(NodePart)
+    def _on_part(self, message: NodePart, feed: NodeFeed, envelope: Envelope) -> list[Effect]:
         """Keep a part, and send it to the readers that want it."""
         if message.lineage != feed.lineage:
             return []
@@ -562,8 +621,10 @@ class RelaySession:
 
     # Time
 
-    def _tick(self, now: float) -> list[Effect]:
+    @_events.of(Tick)
+    def _tick(self, event: Tick) -> list[Effect]:
         """Forget silent readers, and send the pings and requests that are due."""
+        now = event.now
         self.silent_s += min(now - self._now, _TICK_S)
         self._now = now
         for reader in [reader for reader in self.readers.values() if now - reader.heard > SILENT_S]:
@@ -601,6 +662,7 @@ class RelaySession:
         return SendReader(peer, elsewhere)
 
 
-def _with(envelope: Envelope, message: Message) -> Envelope:
-    """Return an envelope with the fences of another."""
+def _with_local_pings(envelope: Envelope, message: Attached | Wait) -> Envelope:
+    """Return a message with the interval of pings to the relay, which are more frequent than those to the broker."""
+    message = msgspec.structs.replace(message, ping_s=min(message.ping_s, LOCAL_PING_S))
     return Envelope(run=envelope.run, epoch=envelope.epoch, fence=envelope.fence, message=message)

@@ -7,6 +7,7 @@ the relay (``FromRelay``). ``Send`` goes where the route leads; ``Reroute`` tell
 from __future__ import annotations
 
 from streampack.core.protocol.events import Effect, Event, FromBroker, Tick
+from streampack.core.protocol.handlers import Handlers
 from streampack.core.protocol.message import Envelope, Reject
 from streampack.core.protocol.relay_messages import Elsewhere
 from streampack.core.protocol.trainer_messages import Wait
@@ -50,22 +51,37 @@ class RoutedClient:
 
     def handle(self, event: Event) -> list[Effect]:
         """Return the effects of an event, for the shell to perform in order."""
-        route = self.route
-        if route is None:
+        if self.route is None:
             return self.session.handle(event)
-        if isinstance(event, RelayLost):
-            return self._follow(route.lost())
-        if isinstance(event, FromRelay):
-            return self._from_relay(route, event.envelope)
-        if isinstance(event, FromBroker) and route.by_relay:
-            return []  # it was in flight when the route changed
-        effects = self.session.handle(event)
-        if isinstance(event, Tick):
-            effects += self._follow(route.tick(event.now, self.session.has_all_requested))
-        return effects
+        return self._events[type(event)](self, event, self.route)
 
-    def _from_relay(self, route: Route, envelope: Envelope) -> list[Effect]:
+    _events = Handlers[[Route], list[Effect]]()
+
+    @_events.of(Event)
+    def _on_event(self, event: Event, route: Route) -> list[Effect]:
+        """Let the session handle an event."""
+        return self.session.handle(event)
+
+    @_events.of(FromBroker)
+    def _from_broker(self, event: FromBroker, route: Route) -> list[Effect]:
+        """Let the session handle a message; drop one that was in flight when the route changed."""
+        return [] if route.by_relay else self.session.handle(event)
+
+    @_events.of(Tick)
+    def _tick(self, event: Tick, route: Route) -> list[Effect]:
+        """Let the session do what is due, and choose the route."""
+        effects = self.session.handle(event)
+        return effects + self._follow(route.tick(event.now, self.session.has_all_requested))
+
+    @_events.of(RelayLost)
+    def _on_lost(self, event: RelayLost, route: Route) -> list[Effect]:
+        """Follow the route after the end of the relay's connection."""
+        return self._follow(route.lost())
+
+    @_events.of(FromRelay)
+    def _from_relay(self, event: FromRelay, route: Route) -> list[Effect]:
         """Handle a message that came through the relay; while the route leads to the broker, it is a sign of life."""
+        envelope = event.envelope
         message = envelope.message
         if isinstance(message, Elsewhere) or (isinstance(message, Reject) and message.code == "version"):
             return self._follow(route.sent_away(message.detail))

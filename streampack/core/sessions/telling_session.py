@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick
+from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick, Unsent
+from streampack.core.protocol.handlers import Handlers
 from streampack.core.protocol.message import Envelope, Message, Reject
-from streampack.core.protocol.trainer_messages import AskResults, Noted, Publish, ReportValues, Results
+from streampack.core.protocol.trainer_messages import AskResults, Noted, NumberedMessage, Results
 from streampack.core.sessions.open_messages import OpenMessages
 from streampack.core.sessions.patience import VAIN_S
-from streampack.core.sessions.producer_base import BROKER_SILENT_S, Finish
+from streampack.core.sessions.producer_base import BROKER_SILENT_S, Finish, Leave
 
 REPEAT_S = 1.0
 """Seconds after which a message without an answer is repeated."""
@@ -24,7 +25,7 @@ REPEAT_S = 1.0
 class Tell(Event, frozen=True):
     """The program has a message for the broker, with its payload."""
 
-    message: Publish | ReportValues | AskResults
+    message: NumberedMessage
     payload: tuple[Any, ...] = ()
 
 
@@ -64,27 +65,45 @@ class TellingSession:
 
     def handle(self, event: Event) -> list[Effect]:
         """Return the effects of an event, for the shell to perform."""
-        if isinstance(event, Tell):
-            self.open[event.message.number] = event
-            return [self._send(event)]
-        if isinstance(event, Tick):
-            self._now = event.now
-            if not self.open or event.now - self._last_sent < REPEAT_S:
-                return []
-            return [self._send(each) for each in self.open.values()]
-        if isinstance(event, FromBroker):
-            return self._receive(event.envelope)
-        return []
+        return self._events[type(event)](self, event)
 
-    def _receive(self, envelope: Envelope) -> list[Effect]:
+    _events = Handlers[[], list[Effect]]()
+    _events.ignore(Unsent, Leave)
+    _messages = Handlers[[Envelope], list[Effect]]()
+    _messages.ignore(Message)
+
+    @_events.of(Tell)
+    def _tell(self, event: Tell) -> list[Effect]:
+        """Send a message of the program, and keep it until it is answered."""
+        self.open[event.message.number] = event
+        return [self._send(event)]
+
+    @_events.of(Tick)
+    def _tick(self, event: Tick) -> list[Effect]:
+        """Repeat the messages without an answer."""
+        self._now = event.now
+        if not self.open or event.now - self._last_sent < REPEAT_S:
+            return []
+        return [self._send(each) for each in self.open.values()]
+
+    @_events.of(FromBroker)
+    def _receive(self, event: FromBroker) -> list[Effect]:
         """Handle a message, unless an older broker or another run sent it."""
+        envelope = event.envelope
         if envelope.is_foreign(self.run, self.epoch):
             return []
         self.run, self.epoch, self._last_heard = envelope.run, envelope.epoch, self._now
-        message: Message = envelope.message
-        if isinstance(message, Reject):
-            return [Finish(message.detail, message.code)]
-        if isinstance(message, Noted | Results) and self.open.pop(message.number, None) is not None:
+        return self._messages[type(envelope.message)](self, envelope.message, envelope)
+
+    @_messages.of(Reject)
+    def _on_reject(self, message: Reject, envelope: Envelope) -> list[Effect]:
+        """End the session, because the broker rejects this process."""
+        return [Finish(message.detail, message.code)]
+
+    @_messages.of(Noted, Results)
+    def _on_answer(self, message: Noted | Results, envelope: Envelope) -> list[Effect]:
+        """Keep the answer to a message for the program."""
+        if self.open.pop(message.number, None) is not None:
             self.answers[message.number] = envelope
         return []
 

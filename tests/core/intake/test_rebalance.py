@@ -17,6 +17,7 @@ from streampack.core.model.lease_terms import terms_of
 from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.samples import SampleTable
 from streampack.core.protocol.events import Report
+from streampack.core.protocol.message import Identity
 from streampack.core.protocol.producer_messages import Hello, Offer
 
 READ, PUSHED = StreamRules("read", 1.0, 7), StreamRules("pushed", 1.0, 3, pushed=True)
@@ -26,7 +27,7 @@ NAMES = ["one", "two", "three", "four"]
 def producers_side() -> Leases:
     """Return the producers' side of a broker with a stream that is read and a pushed one."""
     rules, table, journal = Rules(merge="arrival", streams=(READ, PUSHED)), SampleTable(), Journal(keeps=True)
-    leases, merge = Leases(1, 1, Capacity(64, 16, 1 << 20), table, journal), FeedMerge(rules)
+    leases, merge = Leases(Identity(1, 1), Capacity(64, 16, 1 << 20), table, journal), FeedMerge(rules)
     admission = Admission(terms_of(rules), rules.tokens, rules.fields, 16, table, merge)
     leases.open("train", rules, admission, merge, History(rules, 10))
     return leases

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from streampack.core.protocol.effects import FromProducer, FromTrainer, Withdrawn
 from streampack.core.protocol.events import Tick
-from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who
+from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who, forbidden
 from streampack.core.protocol.producer_messages import Amend, CommitWrite, Eos, Hello, Mark, Samples, Sent, Start
 from streampack.core.protocol.relay_messages import NodeGet, NodePing, relay_of, relayed
-from streampack.core.protocol.rights import KEY_DIGITS, NO_RIGHTS, Rights, Side, forbidden, key_of
+from streampack.core.protocol.rights import KEY_DIGITS, NO_RIGHTS, Rights, Side, key_of
 from streampack.core.protocol.trainer_messages import AskResults, Attach, Publish, ReportValues
 from streampack.wire import frames as wire
 from tests.core.sessions.test_sessions import _EVENTS, EPOCH, RUN, Bench, attach, fill, hello

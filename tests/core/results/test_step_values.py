@@ -17,7 +17,7 @@ from streampack.core.journal.log_records import ValuesReported
 from streampack.core.model.samples import I64
 from streampack.core.protocol.effects import FromTrainer, SendTrainer
 from streampack.core.protocol.events import Effect, Report
-from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.message import Envelope, Identity
 from streampack.core.protocol.trainer_messages import AskResults, Noted, ReportValues, Results
 from streampack.core.results.step_ranges import StepRanges
 from streampack.core.results.step_values import KEPT_STEPS, MOST_NAMES, StepValues
@@ -55,7 +55,7 @@ class Desk:
         """Another broker, which knows what is in the log."""
         self.log = self.log[: self.safe_upto] if self.keeps else self.log
         self.journal = Journal(self.keeps, len(self.log) if self.keeps else 0)
-        self.values = StepValues(1, 1, "train", self.journal, where)
+        self.values = StepValues(Identity(1, 1), "train", self.journal, where)
         self.values.streams = ["rollouts"]
         for lsn, record in enumerate(self.log if self.keeps else []):
             self.values.add(lsn, msgspec.msgpack.decode(record, type=ValuesReported))

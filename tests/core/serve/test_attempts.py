@@ -23,7 +23,7 @@ from streampack.core.model.snapshot import FormState, MergeState, Snapshot
 from streampack.core.model.steps import PlannedPacks, PlannedStep
 from streampack.core.protocol.effects import Release, SendShard, SendTrainer
 from streampack.core.protocol.events import Effect, Report
-from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who
+from streampack.core.protocol.message import Bye, Envelope, Identity, Message, Reject, Who
 from streampack.core.protocol.trainer_messages import (
     AskSnapshot,
     AskState,
@@ -86,7 +86,7 @@ class Desk:
         """Processes that are asked for their snapshot send it."""
         rules = Rules(budget=16, packs=packs)
         self.readers = Readers(
-            1, EPOCH, "train", rules, "zigzag", SampleTable(), self
+            Identity(1, EPOCH), "train", rules, "zigzag", SampleTable(), self
         )  # fmt: skip
         self.waiting_for: Callable[[], Missing] = lambda: Missing("forming", "of samples")
         self.rewinds: list[tuple[int, Snapshot | None]] = []

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streampack.core.protocol.events import Effect, Event, Report, Send
-from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who
+from streampack.core.protocol.handlers import Handlers
+from streampack.core.protocol.message import Bye, Envelope, Reject, Who
 from streampack.core.protocol.producer_messages import Amend, Amended, Done, LateFields, Offer
 from streampack.core.sessions.open_messages import OpenMessages
 from streampack.core.sessions.producer_base import BROKER_SILENT_S, Finish, Sender
@@ -61,35 +62,56 @@ class AmendSession(Sender):
         """True if the current broker knows this process."""
         return self._greeted == self.epoch
 
-    def _handle_own(self, event: Event) -> list[Effect]:
+    _events = Handlers(Sender._events)
+    _messages = Handlers(Sender._messages)
+
+    @_events.of(GiveValues)
+    def _on_values(self, event: GiveValues) -> list[Effect]:
         """Send a message of the program at once, and keep it until it is answered."""
-        if not isinstance(event, GiveValues):
-            return []
         self.open[event.message.number] = event
         return [self._send_values(event)] if self._has_lease else []
 
-    def _handle_message(self, message: Message, fence: int) -> list[Effect]:
-        """Handle a message of the current broker."""
-        if isinstance(message, LateFields) and message.stream == self.stream:
-            known, self._greeted, self.terms = self._has_lease, self.epoch, message
-            self._hello_next.reset()
-            return [] if known else [self._send_values(each) for each in self.open.values()]
-        if isinstance(message, Amended):
-            if self.open.pop(message.number, None) is not None and (message.refusal or message.refused):
-                self.refused[message.number] = message
-        elif isinstance(message, Who):
-            self._greeted = -1
-            return self._hello_if_due()
-        elif isinstance(message, Bye):
-            self._greeted = -1
-            return [Report("info", message.reason), self._send(Bye(reason="goodbye"))]
-        elif isinstance(message, Reject):
-            self._finished = True
-            return [Finish(message.detail, message.code)]
-        elif isinstance(message, Done) and self.open:
-            self._finished = True
-            return [Finish(f"stream {self.stream!r}: got values after the end of the feed", "ended")]
+    @_messages.of(LateFields)
+    def _on_fields(self, message: LateFields, fence: int) -> list[Effect]:
+        """Send the open messages to a broker that knows this process now."""
+        if message.stream != self.stream:
+            return []
+        known, self._greeted, self.terms = self._has_lease, self.epoch, message
+        self._hello_next.reset()
+        return [] if known else self._repeat_unconfirmed()
+
+    @_messages.of(Amended)
+    def _on_answer(self, message: Amended, fence: int) -> list[Effect]:
+        """Take the answer to a message."""
+        if self.open.pop(message.number, None) is not None and (message.refusal or message.refused):
+            self.refused[message.number] = message
         return []
+
+    @_messages.of(Who)
+    def _on_unknown(self, message: Who, fence: int) -> list[Effect]:
+        """Greet a broker that does not know this process any more."""
+        self._greeted = -1
+        return self._hello_if_due()
+
+    @_messages.of(Bye)
+    def _on_bye(self, message: Bye, fence: int) -> list[Effect]:
+        """Answer the goodbye of a broker that stops, and wait for its restart."""
+        self._greeted = -1
+        return [Report("info", message.reason), self._send(Bye(reason="goodbye"))]
+
+    @_messages.of(Reject)
+    def _on_reject(self, message: Reject, fence: int) -> list[Effect]:
+        """End the session, because the broker rejects this process."""
+        self._finished = True
+        return [Finish(message.detail, message.code)]
+
+    @_messages.of(Done)
+    def _on_done(self, message: Done, fence: int) -> list[Effect]:
+        """End the session with an error if values are left although the feed has ended."""
+        if not self.open:
+            return []
+        self._finished = True
+        return [Finish(f"stream {self.stream!r}: got values after the end of the feed", "ended")]
 
     def _forget_sessions(self) -> list[Effect]:
         """Greet the new broker before anything else is sent."""

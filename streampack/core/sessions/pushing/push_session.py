@@ -26,7 +26,8 @@ from streampack.core.columns.chunk_body import chunk_as
 from streampack.core.model.phases import Phases
 from streampack.core.model.snapshot import Cursor
 from streampack.core.protocol.events import Effect, Event, Report
-from streampack.core.protocol.message import Bye, Message, Reject, Who
+from streampack.core.protocol.handlers import Handlers
+from streampack.core.protocol.message import Bye, Message, PartitionMessage, Reject
 from streampack.core.protocol.producer_messages import (
     CommitWrite,
     Done,
@@ -236,38 +237,59 @@ class PushSession(Sender):
         """True if the process holds the lease of its partition."""
         return self.phases.now.leased
 
-    def _handle_own(self, event: Event) -> list[Effect]:
-        """Handle a chunk, the end of a batch or the end of the partition from the program."""
-        if self.ended and isinstance(event, Push | EndBatch):
+    _events = Handlers(Sender._events)
+    _messages = Handlers(Sender._messages)
+
+    @_events.of(Push)
+    def _on_push(self, event: Push) -> list[Effect]:
+        """Keep a chunk of the program, and send it if credit allows."""
+        if self.ended:
             return self._ended_early()
-        if isinstance(event, Push):
-            self.buffer.put(event.chunk)
-            version = event.chunk.policy_version
-            sent = self.buffer.next_seq, event.chunk.num_samples, None if version is UNSET else version
-            self._sent.append(sent)
-            return self._send_allowed()
-        if isinstance(event, WantTickets):
-            self.tickets.asked = max(self.tickets.asked, event.asked)
-            return self._tell_tickets()
-        if isinstance(event, BeginSamples):
-            self.tickets.begin(event.count, self.policy_version)
-            return self._tell_tickets()
-        if isinstance(event, GiveBack):
-            self.tickets.give_back(event.count, event.version)
-            return self._tell_tickets()
-        if isinstance(event, EndBatch):
-            self.buffer.end_batch(event.batch)
-        elif isinstance(event, EndPartition):
-            if not self.end_requested:
-                self.end_phases.go(EndPhase.REQUESTED)
-            if self.ended:
-                self._confirm_end()
-        elif isinstance(event, EndWrite):
-            self._ending_write = event.write
-            return self._commit_write()
-        else:
-            return []
+        self.buffer.put(event.chunk)
+        version = event.chunk.policy_version
+        self._sent.append((self.buffer.next_seq, event.chunk.num_samples, None if version is UNSET else version))
         return self._send_allowed()
+
+    @_events.of(EndBatch)
+    def _on_end_of_batch(self, event: EndBatch) -> list[Effect]:
+        """Mark the end of a batch."""
+        if self.ended:
+            return self._ended_early()
+        self.buffer.end_batch(event.batch)
+        return self._send_allowed()
+
+    @_events.of(EndPartition)
+    def _on_end_of_partition(self, event: EndPartition) -> list[Effect]:
+        """End the partition, once all samples are sent."""
+        if not self.end_requested:
+            self.end_phases.go(EndPhase.REQUESTED)
+        if self.ended:
+            self._confirm_end()
+        return self._send_allowed()
+
+    @_events.of(EndWrite)
+    def _on_end_of_write(self, event: EndWrite) -> list[Effect]:
+        """Commit a write."""
+        self._ending_write = event.write
+        return self._commit_write()
+
+    @_events.of(WantTickets)
+    def _on_want(self, event: WantTickets) -> list[Effect]:
+        """Ask for tickets."""
+        self.tickets.asked = max(self.tickets.asked, event.asked)
+        return self._tell_tickets()
+
+    @_events.of(BeginSamples)
+    def _on_begin(self, event: BeginSamples) -> list[Effect]:
+        """Use tickets."""
+        self.tickets.begin(event.count, self.policy_version)
+        return self._tell_tickets()
+
+    @_events.of(GiveBack)
+    def _on_give_back(self, event: GiveBack) -> list[Effect]:
+        """Give tickets back."""
+        self.tickets.give_back(event.count, event.version)
+        return self._tell_tickets()
 
     def _forget_sessions(self) -> list[Effect]:
         """Drop the lease of the previous broker; the buffer keeps its samples."""
@@ -276,29 +298,23 @@ class PushSession(Sender):
             self.phases.go(PushPhase.UNLEASED)
         return []
 
-    def _handle_message(self, message: Message, fence: int) -> list[Effect]:
-        """Handle a message of the current broker, of session number ``fence``."""
-        if isinstance(message, Lease | Flow | Revoke) and (message.stream, message.partition) != self._key:
-            return []
-        if isinstance(message, Lease):
-            return self._on_lease(message, fence)
-        if isinstance(message, Flow):
-            return self._on_flow(message, fence)
-        if isinstance(message, Revoke):
-            if self._has_lease and self._session == (self.epoch, fence):
-                self.phases.go(PushPhase.UNLEASED)
-        elif isinstance(message, Who):
-            return self._hello_if_due()
-        elif isinstance(message, Bye):
-            return self._wait_for_restart(message)
-        elif isinstance(message, Reject):
-            return self._end_session(message.detail, message.code)
-        elif isinstance(message, Done):
-            return [self._send(Bye(reason="goodbye")), *self._on_done()]
+    @_messages.of(Revoke)
+    def _on_revoke(self, message: Revoke, fence: int) -> list[Effect]:
+        """Give up the lease, if it is of this session."""
+        if self._is_own(message) and self._has_lease and self._session == (self.epoch, fence):
+            self.phases.go(PushPhase.UNLEASED)
         return []
 
+    @_messages.of(Reject)
+    def _on_reject(self, message: Reject, fence: int) -> list[Effect]:
+        """End the session, because the broker rejects this process."""
+        return self._end_session(message.detail, message.code)
+
+    @_messages.of(Lease)
     def _on_lease(self, lease: Lease, number: int) -> list[Effect]:
         """Begin session ``number``: the buffer sends again from the first sample of the lease."""
+        if not self._is_own(lease):
+            return []
         if self._session >= (self.epoch, number) or self.phases.now is PushPhase.STOPPING:
             return []
         wrong = self._misplaced(lease.first_seq, lease.cursor)
@@ -312,8 +328,11 @@ class PushSession(Sender):
             self.end_phases.go(EndPhase.REQUESTED)
         return []  # nothing may be sent before there is credit
 
+    @_messages.of(Flow)
     def _on_flow(self, flow: Flow, number: int) -> list[Effect]:
         """Take the credit of session ``number``, and send the samples that it allows."""
+        if not self._is_own(flow):
+            return []
         session = (self.epoch, number)
         if not self._has_lease or self._session != session or self.lease is None:
             return self._hello_if_due() if self._session < session else []
@@ -357,7 +376,8 @@ class PushSession(Sender):
             self._confirm_end()
         return effects + self._send_allowed()
 
-    def _wait_for_restart(self, message: Bye) -> list[Effect]:
+    @_messages.of(Bye)
+    def _on_bye(self, message: Bye, fence: int) -> list[Effect]:
         """Answer the goodbye of a broker that stops, and wait for its restart; the buffer keeps its samples."""
         goodbye = self._send(Bye(reason="goodbye"))  # the broker waits for it
         if self.phases.now is PushPhase.STOPPING:
@@ -370,13 +390,15 @@ class PushSession(Sender):
         self._finished = True
         return [Finish(error, code)]
 
-    def _on_done(self) -> list[Effect]:
+    @_messages.of(Done)
+    def _on_done(self, message: Done, fence: int) -> list[Effect]:
         """End the session, because no trainer needs samples; with an error if samples are left."""
+        goodbye = self._send(Bye(reason="goodbye"))
         if not self.begun or not self.buffer.empty:
-            return self._ended_early()
+            return [goodbye, *self._ended_early()]
         self.ended = self._finished = True
         self._confirm_end()
-        return [Finish("", "ended")]
+        return [goodbye, Finish("", "ended")]
 
     def _ended_early(self) -> list[Effect]:
         """End the session with an error: the broker takes no more, but samples are left."""
@@ -495,10 +517,9 @@ class PushSession(Sender):
         commit = CommitWrite(stream=self.stream, partition=self.partition, write=self._ending_write)
         return [self._send(commit, self._session)]
 
-    @property
-    def _key(self) -> tuple[str, int]:
-        """The stream and the number of the partition."""
-        return self.stream, self.partition
+    def _is_own(self, message: PartitionMessage) -> bool:
+        """Return whether a message is about the partition of this process."""
+        return (message.stream, message.partition) == (self.stream, self.partition)
 
     @property
     def _name(self) -> str:
