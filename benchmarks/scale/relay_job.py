@@ -246,7 +246,7 @@ class RelayJob(Job):
                 self._to_the_relay(effect.peer, effect.envelope, ())
             elif isinstance(effect, Recall):
                 record, payload = self._log[effect.lsn]
-                self._handle("recall", Recalled(effect.feed, effect.lsn, record, payload, effect.generation))
+                self._handle("recall", Recalled(effect.feed, effect.lsn, record, payload))
             else:
                 if isinstance(effect, Append):
                     if type(effect.record).__name__ == "SnapshotTaken":

@@ -263,7 +263,7 @@ class Job:
                 self._outbox.append((effect.peer, effect.envelope))
             elif isinstance(effect, Form):
                 choice = self._timed("choose", effect.request.choose)
-                self._formed.append(Formed(effect.feed, choice, effect.generation))
+                self._formed.append(Formed(effect.feed, choice, effect.request))
             elif isinstance(effect, Append):
                 record = self._timed("log", record_frames.encode_record, effect.record, effect.payload)
                 kind = type(effect.record).__name__

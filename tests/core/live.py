@@ -265,7 +265,7 @@ class Live:
             elif isinstance(effect, Append):
                 self.disk.append(effect.record, effect.payload)
             elif isinstance(effect, Form):
-                self._post(FORM, self._handle, Formed(effect.feed, effect.request.choose(), effect.generation))
+                self._post(FORM, self._handle, Formed(effect.feed, effect.request.choose(), effect.request))
             elif isinstance(effect, Recall):
                 recalls.append(effect)
             elif isinstance(effect, Store):
@@ -280,7 +280,7 @@ class Live:
                 assert isinstance(effect, Cut), effect
         for recall in recalls:  # events follow the effects: a handle among them may be another sample's afterwards
             record, payload = self.disk.decode(recall.lsn)
-            self._perform(self.broker.handle(Recalled(recall.feed, recall.lsn, record, payload, recall.generation)))
+            self._perform(self.broker.handle(Recalled(recall.feed, recall.lsn, record, payload)))
 
     def _from_producer(self, peer: bytes, envelope: Envelope) -> None:
         self._handle(FromProducer(peer, envelope))

@@ -91,11 +91,11 @@ class Desk:
                 body = b"".join(map(bytes, record_frames.encode_record(effect.record, effect.payload)))
                 self.records.append(record_frames.decode_record(effect.record.TYPE, body)[0])
             elif isinstance(effect, Form):
-                self.events.append(Formed(effect.feed, effect.request.choose(), effect.generation))
+                self.events.append(Formed(effect.feed, effect.request.choose(), effect.request))
             elif isinstance(effect, Recall):
                 assert self.records is not None
                 assert effect.lsn >= self.first_lsn
-                self.events.append(Recalled(effect.feed, effect.lsn, self.records[effect.lsn], (), effect.generation))
+                self.events.append(Recalled(effect.feed, effect.lsn, self.records[effect.lsn], ()))
             elif isinstance(effect, Cut):
                 self.first_lsn = effect.lsn
                 self.events.append(WasCut(effect.lsn))

@@ -153,12 +153,12 @@ class Stage:
         elif isinstance(effect, Append):
             self.disk.append(effect.record, effect.payload)
         elif isinstance(effect, Recall):
-            self._events.append(Recalled(effect.feed, effect.lsn, *self.disk.decode(effect.lsn), effect.generation))
+            self._events.append(Recalled(effect.feed, effect.lsn, *self.disk.decode(effect.lsn)))
         elif isinstance(effect, Cut):
             self.first_lsn = effect.lsn
             self._events.append(WasCut(effect.lsn))
         elif isinstance(effect, Form):
-            self._events.append(Formed(effect.feed, effect.request.choose(), effect.generation))
+            self._events.append(Formed(effect.feed, effect.request.choose(), effect.request))
         else:
             assert isinstance(effect, Report | Answer), effect
 

@@ -209,13 +209,13 @@ class BrokerProcess:
         elif isinstance(effect, Recall):
             assert self.disk is not None
             recalled, payload = self.disk.read(effect.lsn)
-            self._events.append(Recalled(effect.feed, effect.lsn, recalled, payload, effect.generation))
+            self._events.append(Recalled(effect.feed, effect.lsn, recalled, payload))
         elif isinstance(effect, Cut):
             assert self.disk is not None
             self.disk.cut(effect.lsn)
             self._events.append(WasCut(self.disk.first_lsn))
         elif isinstance(effect, Form):
             choice = effect.request.choose()
-            world.clock.after(world.rng.expovariate(20), self.handle, Formed(effect.feed, choice, effect.generation))
+            world.clock.after(world.rng.expovariate(20), self.handle, Formed(effect.feed, choice, effect.request))
         else:
             assert isinstance(effect, Report), effect

@@ -447,7 +447,8 @@ def a_feed_goes_back_without_new_sessions(patch: Patch) -> None:
 @mutant("rounds", first=26)
 def a_choice_from_before_a_feed_went_back_is_taken(patch: Patch) -> None:
     def formed(original: Any, self: Feed, event: Formed) -> Any:
-        return original(self, msgspec.structs.replace(event, generation=self.planner.generation))
+        self.planner.forming = event.request
+        return original(self, event)
 
     wrap(patch, Feed, "formed", formed)
 

@@ -99,7 +99,7 @@ class Keeper:
     def recall(self, effect: Recall) -> Recalled:
         """Read the record ``effect.lsn``."""
         lsn, record, payload = self._decoded(self._log.read(effect.lsn))
-        return Recalled(effect.feed, lsn, record, payload, effect.generation)
+        return Recalled(effect.feed, lsn, record, payload)
 
     def take_events(self, safe_upto: int, stalled: str, full: str) -> Iterator[Safe | WasCut]:
         """Write appended records to the file, and yield the changes of the log as events for the core.

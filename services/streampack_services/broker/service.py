@@ -753,4 +753,4 @@ def _form_step(form: Form) -> tuple[Formed, float]:
     """Choose the packs of a step; return them with the time that took, in seconds."""
     began = time.perf_counter()
     choice = form.request.choose()
-    return Formed(form.feed, choice, form.generation), time.perf_counter() - began
+    return Formed(form.feed, choice, form.request), time.perf_counter() - began

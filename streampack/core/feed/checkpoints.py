@@ -39,7 +39,7 @@ class Checkpoints:
         """Step of the last checkpoint whose commit is safe, since trainers went back; -1 if there is none."""
         self._went_back_to = NOWHERE
 
-    def state_of(self, step: int, generation: int) -> State | list[Effect]:
+    def state_of(self, step: int) -> State | list[Effect]:
         """Return the state of a checkpoint at ``step``, or the effects that fetch it; an empty list if unknown."""
         history = self._history
         found = history.nearest(step)
@@ -47,7 +47,7 @@ class Checkpoints:
         if found is not None and found[1] >= self._journal.safe_upto:
             return []  # a killed broker would take another one, but all ranks must have equal states
         if found is not None and found[2] is None:
-            return [Recall(self._feed, found[1], generation)]
+            return [Recall(self._feed, found[1])]
         taken = found[2] if found is not None else None
         if chain is None and taken is not None and taken.step == step:
             chain = taken.form.chain

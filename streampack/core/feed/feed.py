@@ -135,7 +135,7 @@ class Feed:
             return Missing("failed", self.failed)
         if waits := self._outbox.waiting_for():
             return waits
-        if planner.forming:
+        if planner.forming is not None:
             return FORMING
         if self._is_ahead:
             return Missing("peers", self.steps.slowest)
@@ -222,7 +222,7 @@ class Feed:
         planner = self.planner
         while not planner.ended and not self.steps.draining and not self.failed:
             effects += planner.fill()
-            if planner.forming or self._is_ahead:
+            if planner.forming is not None or self._is_ahead:
                 break
             if request := planner.request():
                 effects += request
@@ -284,7 +284,7 @@ class Feed:
 
     def formed(self, event: Formed) -> list[Effect]:
         """Make and serve the steps of a packer's choice; ignore the choice if the feed has moved to another step."""
-        if event.generation != self.planner.generation:
+        if event.request is not self.planner.forming:
             return []
         return self._publish(self.planner.formed(event))
 
@@ -417,7 +417,7 @@ class Feed:
         if found is None or found[2] is not None:
             return effects + self.planner.restore(found[2] if found is not None else None)
         self._waits_for = found[1]
-        return [*effects, Recall(self.name, found[1], self.planner.generation)]
+        return [*effects, Recall(self.name, found[1])]
 
     def recalled(self, event: Recalled) -> list[Effect]:
         """Handle a snapshot that was read from the log: restore it, or answer the readers that asked for a state."""
@@ -426,7 +426,7 @@ class Feed:
         taken = event.record.snapshot
         self.history.keep(taken)
         effects = self.readers.tell_states()
-        if event.generation == self.planner.generation and event.lsn == self._waits_for:
+        if event.lsn == self._waits_for:
             self._waits_for = None  # another read of this record is for a state only
             effects += self.planner.restore(taken)
         return effects
@@ -623,7 +623,7 @@ class Feed:
 
     def state_of(self, step: int) -> State | list[Effect]:
         """Return the state of a checkpoint at ``step``, or the effects that fetch it; an empty list if unknown."""
-        return self._checkpoints.state_of(step, self.planner.generation)
+        return self._checkpoints.state_of(step)
 
     def commit(self, step: int) -> list[Effect]:
         """Record that the checkpoint at ``step`` is durable, and confirm it once the record is safe."""

@@ -1,8 +1,8 @@
 """The planner of one feed's steps: merges admitted samples into a window, and gets packs chosen from it.
 
 The planner merges while the next step may need more samples, and there is memory for them. It can go back or forward,
-to a snapshot or to the first sample. ``generation`` counts these moves, so that packs requested before a move are not
-used after it. The planner does not know readers.
+to a snapshot or to the first sample. Packs requested before such a move are not used after it. The planner does not
+know readers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from streampack.core.feed.live_rules import LiveRules
 from streampack.core.feed.merged_memory import MergedMemory
 from streampack.core.feed.resume import restore, snapshot
-from streampack.core.form.former import Former
+from streampack.core.form.former import Former, Request
 from streampack.core.intake.admission import Admission
 from streampack.core.intake.leases import Leases
 from streampack.core.journal.history import History
@@ -49,10 +49,8 @@ class Planner:
         leases.open(feed, rules, self.admission, self.merge, history)
         self.live = LiveRules(feed, rules, history, self.admission, self.merge, memory, leases, recorder)
         self.former = Former(rules, table)
-        self.generation = 0
-        """Number of moves to another position so far."""
-        self.forming = False
-        """True while the packer chooses packs."""
+        self.forming: Request | None = None
+        """The request for which the packer chooses packs now."""
         self.ended = False
         """True if every sample is in a step, or was dropped, and none will come."""
         self.blocked: int | None = None
@@ -144,12 +142,12 @@ class Planner:
         request = None if waits else self.former.request()
         if request is None:
             return []
-        self.forming = True
-        return [Form(self._feed, request, self.generation)]
+        self.forming = request
+        return [Form(self._feed, request)]
 
     def formed(self, event: Formed) -> list[PlannedStep]:
         """Return the steps that a packer's choice completes."""
-        self.forming = False
+        self.forming = None
         return self._count(self.former.apply(event.choice))
 
     def cut(self) -> list[PlannedStep]:
@@ -210,8 +208,7 @@ class Planner:
         held = np.concatenate([self._drop_waiting(), self.former.held()])
         self.merge.restart(self._rules, awaits_state=True)
         self.former = Former(self._rules, self._table)
-        self.generation += 1
-        self.forming, self.ended, self.blocked = False, False, None
+        self.forming, self.ended, self.blocked = None, False, None
         self._since_snapshot = 0
         return held
 

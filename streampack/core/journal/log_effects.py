@@ -30,7 +30,6 @@ class Recalled(Event, frozen=True):
     lsn: int
     record: Record
     payload: tuple[Any, ...] = ()
-    generation: int = 0
 
 
 class WasCut(Event, frozen=True):
@@ -47,11 +46,10 @@ class Append(Effect, frozen=True):
 
 
 class Recall(Effect, frozen=True):
-    """Read a record, and answer with ``Recalled`` of the same ``generation`` before any other event."""
+    """Read a record, and answer with ``Recalled`` before any other event."""
 
     feed: str
     lsn: int
-    generation: int = 0
 
 
 class Cut(Effect, frozen=True):

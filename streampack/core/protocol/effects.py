@@ -52,11 +52,11 @@ class Withdrawn(Event, frozen=True):
 
 
 class Formed(Event, frozen=True):
-    """The packer has chosen packs: the answer to the ``Form`` of this feed with the same ``generation``."""
+    """The packer has chosen packs: the answer to the ``Form`` of this feed with the same ``request``."""
 
     feed: str
     choice: Choice
-    generation: int = 0
+    request: Request
 
 
 class Drain(Event, frozen=True):
@@ -132,11 +132,10 @@ class Release(Effect, frozen=True):
 
 
 class Form(Effect, frozen=True):
-    """Run the packer, ``request.choose()``, in any thread, and answer with ``Formed`` of the same ``generation``."""
+    """Run the packer, ``request.choose()``, in any thread, and answer with ``Formed`` of the same ``request``."""
 
     feed: str
     request: Request
-    generation: int = 0
 
 
 class SendShard(Effect, frozen=True):

@@ -77,7 +77,7 @@ class Row:
         if not self.forms:
             return False
         asked = self.forms.pop()
-        self.perform(self.broker.handle(Formed(asked.feed, asked.request.choose(), asked.generation)))
+        self.perform(self.broker.handle(Formed(asked.feed, asked.request.choose(), asked.request)))
         return True
 
     def check(self) -> None:

@@ -109,7 +109,7 @@ class Bench:
             elif isinstance(effect, SendShard):
                 assert self.live.issuperset(effect.contents.handles.tolist())
         for form in [e for e in effects if isinstance(e, Form)]:
-            self.handle(Formed(form.feed, form.request.choose(), form.generation))
+            self.handle(Formed(form.feed, form.request.choose(), form.request))
 
     def _store(self, store: Store) -> None:
         fresh = set(store.handles.tolist())
