@@ -58,7 +58,7 @@ from streampack.core.protocol.relay_messages import relay_of, relayed
 from streampack.core.protocol.rights import KEY_DIGITS, key_of
 from streampack.core.protocol.trainer_messages import AskResults, AskState
 from streampack.core.standby.arbiter_entries import Entry
-from streampack.errors import ConfigError, InternalError, WireError
+from streampack.errors import ConfigError, InternalError, UserError, WireError
 from streampack.transport.curve import Door
 from streampack.transport.sockets import Poller, Router, drain
 from streampack.transport.unread import (
@@ -358,6 +358,11 @@ class BrokerService:
             if self._shipping is not None:
                 self._keep_log()
                 self._shipping.leave(self._exit_when_finished and self.core.finished)
+        except UserError:
+            raise
+        except Exception as bug:
+            bug.add_note(self.core.recent.text)  # for the report of the bug, below the traceback
+            raise
         finally:
             self.close()
 
