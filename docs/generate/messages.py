@@ -31,6 +31,6 @@ def _table(kinds: tuple[type[Any], ...]) -> str:
     rows = ["| type | name | meaning | fields |", "|---|---|---|---|"]
     for kind in sorted(kinds, key=lambda kind: int(kind.TYPE)):
         summary = (inspect.getdoc(kind) or "").splitlines()[0].replace("|", r"\|")
-        fields = ", ".join(f"`{name}`" for name in kind.__struct_fields__)
+        fields = ", ".join(f"`{name}`" for name in kind.__struct_encode_fields__)
         rows.append(f"| {kind.TYPE} | `{kind.__name__}` | {summary} | {fields} |")
     return "\n".join(rows)

@@ -309,11 +309,11 @@ class Client(Generic[BatchT]):
             DataStall: While iterating, no step came within the time limits of ``connect``.
         """
         self._reading.begin()
-        return self._steps_of(self._reading.round)
+        return self._steps_of(self._reading.iteration)
 
-    def _steps_of(self, round_: int) -> Iterator[Step[BatchT]]:
+    def _steps_of(self, iteration: int) -> Iterator[Step[BatchT]]:
         """Yield steps while iteration ``round_`` lasts; the iterator refers to the client and so keeps it open."""
-        while round_ == self._reading.round and (step := self._reading.next_step()) is not None:
+        while iteration == self._reading.iteration and (step := self._reading.next_step()) is not None:
             yield step
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class Prefetching:
         route = Route(session.reader, insists=insists) if relay is not None else None
         self._client = RoutedClient(session, route)
         self.ready: deque[Step] = deque()
-        self.round = 0
+        self.iteration = 0
         """Number of the current iteration, or of the next one if none has begun."""
         self.ended = False
         self.attached: Attached | None = None
@@ -130,10 +130,10 @@ class Prefetching:
         self._told.append(event)
         self._waker.wake()
 
-    def turn_to(self, round_: int) -> None:
+    def turn_to(self, iteration: int) -> None:
         """Set the number of the next iteration and drop the prefetched steps of the current one."""
         with self._changed:
-            self.round, self.ended = round_, False
+            self.iteration, self.ended = iteration, False
             self.ready.clear()
 
     def take_step(self) -> Step | None:
@@ -361,12 +361,12 @@ class Prefetching:
                 if isinstance(step.packs, LazyPacks):
                     self._prepare(step.packs)
                 with self._changed:
-                    if self.session.round == self.round:  # the trainer may have begun another iteration by now
+                    if self.session.iteration == self.iteration:  # the trainer may have begun another iteration by now
                         self.ready.append(step)
                     self._changed.notify_all()
             elif isinstance(effect, Ended):
                 with self._changed:
-                    self.ended = self.session.round == self.round
+                    self.ended = self.session.iteration == self.iteration
                     self._changed.notify_all()
             elif isinstance(effect, Answered):
                 with self._changed:

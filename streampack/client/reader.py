@@ -1,7 +1,7 @@
 """Hand out steps and packs to the trainer, and make and load checkpoint states, in the trainer's thread.
 
 The constructor claims the rank. The first iteration requests steps, so a state may be loaded before and set the first
-step. Each iteration has a number, its round, which only grows. Loading a state ends the current iteration.
+step. Each iteration has a number, which only grows. Loading a state ends the current iteration.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Reading:
         )  # fmt: skip
         self._reporting = Reporting(endpoint, feed, mesh, patience.answer_s, key)
         self._figures = ReadingFigures()
-        self._last_round = -1  # the last iteration that has begun
+        self._last_iteration = -1  # the last iteration that has begun
         self._place = Begin()  # position where the iteration begins
         self._loaded: dict[str, Any] | None = None  # the loaded state that set ``_place``
         self._upto = 0  # the trainer has used the steps before, and may have used the one in use
@@ -96,9 +96,9 @@ class Reading:
             )  # fmt: skip
 
     @property
-    def round(self) -> int:
+    def iteration(self) -> int:
         """Number of the current iteration, or of the next one if none has begun."""
-        return self._prefetching.round
+        return self._prefetching.iteration
 
     # Called by ``Client``
 
@@ -108,8 +108,8 @@ class Reading:
         Prefetched steps do not count: a trainer that begins twice before it takes a step would lose them.
         """
         self._prefetching.check_usable()
-        if self._last_round != self.round:
-            self._last_round = self.round
+        if self._last_iteration != self.iteration:
+            self._last_iteration = self.iteration
             self._prefetching.tell(self._place)
         elif self.rules.finite and self._taken:
             if not self._prefetching.ended and (used := self._used_upto) > self._place.next_step and not self._has_said:
@@ -118,8 +118,8 @@ class Reading:
                     "a new iteration begins at the first step, before the last one has ended. To go on with step %d, "
                     "call loader.load_state_dict(loader.state_dict()) first", used,
                 )  # fmt: skip
-            self._move_to(Begin(round=self.round + 1))
-            self._last_round = self.round
+            self._move_to(Begin(iteration=self.iteration + 1))
+            self._last_iteration = self.iteration
             self._prefetching.tell(Again())
 
     def next_pack(self) -> Any:
@@ -148,7 +148,7 @@ class Reading:
     def next_step(self) -> Step | None:
         """Wait for the next step and return the one before to the broker, as used; None at the end of the feed."""
         self._prefetching.check_usable()
-        if self._last_round != self.round:
+        if self._last_iteration != self.iteration:
             self.begin()
         if self._in_use is not None:
             self._upto = self._in_use + 1
@@ -218,18 +218,18 @@ class Reading:
         if next_step > begins:
             found = self._prefetching.ask(AskState(feed=origin.feed, step=next_step))
             assert isinstance(found, State)
-            return checkpoint.save(origin, self.round, found)
+            return checkpoint.save(origin, self.iteration, found)
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
         assert self._prefetching.attached is not None
         start = State(feed=origin.feed, lineage=self._prefetching.attached.lineage, step=0, chain=b"", snapshot=None)
-        return checkpoint.save(origin, self.round, start)
+        return checkpoint.save(origin, self.iteration, start)
 
     def load(self, state: Any) -> None:
         """End the current iteration, and begin the next one at the position in ``state``. Raises StateError."""
         self._prefetching.check_usable()
         place = checkpoint.load(state, self._origin)
-        self._move_to(msgspec.structs.replace(place, round=max(place.round, self._last_round + 1)))
+        self._move_to(msgspec.structs.replace(place, iteration=max(place.iteration, self._last_iteration + 1)))
         self._loaded = copy.deepcopy(state)
 
     def commit(self, step: int) -> None:
@@ -264,7 +264,7 @@ class Reading:
     def _move_to(self, place: Begin) -> None:
         """Drop all steps and packs of the current iteration; the next one begins at ``place``."""
         self._place, self._loaded, self._upto, self._taken = place, None, place.next_step, False
-        self._prefetching.turn_to(place.round)
+        self._prefetching.turn_to(place.iteration)
         self._drop_step()
         self._packs.clear()
         self._source, self._left = None, 0

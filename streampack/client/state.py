@@ -1,8 +1,8 @@
 """A loader's state: ``save`` makes the dict that a trainer saves with its model, ``load`` reads the dict.
 
-A state is plain JSON and independent of the mesh. It holds a position (round, next step, digest of all steps before),
-its origin (run, feed, rules), and a snapshot of the broker. With the snapshot, a broker on another host can continue
-without this broker's disk. ``load`` rejects a state of another run and names the key.
+A state is plain JSON and independent of the mesh. It holds a position (iteration, next step, digest of all steps
+before), its origin (run, feed, rules), and a snapshot of the broker. With the snapshot, a broker on another host can
+continue without this broker's disk. ``load`` rejects a state of another run and names the key.
 
 The states of all ranks after one step are equal, even if a broker with a log restarts between two ranks' calls. A
 broker without a log makes other snapshots after a restart: ``snapshot`` may then differ, and each is valid.
@@ -48,7 +48,7 @@ class SavedState(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     version: int
     run: str
     feed: str
-    round: Count
+    iteration: Count = msgspec.field(name="round")
     lineage: Count
     next_step: Count
     chain: Digest
@@ -70,13 +70,13 @@ class Origin(Struct, frozen=True):
         return f"{self.run:016x}"
 
 
-def save(origin: Origin, round_: int, state: State) -> dict[str, Any]:
+def save(origin: Origin, iteration: int, state: State) -> dict[str, Any]:
     """Return the state, as plain JSON values, of a loader whose next step is ``state.step``."""
     snapshot = b"" if state.snapshot is None else record_frames.encode_snapshot(state.snapshot)
     rules = RulesSaid(origin.rules.digest, msgspec.json.encode(origin.rules, order="sorted").decode())
     said = SavedState(
-        version=VERSION, run=origin.name, feed=origin.feed, round=round_, lineage=state.lineage, next_step=state.step,
-        chain=state.chain.hex(), rules=rules, snapshot=base64.b64encode(snapshot).decode(),
+        version=VERSION, run=origin.name, feed=origin.feed, iteration=iteration, lineage=state.lineage,
+        next_step=state.step, chain=state.chain.hex(), rules=rules, snapshot=base64.b64encode(snapshot).decode(),
     )  # fmt: skip
     plain: dict[str, Any] = msgspec.to_builtins(said)
     return plain
@@ -107,7 +107,7 @@ def load(state: Any, origin: Origin) -> Begin:
     if said.rules.digest != origin.rules.digest:
         differs = _difference(said.rules.json, origin.rules)
         raise StateError(f"{differs}. Restore the broker's rules, or start a new run without this state")
-    return Begin(said.next_step, bytes.fromhex(said.chain), said.round, said.lineage, _snapshot(said))
+    return Begin(said.next_step, bytes.fromhex(said.chain), said.iteration, said.lineage, _snapshot(said))
 
 
 def _snapshot(said: SavedState) -> Any:

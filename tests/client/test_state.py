@@ -49,12 +49,12 @@ def snapshots(draw: st.DrawFn, upto: int) -> Snapshot:
 
 @given(st.data(), COUNTS, COUNTS, COUNTS, st.binary(max_size=32))
 def test_a_state_goes_through_json_and_comes_back_as_it_was(
-    data: st.DataObject, step: int, round_: int, epoch: int, chain: bytes
+    data: st.DataObject, step: int, iteration: int, epoch: int, chain: bytes
 ) -> None:
     taken = data.draw(st.none() | snapshots(step))
-    state = save(ORIGIN, round_, of_step(step, taken, chain))
+    state = save(ORIGIN, iteration, of_step(step, taken, chain))
     assert json.loads(json.dumps(state)) == state
-    assert load(json.loads(json.dumps(state)), ORIGIN) == Begin(step, chain, round_, 0, taken)
+    assert load(json.loads(json.dumps(state)), ORIGIN) == Begin(step, chain, iteration, 0, taken)
     old = state | {"epoch": epoch}  # as an earlier version saved it
     assert load(old, ORIGIN) == load(state, ORIGIN)
 

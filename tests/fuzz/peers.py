@@ -151,7 +151,7 @@ class World:
             self._act(b"0", Ask(message))
         if client.reached and rng.random() < 0.03:
             for peer in (b"0", b"1"):
-                self._act(peer, Begin(round=sessions[peer].round + 1))
+                self._act(peer, Begin(iteration=sessions[peer].iteration + 1))
         if not sessions[b"w"].open:
             more = {} if self.cursor is None else {"cursor": rng.choice((self.cursor, 0))}
             self._tell(b"w", AskResults(feed="train", number=0, **more))

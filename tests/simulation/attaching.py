@@ -84,10 +84,10 @@ class Feed:
 class Rank:
     """A process of one rank, and its link to the broker."""
 
-    def __init__(self, name: str, peer: bytes, rank: int, ready: bool, round_: int) -> None:
+    def __init__(self, name: str, peer: bytes, rank: int, ready: bool, iteration: int) -> None:
         self.session = ClientSession(
             run=1, feed="train", reader=name, host="host", pid=1, mesh=Mesh(dp=DP, dp_rank=rank), ready=ready,
-            round=round_,
+            iteration=iteration,
         )  # fmt: skip
         self.name, self.rank = name, rank
         self.had = 0
@@ -137,7 +137,7 @@ class Walk:
         step = self.rng.randint(0, STEPS)
         snapshot = _snapshot(self.rng.randint(0, step)) if self.rng.random() < 0.6 else None
         chosen = self.ranks if self.rng.random() < 0.7 else [self.rng.choice(self.ranks)]
-        newest = max(rank.session.round for rank in self.ranks)
+        newest = max(rank.session.iteration for rank in self.ranks)
         for rank in chosen:
             rank.had = step
             self._to_client(rank, Begin(step, _chain(step) if step else b"", newest + 1, snapshot=snapshot))
@@ -154,11 +154,11 @@ class Walk:
         at = self.rng.randrange(DP)
         if self.rng.random() < 0.3:
             self.zombies = [self.ranks[at]]
-        self.ranks[at] = self._process(at, self.ranks[at].session.round)
+        self.ranks[at] = self._process(at, self.ranks[at].session.iteration)
 
     def _crash(self) -> None:
         """All processes are started again, as after a crash of the job."""
-        newest = max(rank.session.round for rank in self.ranks)
+        newest = max(rank.session.iteration for rank in self.ranks)
         self.ranks = [self._process(rank, newest) for rank in range(DP)]
 
     def _leave(self) -> None:
@@ -167,7 +167,7 @@ class Walk:
         at = self.rng.randrange(DP)
         self._to_client(self.ranks[at], Detach())
         self.zombies = [self.ranks[at]]
-        self.ranks[at] = self._process(at, self.ranks[at].session.round)
+        self.ranks[at] = self._process(at, self.ranks[at].session.iteration)
 
     def _restart(self) -> None:
         if self.rng.random() < 0.3:
@@ -183,8 +183,8 @@ class Walk:
         for rank in self.ranks:
             rank.link(self._name())
 
-    def _process(self, rank: int, round_: int) -> Rank:
-        return Rank(f"r{self._name().decode()}", self._name(), rank, self.rng.random() < 0.5, round_)
+    def _process(self, rank: int, iteration: int) -> Rank:
+        return Rank(f"r{self._name().decode()}", self._name(), rank, self.rng.random() < 0.5, iteration)
 
     def _name(self) -> bytes:
         self.names += 1
@@ -217,6 +217,6 @@ class Walk:
                     assert isinstance(part.message, StepPart)
                     rank.had = part.message.step + 1
             elif isinstance(effect, Broken) and rank in self.ranks:
-                self.ranks[rank.rank] = self._process(rank.rank, rank.session.round)
+                self.ranks[rank.rank] = self._process(rank.rank, rank.session.iteration)
             else:
                 assert not isinstance(effect, Ended) or effect.num_steps == STEPS

@@ -167,7 +167,7 @@ class BrokerChecks:
                 if phase is ReaderPhase.ENTERED:
                     self._returned(feed, reader)
                     assert reader.fence == attempts.number, f"{reader.name} is in attempt {reader.fence}"
-                    assert reader.round == attempts.round, f"{reader.name} is in iteration {reader.round}"
+                    assert reader.iteration == attempts.iteration, f"{reader.name} is in iteration {reader.iteration}"
                     assert ranks in returned, f"{reader.name} is not counted"
 
     def _returned(self, feed: Feed, reader: Reader) -> None:
@@ -175,7 +175,7 @@ class BrokerChecks:
         ask for again.
         """
         steps, client = feed.readers.steps, self._process.world.jobs[feed.name].started[reader.name]
-        if client.round == reader.round:
+        if client.iteration == reader.iteration:
             believed = steps.returned[reader.mesh.ranks]
             assert believed <= client.done, f"R4: {reader.name} has returned {client.done} steps and not {believed}"
             assert steps.released_upto <= client.done, f"R4: {reader.name} has not returned {steps.released_upto} steps"
@@ -281,9 +281,9 @@ class BrokerChecks:
         feed = self._core.feeds.get(message.feed)
         reader = feed.readers.registry.named(message.reader) if feed is not None else None
         path, _ = self._peers.get(message.reader, (0, b""))
-        if reader is not None and reader.path >= path:
-            self._peers[message.reader] = reader.path, reader.peer
-        return reader if reader is not None and message.path < reader.path else None
+        if reader is not None and reader.route_changes >= path:
+            self._peers[message.reader] = reader.route_changes, reader.peer
+        return reader if reader is not None and message.route_changes < reader.route_changes else None
 
     def _others(self, event: FromTrainer, message: NodeGet | NodePing) -> Any:
         """What a relay's message must not change: what is known of each reader that the relay does not speak for now;
@@ -342,10 +342,10 @@ class BrokerChecks:
         assert isinstance(message, StepPart)
         readers, envelope = self._core.feeds[message.feed].readers, effect.envelope
         of = self._process.world.rounds.setdefault(
-            (message.feed, envelope.epoch, envelope.fence), readers.attempts.round
+            (message.feed, envelope.epoch, envelope.fence), readers.attempts.iteration
         )
-        assert of == readers.attempts.round, (
-            f"R5: attempt {envelope.fence} is of iteration {of} and of {readers.attempts.round}"
+        assert of == readers.attempts.iteration, (
+            f"R5: attempt {envelope.fence} is of iteration {of} and of {readers.attempts.iteration}"
         )
         lsn, _ = self._steps.get((message.feed, message.step), (-1, b""))
         safe = self._process.disk is None or self._is_safe(lsn) or self._is_before_log(message.feed, message.step)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Checkpoint:
     """What a trainer begins with: the iteration, the next step, the digest of those before, and perhaps a snapshot."""
 
-    round: int = 0
+    iteration: int = 0
     step: int = 0
     chain: bytes = b""
     snapshot: Snapshot | None = None
@@ -47,7 +47,7 @@ class ClientProcess(Process):
         self.host = relays.host_of(job, mesh.ranks) if relays is not None else None
         self.session = ClientSession(
             run=0, feed=job.feed, reader=name, host="host" if self.host is None else self.host.name, pid=1, mesh=mesh,
-            prefetch=job.prefetch, next_step=begin.step, chain=begin.chain, round=begin.round,
+            prefetch=job.prefetch, next_step=begin.step, chain=begin.chain, iteration=begin.iteration,
             snapshot=begin.snapshot, ready=not job.world.claims_first, variable_lengths=mesh.pp > 1,
         )  # fmt: skip
         route = None
@@ -57,7 +57,7 @@ class ClientProcess(Process):
         self.begin = begin
         self.fenced_by = 0
         """The broker, by its epoch, that must tell it that its rank is another's."""
-        self.round, self.done, self.chain = begin.round, begin.step, begin.chain
+        self.iteration, self.done, self.chain = begin.iteration, begin.step, begin.chain
         self.ended: tuple[int, bytes] | None = None
         self._ready: deque[tuple[int, bytes]] = deque()
         self._working = self._through = False
@@ -75,7 +75,7 @@ class ClientProcess(Process):
             self.world.clock.after(TICK_S, self._begin)
         elif self.alive:
             begin = self.begin
-            self.handle(Begin(begin.step, begin.chain, begin.round, snapshot=begin.snapshot))
+            self.handle(Begin(begin.step, begin.chain, begin.iteration, snapshot=begin.snapshot))
 
     def handle(self, event: Event) -> None:
         super().handle(event)
@@ -126,7 +126,7 @@ class ClientProcess(Process):
         elif isinstance(effect, Ended):
             assert self.ended is None, "R8: ended twice"
             self.ended = (effect.num_steps, effect.chain)
-            self.world.note("ended", self.name, self.round, *self.ended)
+            self.world.note("ended", self.name, self.iteration, *self.ended)
             self._work()
         elif isinstance(effect, Answered):
             self.asked_at = None
@@ -153,12 +153,12 @@ class ClientProcess(Process):
         step, _ = self._ready[0]
         self.job.take(self, step)
 
-    def work_done(self, round_: int, step: int) -> None:
+    def work_done(self, iteration: int, step: int) -> None:
         """``step`` is done with, if it is in hand; said by the job, which may have ranks wait for each other."""
-        if not self.alive or not self._working or (round_, step) != (self.round, self.done):
+        if not self.alive or not self._working or (iteration, step) != (self.iteration, self.done):
             return
         if self.frozen:
-            self.world.clock.after(TICK_S, self.work_done, round_, step)
+            self.world.clock.after(TICK_S, self.work_done, iteration, step)
             return
         self._working = False
         _, self.chain = self._ready.popleft()
@@ -185,20 +185,20 @@ class ClientProcess(Process):
             self.job.tells(step)
             self.handle(Ask(Commit(feed=self.job.feed, step=step)))
 
-    def again(self, round_: int) -> None:
-        """Begin the iteration after ``round_``, once."""
-        if not self.alive or round_ != self.round:
+    def again(self, iteration: int) -> None:
+        """Begin the iteration after ``iteration``, once."""
+        if not self.alive or iteration != self.iteration:
             return
         if self.frozen:
-            self.world.clock.after(TICK_S, self.again, round_)
+            self.world.clock.after(TICK_S, self.again, iteration)
             return
-        self.round, self.done, self.chain, self.ended = round_ + 1, 0, b"", None
+        self.iteration, self.done, self.chain, self.ended = iteration + 1, 0, b"", None
         self._ready.clear()
         self._through = False
         self.handle(Again())
 
     def state(self) -> Checkpoint:
         """Where it is, for the process that takes its place."""
-        if (self.round, self.done) == (self.begin.round, self.begin.step):
+        if (self.iteration, self.done) == (self.begin.iteration, self.begin.step):
             return self.begin
-        return Checkpoint(self.round, self.done, self.chain)
+        return Checkpoint(self.iteration, self.done, self.chain)

@@ -135,11 +135,11 @@ class Job:
         for num_steps, chain in self.ended.values():
             end = num_steps, chain or bytes(16)  # a rank that had no step has no chain
             assert end == (len(self.reference.steps), self.reference.chain), "R8: ranks ended at different steps"
-        for round_ in range(self.rounds):
-            for step in range(min(self.breaks.get(round_, 1 << 30), len(self.reference.steps))):
-                had = self._had[round_]
+        for iteration in range(self.rounds):
+            for step in range(min(self.breaks.get(iteration, 1 << 30), len(self.reference.steps))):
+                had = self._had[iteration]
                 whole = any(all((step, dp, rank) in had for rank in range(dp)) for dp, _ in self.case.meshes)
-                assert whole, f"conservation: step {step} of iteration {round_} was not dealt whole"
+                assert whole, f"conservation: step {step} of iteration {iteration} was not dealt whole"
         for step, dp, pp, rank in self._dealt:
             if step >= len(self.reference.steps):
                 raise AssertionError(f"R8: step {step} was served after the end")
@@ -172,7 +172,7 @@ class Job:
         best: dict[Ranks, tuple[int, int]] = {}
         for each in self.started.values():
             if each.life == self.life:
-                best[each.mesh.ranks] = max(best.get(each.mesh.ranks, (0, 0)), (each.round, each.done))
+                best[each.mesh.ranks] = max(best.get(each.mesh.ranks, (0, 0)), (each.iteration, each.done))
         return max(self._returned_before, min(best.values())[1])
 
     def _check_dealt(self, reference: Reference, step: int, ranks: list[list[tuple[int, list[Id]]]]) -> None:
@@ -198,7 +198,9 @@ class Job:
             self.compare_bytes(client.mesh, part)
         number, dp, pp = step.step, client.mesh.dp, client.mesh.pp
         of = {self.world.rounds[self.feed, part.epoch, part.fence] for part in parts}
-        assert of == {client.round}, f"R5: step {number} of iterations {of} was taken in iteration {client.round}"
+        assert of == {client.iteration}, (
+            f"R5: step {number} of iterations {of} was taken in iteration {client.iteration}"
+        )
         shards = shards_of(parts, self.case, client.mesh)
         if self.reference is not None:
             self._compare(self.reference, step, shards)
@@ -213,10 +215,10 @@ class Job:
         if self.case.rules.padded:
             shapes = [(shard.width, shard.align) for shard in shards]
             assert self._shapes.setdefault((number, dp, pp), shapes) == shapes, f"DEAL: step {number}: shapes differ"
-        self._had.setdefault(client.round, set()).add((number, dp, client.mesh.dp_rank))
+        self._had.setdefault(client.iteration, set()).add((number, dp, client.mesh.dp_rank))
         if client.in_job:
             self._check_joined(client, parts[0])
-        self.world.note("step", client.name, client.round, number, step.digest)
+        self.world.note("step", client.name, client.iteration, number, step.digest)
         return step
 
     def compare_bytes(self, mesh: Mesh, envelope: Envelope) -> None:
@@ -290,9 +292,9 @@ class Job:
     def _check_joined(self, client: ClientProcess, part: Envelope) -> None:
         """Nobody is in an iteration while another rank is still in the one before, of which the broker could know."""
         there = self.world.there[self.feed, part.epoch, part.fence]
-        behind = [other for other in self.clients.values() if other.alive and other.round < client.round]
+        behind = [other for other in self.clients.values() if other.alive and other.iteration < client.iteration]
         wrong = [other.name for other in behind if not self._is_hidden(other, there)]
-        assert not wrong, f"iteration {client.round} is served while {wrong} were in the one before"
+        assert not wrong, f"iteration {client.iteration} is served while {wrong} were in the one before"
 
     def _is_hidden(self, client: ClientProcess, there: dict[str, bool]) -> bool:
         """Did one that all ranks were started anew without, and that was still heard, hold its rank as an attempt
@@ -304,7 +306,7 @@ class Job:
 
     def take(self, client: ClientProcess, step: int) -> None:
         """A rank begins a step; with ``lockstep`` all ranks are done with it together, as collectives have it."""
-        delay, clock, key = self.world.rng.expovariate(1 / self.work_s), self.world.clock, (client.round, step)
+        delay, clock, key = self.world.rng.expovariate(1 / self.work_s), self.world.clock, (client.iteration, step)
         if not self.lockstep:
             clock.after(delay, client.work_done, *key)
             return
@@ -323,16 +325,16 @@ class Job:
         if last:
             self.whole.add(client.mesh.ranks)
             self.through = self.through or len(self.whole) == self.num_ranks
-        if client.round + 1 < self.rounds:
-            if not last and client.done < self.breaks.get(client.round, 1 << 30):
+        if client.iteration + 1 < self.rounds:
+            if not last and client.done < self.breaks.get(client.iteration, 1 << 30):
                 return False
-            self.world.clock.after(self.world.rng.expovariate(20), client.again, client.round)
+            self.world.clock.after(self.world.rng.expovariate(20), client.again, client.iteration)
         elif last:
             assert client.ended is not None
             self.ended[client.mesh.ranks] = client.ended
             if self.early_leavers and self.world.clock.now > self.world.quiet_at and self._all_attached():
                 client.leave()
-        return last or client.round + 1 < self.rounds
+        return last or client.iteration + 1 < self.rounds
 
     def _all_attached(self) -> bool:
         """Is every rank known to a broker that is alive? One that is started after a rank has left waits for it."""
@@ -355,14 +357,14 @@ class Job:
         assert taken is None or taken.step <= state.step, "R10: a checkpoint holds a later snapshot"
         saved = client.in_job and client.done == state.step
         if saved:
-            self.checkpoints.append(Checkpoint(client.round, state.step, state.chain, taken))
+            self.checkpoints.append(Checkpoint(client.iteration, state.step, state.chain, taken))
             self.world.note("saved", client.name, state.step, None if taken is None else taken.step)
         return saved
 
     @property
     def _slowest(self) -> tuple[int, int]:
         """What every rank has done: (iteration, steps)."""
-        return min((client.round, client.done) for client in self.clients.values())
+        return min((client.iteration, client.done) for client in self.clients.values())
 
     def durable(self) -> int:
         """The newest checkpoint that every rank has come to, 0 if there is none: a part of one is none, and it is what
@@ -370,7 +372,7 @@ class Job:
         """
         if len(self.clients) < self.num_ranks:
             return 0
-        return max(each.step for each in self.checkpoints if (each.round, each.step) <= self._slowest)
+        return max(each.step for each in self.checkpoints if (each.iteration, each.step) <= self._slowest)
 
     def tells(self, step: int) -> None:
         """A rank says that a checkpoint is durable."""
@@ -390,7 +392,7 @@ class Job:
         committed the last few (R7).
         """
         slowest, oldest = self._slowest, self._oldest()
-        found = [each for each in self.checkpoints if (each.round, each.step) <= slowest and each.step >= oldest]
+        found = [each for each in self.checkpoints if (each.iteration, each.step) <= slowest and each.step >= oldest]
         if self.case.rules.merge == "schedule":  # any step is as good as one that was saved
             step = self.world.rng.randint(0, slowest[1])
             found.append(Checkpoint(slowest[0], step, self._chain(step) if step else b""))
@@ -419,7 +421,9 @@ class Job:
         self._given_up, self._returned_before = self._oldest(), self._returned()
         self.life += 1
         self.restarted_at = world.clock.now
-        self.checkpoints = [each for each in self.checkpoints if (each.round, each.step) <= (begin.round, begin.step)]
+        self.checkpoints = [
+            each for each in self.checkpoints if (each.iteration, each.step) <= (begin.iteration, begin.step)
+        ]
         self._told = [step for step in self._told if step <= begin.step]
         self._kept = [step for step in self._kept if step <= begin.step]
         self.clients, self._taken = {}, {}
@@ -428,10 +432,10 @@ class Job:
         if rng.random() < 0.5:
             self.dp, self.cp = rng.choice(self.case.meshes)
             self.choose_tp_and_pp()
-        world.note("goes back", self.feed, begin.round, begin.step, self.dp, self.cp)
+        world.note("goes back", self.feed, begin.iteration, begin.step, self.dp, self.cp)
         for mesh in self.meshes():
             snapshot = begin.snapshot if rng.random() < 0.7 else None
-            mine = Checkpoint(begin.round, begin.step, begin.chain, snapshot)
+            mine = Checkpoint(begin.iteration, begin.step, begin.chain, snapshot)
             world.clock.after(rng.uniform(0, 3), world.start_client, self, mesh, mine, self.life)
 
     def seated(self, name: str) -> None:
@@ -444,7 +448,9 @@ class Job:
     def _is_overtaken(self, client: ClientProcess) -> bool:
         """Has a process that was replaced returned more, before it was known that it was?"""
         mine = [other for other in self.started.values() if other.mesh.ranks == client.mesh.ranks]
-        return any(not other.in_job and (other.round, other.done) > (client.round, client.done) for other in mine)
+        return any(
+            not other.in_job and (other.iteration, other.done) > (client.iteration, client.done) for other in mine
+        )
 
     def refused(self, client: ClientProcess, broken: Broken) -> None:
         """The rank is still held by one that is gone, or that woke up and took it while this one hung: a launcher tries

@@ -396,9 +396,9 @@ def a_client_forgets_where_it_was_when_it_attaches_again(patch: Patch) -> None:
 @mutant("rounds", first=31)
 def an_iteration_begins_before_all_ranks_are_through_with_the_one_before(patch: Patch) -> None:
     def arrive(original: Any, self: AttemptCoordinator, reader: Any) -> Any:
-        if self._steps.returned and reader.round > self.round:
+        if self._steps.returned and reader.iteration > self.iteration:
             for other in self._registry.held.values():
-                other.round, other.first_step = reader.round, 0
+                other.iteration, other.first_step = reader.iteration, 0
                 other.phases.go(ReaderPhase.HOLDS_READY)
         return original(self, reader)
 

@@ -69,7 +69,12 @@ def a_relay_says_that_it_returned_what_it_holds(patch: Patch) -> None:
 @mutant()
 def an_attach_by_an_old_way_is_taken(patch: Patch) -> None:
     def again(original: Any, self: Readers, reader: Reader, peer: bytes, message: Attach) -> Any:
-        return original(self, reader, peer, msgspec.structs.replace(message, path=max(reader.path, message.path)))
+        return original(
+            self,
+            reader,
+            peer,
+            msgspec.structs.replace(message, route_changes=max(reader.route_changes, message.route_changes)),
+        )
 
     wrap(patch, Readers, "_attach_again", again)
 

@@ -364,7 +364,7 @@ class World:
 
     def _stuck(self) -> str:
         waits = [
-            f"{c.name}: {c.session.waiting_for()} (step {c.done} of iteration {c.round})"
+            f"{c.name}: {c.session.waiting_for()} (step {c.done} of iteration {c.iteration})"
             for c in self.clients()
             if c.alive
         ]

@@ -141,7 +141,7 @@ def test_any_msgpack_library_reads_and_writes_the_meta(kind: type[Message], data
     meta = bytes(wire.encode(Envelope(run=1, epoch=2, fence=3, message=message))[1])
     plain = msgpack.unpackb(meta)
     assert plain == msgpack.unpackb(msgpack.packb(msgspec.to_builtins(message, builtin_types=(bytes,))))
-    assert list(plain) == [field.name for field in fields(kind) if getattr(message, field.name) is not UNSET]
+    assert list(plain) == [field.encode_name for field in fields(kind) if getattr(message, field.name) is not UNSET]
     assert wire.decode(made(kind.TYPE, msgpack.packb(plain))).message == message
 
 

@@ -214,6 +214,7 @@ class Reporter:
             state="ended" if steps.end is not None else "serving" if stalled_s is None else "waiting",
             stalled_s=stalled_s,
             waiting_for=filled(WaitingFor, reasons) if reasons else None,
+            round=feed.readers.attempts.iteration,
             steps=StepCounts(
                 formed=steps.formed_upto,
                 returned=steps.released_upto,

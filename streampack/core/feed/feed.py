@@ -339,7 +339,7 @@ class Feed:
         dropped = self.planner.end_pass()
         if len(dropped):
             first = self._table.rows(dropped[:1]).tobytes()
-            tail = self.readers.attempts.round, self.history.lineage, self.next_step, first
+            tail = self.readers.attempts.iteration, self.history.lineage, self.next_step, first
             self.figures.drop(self._table.length[dropped], tail)
             effects += [*self._recorder.record_tail(self.next_step, dropped), Release(dropped)]
         if self.planner.ended:

@@ -59,7 +59,7 @@ class Attach(ReaderMessage, frozen=True, kw_only=True):
         mesh: Sizes of the mesh, and the rank that the reader claims.
         next_step: First step that the trainer is not done with.
         chain: Digest of all steps before ``next_step``; empty if unknown.
-        round: Number of the iteration over a finite feed.
+        iteration: Number of the iteration over a finite feed.
         readers: The ranks of the mesh that read.
         ready: False if the reader takes its rank now, and reports later where it begins.
         lineage: Lineage of the checkpoint from which the reader begins.
@@ -68,8 +68,8 @@ class Attach(ReaderMessage, frozen=True, kw_only=True):
         going_on: Lineage to which the reader was attached, and in which it continues; -1 if it was not attached before.
         variable_lengths: True if a pipeline's stages accept micro-batches of any shape.
         starvation: The reader's data wait so far, by cause.
-        path: Number of the reader's way to the broker; it rises when the reader changes between its relay and the
-            broker itself. The broker ignores an ``Attach`` with a lower number than before.
+        route_changes: Times that the reader has changed between its relay and the broker itself, or to another
+            address. The broker ignores an ``Attach`` with a lower number than before.
     """
 
     TYPE: ClassVar[int] = 20
@@ -79,7 +79,7 @@ class Attach(ReaderMessage, frozen=True, kw_only=True):
     mesh: Mesh
     next_step: Count
     chain: bytes = b""
-    round: Count = 0
+    iteration: Count = msgspec.field(default=0, name="round")
     readers: ReadBy = ReadBy()
     ready: bool = True
     lineage: Count = 0
@@ -87,7 +87,7 @@ class Attach(ReaderMessage, frozen=True, kw_only=True):
     going_on: Annotated[int, Meta(ge=-1, lt=2**62)] = -1
     variable_lengths: bool = False
     starvation: Starvation | None = None
-    path: Count = 0
+    route_changes: Count = msgspec.field(default=0, name="path")
 
     def forbidden_by(self, rights: Rights) -> str:
         """Return an error text if a key may not read the feed as this rank."""
@@ -249,7 +249,7 @@ class Results(FeedMessage, frozen=True, kw_only=True):
 
 
 class Attached(FeedMessage, frozen=True, kw_only=True):
-    """The reader has its rank in iteration ``round``; the envelope's fence is the attempt.
+    """The reader has its rank in an iteration; the envelope's fence is the attempt.
 
     The ``rules`` and the ``layout`` tell the client how to rebuild packs. The reader pings every ``ping_s`` seconds,
     and confirms parts whenever ``ack_bytes`` of payload have come.
@@ -261,7 +261,7 @@ class Attached(FeedMessage, frozen=True, kw_only=True):
     next_step: Count
     rules: Rules
     layout: Name
-    round: Count = 0
+    iteration: Count = msgspec.field(default=0, name="round")
     ping_s: PingS = 1.0
     ack_bytes: Count = 1 << 20
 

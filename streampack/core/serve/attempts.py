@@ -9,8 +9,8 @@ A process that takes a rank over goes on in the same attempt if its steps are st
 notice. Otherwise it waits until all ranks ask for an earlier step. A process of another mesh waits until the old ranks
 are gone.
 
-A feed may be iterated repeatedly, in *rounds*. A reader that asks for a later round waits outside the current one. The
-round begins in a new attempt, once all ranks of the mesh ask for it. So all ranks iterate the same number of times.
+A feed may be iterated repeatedly. A reader that asks for a later iteration waits outside the current one. The iteration
+begins in a new attempt, once all ranks of the mesh ask for it. So all ranks iterate the same number of times.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class AttemptCoordinator:
         self.pings_a_second: float = PINGS_A_SECOND
         self.number = 0
         """The number of the attempt; 0 before the first."""
-        self.round = 0
+        self.iteration = 0
         """Number of the iteration over the feed that is served."""
         self._news = 0
         """Changes in this tick of what readers wait for."""
         self._join_texts: dict[int | None, str] = {}
-        """Cause of the wait of readers outside the attempt, by the number of a later round; None for this round."""
+        """Cause of the wait of readers outside the attempt, by the number of a later iteration; None for this one."""
         self._of_all: tuple[list[Reader], float, bool] = ([], 0.0, False)
         """The holders that blocked the last decided claim, the time of their last message, and whether one takes part.
         All claims for ranks of another mesh share these, and there may be thousands of them."""
@@ -193,16 +193,20 @@ class AttemptCoordinator:
         self._has_news()
         if not reader.ready:
             return self.answer(reader)
-        if self._steps.returned and reader.round == self.round and reader.first_step >= self._steps.released_upto:
+        if (
+            self._steps.returned
+            and reader.iteration == self.iteration
+            and reader.first_step >= self._steps.released_upto
+        ):
             return self._enter(reader) + self._steps.release() + self._steps.serve(reader.receiver)
-        if self._steps.returned and reader.round > self.round:
-            self._steps.leave_round(reader.mesh.ranks)
+        if self._steps.returned and reader.iteration > self.iteration:
+            self._steps.leave_iteration(reader.mesh.ranks)
         if self._registry.all_wait():
             return self._begin()
         return self.answer(reader) + self._steps.release()
 
     def _begin(self) -> list[Effect]:
-        """Begin an attempt, in the earliest round and at the earliest step that readers ask for."""
+        """Begin an attempt, in the earliest iteration and at the earliest step that readers ask for."""
         readers = list(self._registry.held.values())
         unfit = [
             (reader, gone) for reader in readers if (gone := self._source.unfit(reader.first_step, reader.snapshot))
@@ -210,8 +214,8 @@ class AttemptCoordinator:
         if unfit:  # the snapshot was fit when the reader came
             return [effect for reader, gone in unfit for effect in self.refuse(reader, *gone)]
         self.number += 1
-        self.round = min(reader.round for reader in readers)
-        members = [reader for reader in readers if reader.round == self.round]
+        self.iteration = min(reader.iteration for reader in readers)
+        members = [reader for reader in readers if reader.iteration == self.iteration]
         self._steps.begin(reader.mesh.ranks for reader in readers)
         step = min(reader.first_step for reader in members)
         ready = f"all {len(readers)} ranks are ready" if len(readers) > 1 else "its only rank is ready"
@@ -244,16 +248,16 @@ class AttemptCoordinator:
 
     def _is_late(self, reader: Reader) -> bool:
         """Return whether a reader asks for a deleted step, which only a new attempt of all ranks can serve."""
-        gone = (reader.round, reader.first_step) < (self.round, self._steps.released_upto)
+        gone = (reader.iteration, reader.first_step) < (self.iteration, self._steps.released_upto)
         return bool(self._steps.returned) and reader.ready and not reader.entered and gone
 
     def _too_late(self, reader: Reader, others: list[Reader]) -> tuple[str, str]:
         """Return why a reader cannot begin at the deleted step that it requests, as (error code, error text)."""
         alive = self._registry.names_of((other.mesh.ranks for other in others), len(others))
-        if reader.round < self.round:
+        if reader.iteration < self.iteration:
             return "round_gone", (
-                f"got iteration {reader.round} of feed {self._feed!r}, expected iteration {self.round}, which other "
-                f"ranks still read. Restart all ranks, or stop these ranks: {alive}"
+                f"got iteration {reader.iteration} of feed {self._feed!r}, expected iteration {self.iteration}, which "
+                f"other ranks still read. Restart all ranks, or stop these ranks: {alive}"
             )
         return "step_gone", (
             f"got a request to start at step {reader.first_step}, expected step {self._steps.released_upto} or later, "
@@ -271,7 +275,7 @@ class AttemptCoordinator:
         """Return the message that tells a reader that it has its rank."""
         return Attached(
             feed=self._feed, reader=reader.name, lineage=self._steps.lineage, next_step=reader.first_step,
-            rules=self._rules, layout=self._layout, round=reader.round, ping_s=self.ping_s,
+            rules=self._rules, layout=self._layout, iteration=reader.iteration, ping_s=self.ping_s,
             ack_bytes=self._steps.most_queued(reader.receiver) // ACKS,
         )  # fmt: skip
 
@@ -319,16 +323,16 @@ class AttemptCoordinator:
         return f"rank {reader.mesh} becomes free when these readers have left: {names}"
 
     def _join_text(self, reader: Reader) -> str:
-        """Return a text that names the ranks that are not ready for the reader's round."""
+        """Return a text that names the ranks that are not ready for the reader's iteration."""
         held, count = self._registry.held, self._registry.num_ranks
-        ahead = bool(self._steps.returned) and reader.round > self.round
-        key = reader.round if ahead else None
+        ahead = bool(self._steps.returned) and reader.iteration > self.iteration
+        key = reader.iteration if ahead else None
         if key not in self._join_texts:
             there = {r for r, other in held.items() if other.ready and not other.entered}
             names = self._registry.names_of((r for r in self._registry.ranks() if r not in there), count - len(there))
             of = f"{count - len(there)} of {count} ranks are"
             text = (
-                f"iteration {reader.round} waits, because {of} still in the previous iteration: {names}"
+                f"iteration {reader.iteration} waits, because {of} still in the previous iteration: {names}"
                 if ahead
                 else f"{of} not ready: {names}"
             )

@@ -96,7 +96,7 @@ READER_PHASES = {
     ReaderPhase.ENTERED: _HELD_PLACES | {ReaderPhase.GONE},
     ReaderPhase.GONE: frozenset[ReaderPhase](),
 }
-"""The phases that may follow each. A reader begins anew (``HOLDS_READY``) for another round, or after a restart."""
+"""The phases that may follow each. A reader begins anew (``HOLDS_READY``) for another iteration, or after a restart."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,14 +107,14 @@ class Reader:
         name: Name of the process; no other process has it.
         peer: Name of the connection; through a relay, its address there (``relay_messages.relayed``).
         receiver: The connection that receives its steps.
-        path: Number of its way to the broker, from its last ``Attach``.
+        route_changes: Times that it has changed its way to the broker, from its last ``Attach``.
         where: Host and process id, as host:pid.
         mesh: Sizes of the mesh, and the reader's rank.
         readers: The ranks of the mesh that read.
         heard: Time of its last message, in seconds.
         since: Time since which it waits for its rank, or for an attempt.
         phases: Its phase, and those before.
-        round: Number of the iteration over the feed that it asks for.
+        iteration: Number of the iteration over the feed that it asks for.
         first_step: Step at which it begins.
         chain: Digest of the steps before ``first_step``, as the reader knows it; empty if it does not.
         snapshot: Snapshot of the checkpoint at which it begins.
@@ -136,7 +136,7 @@ class Reader:
     heard: float
     since: float
     phases: Phases[ReaderPhase] = field(init=False)
-    round: int = 0
+    iteration: int = 0
     first_step: int = 0
     chain: bytes = b""
     snapshot: Snapshot | None = None
@@ -145,7 +145,7 @@ class Reader:
     fence: int = 0
     have_upto: int = 0
     probed: float = -1.0
-    path: int = 0
+    route_changes: int = 0
     stats: dict[str, float] = field(default_factory=dict)
     starvation: Starvation | None = None
 
@@ -182,8 +182,8 @@ class Reader:
         return Report(level, text, feed=feed, rank=self.mesh.rank, host=self.host, attempt=self.fence or None)
 
     def begin(self, message: Attach, now: float, snapshot: Snapshot | None, waits: bool) -> None:
-        """Take the first step, the round and the snapshot of an ``Attach``; it ``waits`` if the snapshot is missing."""
-        self.round, self.first_step = message.round, message.next_step
+        """Take the first step, the iteration and the snapshot of an ``Attach``; it ``waits`` if that is missing."""
+        self.iteration, self.first_step = message.iteration, message.next_step
         self.chain, self.snapshot, self.going_on = message.chain, snapshot, message.going_on
         self.pending = message if waits else None
         self.since = now

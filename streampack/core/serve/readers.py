@@ -351,7 +351,7 @@ class Readers:
         receiver = self.steps.receiver_of(peer, message.host)
         reader = Reader(
             message.reader, peer, receiver, f"{message.host}:{message.pid}", message.mesh, message.readers, now, now,
-            path=message.path,
+            route_changes=message.route_changes,
         )  # fmt: skip
         reader.starvation = message.starvation  # counted since the process began, also with earlier brokers
         if before is not None:  # the rank's counts go on
@@ -393,26 +393,30 @@ class Readers:
         return [e for each, attach in waiting for e in self._attach_again(each, each.peer, attach)]
 
     def _attach_again(self, reader: Reader, peer: bytes, message: Attach) -> list[Effect]:
-        """Handle an ``Attach`` of a known reader: a repetition, a report of readiness, or a request for another round.
+        """Handle an ``Attach`` of a known reader: a repetition, a report of readiness, or another iteration.
 
         An older ``Attach`` changes nothing.
         """
-        if message.round < reader.round or (reader.ready and not message.ready) or message.path < reader.path:
+        earlier = message.iteration < reader.iteration or message.route_changes < reader.route_changes
+        if earlier or (reader.ready and not message.ready):
             return []
-        reader.path = message.path
+        reader.route_changes = message.route_changes
         effects: list[Effect] = []
         if self.registry.at(peer) is not reader:
             effects += self.leave(peer, Departure.PEER_TOOK_RANK)
             self.registry.move(reader, peer)
             self.steps.move(reader, message.next_step, message.host)
         reader.heard = self.registry.now
-        if not message.ready or (reader.ready and message.round == reader.round):
+        if not message.ready or (reader.ready and message.iteration == reader.iteration):
             if message.ready and not reader.entered and message.next_step > reader.first_step:
                 return effects + self._move_on(reader, message)
             return effects + self.attempts.answer(reader)
         if self._snapshots.misses(message):
             before = reader.pending
-            if before is None or (before.round, before.snapshot_digest) != (message.round, message.snapshot_digest):
+            if before is None or (before.iteration, before.snapshot_digest) != (
+                message.iteration,
+                message.snapshot_digest,
+            ):
                 if self._snapshots.is_full(message.snapshot_digest):
                     return effects + self._refuse(reader, "snapshot", TOO_MANY)
                 self.steps.leave_attempt(reader)

@@ -44,19 +44,19 @@ KEPT_CHAINS = 4096
 LOST_S = 3600.0
 """Seconds for which a relay that has gone without a goodbye is remembered."""
 OUT = 1 << 62
-"""Number of returned steps of a rank outside the round: more than any step, so that no step is kept for it."""
+"""Number of returned steps of a rank outside the iteration: more than any step, so that no step is kept for it."""
 
 
 class RankProgress(NamedTuple):
     """The progress of one rank's reader, with the metrics of its client.
 
-    Steps count in iteration ``round``; ``silent_s`` is the seconds since the reader's last message. ``queued_bytes`` is
-    0 if ``by_relay``: the parts are in flight to the relay.
+    Steps count in ``iteration``; ``silent_s`` is the seconds since the reader's last message. ``queued_bytes`` is 0
+    if ``by_relay``: the parts are in flight to the relay.
     """
 
     ranks: Ranks
     where: str
-    round: int
+    iteration: int
     done_upto: int
     have_upto: int
     queued_bytes: int
@@ -121,7 +121,7 @@ class StepServer:
         """Data wait of all ranks, by cause, as they report it."""
 
     def finish(self, num_steps: int, chain: bytes) -> list[Effect]:
-        """End the round after ``num_steps`` steps; ``chain`` is the digest of all these steps."""
+        """End the iteration after ``num_steps`` steps; ``chain`` is the digest of all these steps."""
         self.end = End(feed=self._link.feed, lineage=self.lineage, num_steps=num_steps, chain=chain)
         return self.serve_all()
 
@@ -190,7 +190,7 @@ class StepServer:
         """Return the progress of a reader that holds its rank."""
         ranks = reader.mesh.ranks
         return RankProgress(
-            ranks, reader.where, reader.round, self.returned[ranks] if reader.entered else 0, reader.have_upto,
+            ranks, reader.where, reader.iteration, self.returned[ranks] if reader.entered else 0, reader.have_upto,
             0 if reader.receiver.is_relay else reader.receiver.flow.queued_bytes,
             round(self._registry.now - reader.heard, 3), reader.stats, reader.starvation, reader.receiver.is_relay,
         )  # fmt: skip
@@ -381,8 +381,8 @@ class StepServer:
         self.unheard.discard(ranks)
         self._heard = [ranks]
 
-    def leave_round(self, ranks: Ranks) -> None:
-        """Stop keeping steps for a rank that asks for a later round."""
+    def leave_iteration(self, ranks: Ranks) -> None:
+        """Stop keeping steps for a rank that asks for a later iteration."""
         self.returned[ranks] = OUT
 
     def not_sent(self, peer: bytes, envelope: Envelope) -> None:
@@ -500,7 +500,7 @@ class StepServer:
         if not self.joined or any(self.returned[ranks] < last for ranks in self.unheard):
             return []
         least = self.returned.least
-        # No rank reads if all are outside the round.
+        # No rank reads if all are outside the iteration.
         upto = self.released_upto if least == OUT else min(self.formed_upto, least)
         effects: list[Effect] = [Release(self.kept.forget(n)) for n in range(self.released_upto, upto)]
         self.released_upto = max(self.released_upto, upto)

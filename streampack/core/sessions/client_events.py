@@ -15,21 +15,21 @@ class Returned(Event, frozen=True):
 
 
 class Begin(Event, frozen=True):
-    """The trainer begins to iterate at ``next_step`` of a ``round``.
+    """The trainer begins to iterate at ``next_step`` of an ``iteration``.
 
     ``chain`` is the digest of all steps before ``next_step``; ``lineage`` and ``snapshot`` are the checkpoint's.
-    Each ``Begin`` of a client has a higher round than the last.
+    Each ``Begin`` of a client has a higher iteration than the last.
     """
 
     next_step: int = 0
     chain: bytes = b""
-    round: int = 0
+    iteration: int = 0
     lineage: int = 0
     snapshot: Snapshot | None = None
 
 
 class Again(Event, frozen=True):
-    """The trainer begins the next round, at the first step of the feed."""
+    """The trainer begins the next iteration, at the first step of the feed."""
 
 
 class Rerouted(Event, frozen=True):

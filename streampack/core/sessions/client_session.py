@@ -12,9 +12,9 @@ the broker has sent more than has arrived. After a new connection, the session a
 missing part. It confirms parts as they arrive, because the broker limits the bytes that are sent and not confirmed.
 
 A session may take its rank first, and get its first step later (``Begin``), from a checkpoint. Until then it gets
-no steps, and the other ranks do not wait for it. Both ``Begin`` and ``Again`` also begin the next *round*, the next
-iteration over the feed. The session attaches anew, and waits until every rank of the mesh has asked for that round.
-It ignores messages of earlier rounds.
+no steps, and the other ranks do not wait for it. Both ``Begin`` and ``Again`` also begin the next iteration over the
+feed. The session attaches anew, and waits until every rank of the mesh has asked for that iteration.
+It ignores messages of earlier iterations.
 
 A question (``Ask``) is repeated until it is answered, also while the session attaches anew.
 """
@@ -88,7 +88,7 @@ class ClientPhase(Enum):
     HOLDING = ("the client has its rank, and the trainer has not chosen a first step", True)
     ATTACHING = ("the client asks to take part from its next step on", False)
     READING = ("the client takes part or waits for the other ranks", True)
-    ENDED = ("the client has received every step of the round", True)
+    ENDED = ("the client has received every step of the iteration", True)
     ENDED_ATTACHING = ("the client has received every step and asks a new broker for its rank", False)
     OVER = ("the client is closed or cannot continue", False)
 
@@ -145,14 +145,13 @@ class ClientSession:
     Attributes:
         next_step: The first step to read.
         chain: Digest of all steps before the next delivered step.
-        round: Number of the iteration over the feed.
+        iteration: Number of the iteration over the feed.
         ready: False if the first step is not known yet, and comes with ``Begin``.
         lineage, snapshot: Lineage and snapshot of the checkpoint at which the session begins.
         attached: The broker's answer, with the rules to read steps; None before the answer.
         wait: Cause of the wait for the next step, as the broker reports it.
         reached: True if the broker has answered at least once.
-        path: Number of the way to the broker. It rises when the client changes between its relay and the broker, or
-            moves to another address.
+        route_changes: Times that the client has changed between its relay and the broker, or moved to another address.
         num_skipped: Steps that the run's record marks as skipped, and that were not delivered.
     """
 
@@ -167,7 +166,7 @@ class ClientSession:
     prefetch: int = 2
     next_step: int = 0
     chain: bytes = b""
-    round: int = 0
+    iteration: int = 0
     ready: InitVar[bool] = True
     lineage: int = 0
     snapshot: Snapshot | None = None
@@ -179,7 +178,7 @@ class ClientSession:
     starvation: Starvation | None = None
     wait: Wait | None = None
     reached: bool = False
-    path: int = 0
+    route_changes: int = 0
     num_skipped: int = 0
     _last_attempt: tuple[int, int] = (0, 0)
     _now: float = 0.0
@@ -236,7 +235,7 @@ class ClientSession:
     @_events.of(Again)
     def _on_again(self, event: Again) -> list[Effect]:
         """Begin the next iteration at the first step."""
-        return self._begin_round(Begin(round=self.round + 1))
+        return self._begin_iteration(Begin(iteration=self.iteration + 1))
 
     @_events.of(Waiting)
     def _on_waiting(self, event: Waiting) -> list[Effect]:
@@ -248,7 +247,7 @@ class ClientSession:
     @_events.of(Rerouted)
     def _on_rerouted(self, event: Rerouted) -> list[Effect]:
         """Attach again over another way."""
-        self.path += 1
+        self.route_changes += 1
         self._ask_again.reset()
         return self._reattach()
 
@@ -442,7 +441,7 @@ class ClientSession:
     def _on_attached(self, message: Attached, envelope: Envelope) -> list[Effect]:
         """Handle the broker's answer to ``Attach``: this reader has its rank in an attempt."""
         attempt = envelope.fence
-        if message.reader != self.reader or message.round != self.round:
+        if message.reader != self.reader or message.iteration != self.iteration:
             return []
         if self._begun and not attempt:  # late: the answer to a claim that was not ready
             return []
@@ -519,7 +518,7 @@ class ClientSession:
             effects += self._request_missing()
         elif self._done_upto > done_upto or self._unconfirmed_bytes >= self.attached.ack_bytes:
             effects += self._request_steps()
-        return effects + self._end_round_if_complete()
+        return effects + self._end_iteration_if_complete()
 
     def _in_turn(self, message: StepPart) -> bool:
         """Return whether all parts that were sent before the part in ``message`` have arrived."""
@@ -553,13 +552,13 @@ class ClientSession:
 
     @_messages.of(End)
     def _on_end(self, message: End, envelope: Envelope) -> list[Effect]:
-        """Record the number of the feed's steps, and end the round if all have arrived."""
+        """Record the number of the feed's steps, and end the iteration if all have arrived."""
         if not self._reads(envelope):
             return []
         self._num_steps = message.num_steps
-        return self._end_round_if_complete() + self._on_sent_upto(message.resend, message.num_steps)
+        return self._end_iteration_if_complete() + self._on_sent_upto(message.resend, message.num_steps)
 
-    def _end_round_if_complete(self) -> list[Effect]:
+    def _end_iteration_if_complete(self) -> list[Effect]:
         """Tell the trainer that the feed has ended, once all of its steps have arrived."""
         if self._num_steps is None or self._have_upto < self._num_steps:
             return []
@@ -569,9 +568,9 @@ class ClientSession:
         return [Ended(self._num_steps, self.chain)]
 
     @_events.of(Begin)
-    def _begin_round(self, place: Begin) -> list[Effect]:
-        """Begin the round and step that the trainer sets by ``Begin``, and attach to the broker again."""
-        self.round = place.round
+    def _begin_iteration(self, place: Begin) -> list[Effect]:
+        """Begin the iteration and step that the trainer sets by ``Begin``, and attach to the broker again."""
+        self.iteration = place.iteration
         self.phases.go(ClientPhase.ATTACHING)
         self.lineage, self.snapshot = place.lineage, place.snapshot
         self._digest = b"" if self.snapshot is None else self.snapshot.digest
@@ -594,9 +593,10 @@ class ClientSession:
         self._attach_again.sent(self._now)
         attach = Attach(
             feed=self.feed, reader=self.reader, host=self.host, pid=self.pid, mesh=self.mesh,
-            next_step=self._done_upto, chain=self._chains[self._done_upto], round=self.round, readers=self.readers,
-            ready=self._begun, lineage=self.lineage, snapshot_digest=self._digest, going_on=self._going_on,
-            variable_lengths=self.variable_lengths, starvation=self.starvation, path=self.path,
+            next_step=self._done_upto, chain=self._chains[self._done_upto], iteration=self.iteration,
+            readers=self.readers, ready=self._begun, lineage=self.lineage, snapshot_digest=self._digest,
+            going_on=self._going_on, variable_lengths=self.variable_lengths, starvation=self.starvation,
+            route_changes=self.route_changes,
         )  # fmt: skip
         return self._send(attach)
 

@@ -197,7 +197,7 @@ def test_the_name_of_a_rank_moves_between_its_own_key_and_the_relays() -> None:
     own, by_relay, other = KEYS[0] + b"1", relayed(KEYS[1] + b"2", "r"), relayed(KEYS[2] + b"3", "r")
 
     def says(peer: bytes, path: int, **changed: Any) -> bool:
-        message = msgspec.structs.replace(attach("r", dp=2, dp_rank=1), path=path, **changed)
+        message = msgspec.structs.replace(attach("r", dp=2, dp_rank=1), route_changes=path, **changed)
         return not bench.say(peer, Envelope(run=RUN, epoch=EPOCH, fence=0, message=message), False)
 
     assert says(by_relay, 0)
@@ -212,7 +212,7 @@ def test_the_name_of_a_rank_moves_between_its_own_key_and_the_relays() -> None:
 def test_a_relays_key_takes_no_name_of_a_rank_that_it_may_not_read(narrow: dict[str, Any]) -> None:
     bench = Guarded([Rights("rank", "trainer"), Rights("relay", "relay", **narrow), Rights("other", "relay")])
     mine, theirs = attach("r", dp=2, dp_rank=1), attach("r", dp=2, dp_rank=0)
-    theirs = msgspec.structs.replace(theirs, host="s-host", path=1)
+    theirs = msgspec.structs.replace(theirs, host="s-host", route_changes=1)
     assert not bench.say(KEYS[0] + b"1", Envelope(run=RUN, epoch=EPOCH, fence=0, message=mine), False)
     assert bench.say(relayed(KEYS[1] + b"2", "r"), Envelope(run=RUN, epoch=EPOCH, fence=0, message=theirs), False)
     assert bench.holders() == {("trainer", "r"): KEYS[0]}

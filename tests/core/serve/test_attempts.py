@@ -192,12 +192,12 @@ class Desk:
         """All that decides what is served, but not when anybody was heard."""
         readers = self.readers
         rows = sorted(
-            (r.name, r.peer, r.ready, r.round, r.first_step, r.entered, r.receiver.flow.sent_upto)
+            (r.name, r.peer, r.ready, r.iteration, r.first_step, r.entered, r.receiver.flow.sent_upto)
             for r in readers.registry
         )
         return [
             self.attempt,
-            readers.attempts.round,
+            readers.attempts.iteration,
             readers.steps.released_upto,
             readers.steps.formed_upto,
             dict(readers.steps.returned),
@@ -206,7 +206,7 @@ class Desk:
 
 
 def attach(
-    name: str, step: int = 0, *, dp: int = 2, rank: int = 0, ready: bool = True, round_: int = 0,
+    name: str, step: int = 0, *, dp: int = 2, rank: int = 0, ready: bool = True, iteration: int = 0,
     chain: bytes | None = None, readers: ReadBy | None = None, snapshot: Snapshot | None = None, **more: Any,
 ) -> Attach:  # fmt: skip
     chain = (chain_of(step) if step else b"") if chain is None else chain
@@ -214,7 +214,7 @@ def attach(
         SNAPSHOTS[snapshot.digest] = snapshot
     return Attach(
         feed="train", reader=name, host=f"host-of-{name}", pid=1, mesh=Mesh(dp=dp, dp_rank=rank), next_step=step,
-        chain=chain, round=round_, readers=readers or ReadBy(), ready=ready,
+        chain=chain, iteration=iteration, readers=readers or ReadBy(), ready=ready,
         snapshot_digest=snapshot.digest if snapshot is not None else b"", **more,
     )  # fmt: skip
 
@@ -663,33 +663,33 @@ def test_old_trainers_that_take_a_while_to_die_are_waited_for() -> None:
     assert desk.rewinds == [(2, None)]
 
 
-def test_processes_that_live_may_all_go_back_in_a_later_round() -> None:
+def test_processes_that_live_may_all_go_back_in_a_later_iteration() -> None:
     """A trainer that loads a checkpoint and begins to iterate again."""
     desk = reading(upto=4)
-    desk.say(b"a0", attach("a0", 1, round_=1))
+    desk.say(b"a0", attach("a0", 1, iteration=1))
     assert (
         "iteration 1 waits, because 1 of 2 ranks are still in the previous iteration: dp=1"
         in desk.heard("a0", Wait)[-1].detail
     )
     desk.take("a1", 6, 5)
     assert desk.steps("a1")[-1] == 5
-    desk.say(b"a1", attach("a1", 1, rank=1, round_=1))
+    desk.say(b"a1", attach("a1", 1, rank=1, iteration=1))
     assert desk.attempt == 2
     assert desk.rewinds == [(1, None)]
-    assert desk.readers.attempts.round == 1
+    assert desk.readers.attempts.iteration == 1
     desk.take("a0", 3, 1)
     assert desk.steps("a0")[-2:] == [1, 2]
 
 
 def test_a_process_that_waits_for_the_next_iteration_and_died_takes_no_part_in_what_its_successor_asks_for() -> None:
     desk = reading()
-    desk.say(b"a0", attach("a0", round_=1))
+    desk.say(b"a0", attach("a0", iteration=1))
     desk.say(b"a1", Bye())
     desk.die("a0", "a1")
     desk.come_all("b", 2)
     assert desk.attempt == 1, "a0 may be dead"
     desk.wait(CLAIM_S + 1)
-    assert (desk.attempt, desk.readers.attempts.round) == (2, 0)
+    assert (desk.attempt, desk.readers.attempts.iteration) == (2, 0)
     assert [desk.fence(b"b0"), desk.fence(b"b1")] == [2, 2]
 
 
@@ -731,9 +731,9 @@ def test_ranks_that_wait_begin_once_a_claim_of_another_mesh_is_refused() -> None
 def test_an_iteration_that_was_not_read_on_is_begun_again_without_going_back() -> None:
     desk = Desk()
     desk.come_all("a")
-    for round_ in (1, 2):
+    for iteration in (1, 2):
         for rank in (0, 1):
-            desk.say(b"a%d" % rank, attach(f"a{rank}", rank=rank, round_=round_))
+            desk.say(b"a%d" % rank, attach(f"a{rank}", rank=rank, iteration=iteration))
     assert desk.attempt == 3
     assert not desk.rewinds
 
@@ -868,7 +868,7 @@ def test_attaches_that_come_again_late_or_in_another_order_change_nothing(data: 
     for words in (
         [attach(f"a{rank}", rank=rank, ready=False) for rank in (0, 1)],
         [attach(f"a{rank}", rank=rank) for rank in (0, 1)],
-        [attach(f"a{rank}", 2, rank=rank, round_=1) for rank in (0, 1)],
+        [attach(f"a{rank}", 2, rank=rank, iteration=1) for rank in (0, 1)],
     ):
         for rank, word in enumerate(words):
             script.append((b"a%d" % rank, word))
@@ -1016,8 +1016,8 @@ def test_whatever_trainers_do_one_process_holds_a_rank_and_a_job_can_always_begi
     desk = Desk()
     for kind, *rest in words:
         if kind == "attach":
-            name, (dp, rank), step, round_, ready = rest
-            desk.come(name, step, dp=dp, rank=rank, round_=round_, ready=ready)
+            name, (dp, rank), step, iteration, ready = rest
+            desk.come(name, step, dp=dp, rank=rank, iteration=iteration, ready=ready)
         elif kind == "take":
             name, count, delta, resend = rest
             at = max(desk.readers.steps.released_upto + delta, 0)
@@ -1121,13 +1121,13 @@ def test_ranks_that_share_the_memory_for_what_is_sent_have_their_turns() -> None
     assert [len(desk.steps(f"a{rank}")) for rank in range(1, 4)] == [2, 1, 1], "one that leaves gives up its turn"
 
 
-def test_a_rank_that_asks_for_the_next_round_gives_up_its_turn() -> None:
+def test_a_rank_that_asks_for_the_next_iteration_gives_up_its_turn() -> None:
     """It confirms nothing of the round before any more, and others wait for that."""
     desk = wide(dp=2, leaving_bytes=1)
     confirm(desk, "a0", 0)
     confirm(desk, "a1", 0)
     assert (desk.steps("a0"), desk.steps("a1")) == ([0], [])
-    desk.say(b"a0", attach("a0", round_=1))
+    desk.say(b"a0", attach("a0", iteration=1))
     desk.perform(desk.readers.tick(desk.now))
     assert desk.steps("a1") == [0]
 
@@ -1274,8 +1274,8 @@ def test_a_rank_that_is_not_ready_until_its_snapshot_is_there_begins_no_attempt_
     desk, taken = Desk(), snapshot_at(19)
     desk.brings = False
     desk.come("b0")
-    desk.say(b"b0", attach("b0", 20, round_=1, snapshot=taken))
-    desk.come("b1", 20, rank=1, round_=1, snapshot=taken)
+    desk.say(b"b0", attach("b0", 20, iteration=1, snapshot=taken))
+    desk.come("b1", 20, rank=1, iteration=1, snapshot=taken)
     assert desk.attempt == 0
     desk.say(b"b0", brought(taken))
     assert (desk.attempt, desk.rewinds) == (1, [(20, taken)])

@@ -72,8 +72,8 @@ def said(message: Message, *, fence: int = 1, epoch: int = EPOCH) -> FromBroker:
     return FromBroker(Envelope(run=RUN, epoch=epoch, fence=fence, message=message))
 
 
-def attached(round_: int = 0) -> Attached:
-    return Attached(feed="train", reader="r", lineage=0, next_step=0, rules=RULES, layout="zigzag", round=round_)
+def attached(iteration: int = 0) -> Attached:
+    return Attached(feed="train", reader="r", lineage=0, next_step=0, rules=RULES, layout="zigzag", iteration=iteration)
 
 
 def part(
@@ -135,8 +135,8 @@ def test_a_rank_is_taken_at_once_and_nothing_is_asked_for_before_the_trainer_beg
     assert not sent([e for effects in later for e in effects], Get)
     assert not delivered(session.handle(said(part(0), fence=0)))
 
-    (ready,) = sent(session.handle(Begin(next_step=5, chain=b"c", round=2, lineage=1, snapshot=SNAPSHOT)), Attach)
-    assert (ready.ready, ready.next_step, ready.chain, ready.round) == (True, 5, b"c", 2)
+    (ready,) = sent(session.handle(Begin(next_step=5, chain=b"c", iteration=2, lineage=1, snapshot=SNAPSHOT)), Attach)
+    assert (ready.ready, ready.next_step, ready.chain, ready.iteration) == (True, 5, b"c", 2)
     assert (ready.lineage, ready.snapshot_digest) == (1, SNAPSHOT.digest)
     for late in (attached(), attached(2)):
         assert not session.handle(said(late, fence=0)), "the answer to the first, said again"
@@ -205,12 +205,12 @@ def test_a_reader_that_waits_for_the_others_is_heard_every_second() -> None:
 def test_what_a_checkpoint_says_goes_to_a_new_broker_as_well() -> None:
     session = client()
     session.handle(said(attached(), fence=0))
-    session.handle(Begin(next_step=5, chain=b"c", round=2, lineage=1, snapshot=SNAPSHOT))
+    session.handle(Begin(next_step=5, chain=b"c", iteration=2, lineage=1, snapshot=SNAPSHOT))
     session.handle(said(attached(2), fence=7))
     session.handle(said(part(5), fence=7))
     session.handle(Returned(6))
     (again,) = sent(session.handle(said(Who(), epoch=EPOCH + 1)), Attach)
-    assert (again.ready, again.next_step, again.chain, again.round) == (True, 6, b"chain6", 2)
+    assert (again.ready, again.next_step, again.chain, again.iteration) == (True, 6, b"chain6", 2)
     assert again.snapshot_digest == SNAPSHOT.digest
     (given,) = sent(
         session.handle(said(AskSnapshot(feed="train", digest=SNAPSHOT.digest), fence=0, epoch=EPOCH + 1)), Brought
@@ -218,7 +218,7 @@ def test_what_a_checkpoint_says_goes_to_a_new_broker_as_well() -> None:
     assert (given.digest, given.snapshot) == (SNAPSHOT.digest, SNAPSHOT)
     assert not session.handle(said(AskSnapshot(feed="train", digest=b"other"), fence=0, epoch=EPOCH + 1))
     (anew,) = sent(session.handle(Again()), Attach)
-    assert (anew.next_step, anew.round, anew.snapshot_digest) == (0, 3, b""), (
+    assert (anew.next_step, anew.iteration, anew.snapshot_digest) == (0, 3, b""), (
         "the next iteration is not that checkpoint's"
     )
 
@@ -361,7 +361,7 @@ def test_the_next_iteration_begins_at_step_0_wherever_the_one_before_was_broken_
     session.handle(Returned(1))
     session.handle(said(part(2)))  # waits for step 1
     (asked,) = sent(session.handle(Again()), Attach)
-    assert (asked.round, asked.next_step, asked.chain) == (1, 0, b"")
+    assert (asked.iteration, asked.next_step, asked.chain) == (1, 0, b"")
     (get,) = sent(session.handle(said(attached(1), fence=2)), Get)
     assert (get.start, get.done_upto) == (0, 0)
     effects = session.handle(said(part(0), fence=2)) + session.handle(said(part(1), fence=2))
@@ -372,11 +372,11 @@ def test_the_next_iteration_begins_at_step_0_wherever_the_one_before_was_broken_
 def test_an_iteration_ends_once_and_so_does_the_next() -> None:
     session = client(ready=True, prefetch=1)
     end = End(feed="train", lineage=0, num_steps=1, chain=b"chain1")
-    for round_ in range(3):
-        session.handle(said(attached(round_), fence=1 + round_))
-        effects = session.handle(said(part(0), fence=1 + round_))
-        effects += session.handle(said(end, fence=1 + round_))
-        effects += session.handle(said(end, fence=1 + round_))
+    for iteration in range(3):
+        session.handle(said(attached(iteration), fence=1 + iteration))
+        effects = session.handle(said(part(0), fence=1 + iteration))
+        effects += session.handle(said(end, fence=1 + iteration))
+        effects += session.handle(said(end, fence=1 + iteration))
         assert [type(e) for e in effects] == [Deliver, Ended]
         session.handle(Again())
 
@@ -415,9 +415,9 @@ def test_a_client_that_waits_for_an_iteration_asks_for_it_again_and_says_what_it
     session.handle(said(Wait(feed="train", step=0, reason="join", detail="iteration 1: dp=1"), fence=7))
     assert session.waiting_for() == "join: iteration 1: dp=1"
     (asked,) = sent(session.handle(Tick(4.0)), Attach)
-    assert asked.round == 1
+    assert asked.iteration == 1
     (asked,) = sent(session.handle(FromBroker(Envelope(run=RUN, epoch=EPOCH + 1, fence=1, message=Who()))), Attach)
-    assert (asked.round, asked.next_step) == (1, 0)
+    assert (asked.iteration, asked.next_step) == (1, 0)
 
 
 def test_a_refusal_breaks_the_session() -> None:

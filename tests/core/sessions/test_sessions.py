@@ -162,11 +162,11 @@ def hello(name: str, *streams: str, digest: str = "same") -> Hello:
 
 
 def attach(
-    name: str, *, feed: str = "train", next_step: int = 0, chain: bytes = b"", round_: int = 0, **mesh: int
+    name: str, *, feed: str = "train", next_step: int = 0, chain: bytes = b"", iteration: int = 0, **mesh: int
 ) -> Attach:
     return Attach(
         feed=feed, reader=name, host=f"{name}-host", pid=1, mesh=Mesh(**mesh), next_step=next_step, chain=chain,
-        round=round_,
+        iteration=iteration,
     )  # fmt: skip
 
 
@@ -335,10 +335,10 @@ def in_two(merged: int = 1024, chunks: int = 6) -> Bench:
     return bench
 
 
-def again(bench: Bench, rank: int, round_: int = 1, *, name: str = "", next_step: int = 0) -> None:
+def again(bench: Bench, rank: int, iteration: int = 1, *, name: str = "", next_step: int = 0) -> None:
     """Rank ``rank`` of two asks for an iteration."""
     peer = name.encode() or b"%d" % rank
-    bench.read(peer, attach(name or f"r{rank}", dp=2, dp_rank=rank, round_=round_, next_step=next_step))
+    bench.read(peer, attach(name or f"r{rank}", dp=2, dp_rank=rank, iteration=iteration, next_step=next_step))
 
 
 def steps_of(bench: Bench, peer: bytes) -> list[tuple[int, bytes]]:
@@ -355,24 +355,24 @@ def test_each_iteration_has_the_steps_of_the_first(returned: int) -> None:
     bench.read(b"1", get(8))
     expected = steps_of(bench, b"1")
     assert [step for step, _ in expected] == [0, 1, 2, 3, 4]
-    for round_ in (1, 2, 3):
+    for iteration in (1, 2, 3):
         bench.read(b"1", get(8, start=5, done=returned))
         sessions = bench.sessions(b"p")
-        bench.read(b"1", attach("r", round_=round_))
-        assert bench.heard(b"1", Attached)[-1].round == round_
+        bench.read(b"1", attach("r", iteration=iteration))
+        assert bench.heard(b"1", Attached)[-1].iteration == iteration
         if returned:
             assert all(bench.sessions(b"p")[key] > session for key, session in sessions.items())
             assert {lease.first_seq for lease in bench.heard(b"p", Lease)[-3:]} == {0}
             fill(bench)
         bench.read(b"1", get(8))
-        assert steps_of(bench, b"1") == expected * (round_ + 1)
+        assert steps_of(bench, b"1") == expected * (iteration + 1)
         assert bench.heard(b"1", End)[-1].num_steps == 5
 
 
 def test_an_iteration_begins_when_the_last_rank_comes_to_it() -> None:
     bench = in_two()
     again(bench, 0)
-    assert bench.feed.readers.attempts.round == 0
+    assert bench.feed.readers.attempts.iteration == 0
     wait = bench.heard(b"0", Wait)[-1]
     assert (wait.step, wait.reason) == (0, "join")
     assert wait.detail == (
@@ -382,9 +382,9 @@ def test_an_iteration_begins_when_the_last_rank_comes_to_it() -> None:
     assert bench.heard(b"1", StepPart)[-1].step == 4, "the other holds it back no longer"
     assert bench.feed.readers.steps.released_upto == 3
     again(bench, 1)
-    assert bench.feed.readers.attempts.round == 1
+    assert bench.feed.readers.attempts.iteration == 1
     assert bench.feed.readers.steps.released_upto == 0
-    assert [bench.heard(peer, Attached)[-1].round for peer in (b"0", b"1")] == [1, 1]
+    assert [bench.heard(peer, Attached)[-1].iteration for peer in (b"0", b"1")] == [1, 1]
 
 
 def test_what_is_said_in_the_iteration_before_changes_nothing() -> None:
@@ -399,7 +399,7 @@ def test_what_is_said_in_the_iteration_before_changes_nothing() -> None:
     bench.read(b"0", get(5, start=3, done=3), fence=1)
     assert len(bench.heard(b"0", StepPart)) == before
     assert bench.feed.readers.steps.released_upto == 0
-    assert bench.feed.readers.attempts.round == 1
+    assert bench.feed.readers.attempts.iteration == 1
 
 
 def test_samples_of_the_iteration_before_are_revoked_and_not_taken() -> None:
@@ -442,8 +442,8 @@ def test_a_rank_that_left_between_two_iterations_and_comes_back_begins_the_next(
     bench.read(b"0", Bye())
     again(bench, 1)
     again(bench, 0, name="new")
-    assert bench.feed.readers.attempts.round == 1
-    assert bench.heard(b"new", Attached)[-1].round == 1
+    assert bench.feed.readers.attempts.iteration == 1
+    assert bench.heard(b"new", Attached)[-1].iteration == 1
 
 
 def test_a_rank_that_never_comes_to_the_next_iteration_is_named_and_the_job_is_not_over() -> None:
@@ -492,8 +492,8 @@ def test_an_iteration_that_is_over_is_begun_again_by_all_or_by_none() -> None:
     bench.read(b"0", Bye())
     again(bench, 0, 0, name="one")
     again(bench, 1, 0, name="two")
-    assert bench.heard(b"one", Attached)[-1].round == 0
-    assert bench.feed.readers.attempts.round == 0
+    assert bench.heard(b"one", Attached)[-1].iteration == 0
+    assert bench.feed.readers.attempts.iteration == 0
 
 
 def test_a_new_broker_serves_the_earliest_iteration_that_a_rank_is_in() -> None:
@@ -502,13 +502,13 @@ def test_a_new_broker_serves_the_earliest_iteration_that_a_rank_is_in() -> None:
     again(bench, 0, 3)
     assert bench.feed.readers.attempts.number == 0
     again(bench, 1, 2, next_step=4)
-    assert bench.feed.readers.attempts.round == 2
+    assert bench.feed.readers.attempts.iteration == 2
     fill(bench)
     bench.read(b"1", get(8, start=4))
     assert [step for step, _ in steps_of(bench, b"1")] == [4]
     assert not steps_of(bench, b"0")
     again(bench, 1, 3)
-    assert bench.feed.readers.attempts.round == 3
+    assert bench.feed.readers.attempts.iteration == 3
     assert not bench.heard(b"0", Reject) + bench.heard(b"1", Reject)
 
 
@@ -537,7 +537,7 @@ def test_a_producer_that_dies_and_one_that_joins_as_a_feed_goes_back_change_no_s
     expected = steps_of(bench, b"1")
     bench.read(b"1", get(8, start=5, done=5))
     bench.produce(b"p", Bye())
-    bench.read(b"1", attach("r", round_=1))
+    bench.read(b"1", attach("r", iteration=1))
     assert not bench.heard(b"1", Reject)
     bench.produce(b"q", hello("q", "a", "b"))
     assert {lease.first_seq for lease in bench.heard(b"q", Lease)} == {0}
@@ -567,10 +567,10 @@ def extent(found: Any, seen: set[int]) -> int:
 def test_two_hundred_iterations_leave_nothing_behind() -> None:
     bench = in_two()
     extents = []
-    for round_ in range(1, 211):
-        broken_off = round_ % 3
-        again(bench, round_ % 2, round_)
-        again(bench, (round_ + 1) % 2, round_)
+    for iteration in range(1, 211):
+        broken_off = iteration % 3
+        again(bench, iteration % 2, iteration)
+        again(bench, (iteration + 1) % 2, iteration)
         bench.stored.clear()
         fill(bench)
         for peer in (b"0", b"1"):
@@ -580,7 +580,7 @@ def test_two_hundred_iterations_leave_nothing_behind() -> None:
         bench.said = [said for said in bench.said if isinstance(said[1].message, Lease)][-3:]
         if broken_off == 0:
             assert not bench.live, "all of it was returned"
-        if round_ % 21 == 0:
+        if iteration % 21 == 0:
             extents.append(extent(bench.core, set()))
     assert len(extents) == 10
     assert max(extents) <= extents[0]
@@ -597,9 +597,9 @@ def test_iterating_a_feed_moves_no_other() -> None:
     bench.read(b"1", get(8))
     bench.read(b"2", get(2), fence=1)
     before, told = bench.sessions(b"p"), len(bench.said)
-    for round_ in (1, 2, 3):
+    for iteration in (1, 2, 3):
         bench.read(b"2", get(2, start=2, done=1), fence=valid.readers.attempts.number)
-        bench.read(b"2", attach("v", feed="valid", round_=round_), fence=0)
+        bench.read(b"2", attach("v", feed="valid", iteration=iteration), fence=0)
         for key, session in bench.sessions(b"p").items():
             assert (key[0] == "c") == (session != before[key]), key
         for n in range(6):
@@ -621,8 +621,8 @@ def test_a_feed_that_a_stream_has_stopped_begins_again_with_all_its_streams() ->
     valid = bench.core.feeds["valid"]
     others = {key: session for key, session in bench.sessions(b"p").items() if key[0] in "ab"}
     found = []
-    for round_ in (0, 1, 2):
-        bench.read(b"2", attach("v", feed="valid", round_=round_), fence=0)
+    for iteration in (0, 1, 2):
+        bench.read(b"2", attach("v", feed="valid", iteration=iteration), fence=0)
         sessions = bench.sessions(b"p")
         for n in range(4):
             for key in (("c", 0), ("d", 0)):
@@ -1225,7 +1225,7 @@ def _field(kind: type[Message], name: str, known: dict[type, Any]) -> Any:
         return st.sampled_from(_SNAPSHOTS)
     if name == "snapshot_digest" or (name == "digest" and kind in (AskSnapshot, Brought)):
         return st.sampled_from([b"", b"of none", *[snapshot.digest for snapshot in _SNAPSHOTS]])
-    if name in ("partition", "partitions", "part", "parts", "first", "micro_batches", "round"):
+    if name in ("partition", "partitions", "part", "parts", "first", "micro_batches", "iteration"):
         return _SMALL
     if name.endswith(("_u32", "_u64")) or name in ("digest", "chain", "kinds", "config_digest"):
         return known[bytes]

@@ -116,16 +116,16 @@ class LoopTrainer(ClientProcess):
             self.ids_of[messages[0].step] = [one for message in messages for one in ids_of(message)]
         super().perform(effect)
 
-    def work_done(self, round_: int, step: int) -> None:
-        if not self.alive or not self._working or (round_, step) != (self.round, self.done):
+    def work_done(self, iteration: int, step: int) -> None:
+        if not self.alive or not self._working or (iteration, step) != (self.iteration, self.done):
             return
         if self.frozen:
-            self.world.clock.after(TICK_S, self.work_done, round_, step)
-        elif self._told != (round_, step):
-            self._told, self._may_return = (round_, step), False
+            self.world.clock.after(TICK_S, self.work_done, iteration, step)
+        elif self._told != (iteration, step):
+            self._told, self._may_return = (iteration, step), False
             self._report(step)
         elif self._may_return:
-            super().work_done(round_, step)
+            super().work_done(iteration, step)
 
     def _report(self, step: int) -> None:
         """Report the values of this rank's samples of ``step``."""
