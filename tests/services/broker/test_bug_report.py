@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from streampack_services.broker.service import BrokerService
 
-from streampack.config.daemon_settings import BrokerConfig, Listen, StreamSettings
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.service_settings import Listen
+from streampack.config.stream_settings import StreamSettings
 from streampack.core.feed.feed import Feed
 
 
