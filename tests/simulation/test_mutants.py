@@ -31,7 +31,7 @@ from streampack.core.form.former import Former, Request
 from streampack.core.intake import admission
 from streampack.core.intake.admission import Admission
 from streampack.core.intake.credits import Credits
-from streampack.core.intake.intake import Intake
+from streampack.core.intake.intake import Intake, Recorded
 from streampack.core.intake.leases import Leases
 from streampack.core.intake.partition_accounts import PartitionAccounts
 from streampack.core.intake.producers import ConnectedProducer
@@ -465,7 +465,7 @@ def a_feed_takes_more_than_its_share_of_the_memory(patch: Patch) -> None:
 
 @mutant("R1", PUSHED)
 def samples_are_said_to_be_safe_before_they_are(patch: Patch) -> None:
-    wrap(patch, Intake, "note_safe", lambda original, self, upto: original(self, 1 << 60))
+    wrap(patch, Recorded, "note_safe", lambda original, self, upto: original(self, 1 << 60))
 
 
 @mutant("R1", PUSHED)
