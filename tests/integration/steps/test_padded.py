@@ -142,7 +142,7 @@ def test_a_killed_broker_gives_the_same_bytes(source: Source, whole: list[list[S
         brokers = [RunningBroker(path, settings)]
 
         def kill(rank: int, step: int) -> None:
-            if rank == 0 and step in (0, 9):
+            if rank == 0 and step in (0, 6):  # others are at most 8 steps ahead, so none has finished and left
                 brokers[-1].kill()
                 brokers.append(RunningBroker(path, settings))
 
