@@ -56,7 +56,12 @@ class Request:
     extra: Extra = NO_EXTRA
 
     def choose(self) -> Choice:
-        """Run the packer, a pure function, and return its choice. Compiled kernels do not hold the GIL."""
+        """Run the packer, a pure function, and return its choice. Compiled kernels do not hold the GIL.
+
+        Raises InternalError for limits that the packer does not keep.
+        """
+        if self.extra.limited is not None and not self.packer.keeps_limits:
+            raise InternalError(f"got limits for {self.packer.name}, expected a packer that keeps limits")
         return self.packer.choose(
             self.lengths, self.ages, self.budget, self.count, self.closed, window=self.window, sizes=self.sizes,
             extra=self.extra,

@@ -20,7 +20,7 @@ from streampack.core.model.samples import I64
 from streampack.core.model.shapes import check_shape, own_widths, step_widths, width_unit
 from streampack.core.packers.joint.joint_bounds import MAX_BUDGET, MAX_MEDIA
 from streampack.core.packers.packer import Packer
-from streampack.core.packers.registry import make_packer, parameters_of
+from streampack.core.packers.registry import LIMITED_PACKERS, make_packer, parameters_of
 
 MAX_WEIGHT_RATIO = 4096
 """The greatest ratio of two streams' weights; it keeps the merge's clocks inside 64 bits."""
@@ -205,10 +205,10 @@ class Rules(
         ):
             if given:
                 raise ValueError(f"got `{key}` with fields of axis item or patch, which do not go together yet")
-        if self.limits is not None and self.packer != "exact_fill":
+        if self.limits is not None and self.packer not in LIMITED_PACKERS:
             raise ValueError(
-                f"got `limits` with `packer: {self.packer}`, expected `packer: exact_fill`, which alone keeps limits "
-                f"for media"
+                f"got `limits` with `packer: {self.packer}`, expected `packer: {' or '.join(LIMITED_PACKERS)}`, which "
+                f"alone keeps limits for media"
             )
 
     def _check_share(self) -> None:

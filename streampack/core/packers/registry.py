@@ -41,6 +41,8 @@ PACKERS: Mapping[str, Packer] = MappingProxyType({each.name: each for each in _E
 """Every packer by name, with default parameters."""
 PACKER_NAMES = tuple(each.name for each in _EVERY if each.config_key == "packer")
 """Packers that the rule ``packer`` may name."""
+LIMITED_PACKERS = tuple(name for name in PACKER_NAMES if PACKERS[name].keeps_limits)
+"""The packers of these that keep limits in other units than tokens."""
 if TYPE_CHECKING:
     PackerName = str
 else:

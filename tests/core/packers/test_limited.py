@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streampack.core.form.former import Request
+from streampack.core.model.fields import Field
+from streampack.core.model.keys.planning_keys import MediaLimits
+from streampack.core.model.rules import Rules
+from streampack.core.packers import PACKERS
 from streampack.core.packers.exact_fill.exact_fill import ExactFill
 from streampack.core.packers.packer import I64, Extra, Limited
+from streampack.core.packers.registry import PACKER_NAMES
+from streampack.errors import InternalError
 
 
 def pack_stream(lengths: I64, counts: I64, most: I64, budget: int, window: int, cap: int | None = None) -> list[I64]:
@@ -90,3 +97,28 @@ def test_packs_are_near_the_bound_of_the_unit_that_binds(limit: int) -> None:
     packs = pack_stream(lengths, patches[None], np.array([limit]), 8192, 512)
     least = max(-(-int(lengths.sum()) // 8192), -(-int(patches.sum()) // limit))
     assert len(packs) <= 1.02 * least
+
+
+@pytest.mark.parametrize("name", PACKERS)
+def test_a_packer_keeps_limits_or_is_refused_with_them(name: str) -> None:
+    packer, lengths, count = PACKERS[name], np.full(40, 2, np.int64), 10**6
+    extra = Extra(Limited(np.full((1, 40), 3, np.int64), np.array([7])))
+    request = Request(packer, lengths, np.full(40, -1), 16, count, True, 40, None, extra)
+    if packer.keeps_limits:
+        choice = request.choose()
+        assert sorted(choice.indices.tolist()) == list(range(40))
+        assert np.diff(choice.bounds).max() == 2, "three have 9, the limit is 7"
+        return
+    with pytest.raises(InternalError, match="expected a packer that keeps limits"):
+        request.choose()
+
+
+@pytest.mark.parametrize("name", PACKER_NAMES)
+def test_rules_accept_limits_for_packers_that_keep_them(name: str) -> None:
+    pixels = Field(name="pixels", axis="patch", dtype="uint8")
+    limits = MediaLimits(patches=7)
+    if PACKERS[name].keeps_limits:
+        Rules(budget=16, packer=name, media_fields=(pixels,), limits=limits)
+        return
+    with pytest.raises(ValueError, match="which alone keeps limits"):
+        Rules(budget=16, packer=name, media_fields=(pixels,), limits=limits)
