@@ -28,7 +28,7 @@ from streampack.core.layout.step_frames import EDGES, INPUT_IDS
 from streampack.core.model.fields import MEDIA, Field
 from streampack.core.model.samples import I32, I64
 from streampack.errors import InternalError
-from streampack_services.broker.arena_kernels import KINDS, copy_slices, find_slices, release_samples
+from streampack_services.broker.arena_kernels import KINDS, copy_slices, find_slices, measure_stored, release_samples
 
 SLACK = 1.25
 """Memory for tokens / live tokens that the arena promises to hold."""
@@ -133,9 +133,11 @@ class Arena:
         """
         if not len(handles):
             return
-        if int(lengths.max()) > self._block_tokens:
-            raise InternalError(f"got a sample of {int(lengths.max())} tokens, expected at most {self._block_tokens}")
-        self._reserve(int(handles.max()))
+        ends = np.empty(len(handles), np.int64)
+        longest, last, joined = measure_stored(handles, offsets, lengths, ends)
+        if longest > self._block_tokens:
+            raise InternalError(f"got a sample of {longest} tokens, expected at most {self._block_tokens}")
+        self._reserve(last)
         columns = [(self._tokens, 1, np.frombuffer(frames[0], self._tokens.dtype))]
         for name, frame in zip(self._names, frames[1:], strict=True):
             if name in self._columns:
@@ -145,11 +147,9 @@ class Arena:
                 column = self._by_sample[name]
                 values = np.frombuffer(frame, column.dtype).reshape(-1, column.width)
                 column.data.reshape(-1, column.width)[handles] = values[rows]
-        ends = np.cumsum(lengths)
-        joined = bool((offsets - offsets[0] == ends - lengths).all())
         at = base = 0
         while at < len(handles):
-            stop = int(np.searchsorted(ends, base + self._block_tokens - self._fill, "right"))
+            stop = int(ends.searchsorted(base + self._block_tokens - self._fill, "right"))
             if stop == at:
                 self._make_room()
                 continue

@@ -1,4 +1,4 @@
-"""The hot loops of the arena, compiled by numba: find the slices of a shard, copy slices, release samples.
+"""The hot loops of the arena, compiled by numba: find the slices of a shard, copy slices, measure and release samples.
 
 Each kernel is plain Python over numpy arrays; tests compare its forms. Compiled kernels run without the GIL and
 allocate nothing.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.jit import kernel
@@ -175,6 +176,36 @@ def copy_slices(
             edges[i] = column[address[i] + after] if after < real[i] else -100
         to += count
     return -1
+
+
+def _measure_stored_plainly(handles: I64, offsets: I64, lengths: I64, ends: I64) -> tuple[int, int, bool]:
+    """Measure samples as ``measure_stored`` does."""
+    np.cumsum(lengths, out=ends)
+    joined = bool((offsets - offsets[0] == ends - lengths).all())
+    return int(lengths.max()), int(handles.max()), joined
+
+
+@kernel(plain=_measure_stored_plainly)
+def measure_stored(handles: I64, offsets: I64, lengths: I64, ends: I64) -> tuple[int, int, bool]:
+    """Measure the samples of a chunk that are to be stored.
+
+    Args:
+        handles: Handles of the samples, int64 [n], n > 0.
+        offsets: First token of each sample in the chunk's tokens, int64 [n].
+        lengths: Tokens of each sample, int64 [n].
+        ends: Output, int64 [n]: tokens of the samples up to and with each.
+
+    Returns:
+        Tokens of the longest sample, the largest handle, and True if the samples follow one another without a gap.
+    """
+    longest = last = total = 0
+    joined = True
+    for i in range(len(handles)):
+        joined = joined and offsets[i] - offsets[0] == total
+        total += lengths[i]
+        ends[i] = total
+        longest, last = max(longest, lengths[i]), max(last, handles[i])
+    return longest, last, joined
 
 
 @kernel

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from streampack_services.broker.arena_kernels import KINDS, copy_slices, find_slices, release_samples
+from streampack_services.broker.arena_kernels import KINDS, copy_slices, find_slices, measure_stored, release_samples
 
 from streampack.core.layout.boundaries import layouts
 from streampack.core.layout.shards import LAYOUTS, cut
@@ -166,3 +166,14 @@ def test_blocks_are_emptied_once_when_the_last_sample_goes(held: list[int], gone
             expected = [block for block in range(3) if before[block] and not after[block]] if _ == 0 else []
             assert sorted(emptied[:count].tolist()) == expected
         assert lengths.tolist() == [0 if i in gone else n for i, n in enumerate(held)]
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.data())
+def test_samples_to_store_are_joined_if_each_begins_where_the_last_ended(sizes: list[int], data: st.DataObject) -> None:
+    lengths, ends = np.array(sizes, np.int64), np.zeros(len(sizes), np.int64)
+    gaps = data.draw(st.lists(st.sampled_from([0, 0, 0, 3]), min_size=len(sizes), max_size=len(sizes)))
+    offsets = 5 + np.cumsum(lengths) - lengths + np.cumsum(gaps)
+    handles = np.array(data.draw(st.lists(st.integers(0, 999), min_size=len(sizes), max_size=len(sizes))), np.int64)
+    for form in twins(measure_stored):
+        assert form(handles, offsets, lengths, ends) == (max(sizes), max(handles), not any(gaps[1:]))
+        assert ends.tolist() == np.cumsum(lengths).tolist()
