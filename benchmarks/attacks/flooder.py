@@ -132,7 +132,7 @@ class Flooder:
             "hello": lambda n: self._framed(Hello(producer=f"x{n}", host="x", pid=n, offers=[OFFER])),
             "pings": lambda n: self._framed(ReaderPing(feed="spare", reader="x", done_upto=0, have_upto=0), (), fence),
             "gets": lambda n: self._framed(
-                Get(feed="spare", lineage=0, start=0, stop=4, done_upto=0, resend=n), (), fence
+                Get(feed="spare", lineage=0, start=0, stop=4, done_upto=0, request=n), (), fence
             ),
         }  # fmt: skip
         return itertools.cycle([makes[self.kind](n) for n in range(KEPT)])

@@ -30,18 +30,18 @@ class SampleId(NamedTuple):
     """Number of the partition."""
     seq: int
     """Sequence number of the sample in the partition, as ``Producer.send`` returns it."""
-    incarnation: int
+    process: int
     """Number of the process that sent the sample; 0 if that was an earlier process."""
 
 
 def as_id(given: Any) -> SampleId:
     """Return an id that the program passes. Raises UserError for another value."""
     try:
-        partition, seq, incarnation = given
-        found = SampleId(int(partition), int(seq), int(incarnation))
+        partition, seq, process = given
+        found = SampleId(int(partition), int(seq), int(process))
     except (TypeError, ValueError):
         raise UserError(f"got the id {given!r:.80}, expected an id from Producer.sample_ids: three integers") from None
-    if not (0 <= found.partition < 2**20 and 0 <= found.seq < 2**62 and 0 <= found.incarnation < 2**62):
+    if not (0 <= found.partition < 2**20 and 0 <= found.seq < 2**62 and 0 <= found.process < 2**62):
         raise UserError(f"got the id {given!r:.80}, expected an id from Producer.sample_ids")
     return found
 
@@ -55,7 +55,7 @@ def seqs_of(message: Amend) -> list[int]:
 def refused_of(message: Amend, answer: Amended) -> dict[SampleId, str]:
     """Return the samples of a message whose values were not stored, with the reason of each."""
     return {
-        SampleId(message.partition, seq, message.incarnation): reason
+        SampleId(message.partition, seq, message.process): reason
         for reason, seqs in (answer.refused or {}).items() for seq in np.frombuffer(seqs, "<u8").tolist()
     }  # fmt: skip
 
@@ -79,8 +79,8 @@ def values_of(
         if len(values) != len(ids):
             raise UserError(f"got {len(values)} values of {name} for {len(ids)} samples, expected one for each sample")
     rows = [[_stored(given[each.name][at], each, one) for each in fields] for at, one in enumerate(ids)]
-    order = sorted(range(len(ids)), key=lambda at: (ids[at].partition, ids[at].incarnation, ids[at].seq))
-    for _, mine in groupby(order, key=lambda at: (ids[at].partition, ids[at].incarnation)):
+    order = sorted(range(len(ids)), key=lambda at: (ids[at].partition, ids[at].process, ids[at].seq))
+    for _, mine in groupby(order, key=lambda at: (ids[at].partition, ids[at].process)):
         for part in _parts(list(mine), rows, terms.max_chunk_bytes):
             yield _message([ids[at] for at in part], fields, [rows[at] for at in part], terms.stream)
 
@@ -142,7 +142,7 @@ def _message(
                     f"{len(row[by_token[0]])} of {fields[by_token[0]].name}, expected one for each token"
                 )
     message = Amend(
-        stream=stream, partition=ids[0].partition, number=0, incarnation=ids[0].incarnation,
+        stream=stream, partition=ids[0].partition, number=0, process=ids[0].process,
         seqs_u64=np.array([one.seq for one in ids], "<u8").tobytes(), names=tuple(field.name for field in fields),
         crcs_u32=crcs.tobytes(), lengths_u32=lengths,
     )  # fmt: skip

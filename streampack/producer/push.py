@@ -323,7 +323,7 @@ class Producer:
         Returns:
             An id for each sample: tuples of three integers, which may be sent to another process.
         """
-        partition, own, first = self._pushing.partition, self._pushing.incarnation, self._pushing.first_seq
+        partition, own, first = self._pushing.partition, self._pushing.process, self._pushing.first_seq
         return [SampleId(partition, seq, own if seq >= first else ANY_PROCESS) for seq in _seqs_of(seqs)]
 
     def amend(
@@ -368,7 +368,7 @@ class Producer:
         Example:
             >>> seqs = rollouts.send_group(completions, policy_version=v)  # doctest: +SKIP
             >>> rollouts.amend(seqs, advantages=advantages)  # doctest: +SKIP
-            {SampleId(partition=0, seq=17, incarnation=4711): 'late_timeout'}
+            {SampleId(partition=0, seq=17, process=4711): 'late_timeout'}
         """
         one = _index(ids)
         listed: list[Any] = list(ids) if one is None else [one]  # type: ignore[arg-type]

@@ -45,7 +45,7 @@ class Pushing(SessionThread):
     ) -> None:  # fmt: skip
         name = uuid.uuid4()
         self._session = PushSession(
-            run=0, producer=name.hex, incarnation=name.int >> 68, host=socket.gethostname(), pid=os.getpid(),
+            run=0, producer=name.hex, process=name.int >> 68, host=socket.gethostname(), pid=os.getpid(),
             stream=stream, partition=partition, buffer=PushBuffer(buffer_bytes),
         )  # fmt: skip
         self._beginning = threading.Lock()
@@ -81,9 +81,9 @@ class Pushing(SessionThread):
         return self._session.first_seq
 
     @property
-    def incarnation(self) -> int:
+    def process(self) -> int:
         """Number of this process among all that push to the partition."""
-        return self._session.incarnation
+        return self._session.process
 
     @property
     def write(self) -> int:

@@ -139,7 +139,7 @@ class Desk:
             self.trainer(Brought(feed=feed, digest=digest, snapshot=given))
 
     def get(self, feed: str, start: int, stop: int, done: int) -> None:
-        self.trainer(Get(feed=feed, lineage=0, start=start, stop=stop, done_upto=done, resend=0))
+        self.trainer(Get(feed=feed, lineage=0, start=start, stop=stop, done_upto=done, request=0))
 
     def heard(self, kind: type[Any]) -> list[Any]:
         return [message for message in self.said if isinstance(message, kind)]

@@ -264,7 +264,7 @@ def _run_producer(data: bytes) -> None:
     offers = [Offer(stream=name, source_digest="data") for name in ("a", "b")]
     reads = ProducerSession(run=0, producer="x", host="h", pid=1, offers=offers)
     pushes = PushSession(
-        run=0, producer="x", host="h", pid=1, incarnation=1, stream="p", partition=0, buffer=PushBuffer(1 << 16)
+        run=0, producer="x", host="h", pid=1, process=1, stream="p", partition=0, buffer=PushBuffer(1 << 16)
     )
     for given in _items(data):
         what, number = given[0], given[1] if len(given) > 1 and isinstance(given[1], int) else 1

@@ -84,7 +84,7 @@ class World:
     def _makers(self) -> dict[bytes, Callable[[], Any]]:
         """How the session of each peer begins, and begins again once it is over."""
         offers = [Offer(stream=name, source_digest="data") for name in ("a", "b")]
-        push: dict[str, Any] = {"run": 0, "host": "host", "stream": "p", "incarnation": 1}
+        push: dict[str, Any] = {"run": 0, "host": "host", "stream": "p", "process": 1}
         rank: dict[str, Any] = {"run": 0, "feed": "train", "host": "host", "pid": 1, "prefetch": 2}
 
         def pusher(n: int) -> PushSession:
@@ -317,7 +317,7 @@ def _chunk(session: PushSession, lengths: list[int]) -> Chunk:
         stream="p", partition=session.partition, session=(0, 0), lengths_u32=message.lengths_u32,
         crcs_u32=message.crcs_u32,
         loss_tokens_u32=message.loss_tokens_u32, num_bytes=4 * sum(lengths),
-        cursor=(session.incarnation, 0, session.buffer.next_seq + len(lengths)), rejected={},
+        cursor=(session.process, 0, session.buffer.next_seq + len(lengths)), rejected={},
         payload=(bytes(4 * sum(lengths)),), policy_version=session.policy_version or 0,
     )  # fmt: skip
 
@@ -327,7 +327,7 @@ def _values(partition: int, seqs: list[int], number: int) -> GiveValues:
     column = np.array(seqs, "<f8")
     crcs = np.array([crc32c(value.tobytes()) for value in column], "<u4")
     return GiveValues(Amend(
-        stream="p", partition=partition, number=number, incarnation=1, seqs_u64=np.array(seqs, "<u8").tobytes(),
+        stream="p", partition=partition, number=number, process=1, seqs_u64=np.array(seqs, "<u8").tobytes(),
         names=("reward",), crcs_u32=crcs.tobytes(),
     ), (column.tobytes(),))  # fmt: skip
 

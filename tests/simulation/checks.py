@@ -235,7 +235,7 @@ class BrokerChecks:
         if isinstance(message, NodePart):
             readers = self._core.feeds[message.feed].readers.steps.relays[effect.peer].readers
             self._compare_bytes(effect, message, list(readers.values()))
-            key = effect.peer, effect.envelope.fence, message.feed, message.resend, message.step
+            key = effect.peer, effect.envelope.fence, message.feed, message.request, message.step
             before = self._sent_packs.setdefault(key, set())
             packs = np.frombuffer(message.packs_u32, "<u4").tolist()
             assert len(packs) == len(before | {*packs}) - len(before), f"bytes: packs {packs} went twice to a relay"

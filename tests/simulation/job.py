@@ -230,7 +230,7 @@ class Job:
         is_middle = 0 < mesh.pp_rank < mesh.pp - 1
         has_media = bool(self.case.rules.media_fields) and mesh.pp_rank == 0
         key = part.step, part.part, mesh.dp, mesh.cp, mesh.pp, mesh.dp_rank, mesh.cp_rank, is_middle, has_media
-        crc = crc32c(msgspec.msgpack.encode(msgspec.structs.replace(part, resend=0, lineage=0)))
+        crc = crc32c(msgspec.msgpack.encode(msgspec.structs.replace(part, request=0, lineage=0)))
         for frame in envelope.payload:
             crc = crc32c(memoryview(frame), crc)
         assert self._bytes.setdefault(key, crc) == crc, (

@@ -36,7 +36,7 @@ class Sent(NamedTuple):
     """A sample as it was sent: which it was, and the process that sent it."""
 
     birth: int
-    incarnation: int
+    process: int
 
 
 @dataclass
@@ -96,7 +96,7 @@ class PusherProcess(Process):
         self.case = world.case_of[stream]
         self.births = world.births[stream, partition]
         self.session = PushSession(
-            run=0, producer=name, incarnation=pid, host="host", pid=pid, stream=stream, partition=partition,
+            run=0, producer=name, process=pid, host="host", pid=pid, stream=stream, partition=partition,
             buffer=PushBuffer(BUFFER_BYTES),
         )  # fmt: skip
         self._unsafe: list[tuple[int, int]] = []
@@ -173,7 +173,7 @@ class PusherProcess(Process):
         births, seq = self.births, self.session.buffer.next_seq
         births.next = stop
         self._unsafe += [(birth, seq + birth - first) for birth in range(first, stop)]
-        births.sent |= {seq + birth - first: Sent(birth, self.session.incarnation) for birth in range(first, stop)}
+        births.sent |= {seq + birth - first: Sent(birth, self.session.process) for birth in range(first, stop)}
         self.handle(Push(chunk))
 
 

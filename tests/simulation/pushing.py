@@ -54,7 +54,7 @@ class PushWalk(Unsafe, Batches):
         partition, self._names = self.rng.randrange(PARTITIONS), self._names + 1
         peer = b"push%d" % partition
         self.pushers[partition] = self.producers[peer] = PushSession(
-            run=0, producer=f"again{self._names}", incarnation=100 + self._names, host="host", pid=self._names,
+            run=0, producer=f"again{self._names}", process=100 + self._names, host="host", pid=self._names,
             stream="rollouts", partition=partition, buffer=PushBuffer(self.buffer_bytes),
         )  # fmt: skip
         self._to_producer(peer, Tick(self.now))

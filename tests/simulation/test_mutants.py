@@ -342,7 +342,7 @@ def what_was_sent_before_a_word_proves_no_loss(patch: Patch) -> None:
 
 @mutant("loss")
 def a_proof_of_loss_is_not_believed(patch: Patch) -> None:
-    patch.setattr(PartFlows, "send_again", lambda self, flow, place, resend, now: None)
+    patch.setattr(PartFlows, "send_again", lambda self, flow, place, request, now: None)
 
 
 @mutant("queues")

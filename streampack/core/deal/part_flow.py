@@ -1,7 +1,7 @@
 """The flow of parts to one receiver: which parts were sent, and how many bytes are on their way.
 
 The bytes that are sent and not confirmed are bounded, for each receiver and for all together. So a slow link does not
-fill the memory. A part is sent again only if the receiver proves that it was lost: its request has a higher ``resend``
+fill the memory. A part is sent again only if the receiver proves that it was lost: its request has a higher number
 than before.
 
 The broker has a flow for each relay, and for each reader that has none. A relay has a flow for each of its readers. The
@@ -35,7 +35,7 @@ class PartFlow:
         queued_bytes: Bytes of these parts.
         unreached: True if a part could not be sent; no more is sent until the receiver's next message.
         want_stop: The receiver wants the steps before this one.
-        resend: Number of its last request to send parts again.
+        request: Number of its last request to send parts again.
         resent_at: Time at which parts were last sent again.
     """
 
@@ -46,7 +46,7 @@ class PartFlow:
     queued_bytes: int = 0
     unreached: bool = False
     want_stop: int = 0
-    resend: int = 0
+    request: int = 0
     resent_at: float = -RESEND_S
 
     @property
@@ -58,9 +58,9 @@ class PartFlow:
     def place(self, place: Place) -> None:
         self.sent_upto, self.sent_part = place
 
-    def may_resend(self, resend: int, now: float) -> bool:
-        """Return whether a request with the number ``resend`` makes the sender go back, at time ``now``."""
-        return resend > self.resend and now >= self.resent_at + RESEND_S
+    def may_resend(self, request: int, now: float) -> bool:
+        """Return whether a request of this number makes the sender go back, at time ``now``."""
+        return request > self.request and now >= self.resent_at + RESEND_S
 
 
 class PartFlows:
@@ -81,16 +81,16 @@ class PartFlows:
         """Begin to send at ``step``: a new attempt, or another connection."""
         self.forget_queue(flow)
         flow.place, flow.ever_sent = (step, 0), (step, 0)
-        flow.want_stop, flow.resend, flow.resent_at = 0, 0, -RESEND_S
+        flow.want_stop, flow.request, flow.resent_at = 0, 0, -RESEND_S
 
     def request(self, flow: PartFlow, start: int, stop: int, part: int) -> None:
         """Take a request for the steps before ``stop``, which confirms every part before ``part`` of ``start``."""
         flow.want_stop = max(flow.want_stop, min(stop, start + MAX_AHEAD))
         self.confirm(flow, start, part)
 
-    def send_again(self, flow: PartFlow, place: Place, resend: int, now: float) -> None:
-        """Go back to ``place``, in answer to the request with the number ``resend``."""
-        flow.resend, flow.resent_at = resend, now
+    def send_again(self, flow: PartFlow, place: Place, request: int, now: float) -> None:
+        """Go back to ``place``, in answer to the request of this number."""
+        flow.request, flow.resent_at = request, now
         self.forget_queue(flow)
         flow.place = place
         flow.ever_sent = max(flow.ever_sent, place)
@@ -112,10 +112,10 @@ class PartFlows:
         flow.queued.append((*place, num_bytes))
         self._count_out(flow, -num_bytes)
 
-    def not_sent(self, flow: PartFlow, place: Place, resend: int) -> None:
+    def not_sent(self, flow: PartFlow, place: Place, request: int) -> None:
         """Record that a part was dropped before it left; it is sent again after the receiver's next message."""
         flow.unreached = True
-        if resend == flow.resend and place < flow.place:
+        if request == flow.request and place < flow.place:
             while flow.queued and flow.queued[-1][:2] >= place:
                 self._count_out(flow, flow.queued.pop()[2])
             flow.place = place

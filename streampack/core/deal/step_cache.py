@@ -89,14 +89,14 @@ class KeptSteps:
         """Return the payload bytes of a message with these packs for a host, as ``num_bytes`` does."""
         return self.num_bytes(packs, node.mesh, node.frames, self._shards(node))
 
-    def parts(self, number: int, mesh: Mesh, begin: int = 0, resend: int = 0) -> Iterator[tuple[StepPart, Contents]]:
+    def parts(self, number: int, mesh: Mesh, begin: int = 0, request: int = 0) -> Iterator[tuple[StepPart, Contents]]:
         """Yield the messages of a step for one rank, with the packs of each, from message ``begin`` on.
 
-        If the step has fewer messages than ``begin``, all of them are yielded. ``resend`` is copied to the messages.
+        If the step has fewer messages than ``begin``, all of them are yielded. The messages name the ``request``.
         """
         kept = self._steps[number]
         if kept.skipped:
-            yield self._skipped_part(kept.step, resend), NOTHING
+            yield self._skipped_part(kept.step, request), NOTHING
             return
         dealt, frames = self._deal(kept, mesh), frames_for(self._rules.all_fields, mesh, self._layout)
         each, most = dealt.each, self._most(mesh)
@@ -104,10 +104,10 @@ class KeptSteps:
         for part in range(begin if begin < parts else 0, parts):
             first = part * most
             spans = [(mine + first, mine + min(first + most, each))]
-            yield self._part(kept.step, dealt, spans, part, parts, first, frames, resend)
+            yield self._part(kept.step, dealt, spans, part, parts, first, frames, request)
 
     def node_parts(
-        self, number: int, node: NodeRanks, begin: int = 0, resend: int = 0
+        self, number: int, node: NodeRanks, begin: int = 0, request: int = 0
     ) -> Iterator[tuple[NodePart, Contents]]:
         """Yield the messages of a step for the ranks of a host, as ``parts`` does for one rank.
 
@@ -116,7 +116,7 @@ class KeptSteps:
         """
         kept, ranks = self._steps[number], node.dp_ranks
         if kept.skipped:
-            yield _for_node(self._skipped_part(kept.step, resend), node, ranks, 0, 1), NOTHING
+            yield _for_node(self._skipped_part(kept.step, request), node, ranks, 0, 1), NOTHING
             return
         dealt = self._deal(kept, node.mesh)
         each, most = dealt.each, self._most(node.mesh)
@@ -129,7 +129,7 @@ class KeptSteps:
             first = rank_part * most
             stop = min(first + most, each)
             spans = [(rank * each + first, rank * each + stop) for rank in groups[group]]
-            plan, packs = self._part(kept.step, dealt, spans, part, parts, first, node.frames, resend)
+            plan, packs = self._part(kept.step, dealt, spans, part, parts, first, node.frames, request)
             yield _for_node(plan, node, groups[group], rank_part, rank_parts), packs
 
     def _part(
@@ -141,26 +141,26 @@ class KeptSteps:
         parts: int,
         first: int,
         frames: list[str],
-        resend: int,
+        request: int,
     ) -> tuple[StepPart, Contents]:
         """Return the message with the packs [a, b) of each span, and the packs."""
         columns, packs = dealt.cut(spans)
         plan = StepPart(
-            **self._head(step, resend), part=part, parts=parts, first=first, micro_batches=dealt.each, frames=frames,
+            **self._head(step, request), part=part, parts=parts, first=first, micro_batches=dealt.each, frames=frames,
             **fields_of(columns),
         )  # fmt: skip
         return plan, packs
 
-    def _skipped_part(self, step: PlannedStep, resend: int) -> StepPart:
+    def _skipped_part(self, step: PlannedStep, request: int) -> StepPart:
         """Return the message of a skipped step, which has no packs."""
-        return StepPart(**self._head(step, resend), part=0, parts=1, first=0, micro_batches=0, frames=[])
+        return StepPart(**self._head(step, request), part=0, parts=1, first=0, micro_batches=0, frames=[])
 
-    def _head(self, step: PlannedStep, resend: int) -> dict[str, Any]:
+    def _head(self, step: PlannedStep, request: int) -> dict[str, Any]:
         """Return what all messages of a step say of it."""
         return {
             "feed": self._feed, "lineage": self.lineage, "step": step.number, "digest": step.digest,
             "chain": step.chain, "num_loss_tokens": step.num_loss_tokens, "num_samples": step.num_samples,
-            "resend": resend,
+            "request": request,
         }  # fmt: skip
 
     def _token_bytes(self, frames: list[str]) -> tuple[int, int]:

@@ -20,7 +20,7 @@ OVERLONG = "overlong"
 
 
 ANY_PROCESS = 0
-"""Incarnation in ``Amend`` from a process that does not know which earlier process sent the samples."""
+"""Process in ``Amend`` from a process that does not know which earlier process sent the samples."""
 
 
 class ProducerMessage(PartitionMessage, frozen=True, kw_only=True):
@@ -121,7 +121,7 @@ class Amend(ProducerMessage, frozen=True, kw_only=True):
 
     Attributes:
         number: Number of the message; a producer uses each number once.
-        incarnation: The process that pushed the samples: the first number of their cursor; 0 for any process. A process
+        process: The process that pushed the samples: the first number of their cursor; 0 for any process. A process
             knows that the samples before its own are safe, and need not know who sent them.
         seqs_u64: [n], number of each sample in its partition.
         names: Names of the late fields, at most once each.
@@ -131,7 +131,7 @@ class Amend(ProducerMessage, frozen=True, kw_only=True):
 
     TYPE: ClassVar[int] = 18
     number: Count
-    incarnation: Count
+    process: Count = msgspec.field(name="incarnation")
     seqs_u64: bytes
     names: Annotated[tuple[Name, ...], Meta(max_length=MAX_FIELDS)]
     crcs_u32: bytes

@@ -53,8 +53,8 @@ class RelayMessage(FeedMessage, frozen=True, kw_only=True):
 class NodeGet(RelayMessage, frozen=True, kw_only=True):
     """Request the steps before ``stop`` for all readers of a relay that take part in the attempt.
 
-    Parts, confirmations and ``resend`` are those of ``Get``, but number the relay's ``NodePart`` messages. The broker
-    chooses the ranks of the parts when ``resend`` rises, so a relay raises it whenever a reader has joined.
+    Parts, confirmations and ``request`` are as in ``Get``, but number the relay's ``NodePart`` messages. The broker
+    chooses the ranks of the parts when ``request`` rises, so a relay raises it whenever a reader has joined.
 
     Attributes:
         done: (name, ``done_upto``) of readers whose trainers are done with further steps.
@@ -64,7 +64,7 @@ class NodeGet(RelayMessage, frozen=True, kw_only=True):
     lineage: Count
     start: Count
     stop: Count
-    resend: Count
+    request: Count = msgspec.field(name="resend")
     part: Small = 0
     done: Annotated[tuple[tuple[Name, Count], ...], Meta(max_length=MAX_READERS)] = ()
 

@@ -98,7 +98,7 @@ class Get(ReaderMessage, frozen=True, kw_only=True):
     """Request the steps before ``stop``; the trainer is done with the steps before ``done_upto``.
 
     The reader confirms every part before part ``part`` of step ``start``, so that the broker may send as many bytes
-    more. A higher ``resend`` than before asks the broker to send again from that part on, because later parts were
+    more. A higher ``request`` than before asks the broker to send again from that part on, because later parts were
     lost. Otherwise a repeated Get changes nothing.
     """
 
@@ -108,7 +108,7 @@ class Get(ReaderMessage, frozen=True, kw_only=True):
     start: Count
     stop: Count
     done_upto: Count
-    resend: Count
+    request: Count = msgspec.field(name="resend")
     part: Small = 0
 
 
@@ -295,7 +295,7 @@ class StepPart(FeedMessage, frozen=True, kw_only=True):
             one more of padding.
         shared_u32: [n], tokens that each sample shares with the sample before it; absent without trees.
         media: Columns of the samples' media; absent if the run has no fields for them.
-        resend: Number of the Get that this part answers. Parts of one ``resend`` come in order, so a part before its
+        request: Number of the Get that this part answers. Parts of one request come in order, so a part before its
             turn shows that others are lost.
     """
 
@@ -320,7 +320,7 @@ class StepPart(FeedMessage, frozen=True, kw_only=True):
     parts_u32: bytes = b""
     widths_u32: bytes = b""
     rows_u32: bytes = b""
-    resend: Count = 0
+    request: Count = msgspec.field(default=0, name="resend")
     shared_u32: bytes | UnsetType = msgspec.UNSET
     media: MediaColumns | UnsetType = msgspec.UNSET
 
@@ -377,7 +377,7 @@ class StepPart(FeedMessage, frozen=True, kw_only=True):
 class Wait(FeedMessage, frozen=True, kw_only=True):
     """Step ``step`` is not ready; sent at once to a reader without a step, and then every ``ping_s`` seconds.
 
-    In answer to the Get with number ``resend``, the broker has sent every part before part ``part`` of ``step``. A part
+    In answer to the Get of number ``request``, the broker has sent every part before part ``part`` of ``step``. A part
     that the reader lacks is lost.
 
     Attributes:
@@ -397,7 +397,7 @@ class Wait(FeedMessage, frozen=True, kw_only=True):
     stream: Name | None = None
     batch: bool = False
     part: Small = 0
-    resend: Count = 0
+    request: Count = msgspec.field(default=0, name="resend")
     ping_s: PingS = 1.0
     silent_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
 
@@ -405,14 +405,14 @@ class Wait(FeedMessage, frozen=True, kw_only=True):
 class End(FeedMessage, frozen=True, kw_only=True):
     """The feed ends after ``num_steps`` steps; ``chain`` is the digest of all of them.
 
-    In answer to the Get with number ``resend``, the broker has sent every step.
+    In answer to the Get of number ``request``, the broker has sent every step.
     """
 
     TYPE: ClassVar[int] = 33
     lineage: Count
     num_steps: Count
     chain: bytes
-    resend: Count = 0
+    request: Count = msgspec.field(default=0, name="resend")
 
 
 class Probe(FeedMessage, frozen=True, kw_only=True):

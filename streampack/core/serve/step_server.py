@@ -254,13 +254,13 @@ class StepServer:
         """Take a request for steps; go back to its first part if the request proves that later parts are lost."""
         flow, now = receiver.flow, self._registry.now
         self.flows.request(flow, message.start, message.stop, message.part)
-        if not flow.may_resend(message.resend, now):
+        if not flow.may_resend(message.request, now):
             return
         if receiver.is_relay:
             receiver.choose_ranks(self._rules, self._layout)
         returned = max((self.returned[reader.mesh.ranks] for reader in receiver.readers.values()), default=0)
         place = min(message.start, max(self.formed_upto, returned)), message.part
-        self.flows.send_again(flow, max(place, (self.released_upto, 0)), message.resend, now)
+        self.flows.send_again(flow, max(place, (self.released_upto, 0)), message.request, now)
 
     def forget_missing(self) -> None:
         """Forget the cause of the wait for the next step, so that the cause is computed again."""
@@ -390,7 +390,7 @@ class StepServer:
         reader, message = self._registry.at(peer), envelope.message
         receiver = reader.receiver if reader is not None else self.relays.get(peer)
         if receiver is not None and isinstance(message, StepPart) and envelope.fence == receiver.fence:
-            self.flows.not_sent(receiver.flow, (message.step, message.part), message.resend)
+            self.flows.not_sent(receiver.flow, (message.step, message.part), message.request)
 
     def most_queued(self, receiver: Receiver) -> int:
         """Return the most bytes that may be in flight to one reader, or to one relay."""
@@ -544,9 +544,9 @@ class StepServer:
         flow, node = receiver.flow, receiver.node
         begin = flow.sent_part if flow.sent_upto == number else 0
         parts = (
-            self.kept.parts(number, mesh, begin, flow.resend)
+            self.kept.parts(number, mesh, begin, flow.request)
             if node is None
-            else self.kept.node_parts(number, node, begin, flow.resend)
+            else self.kept.node_parts(number, node, begin, flow.request)
         )
         cp_ranks = (mesh.cp_rank,) if node is None else node.cp_ranks
         most = self.most_queued(receiver)
@@ -571,7 +571,7 @@ class StepServer:
     def _send_end(self, receiver: Receiver) -> list[Effect]:
         """Tell a receiver that the feed has ended."""
         assert self.end is not None
-        return self._link.send_to(receiver, msgspec.structs.replace(self.end, resend=receiver.flow.resend))
+        return self._link.send_to(receiver, msgspec.structs.replace(self.end, request=receiver.flow.request))
 
     def wait_for_step(self, receiver: Receiver) -> list[Effect]:
         """Tell a receiver the cause of its wait, if it has requested a step that it does not have."""
@@ -598,7 +598,7 @@ class StepServer:
         """Send a receiver the cause of its wait."""
         flow = receiver.flow
         wait = Wait(
-            feed=self._link.feed, step=flow.sent_upto, part=flow.sent_part, resend=flow.resend,
+            feed=self._link.feed, step=flow.sent_upto, part=flow.sent_part, request=flow.request,
             reason=missing.reason, detail=missing.detail[:2000], stream=missing.stream, batch=missing.batch,
         )  # fmt: skip
         return self._link.send_to(receiver, wait)

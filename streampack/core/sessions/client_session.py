@@ -196,10 +196,10 @@ class ClientSession:
     """The trainer is done with every step before."""
     _going_on: int = -1
     """Lineage of the last ``Attached`` message since this reader began to read; -1 before that message."""
-    _resend: int = 0
+    _request: int = 0
     """Number of the last request to send again."""
     _next: tuple[int, int] = (0, 0)
-    """(step, part) that is expected next of the parts that answer request ``_resend``."""
+    """(step, part) that is expected next of the parts that answer request ``_request``."""
     _unconfirmed_bytes: int = 0
     _assembling: dict[int, _Assembly] = field(default_factory=dict)
     _chains: dict[int, bytes] = field(default_factory=dict)
@@ -427,7 +427,7 @@ class ClientSession:
         if message.reason == "join":
             self._ping_s = message.ping_s
             return []
-        return self._on_sent_upto(message.resend, message.step, message.part)
+        return self._on_sent_upto(message.request, message.step, message.part)
 
     def _is_outdated(self, envelope: Envelope) -> bool:
         """Return whether a message is of another attempt than the one in which this client takes part."""
@@ -460,16 +460,16 @@ class ClientSession:
 
     def _request_missing(self) -> list[Effect]:
         """Ask the broker to send every part again from the first missing one on."""
-        self._resend += 1
+        self._request += 1
         self._next = self._have
         return self._request_steps()
 
-    def _on_sent_upto(self, resend: int, step: int, part: int = 0) -> list[Effect]:
+    def _on_sent_upto(self, request: int, step: int, part: int = 0) -> list[Effect]:
         """Request lost parts again: the broker reports that it has sent all before ``part`` of ``step``.
 
-        The report counts only if it is about the newest request, ``resend``.
+        The report counts only if it is about the newest ``request``.
         """
-        if not self.phase.attached or not self._begun or resend != self._resend:
+        if not self.phase.attached or not self._begun or request != self._request:
             return []
         self._get_again.answered(self._now)
         return self._request_missing() if (step, part) > max(self._next, self._have) else []
@@ -523,7 +523,7 @@ class ClientSession:
     def _in_turn(self, message: StepPart) -> bool:
         """Return whether all parts that were sent before the part in ``message`` have arrived."""
         place = message.step, message.part
-        if message.resend != self._resend or place < self._next:
+        if message.request != self._request or place < self._next:
             return True
         found, last = place <= max(self._next, self._have), message.part + 1 >= message.parts
         self._next = (message.step + 1, 0) if last else (message.step, message.part + 1)
@@ -556,7 +556,7 @@ class ClientSession:
         if not self._reads(envelope):
             return []
         self._num_steps = message.num_steps
-        return self._end_iteration_if_complete() + self._on_sent_upto(message.resend, message.num_steps)
+        return self._end_iteration_if_complete() + self._on_sent_upto(message.request, message.num_steps)
 
     def _end_iteration_if_complete(self) -> list[Effect]:
         """Tell the trainer that the feed has ended, once all of its steps have arrived."""
@@ -624,7 +624,7 @@ class ClientSession:
         step, part = self._have
         get = Get(
             feed=self.feed, lineage=self.attached.lineage, start=step, part=part,
-            stop=self._done_upto + self.prefetch + 1, done_upto=self._done_upto, resend=self._resend,
+            stop=self._done_upto + self.prefetch + 1, done_upto=self._done_upto, request=self._request,
         )  # fmt: skip
         return [self._send(get)]
 

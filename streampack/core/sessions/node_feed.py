@@ -4,7 +4,7 @@ The relay requests steps as a client does (``client_session``), but for all its 
 into the parts that the readers would get directly, and keeps those until every reader has received them. Parts belong
 to one attempt of one broker; a new attempt drops them all.
 
-Parts are numbered for the ranks that were there when the relay last raised ``resend``. So the relay raises it, and
+Parts are numbered for the ranks that were there when the relay last raised ``request``. So the relay raises it, and
 begins with whole steps again, when a part was lost or a further rank needs parts.
 """
 
@@ -70,7 +70,7 @@ class NodeFeed:
         ack_bytes: Bytes after which received parts are confirmed.
         wait: Cause of the wait for the next step, as the broker reports it.
         end: The end of the feed, once the broker has told it.
-        resend: Number of the last request to send parts again. It never falls, so that no part answers two requests.
+        request: Number of the last request to send parts again. It never falls, so that no part answers two requests.
         next: (step, part) that is expected next.
         stop: The steps before this one are requested.
         num_bytes: Bytes of the kept parts.
@@ -88,7 +88,7 @@ class NodeFeed:
         self.again = Backoff(f"{relay} get", RETRY_S, MOST_RETRY_S)
         self.ping_at = 0.0
         self.num_pings = 0
-        self.resend = 0
+        self.request = 0
         self._drop()
 
     def _drop(self) -> None:
@@ -140,7 +140,7 @@ class NodeFeed:
 
     def ask_again(self, step: int, shares: dict[str, Share]) -> None:
         """Prepare a request for all parts from ``step`` on, for the readers of these names."""
-        self.resend += 1
+        self.request += 1
         self.next = (step, 0)
         self.unconfirmed_bytes = 0
         self._asked = shares
@@ -150,7 +150,7 @@ class NodeFeed:
 
         Raises ValueError for a part whose sizes do not fit, or that is not of the rules.
         """
-        if part.resend != self.resend or (part.step, part.part) < self.next or self.rules is None:
+        if part.request != self.request or (part.step, part.part) < self.next or self.rules is None:
             return True
         if part.step >= self.stop:
             return True  # no broker sends this

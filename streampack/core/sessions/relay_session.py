@@ -136,7 +136,7 @@ class RelaySession:
         """Note that a part did not reach its reader."""
         reader, part = self._peers.get(event.peer), event.envelope.message
         if reader is not None and isinstance(part, StepPart) and event.envelope.fence == reader.fence:
-            self.flows.not_sent(reader.flow, (part.step, part.part), part.resend)
+            self.flows.not_sent(reader.flow, (part.step, part.part), part.request)
         return []
 
     @_events.of(Unsent)
@@ -262,8 +262,8 @@ class RelaySession:
             return self._answer_probe(reader)
         flow = reader.flow
         self.flows.request(flow, message.start, message.stop, message.part)
-        if flow.may_resend(message.resend, self._now):
-            self.flows.send_again(flow, (message.start, message.part), message.resend, self._now)
+        if flow.may_resend(message.request, self._now):
+            self.flows.send_again(flow, (message.start, message.part), message.request, self._now)
         effects = self._note_progress(reader, message.start, message.done_upto)
         return self._answer_probe(reader) + effects
 
@@ -425,14 +425,14 @@ class RelaySession:
         """Tell the readers that wait the cause."""
         feed.wait = message
         starving = [reader for reader in self._of(feed) if self._is_starving(reader)]
-        lost = self._note_sent(feed, message.resend, (message.step, message.part))
+        lost = self._note_sent(feed, message.request, (message.step, message.part))
         return lost + [e for reader in starving for e in self._wait(reader)]
 
     @_for_relay.of(End)
     def _on_end(self, message: End, feed: NodeFeed, envelope: Envelope) -> list[Effect]:
         """Tell the readers that the feed has ended."""
         feed.end = message
-        lost = self._note_sent(feed, message.resend, (message.num_steps, 0))
+        lost = self._note_sent(feed, message.request, (message.num_steps, 0))
         return lost + [e for reader in self._of(feed) for e in self._serve(reader)]
 
     @_for_relay.of(NodePart)
@@ -456,9 +456,9 @@ class RelaySession:
             return effects + self._give_up(feed, why)
         return effects + (self._send_get(feed) if feed.unconfirmed_bytes >= feed.ack_bytes else [])
 
-    def _note_sent(self, feed: NodeFeed, resend: int, place: tuple[int, int]) -> list[Effect]:
+    def _note_sent(self, feed: NodeFeed, request: int, place: tuple[int, int]) -> list[Effect]:
         """Request lost parts again: the broker reports that it has sent every part before ``place``."""
-        if resend != feed.resend:
+        if request != feed.request:
             return []
         feed.again.answered(self._now)
         return self._ask_again(feed) if place > feed.next else []
@@ -496,13 +496,13 @@ class RelaySession:
             if found is None:
                 break
             part, payload = for_frames(*found, list(reader.share.frames))
-            part = msgspec.structs.replace(part, resend=flow.resend)
+            part = msgspec.structs.replace(part, request=flow.request)
             size = sum(len(frame) for frame in payload)
             self.flows.sent(flow, (part.step, part.part), part.part + 1 >= part.parts, size)
             envelope = Envelope(run=self.run, epoch=self.epoch, fence=reader.fence, message=part, payload=payload)
             effects.append(SendReader(reader.peer, envelope, group))
         if feed.end is not None and flow.want_stop and flow.sent_upto >= feed.end.num_steps:
-            end = msgspec.structs.replace(feed.end, resend=flow.resend)
+            end = msgspec.structs.replace(feed.end, request=flow.request)
             effects.append(SendReader(reader.peer, self._to(reader, end)))
         return effects
 
@@ -521,7 +521,7 @@ class RelaySession:
             reason, detail = "relay", f"step {flow.sent_upto}: {flow.queued_bytes} bytes are on their way to this rank"
         stream, batch = (said.stream, said.batch) if said is not None and not silent_s else (None, False)
         wait = Wait(
-            feed=feed.name, step=flow.sent_upto, part=flow.sent_part, resend=flow.resend, reason=reason, detail=detail,
+            feed=feed.name, step=flow.sent_upto, part=flow.sent_part, request=flow.request, reason=reason, detail=detail,
             stream=stream, batch=batch, silent_s=silent_s,
         )  # fmt: skip
         return [SendReader(reader.peer, self._to(reader, wait))]
@@ -597,7 +597,7 @@ class RelaySession:
         (feed.again.sent if repeated else feed.again.answered)(self._now)
         step, part = feed.next
         get = NodeGet(
-            feed=feed.name, lineage=feed.lineage, start=step, part=part, stop=feed.stop, resend=feed.resend,
+            feed=feed.name, lineage=feed.lineage, start=step, part=part, stop=feed.stop, request=feed.request,
             done=tuple((reader.name, reader.done_upto) for reader in readers),
         )  # fmt: skip
         return [self._send(get, feed.fence)]

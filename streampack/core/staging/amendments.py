@@ -60,8 +60,8 @@ def parse_amend(
         return None
     given = list(_values_of(message, payload, fields, _lengths_of(message, seqs, staged)))
     refused, other = {seq: ENDED for seq in seqs if seq >= staged.next_seq}, ""
-    if message.incarnation != ANY_PROCESS:
-        refused |= {seq: LOST for seq in seqs if staged.sender(seq) not in (None, message.incarnation)}
+    if message.process != ANY_PROCESS:
+        refused |= {seq: LOST for seq in seqs if staged.sender(seq) not in (None, message.process)}
     for value in given:
         crc = staged.crc(value.seq, value.name)
         if crc not in (None, value.crc):
@@ -123,7 +123,7 @@ def _lengths_of(message: Amend, seqs: list[int], staged: StagedPartition) -> lis
     given: list[int] = np.frombuffer(columns, "<u4").tolist() if by_token else [0] * len(seqs)
     for seq, length in zip(seqs, given, strict=True):
         place = staged.find(seq)
-        if place is None or message.incarnation not in (ANY_PROCESS, place.chunk.incarnation):
+        if place is None or message.process not in (ANY_PROCESS, place.chunk.process):
             continue
         expected = int(place.chunk.lengths[place.at])
         if by_token and length != expected and expected:

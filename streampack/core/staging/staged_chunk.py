@@ -110,7 +110,7 @@ class StagedChunk:
         return self.base_seq + len(self.lengths)
 
     @property
-    def incarnation(self) -> int:
+    def process(self) -> int:
         """The process that sent the chunk."""
         return self.record.cursor[0]
 

@@ -129,8 +129,8 @@ class StagedPartition:
         """Add the partition's next chunk."""
         self.chunks.append(chunk)
         self.next_seq, self.cursor = chunk.stop_seq, chunk.record.cursor
-        if not self._senders or self._senders[-1][1] != chunk.incarnation:
-            self._senders = [*self._senders[1 - MOST_SENDERS :], (chunk.base_seq, chunk.incarnation)]
+        if not self._senders or self._senders[-1][1] != chunk.process:
+            self._senders = [*self._senders[1 - MOST_SENDERS :], (chunk.base_seq, chunk.process)]
         rejected = chunk.base_seq + np.flatnonzero(chunk.lengths == 0)
         self.drops.add(rejected.tolist(), chunk.record.rejected)
         self.note(chunk)

@@ -80,7 +80,7 @@ class Formed:
     def direct(self, step: int, mesh: Mesh) -> list[Message]:
         """The messages that one rank gets without a relay."""
         found = []
-        for part, packs in self.kept.parts(step, mesh, resend=3):
+        for part, packs in self.kept.parts(step, mesh, request=3):
             arrays = self.arena.gather(packs, part.frames, mesh.cp, (mesh.cp_rank,), self.layout)
             found.append((part, tuple(array.tobytes() for array in arrays)))
         return found
@@ -88,7 +88,7 @@ class Formed:
     def node(self, step: int, node: NodeRanks) -> list[tuple[NodePart, tuple[Any, ...]]]:
         """The messages that a relay gets for the ranks of a host."""
         found = []
-        for part, packs in self.kept.node_parts(step, node, resend=3):
+        for part, packs in self.kept.node_parts(step, node, request=3):
             found.append((part, self.arena.gather(packs, part.frames, part.cp, part.cp_ranks, self.layout)))
         return found
 
@@ -239,11 +239,11 @@ def test_a_skipped_step_is_one_message_without_packs(host: tuple[Formed, list[Me
     node = NodeRanks.of(ranks, job.rules.all_fields, job.layout)
     for step in job.steps:
         job.kept.skip(step, step)
-        ((part, packs),) = job.kept.node_parts(step, node, begin=1, resend=5)
+        ((part, packs),) = job.kept.node_parts(step, node, begin=1, request=5)
         assert packs is NOTHING
         for (dp_rank, cp_rank), message, payload in split(part, (), job.rules, job.layout):
             mesh = job.rank(dp_rank, cp_rank, 0)
-            ((direct, _),) = job.kept.parts(step, mesh, resend=5)
+            ((direct, _),) = job.kept.parts(step, mesh, request=5)
             assert for_frames(message, payload, ["input_ids"]) == (direct, ())
 
 

@@ -51,7 +51,7 @@ class Rollouts(Live):
         for partition in range(PARTITIONS):
             peer = b"push%d" % partition
             self.pushers.append(PushSession(
-                run=0, producer=f"pusher{partition}", incarnation=partition + 1, host="host", pid=partition,
+                run=0, producer=f"pusher{partition}", process=partition + 1, host="host", pid=partition,
                 stream="rollouts", partition=partition, buffer=PushBuffer(self.buffer_bytes),
             ))  # fmt: skip
             self.producers[peer] = self.pushers[-1]

@@ -550,7 +550,7 @@ class Leaving(Pushed):
 
     def __init__(self, seed: int) -> None:
         self.spare = PushSession(
-            run=0, producer="spare", incarnation=99, host="host", pid=99, stream="spare", partition=0,
+            run=0, producer="spare", process=99, host="host", pid=99, stream="spare", partition=0,
             buffer=PushBuffer(1 << 16),
         )  # fmt: skip
         before = rollouts.RULES

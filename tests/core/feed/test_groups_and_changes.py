@@ -41,7 +41,7 @@ class TwoStreams(Live):
     def start_producer(self, streams: list[str]) -> bytes:
         for number, stream in enumerate(STREAMS):
             self.pushers.append(PushSession(
-                run=0, producer=stream, incarnation=number + 1, host="host", pid=number, stream=stream, partition=0,
+                run=0, producer=stream, process=number + 1, host="host", pid=number, stream=stream, partition=0,
                 buffer=PushBuffer(1 << 16),
             ))  # fmt: skip
             self.producers[stream.encode()] = self.pushers[-1]

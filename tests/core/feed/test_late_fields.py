@@ -159,11 +159,11 @@ def late_chunk(partition: int, first: int, stop: int) -> Any:
     )  # fmt: skip
 
 
-def amend_of(partition: int, seqs: list[int], names: tuple[str, ...], number: int, incarnation: int = 0) -> GiveValues:
+def amend_of(partition: int, seqs: list[int], names: tuple[str, ...], number: int, process: int = 0) -> GiveValues:
     columns = [[value_of(name, partition, seq) for seq in seqs] for name in names]
     lengths = np.array([length_of(partition, seq) for seq in seqs], "<u4").tobytes()
     message = Amend(
-        stream="rollouts", partition=partition, number=number, incarnation=incarnation or partition + 1,
+        stream="rollouts", partition=partition, number=number, process=process or partition + 1,
         seqs_u64=np.array(seqs, "<u8").tobytes(), names=names,
         crcs_u32=np.array([[crc32c(value) for value in column] for column in columns], "<u4").tobytes(),
         lengths_u32=lengths if "advantages" in names else UNSET,
@@ -264,7 +264,7 @@ def test_a_staged_partition_takes_no_sample_after_its_end_also_from_another_proc
     partition = next(record.partition for record in live.records() if isinstance(record, EndStaged))
     live._to_producer(b"push%d" % partition, Leave())
     other = PushSession(
-        run=0, producer="other", incarnation=99, host="host", pid=9, stream="rollouts", partition=partition,
+        run=0, producer="other", process=99, host="host", pid=9, stream="rollouts", partition=partition,
         buffer=PushBuffer(1 << 16),
     )  # fmt: skip
     live.producers[b"other"] = other

@@ -157,7 +157,7 @@ def test_a_program_that_takes_a_partition_over_gets_no_tickets_of_the_one_before
     before = live.pushers[0]
     del live.producers[b"push0"]
     live.pushers[0] = live.producers[b"new0"] = PushSession(
-        run=0, producer="another", incarnation=99, host="host", pid=9, stream="rollouts", partition=0,
+        run=0, producer="another", process=99, host="host", pid=9, stream="rollouts", partition=0,
         buffer=PushBuffer(1 << 16),
     )  # fmt: skip
     live.generating[0].clear()

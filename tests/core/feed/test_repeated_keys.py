@@ -53,7 +53,7 @@ class Jobs(Unsafe):
         self.sent[partition] = []
         peer = b"push%d" % self.num_processes
         session = PushSession(
-            run=0, producer=f"pusher{self.num_processes}", incarnation=self.num_processes, host="host",
+            run=0, producer=f"pusher{self.num_processes}", process=self.num_processes, host="host",
             pid=self.num_processes, stream="rollouts", partition=partition, buffer=PushBuffer(self.buffer_bytes),
         )  # fmt: skip
         self.peers = {**getattr(self, "peers", {}), partition: peer}

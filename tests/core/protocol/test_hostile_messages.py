@@ -169,12 +169,12 @@ def test_a_rank_that_asks_for_all_steps_there_will_ever_be_gets_those_there_are(
     assert attach is not None
     stage.hear(*attach)
     before = len(stage.said[b"2"])
-    for resend in range(50):
-        get = Get(feed="train", lineage=0, start=0, stop=2**62 - 1, done_upto=0, resend=resend)
+    for request in range(50):
+        get = Get(feed="train", lineage=0, start=0, stop=2**62 - 1, done_upto=0, request=request)
         stage.hear(1, b"2", Envelope(run=RUN, epoch=EPOCH, fence=1, message=get))
     assert 0 < len(stage.said[b"2"]) - before <= 51 * 2, "as many as may be ahead, each time"
     for done in (2**62 - 1, 0):
-        get = Get(feed="train", lineage=2**62 - 1, start=2**62 - 2, stop=2**62 - 1, done_upto=done, resend=99)
+        get = Get(feed="train", lineage=2**62 - 1, start=2**62 - 2, stop=2**62 - 1, done_upto=done, request=99)
         stage.hear(1, b"2", Envelope(run=RUN, epoch=EPOCH, fence=1, message=get))
     stage.check()
 

@@ -220,7 +220,7 @@ def test_a_relays_key_takes_no_name_of_a_rank_that_it_may_not_read(narrow: dict[
 
 def test_a_trainers_key_speaks_for_no_other_rank() -> None:
     bench = Guarded([Rights("rank", "trainer"), Rights("relay", "relay"), Rights("other", "trainer")])
-    get = NodeGet(feed="train", lineage=0, start=0, stop=1, resend=0)
+    get = NodeGet(feed="train", lineage=0, start=0, stop=1, request=0)
     for message in (get, NodePing(feed="train", have_upto=0)):
         envelope = Envelope(run=RUN, epoch=EPOCH, fence=0, message=message)
         assert bench.say(KEYS[0] + b"1", envelope, False)

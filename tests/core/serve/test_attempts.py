@@ -158,7 +158,7 @@ class Desk:
     def take(self, name: str, upto: int, done: int | None = None) -> None:
         """A process asks for the steps before ``upto`` and has returned those before ``done``, or all."""
         stop, done = max(upto, 1), upto if done is None else done
-        self.say(name.encode(), Get(feed="train", lineage=0, start=0, stop=stop, done_upto=done, resend=0))
+        self.say(name.encode(), Get(feed="train", lineage=0, start=0, stop=stop, done_upto=done, request=0))
         self.say(name.encode(), ping(name, done))
 
     def die(self, *names: str) -> None:
@@ -238,7 +238,7 @@ def reading(upto: int = 4, dp: int = 2, ahead: int = 6) -> Desk:
 
 
 def asking(start: int, done: int) -> Get:
-    return Get(feed="train", lineage=0, start=start, stop=start + 2, done_upto=done, resend=1)
+    return Get(feed="train", lineage=0, start=start, stop=start + 2, done_upto=done, request=1)
 
 
 def out_of_steps() -> tuple[Desk, int]:
@@ -269,7 +269,7 @@ def test_who_has_nothing_left_hears_at_once_what_is_missing_and_who_has_steps_in
     desk.say(b"a0", asking(upto, upto - 1), fence)
     assert not desk.heard("a0", Wait), "it has the step before"
     desk.say(b"a0", asking(upto, upto), fence)
-    assert desk.heard("a0", Wait) == [Wait(feed="train", step=upto, reason="forming", detail="of samples", resend=1)]
+    assert desk.heard("a0", Wait) == [Wait(feed="train", step=upto, reason="forming", detail="of samples", request=1)]
     desk.ahead = 1
     desk.form()
     desk.say(b"a1", asking(upto, upto), fence)
@@ -416,7 +416,7 @@ def test_a_broker_that_hung_does_not_take_the_ranks_of_those_that_it_did_not_hea
 
 @pytest.mark.parametrize(
     "word",
-    [ping("a0", 6), Get(feed="train", lineage=0, start=0, stop=9, done_upto=6, resend=7), attach("a0"), Bye()],
+    [ping("a0", 6), Get(feed="train", lineage=0, start=0, stop=9, done_upto=6, request=7), attach("a0"), Bye()],
     ids=lambda word: type(word).__name__,
 )
 def test_a_process_whose_rank_was_taken_over_is_fenced_and_changes_nothing(word: Message) -> None:
@@ -886,7 +886,7 @@ def test_what_was_said_in_another_attempt_or_to_another_broker_changes_nothing()
     desk = reading(upto=4)
     for fence, epoch in ((0, EPOCH), (desk.attempt + 1, EPOCH), (desk.attempt, EPOCH - 1)):
         before, told = desk.state(), len(desk.heard("a0", Attached))
-        desk.say(b"a0", Get(feed="train", lineage=0, start=4, stop=9, done_upto=9, resend=9), fence, epoch)
+        desk.say(b"a0", Get(feed="train", lineage=0, start=4, stop=9, done_upto=9, request=9), fence, epoch)
         assert desk.state() == before
         assert len(desk.heard("a0", Attached)) == told + 1, "and is answered with this one"
 
@@ -894,7 +894,7 @@ def test_what_was_said_in_another_attempt_or_to_another_broker_changes_nothing()
 def test_a_process_that_connects_anew_is_served_there() -> None:
     desk = reading(upto=4)
     desk.say(b"new", attach("a0"), fence=1)
-    desk.say(b"new", Get(feed="train", lineage=0, start=4, stop=5, done_upto=4, resend=1), fence=1)
+    desk.say(b"new", Get(feed="train", lineage=0, start=4, stop=5, done_upto=4, request=1), fence=1)
     assert desk.steps("new") == [4]
     assert not desk.readers.knows(b"a0")
 
@@ -1019,11 +1019,11 @@ def test_whatever_trainers_do_one_process_holds_a_rank_and_a_job_can_always_begi
             name, (dp, rank), step, iteration, ready = rest
             desk.come(name, step, dp=dp, rank=rank, iteration=iteration, ready=ready)
         elif kind == "take":
-            name, count, delta, resend = rest
+            name, count, delta, request = rest
             at = max(desk.readers.steps.released_upto + delta, 0)
             desk.say(
                 name.encode(),
-                Get(feed="train", lineage=0, start=at, stop=at + count, done_upto=at, resend=resend),
+                Get(feed="train", lineage=0, start=at, stop=at + count, done_upto=at, request=request),
             )
         elif kind == "wait":
             desk.wait(*rest)
@@ -1073,8 +1073,8 @@ def wide(dp: int = 1, leaving_bytes: int = 2 * PART) -> Desk:
     return desk
 
 
-def confirm(desk: Desk, name: str, upto: int, stop: int = 9, resend: int = 0) -> None:
-    desk.say(name.encode(), Get(feed="train", lineage=0, start=upto, stop=stop, done_upto=0, resend=resend))
+def confirm(desk: Desk, name: str, upto: int, stop: int = 9, request: int = 0) -> None:
+    desk.say(name.encode(), Get(feed="train", lineage=0, start=upto, stop=stop, done_upto=0, request=request))
 
 
 def test_only_so_many_bytes_are_sent_as_are_not_confirmed() -> None:
@@ -1098,10 +1098,10 @@ def test_no_number_of_requests_has_anything_sent_twice_without_proof_of_loss() -
         confirm(desk, "a0", 0)
         desk.now += 10.0
     assert desk.steps("a0") == [0, 1, 2, 3, 4, 5]
-    confirm(desk, "a0", 2, resend=1)
+    confirm(desk, "a0", 2, request=1)
     assert desk.steps("a0") == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5]
     assert desk.readers.steps.flows.resent_bytes == 4 * PART
-    confirm(desk, "a0", 2, resend=2)
+    confirm(desk, "a0", 2, request=2)
     assert len(desk.steps("a0")) == 10, "one proof a second, where nothing is confirmed in between"
 
 

@@ -77,13 +77,13 @@ def attached(iteration: int = 0) -> Attached:
 
 
 def part(
-    step: int, number: int = 0, of: int = 1, *, micro_batches: int = 1, chain: bytes = b"", resend: int = 0
+    step: int, number: int = 0, of: int = 1, *, micro_batches: int = 1, chain: bytes = b"", request: int = 0
 ) -> StepPart:
     return StepPart(
         feed="train", lineage=0, step=step, part=number, parts=of, first=0, micro_batches=micro_batches, digest=b"d",
         chain=chain or b"chain%d" % (step + 1), num_loss_tokens=0, num_samples=0, frames=[], packs_u32=b"",
         counts_u32=b"", loss_tokens_u32=b"", lengths_u32=b"", streams_u32=b"", indices_u64=b"", parts_u32=b"",
-        resend=resend,
+        request=request,
     )  # fmt: skip
 
 
@@ -280,32 +280,32 @@ def test_a_client_asks_again_and_pings_even_if_it_wants_nothing() -> None:
 def test_a_part_before_its_turn_proves_that_others_are_lost_once() -> None:
     session = client(ready=True, prefetch=3)
     (first,) = sent(session.handle(said(attached())), Get)
-    assert (first.start, first.part, first.resend) == (0, 0, 1)
-    session.handle(said(part(0, 0, of=3, resend=1)))
-    (again,) = sent(session.handle(said(part(0, 2, of=3, resend=1))), Get)
-    assert (again.start, again.part, again.resend) == (0, 1, 2)
-    assert not sent(session.handle(said(part(1, 0, resend=1))), Get), "it was sent before the loss was known"
-    effects = session.handle(said(part(0, 1, of=3, resend=2)))
+    assert (first.start, first.part, first.request) == (0, 0, 1)
+    session.handle(said(part(0, 0, of=3, request=1)))
+    (again,) = sent(session.handle(said(part(0, 2, of=3, request=1))), Get)
+    assert (again.start, again.part, again.request) == (0, 1, 2)
+    assert not sent(session.handle(said(part(1, 0, request=1))), Get), "it was sent before the loss was known"
+    effects = session.handle(said(part(0, 1, of=3, request=2)))
     assert delivered(effects) == [0, 1]
     assert not sent(effects, Get), "nothing is missing any more"
-    assert not sent(session.handle(said(part(0, 2, of=3, resend=2))), Get)
+    assert not sent(session.handle(said(part(0, 2, of=3, request=2))), Get)
 
 
 @pytest.mark.parametrize("what", ["wait", "end"])
 def test_a_last_part_that_is_lost_is_noticed_by_the_word_that_follows_it(what: str) -> None:
     session = client(ready=True, prefetch=3)
     session.handle(said(attached()))
-    session.handle(said(part(0, resend=1)))
+    session.handle(said(part(0, request=1)))
 
-    def word(step: int, resend: int) -> Message:
+    def word(step: int, request: int) -> Message:
         if what == "end":
-            return End(feed="train", lineage=0, num_steps=step, chain=b"", resend=resend)
-        return Wait(feed="train", step=step, reason="stream", detail="of a", resend=resend)
+            return End(feed="train", lineage=0, num_steps=step, chain=b"", request=request)
+        return Wait(feed="train", step=step, reason="stream", detail="of a", request=request)
 
     assert not sent(session.handle(said(word(1, 1))), Get), "all that was sent has come"
     assert not sent(session.handle(said(word(2, 0))), Get), "a word about an earlier request"
     (again,) = sent(session.handle(said(word(2, 1))), Get)
-    assert (again.start, again.resend) == (1, 2)
+    assert (again.start, again.request) == (1, 2)
     assert not sent(session.handle(said(word(2, 1))), Get), "it is asked for already"
 
 
@@ -314,7 +314,7 @@ def test_no_time_that_passes_has_anything_sent_again() -> None:
     session.handle(said(attached()))
     gets = [get for now in range(1, 400) for get in sent(session.handle(Tick(now / 4)), Get)]
     assert len(gets) > 5
-    assert {get.resend for get in gets} == {1}
+    assert {get.request for get in gets} == {1}
 
 
 def test_parts_are_confirmed_when_so_many_bytes_have_come_as_the_broker_asks_for() -> None:
@@ -322,9 +322,9 @@ def test_parts_are_confirmed_when_so_many_bytes_have_come_as_the_broker_asks_for
     session.handle(said(structs.replace(attached(), ack_bytes=100)))
     gets = []
     for number in range(8):
-        envelope = said(part(0, number, of=9, resend=1)).envelope
+        envelope = said(part(0, number, of=9, request=1)).envelope
         gets += sent(session.handle(FromBroker(structs.replace(envelope, payload=(b"x" * 40,)))), Get)
-    assert [(get.start, get.part, get.resend) for get in gets] == [(0, 3, 1), (0, 6, 1)]
+    assert [(get.start, get.part, get.request) for get in gets] == [(0, 3, 1), (0, 6, 1)]
     (ping,) = sent(session.handle(Tick(5.0)), ReaderPing)
     assert (ping.have_upto, ping.part) == (0, 8)
 

@@ -210,7 +210,7 @@ class World:
         self.names += 1
         self.up = [envelope for envelope in self.up if not isinstance(envelope.message, Hello)]
         self.session = PushSession(
-            run=0, producer=f"process {self.names}", incarnation=self.names, host="host", pid=self.names,
+            run=0, producer=f"process {self.names}", process=self.names, host="host", pid=self.names,
             stream=STREAM, partition=PARTITION, buffer=PushBuffer(BUFFER),
         )  # fmt: skip
         self.pushed: dict[int, int] = {}
@@ -233,7 +233,7 @@ class World:
                 self.up.append(wire.decode(wire.encode(effect.envelope)))
         self.check()
         if any(isinstance(effect, Finish) for effect in effects):
-            me, first = self.session.incarnation, self.session.first_seq
+            me, first = self.session.process, self.session.first_seq
             assert first is not None
             assert any(seq >= first and self.pushed_by[number] != me for seq, number in self.ever), effects
             self.begin()
@@ -261,7 +261,7 @@ class World:
             return
         for i in range(count):
             self.pushed[self.session.buffer.next_seq + i] = self.next_id + i
-            self.pushed_by[self.next_id + i] = self.session.incarnation
+            self.pushed_by[self.next_id + i] = self.session.process
         self.next_id += count
         self.tell(Push(chunk))
 
@@ -399,7 +399,7 @@ class Bench:
         self.session = PushSession(
             run=0,
             producer="me",
-            incarnation=ME,
+            process=ME,
             host="host",
             pid=1,
             stream=STREAM,

@@ -28,7 +28,7 @@ def attach(relay: RelaySession, reader: str, mesh: Mesh) -> None:
 
 def get(relay: RelaySession, reader: str, step: int = 0) -> list[tuple[str, int]]:
     """A reader that has returned ``step`` steps wants the next; return what the relay's request says of its readers."""
-    request = Get(feed="train", lineage=0, start=step, stop=step + 3, done_upto=step, resend=0)
+    request = Get(feed="train", lineage=0, start=step, stop=step + 3, done_upto=step, request=0)
     effects = relay.handle(FromReader(reader.encode(), said(request)))
     messages = [effect.envelope.message for effect in effects if isinstance(effect, Send)]
     return [pair for message in messages if isinstance(message, NodeGet) for pair in message.done]

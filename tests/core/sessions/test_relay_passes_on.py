@@ -61,7 +61,7 @@ def test_a_question_that_the_relay_does_not_know_reaches_the_broker_and_its_answ
     [
         AskResults(feed="train", number=1),
         End(feed="train", lineage=0, num_steps=1, chain=b""),
-        NodeGet(feed="train", lineage=0, start=0, stop=1, resend=0),
+        NodeGet(feed="train", lineage=0, start=0, stop=1, request=0),
         FeedMessage(feed="train"),
         Elsewhere(),
         Reject(code="protocol", detail="of a reader"),

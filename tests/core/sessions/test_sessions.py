@@ -170,8 +170,8 @@ def attach(
     )  # fmt: skip
 
 
-def get(stop: int, *, start: int = 0, done: int = 0, resend: int = 0) -> Get:
-    return Get(feed="train", lineage=0, start=start, stop=stop, done_upto=done, resend=resend)
+def get(stop: int, *, start: int = 0, done: int = 0, request: int = 0) -> Get:
+    return Get(feed="train", lineage=0, start=start, stop=stop, done_upto=done, request=request)
 
 
 def fill(bench: Bench, peer: bytes = b"p", chunks: int = 6) -> None:
@@ -257,7 +257,7 @@ def test_an_older_copy_of_attach_changes_nothing() -> None:
     assert not bench.heard(b"1", Reject)
     assert len(bench.heard(b"1", Attached)) == 2
     assert bench.feed.readers.steps.released_upto == 2
-    bench.read(b"1", get(4, start=2, done=2, resend=1))
+    bench.read(b"1", get(4, start=2, done=2, request=1))
     assert bench.heard(b"1", StepPart)[-1].step == 3
 
 
@@ -281,9 +281,9 @@ def test_reads_are_pure() -> None:
     fill(bench)
     bench.read(b"1", attach("r"))
     bench.read(b"1", get(2))
-    bench.read(b"1", get(2, resend=1))
+    bench.read(b"1", get(2, request=1))
     first, second = bench.heard(b"1", StepPart)[:2], bench.heard(b"1", StepPart)[2:]
-    assert [msgspec.structs.replace(part, resend=1) for part in first] == second
+    assert [msgspec.structs.replace(part, request=1) for part in first] == second
     assert [part.step for part in first] == [0, 1]
 
 
@@ -1158,7 +1158,7 @@ def _messages(draw: st.DrawFn) -> tuple[Message, bytes]:
     fields: dict[str, Any] = {}
     for field in msgspec.structs.fields(kind):
         is_bool = field.type in (bool, bool | msgspec.UnsetType)
-        fields[field.name] = draw(known[bool] if is_bool else _field(kind, field.name, known))
+        fields[field.encode_name] = draw(known[bool] if is_bool else _field(kind, field.encode_name, known))
     return msgspec.convert(fields, kind), b""
 
 

@@ -95,7 +95,7 @@ def test_a_report_that_comes_after_a_later_one_is_ignored() -> None:
 
 def session_with_lease() -> PushSession:
     session = PushSession(
-        run=0, producer="p", incarnation=5, host="host", pid=1, stream="s", partition=0, buffer=PushBuffer(1 << 20)
+        run=0, producer="p", process=5, host="host", pid=1, stream="s", partition=0, buffer=PushBuffer(1 << 20)
     )
     hear(session, Lease(
         stream="s", partition=0, partitions=1, first_seq=0, cursor=None, seed=0, passes=None, dtype="int32",

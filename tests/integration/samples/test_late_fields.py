@@ -189,7 +189,7 @@ def test_a_process_that_is_started_again_gives_values_to_samples_of_the_one_befo
         seq = rollouts.send(rollout(1))
         own = rollouts.sample_ids(seq)
     with streampack.Producer(broker.producers, stream="rollouts", timeout_s=PATIENCE_S) as rollouts:
-        assert rollouts.sample_ids(seq)[0].incarnation == 0
+        assert rollouts.sample_ids(seq)[0].process == 0
         rollouts.amend(seq, reward=[1.5])
         rollouts.amend(own, reward=[1.5])
 
@@ -197,11 +197,11 @@ def test_a_process_that_is_started_again_gives_values_to_samples_of_the_one_befo
 def test_ids_that_name_no_sample_are_refused(broker: RunningBroker) -> None:
     with streampack.Producer(broker.producers, stream="rollouts", timeout_s=PATIENCE_S) as rollouts:
         seq = rollouts.send(rollout(1))
-        (partition, _, incarnation) = rollouts.sample_ids(seq)[0]
+        (partition, _, process) = rollouts.sample_ids(seq)[0]
         with pytest.raises(DataStall, match="It may not have these samples yet"):
-            rollouts.amend([(partition, seq + 5, incarnation)], reward=[1.0], timeout_s=0.5)
+            rollouts.amend([(partition, seq + 5, process)], reward=[1.0], timeout_s=0.5)
         with pytest.raises(Rejected, match="got a value for a sample of another process"):
-            rollouts.amend([(partition, seq, incarnation + 1)], reward=[1.0])
+            rollouts.amend([(partition, seq, process + 1)], reward=[1.0])
         with pytest.raises(UserError, match=r"expected an id from Producer\.sample_ids"):
             rollouts.amend(["7"], reward=[1.0])  # type: ignore[list-item]
         with pytest.raises(SampleError, match="got a value of reward with a sample, expected none"):

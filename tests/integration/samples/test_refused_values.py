@@ -136,7 +136,7 @@ def test_a_restarted_broker_still_knows_what_was_dropped_and_who_sent_it() -> No
                 with pytest.raises(ValuesRejected, match="got another value of reward than before") as refused:
                     scorer.amend([late, kept], reward=[9.0, 9.0])
                 assert refused.value.samples == {late: "late_timeout", kept: "other_value"}
-                foreign = other._replace(incarnation=late.incarnation)
+                foreign = other._replace(process=late.process)
                 with pytest.raises(ValuesRejected, match="got a value for a sample of another process") as refused:
                     scorer.amend([foreign], reward=[3.0])
                 assert refused.value.samples == {foreign: "lost"}

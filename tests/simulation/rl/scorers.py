@@ -36,7 +36,7 @@ class Given(NamedTuple):
     births: Births
     seqs: tuple[int, ...]
     names: tuple[str, ...]
-    incarnation: int
+    process: int
     safe: bool
 
 
@@ -84,7 +84,7 @@ class ScorerProcess(Process):
             one, reason = births.sent.get(seq), reasons.get(seq, "")
             where = f"late values: sample {seq} of {case.names[births.stream]} {births.partition}: {answer}"
             if reason == "lost":
-                assert one is None or one.incarnation != given.incarnation, where
+                assert one is None or one.process != given.process, where
             elif reason in ("", "ended"):
                 lacking = [name for name in given.names if not self.world.is_amended(births, seq, name)]
                 assert reason or not lacking, f"{where}, and the log lacks {lacking}"
@@ -137,18 +137,18 @@ class ScorerProcess(Process):
 
     def _send(self, births: Births, seqs: tuple[int, ...], names: tuple[str, ...], safe: bool) -> None:
         """Give values to samples of one process; or to those of any process, if it is not known which that was."""
-        incarnation = births.sent[seqs[0]].incarnation
+        process = births.sent[seqs[0]].process
         if safe and self.world.rng.random() < 0.3:
-            incarnation = ANY_PROCESS
+            process = ANY_PROCESS
         else:
-            seqs = tuple(seq for seq in seqs if births.sent[seq].incarnation == incarnation)
+            seqs = tuple(seq for seq in seqs if births.sent[seq].process == process)
         number = self.session.open.take_number()
-        self._open[number] = Given(births, seqs, names, incarnation, safe)
-        self.handle(self.values(births, seqs, names, number, incarnation))
+        self._open[number] = Given(births, seqs, names, process, safe)
+        self.handle(self.values(births, seqs, names, number, process))
 
     @staticmethod
     def values(
-        births: Births, seqs: tuple[int, ...], names: tuple[str, ...], number: int, incarnation: int
+        births: Births, seqs: tuple[int, ...], names: tuple[str, ...], number: int, process: int
     ) -> GiveValues:  # fmt: skip
         """Return the message with the values of some samples."""
         case = births.case
@@ -159,7 +159,7 @@ class ScorerProcess(Process):
         ]
         lengths = case.lengths(births.stream, births.partition)[made].astype("<u4").tobytes()
         message = Amend(
-            stream=case.names[births.stream], partition=births.partition, number=number, incarnation=incarnation,
+            stream=case.names[births.stream], partition=births.partition, number=number, process=process,
             seqs_u64=np.array(seqs, "<u8").tobytes(), names=names,
             crcs_u32=np.array([[crc32c(value) for value in column] for column in columns], "<u4").tobytes(),
             lengths_u32=lengths if any(field.axis == "token" for field in fields) else UNSET,

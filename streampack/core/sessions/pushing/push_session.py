@@ -137,11 +137,11 @@ END_PHASES = {
 class PushSession(Sender):
     """State of one process that pushes to ``partition`` of ``stream``; ``buffer`` holds its unsafe samples.
 
-    No other process has the same ``incarnation``, a number below 2**62. Each chunk's cursor holds it, and a lease
-    brings the last chunk's cursor back. So a process that was stopped for long learns that another has pushed since.
+    ``process`` is a number below 2**62 that no other process has. Each chunk's cursor holds it, and a lease brings the
+    last chunk's cursor back. So a process that was stopped for long learns that another has pushed since.
     """
 
-    incarnation: int
+    process: int
     stream: str
     partition: int
     buffer: PushBuffer
@@ -424,7 +424,7 @@ class PushSession(Sender):
         safe = self.buffer.durable_seq
         if self.first_seq is None:
             return ""
-        by_another = cursor is not None and cursor[2] == seq > self.first_seq and cursor[0] != self.incarnation
+        by_another = cursor is not None and cursor[2] == seq > self.first_seq and cursor[0] != self.process
         if by_another or seq > self.buffer.ever_sent_seq:
             return self._pushed_by_another()
         if seq >= safe:
@@ -468,7 +468,7 @@ class PushSession(Sender):
         """Return the message for a chunk of the buffer."""
         return chunk_as(
             Samples, kept.chunk, stream=self.stream, partition=self.partition, base_seq=kept.base_seq,
-            cursor=(self.incarnation, 0, kept.stop_seq), pass_ended=False,
+            cursor=(self.process, 0, kept.stop_seq), pass_ended=False,
         )  # fmt: skip
 
     def _next_mark_or_end(self) -> Mark | Eos | None:
