@@ -113,14 +113,14 @@ def a_diverged_log_is_not_discarded(patch: Patch) -> None:
         known = self._first_lsn <= message.have_upto <= self._next_lsn
         return bool(known and (message.log_epoch != 0 or original(self, message)))
 
-    def found(original: Any, self: LogFollower, event: Any) -> list[Effect]:
+    def newest(original: Any, self: LogFollower, event: Any) -> list[Effect]:
         effects: list[Effect] = original(self, event)
         if self.leader is not None and self.log_epoch:
             self.log_epoch = self.leader.epoch
         return effects
 
     wrap(patch, LogShipper, "_fits", fits)
-    wrap(patch, LogFollower, "_found", found)
+    wrap(patch, LogFollower, "_on_newest", newest)
 
 
 @mutant()

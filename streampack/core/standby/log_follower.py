@@ -11,7 +11,8 @@ from __future__ import annotations
 from enum import Enum
 
 from streampack.core.protocol.events import Effect, Event, Report, Tick
-from streampack.core.protocol.message import Envelope, Reject
+from streampack.core.protocol.handlers import Handlers
+from streampack.core.protocol.message import Envelope, Message, Reject
 from streampack.core.protocol.standby_messages import Follow, HandOver, Lead, LogRecords, Replaced
 from streampack.core.standby.arbiter_entries import (
     CreateEntry,
@@ -118,23 +119,24 @@ class LogFollower:
 
     def handle(self, event: Event) -> list[Effect]:
         """Return the effects of an event, for the shell to perform in order."""
-        if isinstance(event, LogState):
-            moved = event.safe_upto > self._safe_upto
-            self._next_lsn, self._safe_upto = event.next_lsn, event.safe_upto
-            return self._follow() if moved and self.phase is FollowerPhase.FOLLOWING else []
-        if isinstance(event, Tick):
-            return self._tick(event.now)
-        if isinstance(event, Newest):
-            return self._found(event)
-        if isinstance(event, EntryWritten):
-            return self._entry_written(event)
-        if isinstance(event, FromPeer) and self.phase is FollowerPhase.FOLLOWING:
-            return self._receive(event.envelope)
-        return []
+        return self._events[type(event)](self, event)
+
+    _events = Handlers[[], list[Effect]]()
+    _events.ignore(Event)
+    _messages = Handlers[[Envelope, Entry], list[Effect]]()
+    _messages.ignore(Message)
+
+    @_events.of(LogState)
+    def _on_log(self, event: LogState) -> list[Effect]:
+        """Take the state of the own log, and confirm records that are safe now."""
+        moved = event.safe_upto > self._safe_upto
+        self._next_lsn, self._safe_upto = event.next_lsn, event.safe_upto
+        return self._follow() if moved and self.phase is FollowerPhase.FOLLOWING else []
 
     # The arbiter
 
-    def _found(self, newest: Newest) -> list[Effect]:
+    @_events.of(Newest)
+    def _on_newest(self, newest: Newest) -> list[Effect]:
         """Handle the newest entry: follow its active broker, or become active if no other broker is."""
         self.unreachable = newest.why
         entry = newest.entry
@@ -170,6 +172,7 @@ class LogFollower:
         text = f"asks the arbiter for entry {self._asked.number}, to be the active broker"
         return [Report("info", text), CreateEntry(self._asked)]
 
+    @_events.of(EntryWritten)
     def _entry_written(self, event: EntryWritten) -> list[Effect]:
         """Handle the arbiter's answer to this standby's own entry."""
         if event.entry != self._asked or self.phase is not FollowerPhase.ASKING:
@@ -188,6 +191,11 @@ class LogFollower:
 
     # The active broker
 
+    @_events.of(FromPeer)
+    def _on_peer(self, event: FromPeer) -> list[Effect]:
+        """Handle a message of the active broker, while this standby follows it."""
+        return self._receive(event.envelope) if self.phase is FollowerPhase.FOLLOWING else []
+
     def _receive(self, envelope: Envelope) -> list[Effect]:
         """Handle a message of the active broker, unless an older one sent it."""
         message, leader = envelope.message, self.leader
@@ -198,62 +206,63 @@ class LogFollower:
         if envelope.run != self.run or envelope.epoch != leader.epoch:
             self._looks = self._looks or (envelope.run == self.run and envelope.epoch > leader.epoch)
             return []
-        if isinstance(message, Replaced):
-            self.refused = f"the standby {message.name} is connected already"
-            return []
-        if isinstance(message, Lead):
-            return self._lead(message)
-        if isinstance(message, LogRecords):
-            return self._write(message, envelope.payload)
-        if isinstance(message, HandOver):
-            self._silent_s, self._handed_over = self._takeover_s + 1.0, True
-            return [Over("the run has ended")] if message.finished else []
+        return self._messages[type(message)](self, message, envelope, leader)
+
+    @_messages.of(Replaced)
+    def _on_replaced(self, message: Replaced, envelope: Envelope, leader: Entry) -> list[Effect]:
+        """Note that the active broker has another standby."""
+        self.refused = f"the standby {message.name} is connected already"
         return []
+
+    @_messages.of(HandOver)
+    def _on_hand_over(self, message: HandOver, envelope: Envelope, leader: Entry) -> list[Effect]:
+        """Prepare to take over, or end with the run."""
+        self._silent_s, self._handed_over = self._takeover_s + 1.0, True
+        return [Over("the run has ended")] if message.finished else []
 
     def _heard(self) -> None:
         """Note a sign of life."""
         if not self._handed_over:
             self._silent_s = 0.0
 
-    def _lead(self, message: Lead) -> list[Effect]:
+    @_messages.of(Lead)
+    def _on_lead(self, message: Lead, envelope: Envelope, leader: Entry) -> list[Effect]:
         """Handle a sign of life."""
-        assert self.leader is not None
         if message.process != self.process:
             return []
         self.refused = ""
         self._heard()
         if message.copies_from >= 0:
             self.is_member = False
-            if self.log_epoch == self.leader.epoch and self._next_lsn >= message.copies_from:
+            if self.log_epoch == leader.epoch and self._next_lsn >= message.copies_from:
                 return self._follow()  # the log was discarded already
-            return self._discard(message.copies_from)
-        self._looks = self._looks or message.entry > self.leader.number
+            return self._discard(message.copies_from, leader)
+        self._looks = self._looks or message.entry > leader.number
         if message.first_lsn <= self._first_lsn:
             return []
         self._first_lsn = message.first_lsn
         return [CutBelow(message.first_lsn)]
 
-    def _discard(self, first: int) -> list[Effect]:
+    def _discard(self, first: int, leader: Entry) -> list[Effect]:
         """Discard the own log; the copy of the active broker's log begins with record ``first``."""
-        assert self.leader is not None
         self._num_logs += 1
-        self.log_epoch, self._log_id = self.leader.epoch, f"{self.process}.{self._num_logs}"
+        self.log_epoch, self._log_id = leader.epoch, f"{self.process}.{self._num_logs}"
         self._first_lsn = first
         self._next_lsn = self._safe_upto = first
-        return [Discard(first, self.leader.epoch, self._log_id), *self._follow()]
+        return [Discard(first, leader.epoch, self._log_id), *self._follow()]
 
-    def _write(self, message: LogRecords, payload: tuple[object, ...]) -> list[Effect]:
+    @_messages.of(LogRecords)
+    def _on_records(self, message: LogRecords, envelope: Envelope, leader: Entry) -> list[Effect]:
         """Write the records that are not on the own disk yet; records after a gap are dropped."""
-        assert self.leader is not None
         self._heard()
-        count = len(message.kinds)
+        payload, count = envelope.payload, len(message.kinds)
         raw = message.sizes_u32
         sizes = tuple(int.from_bytes(raw[at : at + 4], "little") for at in range(0, len(raw), 4))
-        fits = len(sizes) == count and len(payload) == 1 and memoryview(payload[0]).nbytes == sum(sizes)  # type: ignore[arg-type]
+        fits = len(sizes) == count and len(payload) == 1 and memoryview(payload[0]).nbytes == sum(sizes)
         skip = self._next_lsn - message.first
-        if self.log_epoch != self.leader.epoch or not fits or not 0 <= skip < count:
+        if self.log_epoch != leader.epoch or not fits or not 0 <= skip < count:
             return []
-        body = memoryview(payload[0]).cast("B")[sum(sizes[:skip]) :]  # type: ignore[arg-type]
+        body = memoryview(payload[0]).cast("B")[sum(sizes[:skip]) :]
         written = WriteRecords(self._next_lsn, message.kinds[skip:], sizes[skip:], body)
         self._next_lsn += count - skip
         return [written, *self._follow()]
@@ -271,10 +280,11 @@ class LogFollower:
 
     # Time
 
-    def _tick(self, now: float) -> list[Effect]:
+    @_events.of(Tick)
+    def _tick(self, event: Tick) -> list[Effect]:
         """Look at the newest entry, send a sign of life, and take over from a silent broker."""
-        passed = min(max(now - self._now, 0.0), TICK_S)
-        self._now = now
+        now = event.now
+        passed, self._now = min(max(now - self._now, 0.0), TICK_S), now
         self._silent_s += passed
         if self.phase is FollowerPhase.ASKING:
             if now < self._look_at or self._asked is None:

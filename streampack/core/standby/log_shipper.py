@@ -16,6 +16,7 @@ from __future__ import annotations
 from msgspec import structs
 
 from streampack.core.protocol.events import Effect, Event, Report, Tick
+from streampack.core.protocol.handlers import Handlers
 from streampack.core.protocol.message import Envelope, Message, Reject
 from streampack.core.protocol.standby_messages import Follow, HandOver, Lead, Replaced
 from streampack.core.standby.arbiter_entries import CreateEntry, Entry, EntryWritten, Newest, ReadNewest
@@ -91,8 +92,7 @@ class LogShipper:
     @property
     def is_member(self) -> bool:
         """True if the newest entry, or one whose fate is unknown, names a standby as a member."""
-        pending = self._pending is not None and len(self._pending.members) > 1
-        return pending or len(self.entry.members) > 1
+        return len(self._members) > 1
 
     @property
     def safe_upto(self) -> int:
@@ -114,7 +114,8 @@ class LogShipper:
 
     @property
     def _members(self) -> tuple[str, ...]:
-        return self._pending.members if self._pending and len(self._pending.members) > 1 else self.entry.members
+        pending = self._pending
+        return self.entry.members if pending is None or len(pending.members) == 1 else pending.members
 
     @property
     def _no_arbiter(self) -> str:
@@ -129,26 +130,26 @@ class LogShipper:
         """Return the effects of an event, for the shell to perform in order."""
         if self.over:
             return []
-        if isinstance(event, LogState):
-            self._first_lsn, self._next_lsn, self._local_safe = event.first_lsn, event.next_lsn, event.safe_upto
-            effects = self._ship()
-        elif isinstance(event, FromPeer):
-            effects = self._receive(event.peer, event.envelope)
-        elif isinstance(event, Shipped):
-            if event.upto > self._sent_upto:
-                self._sent_upto = event.upto
-                self._shipped.append(event.upto)
-            effects = self._ship()
-        elif isinstance(event, EntryWritten):
-            effects = self._entry_written(event)
-        elif isinstance(event, Newest):
-            effects = self._look_at(event)
-        elif isinstance(event, Tick):
-            effects = self._tick(event.now)
-        else:
-            effects = []
+        effects = self._events[type(event)](self, event)
         self._count_safe()
         return effects
+
+    _events = Handlers[[], list[Effect]]()
+    _events.ignore(Event)
+
+    @_events.of(LogState)
+    def _on_log(self, event: LogState) -> list[Effect]:
+        """Take the state of the own log, and ship its new records."""
+        self._first_lsn, self._next_lsn, self._local_safe = event.first_lsn, event.next_lsn, event.safe_upto
+        return self._ship()
+
+    @_events.of(Shipped)
+    def _on_shipped(self, event: Shipped) -> list[Effect]:
+        """Note records that are on their way, and ship the next ones."""
+        if event.upto > self._sent_upto:
+            self._sent_upto = event.upto
+            self._shipped.append(event.upto)
+        return self._ship()
 
     def _count_safe(self) -> None:
         """Move ``safe_upto`` on, as far as the records are on the disks of all members."""
@@ -186,9 +187,10 @@ class LogShipper:
 
     # The standby
 
-    def _receive(self, peer: bytes, envelope: Envelope) -> list[Effect]:
+    @_events.of(FromPeer)
+    def _receive(self, event: FromPeer) -> list[Effect]:
         """Handle a message of a standby."""
-        message = envelope.message
+        peer, envelope, message = event.peer, event.envelope, event.envelope.message
         if not isinstance(message, Follow) or message.name == self.entry.active:
             return []
         if envelope.run != self.run or message.config_digest != self._config_digest:
@@ -284,6 +286,7 @@ class LogShipper:
         )
         return [Report("warning", text), *self._write(entry)]
 
+    @_events.of(EntryWritten)
     def _entry_written(self, event: EntryWritten) -> list[Effect]:
         """Handle the arbiter's answer."""
         if event.entry != self._pending:
@@ -298,6 +301,7 @@ class LogShipper:
         members = " and ".join(self.entry.members)
         return [Report("info", f"entry {self.entry.number} of the arbiter: {members} have every record")]
 
+    @_events.of(Newest)
     def _look_at(self, newest: Newest) -> list[Effect]:
         """Handle the newest entry, which was read because the standby is silent: it may have taken over."""
         self.unreachable = newest.why
@@ -315,10 +319,11 @@ class LogShipper:
 
     # Time
 
-    def _tick(self, now: float) -> list[Effect]:
+    @_events.of(Tick)
+    def _tick(self, event: Tick) -> list[Effect]:
         """Send a sign of life, ship lost records again, and deal with a lost standby."""
-        passed = min(max(now - self._now, 0.0), TICK_S)
-        self._now = now
+        now = event.now
+        passed, self._now = min(max(now - self._now, 0.0), TICK_S), now
         self._silent_s += passed
         self._behind_s = self._behind_s + passed if self.acked < self._local_safe else 0.0
         effects: list[Effect] = []
@@ -363,8 +368,7 @@ class LogShipper:
         """Return the effect that sends a sign of life."""
         return self._send(self._peer, Lead(
             process=self._process, entry=self.entry.number,
-            is_member=len(self.entry.members) > 1 and self._pending is None, first_lsn=self._first_lsn,
-            copies_from=self._copies_from,
+            is_member=self._is_written, first_lsn=self._first_lsn, copies_from=self._copies_from,
         ))  # fmt: skip
 
     def _send(self, peer: bytes, message: Message) -> SendPeer:
