@@ -30,8 +30,8 @@ from streampack.core.protocol.relay_messages import NodePart, relay_of, relayed
 from streampack.core.protocol.trainer_messages import AskState, State
 from streampack.core.sessions.client_events import Answered, Ask, Broken, Deliver, Waiting
 from streampack.core.sessions.client_session import ClientSession
-from streampack.core.sessions.relay_events import ForReaders, FromReader, SendFor, SendReader
-from streampack.core.sessions.relay_session import RelaySession
+from streampack.core.sessions.relaying.relay_events import ForReaders, FromReader, SendFor, SendReader
+from streampack.core.sessions.relaying.relay_session import RelaySession
 from streampack.wire import bundles
 from streampack.wire import frames as wire
 

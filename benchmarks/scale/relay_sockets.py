@@ -36,8 +36,8 @@ from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tic
 from streampack.core.protocol.message import Envelope
 from streampack.core.sessions.client_events import Broken, Deliver, Returned
 from streampack.core.sessions.client_session import ClientSession
-from streampack.core.sessions.relay_events import ForReaders, FromReader, SendFor, SendReader
-from streampack.core.sessions.relay_session import RelaySession
+from streampack.core.sessions.relaying.relay_events import ForReaders, FromReader, SendFor, SendReader
+from streampack.core.sessions.relaying.relay_session import RelaySession
 from streampack.producer.loop import ProducerLoop
 from streampack.transport.sockets import Dealer, Poller, drain
 from streampack.wire import bundles

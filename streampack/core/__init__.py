@@ -32,7 +32,7 @@ the way (Store, Form, SendShard, Deliver), and the process around the core perfo
    (``Former.admit``); ``Former.request`` asks for **Form**. The service runs the packer in a thread
    (``_form_step``). ``Planner.formed`` takes the choice, ``Former.apply`` and ``cut`` make steps of it.
 4. ``feed`` and ``serve``: ``Feed._publish``; ``Outbox.hand_out`` waits until the log is safe; ``Readers.add``;
-   ``StepServer.serve`` and ``_send_part`` ask for **SendShard**. ``Arena.gather`` copies what one rank gets.
+   ``StepSender.serve`` and ``_send_parts`` ask for **SendShard**. ``Arena.gather`` copies what one rank gets.
 5. Trainer process: ``client.prefetch`` receives; ``ClientSession.handle``, ``_on_part`` ask for **Deliver**, of a whole
    step; ``packs.build.build_step``. ``Reading.next_pack`` takes it; ``Content.make`` builds the pack when it is read.
 

@@ -195,7 +195,7 @@ class Broker:
     def _on_not_sent(self, event: NotSent) -> list[Effect]:
         """Note that a message did not leave."""
         for feed in self.feeds.values():
-            feed.readers.steps.not_sent(event.peer, event.envelope)
+            feed.readers.receivers.not_sent(event.peer, event.envelope)
         return []
 
     @_events.of(WasCut)
@@ -399,7 +399,7 @@ class Broker:
 
     def expects_snapshot_from(self, key: bytes) -> bool:
         """Return whether a reader whose connection begins with ``key`` was asked for a snapshot and still waits."""
-        return any(feed.readers.expects_snapshot_from(key) for feed in self.feeds.values())
+        return any(feed.readers.attaching.snapshots.expects_from(key) for feed in self.feeds.values())
 
     @property
     def num_readers(self) -> int:
@@ -560,7 +560,7 @@ class Broker:
         if self._read_by(event.peer) is not None:
             return self._to_reader(message, event)
         for feed in self.feeds.values():
-            feed.readers.leave_relay(event.peer)
+            feed.readers.receivers.leave_relay(event.peer)
         return []
 
     def _read_by(self, peer: bytes) -> Feed | None:

@@ -35,8 +35,8 @@ from streampack.core.sessions.producer_session import ProducerSession, Read
 from streampack.core.sessions.pushing.amend_session import AmendSession, GiveValues
 from streampack.core.sessions.pushing.push_buffer import PushBuffer, size_of
 from streampack.core.sessions.pushing.push_session import BeginSamples, EndBatch, Push, PushSession, WantTickets
-from streampack.core.sessions.relay_events import ForReaders, FromReader, SendFor, SendReader
-from streampack.core.sessions.relay_session import RelaySession
+from streampack.core.sessions.relaying.relay_events import ForReaders, FromReader, SendFor, SendReader
+from streampack.core.sessions.relaying.relay_session import RelaySession
 from streampack.core.sessions.telling_session import Tell, TellingSession
 from streampack.core.standby.arbiter_entries import CreateEntry, Entry, EntryWritten, Newest, ReadNewest
 from streampack.core.standby.log_shipper import LogShipper

@@ -200,7 +200,7 @@ class Walk:
         while steps.formed_upto < min(steps.released_upto + AHEAD, STEPS):
             self._perform(self.readers.add(_step(steps.formed_upto)))
         if steps.end is None and steps.formed_upto >= STEPS and self.rng.random() < 0.5:
-            self._perform(steps.finish(STEPS, _chain(STEPS)))
+            self._perform(self.readers.finish(STEPS, _chain(STEPS)))
 
     def _perform(self, effects: list[Effect]) -> None:
         links = {rank.peer: rank for rank in [*self.ranks, *self.zombies]}

@@ -207,18 +207,18 @@ class BrokerChecks:
 
     def _queues(self, readers: Readers) -> None:
         """Bytes that are sent and not confirmed are within their bounds, but for one part."""
-        steps, largest, total = readers.steps, 0, 0
+        receivers, largest, total = readers.receivers, 0, 0
         for receiver in {reader.receiver: None for reader in readers.registry}:
             flow = receiver.flow
             assert flow.queued_bytes == sum(size for _, _, size in flow.queued), "queues are not counted right"
             mine = max((size for _, _, size in flow.queued), default=0)
-            most = steps.most_queued(receiver) + mine
+            most = receivers.most_queued(receiver) + mine
             assert flow.queued_bytes <= most or receiver.is_relay, f"{flow.queued_bytes} bytes are queued for one peer"
             largest, total = max(largest, mine), total + flow.queued_bytes
             entered = {r.name for r in readers.registry if r.entered and r.receiver is receiver}
             assert receiver.readers.keys() == entered, "a receiver has other readers than those of the attempt"
-        assert steps.flows.queued_bytes == total, "a queue is counted twice"
-        assert total <= steps.flows.leaving_bytes + largest, f"{total} bytes are queued"
+        assert receivers.flows.queued_bytes == total, "a queue is counted twice"
+        assert total <= receivers.flows.leaving_bytes + largest, f"{total} bytes are queued"
 
     def _compare_bytes(self, effect: SendShard, message: NodePart, readers: list[Reader]) -> None:
         """What each reader of a relay would get directly is noted, to be compared with what it gets."""
@@ -233,7 +233,7 @@ class BrokerChecks:
         """Every pack of a step goes to a relay once, unless it asks for lost parts."""
         message = effect.envelope.message
         if isinstance(message, NodePart):
-            readers = self._core.feeds[message.feed].readers.steps.relays[effect.peer].readers
+            readers = self._core.feeds[message.feed].readers.receivers.relays[effect.peer].readers
             self._compare_bytes(effect, message, list(readers.values()))
             key = effect.peer, effect.envelope.fence, message.feed, message.request, message.step
             before = self._sent_packs.setdefault(key, set())
@@ -290,7 +290,7 @@ class BrokerChecks:
         all, if it speaks for none.
         """
         readers, epoch, fence = self._readers_of(event), event.envelope.epoch, event.envelope.fence
-        relay = readers.steps.relays.get(event.peer)
+        relay = readers.receivers.relays.get(event.peer)
         named = {report.reader: report.fence for report in message.ranks} if isinstance(message, NodePing) else {}
         if isinstance(message, NodeGet):
             named = {name: fence for name, _ in message.done}
@@ -351,7 +351,7 @@ class BrokerChecks:
         safe = self._process.disk is None or self._is_safe(lsn) or self._is_before_log(message.feed, message.step)
         assert safe, f"R2: step {message.step} went out before the log had it"
         if isinstance(message, NodePart):
-            served = list(readers.steps.relays[effect.peer].readers.values())
+            served = list(readers.receivers.relays[effect.peer].readers.values())
         else:
             served = [reader] if (reader := readers.registry.at(effect.peer)) is not None else []
         assert served

@@ -18,7 +18,7 @@ from streampack.core.sessions.producer_base import Chunk, Finish, Leave, Partiti
 from streampack.core.sessions.producer_session import EndOfPartition, Forget, LeasePhase, ProducerSession, Read
 from streampack.core.sessions.pushing.amend_session import AmendSession
 from streampack.core.sessions.pushing.push_session import PushSession
-from streampack.core.sessions.relay_session import RelaySession
+from streampack.core.sessions.relaying.relay_session import RelaySession
 from streampack.core.sessions.telling_session import TellingSession
 from tests.simulation.data import Case
 

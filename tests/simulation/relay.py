@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from streampack.core.protocol.events import Effect, Event, Report
 from streampack.core.protocol.message import Envelope
-from streampack.core.sessions.relay_events import FromReader, NotDelivered, SendFor, SendReader, Stop
-from streampack.core.sessions.relay_session import RelaySession
+from streampack.core.sessions.relaying.relay_events import FromReader, NotDelivered, SendFor, SendReader, Stop
+from streampack.core.sessions.relaying.relay_session import RelaySession
 from streampack.core.sessions.route import RelayLost
 from streampack.core.sessions.routed_client import FromRelay
 from streampack.wire import frames as wire
@@ -220,4 +220,4 @@ class Relays:
             most = self.memory_bytes + MOST_STEPS * feed.largest_step
             assert feed.num_bytes <= most, f"a relay keeps {feed.num_bytes} bytes"
         queued = sum(reader.flow.queued_bytes for reader in session.readers.values())
-        assert session.flows.queued_bytes == queued, "a relay counts the bytes on their way wrongly"
+        assert session.readers.flows.queued_bytes == queued, "a relay counts the bytes on their way wrongly"

@@ -53,8 +53,9 @@ from streampack.core.serve.attempts import AttemptCoordinator
 from streampack.core.serve.rank_reader import ReaderPhase
 from streampack.core.serve.rank_registry import RankRegistry
 from streampack.core.serve.readers import Readers
+from streampack.core.serve.receivers import Receivers
+from streampack.core.serve.served_steps import ServedSteps
 from streampack.core.serve.snapshot_requests import SnapshotRequests
-from streampack.core.serve.step_server import StepServer
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.producer_session import ProducerSession
 from tests.simulation.checks import BrokerChecks
@@ -156,13 +157,13 @@ def a_step_goes_out_before_all_ranks_are_there(patch: Patch) -> None:
 
 @mutant("R4")
 def a_step_is_forgotten_when_the_fastest_rank_returned_it(patch: Patch) -> None:
-    def note_done(original: Any, self: StepServer, reader: Any, done_upto: int) -> Any:
+    def has_returned(original: Any, self: ServedSteps, reader: Any, done_upto: int) -> Any:
         most = max(*self.returned.values(), done_upto, 0)
         for ranks in self.returned:
             self.returned[ranks] = most
         return original(self, reader, done_upto)
 
-    wrap(patch, StepServer, "_note_done", note_done)
+    wrap(patch, ServedSteps, "_has_returned", has_returned)
 
 
 @mutant("R4")
@@ -358,11 +359,11 @@ def what_a_reader_confirms_is_not_heard(patch: Patch) -> None:
 
 @mutant("queues")
 def what_is_queued_for_a_reader_that_is_gone_counts_for_ever(patch: Patch) -> None:
-    def leave(original: Any, self: StepServer, reader: Any) -> None:
+    def leave(original: Any, self: Receivers, reader: Any) -> None:
         if reader.name in self._registry._names:
             original(self, reader)
 
-    wrap(patch, StepServer, "leave_attempt", leave)
+    wrap(patch, Receivers, "leave", leave)
 
 
 @mutant("brought", first=949)

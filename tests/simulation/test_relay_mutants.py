@@ -12,13 +12,15 @@ from streampack.core.protocol.events import Tick
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.relay_messages import NodePart, relay_of
 from streampack.core.protocol.trainer_messages import Attach
+from streampack.core.serve.attaching import Attaching
 from streampack.core.serve.rank_reader import Reader
 from streampack.core.serve.rank_registry import RankRegistry
 from streampack.core.serve.readers import Readers
-from streampack.core.serve.step_server import StepServer
-from streampack.core.sessions import relay_session
-from streampack.core.sessions.node_feed import NodeFeed
-from streampack.core.sessions.relay_session import RelaySession
+from streampack.core.serve.receivers import Receivers
+from streampack.core.sessions.relaying import relay_deliveries
+from streampack.core.sessions.relaying.node_feed import NodeFeed
+from streampack.core.sessions.relaying.relay_requests import RelayRequests
+from streampack.core.sessions.relaying.relay_session import RelaySession
 from streampack.core.sessions.route import Route
 from tests.simulation.test_mutants import expect_failure, wrap
 from tests.simulation.world import run
@@ -47,28 +49,28 @@ def test_a_rule_of_relays_that_is_taken_out_is_missed(
 
 @mutant()
 def a_relay_reports_the_steps_that_it_has_as_returned(patch: Patch) -> None:
-    def report(original: Any, self: RelaySession, feed: NodeFeed, *more: Any) -> Any:
-        for reader in self.readers.values():
+    def report(original: Any, self: RelayRequests, feed: NodeFeed, *more: Any) -> Any:
+        for reader in self._relay.readers.values():
             reader.done_upto = max(reader.done_upto, reader.have_upto)
         return original(self, feed, *more)
 
-    wrap(patch, RelaySession, "_send_get", report)
-    wrap(patch, RelaySession, "_ping", report)
+    wrap(patch, RelayRequests, "send_get", report)
+    wrap(patch, RelayRequests, "ping", report)
 
 
 @mutant()
 def a_relay_says_that_it_returned_what_it_holds(patch: Patch) -> None:
-    def report(original: Any, self: RelaySession, feed: NodeFeed, *more: Any) -> Any:
-        for reader in self.readers.values():
+    def report(original: Any, self: RelayRequests, feed: NodeFeed, *more: Any) -> Any:
+        for reader in self._relay.readers.values():
             reader.done_upto = feed.first_missing(reader.done_upto, reader.share)
         return original(self, feed, *more)
 
-    wrap(patch, RelaySession, "_send_get", report)
+    wrap(patch, RelayRequests, "send_get", report)
 
 
 @mutant()
 def an_attach_by_an_old_way_is_taken(patch: Patch) -> None:
-    def again(original: Any, self: Readers, reader: Reader, peer: bytes, message: Attach) -> Any:
+    def again(original: Any, self: Attaching, reader: Reader, peer: bytes, message: Attach) -> Any:
         return original(
             self,
             reader,
@@ -76,7 +78,7 @@ def an_attach_by_an_old_way_is_taken(patch: Patch) -> None:
             msgspec.structs.replace(message, route_changes=max(reader.route_changes, message.route_changes)),
         )
 
-    wrap(patch, Readers, "_attach_again", again)
+    wrap(patch, Attaching, "_attach_again", again)
 
 
 @mutant()
@@ -126,18 +128,18 @@ def a_relay_takes_parts_with_others_missing_before(patch: Patch) -> None:
 
 @mutant()
 def every_rank_gets_the_frames_of_all(patch: Patch) -> None:
-    patch.setattr(relay_session, "for_frames", lambda part, payload, frames: (part, payload))
+    patch.setattr(relay_deliveries, "for_frames", lambda part, payload, frames: (part, payload))
 
 
 @mutant()
 def a_reader_that_moves_keeps_its_old_connection(patch: Patch) -> None:
-    patch.setattr(StepServer, "move", lambda self, reader, step, host: None)
+    patch.setattr(Receivers, "move", lambda self, reader, step, host: None)
 
 
 @mutant()
 def a_relay_is_believed_whatever_attempt_it_names(patch: Patch) -> None:
     def receive(original: Any, self: Readers, peer: bytes, envelope: Envelope, now: float) -> Any:
-        relay = self.steps.relays.get(peer)
+        relay = self.receivers.relays.get(peer)
         fence = envelope.fence if relay is None else relay.fence
         return original(self, peer, msgspec.structs.replace(envelope, epoch=self._identity.epoch, fence=fence), now)
 
@@ -146,10 +148,10 @@ def a_relay_is_believed_whatever_attempt_it_names(patch: Patch) -> None:
 
 @mutant(311)
 def a_relay_requests_more_than_its_memory_holds(patch: Patch) -> None:
-    def stop(self: RelaySession, feed: NodeFeed) -> int:
-        return max([feed.stop, *(reader.flow.want_stop for reader in self._of(feed))])
+    def stop(self: RelayRequests, feed: NodeFeed) -> int:
+        return max([feed.stop, *(reader.flow.want_stop for reader in self._relay.readers.taking_part(feed.name))])
 
-    patch.setattr(RelaySession, "_stop", stop)
+    patch.setattr(RelayRequests, "_stop", stop)
 
 
 @mutant()

@@ -20,7 +20,7 @@ from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Samples
 from streampack.core.protocol.relay_messages import relay_of, relayed
 from streampack.core.protocol.trainer_messages import Attach
-from streampack.core.sessions.relay_events import ForReaders
+from streampack.core.sessions.relaying.relay_events import ForReaders
 from tests.simulation.broker import FIRST_EPOCH, BrokerProcess
 from tests.simulation.client import Checkpoint, ClientProcess
 from tests.simulation.data import MEDIA_CASES, NUM_CASES, WIDE, beside, case

@@ -210,7 +210,7 @@ class Reporter:
             feed.readers.attempts,
             feed.history,
             feed.memory,
-            steps.flows,
+            feed.readers.receivers.flows,
             state="ended" if steps.end is not None else "serving" if stalled_s is None else "waiting",
             stalled_s=stalled_s,
             waiting_for=filled(WaitingFor, reasons) if reasons else None,
@@ -248,7 +248,7 @@ class Reporter:
             tokens_per_s=self._tokens_per_s(now, feed),
             readers=figures.readers,
             ranks=_ranks_status(now, feed, table),
-            queued_limit_bytes=steps.flows.leaving_bytes,
+            queued_limit_bytes=feed.readers.receivers.flows.leaving_bytes,
             all_ranks_attached=steps.all_there,
             window=filled(
                 WindowStatus,
@@ -394,7 +394,7 @@ def _relays_status(feeds: Iterable[Feed]) -> RelaysStatus:
     """Return what a snapshot says of the relays; a relay reads several feeds at once."""
     relays: dict[str, RelayStatus] = {}
     for feed in feeds:
-        for row in feed.readers.steps.relay_stats():
+        for row in feed.readers.receivers.relay_stats():
             other = relays.get(row.host)
             relays[row.host] = RelayStatus(
                 host=row.host,
@@ -413,7 +413,7 @@ def _relays_status(feeds: Iterable[Feed]) -> RelaysStatus:
 
 def _with_relays(nodes: list[NodeStatus], feed: Feed) -> list[NodeStatus]:
     """Return nodes with the state of their relays."""
-    lost = {row.host: row.lost for row in feed.readers.steps.relay_stats()}
+    lost = {row.host: row.lost for row in feed.readers.receivers.relay_stats()}
     return [
         msgspec.structs.replace(node, relay="lost" if lost[node.host] else "connected") if node.host in lost else node
         for node in nodes

@@ -1,6 +1,6 @@
 """``streampack relay``: reads from the broker once for all ranks of a host, and serves them through shared memory.
 
-A thin shell around ``core.sessions.relay_session``, which makes all decisions. One thread owns both sockets. On
+A thin shell around ``core.sessions.relaying``, which makes all decisions. One thread owns both sockets. On
 SIGTERM, SIGINT or SIGHUP the relay sends its ranks to the broker and exits with 0.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from streampack.core.protocol.events import Effect, FromBroker, Report, Send, Tick, Unsent
 from streampack.core.protocol.message import Envelope, Reject
-from streampack.core.sessions.relay_events import (
+from streampack.core.sessions.relaying.relay_events import (
     ForReaders,
     FromReader,
     Moved,
@@ -29,7 +29,7 @@ from streampack.core.sessions.relay_events import (
     SendReader,
     Stop,
 )
-from streampack.core.sessions.relay_session import RelaySession
+from streampack.core.sessions.relaying.relay_session import RelaySession
 from streampack.errors import InternalError, Rejected, UserError, WireError
 from streampack.transport import relay_socket
 from streampack.transport.keys import Key
@@ -133,14 +133,14 @@ class RelayService:
 
     def _say(self, now: float) -> None:
         """Log that the broker answers, or does not answer any more."""
-        connected = self.session.is_connected
+        connected = self.session.relay.is_connected
         if connected == self._connected or now < self._say_at or not self.session.readers:
             return
         self._connected, self._say_at = connected, now + SAY_S
         if connected:
             log.info("the broker at %s answers; reading for %d ranks", self.broker, len(self.session.readers))
         else:
-            log.warning("the broker at %s has not answered for %.0f s", self.broker, self.session.silent_s)
+            log.warning("the broker at %s has not answered for %.0f s", self.broker, self.session.relay.silent_s)
 
     def _from_broker(self, frames: list[object]) -> None:
         """Decode a message of the broker, for the relay or for its readers."""
@@ -161,7 +161,7 @@ class RelayService:
 
     def _leave_if_foreign(self, envelopes: list[Envelope]) -> None:
         """Try another address if a broker that is not the newest has sent one of these messages."""
-        if any(envelope.is_foreign(self.session.run, self.session.epoch) for envelope in envelopes):
+        if any(envelope.is_foreign(self.session.relay.run, self.session.relay.epoch) for envelope in envelopes):
             self._dealer.leave()
 
     def _from_reader(self, frames: list[object]) -> None:

@@ -81,7 +81,7 @@ class Feed:
             identity, name, rules, plan.layout, table, self, plan.max_readers, plan.leaving_bytes
         )  # fmt: skip
         self.steps = self.readers.steps
-        """Keeps the formed steps, and sends them to ranks."""
+        """The formed steps, and how many of them each rank has returned."""
         self._outbox = Outbox(self.readers, self.history, journal, leases)
         self._checkpoints = Checkpoints(name, rules, plan.keeps, self.history, journal, table)
         self._snapshot_check = SnapshotCheck(
@@ -234,7 +234,7 @@ class Feed:
                 effects += self._fail("memory", planner.overfull) if planner.overfull else []
                 break
             effects += self._publish(planner.cut())  # the feed has ended, or its next pass begins
-        effects += self._outbox.hand_out() + self.steps.tell_starving(forming=False)
+        effects += self._outbox.hand_out() + self.readers.sender.tell_starving(forming=False)
         return effects + (self._grant() if self.rules.paces else [])
 
     # Pacing
@@ -425,7 +425,7 @@ class Feed:
             return []
         taken = event.record.snapshot
         self.history.keep(taken)
-        effects = self.readers.tell_states()
+        effects = self.readers.questions.tell_states()
         if event.lsn == self._waits_for:
             self._waits_for = None  # another read of this record is for a state only
             effects += self.planner.restore(taken)
@@ -460,7 +460,7 @@ class Feed:
         Pushed samples that the log admitted in records from number ``since`` on are dropped. With None, none are.
         """
         effects = self._recorder.begin_lineage(step, why, since)
-        self.steps.lineage = self.history.lineage
+        self.steps.kept.lineage = self.history.lineage
         self.steps.forget_chains(step)
         self.results.branch(self.history.lineage)
         return effects
@@ -469,8 +469,8 @@ class Feed:
 
     def safe(self, upto: int) -> list[Effect]:
         """Record that all log records before ``upto`` are safe: confirm commits, and serve steps."""
-        committed = self.readers.committed(self._checkpoints.safe(upto))
-        return committed + self.readers.tell_states() + self._outbox.hand_out() + self.results.safe()
+        committed = self.readers.questions.committed(self._checkpoints.safe(upto))
+        return committed + self.readers.questions.tell_states() + self._outbox.hand_out() + self.results.safe()
 
     def recover(self, lsn: int, record: Record) -> None:
         """Apply a record of an earlier broker while this broker starts."""
@@ -506,7 +506,7 @@ class Feed:
     def begin(self) -> list[Effect]:
         """Start after all records were applied: go to the first step that some rank has not returned."""
         step = self.steps.formed_upto
-        self.steps.lineage = self.history.lineage
+        self.steps.kept.lineage = self.history.lineage
         if self.history.published is not None:
             self._leases.credits.publish(self.history.published)
         effects = self._leases.records.discard(self.name)  # lost samples that the last broker has not recorded
@@ -555,7 +555,7 @@ class Feed:
                 f"earlier steps. To skip step {first}, stop the trainers, skip the step, and restart the trainers "
                 f"from a checkpoint before step {first}."
             )
-        self.steps.skip(first, last)
+        self.steps.kept.skip(first, last)
         said = Report("info", f"feed {self.name!r} skips steps {first} to {last}", feed=self.name, step=first)
         return [said, *self._recorder.record_skip(first, last)]
 

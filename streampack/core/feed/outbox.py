@@ -41,7 +41,7 @@ class Outbox:
         while self._waiting and self._waiting[0][0] < self._journal.safe_upto:
             step = self._waiting[0][1]
             if not isinstance(step, PlannedStep):
-                effects += readers.steps.finish(*step)
+                effects += readers.finish(*step)
             elif step.number < readers.steps.formed_upto:
                 effects.append(Release(step.packs.handles))
                 effects += readers.attempts.check(step.number + 1, step.chain)

@@ -6,11 +6,12 @@ ranks: it begins when every rank is ready. A reader's message passes the files i
 - ``readers``: handles the message, drops silent readers, and owns the other parts.
 - ``rank_reader``: a reader, its phases, and the connection that receives its steps: its own, or its relay's.
 - ``rank_registry``: the reader that holds each rank, and the readers that claim one.
-- ``snapshot_requests``: the snapshots of checkpoints that readers send.
-- ``attempts``: begins attempts, at the earliest step that a rank asks for.
-- ``step_server``: sends the parts of steps to ranks, and keeps each step until every rank has returned it.
-- ``progress``: the number of steps that each rank has returned.
-- ``reader_link``: wraps messages to readers as effects.
+- ``attaching``, ``snapshot_requests``: let readers attach, also with the snapshot of a checkpoint.
+- ``attempts``, ``join_texts``: begin attempts, at the earliest step that a rank asks for, and say who is missing.
+- ``served_steps``, ``progress``: keep each step until every rank has returned it.
+- ``receivers``: the connections that receive parts, and the bytes on their way.
+- ``step_sender``: sends the parts of steps, and says why a step waits.
+- ``checkpoint_questions``: answers questions about checkpoints.
 - ``step_source``: the functions of a feed that readers need.
 
 A rank *returns* a step when its trainer is done with it. Every step goes to all ranks or to none (R3), and reads are

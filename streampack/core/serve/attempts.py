@@ -24,10 +24,12 @@ from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.message import Bye
 from streampack.core.protocol.trainer_messages import Attached, Probe, Wait
-from streampack.core.serve.rank_reader import Ranks, Reader
+from streampack.core.serve.join_texts import JoinTexts
+from streampack.core.serve.rank_reader import Ranks, Reader, ReaderLink
 from streampack.core.serve.rank_registry import CLAIM_S, RESTART_S, RankRegistry, clash
-from streampack.core.serve.reader_link import ReaderLink
-from streampack.core.serve.step_server import StepServer
+from streampack.core.serve.receivers import Receivers
+from streampack.core.serve.served_steps import ServedSteps
+from streampack.core.serve.step_sender import StepSender
 from streampack.core.serve.step_source import StepSource
 
 PINGS_A_SECOND = 1000
@@ -58,11 +60,12 @@ class AttemptCoordinator:
     """Begins attempts when all ranks are ready, and tells waiting readers why they wait."""
 
     def __init__(
-        self, link: ReaderLink, rules: Rules, layout: str, registry: RankRegistry, steps: StepServer,
-        source: StepSource,
+        self, link: ReaderLink, rules: Rules, layout: str, registry: RankRegistry, steps: ServedSteps,
+        receivers: Receivers, sender: StepSender, source: StepSource,
     ) -> None:  # fmt: skip
         self._link, self._feed, self._rules, self._layout = link, link.feed, rules, layout
         self._registry, self._steps, self._source = registry, steps, source
+        self._receivers, self._sender, self._texts = receivers, sender, JoinTexts(registry)
         self.pings_a_second: float = PINGS_A_SECOND
         self.number = 0
         """The number of the attempt; 0 before the first."""
@@ -70,8 +73,6 @@ class AttemptCoordinator:
         """Number of the iteration over the feed that is served."""
         self._news = 0
         """Changes in this tick of what readers wait for."""
-        self._join_texts: dict[int | None, str] = {}
-        """Cause of the wait of readers outside the attempt, by the number of a later iteration; None for this one."""
         self._of_all: tuple[list[Reader], float, bool] = ([], 0.0, False)
         """The holders that blocked the last decided claim, the time of their last message, and whether one takes part.
         All claims for ranks of another mesh share these, and there may be thousands of them."""
@@ -177,7 +178,7 @@ class AttemptCoordinator:
         """Remove a reader, which was silent for ``silent_s`` seconds, for the reason ``why``; free its rank."""
         self._has_news()
         self._registry.remove(reader)
-        self._steps.leave_attempt(reader)
+        self._receivers.leave(reader)
         text = f"rank {reader.mesh} at {reader.where} left feed {self._feed!r}: {why.value.format(round(silent_s))}"
         return [reader.report("info" if why is Departure.GOODBYE else "warning", text, self._feed)]
 
@@ -198,7 +199,7 @@ class AttemptCoordinator:
             and reader.iteration == self.iteration
             and reader.first_step >= self._steps.released_upto
         ):
-            return self._enter(reader) + self._steps.release() + self._steps.serve(reader.receiver)
+            return self._enter(reader) + self._steps.release() + self._sender.serve(reader.receiver)
         if self._steps.returned and reader.iteration > self.iteration:
             self._steps.leave_iteration(reader.mesh.ranks)
         if self._registry.all_wait():
@@ -224,14 +225,14 @@ class AttemptCoordinator:
         brought = [reader.snapshot for reader in members if reader.snapshot is not None]
         away = step < self._steps.released_upto or (step > self._steps.formed_upto and self._steps.end is None)
         if away or not all(map(self._source.knows, brought)):
-            on = any(0 <= reader.going_on <= self._steps.lineage for reader in members)
+            on = any(0 <= reader.going_on <= self._steps.kept.lineage for reader in members)
             effects += self._go_to(step, brought, step < self._steps.released_upto and not on)
         for reader in (reader for reader in members if reader.holds):  # a reader may have been rejected as diverged
             effects += self._enter(reader)
         self._forget_texts()
         others = [reader for reader in readers if reader.holds and not reader.entered]
         effects += [e for reader in others for e in self.wait(reader)]
-        return effects + self._steps.release() + self._steps.serve_all()
+        return effects + self._steps.release() + self._sender.serve_all()
 
     def _go_to(self, step: int, snapshots: list[Snapshot], back: bool) -> list[Effect]:
         """Delete all steps, and form them again from ``step`` on, from the nearest of the readers' snapshots."""
@@ -244,6 +245,7 @@ class AttemptCoordinator:
         """Add a reader to the attempt, from the reader's first step on."""
         reader.enter(self.number)
         self._steps.enter(reader)
+        self._receivers.enter(reader, reader.first_step)
         return self._link.send(reader, self._attached(reader))
 
     def _is_late(self, reader: Reader) -> bool:
@@ -274,9 +276,9 @@ class AttemptCoordinator:
     def _attached(self, reader: Reader) -> Attached:
         """Return the message that tells a reader that it has its rank."""
         return Attached(
-            feed=self._feed, reader=reader.name, lineage=self._steps.lineage, next_step=reader.first_step,
+            feed=self._feed, reader=reader.name, lineage=self._steps.kept.lineage, next_step=reader.first_step,
             rules=self._rules, layout=self._layout, iteration=reader.iteration, ping_s=self.ping_s,
-            ack_bytes=self._steps.most_queued(reader.receiver) // ACKS,
+            ack_bytes=self._receivers.most_queued(reader.receiver) // ACKS,
         )  # fmt: skip
 
     # Answers to readers
@@ -290,7 +292,7 @@ class AttemptCoordinator:
 
     def wait(self, reader: Reader) -> list[Effect]:
         """If a reader waits, tell it the cause."""
-        return self._steps.wait_for_step(reader.receiver) if reader.entered else self._wait_to_enter(reader)
+        return self._sender.wait_for_step(reader.receiver) if reader.entered else self._wait_to_enter(reader)
 
     def _wait_to_enter(self, reader: Reader) -> list[Effect]:
         """Tell a reader outside the attempt the ranks or the snapshot for which it waits."""
@@ -298,8 +300,13 @@ class AttemptCoordinator:
             return self._link.send(reader, Bye(reason="the broker is stopping"))
         if reader.holds and not reader.ready and reader.pending is None:
             return []
-        detail = "the checkpoint's snapshot, which one rank sends" if reader.pending is not None else ""
-        detail = detail or self._join_text(reader) if reader.holds else self._claim_text(reader)
+        if not reader.holds:
+            detail = self._texts.claim(reader)
+        elif reader.pending is not None:
+            detail = "the checkpoint's snapshot, which one rank sends"
+        else:
+            ahead = bool(self._steps.returned) and reader.iteration > self.iteration
+            detail = self._texts.join(reader.iteration if ahead else None)
         wait = Wait(
             feed=self._feed, step=reader.first_step, reason="join", detail=detail[:2000], ping_s=self.ping_s
         )  # fmt: skip
@@ -313,34 +320,8 @@ class AttemptCoordinator:
 
     def _forget_texts(self) -> None:
         """Forget the texts for waiting readers."""
-        self._join_texts.clear()
-        self._steps.forget_missing()
-
-    def _claim_text(self, reader: Reader) -> str:
-        """Return a text that names the holders of the rank that a reader claims."""
-        others = self._registry.in_the_way(reader)
-        names = self._registry.names_of((other.mesh.ranks for other in others), len(others))
-        return f"rank {reader.mesh} becomes free when these readers have left: {names}"
-
-    def _join_text(self, reader: Reader) -> str:
-        """Return a text that names the ranks that are not ready for the reader's iteration."""
-        held, count = self._registry.held, self._registry.num_ranks
-        ahead = bool(self._steps.returned) and reader.iteration > self.iteration
-        key = reader.iteration if ahead else None
-        if key not in self._join_texts:
-            there = {r for r, other in held.items() if other.ready and not other.entered}
-            names = self._registry.names_of((r for r in self._registry.ranks() if r not in there), count - len(there))
-            of = f"{count - len(there)} of {count} ranks are"
-            text = (
-                f"iteration {reader.iteration} waits, because {of} still in the previous iteration: {names}"
-                if ahead
-                else f"{of} not ready: {names}"
-            )
-            if len(there) == count:
-                claims = (f"{each.where} asks for rank {each.mesh}, too" for each in self._registry.claims.values())
-                text = f"all ranks are ready: {next(claims, 'it begins')}"
-            self._join_texts[key] = text
-        return self._join_texts[key]
+        self._texts.forget()
+        self._sender.forget_missing()
 
     def refuse(self, reader: Reader, code: str, detail: str) -> list[Effect]:
         """Reject a reader with an error, and remove it."""

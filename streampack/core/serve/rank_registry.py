@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice, product
 from math import prod
 
+from msgspec.structs import replace
+
 from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.rules import Rules
@@ -172,6 +174,18 @@ class RankRegistry:
         """Return whether all ranks are ready for an attempt; False while a rank is claimed: its holder may be dead."""
         there = not self.claims and len(self.held) == self.num_ranks > 0
         return there and all(reader.ready and not reader.entered for reader in self.held.values())
+
+    def reporter(self, part: int, parts: int) -> Mesh | None:
+        """Return the mesh of the rank that reports part ``part`` of ``parts``; None if no rank of this mesh does.
+
+        Ranks of the last pipeline stage report. Context-parallel ranks are one part, or have a part each.
+        """
+        reader = next(iter(self.held.values()), None)
+        if reader is None or parts not in (reader.mesh.dp, reader.mesh.dp * reader.mesh.cp) or part >= parts:
+            return None
+        mesh = reader.mesh
+        dp_rank, cp_rank = divmod(part, mesh.cp) if parts == mesh.dp * mesh.cp else (part, 0)
+        return replace(mesh, dp_rank=dp_rank, cp_rank=cp_rank, tp_rank=0, pp_rank=mesh.pp - 1)
 
     def names_of(self, ranks: Iterable[Ranks], count: int) -> str:
         """Return a text that names the first 8 of ``count`` ranks, each with the host:pid of its last reader."""

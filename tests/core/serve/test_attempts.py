@@ -110,7 +110,7 @@ class Desk:
         return State(feed="train", lineage=0, step=step, chain=chain_of(step), snapshot=None)
 
     def commit(self, step: int) -> list[Effect]:
-        return self.readers.committed(step) if self.durable else []
+        return self.readers.questions.committed(step) if self.durable else []
 
     def perform(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -311,14 +311,14 @@ def test_those_that_have_nothing_hear_of_it_when_they_wait_for_something_else_an
     ):
         missing = now
         desk.said.clear()
-        desk.perform(desk.readers.steps.tell_starving(forming))
+        desk.perform(desk.readers.sender.tell_starving(forming))
         assert [w.stream or w.reason for w in desk.heard("a0", Wait)] == ([] if heard is None else [heard])
         assert not desk.heard("a1", Wait), "it has a step"
     desk.ahead = 1
     desk.form()
     desk.said.clear()
     missing = Missing("memory", "the arena is full")
-    desk.perform(desk.readers.steps.tell_starving())
+    desk.perform(desk.readers.sender.tell_starving())
     assert not desk.said, "it has one again"
 
 
@@ -332,7 +332,7 @@ def test_the_same_stream_is_named_again_after_each_step_that_was_waited_for() ->
         desk.said.clear()
         desk.say(b"a0", asking(step, step), desk.attempt)
         missing = Missing("stream", "no sample of web", "web")
-        desk.perform(desk.readers.steps.tell_starving(forming=False))
+        desk.perform(desk.readers.sender.tell_starving(forming=False))
         assert [w.stream or w.reason for w in desk.heard("a0", Wait)] == ["forming", "web"]
         desk.say(b"a1", asking(step, step), desk.attempt)
         desk.ahead = 1
@@ -346,9 +346,9 @@ def test_who_has_left_waits_for_nothing() -> None:
     desk.say(b"a0", Bye())
     desk.said.clear()
     desk.waiting_for = lambda: Missing("log", "full")
-    desk.perform(desk.readers.steps.tell_starving())
+    desk.perform(desk.readers.sender.tell_starving())
     assert not desk.said
-    assert not desk.readers.steps._starving, "nor is it kept for ever"
+    assert not desk.readers.receivers.starving, "nor is it kept for ever"
 
 
 # Two processes and one rank
@@ -946,10 +946,10 @@ def test_a_commit_is_answered_when_it_is_noted_and_not_before() -> None:
     for peer, step in ((b"a0", 2), (b"a1", 4), (b"a0", 3)):
         desk.say(peer, Commit(feed="train", step=step))
     assert not desk.heard("a0", Committed)
-    desk.perform(desk.readers.committed(3))
+    desk.perform(desk.readers.questions.committed(3))
     assert [done.step for done in desk.heard("a0", Committed)] == [3]
     assert not desk.heard("a1", Committed)
-    desk.perform(desk.readers.committed(4))
+    desk.perform(desk.readers.questions.committed(4))
     assert [done.step for done in desk.heard("a1", Committed)] == [4]
 
 
@@ -1067,7 +1067,7 @@ PART = 4 * 16 * 4
 def wide(dp: int = 1, leaving_bytes: int = 2 * PART) -> Desk:
     """Ranks whose steps are as large as packs are, of which only so many bytes may be on their way."""
     desk = Desk(ahead=6)
-    desk.readers.steps.flows.leaving_bytes = leaving_bytes
+    desk.readers.receivers.flows.leaving_bytes = leaving_bytes
     desk.readers.steps.kept.num_bytes = lambda packs, mesh, frames, shards=1: PART  # type: ignore[method-assign]
     desk.come_all("a", dp=dp)
     return desk
@@ -1084,12 +1084,12 @@ def test_only_so_many_bytes_are_sent_as_are_not_confirmed() -> None:
     confirm(desk, "a0", 0)
     desk.wait(30.0)
     assert desk.steps("a0") == [0, 1, 2, 3, 4, 5], "pings confirm, too"
-    assert desk.readers.steps.flows.resent_bytes == 0
+    assert desk.readers.receivers.flows.resent_bytes == 0
     desk = wide()
     confirm(desk, "a0", 0)
     confirm(desk, "a0", 1)
     assert desk.steps("a0") == [0, 1, 2]
-    assert desk.readers.steps.flows.queued_bytes == 2 * PART
+    assert desk.readers.receivers.flows.queued_bytes == 2 * PART
 
 
 def test_no_number_of_requests_has_anything_sent_twice_without_proof_of_loss() -> None:
@@ -1100,7 +1100,7 @@ def test_no_number_of_requests_has_anything_sent_twice_without_proof_of_loss() -
     assert desk.steps("a0") == [0, 1, 2, 3, 4, 5]
     confirm(desk, "a0", 2, request=1)
     assert desk.steps("a0") == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5]
-    assert desk.readers.steps.flows.resent_bytes == 4 * PART
+    assert desk.readers.receivers.flows.resent_bytes == 4 * PART
     confirm(desk, "a0", 2, request=2)
     assert len(desk.steps("a0")) == 10, "one proof a second, where nothing is confirmed in between"
 
@@ -1136,8 +1136,8 @@ def test_a_part_that_the_router_dropped_is_sent_when_the_reader_is_heard_again()
     desk = wide(leaving_bytes=1 << 20)
     confirm(desk, "a0", 0)
     dropped = next(e for to, e in desk.said if isinstance(e.message, StepPart) and e.message.step == 3)
-    desk.readers.steps.not_sent(b"a0", dropped)
-    assert desk.readers.steps.flows.queued_bytes == 3 * PART
+    desk.readers.receivers.not_sent(b"a0", dropped)
+    assert desk.readers.receivers.flows.queued_bytes == 3 * PART
     desk.ahead = 12
     desk.form()
     assert desk.steps("a0") == [0, 1, 2, 3, 4, 5], "not at once: its connection may be gone"

@@ -8,8 +8,8 @@ from streampack.core.protocol.events import Send, Tick
 from streampack.core.protocol.message import Envelope, Message
 from streampack.core.protocol.relay_messages import NodeGet, NodePing
 from streampack.core.protocol.trainer_messages import Attach, Attached, Get
-from streampack.core.sessions.relay_events import ForReaders, FromReader, Moved
-from streampack.core.sessions.relay_session import RelaySession
+from streampack.core.sessions.relaying.relay_events import ForReaders, FromReader, Moved
+from streampack.core.sessions.relaying.relay_session import RelaySession
 
 
 def said(message: Message, fence: int = 1) -> Envelope:

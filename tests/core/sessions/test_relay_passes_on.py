@@ -13,8 +13,8 @@ from streampack.core.protocol.relay_messages import Elsewhere, NodeGet
 from streampack.core.protocol.trainer_messages import AskResults, Attach, End, Question, ReaderAnswer
 from streampack.core.sessions.client_events import Answered, Ask
 from streampack.core.sessions.client_session import ClientSession
-from streampack.core.sessions.relay_events import ForReaders, FromReader, SendFor, SendReader
-from streampack.core.sessions.relay_session import RelaySession
+from streampack.core.sessions.relaying.relay_events import ForReaders, FromReader, SendFor, SendReader
+from streampack.core.sessions.relaying.relay_session import RelaySession
 
 
 class AskColor(Question, frozen=True, kw_only=True):

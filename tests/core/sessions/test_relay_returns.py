@@ -6,8 +6,9 @@ from streampack.core.protocol.events import Send, Tick
 from streampack.core.protocol.message import Envelope, Who
 from streampack.core.protocol.relay_messages import NodePing
 from streampack.core.protocol.trainer_messages import ReaderPing
-from streampack.core.sessions.relay_events import ForReaders, FromReader, SendReader
-from streampack.core.sessions.relay_session import BROKER_SILENT_S, RelaySession
+from streampack.core.sessions.relaying.relay_events import ForReaders, FromReader, SendReader
+from streampack.core.sessions.relaying.relay_session import RelaySession
+from streampack.core.sessions.relaying.relay_state import BROKER_SILENT_S
 
 PING = Envelope(
     run=7, epoch=3, fence=1, message=ReaderPing(feed="train", reader="r1", done_upto=4, have_upto=6)

@@ -7,8 +7,8 @@ from streampack.core.protocol.events import Report, Tick
 from streampack.core.protocol.message import Envelope, Message, Reject
 from streampack.core.protocol.relay_messages import Elsewhere
 from streampack.core.protocol.trainer_messages import Attach, ReaderPing
-from streampack.core.sessions.relay_events import ForReaders, FromReader, SendReader
-from streampack.core.sessions.relay_session import RelaySession
+from streampack.core.sessions.relaying.relay_events import ForReaders, FromReader, SendReader
+from streampack.core.sessions.relaying.relay_session import RelaySession
 
 
 def said(message: Message) -> Envelope:
@@ -26,7 +26,7 @@ def test_a_rank_that_the_key_does_not_cover_goes_to_the_broker_and_stays_there()
     assert "not its host" in report.text
     assert isinstance(elsewhere, SendReader)
     assert (elsewhere.peer, elsewhere.envelope.message) == (b"1", Elsewhere(detail="not its host"))
-    assert relay.is_connected
+    assert relay.relay.is_connected
     ping = ReaderPing(feed="train", reader="r", done_upto=0, have_upto=0)
     assert relay.handle(FromReader(b"1", said(ping))) == [], "it would believe that the relay works for it"
     assert relay.handle(FromReader(b"2", said(ping))), "another rank of this host"

@@ -17,7 +17,7 @@ from streampack_services.broker.service import BrokerService
 import streampack
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import convert
-from streampack.core.serve.step_server import StepServer
+from streampack.core.serve.served_steps import ServedSteps
 from streampack.core.stats.data_wait import CAUSES
 from streampack.sources import Source, SourceSettings, TokenizerSettings, open_source, open_tokenizer
 from streampack.sources.in_memory import InMemory
@@ -172,7 +172,7 @@ def test_a_feed_that_no_rank_waits_for_is_logged_once(
         idle = lines(1, 1000)
         assert len(idle) == len(feeds), idle
         evaluation = service.core.feeds["eval"].readers.steps
-        monkeypatch.setattr(StepServer, "any_starved", property(lambda self: self is evaluation))
+        monkeypatch.setattr(ServedSteps, "any_starved", property(lambda self: self is evaluation))
         starved = lines(1000, 1300)
         assert len(starved) > 5, "a rank waits now"
         assert all("feed 'eval'" in line for line in starved)

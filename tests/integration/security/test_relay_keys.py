@@ -101,7 +101,7 @@ def test_ranks_pass_by_a_relay_whose_key_does_not_do(
         relaying(broker, keys, key, monkeypatch),
     ):
         assert len(trained(broker, keys / "ranks.key")) > 5
-        assert not broker.core.feeds["train"].readers.steps.relays
+        assert not broker.core.feeds["train"].readers.receivers.relays
     told = [record.getMessage() for record in caplog.records if record.name == "streampack.relay"]
     assert any("which continues with the broker" in line and why in line for line in told), told
 

@@ -24,7 +24,7 @@ from streampack_services.broker.status import BrokerStatus, FeedStatus
 from streampack_services.http.metrics import exposition
 
 from streampack.core.serve.rank_reader import Receiver
-from streampack.core.serve.step_server import RankProgress
+from streampack.core.serve.served_steps import RankProgress
 from streampack.core.stats.data_wait import CAUSES
 from tests.integration.simulated_ranks import NODE_RANKS, SimulatedRanks
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.feed.feed import Feed
-from streampack.core.serve.step_server import RankProgress
+from streampack.core.serve.served_steps import RankProgress
 from streampack.core.stats.data_wait import CAUSES, Starvation
 from streampack_services.broker.ranks.rank_status import MeshExtent, NodeStatus, RankPage, RankStatus
 from streampack_services.broker.ranks.recent_waits import RecentWaits

@@ -15,7 +15,7 @@ import numpy as np
 
 from streampack.core.feed.feed import Feed
 from streampack.core.serve.rank_reader import Reader, Receiver
-from streampack.core.serve.step_server import RankProgress
+from streampack.core.serve.served_steps import RankProgress
 from streampack.core.stats.data_wait import CAUSES, Starvation
 from streampack_services.broker.ranks.rank_figures import MOST_RANKS, RankColumns, RankFigures
 from streampack_services.broker.ranks.recent_waits import UNHEARD, DataWaitSums, WaitWindow
