@@ -200,7 +200,7 @@ class Live:
     def had(self) -> int:
         """Steps before are the rank's."""
         assert self.client is not None
-        return self.client._have_upto
+        return self.client.arrivals.have_upto
 
     def records(self) -> list[Record]:
         """The log; records that are there still are decoded once."""

@@ -187,15 +187,15 @@ def _run_client(data: bytes) -> None:
         elif what == "m" and (message := read_item(given, {b"2": 1})) is not None:
             _perform(client, FromBroker(message[2]))
         elif what == "r" and client.attached is not None:
-            _perform(client, Returned(min(abs(number), client._have_upto)))
+            _perform(client, Returned(min(abs(number), client.arrivals.have_upto)))
         elif what == "b":
             _perform(client, Begin(abs(number) % 2**62, b"", 1, 0, None))
         elif what == "ask":
             _perform(client, Ask(AskState(feed="train", step=abs(number) % 2**62)))
         elif isinstance(what, str) and what in events:
             _perform(client, events[what])
-        assert len(client._assembling) <= MOST_AHEAD
-        assert all(len(assembly.parts) <= MOST_ITEMS for assembly in client._assembling.values())
+        assert client.arrivals.num_incomplete <= MOST_AHEAD
+        assert all(len(assembly.parts) <= MOST_ITEMS for assembly in client.arrivals._assembling.values())
 
 
 def _perform(client: ClientSession, event: Event) -> None:

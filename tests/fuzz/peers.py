@@ -147,7 +147,7 @@ class World:
                     self._act(b"m", _values(partition, seqs, amends.open.take_number()))
         client = sessions[b"0"]
         if client.reached and rng.random() < 0.2:
-            message = rng.choice((AskState, Commit))(feed="train", step=rng.randrange(client._have_upto + 1))
+            message = rng.choice((AskState, Commit))(feed="train", step=rng.randrange(client.arrivals.have_upto + 1))
             self._act(b"0", Ask(message))
         if client.reached and rng.random() < 0.03:
             for peer in (b"0", b"1"):

@@ -17,7 +17,8 @@ from streampack.core.protocol.events import Effect, Event, Unsent
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.trainer_messages import AskState, Commit, Committed, State
 from streampack.core.sessions.client_events import Again, Answered, Ask, Begin, Broken, Deliver, Detach, Ended, Returned
-from streampack.core.sessions.client_session import ClientPhase, ClientSession
+from streampack.core.sessions.client_phases import ClientPhase
+from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.route import RelayLost, Reroute, Route
 from streampack.core.sessions.routed_client import RoutedClient, SendProbe
 from tests.simulation.processes import TICK_S, Process

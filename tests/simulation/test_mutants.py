@@ -330,7 +330,7 @@ def a_chunk_is_taken_whatever_its_number(patch: Patch) -> None:
 @mutant("go-back-N")
 def a_client_takes_a_step_with_parts_missing_before_it(patch: Patch) -> None:
     def part(original: Any, self: ClientSession, message: Any, envelope: Envelope) -> Any:
-        self._have_upto = max(self._have_upto, message.step)
+        self.arrivals.have_upto = max(self.arrivals.have_upto, message.step)
         return original(self, message, envelope)
 
     wrap(patch, ClientSession, "_on_part", part)
@@ -388,7 +388,7 @@ def packs_are_formed_of_what_is_there(patch: Patch) -> None:
 def a_client_forgets_where_it_was_when_it_attaches_again(patch: Patch) -> None:
     def handle(original: Any, self: ClientSession, event: Any) -> Any:
         if isinstance(event, FromBroker) and event.envelope.epoch > self.epoch > 0:
-            self._have_upto = self._done_upto
+            self.arrivals.have_upto = self.arrivals.done_upto
         return original(self, event)
 
     wrap(patch, ClientSession, "handle", handle)

@@ -10,7 +10,7 @@ import pytest
 
 from streampack.core.model.phases import Phases
 from streampack.core.serve.rank_reader import READER_PHASES, ReaderPhase
-from streampack.core.sessions.client_session import CLIENT_PHASES, ClientPhase
+from streampack.core.sessions.client_phases import CLIENT_PHASES, ClientPhase
 from streampack.core.sessions.producer_session import LEASE_PHASES, LeasePhase
 from streampack.core.sessions.pushing.push_session import END_PHASES, PUSH_PHASES
 from streampack.errors import InternalError

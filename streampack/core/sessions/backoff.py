@@ -1,4 +1,4 @@
-"""When to repeat a message that has no answer: later each time, and at different times for different peers.
+"""When to repeat a message that has no answer, and when to ping: at different times for different peers.
 
 The delays depend only on the peer's name and the number of tries, so that a session stays deterministic.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+PING_S = 1.0
+"""Seconds between two pings, until the broker sets another interval."""
 UNSENT_S = 0.5
 """Seconds until the next try of a message that never left this process."""
 
@@ -60,3 +62,31 @@ class Backoff:
     def reset(self) -> None:
         """Make the message due at once, and count its tries from 0."""
         self._tries, self._at = 0, 0.0
+
+
+@dataclass(slots=True)
+class PingTimes:
+    """The times of the pings of the peer ``name``, every ``every_s`` seconds.
+
+    If pings are rarer than every second, each comes up to a fifth earlier, so that peers do not ping all at once.
+    """
+
+    name: str
+    every_s: float = PING_S
+    _at: float = 0.0
+    """Time of the next ping."""
+    _count: int = 0
+
+    def due(self, now: float) -> bool:
+        """Return whether the next ping should be sent at time ``now``, in seconds."""
+        return now >= self._at
+
+    def sent(self, now: float) -> None:
+        """Record a ping at ``now``, and set the time of the next."""
+        self._count += 1
+        early = 0.2 * spread(self.name, self._count) if self.every_s > PING_S else 0.0
+        self._at = now + self.every_s * (1.0 - early)
+
+    def hurry(self, now: float) -> None:
+        """Send the next ping at most an interval after ``now``: the interval may be shorter than before."""
+        self._at = min(self._at, now + self.every_s)

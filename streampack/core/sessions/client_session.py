@@ -22,9 +22,6 @@ A question (``Ask``) is repeated until it is answered, also while the session at
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field
-from enum import Enum
-
-from msgspec import Struct
 
 from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.phases import Phases
@@ -49,7 +46,7 @@ from streampack.core.protocol.trainer_messages import (
     StepPart,
     Wait,
 )
-from streampack.core.sessions.backoff import Backoff, spread
+from streampack.core.sessions.backoff import Backoff, PingTimes
 from streampack.core.sessions.client_events import (
     Again,
     Answered,
@@ -64,11 +61,11 @@ from streampack.core.sessions.client_events import (
     Returned,
     Waiting,
 )
+from streampack.core.sessions.client_phases import ANSWERED, CLIENT_PHASES, UNKNOWN, ClientPhase
 from streampack.core.sessions.patience import Patience
+from streampack.core.sessions.step_arrivals import StepArrivals
 from streampack.core.stats.data_wait import Starvation, cause_of
 
-PING_S = 1.0
-"""Seconds between pings, until the broker sets another interval."""
 RETRY_S = 2.0
 """Seconds after which a message without an answer is repeated; each further delay is longer."""
 MOST_RETRY_S = 8.0
@@ -81,70 +78,12 @@ WAIT_PINGS = 2.5
 """Intervals between pings for which a ``Wait`` holds; the broker repeats it in each interval."""
 
 
-class ClientPhase(Enum):
-    """Phases of a rank's session with its broker. ``attached``: the broker has answered its last ``Attach``."""
-
-    CLAIMING = ("the client asks for its rank, and the trainer has not chosen a first step", False)
-    HOLDING = ("the client has its rank, and the trainer has not chosen a first step", True)
-    ATTACHING = ("the client asks to take part from its next step on", False)
-    READING = ("the client takes part or waits for the other ranks", True)
-    ENDED = ("the client has received every step of the iteration", True)
-    ENDED_ATTACHING = ("the client has received every step and asks a new broker for its rank", False)
-    OVER = ("the client is closed or cannot continue", False)
-
-    def __init__(self, text: str, attached: bool) -> None:
-        self.text, self.attached = text, attached
-
-
-_BEGUN = frozenset({ClientPhase.ATTACHING, ClientPhase.OVER})
-CLIENT_PHASES = {
-    ClientPhase.CLAIMING: _BEGUN | {ClientPhase.CLAIMING, ClientPhase.HOLDING},
-    ClientPhase.HOLDING: _BEGUN | {ClientPhase.CLAIMING},
-    ClientPhase.ATTACHING: _BEGUN | {ClientPhase.READING},
-    ClientPhase.READING: _BEGUN | {ClientPhase.ENDED},
-    ClientPhase.ENDED: _BEGUN | {ClientPhase.ENDED_ATTACHING},
-    ClientPhase.ENDED_ATTACHING: _BEGUN | {ClientPhase.ENDED, ClientPhase.ENDED_ATTACHING},
-    ClientPhase.OVER: frozenset({ClientPhase.OVER}),
-}
-"""The phases that may follow each."""
-
-_ANSWERED = {
-    ClientPhase.CLAIMING: ClientPhase.HOLDING,
-    ClientPhase.ATTACHING: ClientPhase.READING,
-    ClientPhase.ENDED_ATTACHING: ClientPhase.ENDED,
-}
-"""The phase that follows an ``Attached``."""
-_UNKNOWN = {
-    ClientPhase.CLAIMING: ClientPhase.CLAIMING,
-    ClientPhase.HOLDING: ClientPhase.CLAIMING,
-    ClientPhase.ATTACHING: ClientPhase.ATTACHING,
-    ClientPhase.READING: ClientPhase.ATTACHING,
-    ClientPhase.ENDED: ClientPhase.ENDED_ATTACHING,
-    ClientPhase.ENDED_ATTACHING: ClientPhase.ENDED_ATTACHING,
-}
-"""The phase that follows if the broker does not know this client any more."""
-
-
-class _Assembly(Struct):
-    """The parts of one step that have arrived, by number; every part below ``upto`` has arrived."""
-
-    parts: dict[int, Envelope]
-    upto: int = 0
-
-    def add(self, part: int, envelope: Envelope) -> None:
-        """Add the part of this number."""
-        self.parts[part] = envelope
-        while self.upto in self.parts:
-            self.upto += 1
-
-
 @dataclass(slots=True)
 class ClientSession:
     """State of the reader of one rank.
 
     Attributes:
-        next_step: The first step to read.
-        chain: Digest of all steps before the next delivered step.
+        next_step, chain: The first step to read, and the digest of all steps before it.
         iteration: Number of the iteration over the feed.
         ready: False if the first step is not known yet, and comes with ``Begin``.
         lineage, snapshot: Lineage and snapshot of the checkpoint at which the session begins.
@@ -152,7 +91,6 @@ class ClientSession:
         wait: Cause of the wait for the next step, as the broker reports it.
         reached: True if the broker has answered at least once.
         route_changes: Times that the client has changed between its relay and the broker, or moved to another address.
-        num_skipped: Steps that the run's record marks as skipped, and that were not delivered.
     """
 
     run: int
@@ -164,8 +102,8 @@ class ClientSession:
     readers: ReadBy = field(default_factory=ReadBy)
     variable_lengths: bool = False
     prefetch: int = 2
-    next_step: int = 0
-    chain: bytes = b""
+    next_step: InitVar[int] = 0
+    chain: InitVar[bytes] = b""
     iteration: int = 0
     ready: InitVar[bool] = True
     lineage: int = 0
@@ -179,44 +117,30 @@ class ClientSession:
     wait: Wait | None = None
     reached: bool = False
     route_changes: int = 0
-    num_skipped: int = 0
     _last_attempt: tuple[int, int] = (0, 0)
     _now: float = 0.0
-    _ping_at: float = 0.0
-    _num_pings: int = 0
-    _ping_s: float = PING_S
+    _pings: PingTimes = field(init=False)
     _attached_at: float = -RETRY_S
     _digest: bytes = b""
     _attach_again: Backoff = field(init=False)
     _get_again: Backoff = field(init=False)
     _ask_again: Backoff = field(init=False)
-    _have_upto: int = 0
-    """Every step before has arrived."""
-    _done_upto: int = 0
-    """The trainer is done with every step before."""
     _going_on: int = -1
     """Lineage of the last ``Attached`` message since this reader began to read; -1 before that message."""
-    _request: int = 0
-    """Number of the last request to send again."""
-    _next: tuple[int, int] = (0, 0)
-    """(step, part) that is expected next of the parts that answer request ``_request``."""
-    _unconfirmed_bytes: int = 0
-    _assembling: dict[int, _Assembly] = field(default_factory=dict)
-    _chains: dict[int, bytes] = field(default_factory=dict)
-    _skipped: set[int] = field(default_factory=set)
     _question: Question | None = None
     _num_steps: int | None = None
     phases: Phases[ClientPhase] = field(init=False)
+    arrivals: StepArrivals = field(init=False)
 
-    def __post_init__(self, ready: bool) -> None:
+    def __post_init__(self, next_step: int, chain: bytes, ready: bool) -> None:
         first = ClientPhase.ATTACHING if ready else ClientPhase.CLAIMING
         self.phases = Phases(f"client {self.reader} of rank {self.mesh}", CLIENT_PHASES, first)
         self._digest = b"" if self.snapshot is None else self.snapshot.digest
+        self._pings = PingTimes(self.reader)
         self._attach_again = Backoff(f"{self.reader} attach", RETRY_S, MOST_RETRY_S)
         self._get_again = Backoff(f"{self.reader} get", RETRY_S, MOST_RETRY_S)
         self._ask_again = Backoff(f"{self.reader} ask", RETRY_S, MOST_RETRY_S)
-        self._have_upto = self._done_upto = self.next_step
-        self._chains[self.next_step] = self.chain
+        self.arrivals = StepArrivals(next_step, chain)
 
     def handle(self, event: Event) -> list[Effect]:
         """Return the effects of an event, for the shell to perform."""
@@ -229,7 +153,7 @@ class ClientSession:
     @_events.of(Returned)
     def _on_returned(self, event: Returned) -> list[Effect]:
         """Request further steps."""
-        self._count_returned(event.step)
+        self.arrivals.note_returned(event.step)
         return self._request_steps()
 
     @_events.of(Again)
@@ -276,6 +200,11 @@ class ClientSession:
         return self.phases.now
 
     @property
+    def num_skipped(self) -> int:
+        """Steps that the run's record marks as skipped, and that were not delivered."""
+        return self.arrivals.num_skipped
+
+    @property
     def last_attempt(self) -> tuple[int, int]:
         """Epoch and number of the attempt in which this reader takes part, or took part last.
 
@@ -293,15 +222,15 @@ class ClientSession:
         """Return a text that names the cause of the wait for the next step."""
         if not self.reached:
             return "an answer of the broker"
-        if self.patience.silent_s > GONE_PINGS * self._ping_s:
+        if self.patience.silent_s > GONE_PINGS * self._pings.every_s:
             return f"the broker, silent for {self.patience.silent_s:.0f} s"
         if self.wait is None:
-            return f"step {self._have_upto}"
+            return f"step {self.arrivals.have_upto}"
         return self.wait.detail if self.wait.batch else f"{self.wait.reason}: {self.wait.detail}"
 
     def waits_for_batch(self) -> bool:
         """Return whether the next step waits only for a pushing program to end its batch."""
-        heard = self.reached and self.patience.silent_s <= GONE_PINGS * self._ping_s
+        heard = self.reached and self.patience.silent_s <= GONE_PINGS * self._pings.every_s
         return heard and self.wait is not None and self.wait.batch
 
     @property
@@ -311,7 +240,7 @@ class ClientSession:
         The broker's last report gives the cause; the cause is ``network`` if part of the step has come since, or the
         broker is silent.
         """
-        if self.wait is None or self.patience.silent_s > WAIT_PINGS * self._ping_s:
+        if self.wait is None or self.patience.silent_s > WAIT_PINGS * self._pings.every_s:
             return "network", None
         return cause_of(self.wait.reason), self.wait.stream if self.wait.reason == "stream" else None
 
@@ -334,7 +263,7 @@ class ClientSession:
     def _ping_and_request(self, now: float) -> list[Effect]:
         """Send a ping and repeat the request for steps, if either is due."""
         effects: list[Effect] = []
-        if self.reached and now >= self._ping_at:
+        if self.reached and self._pings.due(now):
             effects += self._ping()
         if self.phase.attached and self._wants_steps() and self._get_again.due(now):
             effects += self._request_steps(repeated=True)
@@ -342,16 +271,14 @@ class ClientSession:
 
     def _ping(self) -> list[Effect]:
         """Send a ping, which reports this reader's progress, and set the time of the next ping."""
-        self._num_pings += 1
-        early = 0.2 * spread(self.reader, self._num_pings) if self._ping_s > PING_S else 0.0  # not all at once
-        self._ping_at = self._now + self._ping_s * (1.0 - early)
+        self._pings.sent(self._now)
         return [Send(self.ping_envelope())]
 
     def ping_envelope(self) -> Envelope:
         """Return a ping, which reports this reader's progress."""
-        step, part = self._have
+        step, part = self.arrivals.place
         ping = ReaderPing(
-            feed=self.feed, reader=self.reader, done_upto=self._done_upto, have_upto=step, part=part,
+            feed=self.feed, reader=self.reader, done_upto=self.arrivals.done_upto, have_upto=step, part=part,
             stats=self.stats, starvation=self.starvation,
         )  # fmt: skip
         return self._send(ping).envelope
@@ -359,7 +286,8 @@ class ClientSession:
     @property
     def has_all_requested(self) -> bool:
         """True if no requested step is in flight to this client."""
-        return self.phase.attached and not self._assembling and not self._wants_steps() and self._question is None
+        asks = self._wants_steps() or self.arrivals.num_incomplete or self._question is not None
+        return self.phase.attached and not asks
 
     @_events.of(Unsent)
     def _on_unsent(self, event: Unsent) -> list[Effect]:
@@ -425,7 +353,7 @@ class ClientSession:
         self.wait = message
         self.patience.broker_waits(message.reason == "join", message.detail)
         if message.reason == "join":
-            self._ping_s = message.ping_s
+            self._pings.every_s = message.ping_s
             return []
         return self._on_sent_upto(message.request, message.step, message.part)
 
@@ -448,20 +376,19 @@ class ClientSession:
         if self.phase.attached and attempt <= self.attempt:
             return []
         if self.phase.attached:
-            self.phases.go(_UNKNOWN[self.phase])
+            self.phases.go(UNKNOWN[self.phase])
         self.attempt, self.attached = attempt, message
         if attempt:
             self._last_attempt = self.epoch, attempt
-        self.phases.go(_ANSWERED[self.phase])
+        self.phases.go(ANSWERED[self.phase])
         self._going_on = message.lineage if self._begun else -1
-        self._ping_s = message.ping_s
-        self._ping_at = min(self._ping_at, self._now + self._ping_s)
+        self._pings.every_s = message.ping_s
+        self._pings.hurry(self._now)
         return self._request_missing()
 
     def _request_missing(self) -> list[Effect]:
         """Ask the broker to send every part again from the first missing one on."""
-        self._request += 1
-        self._next = self._have
+        self.arrivals.ask_again()
         return self._request_steps()
 
     def _on_sent_upto(self, request: int, step: int, part: int = 0) -> list[Effect]:
@@ -469,81 +396,39 @@ class ClientSession:
 
         The report counts only if it is about the newest ``request``.
         """
-        if not self.phase.attached or not self._begun or request != self._request:
+        if not self.phase.attached or not self._begun or request != self.arrivals.request:
             return []
         self._get_again.answered(self._now)
-        return self._request_missing() if (step, part) > max(self._next, self._have) else []
-
-    @property
-    def _have(self) -> tuple[int, int]:
-        """(step, part) of the first part that is missing."""
-        assembly = self._assembling.get(self._have_upto)
-        return self._have_upto, assembly.upto if assembly is not None else 0
+        return self._request_missing() if self.arrivals.lacks_before((step, part)) else []
 
     @_messages.of(StepPart)
     def _on_part(self, message: StepPart, envelope: Envelope) -> list[Effect]:
         """Handle a part of a step, and deliver the steps that this part completes."""
-        if not self._reads(envelope):
+        arrivals, attached = self.arrivals, self.attached
+        if attached is None or not self._reads(envelope):
             return []
-        if message.step >= self._done_upto + MOST_AHEAD or message.part >= max(message.parts, 1):
+        if message.step >= arrivals.done_upto + MOST_AHEAD or message.part >= max(message.parts, 1):
             return []  # no broker sends this
-        in_turn = self._in_turn(message)
-        if message.step < self._have_upto:
+        in_turn = arrivals.is_in_turn(message)
+        if message.step < arrivals.have_upto:
             return []
         self.wait = None
         self.patience.broker_waits(joining=False)
         self._get_again.answered(self._now)
-        self._unconfirmed_bytes += sum(len(frame) for frame in envelope.payload)
-        assembly = self._assembling.setdefault(message.step, _Assembly({}))
-        assembly.add(message.part, envelope)
-        effects: list[Effect] = []
-        done_upto = self._done_upto
-        while (ready := self._assembling.get(self._have_upto)) is not None:
-            first = next(iter(ready.parts.values())).message
-            if not isinstance(first, StepPart) or len(ready.parts) < first.parts:
-                break
-            del self._assembling[self._have_upto]
-            self._have_upto += 1
-            self.chain = self._chains[self._have_upto] = first.chain
-            assert self.attached is not None
-            if first.micro_batches:
-                parts = tuple(ready.parts[n] for n in sorted(ready.parts))
-                effects.append(Deliver(parts, self.attached))
-            else:
-                self._skipped.add(first.step)
-                self.num_skipped += 1
-        self._count_returned(done_upto)
-        assert self.attached is not None
+        done_upto = arrivals.done_upto
+        effects: list[Effect] = [Deliver(parts, attached) for parts in arrivals.add(message, envelope)]
         if not in_turn:
             effects += self._request_missing()
-        elif self._done_upto > done_upto or self._unconfirmed_bytes >= self.attached.ack_bytes:
+        elif arrivals.done_upto > done_upto or arrivals.unconfirmed_bytes >= attached.ack_bytes:
             effects += self._request_steps()
         return effects + self._end_iteration_if_complete()
-
-    def _in_turn(self, message: StepPart) -> bool:
-        """Return whether all parts that were sent before the part in ``message`` have arrived."""
-        place = message.step, message.part
-        if message.request != self._request or place < self._next:
-            return True
-        found, last = place <= max(self._next, self._have), message.part + 1 >= message.parts
-        self._next = (message.step + 1, 0) if last else (message.step, message.part + 1)
-        return found
-
-    def _count_returned(self, upto: int) -> None:
-        """Record that the trainer is done with the steps before ``upto``, and with skipped steps that follow them."""
-        before, self._done_upto = self._done_upto, max(self._done_upto, upto)
-        while self._done_upto in self._skipped:
-            self._skipped.remove(self._done_upto)
-            self._done_upto += 1
-        for step in range(before, self._done_upto):
-            self._chains.pop(step, None)
 
     @_messages.of(ReaderAnswer)
     def _on_answer(self, message: ReaderAnswer, envelope: Envelope) -> list[Effect]:
         """Give the trainer the answer to its question; drop any other answer."""
         if self._question is None or not message.answers(self._question):
             return []
-        if isinstance(message, State) and self._chains.get(message.step, b"") not in (b"", message.chain):
+        if isinstance(message, State) and self.arrivals.chain_of(message.step) not in (b"", message.chain):
             return self._fail(
                 "diverged", f"the broker's steps before step {message.step} differ from the steps that this client read"
             )
@@ -560,12 +445,12 @@ class ClientSession:
 
     def _end_iteration_if_complete(self) -> list[Effect]:
         """Tell the trainer that the feed has ended, once all of its steps have arrived."""
-        if self._num_steps is None or self._have_upto < self._num_steps:
+        if self._num_steps is None or self.arrivals.have_upto < self._num_steps:
             return []
         if self.phase is ClientPhase.ENDED:
             return []
         self.phases.go(ClientPhase.ENDED)
-        return [Ended(self._num_steps, self.chain)]
+        return [Ended(self._num_steps, self.arrivals.chain)]
 
     @_events.of(Begin)
     def _begin_iteration(self, place: Begin) -> list[Effect]:
@@ -574,10 +459,8 @@ class ClientSession:
         self.phases.go(ClientPhase.ATTACHING)
         self.lineage, self.snapshot = place.lineage, place.snapshot
         self._digest = b"" if self.snapshot is None else self.snapshot.digest
-        self.chain, self._chains = place.chain, {place.next_step: place.chain}
-        self._have_upto = self._done_upto = place.next_step
+        self.arrivals.begin(place.next_step, place.chain)
         self._going_on = -1
-        self._skipped.clear()
         self._num_steps = None
         return self._reattach()
 
@@ -585,15 +468,17 @@ class ClientSession:
 
     def _wants_steps(self) -> bool:
         """Return whether fewer steps have arrived than ``prefetch`` asks for."""
-        return self.phase is ClientPhase.READING and self._have_upto < self._done_upto + self.prefetch + 1
+        stop = self.arrivals.done_upto + self.prefetch + 1
+        return self.phase is ClientPhase.READING and self.arrivals.have_upto < stop
 
     def _attach(self) -> Effect:
         """Return the effect that asks the broker for this reader's rank."""
         self._attached_at = self._now
         self._attach_again.sent(self._now)
+        done_upto = self.arrivals.done_upto
         attach = Attach(
             feed=self.feed, reader=self.reader, host=self.host, pid=self.pid, mesh=self.mesh,
-            next_step=self._done_upto, chain=self._chains[self._done_upto], iteration=self.iteration,
+            next_step=done_upto, chain=self.arrivals.chain_of(done_upto), iteration=self.iteration,
             readers=self.readers, ready=self._begun, lineage=self.lineage, snapshot_digest=self._digest,
             going_on=self._going_on, variable_lengths=self.variable_lengths, starvation=self.starvation,
             route_changes=self.route_changes,
@@ -610,8 +495,8 @@ class ClientSession:
     def _reattach(self) -> list[Effect]:
         """Attach to the broker again, and drop the parts of incomplete steps."""
         self.attached = self.wait = None
-        self.phases.go(_UNKNOWN[self.phase])
-        self._assembling.clear()
+        self.phases.go(UNKNOWN[self.phase])
+        self.arrivals.forget_incomplete()
         self._attach_again.reset()
         return [self._attach()]
 
@@ -619,12 +504,13 @@ class ClientSession:
         """Request up to ``prefetch`` steps after the step in use, and confirm the parts that have arrived."""
         if self.attached is None or not self._begun:
             return []
-        self._unconfirmed_bytes = 0
         (self._get_again.sent if repeated else self._get_again.answered)(self._now)
-        step, part = self._have
+        arrivals, done_upto = self.arrivals, self.arrivals.done_upto
+        arrivals.unconfirmed_bytes = 0
+        step, part = arrivals.place
         get = Get(
-            feed=self.feed, lineage=self.attached.lineage, start=step, part=part,
-            stop=self._done_upto + self.prefetch + 1, done_upto=self._done_upto, request=self._request,
+            feed=self.feed, lineage=self.attached.lineage, start=step, part=part, stop=done_upto + self.prefetch + 1,
+            done_upto=done_upto, request=arrivals.request,
         )  # fmt: skip
         return [self._send(get)]
 

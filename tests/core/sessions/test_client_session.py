@@ -366,7 +366,7 @@ def test_the_next_iteration_begins_at_step_0_wherever_the_one_before_was_broken_
     assert (get.start, get.done_upto) == (0, 0)
     effects = session.handle(said(part(0), fence=2)) + session.handle(said(part(1), fence=2))
     assert delivered(effects) == [0, 1], "and not what waited"
-    assert session.chain == b"chain2"
+    assert session.arrivals.chain == b"chain2"
 
 
 def test_an_iteration_ends_once_and_so_does_the_next() -> None:
@@ -481,7 +481,7 @@ def test_steps_come_in_order_once_and_what_is_returned_only_rises(data: st.DataO
     for step in range(count):
         ready += delivered(session.handle(said(part(step, micro_batches=step not in skipped))))
     assert got + ready == wanted
-    assert session.chain == b"chain%d" % count
+    assert session.arrivals.chain == b"chain%d" % count
     session.handle(Returned(count))
     (again,) = sent(session.handle(said(Who(), epoch=EPOCH + 1)), Attach)
     assert (again.next_step, again.chain) == (count, b"chain%d" % count)

@@ -19,7 +19,7 @@ from streampack.core.model.rules import Rules
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.relay_messages import NodePart
 from streampack.core.protocol.trainer_messages import Attached, End, StepPart, Wait
-from streampack.core.sessions.backoff import Backoff
+from streampack.core.sessions.backoff import Backoff, PingTimes
 
 RETRY_S = 2.0
 """Seconds after which a request without an answer is repeated; each further delay is longer."""
@@ -66,7 +66,7 @@ class NodeFeed:
     Attributes:
         fence: The attempt.
         lineage: Lineage of the steps.
-        ping_s: Seconds between two pings of the relay.
+        pings: The times of the relay's pings.
         ack_bytes: Bytes after which received parts are confirmed.
         wait: Cause of the wait for the next step, as the broker reports it.
         end: The end of the feed, once the broker has told it.
@@ -82,12 +82,10 @@ class NodeFeed:
     def __init__(self, name: str, relay: str) -> None:
         self.name = name
         self.fence = self.lineage = 0
-        self.ping_s, self.ack_bytes = 1.0, 1 << 20
+        self.pings, self.ack_bytes = PingTimes(relay), 1 << 20
         self.rules: Rules | None = None
         self.layout = ""
         self.again = Backoff(f"{relay} get", RETRY_S, MOST_RETRY_S)
-        self.ping_at = 0.0
-        self.num_pings = 0
         self.request = 0
         self._drop()
 
@@ -110,7 +108,7 @@ class NodeFeed:
             self.leave()
             self.fence, self.lineage = fence, attached.lineage
         self.rules, self.layout = attached.rules, attached.layout
-        self.ping_s, self.ack_bytes = attached.ping_s, attached.ack_bytes
+        self.pings.every_s, self.ack_bytes = attached.ping_s, attached.ack_bytes
 
     def leave(self) -> None:
         """Drop everything of the attempt: it is over, or another broker has taken over."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from streampack.core.deal.part_flow import Place
 from streampack.core.protocol.events import Effect
 from streampack.core.protocol.relay_messages import NodeGet, NodePing, ReaderReport
-from streampack.core.sessions.backoff import spread
 from streampack.core.sessions.relaying.node_feed import NodeFeed
 from streampack.core.sessions.relaying.relay_state import RelayState
 
@@ -88,9 +87,7 @@ class RelayRequests:
     def ping(self, feed: NodeFeed) -> list[Effect]:
         """Send a ping that reports every reader of a feed, and set the time of the next ping."""
         now = self._relay.now
-        feed.num_pings += 1
-        early = 0.2 * spread(self._relay.name, feed.num_pings) if feed.ping_s > LOCAL_PING_S else 0.0
-        feed.ping_at = now + feed.ping_s * (1.0 - early)
+        feed.pings.sent(now)
         step, part = feed.next
         reports = tuple(
             ReaderReport(

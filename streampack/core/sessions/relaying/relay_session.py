@@ -325,7 +325,7 @@ class RelaySession:
             self.readers.forget(reader)
         effects: list[Effect] = []
         for feed in {relay.feed_of(reader): None for reader in self.readers.values()}:
-            if relay.run and now >= feed.ping_at:
+            if relay.run and feed.pings.due(now):
                 effects += self._requests.ping(feed)
             wanting = any(map(self._deliveries.is_starving, self.readers.taking_part(feed.name)))
             if wanting and feed.again.due(now):
