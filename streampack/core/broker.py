@@ -226,7 +226,7 @@ class Broker:
 
     @_recalled.of(ValuesReported)
     def _recalled_values(self, record: ValuesReported, event: Recalled, feed: Feed) -> list[Effect]:
-        return feed.results.recalled(event)
+        return feed.results.subscribers.recalled(event)
 
     @_recalled.of(ChunkStaged, SamplesAmended)
     def _recalled_staged(self, record: ChunkStaged | SamplesAmended, event: Recalled, feed: Feed) -> list[Effect]:

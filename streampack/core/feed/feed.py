@@ -279,7 +279,7 @@ class Feed:
         """Note the time, in seconds since the broker's first tick; complete results of steps that are done."""
         self._first_tick = now if self._first_tick < 0 else self._first_tick
         self._now = now - self._first_tick
-        self.results.tick(now)
+        self.results.subscribers.tick(now)
         return self.results.carry(self.steps.returned_by)
 
     def formed(self, event: Formed) -> list[Effect]:
@@ -462,7 +462,7 @@ class Feed:
         effects = self._recorder.begin_lineage(step, why, since)
         self.steps.kept.lineage = self.history.lineage
         self.steps.forget_chains(step)
-        self.results.branch(self.history.lineage)
+        self.results.pending.branch(self.history.lineage)
         return effects
 
     # The log
@@ -484,7 +484,7 @@ class Feed:
         elif isinstance(record, PolicyPublished) and self._is_possible(record):
             self.history.published = record
         elif isinstance(record, LineageBegan):
-            self.results.branch(record.lineage)
+            self.results.pending.branch(record.lineage)
 
     def recover_facts(self, facts: FeedFacts, released: int) -> None:
         """Apply the facts that replace deleted records; raise ValueError if their rules are not this feed's."""
@@ -561,7 +561,7 @@ class Feed:
 
     def tell_back(self, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
         """Handle a message about results: a published policy, reported values, or a subscriber's request."""
-        self.results.streams = [stream.name for stream in self.latest_rules.streams]
+        self.results.subscribers.streams = [stream.name for stream in self.latest_rules.streams]
         message = envelope.message
         return self._about_results[type(message)](self, message, peer, envelope, now)
 
@@ -570,7 +570,7 @@ class Feed:
     @_about_results.of(AskResults)
     def _on_ask(self, message: AskResults, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
         """Answer a subscriber."""
-        return self.results.ask(peer, message, now)
+        return self.results.subscribers.ask(peer, message, now)
 
     @_about_results.of(ReportValues)
     def _on_values(self, message: ReportValues, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:

@@ -19,8 +19,10 @@ from streampack.core.protocol.effects import FromTrainer, SendTrainer
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.message import Envelope, Identity
 from streampack.core.protocol.trainer_messages import AskResults, Noted, ReportValues, Results
+from streampack.core.results.pending_steps import MOST_NAMES
 from streampack.core.results.step_ranges import StepRanges
-from streampack.core.results.step_values import KEPT_STEPS, MOST_NAMES, StepValues
+from streampack.core.results.step_values import StepValues
+from streampack.core.results.subscribers import KEPT_STEPS
 from tests.core.feed.test_going_back import Rollouts
 
 STEPS, DP, CP, SAMPLES = 4, 2, 2, 3
@@ -56,7 +58,7 @@ class Desk:
         self.log = self.log[: self.safe_upto] if self.keeps else self.log
         self.journal = Journal(self.keeps, len(self.log) if self.keeps else 0)
         self.values = StepValues(Identity(1, 1), "train", self.journal, where)
-        self.values.streams = ["rollouts"]
+        self.values.subscribers.streams = ["rollouts"]
         for lsn, record in enumerate(self.log if self.keeps else []):
             self.values.add(lsn, msgspec.msgpack.decode(record, type=ValuesReported))
 
@@ -66,7 +68,7 @@ class Desk:
                 self.log.append(msgspec.msgpack.encode(effect.record))
             elif isinstance(effect, Recall):
                 record = msgspec.msgpack.decode(self.log[effect.lsn], type=ValuesReported)
-                self.perform(self.values.recalled(Recalled("train", effect.lsn, record)))
+                self.perform(self.values.subscribers.recalled(Recalled("train", effect.lsn, record)))
             elif isinstance(effect, SendTrainer):
                 self.hear(effect.envelope)
 
@@ -88,7 +90,9 @@ class Desk:
         self.perform(self.values.safe())
 
     def ask(self) -> None:
-        self.perform(self.values.ask(b"s", AskResults(feed="train", number=len(self.had), cursor=self.cursor), 0.0))
+        self.perform(
+            self.values.subscribers.ask(b"s", AskResults(feed="train", number=len(self.had), cursor=self.cursor), 0.0)
+        )
 
 
 @given(st.integers(0, 9999), st.booleans(), st.booleans())
@@ -128,7 +132,7 @@ def test_one_that_subscribes_now_gets_what_comes_from_now_on() -> None:
         for cp in range(CP):
             desk.perform(desk.values.report(b"t", *part_of(0, 1, dp, cp), 0, STEPS))
     desk.sync()
-    (effect,) = desk.values.ask(b"s", AskResults(feed="train", number=0), 0.0)
+    (effect,) = desk.values.subscribers.ask(b"s", AskResults(feed="train", number=0), 0.0)
     assert isinstance(effect, SendTrainer)
     assert isinstance(effect.envelope.message, Results)
     desk.cursor = effect.envelope.message.cursor
@@ -149,7 +153,7 @@ def test_one_step_at_a_time_is_read_for_a_subscriber() -> None:
             desk.perform(desk.values.report(b"t", *part_of(0, 1, dp, cp), 0, STEPS))
     desk.sync()
     flood = [AskResults(feed="train", number=number // 2, cursor=0) for number in range(100)]
-    effects = [effect for each in flood for effect in desk.values.ask(b"s", each, 0.0)]
+    effects = [effect for each in flood for effect in desk.values.subscribers.ask(b"s", each, 0.0)]
     answers = list[Results]()
     for count in (DP * CP, DP * CP, 0):
         assert len(effects) == count, "the records of one step"
@@ -157,7 +161,7 @@ def test_one_step_at_a_time_is_read_for_a_subscriber() -> None:
         for read in reads:
             assert isinstance(read, Recall)
             record = msgspec.msgpack.decode(desk.log[read.lsn], type=ValuesReported)
-            for effect in desk.values.recalled(Recalled("train", read.lsn, record)):
+            for effect in desk.values.subscribers.recalled(Recalled("train", read.lsn, record)):
                 if isinstance(effect, SendTrainer):
                     assert isinstance(effect.envelope.message, Results)
                     answers.append(effect.envelope.message)
@@ -301,12 +305,12 @@ def test_ranges_of_steps_are_a_set(steps: list[int]) -> None:
 
 
 def test_the_values_of_the_newest_steps_are_kept_however_large_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streampack.core.results.step_values.PENDING_BYTES", 1)
+    monkeypatch.setattr("streampack.core.results.pending_steps.PENDING_BYTES", 1)
     desk = Desk(True)
     for step in range(40):
         message, payload = part_of(step, 1, 0, 0)
         desk.values.report(b"t", message, payload, 0, 40)
-    assert sorted(step for _, step, _ in desk.values._pending) == list(range(24, 40))
+    assert sorted(desk.values.pending.steps) == list(range(24, 40))
 
 
 def test_values_of_a_stream_that_does_not_exist_are_refused() -> None:
@@ -322,7 +326,7 @@ def test_values_of_a_stream_that_does_not_exist_are_refused() -> None:
 
 def test_steps_that_are_never_complete_take_a_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that reported alone, or invented names, took gigabytes."""
-    monkeypatch.setattr("streampack.core.results.step_values.PENDING_BYTES", 1500)
+    monkeypatch.setattr("streampack.core.results.pending_steps.PENDING_BYTES", 1500)
     desk = Desk(True)
     warned: list[str] = []
     for step in range(STEPS):
@@ -333,8 +337,10 @@ def test_steps_that_are_never_complete_take_a_bounded_memory(monkeypatch: pytest
             warned += [effect.text for effect in effects if isinstance(effect, Report)]
             refused = [e.envelope.message for e in effects if isinstance(e, SendTrainer)]
             assert bool(refused) is (number == MOST_NAMES), "too many sets of names"
-    assert desk.values._pending_bytes == sum(parts.num_bytes for parts in desk.values._pending.values()) <= 1500
+    assert (
+        desk.values.pending.num_bytes == sum(parts.num_bytes for parts in desk.values.pending._steps.values()) <= 1500
+    )
     assert "forgot the values of step 0 (name0), because not every rank reported them" in warned[0]
-    assert min(step for _, step, _ in desk.values._pending) > 0, "the oldest are forgotten"
-    desk.values.branch(1)
-    assert desk.values._pending_bytes == 0
+    assert min(desk.values.pending.steps) > 0, "the oldest are forgotten"
+    desk.values.pending.branch(1)
+    assert desk.values.pending.num_bytes == 0
