@@ -30,16 +30,8 @@ import streampack
 from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.message import Envelope, Message
 from streampack.core.protocol.producer_messages import Hello, Offer
-from streampack.core.protocol.trainer_messages import (
-    AskResults,
-    AskState,
-    Attach,
-    Attached,
-    Get,
-    Publish,
-    ReaderPing,
-    ReportValues,
-)
+from streampack.core.protocol.result_messages import AskResults, Publish, ReportValues
+from streampack.core.protocol.trainer_messages import AskState, Attach, Attached, Get, ReaderPing
 from streampack.errors import WireError
 from streampack.transport.curve import show_key
 from streampack.transport.keys import load_key

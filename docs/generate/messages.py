@@ -9,6 +9,7 @@ from streampack.core.journal.log_records import ALL_RECORDS
 from streampack.core.protocol.message import SHARED_MESSAGES
 from streampack.core.protocol.producer_messages import PRODUCER_MESSAGES
 from streampack.core.protocol.relay_messages import RELAY_MESSAGES
+from streampack.core.protocol.result_messages import RESULT_MESSAGES
 from streampack.core.protocol.standby_messages import STANDBY_MESSAGES
 from streampack.core.protocol.trainer_messages import TRAINER_MESSAGES
 
@@ -16,8 +17,8 @@ from streampack.core.protocol.trainer_messages import TRAINER_MESSAGES
 def messages() -> str:
     """Return a table for each kind of peer."""
     kinds = (
-        ("Both sides", SHARED_MESSAGES), ("Producers", PRODUCER_MESSAGES), ("Trainers", TRAINER_MESSAGES),
-        ("Relays", RELAY_MESSAGES), ("Standby", STANDBY_MESSAGES),
+        ("Both sides", SHARED_MESSAGES), ("Producers", PRODUCER_MESSAGES),
+        ("Trainers", (*TRAINER_MESSAGES, *RESULT_MESSAGES)), ("Relays", RELAY_MESSAGES), ("Standby", STANDBY_MESSAGES),
     )  # fmt: skip
     return "\n".join(f"### {title}\n\n{_table(found)}\n" for title, found in kinds)
 

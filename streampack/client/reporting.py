@@ -16,7 +16,7 @@ from streampack.connection.telling import Telling
 from streampack.core.model.fields import MAX_FIELDS
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.samples import I64
-from streampack.core.protocol.trainer_messages import Publish, ReportValues
+from streampack.core.protocol.result_messages import Publish, ReportValues
 from streampack.errors import UserError
 from streampack.transport.keys import Key
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from streampack.connection.telling import Telling
 from streampack.core.model.samples import I64
 from streampack.core.protocol.message import Envelope
-from streampack.core.protocol.trainer_messages import AskResults, Results
+from streampack.core.protocol.result_messages import AskResults, Results
 from streampack.errors import DataStall, UserError, WireError
 from streampack.transport.keys import find_key
 from streampack.transport.rendezvous import read_rendezvous

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from streampack.connection.session_thread import SessionThread
 from streampack.core.protocol.message import Envelope
-from streampack.core.protocol.trainer_messages import AskResults, Noted, Publish, ReportValues
+from streampack.core.protocol.result_messages import AskResults, Noted, Publish, ReportValues
 from streampack.core.sessions.telling_session import Tell, TellingSession
 from streampack.errors import Rejected
 from streampack.transport.keys import Key

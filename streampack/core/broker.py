@@ -63,8 +63,9 @@ from streampack.core.protocol.message import (
 from streampack.core.protocol.producer_messages import CommitWrite, Hello, ProducerMessage, ProducerPing, Samples, Sent
 from streampack.core.protocol.recent_events import RecentEvents
 from streampack.core.protocol.relay_messages import RelayMessage, relay_of
+from streampack.core.protocol.result_messages import NumberedMessage, ReportValues
 from streampack.core.protocol.rights import REVOKED, Rights, key_of
-from streampack.core.protocol.trainer_messages import Attach, Get, NumberedMessage, ReaderPing, ReportValues
+from streampack.core.protocol.trainer_messages import Attach, Get, ReaderPing
 from streampack.core.serve.attempts import Departure
 from streampack.core.serve.rank_reader import Ranks
 

@@ -31,7 +31,8 @@ from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I32, I64, IGNORE_INDEX
 from streampack.core.protocol.message import Envelope
-from streampack.core.protocol.trainer_messages import Attached, StepPart
+from streampack.core.protocol.step_part import StepPart
+from streampack.core.protocol.trainer_messages import Attached
 from streampack.errors import WireError
 from streampack.packs.columns import Column, Columns, part, rebased, rows
 from streampack.packs.kernel_loader import kernels

@@ -21,7 +21,7 @@ from streampack.core.media.references import Reference, decode_reference
 from streampack.core.model.fields import CU_ITEMS, CU_PATCHES, from_bfloat16
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
-from streampack.core.protocol.trainer_messages import StepPart
+from streampack.core.protocol.step_part import StepPart
 from streampack.packs.columns import Column, part, rebased
 
 

@@ -25,6 +25,7 @@ from streampack.core.model.fields import MAX_FIELDS
 from streampack.core.protocol.message import SHARED_MESSAGES, Envelope, Message
 from streampack.core.protocol.producer_messages import PRODUCER_MESSAGES
 from streampack.core.protocol.relay_messages import RELAY_MESSAGES
+from streampack.core.protocol.result_messages import RESULT_MESSAGES
 from streampack.core.protocol.standby_messages import STANDBY_MESSAGES
 from streampack.core.protocol.trainer_messages import TRAINER_MESSAGES
 from streampack.errors import WireError
@@ -33,7 +34,9 @@ from streampack.wire.checksums import crc32c
 MAGIC = b"SPK1"
 VERSION = 1
 """Every version has the same header, and ``Reject`` as message 14, so that a peer of another version gets a reason."""
-ALL_MESSAGES = (*SHARED_MESSAGES, *PRODUCER_MESSAGES, *TRAINER_MESSAGES, *RELAY_MESSAGES, *STANDBY_MESSAGES)
+ALL_MESSAGES = (
+    *SHARED_MESSAGES, *PRODUCER_MESSAGES, *TRAINER_MESSAGES, *RESULT_MESSAGES, *RELAY_MESSAGES, *STANDBY_MESSAGES,
+)  # fmt: skip
 MAX_PAYLOAD_FRAMES = 2 + MAX_FIELDS
 MAX_META_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 30

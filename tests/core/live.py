@@ -41,7 +41,8 @@ from streampack.core.protocol.effects import (
 from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Offer
-from streampack.core.protocol.trainer_messages import State, StepPart
+from streampack.core.protocol.step_part import StepPart
+from streampack.core.protocol.trainer_messages import State
 from streampack.core.sessions.client_events import Broken, Deliver, Detach, Ended, Returned
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.producer_base import Chunk, Finish

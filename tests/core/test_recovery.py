@@ -35,17 +35,8 @@ from streampack.core.protocol.effects import (
 from streampack.core.protocol.events import Effect, Event, Tick
 from streampack.core.protocol.message import Bye, Envelope, Message, Reject
 from streampack.core.protocol.producer_messages import Eos, Flow, Hello, Lease, Offer, Samples
-from streampack.core.protocol.trainer_messages import (
-    AskSnapshot,
-    Attach,
-    Brought,
-    Commit,
-    Committed,
-    End,
-    Get,
-    StepPart,
-    Wait,
-)
+from streampack.core.protocol.step_part import StepPart
+from streampack.core.protocol.trainer_messages import AskSnapshot, Attach, Brought, Commit, Committed, End, Get, Wait
 from streampack.wire import record_frames
 
 LENGTH, CHAIN = 8, b"x" * 16

@@ -38,22 +38,18 @@ from streampack.core.protocol.producer_messages import (
     Start,
 )
 from streampack.core.protocol.relay_messages import Elsewhere, NodeGet, NodePart, NodePing, ReaderReport
+from streampack.core.protocol.result_messages import AskResults, Noted, Publish, ReportValues, Results
 from streampack.core.protocol.standby_messages import Follow, HandOver, Lead, LogRecords, Replaced
+from streampack.core.protocol.step_part import StepPart
 from streampack.core.protocol.trainer_messages import (
-    AskResults,
     AskSnapshot,
     AskState,
     Brought,
     Commit,
     Committed,
     Fenced,
-    Noted,
     Probe,
-    Publish,
-    ReportValues,
-    Results,
     State,
-    StepPart,
 )
 from streampack.errors import LedgerDamaged, LogDamaged, StateError, StreampackError, Unreachable, UserError, WireError
 from streampack.transport.rendezvous import read_rendezvous

@@ -41,8 +41,8 @@ from streampack.core.protocol.producer_messages import (
     Start,
 )
 from streampack.core.protocol.relay_messages import NodeGet, NodePing
+from streampack.core.protocol.result_messages import AskResults, Publish, ReportValues
 from streampack.core.protocol.trainer_messages import (
-    AskResults,
     AskState,
     Attach,
     Attached,
@@ -50,9 +50,7 @@ from streampack.core.protocol.trainer_messages import (
     Commit,
     Fenced,
     Get,
-    Publish,
     ReaderPing,
-    ReportValues,
 )
 from streampack.errors import StreampackError, WireError
 from streampack.transport.keys import load_key

@@ -26,8 +26,10 @@ from streampack.core.protocol.events import Event, FromBroker, Send, Tick
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Amend, Offer
 from streampack.core.protocol.relay_messages import relayed
+from streampack.core.protocol.result_messages import AskResults, Publish, ReportValues
 from streampack.core.protocol.standby_messages import STANDBY_MESSAGES, Follow
-from streampack.core.protocol.trainer_messages import AskResults, AskState, Commit, Publish, ReportValues, StepPart
+from streampack.core.protocol.step_part import StepPart
+from streampack.core.protocol.trainer_messages import AskState, Commit
 from streampack.core.sessions.client_events import Ask, Begin, Broken, Deliver, Ended, Returned
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.producer_base import Chunk, Finish

@@ -25,7 +25,8 @@ from streampack.core.model.rules import Align, Rules
 from streampack.core.model.samples import I64
 from streampack.core.model.shapes import Shape, Sizes
 from streampack.core.protocol.message import Envelope
-from streampack.core.protocol.trainer_messages import Attached, StepPart, Wait
+from streampack.core.protocol.step_part import StepPart
+from streampack.core.protocol.trainer_messages import Attached, Wait
 from streampack.errors import WireError
 from streampack.packs.build import build_step
 from streampack.packs.kernel_loader import kernels

@@ -23,7 +23,8 @@ from streampack.core.model.steps import PlannedPacks, PlannedStep
 from streampack.core.protocol.effects import SendShard, SendTrainer
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick
 from streampack.core.protocol.message import Bye, Envelope, Identity, Who
-from streampack.core.protocol.trainer_messages import Attach, State, StepPart
+from streampack.core.protocol.step_part import StepPart
+from streampack.core.protocol.trainer_messages import Attach, State
 from streampack.core.serve.readers import Readers
 from streampack.core.sessions.client_events import Begin, Broken, Deliver, Detach, Ended, Returned
 from streampack.core.sessions.client_session import ClientSession

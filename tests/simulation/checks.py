@@ -25,20 +25,9 @@ from streampack.core.protocol.events import Effect, Event
 from streampack.core.protocol.message import Bye
 from streampack.core.protocol.producer_messages import Eos, Flow, Hello, Mark, Samples, Sent
 from streampack.core.protocol.relay_messages import NodeGet, NodePart, NodePing, relay_of, relayed
-from streampack.core.protocol.trainer_messages import (
-    AskResults,
-    AskState,
-    Attach,
-    Attached,
-    Brought,
-    Commit,
-    End,
-    Get,
-    Publish,
-    ReaderPing,
-    ReportValues,
-    StepPart,
-)
+from streampack.core.protocol.result_messages import AskResults, Publish, ReportValues
+from streampack.core.protocol.step_part import StepPart
+from streampack.core.protocol.trainer_messages import AskState, Attach, Attached, Brought, Commit, End, Get, ReaderPing
 from streampack.core.serve.rank_reader import Reader, ReaderPhase
 from streampack.core.serve.readers import Readers
 

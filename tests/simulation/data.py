@@ -33,7 +33,7 @@ from streampack.core.model.samples import I64, Keep
 from streampack.core.model.shapes import Shape, Sizes
 from streampack.core.packers.registry import PackerName
 from streampack.core.protocol.message import Envelope
-from streampack.core.protocol.trainer_messages import StepPart
+from streampack.core.protocol.step_part import StepPart
 
 FIRST_ARRIVAL, FIRST_PUSHED, FIRST_BATCH, FIRST_READ_BATCH, FIRST_PADDED, NUM_CASES = 8, 10, 12, 14, 16, 18
 WIDE = (NUM_CASES, NUM_CASES + 1)

@@ -17,7 +17,8 @@ from streampack.core.model.fields import Field
 from streampack.core.model.keys.planning_keys import MediaLimits
 from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.message import Envelope
-from streampack.core.protocol.trainer_messages import State, StepPart
+from streampack.core.protocol.step_part import StepPart
+from streampack.core.protocol.trainer_messages import State
 from streampack.core.serve.rank_reader import Ranks
 from streampack.core.sessions.client_events import Broken
 from tests.simulation.broker import FIRST_EPOCH

@@ -48,7 +48,8 @@ from streampack.core.protocol.events import Effect, FromBroker, Send
 from streampack.core.protocol.handlers import Handlers
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Eos, Flow, Hello, ProducerPing, Samples
-from streampack.core.protocol.trainer_messages import Get, ReaderPing, StepPart
+from streampack.core.protocol.step_part import StepPart
+from streampack.core.protocol.trainer_messages import Get, ReaderPing
 from streampack.core.serve.attempts import AttemptCoordinator
 from streampack.core.serve.rank_reader import ReaderPhase
 from streampack.core.serve.rank_registry import RankRegistry

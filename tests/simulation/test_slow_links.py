@@ -8,7 +8,7 @@ import pytest
 
 from streampack.core.protocol.events import Effect
 from streampack.core.protocol.message import Envelope
-from streampack.core.protocol.trainer_messages import StepPart
+from streampack.core.protocol.step_part import StepPart
 from streampack.core.sessions.client_session import RETRY_S, ClientSession
 from tests.simulation.world import Slow, World
 

@@ -24,7 +24,8 @@ from streampack.core.model.rules import Align, Rules, StreamRules
 from streampack.core.packers.registry import PackerName
 from streampack.core.protocol.message import Envelope, Message, Reject, Who
 from streampack.core.protocol.producer_messages import Eos, Flow, Hello, Lease, Offer, ProducerPing, Samples
-from streampack.core.protocol.trainer_messages import Attach, ReaderPing, StepPart
+from streampack.core.protocol.step_part import StepPart
+from streampack.core.protocol.trainer_messages import Attach, ReaderPing
 from streampack.errors import WireError
 from streampack.wire import frames as wire
 from streampack.wire.frames import ALL_MESSAGES

@@ -55,8 +55,9 @@ from streampack.core.protocol.effects import (
 from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.protocol.message import Envelope, Reject
 from streampack.core.protocol.relay_messages import relay_of, relayed
+from streampack.core.protocol.result_messages import AskResults
 from streampack.core.protocol.rights import KEY_DIGITS, key_of
-from streampack.core.protocol.trainer_messages import AskResults, AskState
+from streampack.core.protocol.trainer_messages import AskState
 from streampack.core.standby.arbiter_entries import Entry
 from streampack.errors import ConfigError, InternalError, UserError, WireError
 from streampack.transport.curve import Door

@@ -24,7 +24,7 @@ from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack.core.protocol.relay_messages import MAX_READERS, NodePart
-from streampack.core.protocol.trainer_messages import StepPart
+from streampack.core.protocol.step_part import StepPart
 
 RankPart = tuple[tuple[int, int], StepPart, tuple[memoryview, ...]]
 """((dp rank, cp rank), the message that this rank would get directly, its payload)."""

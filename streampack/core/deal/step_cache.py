@@ -26,7 +26,7 @@ from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, PACK, SampleTable
 from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.relay_messages import NodePart
-from streampack.core.protocol.trainer_messages import StepPart
+from streampack.core.protocol.step_part import StepPart
 
 PART_BYTES = 2 << 20
 """Bytes of payload in one message, about; a larger step is sent as several messages, its parts."""

@@ -45,7 +45,8 @@ from streampack.core.protocol.effects import Formed, Release
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.handlers import Handlers
 from streampack.core.protocol.message import Envelope, Identity
-from streampack.core.protocol.trainer_messages import ABOUT_RESULTS, AskResults, Publish, ReportValues, State
+from streampack.core.protocol.result_messages import ABOUT_RESULTS, AskResults, Publish, ReportValues
+from streampack.core.protocol.trainer_messages import State
 from streampack.core.results.step_values import StepValues
 from streampack.core.serve.readers import Readers
 from streampack.core.staging.tickets import LEARN_S, InFlight

@@ -3,7 +3,8 @@
 - ``message``: the envelope, the bases of messages, and the messages of both producers and trainers.
 - ``rights``: what the key of a peer allows.
 - ``producer_messages``: the messages between producers and the broker.
-- ``trainer_messages``: the messages between trainers and the broker.
+- ``trainer_messages``, ``step_part``: the messages between the readers of ranks and the broker.
+- ``result_messages``: the messages of processes without a rank, which publish policies, report values or read them.
 - ``relay_messages``: the messages between relays and the broker, and from relays to their readers.
 - ``standby_messages``: the messages between the active broker and its standby.
 - ``events``: the events and effects that all state machines share.

@@ -17,7 +17,7 @@ from streampack.core.model.bounded import Name, Small, Text
 from streampack.core.model.snapshot import Count
 from streampack.core.protocol.message import FeedMessage, Message
 from streampack.core.protocol.rights import Rights
-from streampack.core.protocol.trainer_messages import StepPart
+from streampack.core.protocol.step_part import StepPart
 from streampack.core.stats.data_wait import Starvation
 
 MAX_READERS = 1024

@@ -19,7 +19,7 @@ from streampack.core.model.samples import I64
 from streampack.core.protocol.effects import SendTrainer
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.message import Identity
-from streampack.core.protocol.trainer_messages import Noted, ReportValues
+from streampack.core.protocol.result_messages import Noted, ReportValues
 from streampack.core.results.merge_parts import ids_of
 from streampack.core.results.pending_steps import MOST_NAMES, PendingSteps, Returned
 from streampack.core.results.subscribers import Locate, Subscribers

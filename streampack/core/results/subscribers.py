@@ -22,7 +22,7 @@ from streampack.core.model.samples import I64
 from streampack.core.protocol.effects import SendTrainer
 from streampack.core.protocol.events import Effect
 from streampack.core.protocol.message import Identity, Message
-from streampack.core.protocol.trainer_messages import AskResults, Noted, Results
+from streampack.core.protocol.result_messages import AskResults, Noted, Results
 from streampack.core.results.merge_parts import merge_parts
 from streampack.core.results.pending_steps import Key, Parts
 

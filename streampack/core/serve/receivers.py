@@ -11,7 +11,7 @@ from typing import NamedTuple
 from streampack.core.deal.part_flow import RESEND_S, PartFlows
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.relay_messages import relay_of
-from streampack.core.protocol.trainer_messages import StepPart
+from streampack.core.protocol.step_part import StepPart
 from streampack.core.serve.rank_reader import Reader, Receiver
 from streampack.core.serve.rank_registry import RankRegistry
 

@@ -29,6 +29,7 @@ from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick, Unsent
 from streampack.core.protocol.handlers import Handlers
 from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who
+from streampack.core.protocol.step_part import StepPart
 from streampack.core.protocol.trainer_messages import (
     TO_READERS,
     AskSnapshot,
@@ -43,7 +44,6 @@ from streampack.core.protocol.trainer_messages import (
     ReaderAnswer,
     ReaderPing,
     State,
-    StepPart,
     Wait,
 )
 from streampack.core.sessions.backoff import Backoff, PingTimes

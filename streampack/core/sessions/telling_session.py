@@ -13,7 +13,7 @@ from typing import Any
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick, Unsent
 from streampack.core.protocol.handlers import Handlers
 from streampack.core.protocol.message import Envelope, Message, Reject
-from streampack.core.protocol.trainer_messages import AskResults, Noted, NumberedMessage, Results
+from streampack.core.protocol.result_messages import AskResults, Noted, NumberedMessage, Results
 from streampack.core.sessions.open_messages import OpenMessages
 from streampack.core.sessions.patience import VAIN_S
 from streampack.core.sessions.producer_base import BROKER_SILENT_S, Finish, Leave

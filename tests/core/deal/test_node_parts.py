@@ -25,7 +25,8 @@ from streampack.core.model.rules import Align, Batch, Rules
 from streampack.core.model.samples import ROW, SampleTable
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.relay_messages import NodePart
-from streampack.core.protocol.trainer_messages import Attached, StepPart
+from streampack.core.protocol.step_part import StepPart
+from streampack.core.protocol.trainer_messages import Attached
 from streampack.errors import WireError
 from streampack.packs.build import build_step
 from streampack.packs.slabs import Slabs

@@ -26,7 +26,8 @@ from streampack.core.model.rules import Align, Batch, Rules
 from streampack.core.model.samples import I64, ROW, SampleTable
 from streampack.core.model.shapes import Sizes
 from streampack.core.protocol.message import Envelope
-from streampack.core.protocol.trainer_messages import Attach, Attached, StepPart
+from streampack.core.protocol.step_part import StepPart
+from streampack.core.protocol.trainer_messages import Attach, Attached
 from streampack.core.serve.rank_registry import refusal
 from streampack.core.stats.padding import CAUSES
 from streampack.errors import InvariantError, UserError, WireError

@@ -13,7 +13,7 @@ from streampack.core.journal.log_records import PolicyPublished
 from streampack.core.model.bounded import MOST_VERSION
 from streampack.core.protocol.effects import FromTrainer
 from streampack.core.protocol.message import Envelope, Message
-from streampack.core.protocol.trainer_messages import Noted, Publish, ReportValues
+from streampack.core.protocol.result_messages import Noted, Publish, ReportValues
 from tests.fuzz.peers import World
 from tests.fuzz.stage import RUN, Stage
 

@@ -18,7 +18,7 @@ from streampack.core.protocol.effects import FromTrainer
 from streampack.core.protocol.events import Tick
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Start
-from streampack.core.protocol.trainer_messages import Publish
+from streampack.core.protocol.result_messages import Publish
 from streampack.core.sessions.pushing.push_buffer import PushBuffer
 from streampack.core.sessions.pushing.push_session import (
     BeginSamples,

@@ -14,8 +14,9 @@ from streampack.core.protocol.events import Tick
 from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who, forbidden
 from streampack.core.protocol.producer_messages import Amend, CommitWrite, Eos, Hello, Mark, Samples, Sent, Start
 from streampack.core.protocol.relay_messages import NodeGet, NodePing, relay_of, relayed
+from streampack.core.protocol.result_messages import AskResults, Publish, ReportValues
 from streampack.core.protocol.rights import KEY_DIGITS, NO_RIGHTS, Rights, Side, key_of
-from streampack.core.protocol.trainer_messages import AskResults, Attach, Publish, ReportValues
+from streampack.core.protocol.trainer_messages import Attach
 from streampack.wire import frames as wire
 from tests.core.sessions.test_sessions import _EVENTS, EPOCH, RUN, Bench, attach, fill, hello
 

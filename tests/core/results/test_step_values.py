@@ -18,7 +18,7 @@ from streampack.core.model.samples import I64
 from streampack.core.protocol.effects import FromTrainer, SendTrainer
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.message import Envelope, Identity
-from streampack.core.protocol.trainer_messages import AskResults, Noted, ReportValues, Results
+from streampack.core.protocol.result_messages import AskResults, Noted, ReportValues, Results
 from streampack.core.results.pending_steps import MOST_NAMES
 from streampack.core.results.step_ranges import StepRanges
 from streampack.core.results.step_values import StepValues

@@ -24,6 +24,7 @@ from streampack.core.model.steps import PlannedPacks, PlannedStep
 from streampack.core.protocol.effects import Release, SendShard, SendTrainer
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.message import Bye, Envelope, Identity, Message, Reject, Who
+from streampack.core.protocol.step_part import StepPart
 from streampack.core.protocol.trainer_messages import (
     AskSnapshot,
     AskState,
@@ -37,7 +38,6 @@ from streampack.core.protocol.trainer_messages import (
     Probe,
     ReaderPing,
     State,
-    StepPart,
     Wait,
 )
 from streampack.core.serve.attempts import NEWS_A_TICK

@@ -21,6 +21,7 @@ from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.samples import SampleTable
 from streampack.core.protocol.events import Effect, FromBroker, Send, Tick, Unsent
 from streampack.core.protocol.message import Envelope, Message, Reject, Who
+from streampack.core.protocol.step_part import StepPart
 from streampack.core.protocol.trainer_messages import (
     AskSnapshot,
     AskState,
@@ -35,7 +36,6 @@ from streampack.core.protocol.trainer_messages import (
     Probe,
     ReaderPing,
     State,
-    StepPart,
     Wait,
 )
 from streampack.core.sessions.client_events import (

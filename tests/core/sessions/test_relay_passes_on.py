@@ -10,7 +10,8 @@ from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.events import FromBroker
 from streampack.core.protocol.message import Envelope, FeedMessage, Message, Reject
 from streampack.core.protocol.relay_messages import Elsewhere, NodeGet
-from streampack.core.protocol.trainer_messages import AskResults, Attach, End, Question, ReaderAnswer
+from streampack.core.protocol.result_messages import AskResults
+from streampack.core.protocol.trainer_messages import Attach, End, Question, ReaderAnswer
 from streampack.core.sessions.client_events import Answered, Ask
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.relaying.relay_events import ForReaders, FromReader, SendFor, SendReader

@@ -52,19 +52,9 @@ from streampack.core.protocol.producer_messages import (
     Samples,
     Sent,
 )
-from streampack.core.protocol.trainer_messages import (
-    AskResults,
-    AskSnapshot,
-    Attach,
-    Attached,
-    Brought,
-    End,
-    Get,
-    ReaderPing,
-    Results,
-    StepPart,
-    Wait,
-)
+from streampack.core.protocol.result_messages import AskResults, Results
+from streampack.core.protocol.step_part import StepPart
+from streampack.core.protocol.trainer_messages import AskSnapshot, Attach, Attached, Brought, End, Get, ReaderPing, Wait
 from streampack.core.sessions.producer_base import PING_S, Chunk, Failed, Finish, Leave
 from streampack.core.sessions.producer_session import EndOfPartition, Forget, ProducerSession, Read
 from streampack.errors import InternalError

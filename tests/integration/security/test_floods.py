@@ -27,8 +27,9 @@ from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.effects import FromTrainer
 from streampack.core.protocol.events import Effect, Event
 from streampack.core.protocol.message import Envelope, Message, Who
+from streampack.core.protocol.result_messages import AskResults
 from streampack.core.protocol.rights import key_of
-from streampack.core.protocol.trainer_messages import AskResults, AskSnapshot, Attach
+from streampack.core.protocol.trainer_messages import AskSnapshot, Attach
 from streampack.transport.keys import load_key
 from streampack.transport.sockets import Dealer, Poller, drain
 from streampack.wire import frames as wire

@@ -26,8 +26,8 @@ from streampack.config.rules_settings import RulesSettings, StepSettings
 from streampack.config.service_settings import Listen
 from streampack.config.stream_settings import StreamSettings
 from streampack.core.protocol.message import Envelope, Who
+from streampack.core.protocol.result_messages import AskResults
 from streampack.core.protocol.rights import key_of
-from streampack.core.protocol.trainer_messages import AskResults
 from streampack.errors import Rejected, StreampackError
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import SourceSettings, open_source

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from streampack.core.protocol.events import Effect, Event
 from streampack.core.protocol.message import Envelope
-from streampack.core.protocol.trainer_messages import AskResults, Noted, Publish, ReportValues, Results, StepPart
+from streampack.core.protocol.result_messages import AskResults, Noted, Publish, ReportValues, Results
+from streampack.core.protocol.step_part import StepPart
 from streampack.core.sessions.client_events import Deliver
 from streampack.core.sessions.telling_session import Tell, TellingSession
 from tests.simulation.client import Checkpoint, ClientProcess

@@ -18,7 +18,8 @@ from streampack.core.deal.part_flow import Place
 from streampack.core.model.rules import Rules
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.relay_messages import NodePart
-from streampack.core.protocol.trainer_messages import Attached, End, StepPart, Wait
+from streampack.core.protocol.step_part import StepPart
+from streampack.core.protocol.trainer_messages import Attached, End, Wait
 from streampack.core.sessions.backoff import Backoff, PingTimes
 
 RETRY_S = 2.0

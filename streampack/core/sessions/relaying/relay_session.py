@@ -17,6 +17,7 @@ from streampack.core.protocol.events import Effect, Event, FromBroker, Report, T
 from streampack.core.protocol.handlers import Handlers
 from streampack.core.protocol.message import Bye, Envelope, FeedMessage, Message, Reject, Who
 from streampack.core.protocol.relay_messages import Elsewhere, NodeGet, NodePing
+from streampack.core.protocol.step_part import StepPart
 from streampack.core.protocol.trainer_messages import (
     AskState,
     Attach,
@@ -26,7 +27,6 @@ from streampack.core.protocol.trainer_messages import (
     Probe,
     ReaderPing,
     State,
-    StepPart,
     Wait,
 )
 from streampack.core.sessions.relaying.local_readers import LocalReader

@@ -1,0 +1,127 @@
+"""The message that brings a part of a step to a rank, and what its columns say of packs."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta, UnsetType
+
+from streampack.core.media.media_counts import MediaColumns
+from streampack.core.model.bounded import Name, Small
+from streampack.core.model.fields import MAX_FIELDS
+from streampack.core.model.rules import Rules
+from streampack.core.model.samples import I64
+from streampack.core.model.shapes import check_widths
+from streampack.core.model.snapshot import Count
+from streampack.core.protocol.message import FeedMessage
+from streampack.core.trees.shared_prefixes import check_shared
+
+
+class StepPart(FeedMessage, frozen=True, kw_only=True):
+    """A step's plan for one rank, and the payload of some of its micro-batches.
+
+    The part holds p packs, one for each micro-batch, with n samples in all. A pack has T tokens, over all cp ranks.
+    Payload: a frame for each name in ``frames``.
+
+    - ``input_ids``: [p, T / cp].
+    - ``edges``: int32 [slices], the token after each slice, if the layout cuts samples.
+    - fields of axis ``token``: [p, T / cp, ...], or [p, T, ...] if replicated.
+    - fields of axis ``sample``: [n, ...].
+    - fields with ``align: target``, if the feed may have trees: [tokens of all samples, ...], without padding.
+    - ``media``: the media bytes of each sample, one sample after another (``media_format``).
+
+    Attributes:
+        part, parts: Number of the part, and of all parts of the step.
+        first: Number of the first micro-batch in the part.
+        micro_batches: Micro-batches of the step; 0 if the step is skipped.
+        digest: Digest of the step.
+        chain: Digest of all steps up to this one.
+        num_loss_tokens, num_samples: Totals of the whole step.
+        packs_u32: [p], number of each pack in the step.
+        counts_u32: [p], samples of each pack.
+        loss_tokens_u32: [p], labels of each pack that count in the loss.
+        lengths_u32, streams_u32, indices_u64, parts_u32: [n], tokens, stream, index and piece of each sample.
+        widths_u32: [p], T of each pack; empty if the rules' shape is ``fixed``, and T is the budget.
+        rows_u32: [p], tokens of a row of each pack, if the rules are ``padded``: a row for each sample, and at most
+            one more of padding.
+        shared_u32: [n], tokens that each sample shares with the sample before it; absent without trees.
+        media: Columns of the samples' media; absent if the run has no fields for them.
+        request: Number of the Get that this part answers. Parts of one request come in order, so a part before its
+            turn shows that others are lost.
+    """
+
+    TYPE: ClassVar[int] = 31
+    lineage: Count
+    step: Count
+    part: Small
+    parts: Small
+    first: Small
+    micro_batches: Small
+    digest: bytes
+    chain: bytes
+    num_loss_tokens: Count
+    num_samples: Count
+    frames: Annotated[list[Name], Meta(max_length=MAX_FIELDS + 3)]
+    packs_u32: bytes = b""
+    counts_u32: bytes = b""
+    loss_tokens_u32: bytes = b""
+    lengths_u32: bytes = b""
+    streams_u32: bytes = b""
+    indices_u64: bytes = b""
+    parts_u32: bytes = b""
+    widths_u32: bytes = b""
+    rows_u32: bytes = b""
+    request: Count = msgspec.field(default=0, name="resend")
+    shared_u32: bytes | UnsetType = msgspec.UNSET
+    media: MediaColumns | UnsetType = msgspec.UNSET
+
+    def shared(self) -> I64:
+        """Return the tokens that each sample shares with the sample before it, int64 [n].
+
+        Raise ValueError for a column that makes no tree.
+        """
+        lengths = np.frombuffer(self.lengths_u32, "<u4").astype(np.int64)
+        if self.shared_u32 is msgspec.UNSET:
+            return np.zeros(len(lengths), np.int64)
+        if len(self.shared_u32) != len(self.lengths_u32):
+            raise ValueError(f"got {len(self.shared_u32)} bytes of shared tokens, expected {len(self.lengths_u32)}")
+        shared = np.frombuffer(self.shared_u32, "<u4").astype(np.int64)
+        counts = np.frombuffer(self.counts_u32, "<u4").astype(np.int64)
+        check_shared(shared, lengths, (np.cumsum(counts) - counts)[counts > 0])
+        return shared
+
+    def widths(self, rules: Rules) -> I64:
+        """Return T of each pack, int64 [p]; raise ValueError for a width that the rules do not allow."""
+        count = len(self.counts_u32) // 4
+        if rules.shape == "fixed" and not self.widths_u32:
+            return np.full(count, rules.budget, np.int64)
+        if len(self.widths_u32) != 4 * count:
+            raise ValueError(f"got {len(self.widths_u32)} bytes of widths, expected {4 * count}")
+        widths = np.frombuffer(self.widths_u32, "<u4").astype(np.int64)
+        check_widths(widths, rules.shape, rules.budget, rules.align.pack)
+        return widths
+
+    def aligns(self, rules: Rules) -> I64:
+        """Return the multiple of tokens to which the samples of each pack are padded, int64 [p].
+
+        For padded packs, this multiple is the length of their rows. Raise ValueError for rows that the rules do not
+        allow.
+        """
+        counts = np.frombuffer(self.counts_u32, "<u4").astype(np.int64)
+        if not rules.padded:
+            return np.full(len(counts), rules.align.sample, np.int64)
+        if len(self.rows_u32) != len(self.counts_u32):
+            raise ValueError(f"got {len(self.rows_u32)} bytes of rows, expected {len(self.counts_u32)}")
+        rows, widths = np.frombuffer(self.rows_u32, "<u4").astype(np.int64), self.widths(rules)
+        lengths = np.frombuffer(self.lengths_u32, "<u4")
+        wrong = (rows < 1) | (rows % rules.align.pack != 0)
+        spare = widths - counts * rows
+        wrong |= (spare != 0) & (spare != rows)
+        if wrong.any() or len(lengths) != counts.sum() or (lengths > np.repeat(rows, counts)).any():
+            raise ValueError(
+                f"got padded micro-batches of {widths.tolist()[:8]} tokens with {counts.tolist()[:8]} samples and rows "
+                f"of {rows.tolist()[:8]} tokens, expected one row per sample and at most one extra row"
+            )
+        return rows
