@@ -38,10 +38,10 @@ class Kernel:
     Example:
         >>> @kernel
         ... def total(values):
-        ...     found = 0
+        ...     result = 0
         ...     for value in values:
-        ...         found += value
-        ...     return found
+        ...         result += value
+        ...     return result
         >>> total(np.arange(4)), total.py_func(np.arange(4)) == 6
         (6, True)
     """
@@ -87,9 +87,9 @@ class Kernel:
             made = compiled(self.py_func)
             if hasattr(made._cache, "_cache_file"):
                 called = {
-                    name: each.dispatcher._cache._cache_file._source_stamp
-                    for name, each in self.py_func.__globals__.items()
-                    if isinstance(each, Kernel) and each.__module__ != self.__module__
+                    name: used.dispatcher._cache._cache_file._source_stamp
+                    for name, used in self.py_func.__globals__.items()
+                    if isinstance(used, Kernel) and used.__module__ != self.__module__
                 }
                 file = made._cache._cache_file
                 file._source_stamp = (file._source_stamp, tuple(sorted(called.items())))
@@ -223,8 +223,8 @@ def _example(described: Any) -> Any:
         return _EXAMPLES[described] if described in _EXAMPLES else np.dtype(described).type(1)
     if described[0] == "tuple":
         _, module, name, values = described
-        found = [_example(each) for each in values]
-        return tuple(found) if module == "builtins" else _class(module, name)(*found)
+        examples = [_example(value) for value in values]
+        return tuple(examples) if module == "builtins" else _class(module, name)(*examples)
     _, dtype, ndim, layout, writeable, aligned = described
     of = np.dtype(dtype)
     if aligned:
@@ -248,7 +248,7 @@ def _types(key: Key) -> tuple[Any, ...]:
     import numba
 
     typeof: Any = numba.typeof
-    return tuple(typeof(_example(each)) for each in key)
+    return tuple(typeof(_example(described)) for described in key)
 
 
 def _compiler() -> Any:
@@ -264,10 +264,10 @@ def _compiler() -> Any:
     raise ImportError("NUMBA_DISABLE_JIT is set")
 
 
-def _as_python(found: Any) -> Any:
+def _as_python(result: Any) -> Any:
     """Return numpy scalars as the Python numbers that a compiled function returns."""
-    if isinstance(found, np.generic):
-        return found.item()
-    if type(found) is tuple:
-        return tuple(map(_as_python, found))
-    return found
+    if isinstance(result, np.generic):
+        return result.item()
+    if type(result) is tuple:
+        return tuple(map(_as_python, result))
+    return result

@@ -64,5 +64,5 @@ class Report(Effect, frozen=True):
     @property
     def about(self) -> dict[str, str | int]:
         """The facts of the line that are known, by name, without ``level`` and ``text``."""
-        found = ((name, getattr(self, name)) for name in self.__struct_fields__[2:])
-        return {name: value for name, value in found if value is not None}
+        facts = ((name, getattr(self, name)) for name in self.__struct_fields__[2:])
+        return {name: value for name, value in facts if value is not None}

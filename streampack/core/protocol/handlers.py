@@ -79,5 +79,5 @@ class Handlers(dict[type, Callable[Concatenate[Any, Any, Context], Result]], Gen
                 self[kind] = self[base]
                 return self[base]
         raise InternalError(
-            f"got {kind.__name__}, expected one of: {', '.join(sorted(each.__name__ for each in self))}"
+            f"got {kind.__name__}, expected one of: {', '.join(sorted(known.__name__ for known in self))}"
         )

@@ -28,12 +28,12 @@ def merge_parts(parts: Sequence[ValuesReported]) -> MergedValues:
         parts: Parts of one step, with the same names.
     """
     ids = np.concatenate([ids_of(part) for part in parts])
-    found, place = np.unique(ids, axis=0, return_inverse=True)
+    ids, place = np.unique(ids, axis=0, return_inverse=True)
     values: list[NDArray[np.float64]] = []
     for number in range(len(parts[0].names)):
         column = np.concatenate([np.frombuffer(part.values[number], "<f8") for part in parts])
-        values.append(np.bincount(place.ravel(), weights=column, minlength=len(found)).astype(np.float64))
-    return MergedValues(found, values)
+        values.append(np.bincount(place.ravel(), weights=column, minlength=len(ids)).astype(np.float64))
+    return MergedValues(ids, values)
 
 
 def ids_of(part: Any) -> I64:

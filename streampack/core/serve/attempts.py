@@ -118,9 +118,9 @@ class AttemptCoordinator:
         self._of_all = ([], 0.0, False)
         effects = self._probe()
         effects += [effect for reader in list(self._registry.claims.values()) for effect in self._decide(reader)]
-        held = self._registry.held.values()
-        if late := [reader for reader in held if not reader.entered and self._is_late(reader)]:
-            entered = [reader for reader in held if reader.entered]
+        holders = self._registry.held.values()
+        if late := [reader for reader in holders if not reader.entered and self._is_late(reader)]:
+            entered = [reader for reader in holders if reader.entered]
             heard = max((reader.heard for reader in entered), default=0.0)
             for reader in late:
                 if heard > reader.since + RESTART_S:
@@ -209,11 +209,9 @@ class AttemptCoordinator:
     def _begin(self) -> list[Effect]:
         """Begin an attempt, in the earliest iteration and at the earliest step that readers ask for."""
         readers = list(self._registry.held.values())
-        unfit = [
-            (reader, gone) for reader in readers if (gone := self._source.unfit(reader.first_step, reader.snapshot))
-        ]
+        unfit = [(reader, why) for reader in readers if (why := self._source.unfit(reader.first_step, reader.snapshot))]
         if unfit:  # the snapshot was fit when the reader came
-            return [effect for reader, gone in unfit for effect in self.refuse(reader, *gone)]
+            return [effect for reader, why in unfit for effect in self.refuse(reader, *why)]
         self.number += 1
         self.iteration = min(reader.iteration for reader in readers)
         members = [reader for reader in readers if reader.iteration == self.iteration]
@@ -250,8 +248,8 @@ class AttemptCoordinator:
 
     def _is_late(self, reader: Reader) -> bool:
         """Return whether a reader asks for a deleted step, which only a new attempt of all ranks can serve."""
-        gone = (reader.iteration, reader.first_step) < (self.iteration, self._steps.released_upto)
-        return bool(self._steps.returned) and reader.ready and not reader.entered and gone
+        is_deleted = (reader.iteration, reader.first_step) < (self.iteration, self._steps.released_upto)
+        return bool(self._steps.returned) and reader.ready and not reader.entered and is_deleted
 
     def _too_late(self, reader: Reader, others: list[Reader]) -> tuple[str, str]:
         """Return why a reader cannot begin at the deleted step that it requests, as (error code, error text)."""

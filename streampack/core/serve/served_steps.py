@@ -237,14 +237,14 @@ class ServedSteps:
     @property
     def slowest(self) -> str:
         """A text that names the rank that has returned the fewest steps, and their number."""
-        held = self._registry.held
-        if not self.returned or not held:
+        holders = self._registry.held
+        if not self.returned or not holders:
             return "no rank is attached"
-        ranks = min(self.returned, key=lambda ranks: (self.returned[ranks], ranks in held))
-        if ranks not in held:
+        ranks = min(self.returned, key=lambda ranks: (self.returned[ranks], ranks in holders))
+        if ranks not in holders:
             when = "between two iterations" if self.returned[ranks] == OUT else f"after {self.returned[ranks]} steps"
             return f"{rank_name(ranks)} left {when}: restart all ranks from a checkpoint"
-        return f"rank {held[ranks].mesh} at {held[ranks].where} has returned {self.returned[ranks]} steps"
+        return f"rank {holders[ranks].mesh} at {holders[ranks].where} has returned {self.returned[ranks]} steps"
 
     def stats(self) -> list[RankProgress]:
         """Return the progress of each reader that holds a rank, in the order of the ranks."""

@@ -44,8 +44,8 @@ class SnapshotRequests:
         """Return whether readers use ``MOST_BROUGHT`` snapshots besides ``digest``, after forgetting unused ones."""
         if digest in self._asked and len(self._here.keys() | self._asked.keys()) <= MOST_BROUGHT:
             return False  # thousands of readers attach with one snapshot before it comes
-        held = {id(reader.snapshot) for reader in self._registry}
-        self._here = {known: snapshot for known, snapshot in self._here.items() if id(snapshot) in held}
+        used = {id(reader.snapshot) for reader in self._registry}
+        self._here = {known: snapshot for known, snapshot in self._here.items() if id(snapshot) in used}
         pending = {reader.pending.snapshot_digest for reader in self._registry if reader.pending is not None}
         self._asked = {known: asked for known, asked in self._asked.items() if known in pending}
         return len({*self._here, *pending} - {digest}) >= MOST_BROUGHT

@@ -16,17 +16,17 @@ class StepSource(Protocol):
     def waiting_for(self) -> Missing:
         """Return the cause of the wait for the next step."""
 
-    def unfit(self, step: int, given: Snapshot | None) -> tuple[str, str] | None:
+    def unfit(self, step: int, snapshot: Snapshot | None, /) -> tuple[str, str] | None:
         """Return why the feed cannot go to ``step`` with a snapshot, as (error code, error text); None if it can."""
 
-    def rewind(self, step: int, given: Snapshot | None, back: bool) -> list[Effect]:
-        """Form the steps from ``step`` on again, from the snapshot ``given`` or a nearer snapshot.
+    def rewind(self, step: int, snapshot: Snapshot | None, back: bool, /) -> list[Effect]:
+        """Form the steps from ``step`` on again, from ``snapshot`` or a nearer snapshot.
 
         ``back`` is True if the trainers had returned ``step`` before; False if they continue after a restart of the
         broker.
         """
 
-    def knows(self, given: Snapshot) -> bool:
+    def knows(self, snapshot: Snapshot, /) -> bool:
         """Return whether the log has all rule changes and skipped steps of a checkpoint's snapshot."""
 
     def state_of(self, step: int) -> State | list[Effect]:

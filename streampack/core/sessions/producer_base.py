@@ -16,7 +16,7 @@ from msgspec import Struct
 from streampack.core.columns.chunk_body import SentChunk
 from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick, Unsent
 from streampack.core.protocol.handlers import Handlers
-from streampack.core.protocol.message import Bye, Envelope, Message, Who
+from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who
 from streampack.core.protocol.producer_messages import Flow, Hello, Lease, Offer, ProducerPing, SourceSize
 from streampack.core.sessions.backoff import Backoff
 from streampack.core.sessions.patience import VAIN_S
@@ -159,8 +159,7 @@ class Sender(ABC):
     @_events.of(Leave)
     def _on_leave(self, event: Leave) -> list[Effect]:
         """Say goodbye to the broker."""
-        self._finished = True
-        return [self._send(Bye(reason="goodbye")), Finish("")]
+        return [self._send(Bye(reason="goodbye")), *self._end_session("", "")]
 
     @property
     def silent_s(self) -> float:
@@ -242,6 +241,16 @@ class Sender(ABC):
     def _on_who(self, message: Who, fence: int) -> list[Effect]:
         """Say hello, because the broker does not know this producer."""
         return self._hello_if_due()
+
+    @_messages.of(Reject)
+    def _on_reject(self, message: Reject, fence: int) -> list[Effect]:
+        """End the session, because the broker rejects this producer."""
+        return self._end_session(message.detail, message.code)
+
+    def _end_session(self, error: str, code: str) -> list[Effect]:
+        """End the session with an error text and its code; both may be empty after a normal end."""
+        self._finished = True
+        return [Finish(error, code)]
 
     def _hello(self) -> Effect:
         """Return the effect that sends a hello."""

@@ -18,12 +18,11 @@ from streampack.core.columns.chunk_body import chunk_as
 from streampack.core.model.phases import Phases
 from streampack.core.protocol.events import Effect, Event, Report
 from streampack.core.protocol.handlers import Handlers
-from streampack.core.protocol.message import Bye, Reject
+from streampack.core.protocol.message import Bye
 from streampack.core.protocol.producer_messages import Done, Eos, Flow, Lease, Offer, Revoke, Samples, Sent
 from streampack.core.sessions.producer_base import (
     BROKER_SILENT_S,
     Chunk,
-    Finish,
     PartitionKey,
     Sender,
     SendWindow,
@@ -127,7 +126,7 @@ class ProducerSession(Sender):
             return "an answer of the broker"
         if not self.held:
             return "a lease, because other producers hold every partition or all partitions have ended"
-        phases = {held.phases.now for held in self.held.values()}
+        phases = {held_lease.phases.now for held_lease in self.held.values()}
         if phases == {LeasePhase.SETTLED}:
             return "the trainers, which may still need samples again although all samples are delivered"
         if all(phase.ended for phase in phases):
@@ -155,18 +154,18 @@ class ProducerSession(Sender):
 
     def _forget_sessions(self) -> list[Effect]:
         """Drop the leases of the previous broker, and close their readers."""
-        effects = [self._close_lease(key, held) for key, held in self.held.items()]
+        effects = [self._close_lease(key, held_lease) for key, held_lease in self.held.items()]
         self.held.clear()
         return effects
 
-    def _close_lease(self, key: PartitionKey, held: HeldLease) -> Effect:
+    def _close_lease(self, key: PartitionKey, held_lease: HeldLease) -> Effect:
         """End a lease, and return the effect that closes its reader."""
-        held.close(LeasePhase.OVER)
-        return Forget(key, held.session)
+        held_lease.close(LeasePhase.OVER)
+        return Forget(key, held_lease.session)
 
     def _repeat_unconfirmed(self) -> list[Effect]:
         """Repeat messages about each lease that the broker may have missed."""
-        return [e for held in self.held.values() for e in self._repeat_end_or_sent(held)]
+        return [e for held_lease in self.held.values() for e in self._repeat_end_or_sent(held_lease)]
 
     _messages = Handlers(Sender._messages)
 
@@ -186,91 +185,84 @@ class ProducerSession(Sender):
     @_messages.of(Flow)
     def _on_flow(self, flow: Flow, number: int) -> list[Effect]:
         """Take the credit of session ``number``, and send the chunk that waits; settle the lease if all is received."""
-        held, session = self.held.get((flow.stream, flow.partition)), (self.epoch, number)
-        if held is None or held.session != session:
-            return self._hello_if_due() if held is None or held.session < session else []
-        held.window.widen(flow)
+        held_lease, session = self.held.get((flow.stream, flow.partition)), (self.epoch, number)
+        if held_lease is None or held_lease.session != session:
+            return self._hello_if_due() if held_lease is None or held_lease.session < session else []
+        held_lease.window.widen(flow)
         if not flow.ended:
-            return self._send_held(held)
-        early = not held.ended  # the feed ends before the stream does
-        if held.phases.now is not LeasePhase.SETTLED:
-            held.close(LeasePhase.SETTLED)
+            return self._send_held(held_lease)
+        early = not held_lease.ended  # the feed ends before the stream does
+        if held_lease.phases.now is not LeasePhase.SETTLED:
+            held_lease.close(LeasePhase.SETTLED)
         return [Forget((flow.stream, flow.partition), session)] if early else []
 
     @_messages.of(Revoke)
     def _on_revoke(self, message: Revoke, number: int) -> list[Effect]:
         """Give up a lease, if ``number`` is the number of its session."""
         key = message.stream, message.partition
-        held, session = self.held.get(key), (self.epoch, number)
-        if held is None or held.session != session:
+        held_lease, session = self.held.get(key), (self.epoch, number)
+        if held_lease is None or held_lease.session != session:
             return []
         del self.held[key]
-        return [self._close_lease(key, held)]
-
-    @_messages.of(Reject)
-    def _on_reject(self, message: Reject, number: int) -> list[Effect]:
-        """End the session, because the broker rejects this producer."""
-        self._finished = True
-        return [Finish(message.detail, message.code)]
+        return [self._close_lease(key, held_lease)]
 
     @_messages.of(Bye)
     def _on_bye(self, message: Bye, number: int) -> list[Effect]:
         """End the session, because the broker stops; it waits for the answer."""
-        self._finished = True
-        return [Report("info", message.reason), self._send(Bye(reason="goodbye")), Finish("", "stopped")]
+        goodbye = self._send(Bye(reason="goodbye"))
+        return [Report("info", message.reason), goodbye, *self._end_session("", "stopped")]
 
     @_messages.of(Done)
     def _on_done(self, message: Done, number: int) -> list[Effect]:
         """End the session, because the broker needs no more samples; it waits for the answer."""
-        self._finished = True
-        return [self._send(Bye(reason="goodbye")), Finish("", "done")]
+        return [self._send(Bye(reason="goodbye")), *self._end_session("", "done")]
 
     @_events.of(Chunk)
     def _hold_chunk(self, chunk: Chunk) -> list[Effect]:
         """Take a chunk that was read for a lease, and send it if credit allows."""
-        held = self.held.get(chunk.key)
-        if held is None or held.session != chunk.session or held.ended:
+        held_lease = self.held.get(chunk.key)
+        if held_lease is None or held_lease.session != chunk.session or held_lease.ended:
             return []
-        held.phases.go(LeasePhase.HOLDING)
-        held.chunk = chunk
-        return self._send_held(held)
+        held_lease.phases.go(LeasePhase.HOLDING)
+        held_lease.chunk = chunk
+        return self._send_held(held_lease)
 
     @_events.of(EndOfPartition)
     def _end_partition(self, event: EndOfPartition) -> list[Effect]:
         """Tell the broker that a leased partition has ended."""
-        held = self.held.get(event.key)
-        if held is None or held.session != event.session or held.ended:
+        held_lease = self.held.get(event.key)
+        if held_lease is None or held_lease.session != event.session or held_lease.ended:
             return []
-        held.phases.go(LeasePhase.ENDED)
-        return [self._end_message(held)]
+        held_lease.phases.go(LeasePhase.ENDED)
+        return [self._end_message(held_lease)]
 
     # Sending
 
-    def _send_held(self, held: HeldLease) -> list[Effect]:
+    def _send_held(self, held_lease: HeldLease) -> list[Effect]:
         """Send the chunk that waits, if credit allows it, and read the next."""
-        chunk = held.chunk
+        chunk = held_lease.chunk
         if chunk is None:
             return []
-        stop = held.next_seq + chunk.num_samples
-        if not held.window.allows(stop, chunk.num_bytes):
+        stop = held_lease.next_seq + chunk.num_samples
+        if not held_lease.window.allows(stop, chunk.num_bytes):
             return []
-        samples = chunk_as(Samples, chunk, base_seq=held.next_seq)
-        held.next_seq = stop
-        held.window.sent_bytes += chunk.num_bytes
-        held.chunk = None
-        held.phases.go(LeasePhase.READING)
-        return [self._send(samples, held.session, chunk), Read(held.lease, held.session, stop)]
+        samples = chunk_as(Samples, chunk, base_seq=held_lease.next_seq)
+        held_lease.next_seq = stop
+        held_lease.window.sent_bytes += chunk.num_bytes
+        held_lease.chunk = None
+        held_lease.phases.go(LeasePhase.READING)
+        return [self._send(samples, held_lease.session, chunk), Read(held_lease.lease, held_lease.session, stop)]
 
-    def _repeat_end_or_sent(self, held: HeldLease) -> list[Effect]:
+    def _repeat_end_or_sent(self, held_lease: HeldLease) -> list[Effect]:
         """Repeat the end of a lease until it is confirmed, or report how far samples were sent if some seem lost."""
-        if held.ended:
-            return [self._end_message(held)] if held.phases.now is LeasePhase.ENDED else []
-        if not held.window.seems_lost(held.next_seq):
+        if held_lease.ended:
+            return [self._end_message(held_lease)] if held_lease.phases.now is LeasePhase.ENDED else []
+        if not held_lease.window.seems_lost(held_lease.next_seq):
             return []
-        stream, partition = held.lease.stream, held.lease.partition
-        return [self._send(Sent(stream=stream, partition=partition, next_seq=held.next_seq), held.session)]
+        stream, partition = held_lease.lease.stream, held_lease.lease.partition
+        return [self._send(Sent(stream=stream, partition=partition, next_seq=held_lease.next_seq), held_lease.session)]
 
-    def _end_message(self, held: HeldLease) -> Effect:
+    def _end_message(self, held_lease: HeldLease) -> Effect:
         """Return the effect that tells the broker the end of a leased partition."""
-        eos = Eos(stream=held.lease.stream, partition=held.lease.partition, total=held.next_seq)
-        return self._send(eos, held.session)
+        eos = Eos(stream=held_lease.lease.stream, partition=held_lease.lease.partition, total=held_lease.next_seq)
+        return self._send(eos, held_lease.session)

@@ -89,10 +89,10 @@ class RoutedClient:
         effects = self._follow(route.heard(message.silent_s if isinstance(message, Wait) else 0.0))
         return effects + self.session.handle(FromBroker(envelope)) if by_relay and route.by_relay else effects
 
-    def _follow(self, found: list[Effect]) -> list[Effect]:
+    def _follow(self, changes: list[Effect]) -> list[Effect]:
         """Let the session attach again over another way; turn a question to the relay into a message."""
         effects: list[Effect] = []
-        for effect in found:
+        for effect in changes:
             if isinstance(effect, Reroute):
                 effects += [effect, *self.session.handle(Rerouted())]
             elif isinstance(effect, ProbeRelay):

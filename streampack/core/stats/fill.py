@@ -42,31 +42,16 @@ def figures(sums: NDArray[np.int64], budget: int) -> Figures:
     >>> figures(np.array([8, 4]), 8).utilization
     0.75
     """
-    if budget < 1:
-        raise ValueError(f"got a budget of {budget} tokens, expected at least 1")
-    packs = len(sums)
-    if not packs:
-        return Figures()
-    if int(sums.min()) < 0 or int(sums.max()) > budget:
+    if budget >= 1 and len(sums) and (int(sums.min()) < 0 or int(sums.max()) > budget):
         raise ValueError(f"got packs of {int(sums.min())} to {int(sums.max())} tokens, expected 0 to {budget} tokens")
-    tokens = int(sums.sum())
-    minimum = -(-tokens // budget)
-    return Figures(
-        packs=packs,
-        tokens=tokens,
-        utilization=tokens / (packs * budget),
-        waste_ratio=1 - tokens / (packs * budget),
-        bin_balance=_balance(sums),
-        theoretical_min_packs=minimum,
-        packing_efficiency=minimum / packs,
-    )
+    return from_moments(len(sums), int(sums.sum()), int(sums @ sums), budget)
 
 
 def from_moments(packs: int, tokens: int, square_tokens: int, budget: int) -> Figures:
     """Return the measures of ``packs`` packs that hold ``tokens`` in total.
 
-    The squares of the packs' tokens add up to ``square_tokens``. The result equals that of ``figures`` up to rounding,
-    and needs only totals. Raises ValueError for a budget below 1.
+    The squares of the packs' tokens add up to ``square_tokens``. The result equals that of ``figures``, and needs only
+    totals. Raises ValueError for a budget below 1.
 
     >>> from_moments(2, 12, 80, 8) == figures(np.array([8, 4]), 8)
     True
@@ -81,7 +66,7 @@ def from_moments(packs: int, tokens: int, square_tokens: int, budget: int) -> Fi
         tokens=tokens,
         utilization=tokens / (packs * budget),
         waste_ratio=1 - tokens / (packs * budget),
-        bin_balance=_balance_from_moments(packs, tokens, square_tokens),
+        bin_balance=_balance(packs, tokens, square_tokens),
         theoretical_min_packs=minimum,
         packing_efficiency=minimum / packs,
     )
@@ -120,7 +105,7 @@ class Totals:
         self.square_slot_tokens += int(packs.slots @ packs.slots)
 
 
-def _balance_from_moments(packs: int, tokens: int, square_tokens: int) -> float:
+def _balance(packs: int, tokens: int, square_tokens: int) -> float:
     """Return ``bin_balance``: 1 - sample standard deviation / mean of the packs' tokens, from their sums."""
     if not tokens:
         return 0.0
@@ -128,11 +113,3 @@ def _balance_from_moments(packs: int, tokens: int, square_tokens: int) -> float:
         return 1.0
     variance = (packs * square_tokens - tokens**2) / (packs * (packs - 1))
     return 1.0 - math.sqrt(variance) * packs / tokens
-
-
-def _balance(sums: NDArray[np.int64]) -> float:
-    """Return ``bin_balance``: 1 - sample standard deviation / mean of ``sums``; 0 if all packs are empty."""
-    mean = float(sums.mean())
-    if mean == 0:
-        return 0.0
-    return 1.0 if len(sums) == 1 else 1.0 - float(sums.std(ddof=1)) / mean

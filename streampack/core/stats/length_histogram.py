@@ -63,5 +63,5 @@ class LengthCounts:
 
     def rows(self) -> list[tuple[int, int]]:
         """Return (samples, tokens) of each bucket that is not empty, shortest first."""
-        held = np.flatnonzero(self.samples)
-        return list(zip(self.samples[held].tolist(), self.tokens[held].tolist(), strict=True))
+        filled = np.flatnonzero(self.samples)
+        return list(zip(self.samples[filled].tolist(), self.tokens[filled].tolist(), strict=True))

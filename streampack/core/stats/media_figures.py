@@ -33,17 +33,17 @@ class MediaFigures:
     >>> from streampack.core.model.fields import Field
     >>> from streampack.core.model.rules import MediaLimits
     >>> pixels = Field(name="pixels", axis="patch", dtype="uint8")
-    >>> found = MediaFigures(Rules(budget=8, media_fields=(pixels,), limits=MediaLimits(patches=4)))
-    >>> found.add(np.array([0, 2, 3]), np.array([6, 8]), np.array([1, 1, 0]), np.array([1, 3, 0]), np.array([9, 11, 0]))
-    >>> found.items, found.patches, found.most_patches, found.bound_by
+    >>> media = MediaFigures(Rules(budget=8, media_fields=(pixels,), limits=MediaLimits(patches=4)))
+    >>> media.add(np.array([0, 2, 3]), np.array([6, 8]), np.array([1, 1, 0]), np.array([1, 3, 0]), np.array([9, 11, 0]))
+    >>> media.items, media.patches, media.most_patches, media.bound_by
     (2, 4, 4, {'tokens': 1, 'patches': 1})
     """
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         limits = rules.limits
-        given = (None, limits.patches, limits.items) if limits is not None else (None, None, None)
-        self._limits = dict(zip(AXES, given, strict=True))
+        ends = (None, limits.patches, limits.items) if limits is not None else (None, None, None)
+        self._limits = dict(zip(AXES, ends, strict=True))
         self.items = self.patches = self.bytes = self.most_items = self.most_patches = 0
         self.bound_by = {axis: 0 for axis, limit in self._limits.items() if axis == "tokens" or limit is not None}
 

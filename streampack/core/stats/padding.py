@@ -31,11 +31,11 @@ def padding_of(tokens: I64, slots: I64, widths: I64, rules: Rules) -> I64:
 
     ``tokens``, ``slots`` and ``widths``, int64 [packs], are the packs' real tokens, aligned tokens and lengths T.
     """
-    own, held = rules.own_widths(slots), slots > 0
+    own, has_samples = rules.own_widths(slots), slots > 0
     laid = own if rules.shape == "fixed" else -(-slots // rules.align.pack) * rules.align.pack
     parts = np.stack([slots - tokens, laid - slots, own - laid, widths - own])
-    found: I64 = np.append(parts[:, held].sum(axis=1), widths[~held].sum())
-    return found
+    padding: I64 = np.append(parts[:, has_samples].sum(axis=1), widths[~has_samples].sum())
+    return padding
 
 
 def padding_of_rows(tokens: I64, slots: I64, held: I64, rows: I64, widths: I64) -> I64:

@@ -12,10 +12,10 @@ from typing import Any
 
 from streampack.core.protocol.events import Effect, Event, Report, Send
 from streampack.core.protocol.handlers import Handlers
-from streampack.core.protocol.message import Bye, Envelope, Reject, Who
+from streampack.core.protocol.message import Bye, Envelope, Who
 from streampack.core.protocol.producer_messages import Amend, Amended, Done, LateFields, Offer
 from streampack.core.sessions.open_messages import OpenMessages
-from streampack.core.sessions.producer_base import BROKER_SILENT_S, Finish, Sender
+from streampack.core.sessions.producer_base import BROKER_SILENT_S, Sender
 from streampack.core.sessions.pushing.push_session import PUSHED, SILENT
 
 
@@ -99,19 +99,12 @@ class AmendSession(Sender):
         self._greeted = -1
         return [Report("info", message.reason), self._send(Bye(reason="goodbye"))]
 
-    @_messages.of(Reject)
-    def _on_reject(self, message: Reject, fence: int) -> list[Effect]:
-        """End the session, because the broker rejects this process."""
-        self._finished = True
-        return [Finish(message.detail, message.code)]
-
     @_messages.of(Done)
     def _on_done(self, message: Done, fence: int) -> list[Effect]:
         """End the session with an error if values are left although the feed has ended."""
         if not self.open:
             return []
-        self._finished = True
-        return [Finish(f"stream {self.stream!r}: got values after the end of the feed", "ended")]
+        return self._end_session(f"stream {self.stream!r}: got values after the end of the feed", "ended")
 
     def _forget_sessions(self) -> list[Effect]:
         """Greet the new broker before anything else is sent."""
@@ -120,8 +113,8 @@ class AmendSession(Sender):
 
     def _repeat_unconfirmed(self) -> list[Effect]:
         """Repeat the messages without an answer."""
-        return [self._send_values(each) for each in self.open.values()] if self._has_lease else []
+        return [self._send_values(values) for values in self.open.values()] if self._has_lease else []
 
-    def _send_values(self, each: GiveValues) -> Send:
+    def _send_values(self, values: GiveValues) -> Send:
         """Return the effect that sends a message with its payload."""
-        return Send(Envelope(run=self.run, epoch=self.epoch, fence=0, message=each.message, payload=each.payload))
+        return Send(Envelope(run=self.run, epoch=self.epoch, fence=0, message=values.message, payload=values.payload))

@@ -120,7 +120,7 @@ class PushBuffer:
     def resend_from(self, seq: int) -> None:
         """Begin a session at sample ``seq``: chunks from there on wait to be sent again."""
         kept = [*self._sent, *self._waiting]
-        self._sent = deque(each for each in kept if each.stop_seq <= seq)
+        self._sent = deque(chunk for chunk in kept if chunk.stop_seq <= seq)
         self._waiting = deque(kept[len(self._sent) :])
         self.sent_seq = seq
 

@@ -27,7 +27,7 @@ from streampack.core.model.phases import Phases
 from streampack.core.model.snapshot import Cursor
 from streampack.core.protocol.events import Effect, Event, Report
 from streampack.core.protocol.handlers import Handlers
-from streampack.core.protocol.message import Bye, Message, PartitionMessage, Reject
+from streampack.core.protocol.message import Bye, Message, PartitionMessage
 from streampack.core.protocol.producer_messages import (
     CommitWrite,
     Done,
@@ -305,11 +305,6 @@ class PushSession(Sender):
             self.phases.go(PushPhase.UNLEASED)
         return []
 
-    @_messages.of(Reject)
-    def _on_reject(self, message: Reject, fence: int) -> list[Effect]:
-        """End the session, because the broker rejects this process."""
-        return self._end_session(message.detail, message.code)
-
     @_messages.of(Lease)
     def _on_lease(self, lease: Lease, number: int) -> list[Effect]:
         """Begin session ``number``: the buffer sends again from the first sample of the lease."""
@@ -384,11 +379,6 @@ class PushSession(Sender):
             return [goodbye]
         self.phases.go(PushPhase.STOPPING)
         return [Report("info", message.reason), goodbye]
-
-    def _end_session(self, error: str, code: str) -> list[Effect]:
-        """End the session with an error text and its code."""
-        self._finished = True
-        return [Finish(error, code)]
 
     @_messages.of(Done)
     def _on_done(self, message: Done, fence: int) -> list[Effect]:

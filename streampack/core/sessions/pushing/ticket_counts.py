@@ -32,8 +32,8 @@ class TicketCounts:
 
     def may_be_open(self, newest: int | None) -> tuple[tuple[int, int], ...]:
         """Return (version, number) of the samples that are generated, or may be begun with the ``newest`` policy."""
-        found = self.open + Counter({UNKNOWN if newest is None else newest: self.granted - self.begun})
-        return tuple(sorted((version, count) for version, count in found.items() if count))
+        tickets = self.open + Counter({UNKNOWN if newest is None else newest: self.granted - self.begun})
+        return tuple(sorted((version, count) for version, count in tickets.items() if count))
 
     def begin(self, count: int, version: int | None) -> None:
         """Begin ``count`` samples with the newest policy."""

@@ -56,9 +56,9 @@ class _Step:
 
     def has_all(self, share: Share) -> bool:
         """Return whether every part of a rank's share has come."""
-        found = self.parts.get(share.pair, {})
-        whole = any(len(found) == part.parts for part, _ in found.values())
-        return whole and all(share.fits(part) for part, _ in found.values())
+        numbered = self.parts.get(share.pair, {})
+        whole = any(len(numbered) == part.parts for part, _ in numbered.values())
+        return whole and all(share.fits(part) for part, _ in numbered.values())
 
 
 class NodeFeed:
@@ -170,8 +170,8 @@ class NodeFeed:
     def part(self, step: int, number: int, share: Share) -> RankPart | None:
         """Return part ``number`` of ``step`` for a rank; None if it has not come."""
         kept = self._steps.get(step)
-        found = None if kept is None else kept.parts.get(share.pair, {}).get(number)
-        return found if found is not None and share.fits(found[0]) else None
+        rank_part = None if kept is None else kept.parts.get(share.pair, {}).get(number)
+        return rank_part if rank_part is not None and share.fits(rank_part[0]) else None
 
     def bytes_of(self, step: int) -> int:
         """Return the bytes of the parts of ``step`` that have come."""
