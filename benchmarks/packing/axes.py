@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.deal.deal_stats import DealtFigures
-from streampack.core.deal.dealt_steps import StepDealer
+from streampack.core.deal.dealt_steps import dealer_of
 from streampack.core.form.former import Former
 from streampack.core.model.fields import Field
 from streampack.core.model.keys.planning_keys import Balance, MediaLimits
@@ -75,7 +75,7 @@ def formed(lengths: I64, patches: list[I64], dp: int, way: str) -> tuple[list[li
     table.items[handles], table.patches[handles] = list(map(len, patches)), [int(each.sum()) for each in patches]
     a, b, _ = balance.media_factors
     table.extra_cost[handles] = [int((a * each + b * each * each).sum()) for each in patches]
-    former, dealer = Former(rules, table), StepDealer(rules, table, DealtFigures())
+    former, dealer = Former(rules, table), dealer_of(rules, table, DealtFigures())
     former.admit(handles, lengths)
     began, found = time.perf_counter(), list[list[I64]]()
     while len(found) < 4 * STEPS and (request := former.request()) is not None:

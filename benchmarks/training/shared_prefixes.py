@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from streampack.core.deal.assignment import deal_step
 from streampack.core.deal.deal_stats import DealtFigures
-from streampack.core.deal.dealt_steps import StepDealer
+from streampack.core.deal.dealt_steps import dealer_of
 from streampack.core.form.former import Former
 from streampack.core.intake.overlong import apply_terms
 from streampack.core.model.keys.planning_keys import Balance
@@ -116,7 +116,7 @@ def formed(batches: Sequence[Sequence[Rows]], share: bool) -> dict[str, float]:
         assert request is not None
         (step,) = former.apply(request.choose())
         figures = DealtFigures()
-        StepDealer(rules, table, figures).deal(step, Mesh(dp=DP), True)
+        dealer_of(rules, table, figures).deal(step, Mesh(dp=DP), True)
         tokens, packs = tokens + int(step.packs.tokens.sum()), packs + len(step.packs)
         cost += int(step.packs.costs.sum())
         load += figures.cost_max_over_mean / len(batches)

@@ -48,7 +48,7 @@ def _chain(step: int) -> bytes:
 def _step(number: int) -> PlannedStep:
     sums = np.array([[0] * 4, [0] * 4, [0] * 4, range(4)], np.int64)
     packs = PlannedPacks(np.zeros(0, np.int64), np.zeros(5, np.int64), sums, [b""] * 4)
-    return PlannedStep(number, packs, 10, 1, _chain(number), _chain(number + 1))
+    return PlannedStep(number, packs, 10, 1, _chain(number), _chain(number + 1), Rules())
 
 
 def _snapshot(step: int) -> Snapshot:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from streampack.core.deal.assignment import deal_padded, deal_step, packs_of_mesh, split
+from streampack.core.deal.deal_stats import DealtFigures
+from streampack.core.deal.dealt_steps import dealer_of
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
-from streampack.core.model.samples import I64, ROW
+from streampack.core.model.samples import I64, ROW, SampleTable
+from streampack.core.model.steps import PlannedPacks, PlannedStep
 from streampack.errors import LedgerDamaged, UserError
 from streampack.sources import OpenedSource
 from streampack_services.audit.origins import NO_SOURCES, origin_of, samples_of
@@ -166,7 +169,6 @@ def _packs(
     ``row_tokens`` of each row.
     """
     rows, align = step.rows, rules.align.sample
-    lengths = rows["length"].astype(np.int64)
     slots = -(-step.own_lengths // align) * align
     costs = rules.balance.costs(slots, step.shared) + step.media["extra_cost"]
 
@@ -186,38 +188,37 @@ def _packs(
             ],
         }
 
-    formed = [np.arange(begin, end) for begin, end in pairwise(step.bounds.tolist())]
     if dp_size is None:
+        formed = (np.arange(begin, end) for begin, end in pairwise(step.bounds.tolist()))
         return [pack(number, positions) for number, positions in enumerate(formed)]
-    if rules.padded:
-        made = deal_padded(rules, lengths, dp_size, pp_size)
-        shapes = zip(made.packs, made.rows.tolist(), made.widths.tolist(), strict=True)
-        return [
-            {
-                "micro_batch": number // dp_size,
-                "dp_rank": number % dp_size,
-                "length": num_rows * width,
-                "rows": num_rows,
-                "row_tokens": width,
-            }
-            | pack(number, positions, width)
-            for number, (positions, num_rows, width) in enumerate(shapes)
-        ]
-    count = packs_of_mesh(rules, len(formed), dp_size, pp_size)
-    parts, origins = (
-        (formed, list(range(count))) if count == len(formed) else split(step.bounds, costs, step.keeps, count)
-    )
+    sums = np.stack([step.own_lengths, slots, rows["loss_tokens"].astype(np.int64), costs])
+    sums = np.diff(np.concatenate([np.zeros((4, 1), np.int64), sums.cumsum(axis=1)], axis=1)[:, step.bounds])
+    table = SampleTable(max(len(rows), 1))
+    handles = table.enter(
+        rows, keeps=step.keeps.tobytes(), shares=step.shared.astype("<u4").tobytes(), media=step.media.tobytes()
+    )  # fmt: skip
+    packs = PlannedPacks(handles, step.bounds, sums, [b""] * (len(step.bounds) - 1))
+    planned = PlannedStep(step.step, packs, step.num_loss_tokens, step.num_samples, step.digest, step.chain, rules)
     try:
-        dealt = deal_step(rules, np.array([costs[positions].sum() for positions in parts], np.int64), dp_size)
+        dealt = dealer_of(rules, table, DealtFigures()).deal(planned, Mesh(dp=dp_size, pp=pp_size), True)
     except ValueError as error:
         raise UserError(str(error)) from None
-    lengths = rules.step_widths(np.array([slots[positions].sum() for positions in parts], np.int64), pp_size)
-    return [
-        {"micro_batch": micro_batch, "dp_rank": rank, "of": origins[number], "length": int(lengths[number])}
-        | pack(number, parts[number])
-        for micro_batch, row in enumerate(dealt.tolist())
-        for rank, number in enumerate(row)
-    ]
+    _, _, widths, aligns, _ = dealt.contents
+    numbers = np.frombuffer(dealt.columns["packs_u32"], "<u4").tolist()
+    positions_of = np.split(dealt.contents.handles - handles[:1], dealt.bounds[1:-1])  # a new table's are in order
+    shown = []
+    for micro_batch, rank in product(range(dealt.each), range(dp_size)):
+        at = rank * dealt.each + micro_batch
+        number, positions, length = numbers[at], positions_of[at], int(widths[at])
+        place: Tree = {"micro_batch": micro_batch, "dp_rank": rank}
+        if "rows_u32" in dealt.columns:
+            row_tokens = int(aligns[at])
+            place |= {"length": length, "rows": length // row_tokens, "row_tokens": row_tokens}
+            shown.append(place | pack(number, positions, row_tokens))
+        else:
+            of = int(np.searchsorted(step.bounds, positions[0], "right")) - 1 if len(positions) else number
+            shown.append(place | {"of": of, "length": length} | pack(number, positions))
+    return shown
 
 
 def _sample(feed: FeedHistory, step: StepRows, reported: Reported, row: int, offset: int) -> Tree:

@@ -197,7 +197,7 @@ class Reporter:
         """Return the snapshot of one feed; ``now``: seconds of the monotonic clock."""
         steps, former, formed = feed.readers.steps, feed.planner.former, feed.figures
         budget = feed.rules.budget
-        counted = steps.dealt.padded_totals if feed.rules.padded else formed.totals
+        counted = formed.totals if steps.dealt.padded is None else steps.dealt.padded_totals
         reasons = waiting_for(feed)
         stalled_s = self._stalled_s(now, feed, reasons)
         table = self._ranks[feed.name]
@@ -236,7 +236,7 @@ class Reporter:
                 **{when: TokenSpread(**tokens) for when, tokens in steps.dealt.rank_tokens().items()}
             ),
             dealt=filled(DealtPacks, steps.dealt),
-            dynamic_batching=filled(DynamicBatching, steps.dealt.padded) if feed.rules.padded else None,
+            dynamic_batching=None if steps.dealt.padded is None else filled(DynamicBatching, steps.dealt.padded),
             lengths=formed.lengths.rows(),
             waiting_lengths=feed.planner.waiting_lengths.rows(),
             fills=list(zip(FILL_BOUNDS, formed.fill.counts.tolist(), strict=False)),

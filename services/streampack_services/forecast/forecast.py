@@ -35,7 +35,7 @@ from streampack.errors import UserError
 from streampack_services.forecast.lengths import Workload
 from streampack_services.forecast.media_sizes import BYTES, ITEMS, PATCHES, media_costs, pieces_of, unfit
 from streampack_services.forecast.pass_size import PassSize, size_of_pass
-from streampack_services.forecast.rank_loads import Dealt, FormSamples, dealt, waste_shares
+from streampack_services.forecast.rank_loads import Dealt, dealt, waste_shares
 
 ALONE = Balance("joint", group=1)
 """The packer ``joint`` with groups of one pack."""
@@ -206,6 +206,7 @@ def forecast(
     known. Raises UserError if the packer or the mesh is not possible, or if no step can be formed.
     """
     steps, full = made or steps_of(order, rules)
+    steps = [msgspec.structs.replace(step, rules=rules) for step in steps]  # FORM does not know the shape of packs
     if not order.ended:  # the end of the sample is not the end of the pass
         steps = _without_tail(steps) if rules.batch is None else steps[:full] or steps
     if not steps:
@@ -216,7 +217,7 @@ def forecast(
     has_media = order.media is not None
     tokens, slots = np.concatenate([step.packs.sums[:2] for step in steps], axis=1)
     num_filled = int((slots > 0).sum())
-    on_mesh = dealt(steps, FormSamples.of(order.lengths, rules, order.media), dp, pp)
+    on_mesh = dealt(steps, order.lengths, order.media, dp, pp)
     of_media = _media_figures(steps, order, rules)
     if order.ended:
         size: PassSize | None = PassSize(on_mesh.filled, len(steps), len(steps), len(steps), 0.0)

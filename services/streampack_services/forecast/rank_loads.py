@@ -8,7 +8,6 @@ the share of that time that real tokens and media need. The rest is padding and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,32 +29,6 @@ class PlanMesh(PlannedMesh, frozen=True, kw_only=True):
     """A mesh with ``pp`` pipeline stages, which change how packs are dealt and how long they are."""
 
     pp: Positive = 1
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FormSamples:
-    """Samples with their costs under a set of rules.
-
-    ``columns``, int64 [6, n], has for each sample its tokens, its tokens with alignment (slots), and the cost of the
-    slots. Then follow the cost of the tokens, the cost of its media, and its patches. The costs of slots and of tokens
-    contain that of the media.
-    """
-
-    rules: Rules
-    columns: I64
-
-    @classmethod
-    def of(cls, lengths: I64, rules: Rules, media: I64 | None = None) -> FormSamples:
-        """Compute slots and costs of samples with these ``lengths``, int64 [n].
-
-        ``media``: sizes of their media, int64 [n, 4]; None without media.
-        """
-        slots = -(-lengths // rules.align.sample) * rules.align.sample
-        costs, none = rules.balance.costs, np.zeros(len(lengths), np.int64)
-        of_media, patches = (none, none) if media is None else (media_costs(media, rules.balance), media[:, PATCHES])
-        return cls(
-            rules, np.stack([lengths, slots, costs(slots) + of_media, costs(lengths) + of_media, of_media, patches])
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +63,12 @@ class Dealt:
 class _OneStep:
     """One step after DEAL.
 
-    By pack, int64 [packs]: ``tokens``, ``slots`` (tokens with alignment), ``widths`` (tokens with all padding). By
-    [micro-batch, rank], int64: ``costs``, ``attention`` (cost b*s*s alone), ``patches``, ``times`` (cost of the whole
-    width). ``real``: cost of the real tokens and media. ``formed``: number of packs before DEAL.
+    By pack, int64 [packs]: ``slots`` (tokens with alignment), ``widths`` (tokens with all padding). By [micro-batch,
+    rank], int64: ``costs``, ``attention`` (cost b*s*s alone), ``patches``, ``times`` (cost of the whole width).
+    ``real``: cost of the real tokens and media. ``waste``: padding tokens by cause, int64 [CAUSES]. ``formed``: number
+    of packs before DEAL.
     """
 
-    tokens: I64
     slots: I64
     widths: I64
     costs: I64
@@ -103,21 +76,23 @@ class _OneStep:
     patches: I64
     times: I64
     real: int
+    waste: I64
     formed: int
 
 
-def dealt(steps: list[PlannedStep], samples: FormSamples, dp: int, pp: int) -> Dealt:
+def dealt(steps: list[PlannedStep], lengths: I64, media: I64 | None, dp: int, pp: int) -> Dealt:
     """Deal ``steps`` to ``dp`` ranks and ``pp`` pipeline stages; return their figures.
 
-    The steps' handles are indices into ``samples``. Raises UserError if a batch has fewer samples than micro-batches
-    and the rules forbid empty ones.
+    The steps' handles are indices into ``lengths``, int64 [n], and into ``media``, the sizes of the samples' media,
+    int64 [n, 4]. Raises UserError if a batch has fewer samples than micro-batches and the rules forbid empty ones.
     """
-    every = [_deal(step, samples, dp, pp) for step in steps]
-    whole = _without_tail(every, samples.rules)
+    every = [_deal(step, lengths, media, dp, pp) for step in steps]
+    batched = steps[0].rules.batch is not None
+    # Only the end of a pass has empty packs, unless steps are batches.
+    whole = every if batched else [each for each in every if each.slots.all()] or every
     real = np.array([each.real for each in whole], np.float64)
     took = np.array([each.times.max(axis=1).sum() for each in whole], np.float64) * dp
     micro = [len(each.costs) for each in every]
-    wasted = [padding_of(each.tokens, each.slots, each.widths, samples.rules) for each in every]
     packs, filled = sum(len(each.slots) for each in every), sum(int((each.slots > 0).sum()) for each in every)
     formed = sum(each.formed for each in every)
     return Dealt(
@@ -127,54 +102,50 @@ def dealt(steps: list[PlannedStep], samples: FormSamples, dp: int, pp: int) -> D
         patches=_max_over_mean([each.patches for each in every]),
         useful=float(real.sum() / took.sum()),
         useful_error=float((real / took).std(ddof=1) / np.sqrt(len(whole))) if len(whole) > 1 else 1.0,
-        waste=np.sum(wasted, axis=0),
+        waste=np.sum([each.waste for each in every], axis=0),
         delivered=sum(int(each.widths.sum()) for each in every),
         packs=packs,
         filled=filled,
-        split=max(filled - formed, 0) if samples.rules.batch is not None else 0,
+        split=max(filled - formed, 0) if batched else 0,
         micro_batches=(min(micro), sum(micro) / len(micro), max(micro)),
     )
 
 
-def _without_tail(steps: list[_OneStep], rules: Rules) -> list[_OneStep]:
-    """Return the steps without empty packs, which only the end of a pass has; all steps if every one has some."""
-    if rules.batch is not None:
-        return steps
-    return [each for each in steps if each.slots.all()] or steps
-
-
-def _deal(step: PlannedStep, samples: FormSamples, dp: int, pp: int) -> _OneStep:
-    """Deal one step; split its packs as DEAL does if the mesh needs more of them."""
-    rules = samples.rules
-    handles, bounds = step.packs.handles, step.packs.bounds
-    columns = samples.columns[:, handles]
+def _deal(step: PlannedStep, lengths: I64, media: I64 | None, dp: int, pp: int) -> _OneStep:
+    """Deal one step by its own rules; split its packs as DEAL does if the mesh needs more of them."""
+    rules, handles, bounds = step.rules, step.packs.handles, step.packs.bounds
     count = packs_of_mesh(rules, len(step.packs), dp, pp)
     if rules.batch is not None and rules.batch.empty == "error" and len(handles) < count:
         raise UserError(
             f"Got a batch of {len(handles)} samples with dp={dp} and `empty: error`, expected at least {count} "
             f"samples, so that each rank gets {count // dp} micro-batches. Use larger batches or `empty: pad`."
         )
-    if count == len(step.packs):
-        sums = np.concatenate([np.zeros((len(columns), 1), np.int64), np.cumsum(columns, axis=1)], axis=1)
-        sums = np.stack([sums[:, end] - sums[:, begin] for begin, end in pairwise(bounds.tolist())], axis=1)
-    else:
+    columns = _columns(lengths[handles], None if media is None else media[handles], rules)
+    if count > len(step.packs):
         alone = np.zeros(len(handles), np.uint8)  # groups are not forecast
         parts, _ = split(bounds, columns[2], alone, count)
-        sums = np.stack([columns[:, part].sum(axis=1) for part in parts], axis=1)
-    tokens, slots, costs, real, of_media, patches = sums
+        columns, bounds = columns[:, np.concatenate(parts)], np.cumsum([0, *map(len, parts)])
+    sums = np.concatenate([np.zeros((len(columns), 1), np.int64), np.cumsum(columns, axis=1)], axis=1)
+    tokens, slots, costs, real, of_media, patches = np.diff(sums[:, bounds])
     widths = rules.step_widths(slots, pp)
-    a, numbers = linear_cost(rules), deal_step(rules, costs, dp)
+    (a, _), numbers = rules.balance.factors, deal_step(rules, costs, dp)
     times = costs + a * (widths - slots)
     return _OneStep(
-        tokens, slots, widths, costs[numbers], (costs - of_media - a * slots)[numbers], patches[numbers],
-        times[numbers], int(real.sum()), len(step.packs),
+        slots, widths, costs[numbers], (costs - of_media - a * slots)[numbers], patches[numbers], times[numbers],
+        int(real.sum()), padding_of(tokens, slots, widths, rules), len(step.packs),
     )  # fmt: skip
 
 
-def linear_cost(rules: Rules) -> int:
-    """Return ``a`` of the rules' cost a*s + b*s*s of a sample of s tokens."""
-    one, two = rules.balance.costs(np.array([1, 2])).tolist()
-    return int(one) - (int(two) - 2 * int(one)) // 2
+def _columns(lengths: I64, media: I64 | None, rules: Rules) -> I64:
+    """Return columns of samples with these tokens and sizes of media, int64 [6, n].
+
+    These are their tokens, their tokens with alignment (slots), and the cost of the slots. Then follow the cost of the
+    tokens, the cost of the media, and the patches. The costs of slots and of tokens contain that of the media.
+    """
+    slots = -(-lengths // rules.align.sample) * rules.align.sample
+    costs, none = rules.balance.costs, np.zeros(len(lengths), np.int64)
+    of_media, patches = (none, none) if media is None else (media_costs(media, rules.balance), media[:, PATCHES])
+    return np.stack([lengths, slots, costs(slots) + of_media, costs(lengths) + of_media, of_media, patches])
 
 
 def _max_over_mean(found: list[I64]) -> float:

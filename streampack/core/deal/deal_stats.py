@@ -69,8 +69,8 @@ class DealtFigures:
         """Real and padding tokens, counted as ``waste`` is."""
         self.split_packs = self.empty_packs = 0
         """In batch mode, packs split off and empty packs added for the mesh; of each step as first dealt."""
-        self.padded = PaddedFigures(0, 0, 0)
-        """Tokens of padded micro-batches; of each step as first dealt."""
+        self.padded: PaddedFigures | None = None
+        """Tokens of padded micro-batches, of each step as first dealt; None if steps are dealt as packs."""
         self.padded_totals = Totals()
         """Totals of padded micro-batches, each counted as a pack; of each step as first dealt."""
         self.skipped_tokens = 0
@@ -95,24 +95,21 @@ class DealtFigures:
         self.waste += waste
         self.delivered_tokens += int(tokens.sum() + waste.sum())
 
-    def add_padded(self, step: PaddedFigures, held: I64, tokens: I64, slots: I64) -> None:
+    def add_padded(self, step: PaddedFigures, counts: I64, tokens: I64, slots: I64) -> None:
         """Count the padded micro-batches of a step when it is first dealt.
 
-        ``held``, ``tokens`` and ``slots``, int64 [packs], are the samples, real tokens and aligned tokens of each
+        ``counts``, ``tokens`` and ``slots``, int64 [packs], are the samples, real tokens and aligned tokens of each
         micro-batch.
         """
-        empty = int((held == 0).sum())
+        empty = int((counts == 0).sum())
         self.empty_packs += empty
         counted = Totals(
-            1, len(held), empty, int(held.sum()), int(tokens.sum()), int(slots.sum()), int(tokens @ tokens),
+            1, len(counts), empty, int(counts.sum()), int(tokens.sum()), int(slots.sum()), int(tokens @ tokens),
             int(slots @ slots),
         )  # fmt: skip
         self.padded_totals = Totals(*map(sum, zip(astuple(self.padded_totals), astuple(counted), strict=True)))
-        total = self.padded
-        self.padded = PaddedFigures(
-            total.valid_tokens + step.valid_tokens, total.original_tokens + step.original_tokens,
-            total.actual_tokens + step.actual_tokens,
-        )  # fmt: skip
+        total = astuple(self.padded or PaddedFigures())
+        self.padded = PaddedFigures(*map(sum, zip(total, astuple(step), strict=True)))
 
     def add(self, costs: I64, tokens: I64, dealt: I64) -> None:
         """Count the load of a dealt step; ``costs`` and ``tokens`` int64 [packs].

@@ -1,11 +1,13 @@
 """Steps dealt on a mesh: the packs of every rank, laid out in the form of their messages.
 
-A dealt step has all packs of a rank together, so the messages of a rank are slices of its columns. The module knows
-packs and handles, never tokens.
+A dealt step has all packs of a rank together, so the messages of a rank are slices of its columns. ``dealer_of``
+chooses the dealer by the rules of a step: ``PackDealer`` deals packs, ``PaddedDealer`` deals padded micro-batches. The
+module knows packs and handles, never tokens.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +17,7 @@ from streampack.core.columns.step_columns import StepColumns, columns_by_rules, 
 from streampack.core.deal.assignment import deal_padded, deal_step, packs_of_mesh, split
 from streampack.core.deal.deal_kernels import lay_out
 from streampack.core.deal.deal_stats import DealtFigures
+from streampack.core.deal.dynamic_batches import PaddedFigures
 from streampack.core.layout.boundaries import Contents
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
@@ -75,55 +78,39 @@ class DealtStep:
         return cut(self.columns, (a, b), (c, d)), contents
 
 
-class StepDealer:
-    """Deals steps by the rules, and counts their statistics in ``figures``."""
+class _Placed(NamedTuple):
+    """The packs of a step, and their places on a mesh.
+
+    ``dealt`` int64 [m, dp] are pack numbers by [micro_batch, rank]. ``widths`` and ``aligns``, int64 [packs], are the
+    packs' lengths T and the multiples to which their samples are padded.
+    """
+
+    packs: PlannedPacks | Portions
+    dealt: I64
+    widths: I64
+    aligns: I64
+
+
+class StepDealer(ABC):
+    """Deals the steps that were formed under some rules, and counts their statistics in ``figures``.
+
+    ``dealer_of`` chooses the dealer by the rules.
+    """
 
     def __init__(self, rules: Rules, table: SampleTable, figures: DealtFigures) -> None:
-        self._rules, self._table, self.figures = rules, table, figures
+        self.rules, self._table, self.figures = rules, table, figures
 
     def deal(self, step: PlannedStep, mesh: Mesh, is_first: bool) -> DealtStep:
         """Deal a step on ``mesh``; ``is_first`` tells if the step is dealt for the first time."""
-        return (self._deal_padded if self._rules.padded else self._deal_packs)(step, mesh, is_first)
+        return self._in_order(*self._place(step.packs, mesh, is_first), mesh)
 
-    def _deal_packs(self, step: PlannedStep, mesh: Mesh, is_first: bool) -> DealtStep:
-        """Deal a step's packs on ``mesh``, after splitting packs if there are too few; update the statistics."""
-        formed, rules = step.packs, self._rules
-        packs: PlannedPacks | Portions = formed
-        count = packs_of_mesh(rules, len(formed), mesh.dp, mesh.pp)
-        if count > len(formed):
-            packs = self._split(formed, count)
-            if is_first:
-                empty = int(np.count_nonzero(np.diff(packs.bounds) == 0))
-                self.figures.empty_packs += empty
-                self.figures.split_packs += count - len(formed) - empty
-        dealt = deal_step(rules, packs.costs, mesh.dp)
-        widths = rules.step_widths(packs.slots, mesh.pp)
-        self.figures.add(packs.costs, packs.tokens, dealt)
-        if is_first and depends_on_mesh(rules):
-            self.figures.deliver(packs.tokens, padding_of(packs.tokens, packs.slots, widths, rules))
-        return self._in_order(packs, dealt, widths, np.full(count, rules.align.sample), mesh)
-
-    def _deal_padded(self, step: PlannedStep, mesh: Mesh, is_first: bool) -> DealtStep:
-        """Return a step's samples as padded micro-batches on ``mesh``; update the statistics."""
-        formed, rules = step.packs, self._rules
-        found = deal_padded(rules, self._table.length[formed.handles].astype(np.int64), mesh.dp, mesh.pp)
-        packs, widths = self._portions(formed.handles, found.packs), found.rows * found.widths
-        dealt = np.arange(len(widths)).reshape(-1, mesh.dp)
-        self.figures.add(found.rows * rules.balance.costs(found.widths), packs.tokens, dealt)
-        if is_first:
-            held = np.diff(packs.bounds)
-            self.figures.add_padded(found.figures, held, packs.tokens, packs.slots)
-            wasted = padding_of_rows(packs.tokens, packs.slots, held, found.rows, found.widths)
-            self.figures.deliver(packs.tokens, wasted)
-        return self._in_order(packs, dealt, widths, found.widths, mesh)
+    @abstractmethod
+    def _place(self, formed: PlannedPacks, mesh: Mesh, is_first: bool) -> _Placed:
+        """Return the places of a step's samples on ``mesh``; update the statistics."""
 
     def _in_order(self, packs: PlannedPacks | Portions, dealt: I64, widths: I64, aligns: I64, mesh: Mesh) -> DealtStep:
-        """Lay out the packs rank by rank, in the form of their messages.
-
-        ``dealt`` int64 [m, dp] are pack numbers by [micro_batch, rank]. ``widths`` and ``aligns``, int64 [packs], are
-        the packs' lengths T and the multiples to which their samples are padded.
-        """
-        numbers, table, rules = dealt.T.ravel(), self._table, self._rules
+        """Lay out the packs rank by rank, in the form of their messages; the arguments are those of ``_Placed``."""
+        numbers, table, rules = dealt.T.ravel(), self._table, self.rules
         bounds, count = np.zeros(len(numbers) + 1, np.int64), len(packs.handles)
         handles, indices = np.empty(count, np.int64), np.empty(count, "<u8")
         lengths, streams, parts = np.empty((3, count), "<u4")
@@ -139,19 +126,14 @@ class StepDealer:
         }  # fmt: skip
         if rules.shape != "fixed":
             columns["widths_u32"] = _u32(widths)
-        if rules.padded:
-            columns["rows_u32"] = _u32(aligns)
-        columns |= columns_by_rules(rules, table, handles)
+        columns |= self._own_columns(aligns) | columns_by_rules(rules, table, handles)
         shared = None if rules.share is None else table.shared[handles].astype(np.int64)
         contents = Contents(handles, counts, widths, aligns, shared)
         return DealtStep((mesh.dp, mesh.pp), len(dealt), bounds.tolist(), contents, columns)
 
-    def _split(self, packs: PlannedPacks, count: int) -> Portions:
-        """Split packs of FORM into ``count`` packs."""
-        slots = self._slots(packs.handles)
-        keeps = self._table.keep[packs.handles]
-        parts, _ = split(packs.bounds, self._costs(packs.handles, slots), keeps, count)
-        return self._portions(packs.handles, parts)
+    def _own_columns(self, aligns: I64) -> dict[str, bytes]:
+        """Return the columns that only this dealer's packs have; ``aligns`` int64 [packs]."""
+        return {}
 
     def _portions(self, handles: I64, packs: list[I64]) -> Portions:
         """Return packs with their sums; each of ``packs`` is positions in ``handles``, int64 [samples]."""
@@ -166,13 +148,64 @@ class StepDealer:
 
     def _costs(self, handles: I64, slots: I64) -> I64:
         """Return the cost of samples with aligned tokens ``slots``; all int64 [n]."""
-        costs = self._rules.balance.costs(slots, self._table.shared[handles].astype(np.int64))
+        costs = self.rules.balance.costs(slots, self._table.shared[handles].astype(np.int64))
         return costs + self._table.extra_cost[handles] if self._table.has_extra else costs
 
     def _slots(self, handles: I64) -> I64:
         """Return the aligned tokens of samples, int64 [n]."""
-        align = self._rules.align.sample
+        align = self.rules.align.sample
         return -(-self._table.own_lengths(handles) // align) * align
+
+
+class PackDealer(StepDealer):
+    """Deals the packs of FORM, after splitting packs if there are too few for the mesh."""
+
+    def _place(self, formed: PlannedPacks, mesh: Mesh, is_first: bool) -> _Placed:
+        rules = self.rules
+        packs: PlannedPacks | Portions = formed
+        count = packs_of_mesh(rules, len(formed), mesh.dp, mesh.pp)
+        if count > len(formed):
+            handles, keeps = formed.handles, self._table.keep[formed.handles]
+            parts, _ = split(formed.bounds, self._costs(handles, self._slots(handles)), keeps, count)
+            packs = self._portions(handles, parts)
+            if is_first:
+                empty = int(np.count_nonzero(np.diff(packs.bounds) == 0))
+                self.figures.empty_packs += empty
+                self.figures.split_packs += count - len(formed) - empty
+        dealt = deal_step(rules, packs.costs, mesh.dp)
+        widths = rules.step_widths(packs.slots, mesh.pp)
+        self.figures.add(packs.costs, packs.tokens, dealt)
+        if is_first and depends_on_mesh(rules):
+            self.figures.deliver(packs.tokens, padding_of(packs.tokens, packs.slots, widths, rules))
+        return _Placed(packs, dealt, widths, np.full(count, rules.align.sample))
+
+
+class PaddedDealer(StepDealer):
+    """Deals the samples of a step as padded micro-batches: see ``dynamic_batches``."""
+
+    def __init__(self, rules: Rules, table: SampleTable, figures: DealtFigures) -> None:
+        super().__init__(rules, table, figures)
+        figures.padded = figures.padded or PaddedFigures()
+
+    def _place(self, formed: PlannedPacks, mesh: Mesh, is_first: bool) -> _Placed:
+        made = deal_padded(self.rules, self._table.length[formed.handles].astype(np.int64), mesh.dp, mesh.pp)
+        packs, widths = self._portions(formed.handles, made.packs), made.rows * made.widths
+        dealt = np.arange(len(widths)).reshape(-1, mesh.dp)
+        self.figures.add(made.rows * self.rules.balance.costs(made.widths), packs.tokens, dealt)
+        if is_first:
+            counts = np.diff(packs.bounds)
+            self.figures.add_padded(made.figures, counts, packs.tokens, packs.slots)
+            wasted = padding_of_rows(packs.tokens, packs.slots, counts, made.rows, made.widths)
+            self.figures.deliver(packs.tokens, wasted)
+        return _Placed(packs, dealt, widths, made.widths)
+
+    def _own_columns(self, aligns: I64) -> dict[str, bytes]:
+        return {"rows_u32": _u32(aligns)}
+
+
+def dealer_of(rules: Rules, table: SampleTable, figures: DealtFigures) -> StepDealer:
+    """Return the dealer of steps that are formed under ``rules``; their samples are in ``table``."""
+    return (PaddedDealer if rules.padded else PackDealer)(rules, table, figures)
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -44,9 +44,9 @@ class PaddedFigures:
         actual_tokens: Tokens of the padded micro-batches.
     """
 
-    valid_tokens: int
-    original_tokens: int
-    actual_tokens: int
+    valid_tokens: int = 0
+    original_tokens: int = 0
+    actual_tokens: int = 0
 
     @property
     def removed_padding_tokens(self) -> int:

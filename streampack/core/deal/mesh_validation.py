@@ -7,17 +7,35 @@ from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 
 
-def mesh_refusal(mesh: Mesh, rules: Rules, layout: str) -> str:
-    """Return an error text if these rules cannot serve ``mesh``, with the values that clash; empty if they can."""
-    if rules.batch is not None:
-        if wrong := batch_refusal(mesh, rules):
-            return wrong
-    elif rules.packs % mesh.dp:
+def mesh_refusal(mesh: Mesh, rules: Rules, layout: str, variable_lengths: bool = True) -> str:
+    """Return an error text if these rules cannot serve ``mesh``, with the values that clash; empty if they can.
+
+    ``variable_lengths``: the pipeline's stages exchange micro-batches of any shape.
+    """
+    if wrong := batch_refusal(mesh, rules) or _packs_refusal(mesh, rules) or _cut_refusal(mesh, rules, layout):
+        return wrong
+    if rules.padded and mesh.pp > 1 and not variable_lengths:
+        return (
+            f"got pp={mesh.pp} for padded micro-batches, expected pp=1, because these micro-batches differ in shape. "
+            f"If the pipeline's stages can exchange any shape, pass connect(..., variable_lengths=True). Otherwise, "
+            f"use pp=1 or packing."
+        )
+    return ""
+
+
+def _packs_refusal(mesh: Mesh, rules: Rules) -> str:
+    """Return an error text if the data-parallel ranks cannot share the packs of a step; empty if they can."""
+    if rules.batch is None and rules.packs % mesh.dp:
         divisors = ", ".join(str(d) for d in range(1, min(rules.packs, 512) + 1) if rules.packs % d == 0)
         return (
             f"got dp={mesh.dp}, expected a divisor of the {rules.packs} packs of a step "
             f"({divisors}). Change the mesh or `rules.step.packs`"
         )
+    return ""
+
+
+def _cut_refusal(mesh: Mesh, rules: Rules, layout: str) -> str:
+    """Return an error text if packs cannot be cut for the context-parallel ranks; empty if they can."""
     if mesh.cp == 1 or layout == "whole":
         return ""
     if rules.share is not None:

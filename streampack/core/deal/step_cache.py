@@ -16,7 +16,7 @@ from msgspec.structs import asdict
 
 from streampack.core.columns.step_columns import fields_of
 from streampack.core.deal.deal_stats import DealtFigures
-from streampack.core.deal.dealt_steps import DealtStep, StepDealer
+from streampack.core.deal.dealt_steps import DealtStep, StepDealer, dealer_of
 from streampack.core.deal.node_parts import NodeRanks
 from streampack.core.layout.boundaries import Contents
 from streampack.core.layout.step_frames import INPUT_IDS, frames_for
@@ -39,12 +39,16 @@ class _Kept:
     """A kept step, and the result of dealing it on the mesh that requested it last."""
 
     step: PlannedStep
+    dealer: StepDealer
     skipped: bool = False
     dealt: DealtStep | None = None
 
 
 class KeptSteps:
-    """The steps of a feed that some rank may still request, by number."""
+    """The steps of a feed that some rank may still request, by number.
+
+    A step is dealt by its own rules. ``rules`` are those of the feed, for tokens and fields, which no step changes.
+    """
 
     def __init__(self, feed: str, rules: Rules, layout: str, table: SampleTable) -> None:
         self._feed, self._rules, self._layout, self._table = feed, rules, layout, table
@@ -55,11 +59,13 @@ class KeptSteps:
         self.part_bytes = PART_BYTES
         self.lineage = 0
         self.figures = DealtFigures()
-        self._dealer = StepDealer(rules, table, self.figures)
+        self._dealer = dealer_of(rules, table, self.figures)
 
     def add(self, step: PlannedStep, skipped: bool = False) -> None:
         """Keep a step; if the step is ``skipped``, readers get its digests and no packs."""
-        self._steps[step.number] = _Kept(step, skipped)
+        if step.rules is not self._dealer.rules:
+            self._dealer = dealer_of(step.rules, self._table, self.figures)
+        self._steps[step.number] = _Kept(step, self._dealer, skipped)
         if skipped:
             self.figures.skip(step.packs)
 
@@ -99,11 +105,11 @@ class KeptSteps:
             yield self._skipped_part(kept.step, request), NOTHING
             return
         dealt, frames = self._deal(kept, mesh), frames_for(self._rules.all_fields, mesh, self._layout)
-        each, most = dealt.each, self._most(mesh)
-        mine, parts = mesh.dp_rank * each, -(-each // most)
+        each, most = dealt.each, self._most(kept, mesh)
+        own, parts = mesh.dp_rank * each, -(-each // most)
         for part in range(begin if begin < parts else 0, parts):
             first = part * most
-            spans = [(mine + first, mine + min(first + most, each))]
+            spans = [(own + first, own + min(first + most, each))]
             yield self._part(kept.step, dealt, spans, part, parts, first, frames, request)
 
     def node_parts(
@@ -119,8 +125,8 @@ class KeptSteps:
             yield _for_node(self._skipped_part(kept.step, request), node, ranks, 0, 1), NOTHING
             return
         dealt = self._deal(kept, node.mesh)
-        each, most = dealt.each, self._most(node.mesh)
-        size = max(1, self.part_bytes // (min(most, each) * self._pack_bytes(node.mesh) * self._shards(node)))
+        each, most = dealt.each, self._most(kept, node.mesh)
+        size = max(1, self.part_bytes // (min(most, each) * self._pack_bytes(kept, node.mesh) * self._shards(node)))
         groups = [ranks[i : i + size] for i in range(0, len(ranks), size)]
         rank_parts = -(-each // most)
         parts = rank_parts * len(groups)
@@ -177,13 +183,13 @@ class KeptSteps:
                     cut += field.value_bytes
         return cut, whole
 
-    def _pack_bytes(self, mesh: Mesh) -> int:
-        """Return the most payload bytes of a pack for one rank, without fields of axis ``sample``."""
-        return self._rules.budget // self._shares(mesh) * self._rules.token_bytes
+    def _pack_bytes(self, kept: _Kept, mesh: Mesh) -> int:
+        """Return the most payload bytes of a step's pack for one rank, without fields of axis ``sample``."""
+        return kept.step.rules.budget // self._shares(mesh) * self._rules.token_bytes
 
-    def _most(self, mesh: Mesh) -> int:
+    def _most(self, kept: _Kept, mesh: Mesh) -> int:
         """Return the most micro-batches of one rank in a message; one if samples have bytes beside tokens."""
-        return 1 if self._rules.has_extra_bytes else max(1, self.part_bytes // self._pack_bytes(mesh))
+        return 1 if self._rules.has_extra_bytes else max(1, self.part_bytes // self._pack_bytes(kept, mesh))
 
     def _shares(self, mesh: Mesh) -> int:
         """Return the number of cp ranks that share the tokens of a pack."""
@@ -208,7 +214,8 @@ class KeptSteps:
 
         If the rules have ``empty: error``, every rank must get a sample.
         """
-        kept, batch = self._steps[number], self._rules.batch
+        kept = self._steps[number]
+        batch = kept.step.rules.batch
         if batch is None or batch.empty == "pad" or kept.skipped:
             return ""
         counts, handles = self._deal(kept, mesh).contents.counts, kept.step.packs.handles
@@ -225,7 +232,7 @@ class KeptSteps:
     def _deal(self, kept: _Kept, mesh: Mesh) -> DealtStep:
         """Return the step as dealt on this mesh; deal it now unless it is dealt already."""
         if kept.dealt is None or kept.dealt.sizes != (mesh.dp, mesh.pp):
-            kept.dealt = self._dealer.deal(kept.step, mesh, kept.dealt is None)
+            kept.dealt = kept.dealer.deal(kept.step, mesh, kept.dealt is None)
         return kept.dealt
 
 

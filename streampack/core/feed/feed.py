@@ -51,7 +51,6 @@ from streampack.core.results.step_values import StepValues
 from streampack.core.serve.readers import Readers
 from streampack.core.staging.tickets import LEARN_S, InFlight
 from streampack.core.stats.data_wait import Missing
-from streampack.core.stats.padding import depends_on_mesh
 
 FORMING = Missing("forming", "the step is being packed")
 
@@ -120,9 +119,7 @@ class Feed:
     @property
     def delivered_tokens(self) -> int:
         """Tokens of the delivered packs: those of samples, and padding."""
-        if depends_on_mesh(self.plan.rules):
-            return self.steps.dealt.delivered_tokens
-        return self.figures.totals.tokens + int(self.figures.waste.sum())
+        return self.figures.delivered_tokens + self.steps.dealt.delivered_tokens
 
     @property
     def latest_rules(self) -> Rules:

@@ -51,9 +51,10 @@ class FormedFigures:
     """Statistics of the steps formed by ``rules``, in all iterations."""
 
     def __init__(self, rules: Rules) -> None:
-        self._rules = rules
+        self._rules = rules  # of the steps that wait to be counted
         self._totals, self._lengths = Totals(), LengthCounts()
         self._waste: I64 = np.zeros(len(CAUSES), np.int64)
+        self._delivered_tokens = 0
         self._fill, self._samples = ValueCounts(FILL_BOUNDS), ValueCounts(SAMPLES_BOUNDS)
         self._packs: list[PlannedPacks] = []
         self._of_samples: list[I32] = []
@@ -65,6 +66,9 @@ class FormedFigures:
     def add(self, step: PlannedStep, table: SampleTable) -> None:
         """Add a formed step, whose samples are in ``table``."""
         packs = step.packs
+        if step.rules is not self._rules:
+            self._count()
+            self._rules = step.rules
         lengths = table.length[packs.handles]
         if self.media is not None:
             items, patches, sizes = (
@@ -102,6 +106,12 @@ class FormedFigures:
         return self._waste
 
     @property
+    def delivered_tokens(self) -> int:
+        """Real and padding tokens of the packs; 0 if the padding depends on the mesh."""
+        self._count()
+        return self._delivered_tokens
+
+    @property
     def fill(self) -> ValueCounts:
         """Histogram of the packs' fill: real tokens divided by the budget."""
         self._count()
@@ -128,7 +138,9 @@ class FormedFigures:
         self._totals.add(packs, len(self._packs))
         self._totals.shared_tokens += int(lengths.sum()) - int(packs.tokens.sum())
         if not depends_on_mesh(self._rules):
-            self._waste = self._waste + padding_of_packs(packs, self._rules)
+            waste = padding_of_packs(packs, self._rules)
+            self._waste = self._waste + waste
+            self._delivered_tokens += int(packs.tokens.sum() + waste.sum())
         self._fill.add(packs.tokens / self._rules.budget)
         self._samples.add(packs.counts.astype(np.float64))
         self._lengths.add(lengths)

@@ -371,7 +371,7 @@ class Former:
         loss, samples = int(packs.loss_tokens.sum()), len(packs.handles)
         digest = step_digest(self.next_step, loss, samples, packs.digests)
         self.chain = chain_digest(self.chain, digest)
-        step = PlannedStep(self.next_step, packs, loss, samples, digest, self.chain)
+        step = PlannedStep(self.next_step, packs, loss, samples, digest, self.chain, self._rules)
         self.next_step += 1
         return step
 

@@ -17,6 +17,7 @@ import numpy as np
 from msgspec import Struct, UnsetType
 from numpy.typing import NDArray
 
+from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 
 FIRST_CHAIN = bytes(16)
@@ -176,3 +177,5 @@ class PlannedStep(Struct, frozen=True, eq=False):
     digest: bytes
     chain: bytes
     """Digest of this step and all steps before it."""
+    rules: Rules
+    """The rules under which the step was formed."""

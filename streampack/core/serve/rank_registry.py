@@ -212,15 +212,8 @@ def refusal(message: Attach, rules: Rules, layout: str) -> str:
     mesh = message.mesh
     if prod(mesh.sizes) > MAX_RANKS:
         return f"got a mesh of {prod(mesh.sizes)} ranks, expected at most {MAX_RANKS}"
-    unfit = mesh_refusal(mesh, rules, layout)
-    if unfit:
+    if unfit := mesh_refusal(mesh, rules, layout, message.variable_lengths):
         return unfit
-    if rules.padded and mesh.pp > 1 and not message.variable_lengths:
-        return (
-            f"got pp={mesh.pp} for padded micro-batches, expected pp=1, because these micro-batches differ in shape. "
-            f"If the pipeline's stages can exchange any shape, pass connect(..., variable_lengths=True). Otherwise, "
-            f"use pp=1 or packing."
-        )
     try:
         tp, pp = message.readers.ranks(mesh)
     except ValueError as error:

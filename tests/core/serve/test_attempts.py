@@ -64,7 +64,7 @@ def chain_of(step: int) -> bytes:
 def made_up(number: int) -> PlannedStep:
     sums = np.array([[0] * 4, [0] * 4, [0] * 4, range(4)], np.int64)
     packs = PlannedPacks(np.zeros(0, np.int64), np.zeros(5, np.int64), sums, [b""] * 4)
-    return PlannedStep(number, packs, 10 * number, number, digest_of(number), chain_of(number + 1))
+    return PlannedStep(number, packs, 10 * number, number, digest_of(number), chain_of(number + 1), Rules())
 
 
 def snapshot_at(step: int) -> Snapshot:
