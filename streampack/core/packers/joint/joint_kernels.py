@@ -24,8 +24,7 @@ FEW = 64
 def joint(lengths, work, ages, counts, most, budget, count, closed, window, group, patience):  # type: ignore[no-untyped-def]
     """Choose at least ``count`` packs, in whole groups: return the indices, bounds and ages of a ``Choice``.
 
-    Arguments are those of ``Joint.choose``; ``work`` int64 [n] is the work of each sample. It is one long function
-    because its parts share their state.
+    Arguments are those of ``Joint.choose``; ``work`` int64 [n] is the work of each sample.
     """
     n = len(lengths)
     seen = int((ages >= 0).sum())
@@ -73,51 +72,21 @@ def joint(lengths, work, ages, counts, most, budget, count, closed, window, grou
             break
 
         is_outlier[by_work[:outliers]] = True
-        num_packs = group
-        mean = num_late = num_forced = 0
-        last = False
+        num_packs, num_forced, last = group, 0, False
         if not ready:
             num_packs = _last_packs(by_work, held, lengths, work, counts, most, budget, group, pack_of)
             last = num_packs > 0
             num_packs = num_packs or group
         if not last:
-            for i in by_age[:held]:
-                if num_late < group and due[i] <= groups:
-                    chosen[num_late] = i
-                    forced[i] = True
-                    num_late += 1
-            size, space, num_forced = min(group, outliers), budget, num_late
-            first = 0
-            if ready:
-                first = _first_run(
-                    by_work, outliers, lengths, work, budget, density, group, due, groups + patience, crowded
-                )
-            while first + size <= outliers and size:
-                longest = 0
-                for i in by_work[first : first + size]:
-                    longest = max(longest, lengths[i])
-                    if not forced[i]:
-                        chosen[num_forced] = i
-                        forced[i] = True
-                        num_forced += 1
-                space -= longest
-                first = (
-                    _next_run(by_work, outliers, lengths, work, density, group, first + size, space)
-                    if ready
-                    else outliers
-                )
-            num_chosen = _by_age(chosen, num_forced, by_age, held, lengths, budget, group, is_outlier, forced)
+            num_late, num_forced, num_chosen = _choose(
+                chosen, forced, by_age, held, by_work, outliers, lengths, work, is_outlier, due, groups, patience,
+                budget, density, group, ready, crowded,
+            )  # fmt: skip
             short_work, mean = _shorts(by_work, outliers, held, lengths, work, ordinary)
-            _largest_first(chosen[:num_late], work, lengths, density)
-            _largest_first(chosen[num_late:num_chosen], work, lengths, density)
-            room, load, free = np.full(group, budget), np.zeros(group, np.int64), _free(most, group)
-            keeps = np.full(num_chosen, budget // (OPEN // 2))
-            for k in range(num_chosen):
-                if forced[chosen[k]]:
-                    keeps[k] = 0
-                elif not is_outlier[chosen[k]]:
-                    keeps[k] = min(keeps[k], budget - lengths[chosen[k]])
-            _place(chosen[:num_chosen], keeps, lengths, work, counts, mean, room, load, free, pack_of, False)
+            room, free = _place_group(
+                chosen[:num_chosen], num_late, forced, is_outlier, lengths, work, counts, most, budget, density, mean,
+                group, pack_of,
+            )  # fmt: skip
 
         # Write one pack after another: first the placed samples (a counting sort), then those that fill the pack.
         order, starts = _by_pack(by_work[:held] if last else chosen[:num_chosen], pack_of, num_packs)
@@ -165,6 +134,60 @@ def _split(by_work, held, lengths, work, budget, tokens, all_work):  # type: ign
         tokens -= lengths[i]
         all_work -= work[i]
     return outliers, outlier_tokens, tokens, all_work // max(tokens, 1)
+
+
+@kernel
+def _choose(  # type: ignore[no-untyped-def]
+    chosen, forced, by_age, held, by_work, outliers, lengths, work, is_outlier, due, groups, patience, budget, density,
+    group, ready, crowded,
+):  # fmt: skip
+    """Write the samples of group number ``groups`` to ``chosen``: late ones, runs of outliers, then others by age.
+
+    Late samples and those of runs are marked in ``forced``. Return the number of late samples, with that of the samples
+    of runs, and that of all.
+    """
+    num_late = 0
+    for i in by_age[:held]:
+        if num_late < group and due[i] <= groups:
+            chosen[num_late] = i
+            forced[i] = True
+            num_late += 1
+    size, space, num_forced, first = min(group, outliers), budget, num_late, 0
+    if ready:
+        first = _first_run(by_work, outliers, lengths, work, budget, density, group, due, groups + patience, crowded)
+    while first + size <= outliers and size:
+        longest = 0
+        for i in by_work[first : first + size]:
+            longest = max(longest, lengths[i])
+            if not forced[i]:
+                chosen[num_forced] = i
+                forced[i] = True
+                num_forced += 1
+        space -= longest
+        first = _next_run(by_work, outliers, lengths, work, density, group, first + size, space) if ready else outliers
+    num_chosen = _by_age(chosen, num_forced, by_age, held, lengths, budget, group, is_outlier, forced)
+    return num_late, num_forced, num_chosen
+
+
+@kernel
+def _place_group(  # type: ignore[no-untyped-def]
+    chosen, num_late, forced, is_outlier, lengths, work, counts, most, budget, density, mean, group, pack_of
+):
+    """Place the ``chosen`` samples in the packs of a group, the late ones first: set ``pack_of``.
+
+    Return the open tokens of the packs, and what they have ``free`` of each unit.
+    """
+    _largest_first(chosen[:num_late], work, lengths, density)
+    _largest_first(chosen[num_late:], work, lengths, density)
+    room, load, free = np.full(group, budget), np.zeros(group, np.int64), _free(most, group)
+    keeps = np.full(len(chosen), budget // (OPEN // 2))
+    for k in range(len(chosen)):
+        if forced[chosen[k]]:
+            keeps[k] = 0
+        elif not is_outlier[chosen[k]]:
+            keeps[k] = min(keeps[k], budget - lengths[chosen[k]])
+    _place(chosen, keeps, lengths, work, counts, mean, room, load, free, pack_of, False)
+    return room, free
 
 
 @kernel
