@@ -31,10 +31,9 @@ from streampack.core.media.media_format import MAX_PATCHES
 from streampack.core.model.keys.planning_keys import Balance
 from streampack.core.model.samples import I64
 from streampack.core.packers.arguments import aligned_units, check_numbers, integers, is_integer
-from streampack.core.packers.closed import pack_lengths, way_back
-from streampack.core.packers.exact_fill.exact_fill import ExactFill
-from streampack.core.packers.packer import Extra, Limited
-from streampack.core.packers.registry import make_packer
+from streampack.core.packers.closed import closed_packs, pack_lengths, way_back
+from streampack.core.packers.packer import Extra, Limited, Packer
+from streampack.core.packers.registry import LIMITED_PACKERS, make_packer
 from streampack.core.stats.fill import Figures, figures
 from streampack.errors import ConfigError, SampleError
 
@@ -237,7 +236,7 @@ def plan_step(
         >>> plan.packs
         [[[3], [2]], [[0], [1]]]
     """
-    found = integers(lengths)
+    tokens = integers(lengths)
     check_numbers(budget=budget, dp=dp, align=align, min_micro_batches=min_micro_batches, pp=pp)
     multiple = pp if micro_batch_multiple is None else micro_batch_multiple
     check_numbers(micro_batch_multiple=multiple)
@@ -245,14 +244,14 @@ def plan_step(
     if hidden_size is not None:
         check_numbers(hidden_size=hidden_size)
     if balance is None:
-        balance = "level" if packer is None and dp > 1 and len(found) <= MAX_SAMPLES else "deal"
+        balance = "level" if packer is None and dp > 1 and len(tokens) <= MAX_SAMPLES else "deal"
     _check_names(mode, order, balance, empty)
-    media = _media_of(patches, len(found), patch_costs, item_cost, limits)
+    media = _media_of(patches, len(tokens), patch_costs, item_cost, limits)
     if media is not None:
         _check_media(media, mode, packer)
-    num_loss_tokens = None if loss_tokens is None else max(_sum_of_loss(integers(loss_tokens), len(found)), 1)
+    num_loss_tokens = None if loss_tokens is None else max(_sum_of_loss(integers(loss_tokens), len(tokens)), 1)
     batch = _Batch(
-        found, budget, dp, align, multiple, min_micro_batches, Balance(hidden_size=hidden_size, a=a, b=b), media
+        tokens, budget, dp, align, multiple, min_micro_batches, Balance(hidden_size=hidden_size, a=a, b=b), media
     )
     if mode == "packed":
         formed = _packed(batch, packer, balance, parameters)
@@ -263,30 +262,16 @@ def plan_step(
             f"packer: got {packer!r} with parameters {sorted(parameters)}, expected neither, because padded "
             f"samples are not packed"
         )
-    packs, costs = formed.packs, formed.costs
-    if empty == "error" and (none := sum(not pack for pack in packs)):
+    if empty == "error" and (none := sum(not pack for pack in formed.packs)):
         raise SampleError(
-            f"got {len(found)} samples, which leave {none} of {len(packs)} micro-batches of {dp} ranks empty, "
+            f"got {len(tokens)} samples, which leave {none} of {len(formed.packs)} micro-batches of {dp} ranks empty, "
             f"expected at least one sample in each. Ask for fewer micro-batches, or pass empty='pad'"
         )
-    rows = arrange(formed.dealt, costs, order)
-    tokens = _sums(packs, found)
-    return StepPlan(
-        packs=[[packs[i] for i in column] for column in rows.T.tolist()],
-        shapes=[formed.shapes[i] for i in (rows[:, 0] // dp).tolist()],
-        num_samples=len(found),
-        num_tokens=int(found.sum()),
-        num_loss_tokens=num_loss_tokens,
-        costs=costs[rows],
-        before=_spread(np.array([part.sum() for part in np.array_split(found, dp)])),
-        after=_spread(tokens[rows].sum(axis=0)),
-        figures=figures(tokens, budget) if mode == "packed" else None,
-        aligned=figures(_sums(packs, batch.slots), budget) if mode == "packed" else None,
-        padded=formed.padded,
-        patches=None if media is None else _sums(packs, media.patches)[rows],
-    )
+    return _plan_of(batch, formed, arrange(formed.dealt, formed.costs, order), num_loss_tokens)
 
 
+DEFAULT = "exact_fill"
+"""Packer of a step for which none is named."""
 MAX_FACTOR, MAX_COST = 1 << 32, 1 << 62
 """Bounds of a factor of costs, as in broker.yaml, and of the cost of all media."""
 
@@ -331,14 +316,33 @@ class _Formed(NamedTuple):
     """Formed packs before their order is chosen.
 
     ``packs``: sample numbers of each pack. ``dealt``: pack numbers, int64 [micro_batches, dp]. ``costs``: int64
-    [packs]. ``shapes``: rows and tokens of each micro-batch. ``padded``: token counts of padded micro-batches.
+    [packs]. ``shapes``: rows and tokens of each micro-batch. ``figures``: fields of ``StepPlan`` that say how full the
+    packs are.
     """
 
     packs: list[list[int]]
     dealt: I64
     costs: I64
     shapes: list[tuple[int, int]]
-    padded: PaddedFigures | None = None
+    figures: dict[str, Any]
+
+
+def _plan_of(batch: _Batch, formed: _Formed, rows: I64, num_loss_tokens: int | None) -> StepPlan:
+    """Return the plan of formed packs; ``rows`` int64 [micro_batches, dp] are the pack numbers in order."""
+    packs, tokens = formed.packs, batch.lengths
+    by_rank = np.array([part.sum() for part in np.array_split(tokens, batch.dp)])
+    return StepPlan(
+        packs=[[packs[i] for i in column] for column in rows.T.tolist()],
+        shapes=[formed.shapes[i] for i in (rows[:, 0] // batch.dp).tolist()],
+        num_samples=len(tokens),
+        num_tokens=int(tokens.sum()),
+        num_loss_tokens=num_loss_tokens,
+        costs=formed.costs[rows],
+        before=_spread(by_rank),
+        after=_spread(_sums(packs, tokens)[rows].sum(axis=0)),
+        patches=None if batch.media is None else _sums(packs, batch.media.patches)[rows],
+        **formed.figures,
+    )
 
 
 def _padded(batch: _Batch, pp: int, variable_lengths: bool) -> _Formed:
@@ -353,7 +357,7 @@ def _padded(batch: _Batch, pp: int, variable_lengths: bool) -> _Formed:
     shapes = [(stop - start, length) for (start, stop), length in zip(spans, drawn.lengths.tolist(), strict=True)]
     costs = [rows * int(batch.balance.costs(np.array(length))) for rows, length in shapes]
     dealt = np.arange(len(packs), dtype=np.int64).reshape(-1, batch.dp)
-    return _Formed(packs, dealt, np.repeat(costs, batch.dp), shapes, drawn.figures)
+    return _Formed(packs, dealt, np.repeat(costs, batch.dp), shapes, {"padded": drawn.figures})
 
 
 def _packed(batch: _Batch, packer: str | None, balance: str, parameters: dict[str, Any]) -> _Formed:
@@ -362,12 +366,12 @@ def _packed(batch: _Batch, packer: str | None, balance: str, parameters: dict[st
         a, b = batch.balance.a, batch.balance.b
         parameters = {"a": a * batch.align, "b": b * batch.align * batch.align} | parameters
     aligned_units(batch.lengths, batch.budget, batch.align)
-    chosen = make_packer(packer or "exact_fill", **parameters)
+    chosen = make_packer(packer or DEFAULT, **parameters)
     work = batch.work
 
     def full() -> list[list[int]]:
         """Return packs filled by the packer, the most expensive ones split until all ranks have enough."""
-        formed = _filled(batch, packer or "exact_fill", parameters)
+        formed = _filled(batch, chosen, parameters)
         return split_dearest(formed, work, batch.num_packs(len(formed)))
 
     if balance == "level":
@@ -377,15 +381,18 @@ def _packed(batch: _Batch, packer: str | None, balance: str, parameters: dict[st
         packs = full()
     costs = _sums(packs, work)
     dealt = deal(costs, batch.dp, "none" if balance == "level" else balance)
-    return _Formed(packs, dealt, costs, [(1, batch.budget)] * len(dealt))
+    filled = {"figures": batch.lengths, "aligned": batch.slots}
+    fill = {name: figures(_sums(packs, tokens), batch.budget) for name, tokens in filled.items()}
+    return _Formed(packs, dealt, costs, [(1, batch.budget)] * len(dealt), fill)
 
 
-def _filled(batch: _Batch, packer: str, parameters: dict[str, Any]) -> list[list[int]]:
+def _filled(batch: _Batch, packer: Packer, parameters: dict[str, Any]) -> list[list[int]]:
     """Return packs that the packer fills up to the budget, and to the limits of media."""
+    count = max(len(batch.lengths), 1)
     if batch.media is not None and len(batch.media.limited.most):
-        units = batch.slots // batch.align
-        return _limited_packs(units, batch.budget // batch.align, batch.media.limited, parameters)
-    return pack_lengths(batch.lengths, batch.budget, packer, max(len(batch.lengths), 1), batch.align, **parameters)
+        units, extra = batch.slots // batch.align, Extra(batch.media.limited)
+        return closed_packs(packer, units, batch.budget // batch.align, count, extra=extra)
+    return pack_lengths(batch.lengths, batch.budget, packer.name, count, batch.align, **parameters)
 
 
 def _level(batch: _Batch, work: I64, most_samples: int, full: Callable[[], list[list[int]]]) -> list[list[int]]:
@@ -407,6 +414,29 @@ def _media_of(
     Raises SampleError for media that are not integers, not of each sample, or above the limits; ConfigError for the
     other arguments.
     """
+    linear, quadratic = _checked_factors(patch_costs, item_cost)
+    if limits is not None and not isinstance(limits, Mapping):
+        raise ConfigError(f"limits: got {limits!r}, expected a mapping such as {{'patches': 16384}}")
+    if patches is None:
+        for name, given in (("limits", limits), ("patch_costs", linear or quadratic), ("item_cost", item_cost)):
+            if given:
+                raise ConfigError(f"{name}: got {given!r} without patches, expected the patches of each sample")
+        return None
+    of_samples = _listed(patches, num_samples)
+    items = np.array(list(map(len, of_samples)), np.int64)
+    of_items = np.array(list(chain.from_iterable(of_samples)), np.int64)
+    source = np.repeat(np.arange(num_samples), items)
+    floats = of_items.astype(np.float64)
+    if float((floats * (linear + quadratic * floats) + item_cost).sum()) >= MAX_COST:
+        raise ConfigError(f"patch_costs: got {patch_costs!r}, with which the media cost 2**62 or more. Use less")
+    sums, costs = np.zeros((2, num_samples), np.int64)
+    np.add.at(sums, source, of_items)
+    np.add.at(costs, source, of_items * (linear + quadratic * of_items) + item_cost)
+    return _Media(sums, costs, _limited({"patches": sums, "items": items}, limits or {}, num_samples))
+
+
+def _checked_factors(patch_costs: tuple[int, int], item_cost: int) -> tuple[int, int]:
+    """Return the two factors of the cost of patches; raise ConfigError if one, or ``item_cost``, is not valid."""
     try:
         linear, quadratic = patch_costs
     except (TypeError, ValueError):
@@ -416,69 +446,50 @@ def _media_of(
     for name, factor in factors.items():
         if factor >= MAX_FACTOR:
             raise ConfigError(f"{name}: got {factor}, expected an integer below {MAX_FACTOR}")
-    if limits is not None and not isinstance(limits, Mapping):
-        raise ConfigError(f"limits: got {limits!r}, expected a mapping such as {{'patches': 16384}}")
-    if patches is None:
-        for name, given in (("limits", limits), ("patch_costs", linear or quadratic), ("item_cost", item_cost)):
-            if given:
-                raise ConfigError(f"{name}: got {given!r} without patches, expected the patches of each sample")
-        return None
+    return linear, quadratic
+
+
+def _listed(patches: Sequence[Sequence[int] | I64], num_samples: int) -> list[list[int]]:
+    """Return the patches of each sample's items as lists; raise SampleError for anything else."""
     if len(patches) != num_samples:
         raise SampleError(
             f"got patches for {len(patches)} samples, expected a list with those of each item for each of "
             f"{num_samples} samples"
         )
-    listed = list[list[Any]]()
-    for i, each in enumerate(patches):
+    listed = list[list[int]]()
+    for i, sample in enumerate(patches):
         try:
-            listed.append(list(np.asarray(each) if hasattr(each, "__array__") else each))
+            numbers = list(np.asarray(sample) if hasattr(sample, "__array__") else sample)
         except TypeError:
-            raise SampleError(f"sample {i}: got patches {each!r}, expected a list with those of each item") from None
-    for i, sample in enumerate(listed):
-        for number in sample:
+            raise SampleError(f"sample {i}: got patches {sample!r}, expected a list with those of each item") from None
+        for number in numbers:
             if not is_integer(number) or not 0 <= number <= MAX_PATCHES:
                 raise SampleError(f"sample {i}: got {number!r} patches, expected integers from 0 to {MAX_PATCHES}")
-    of_items, items = np.array(list(chain.from_iterable(listed)), np.int64), np.array(list(map(len, listed)), np.int64)
-    source = np.repeat(np.arange(num_samples), items)
-    sums, costs = np.zeros((2, num_samples), np.int64)
-    floats = of_items.astype(np.float64)
-    if float((floats * (linear + quadratic * floats) + item_cost).sum()) >= MAX_COST:
-        raise ConfigError(f"patch_costs: got {patch_costs!r}, with which the media cost 2**62 or more. Use less")
-    np.add.at(sums, source, of_items)
-    np.add.at(costs, source, of_items * (linear + quadratic * of_items) + item_cost)
-    counts, most = {"patches": sums, "items": items}, dict(limits or {})
-    for name, limit in most.items():
+        listed.append(numbers)
+    return listed
+
+
+def _limited(counts: Mapping[str, I64], limits: Mapping[str, int], num_samples: int) -> Limited:
+    """Return what samples have of each limited unit; ``counts`` int64 [num_samples] are by the unit's name."""
+    for name, limit in limits.items():
         if name not in counts:
             raise ConfigError(f"limits: got {name!r}, expected patches or items")
         check_numbers(**{f"limits[{name!r}]": limit})
         if len(over := np.flatnonzero(counts[name] > limit)):
             got = f"sample {over[0]}: got {counts[name][over[0]]} {name}"
             raise SampleError(f"{got}, expected at most the limit of {limit}")
-    columns = [counts[name] for name in most]
-    limited = np.stack(columns) if columns else np.zeros((0, num_samples), np.int64)
-    return _Media(sums, costs, Limited(limited, np.array(list(most.values()), np.int64)))
+    columns = [counts[name] for name in limits]
+    stacked = np.stack(columns) if columns else np.zeros((0, num_samples), np.int64)
+    return Limited(stacked, np.array(list(limits.values()), np.int64))
 
 
 def _check_media(media: _Media, mode: str, packer: str | None) -> None:
     """Raise ConfigError if media do not go together with the other arguments of ``plan_step``."""
     if mode == "padded":
         raise ConfigError('patches: got media with mode="padded", which do not go together yet. Leave one of them out')
-    if len(media.limited.most) and packer not in (None, "exact_fill"):
-        raise ConfigError(
-            f"limits: got limits with packer {packer!r}, expected 'exact_fill', which alone keeps limits for media"
-        )
-
-
-def _limited_packs(units: I64, budget: int, limited: Limited, parameters: dict[str, Any]) -> list[list[int]]:
-    """Return packs of all samples that keep limits of media.
-
-    ``units`` int64 [n] are padded lengths, and ``budget`` is the capacity of a pack, in units of the alignment.
-    """
-    count, packer = max(len(units), 1), ExactFill(**parameters)
-    unseen = np.full(len(units), -1, np.int64)
-    choice = packer.choose(units, unseen, budget, count, True, window=count, extra=Extra(limited))
-    indices = choice.indices.tolist()
-    return [indices[begin:end] for begin, end in pairwise(choice.bounds.tolist())]
+    if len(media.limited.most) and not make_packer(packer or DEFAULT).keeps_limits:
+        known = " or ".join(map(repr, LIMITED_PACKERS))
+        raise ConfigError(f"limits: got limits with packer {packer!r}, expected {known}, which keeps limits for media")
 
 
 def _check_names(mode: str, order: str, balance: str, empty: str) -> None:

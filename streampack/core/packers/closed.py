@@ -23,7 +23,7 @@ import numpy as np
 
 from streampack.core.packers.arguments import aligned_units, check_numbers, integers, is_integer
 from streampack.core.packers.blocks.decreasing import first_fit_decreasing
-from streampack.core.packers.packer import I64
+from streampack.core.packers.packer import I64, NO_EXTRA, Extra, Packer
 from streampack.core.packers.registry import make_packer, parameters_of
 from streampack.errors import ConfigError, SampleError
 
@@ -151,12 +151,9 @@ def pack_lengths(
     closed = window is None and chosen.takes_all
     cap = getattr(chosen, "max_samples_per_pack", None)
     counts = _sizes(sizes, len(units), cap)
-    choice = chosen.choose(
-        units, np.full(len(units), -1, np.int64), budget // align, len(units), True,
-        window=max(len(units), 1) if closed else window or _WINDOW, sizes=counts,
+    packs = closed_packs(
+        chosen, units, budget // align, max(len(units), 1) if closed else window or _WINDOW, sizes=counts
     )  # fmt: skip
-    indices, bounds = choice.indices.tolist(), choice.bounds.tolist()
-    packs = [indices[start:stop] for start, stop in pairwise(bounds)]
     if closed and packer == "exact_fill" and len(packs) > -(-int(units.sum()) // (budget // align)):
         falling = first_fit_decreasing(
             units.tolist(), budget // align, cap, None if counts is None else counts.tolist()
@@ -164,6 +161,16 @@ def pack_lengths(
         if len(falling) < len(packs):  # exact_fill used up the short samples before the long ones
             packs = sorted(map(sorted, falling))
     return with_count(packs, min_packs, pack_count_multiple, empty)
+
+
+def closed_packs(
+    packer: Packer, lengths: I64, budget: int, window: int, *, sizes: I64 | None = None, extra: Extra = NO_EXTRA
+) -> list[list[int]]:
+    """Return all packs of a closed list of items, as positions in it; the arguments are those of ``Packer.choose``."""
+    unseen = np.full(len(lengths), -1, np.int64)
+    choice = packer.choose(lengths, unseen, budget, len(lengths), True, window=window, sizes=sizes, extra=extra)
+    indices = choice.indices.tolist()
+    return [indices[start:stop] for start, stop in pairwise(choice.bounds.tolist())]
 
 
 def _sizes(sizes: Sequence[int] | I64 | None, count: int, cap: int | None) -> I64 | None:
