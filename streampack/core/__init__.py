@@ -18,7 +18,8 @@ The folders stand in the order in which samples pass them:
 - ``sessions``: the other ends of the protocol: producers and clients.
 - ``stats``: counts that decide nothing.
 
-The state machine of a broker is in ``broker``, which owns the feeds. Kernels are compiled in ``jit``, and ``shuffle``
+The state machine of a broker is in ``broker``, which owns the feeds. ``run_log`` recovers and cuts its log, and
+``claims`` checks the keys of its peers. Kernels are compiled in ``jit``, and ``shuffle``
 returns orders that are the same on every machine. Begin to read with ``model`` and ``broker``.
 
 The following list shows the path of a chunk's bytes to a pack, function by function. The core returns four effects on

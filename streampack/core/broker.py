@@ -10,30 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from streampack.core.claims import Claims
 from streampack.core.feed.feed import Feed
 from streampack.core.intake.leases import Leases
 from streampack.core.intake.producers import ProducerDeparture
 from streampack.core.journal.journal import Journal
-from streampack.core.journal.log_effects import Cut, Recalled, Safe, WasCut
-from streampack.core.journal.log_records import (
-    Base,
-    BatchMarked,
-    ChunkAdmitted,
-    ChunkStaged,
-    EndStaged,
-    KeysKept,
-    LineageBegan,
-    MarkStaged,
-    PartitionEnded,
-    Record,
-    SamplesAmended,
-    SamplesRejected,
-    SnapshotTaken,
-    SourceAccepted,
-    ValuesReported,
-    WriteCommitted,
-)
-from streampack.core.merge.queues import NOWHERE
+from streampack.core.journal.log_effects import Recalled, Safe, WasCut
+from streampack.core.journal.log_records import Base, ChunkAdmitted, ChunkStaged, Record, SamplesAmended, ValuesReported
 from streampack.core.model.capacity import Capacity, FeedPlan
 from streampack.core.model.rule_changes import Restream, Skip, apply_change, describe_change
 from streampack.core.model.samples import SampleTable
@@ -50,29 +33,16 @@ from streampack.core.protocol.effects import (
 )
 from streampack.core.protocol.events import Effect, Event, Report, Tick
 from streampack.core.protocol.handlers import Handlers
-from streampack.core.protocol.message import (
-    WRONG_SIDE,
-    Bye,
-    Envelope,
-    Identity,
-    Message,
-    Reject,
-    Who,
-    forbidden,
-)
+from streampack.core.protocol.message import WRONG_SIDE, Bye, Envelope, Identity, Message, Reject, Who
 from streampack.core.protocol.producer_messages import CommitWrite, Hello, ProducerMessage, ProducerPing, Samples, Sent
 from streampack.core.protocol.recent_events import RecentEvents
 from streampack.core.protocol.relay_messages import RelayMessage, relay_of
 from streampack.core.protocol.result_messages import NumberedMessage, ReportValues
-from streampack.core.protocol.rights import REVOKED, Rights, key_of
+from streampack.core.protocol.rights import REVOKED, key_of
 from streampack.core.protocol.trainer_messages import Attach, Get, ReaderPing
+from streampack.core.run_log import RunLog
 from streampack.core.serve.attempts import Departure
-from streampack.core.serve.rank_reader import Ranks
 
-OfStream = (
-    SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded | WriteCommitted | KeysKept
-    | ChunkStaged | SamplesAmended | MarkStaged | EndStaged
-)  # fmt: skip
 MAX_EPOCH = 2**62 - 1
 OUTBID_BY = 2**56
 """Most by which a peer's epoch may exceed this broker's. Epochs are nanoseconds, so a clock may be two years ahead."""
@@ -100,10 +70,8 @@ class Broker:
             )
             for plan in feeds
         }
-        self._base_lsn = self._cut = 0
-        self._recovering = False
-        self._early: list[tuple[int, OfStream]] = []
-        """Records of streams that the rules do not have, until the ``Base`` that adds these streams."""
+        self._log = RunLog(self.identity, run_name, self.feeds, self.leases, self.journal)
+        self._claims = Claims(self.feeds, self.leases.producers)
         self._answers: deque[tuple[int, Answer]] = deque()
         """Answers to changes, each with the LSN of the record that must be safe first."""
         self._used: set[str] = set()
@@ -159,7 +127,7 @@ class Broker:
     def _drop(self, event: FromProducer | FromTrainer) -> list[Effect] | None:
         """Return the answer to a message that its key, its epoch or its run forbids; None for any other message."""
         envelope, message = event.envelope, event.envelope.message
-        if event.rights is not None and (why := self._forbidden(event, event.rights)):
+        if event.rights is not None and (why := self._claims.refusal(event, event.rights)):
             return self._forbid(event, why)
         identity = self.identity
         if 0 < envelope.epoch < identity.epoch and isinstance(message, Attach):
@@ -187,7 +155,7 @@ class Broker:
     def _on_tick(self, event: Tick) -> list[Effect]:
         """Do what is due."""
         self._now = event.now
-        effects = self.leases.tick(event.now) + self._cut_log()
+        effects = self.leases.tick(event.now) + self._log.cut()
         for feed in self.feeds.values():
             effects += self._advance(feed, feed.tick(event.now) + feed.readers.tick(event.now))
         return effects
@@ -215,74 +183,21 @@ class Broker:
         effects = self.leases.drain()
         return effects + [e for feed in self.feeds.values() for e in self._advance(feed, feed.readers.drain())]
 
-    # Records that were read from the log
-
-    _recalled = Handlers[[Recalled, Feed], list[Effect]]()
-
     @_events.of(Recalled)
     def _on_recalled(self, event: Recalled) -> list[Effect]:
-        """Hand a record to the part that has asked for it."""
-        feed = self.feeds[event.feed]
-        return self._recalled[type(event.record)](self, event.record, event, feed)
-
-    @_recalled.of(ValuesReported)
-    def _recalled_values(self, record: ValuesReported, event: Recalled, feed: Feed) -> list[Effect]:
-        return feed.results.subscribers.recalled(event)
-
-    @_recalled.of(ChunkStaged, SamplesAmended)
-    def _recalled_staged(self, record: ChunkStaged | SamplesAmended, event: Recalled, feed: Feed) -> list[Effect]:
-        return self._advance(feed, self.leases.staged.recalled(event))
-
-    @_recalled.of(ChunkAdmitted)
-    def _recalled_chunk(self, record: ChunkAdmitted, event: Recalled, feed: Feed) -> list[Effect]:
-        return self._advance(feed, self.leases.recalled(event))
-
-    @_recalled.of(SnapshotTaken)
-    def _recalled_snapshot(self, record: SnapshotTaken, event: Recalled, feed: Feed) -> list[Effect]:
-        return self._advance(feed, feed.recalled(event))
+        """Hand a record that was read from the log to the part that has asked for it."""
+        feed, record = self.feeds[event.feed], event.record
+        if isinstance(record, ValuesReported):
+            return feed.results.subscribers.recalled(event)
+        if isinstance(record, ChunkStaged | SamplesAmended):
+            effects = self.leases.staged.recalled(event)
+        elif isinstance(record, ChunkAdmitted):
+            effects = self.leases.recalled(event)
+        else:
+            effects = feed.recalled(event)
+        return self._advance(feed, effects)
 
     # Rights
-
-    def _forbidden(self, event: FromProducer | FromTrainer, rights: Rights) -> str:
-        """Return an error text if the key of a message does not allow that message; empty if the key does."""
-        message, for_rank = event.envelope.message, relay_of(event.peer) is not None
-        why = forbidden(rights, message, "trainer" if isinstance(event, FromTrainer) else "producer", for_rank)
-        return why or self._claims[type(message)](self, message, event.peer, rights)
-
-    _claims = Handlers[[bytes, Rights], str]()
-    """Error text for a message in the name of a process or a rank to which the key has no right; else empty."""
-
-    @_claims.of(Attach)
-    def _claims_reader(self, message: Attach, peer: bytes, rights: Rights) -> str:
-        """Check the name of a reader. A rank and the relay of its host may have different keys."""
-        feed = self.feeds.get(message.feed)
-        reader = None if feed is None else feed.readers.registry.named(message.reader)
-        if reader is None:
-            return ""
-        by_relay = relay_of(peer) is not None or relay_of(reader.peer) is not None
-        moves = by_relay and not rights.refuse_reader(message.feed, reader.mesh, reader.host)
-        return "" if moves else _other_key(rights, reader.peer, peer)
-
-    @_claims.of(Hello)
-    def _claims_producer(self, message: Hello, peer: bytes, rights: Rights) -> str:
-        """Check the name of a producer."""
-        producer = self.leases.producers.named(message.producer)
-        return "" if producer is None else _other_key(rights, producer.peer, peer)
-
-    @_claims.of(ReportValues)
-    def _claims_rank(self, message: ReportValues, peer: bytes, rights: Rights) -> str:
-        """Check the rank that reports values."""
-        ranks = self._rank_of(message)
-        return rights.refuse_rank(ranks) if ranks else ""
-
-    @_claims.of(Message)
-    def _claims_nothing(self, message: Message, peer: bytes, rights: Rights) -> str:
-        return ""
-
-    def _rank_of(self, message: ReportValues) -> Ranks | None:
-        """Return the rank that reports values; None if no rank of the present mesh does."""
-        feed = self.feeds.get(message.feed)
-        return None if feed is None else feed.steps.rank_of(message.part, message.parts)
 
     def _forbid(self, event: FromProducer | FromTrainer, why: str) -> list[Effect]:
         """Reject a peer whose key does not allow its message; it loses its leases or its rank."""
@@ -308,7 +223,7 @@ class Broker:
         if not is_trainer:
             effects = self.leases.leave(peer, ProducerDeparture.KEY_CHANGED)
             return effects + self.leases.credits.send(peer, word)
-        reads = next((feed for feed in self.feeds.values() if feed.readers.knows(peer)), None)
+        reads = self._read_by(peer)
         effects = [] if reads is None else self._advance(reads, reads.readers.leave(peer, Departure.KEY_CHANGED))
         return effects + self._send(peer, word)
 
@@ -324,74 +239,20 @@ class Broker:
         Raises:
             ValueError: The record belongs to another run or to other rules; the error text names the difference.
         """
-        if not self._recovering:
-            self._recovering, self._cut = True, lsn
-            for feed in self.feeds.values():
-                feed.history.is_cut = lsn > 0
-        if isinstance(record, Base):
-            self._recover_base(record)
-        elif isinstance(record, OfStream):
-            if record.stream in self.leases.partitions.streams:
-                self.leases.records.recover(lsn, record)
-            else:
-                self._early.append((lsn, record))
-        elif record.feed in self.feeds:  # type: ignore[attr-defined]  # every other record has a feed
-            self.feeds[record.feed].recover(lsn, record)  # type: ignore[attr-defined]
-            if isinstance(record, LineageBegan) and record.since is not None:
-                self.leases.staging.discard(record.feed, record.since)
-
-    def _recover_base(self, base: Base) -> None:
-        """Apply the facts that replace deleted records, and check that these facts belong to this run."""
-        if base.run != self.run:
-            raise ValueError(f"got run {self.run_name!r}, expected {base.run_name!r}, the run that wrote the log")
-        if list(base.feeds) != list(self.feeds):
-            raise ValueError(
-                f"got feeds {', '.join(self.feeds)}, expected {', '.join(base.feeds)}, the feeds in the log"
-            )
-        self.identity.epoch = max(self.epoch, base.epoch + 1)
-        for name, facts in base.feeds.items():
-            self.feeds[name].recover_facts(facts, base.released.get(name, 0))
-        for stream, known in base.streams.items():
-            self.leases.records.learn(stream, known)
-        for lsn, record in self._early:
-            self.leases.records.recover(lsn, record)
-        for feed in self.feeds.values() if self._early else ():
-            feed.history.order.sort(key=lambda place: place.lsn)
-        self._early.clear()
+        self._log.recover(lsn, record)
 
     def begin(self) -> list[Effect]:
         """Start where the log ends, or at the first step if there is no log; return the first effects."""
         for feed in self.feeds.values():
             feed.readers.begin(max(feed.history.released, feed.history.oldest_step))
-        self._base_lsn = self.journal.next_lsn
-        effects = self.journal.append(self.base())
+        effects = self._log.write_base()
         for feed in self.feeds.values():
             effects += self._advance(feed, feed.begin())
         return effects + self.leases.staging.read_again()
 
     def base(self) -> Base:
         """Return the record of all facts that must survive when the earlier records are deleted."""
-        return Base(
-            run=self.run, run_name=self.run_name, epoch=self.epoch,
-            feeds={name: feed.history.facts() for name, feed in self.feeds.items()},
-            streams=self.leases.records.facts(),
-            released={name: feed.readers.steps.released_upto for name, feed in self.feeds.items()},
-        )  # fmt: skip
-
-    def _cut_log(self) -> list[Effect]:
-        """Write a new ``Base``, then delete the older records that no kept checkpoint and no rank needs (R7)."""
-        wanted = min(self.leases.staging.first_lsn, *(feed.wanted_lsn for feed in self.feeds.values()))
-        wanted = self._base_lsn if wanted == NOWHERE else wanted
-        if wanted <= self._cut or not self.journal.keeps:
-            return []
-        if self._base_lsn < wanted:
-            effects = self.leases.records.keep_keys(wanted)
-            self._base_lsn = self.journal.next_lsn
-            return effects + self.journal.append(self.base())
-        if self._base_lsn >= self.journal.safe_upto:
-            return []
-        self._cut = wanted
-        return [Cut(wanted)]
+        return self._log.base()
 
     @property
     def refused(self) -> int:
@@ -540,12 +401,12 @@ class Broker:
         feed = self.feeds.get(message.feed)
         if feed is None:
             return self._refuse_feed(event.peer, message.feed)
-        return self._advance(feed, feed.tell_back(event.peer, event.envelope, self._now))
+        return self._advance(feed, feed.result_requests.receive(event.peer, event.envelope, self._now))
 
     @_from_trainers.of(ReportValues)
     def _on_values(self, message: ReportValues, event: FromTrainer) -> list[Effect]:
         """Pass reported values on, unless the key is for some ranks and it is not known yet which rank reports."""
-        if event.rights is not None and event.rights.ranks and self._rank_of(message) is None:
+        if event.rights is not None and event.rights.ranks and self._claims.rank_of(message) is None:
             return []  # until the rank has attached; it repeats its message
         return self._on_numbered(message, event)
 
@@ -593,12 +454,3 @@ class Broker:
     def _send(self, peer: bytes, message: Message) -> list[Effect]:
         """Return the effect that sends a message to the client at ``peer``."""
         return [SendTrainer(peer, self.identity.envelope(message))]
-
-
-def _other_key(rights: Rights, known: bytes, peer: bytes) -> str:
-    """Return an error text if the peer with this name, ``known``, has another key than ``peer``; empty if not."""
-    if key_of(known) == key_of(peer):
-        return ""
-    return (
-        f"key {rights.name!r}: got the name of a process that uses another key, expected a name that no other key uses"
-    )

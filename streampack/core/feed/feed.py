@@ -17,8 +17,11 @@ import numpy as np
 from streampack.core.feed.checkpoints import Checkpoints
 from streampack.core.feed.merged_memory import MergedMemory
 from streampack.core.feed.outbox import Outbox
+from streampack.core.feed.pacing import Pacing
 from streampack.core.feed.planner import Planner
+from streampack.core.feed.result_requests import ResultRequests
 from streampack.core.feed.snapshot_check import SnapshotCheck
+from streampack.core.feed.stream_waits import StreamWaits
 from streampack.core.form.form_stats import FormedFigures
 from streampack.core.intake.leases import Leases
 from streampack.core.journal.history import History
@@ -35,7 +38,6 @@ from streampack.core.journal.log_records import (
     ValuesReported,
 )
 from streampack.core.journal.recorder import Recorder
-from streampack.core.model.bounded import MOST_VERSION
 from streampack.core.model.capacity import FeedPlan
 from streampack.core.model.rules import Rules, first_difference
 from streampack.core.model.samples import I64, SampleTable
@@ -43,13 +45,10 @@ from streampack.core.model.snapshot import Snapshot
 from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.effects import Formed, Release
 from streampack.core.protocol.events import Effect, Report
-from streampack.core.protocol.handlers import Handlers
-from streampack.core.protocol.message import Envelope, Identity
-from streampack.core.protocol.result_messages import ABOUT_RESULTS, AskResults, Publish, ReportValues
+from streampack.core.protocol.message import Identity
 from streampack.core.protocol.trainer_messages import State
 from streampack.core.results.step_values import StepValues
 from streampack.core.serve.readers import Readers
-from streampack.core.staging.tickets import LEARN_S, InFlight
 from streampack.core.stats.data_wait import Missing
 
 FORMING = Missing("forming", "the step is being packed")
@@ -66,10 +65,8 @@ class Feed:
         leases: Leases, journal: Journal,
     ) -> None:  # fmt: skip
         self.plan, self.name, self.rules = plan, plan.name, plan.rules
-        self._identity = identity
         self._steps_ahead = steps_ahead
         self._table, self._leases, self._journal = table, leases, journal
-        self._partitions, self._producers = leases.partitions, leases.producers
         name, rules = plan.name, plan.rules
         self.history = History(rules, sum(stream.partitions for stream in rules.streams))
         self.memory = MergedMemory(plan.merged_tokens, rules, max_sample_tokens, table, plan.max_extra_bytes)
@@ -89,15 +86,18 @@ class Feed:
         )
         self.results = StepValues(identity, name, journal, lambda ids: leases.partitions.sent_as(name, ids))
         """Values that trainers report for samples of steps."""
+        self._pacing = Pacing(name, rules, self.planner, self.history, self.memory, self.steps, leases)
+        self._stream_waits = StreamWaits(name, rules, self.planner, self.steps, leases)
+        self.result_requests = ResultRequests(
+            identity, name, self.planner.live, self.history, self.readers, self.results, journal, leases, self.safe
+        )
+        """Handles the messages about results."""
         self.figures = FormedFigures(plan.rules)
         self._waits_for: int | None = None
         """LSN of the snapshot to restore, while it is read from the log."""
-        self._now, self._first_tick = 0.0, -1.0
         self.failed = ""
         """Error text, if nothing more can be served: the data have changed, or a batch does not fit in memory."""
         self._failed_code = ""
-        self._ignored: int | None = None
-        """Version of a published policy in the log that no trainer can have published."""
 
     @property
     def finished(self) -> bool:
@@ -139,78 +139,11 @@ class Feed:
             return Missing("peers", self.steps.slowest)
         if self.memory.room <= 0:
             return Missing("memory", f"the arena is full: {self.steps.slowest}")
-        if planner.blocked is not None and self._journal.full and self.history.in_order:
+        if planner.blocked is None:
+            return FORMING
+        if self._journal.full and self.history.in_order:
             return Missing("log", self._journal.full)
-        if planner.blocked is not None:
-            if waits := self._pacing_waits_for():
-                return waits
-            missing = self._partitions.of_feed(self.name)[planner.blocked]
-            stream = self._partitions.name_of(missing)
-            if lost := self._lost_text(missing):
-                return Missing("stream", lost, stream)
-            if late := self._late_text(missing, stream):
-                return Missing("stream", late, stream, batch=True)
-            end = f"end_of_batch call for batch {self._partitions.intakes[missing].recorded.num_marks}"
-            if not self._ends_by_marks:
-                who = self._producers.describe(missing)
-                if not (planner.merge.current.has_barriers and self._partitions.stream_of[missing].terms.pushed):
-                    pushed = self._partitions.stream_of[missing].terms.pushed
-                    alive = pushed and self._producers.pushed_from(missing) is not None
-                    text = f"the next sample of {who}" if alive else f"the next sample has not come from {who}"
-                    return Missing("stream", text, stream, batch=alive)
-                both = f"no sample and no {end} has come from {who}, but another partition ended this batch"
-                return Missing("stream", both, stream)
-            if (where := self._producers.pushed_from(missing)) is None:
-                return Missing("stream", f"no {end} has come from {self._producers.describe(missing)}", stream)
-            partition = missing - self._partitions.stream_of[missing].first
-            text = f"the {end} of stream {stream!r} partition {partition} from the producer at {where}"
-            return Missing("stream", text, stream, batch=True)
-        return FORMING
-
-    def _late_text(self, p: int, stream: str) -> str:
-        """Return a text that names the samples of partition ``p`` that wait for late fields; empty if none does."""
-        waits = self._leases.staging.waiting([p])
-        if waits is None or not waits.samples:
-            return ""
-        return (
-            f"{waits.samples} samples of stream {stream!r} partition {p - self._partitions.stream_of[p].first}, which "
-            f"lack late fields. The oldest has waited {waits.oldest_s:.0f} s for {', '.join(waits.fields)}"
-        )
-
-    def _pacing_waits_for(self) -> Missing | None:
-        """Return the cause of a wait that is due to pacing; None if there is none."""
-        if not self.rules.paces:
-            return None
-        if self._learns:
-            text = "the first reports of programs, because the broker has just started"
-            return Missing("stream", text, self._partitions.name_of(self._partitions.of_feed(self.name)[0]), batch=True)
-        if (oldest := self._in_the_way) is None:
-            return None
-        producer = self._producers.named(oldest.producer)
-        doing = f"are being generated by {producer.where}" if producer is not None else "lack late fields"
-        stream = self._partitions.name_of(self._partitions.of_feed(self.name)[0])
-        text = (
-            f"{oldest.samples} samples of policy {oldest.version}, which {doing}. The step keeps room for them, "
-            f"because they would be too old for a later one (max_policy_lag: {self.rules.max_policy_lag})"
-        )
-        return Missing("stream", text, stream, batch=True)
-
-    @property
-    def _ends_by_marks(self) -> bool:
-        """True if each batch ends where the pushing programs end it, instead of after a fixed number of samples."""
-        batch = self.plan.rules.batch
-        return batch is not None and batch.samples is None
-
-    def _lost_text(self, p: int) -> str:
-        """Return an error text if the log lacks pushed samples of steps that trainers have already read; else empty."""
-        stream, begins = self._partitions.stream_of[p], self.steps.released_upto
-        if not stream.terms.pushed or self._partitions.intakes[p].behind or self.planner.former.next_step >= begins:
-            return ""
-        return (
-            f"samples that were pushed to stream {stream.terms.name!r} are lost. Trainers continue at step {begins}, "
-            f"but the log holds only the samples of steps before step {self.planner.former.next_step}. Restore the "
-            f"state_dir that has the lost samples, or start a new run."
-        )
+        return self._pacing.waiting_for() or self._stream_waits.of(planner.blocked)
 
     # Forming steps
 
@@ -225,58 +158,20 @@ class Feed:
             if request := planner.request():
                 effects += request
                 break
-            if self.rules.paces and (released := self._release()) is not None:
+            if (released := self._pacing.release()) is not None:
                 effects += released
                 continue
             if not planner.former.closed:
                 effects += self._fail("memory", planner.overfull) if planner.overfull else []
                 break
             effects += self._publish(planner.cut())  # the feed has ended, or its next pass begins
-        effects += self._outbox.hand_out() + self.readers.sender.tell_starving(forming=False)
-        return effects + (self._grant() if self.rules.paces else [])
-
-    # Pacing
-
-    def _release(self) -> list[Effect] | None:
-        """Admit the samples that were begun first, for the next step of a paced feed; None if none may be admitted."""
-        if self.planner.former.closed or self._learns or self._in_the_way is not None:
-            return None
-        return self._leases.staged.release(self.name)
-
-    def _grant(self) -> list[Effect]:
-        """Give tickets to programs that want to generate samples, and credit to one for which the next step waits."""
-        if self._learns:
-            return []
-        oldest = self._in_the_way
-        effects = [] if oldest is None else self._leases.staged.make_room(oldest.producer)
-        told, merged = self._leases.credits.told(self.name), self.memory.held_samples
-        if told is not None:  # returned steps after the last published policy are not trained, as programs see it
-            merged += max(self.steps.released_upto - told.step, 0) * (self._batch_samples or 1)
-        return effects + self._leases.staged.grant(self.name, merged, 0 if told is None else told.version)
-
-    @property
-    def _batch_samples(self) -> int | None:
-        """Number of samples of a step, if it is fixed."""
-        return None if self.rules.batch is None else self.rules.batch.samples
-
-    @property
-    def _learns(self) -> bool:
-        """True while a new broker learns which samples are being generated."""
-        return self._now < LEARN_S
-
-    @property
-    def _in_the_way(self) -> InFlight | None:
-        """Samples for which the next step keeps room; None if the next complete sample need not wait for them."""
-        published = self.history.published
-        if published is None:
-            return None
-        policy = published.version + max(self.next_step - published.step, 0)
-        return self._leases.staging.in_the_way(self.name, policy, self.planner.former.queued_samples)
+        return (
+            effects + self._outbox.hand_out() + self.readers.sender.tell_starving(forming=False) + self._pacing.grant()
+        )
 
     def tick(self, now: float) -> list[Effect]:
-        """Note the time, in seconds since the broker's first tick; complete results of steps that are done."""
-        self._first_tick = now if self._first_tick < 0 else self._first_tick
-        self._now = now - self._first_tick
+        """Note the time, in seconds; complete results of steps that are done."""
+        self._pacing.tick(now)
         self.results.subscribers.tick(now)
         return self.results.carry(self.steps.returned_by)
 
@@ -479,8 +374,8 @@ class Feed:
             self._checkpoints.recover(record.step)
         elif isinstance(record, ValuesReported):
             self.results.add(lsn, record)
-        elif isinstance(record, PolicyPublished) and self._is_possible(record):
-            self.history.published = record
+        elif isinstance(record, PolicyPublished):
+            self.result_requests.recover(record)
         elif isinstance(record, LineageBegan):
             self.results.pending.branch(record.lineage)
 
@@ -490,30 +385,16 @@ class Feed:
         if differs:
             raise ValueError(f"feeds.{self.name}: {differs} as the log has it")
         self.history.recover(facts, released)
-        if self.history.published is not None and not self._is_possible(self.history.published):
-            self.history.published = None
+        published, self.history.published = self.history.published, None
+        self.result_requests.recover(published)
         self.planner.live.know(self.latest_rules)
-
-    def _is_possible(self, published: PolicyPublished) -> bool:
-        """Return whether trainers can have published a policy: earlier versions accepted numbers of any size."""
-        if published.version <= MOST_VERSION and published.attempt[0] <= self._identity.epoch:
-            return True
-        self._ignored = published.version
-        return False
 
     def begin(self) -> list[Effect]:
         """Start after all records were applied: go to the first step that some rank has not returned."""
         step = self.steps.formed_upto
         self.steps.kept.lineage = self.history.lineage
-        if self.history.published is not None:
-            self._leases.credits.publish(self.history.published)
-        effects = self._leases.records.discard(self.name)  # lost samples that the last broker has not recorded
-        if self._ignored is not None:
-            text = (
-                f"feed {self.name!r}: ignored policy version {self._ignored} in the log, because no trainer of this "
-                f"run can have published it. Producers get the version that is published next"
-            )
-            effects.append(Report("warning", text, feed=self.name))
+        ignored = self.result_requests.begin()
+        effects = self._leases.records.discard(self.name) + ignored  # the last broker may not have recorded lost ones
         return effects + self.go_to(step, anew=True) if self.history.order or step else []
 
     @property
@@ -557,68 +438,6 @@ class Feed:
         said = Report("info", f"feed {self.name!r} skips steps {first} to {last}", feed=self.name, step=first)
         return [said, *self._recorder.record_skip(first, last)]
 
-    def tell_back(self, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
-        """Handle a message about results: a published policy, reported values, or a subscriber's request."""
-        self.results.subscribers.streams = [stream.name for stream in self.latest_rules.streams]
-        message = envelope.message
-        return self._about_results[type(message)](self, message, peer, envelope, now)
-
-    _about_results = Handlers[[bytes, Envelope, float], list[Effect]]()
-
-    @_about_results.of(AskResults)
-    def _on_ask(self, message: AskResults, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
-        """Answer a subscriber."""
-        return self.results.subscribers.ask(peer, message, now)
-
-    @_about_results.of(ReportValues)
-    def _on_values(self, message: ReportValues, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
-        """Record the values that a rank reports."""
-        if (refused := self._refuse_attempt(peer, message)) is not None:
-            return refused
-        samples = self.steps.samples_of(message.step, message.part, message.parts)
-        served = max(self.steps.formed_upto, self.history.num_steps)  # also by an earlier broker
-        return self.results.report(peer, message, envelope.payload, self.history.lineage, served, samples)
-
-    def _refuse_attempt(self, peer: bytes, message: Publish | ReportValues) -> list[Effect] | None:
-        """Return the answer to a message that cannot be of the present attempt yet; None for any other message."""
-        if self.results.is_unanswered(peer):
-            return []  # the trainer repeats the message
-        epoch, attempt = message.attempt
-        if epoch != self._identity.epoch or attempt <= self.readers.attempts.number:
-            return None
-        text = f"got attempt {attempt}, expected at most {self.readers.attempts.number}, the present attempt"
-        return self.results.refuse(peer, message.number, text)
-
-    @_about_results.of(Publish)
-    def _on_publish(self, message: Publish, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
-        """Record the version of a policy, unless it is known; answer once that is safe.
-
-        Trainers that go back to a checkpoint begin a new attempt, whose versions may be lower.
-        """
-        if (refused := self._refuse_attempt(peer, message)) is not None:
-            return refused
-        if message.attempt[0] > self._identity.epoch:
-            return []  # a standby has taken over. The rank repeats its message until it knows
-        known, effects = self.history.published, list[Effect]()
-        if message.version > MOST_VERSION:
-            text = f"got policy version {message.version}, expected at most {MOST_VERSION}"
-            return self.results.refuse(peer, message.number, text)
-        if known is not None and message.attempt == known.attempt and message.version < known.version:
-            text = (
-                f"got policy version {message.version}, but version {known.version} is published, expected a version "
-                f"that is not lower. To publish a lower one, restart all ranks"
-            )
-            return self.results.refuse(peer, message.number, text)
-        if known is None or (message.attempt, message.version) > (known.attempt, known.version):
-            record = PolicyPublished(
-                feed=self.name, version=message.version, step=message.step, attempt=message.attempt
-            )
-            effects += self._journal.append(record)
-            self.history.published = record
-            self._leases.credits.publish(record)
-        self.results.note(peer, message.number)
-        return effects + self.safe(self._journal.safe_upto) + self._leases.credits.tell_published()
-
     def state_of(self, step: int) -> State | list[Effect]:
         """Return the state of a checkpoint at ``step``, or the effects that fetch it; an empty list if unknown."""
         return self._checkpoints.state_of(step)
@@ -629,5 +448,3 @@ class Feed:
             text = f"feed {self.name!r}: ignored the commit of step {step}, which the feed has not formed"
             return [Report("warning", text, feed=self.name, step=step)]
         return self._checkpoints.commit(step) + self.safe(self._journal.safe_upto)
-
-    _about_results.require(ABOUT_RESULTS)
