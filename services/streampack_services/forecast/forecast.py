@@ -264,13 +264,13 @@ def _without_tail(steps: list[PlannedStep]) -> list[PlannedStep]:
 
 def _media_figures(steps: list[PlannedStep], order: Order, rules: Rules) -> MediaFigures:
     """Return the media of ``steps``, as a broker counts them; nothing without media."""
-    found = MediaFigures(_long_run(order, rules))
+    media = MediaFigures(_long_run(order, rules))
     if order.media is not None:
         for step in steps:
             sizes = order.media[step.packs.handles]
             columns = sizes[:, ITEMS], sizes[:, PATCHES], sizes[:, BYTES]
-            found.add(step.packs.bounds, step.packs.slots, *columns, step.number)
-    return found
+            media.add(step.packs.bounds, step.packs.slots, *columns, step.number)
+    return media
 
 
 def _waste(on_mesh: Dealt, rules: Rules, num_empty: float, pp: int, *, ended: bool) -> dict[str, float]:
@@ -283,8 +283,8 @@ def _waste(on_mesh: Dealt, rules: Rules, num_empty: float, pp: int, *, ended: bo
         return waste_shares(on_mesh.waste, 0.0, on_mesh.delivered)
     waste, empty = on_mesh.waste.copy(), CAUSES.index("empty_pack")
     delivered, waste[empty] = on_mesh.delivered - int(waste[empty]), 0
-    each = float(rules.own_widths(np.zeros(1, np.int64))[0]) if pp == 1 else delivered / max(on_mesh.filled, 1)
-    return waste_shares(waste, num_empty * each, delivered)
+    width = float(rules.own_widths(np.zeros(1, np.int64))[0]) if pp == 1 else delivered / max(on_mesh.filled, 1)
+    return waste_shares(waste, num_empty * width, delivered)
 
 
 def steps_of(order: Order, rules: Rules) -> FormedSteps:

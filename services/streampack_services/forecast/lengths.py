@@ -90,12 +90,12 @@ class Workload:
     @property
     def media(self) -> I64 | None:
         """Sizes of the media of these samples, int64 [n, 4]; None if they are not known."""
-        found = []
+        media = []
         for stream in self.streams:
             if stream.media is None:
                 return None
-            found += [sizes[each > 0] for each, sizes in zip(stream.partitions, stream.media, strict=True)]
-        return np.concatenate(found)
+            media += [sizes[each > 0] for each, sizes in zip(stream.partitions, stream.media, strict=True)]
+        return np.concatenate(media)
 
     def about(self) -> dict[str, Any]:
         """Return counts and percentiles of the lengths and media, as a tree for JSON.

@@ -37,14 +37,14 @@ def sizes_of(
         declared: The run's fields of axis item and patch.
         tokens: Its token ids.
     """
-    found = media_of(fields, declared, tokens)
-    if isinstance(found, str):
-        return found
-    if not found or not len(found[MEDIA]):
+    values = media_of(fields, declared, tokens)
+    if isinstance(values, str):
+        return values
+    if not values or not len(values[MEDIA]):
         return NO_MEDIA
-    items = int(found[NUM_ITEMS][0])
-    patches = patches_of(found[MEDIA].data, items)
-    return items, int(patches.sum()), int(patches @ patches), len(found[MEDIA])
+    items = int(values[NUM_ITEMS][0])
+    patches = patches_of(values[MEDIA].data, items)
+    return items, int(patches.sum()), int(patches @ patches), len(values[MEDIA])
 
 
 def sizes_of_recorded(media: NDArray[np.void], balance: Balance) -> I64:
@@ -88,8 +88,8 @@ def unfit(lengths: I64, sizes: I64 | None, limits: MediaLimits) -> NDArray[np.bo
     """Return the samples whose media alone exceed the ``limits`` of a pack, bool [n]; see ``pieces_of``."""
     if sizes is None:
         return np.zeros(len(lengths), np.bool_)
-    found: NDArray[np.bool_] = (lengths > 0) & over_limits(_as_chunk(sizes), limits)
-    return found
+    too_large: NDArray[np.bool_] = (lengths > 0) & over_limits(_as_chunk(sizes), limits)
+    return too_large
 
 
 def _as_chunk(sizes: I64) -> MediaOfChunk:

@@ -74,8 +74,8 @@ def size_of_pass(workload: Workload, rules: Rules, slots: I64, batch_packs: floa
 
 def _interval(drawn: F64) -> tuple[float, float]:
     """Return the interval that holds the middle 95% of the values, float64 [DRAWS]."""
-    found = np.sort(drawn)
-    return float(found[int(0.025 * DRAWS)]), float(found[int(0.975 * DRAWS) - 1])
+    rising = np.sort(drawn)
+    return float(rising[int(0.025 * DRAWS)]), float(rising[int(0.975 * DRAWS) - 1])
 
 
 def _steps(rules: Rules, packs: float) -> int:

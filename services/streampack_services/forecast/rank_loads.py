@@ -148,9 +148,9 @@ def _columns(lengths: I64, media: I64 | None, rules: Rules) -> I64:
     return np.stack([lengths, slots, costs(slots) + of_media, costs(lengths) + of_media, of_media, patches])
 
 
-def _max_over_mean(found: list[I64]) -> float:
+def _max_over_mean(loads: list[I64]) -> float:
     """Return max / mean of each row [rank], averaged over the rows that are not all 0; 1 if there are none."""
-    rows = [each[each.any(axis=1)] for each in found]
+    rows = [each[each.any(axis=1)] for each in loads]
     ratios: F64 = np.concatenate([each.max(axis=1) / each.mean(axis=1) for each in rows])
     return float(ratios.mean()) if len(ratios) else 1.0
 

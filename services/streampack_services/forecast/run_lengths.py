@@ -153,19 +153,19 @@ def from_ledger(state_dir: Path, feed: str | None, *, waiting: bool = False) -> 
         samples, packs, empty, tokens, slots, shared = sums.tolist()
         if not samples:
             raise UserError(f"{state_dir}: feed {of.name!r} has no step yet. Wait until the run has formed a step.")
-        read, held, note = numbers, None, IN_ORDER
+        read, waits, note = numbers, None, IN_ORDER
         if waiting and of.end is None and rules.batch is None:
-            held = _waiting(of, numbers)
-            note = UNKNOWN_WINDOW if held is None else f"{IN_ORDER}; {held.num_samples:,} of them were in no step yet"
-        if held is not None:
-            read = [number for number in numbers if number < held.step]
+            waits = _waiting(of, numbers)
+            note = UNKNOWN_WINDOW if waits is None else f"{IN_ORDER}; {waits.num_samples:,} of them were in no step yet"
+        if waits is not None:
+            read = [number for number in numbers if number < waits.step]
         stretches = stretches_of(np.array(read), max(MOST * len(numbers) // samples, STRETCHES))
         steps = [[why.recorded(ledger, of, number) for number in stretch.tolist()] for stretch in stretches]
-        steps[-1] += [held] if held is not None else []
+        steps[-1] += [waits] if waits is not None else []
         lengths, sizes_of_media, bounds = _in_order(steps, rules)
     return Served(
         f"{run}, feed {of.name}, {len(numbers):,} steps", lengths, rules,
-        samples + (0 if held is None else held.num_samples), packs, empty, tokens, slots, bounds, len(numbers),
+        samples + (0 if waits is None else waits.num_samples), packs, empty, tokens, slots, bounds, len(numbers),
         of.end is not None, note, shared_tokens=shared, sharing=sharing_of(state_dir, rules),
         media=media.counts() if rules.media_fields else None, media_sizes=sizes_of_media,
     )  # fmt: skip
@@ -176,16 +176,16 @@ def _waiting(of: FeedHistory, numbers: list[int]) -> StepRows | None:
 
     None if there is no snapshot after at least half of the steps ``numbers``.
     """
-    found = of.snapshot(numbers[-1] + 1)
-    if found is None or 2 * sum(number < found.step for number in numbers) < len(numbers):
+    taken = of.snapshot(numbers[-1] + 1)
+    if taken is None or 2 * sum(number < taken.step for number in numbers) < len(numbers):
         return None
-    form = found.form
+    form = taken.form
     rows = np.concatenate([np.frombuffer(each, ROW) for each in (form.window, form.pending)])
     none, media = np.zeros(len(rows), np.int64), np.zeros(len(rows), MEDIA_ROW)
     if form.media is not msgspec.UNSET:
         media = np.frombuffer(form.media, MEDIA_ROW)
     return StepRows(
-        feed=of.name, lineage=found.lineage, step=found.step, lsn=WAITING, digest=b"", chain=b"", num_loss_tokens=0,
+        feed=of.name, lineage=taken.lineage, step=taken.step, lsn=WAITING, digest=b"", chain=b"", num_loss_tokens=0,
         num_samples=len(rows), bounds=np.array([0, len(rows)]), rows=rows, keeps=none.astype(np.uint8), shared=none,
         media=media,
     )  # fmt: skip
@@ -221,20 +221,20 @@ def _sums(step: StepRows, rules: Rules) -> I64:
 def _slots(step: StepRows, rules: Rules) -> I64:
     """Return the aligned tokens of each pack of a step, int64 [packs]."""
     ends = np.concatenate([[0], np.cumsum(-(-step.own_lengths // rules.align.sample) * rules.align.sample)])
-    found: I64 = ends[step.bounds[1:]] - ends[step.bounds[:-1]]
-    return found
+    slots: I64 = ends[step.bounds[1:]] - ends[step.bounds[:-1]]
+    return slots
 
 
 def _separate_groups(steps: list[StepRows], rules: Rules) -> Iterator[list[StepRows]]:
     """Yield groups of consecutive steps; no sample could move between two groups."""
-    found: list[StepRows] = []
+    group: list[StepRows] = []
     for step in steps:
-        found.append(step)
+        group.append(step)
         if _closes(step, rules):
-            yield found
-            found = []
-    if found:
-        yield found
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def _closes(step: StepRows, rules: Rules) -> bool:
@@ -262,8 +262,8 @@ def arrival_order(stream: Any, index: Any, part: Any, pack: I64) -> I64:
     cuts = np.flatnonzero(np.diff(streams)) + 1
     for run in np.split(np.arange(len(pack)), cuts):
         furthest[run] = np.maximum.accumulate(pack[by_stream[run]])
-    found: I64 = by_stream[np.argsort(furthest, kind="stable")]
-    return found
+    order: I64 = by_stream[np.argsort(furthest, kind="stable")]
+    return order
 
 
 def from_status(status: BrokerStatus, feed: str | None, *, waiting: bool = False) -> Served:
@@ -277,27 +277,27 @@ def from_status(status: BrokerStatus, feed: str | None, *, waiting: bool = False
     name = next(iter(feeds)) if feed is None else feed
     if name not in feeds:
         raise UserError(f"got feed {name!r}, expected one of: {', '.join(feeds)}")
-    found = feeds[name]
-    totals, rules = found.totals, Rules(**{key: getattr(found.rules, key) for key in Rules.__struct_fields__})
+    served = feeds[name]
+    totals, rules = served.totals, Rules(**{key: getattr(served.rules, key) for key in Rules.__struct_fields__})
     if not totals.samples:
         raise UserError(f"Feed {name!r} of the broker has no step yet. Wait until the broker has formed a step.")
-    buckets, note, filled = [*found.lengths], SHUFFLED, totals.packs - totals.empty_packs
-    if waiting and found.waiting_lengths:
-        buckets += found.waiting_lengths
-        note += f"; {sum(count for count, _ in found.waiting_lengths):,} of them are in no step yet"
+    buckets, note, filled = [*served.lengths], SHUFFLED, totals.packs - totals.empty_packs
+    if waiting and served.waiting_lengths:
+        buckets += served.waiting_lengths
+        note += f"; {sum(count for count, _ in served.waiting_lengths):,} of them are in no step yet"
     lengths, samples = spread(buckets, rules.seed), sum(count for count, _ in buckets)
     slots = rules.budget * filled
-    if found.dynamic_batching is not None:
-        slots = found.dynamic_batching.actual_tokens
+    if served.dynamic_batching is not None:
+        slots = served.dynamic_batching.actual_tokens
     elif rules.shape != "fixed":
-        slots = totals.tokens + sum(found.waste_tokens[cause] for cause in ("alignment", "pack_tail", "shape"))
+        slots = totals.tokens + sum(served.waste_tokens[cause] for cause in ("alignment", "pack_tail", "shape"))
     batches = max(round(totals.steps * len(lengths) / samples), 1) if rules.batch is not None else 1
     return Served(
         f"{status.run}, feed {name}, {totals.steps:,} steps", lengths, rules, samples, totals.packs,
         totals.empty_packs, totals.tokens, slots, np.linspace(0, len(lengths), batches + 1).astype(np.int64),
-        totals.steps, found.state == "ended", note, found.tokens_per_s,
-        found.ranks.attached, _mesh_of(found), shared_tokens=totals.shared_tokens,
-        media=None if found.media is None else msgspec.to_builtins(found.media),
+        totals.steps, served.state == "ended", note, served.tokens_per_s,
+        served.ranks.attached, _mesh_of(served), shared_tokens=totals.shared_tokens,
+        media=None if served.media is None else msgspec.to_builtins(served.media),
     )  # fmt: skip
 
 

@@ -82,8 +82,8 @@ def _stream(
                 continue
             reason, sizes = record.reason, NO_MEDIA
             if fields and reason is None:
-                found = sizes_of(record.fields, fields, record.tokens)
-                reason, sizes = (found, NO_MEDIA) if isinstance(found, str) else (None, found)
+                checked = sizes_of(record.fields, fields, record.tokens)
+                reason, sizes = (checked, NO_MEDIA) if isinstance(checked, str) else (None, checked)
             lengths[p].append(len(record.tokens) if reason is None else 0)
             media[p].append(sizes)
             if reason is not None:

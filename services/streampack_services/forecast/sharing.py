@@ -45,13 +45,13 @@ class Sharing(NamedTuple):
 
     def sentence(self) -> str:
         """Return the result as a sentence for people."""
-        found = f"{self.shared_ratio:.1%} of the {self.tokens:,} tokens in {self.groups:,} pushed groups"
+        share = f"{self.shared_ratio:.1%} of the {self.tokens:,} tokens in {self.groups:,} pushed groups"
         if self.sent == self.groups:
-            return f"Shared prefixes: {found} are not computed again."
+            return f"Shared prefixes: {share} are not computed again."
         if not self.shared_tokens:
             return f"Shared prefixes: the samples of {self.groups:,} pushed groups begin differently."
         how = "Set `share: prefix` under `rules`, and send groups with share='prefix'"
-        return f"Shared prefixes: {found} would not be computed again. {how}."
+        return f"Shared prefixes: {share} would not be computed again. {how}."
 
 
 def sharing_of(state_dir: Path, rules: Rules) -> Sharing | None:
@@ -62,9 +62,9 @@ def sharing_of(state_dir: Path, rules: Rules) -> Sharing | None:
     streams = {stream.name for stream in rules.streams if stream.pushed}
     if not streams or rules.media_fields:  # share: prefix does not go together with media
         return None
-    found = Sharing(0, 0, 0, 0)
+    sharing = Sharing(0, 0, 0, 0)
     for entry in read_entries(state_dir):
-        if entry.kind not in (ChunkAdmitted.TYPE, ChunkCompleted.TYPE) or found.tokens >= MOST_TOKENS:
+        if entry.kind not in (ChunkAdmitted.TYPE, ChunkCompleted.TYPE) or sharing.tokens >= MOST_TOKENS:
             continue
         record, payload = decode_record(entry.kind, entry.body)
         if not isinstance(record, ChunkAdmitted) or record.stream not in streams or not payload:
@@ -74,11 +74,11 @@ def sharing_of(state_dir: Path, rules: Rules) -> Sharing | None:
             continue
         tree = record.shared_u32 or b""
         shared = np.frombuffer(tree, "<u4").astype(np.int64) if tree else _shared(lengths, payload, rules)
-        found = Sharing(
-            found.groups + 1, found.tokens + int(lengths.sum()), found.shared_tokens + int(shared.sum()),
-            found.sent + bool(tree),
+        sharing = Sharing(
+            sharing.groups + 1, sharing.tokens + int(lengths.sum()), sharing.shared_tokens + int(shared.sum()),
+            sharing.sent + bool(tree),
         )  # fmt: skip
-    return found if found.groups else None
+    return sharing if sharing.groups else None
 
 
 def _shared(lengths: I64, payload: Sequence[Any], rules: Rules) -> I64:

@@ -275,8 +275,8 @@ def _steps(plan: Tree, take: Tree) -> Iterator[str]:
     if steps is None:
         yield "The number of steps per pass is not known. Set the number of samples per pass with --total."
     elif take["steps_low"] == take["steps_high"]:
-        each = f"{take['step_samples']:,} samples" if take["step_samples"] else f"{take['step_packs']} packs"
-        yield f"A pass has {steps:,} step{'s' * (steps != 1)} of {each}{grows}."
+        size = f"{take['step_samples']:,} samples" if take["step_samples"] else f"{take['step_packs']} packs"
+        yield f"A pass has {steps:,} step{'s' * (steps != 1)} of {size}{grows}."
     else:
         interval = f"{take['steps_low']:,} to {take['steps_high']:,}"
         yield f"A pass has {steps:,} steps (95% interval: {interval}){grows}."

@@ -61,10 +61,10 @@ def split(bounds: I64, costs: I64, keeps: NDArray[np.uint8], count: int) -> tupl
     dearest = np.sort(can[np.argsort(-np.diff(sums)[can], kind="stable")[: count - len(bounds) + 1]])
     spans = [range(first[pack], first[pack + 1]) for pack in dearest.tolist()]
     parts = split_dearest(spans, item_costs, len(dearest) + count - len(bounds) + 1)
-    held = [np.array(part, np.int64) for part in parts]
+    part_items = [np.array(part, np.int64) for part in parts]
     sizes = np.diff(begins, append=len(costs))
-    taken = samples_of(sizes, np.concatenate(held)) if held else np.zeros(0, np.int64)
-    ends = np.cumsum([sizes[part].sum() for part in held]).astype(np.int64)
+    taken = samples_of(sizes, np.concatenate(part_items)) if part_items else np.zeros(0, np.int64)
+    ends = np.cumsum([sizes[part].sum() for part in part_items]).astype(np.int64)
     portions = np.split(taken, ends)[:-1]
     packs = np.split(np.arange(len(costs)), bounds[1:])[:-1]
     for number, pack in zip(dearest.tolist(), portions, strict=False):
@@ -100,15 +100,15 @@ def deal_padded(rules: Rules, lengths: I64, dp: int, pp: int) -> PaddedStep:
     """
     batch = rules.batch
     assert batch is not None
-    found = padded_batches(
+    batches = padded_batches(
         lengths, rules.budget, dp, length_round=rules.align.pack, micro_batch_multiple=batch.micro_batch_multiple or 1,
         min_micro_batches=batch.min_micro_batches, pp=pp, variable_lengths=True,
     )  # fmt: skip
-    spans = pairwise(found.bounds.tolist())
-    columns = [column for begin, end in spans for column in found.places[begin:end].T]
+    spans = pairwise(batches.bounds.tolist())
+    columns = [column for begin, end in spans for column in batches.places[begin:end].T]
     packs = [column[column >= 0] for column in columns]
-    rows, widths = np.diff(found.bounds), found.lengths
-    return PaddedStep(packs, np.repeat(rows, dp), np.repeat(widths, dp), found.figures)
+    rows, widths = np.diff(batches.bounds), batches.lengths
+    return PaddedStep(packs, np.repeat(rows, dp), np.repeat(widths, dp), batches.figures)
 
 
 def deal_step(rules: Rules, costs: I64, dp: int) -> I64:

@@ -77,16 +77,16 @@ def balanced_packs(
     order = np.lexsort((-sizes[0], -work))
     work, sizes = work[order], np.ascontiguousarray(sizes[:, order])
     filled = _filled(full(), order, work, bounds)
-    found = _by_rank(work, sizes, bounds, fewest // bounds.dp)
-    if found is None and filled.rows * bounds.dp > fewest:
-        found = _by_rank(work, sizes, bounds, filled.rows)
-    if found is None or _path(found, work, bounds) > _path(filled, work, bounds):
+    balanced = _by_rank(work, sizes, bounds, fewest // bounds.dp)
+    if balanced is None and filled.rows * bounds.dp > fewest:
+        balanced = _by_rank(work, sizes, bounds, filled.rows)
+    if balanced is None or _path(balanced, work, bounds) > _path(filled, work, bounds):
         by_cost = _by_cost(work, sizes, bounds, fewest // bounds.dp)
         start = min((packs for packs in (by_cost, filled) if packs), key=lambda packs: _path(packs, work, bounds))
-        found = _leveled(start, work, sizes, bounds, MOST)
+        balanced = _leveled(start, work, sizes, bounds, MOST)
     by_sample = np.empty_like(order)
-    by_sample[order] = found.where
-    packs: list[list[int]] = [[] for _ in range(found.rows * bounds.dp)]
+    by_sample[order] = balanced.where
+    packs: list[list[int]] = [[] for _ in range(balanced.rows * bounds.dp)]
     for sample, pack in enumerate(by_sample.tolist()):
         packs[pack].append(sample)
     return packs
@@ -100,17 +100,17 @@ def _by_rank(work: I64, sizes: I64, bounds: Bounds, rows: int) -> BalancedPacks 
     dp = bounds.dp
     rank_of = dp - 1 - balanced_kernels.difference(work, dp, dp)
     most = int(_sums(rank_of, work, dp).max())
-    found = _within_ranks(rank_of, work, sizes, bounds, rows, most)
+    packs = _within_ranks(rank_of, work, sizes, bounds, rows, most)
     if len(work) > MAX_TWICE:
-        return found
+        return packs
     rank_of = dp - 1 - balanced_kernels.difference(work, dp, 1)
     least = int(_sums(rank_of, work, dp).max())
     if least > most or _sums(rank_of, 1, dp).min() < rows:
-        return found
+        return packs
     other = _within_ranks(rank_of, work, sizes, bounds, rows, least)
-    if found is None or (other is not None and _path(other, work, bounds) < _path(found, work, bounds)):
+    if packs is None or (other is not None and _path(other, work, bounds) < _path(packs, work, bounds)):
         return other
-    return found
+    return packs
 
 
 def _within_ranks(rank_of: I64, work: I64, sizes: I64, bounds: Bounds, rows: int, most: int) -> BalancedPacks | None:

@@ -94,8 +94,8 @@ def difference_within(work: I64, rank_of: I64, dp: int, rows: int) -> I64:
     """
     where = np.empty(len(work), np.int64)
     for rank in range(dp):
-        mine = np.flatnonzero(rank_of == rank)
-        where[mine] = difference(work[mine], rows, 1) * dp + rank
+        of_rank = np.flatnonzero(rank_of == rank)
+        where[of_rank] = difference(work[of_rank], rows, 1) * dp + rank
     return where
 
 

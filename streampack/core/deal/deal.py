@@ -94,21 +94,21 @@ def split_dearest(packs: Sequence[Sequence[int]], costs: I64, count: int) -> lis
     """
     if len(packs) > count:
         raise ValueError(f"got {len(packs)} packs, expected at most {count}, because packs are split but never merged")
-    found = [list(pack) for pack in packs]
+    parts = [list(pack) for pack in packs]
     work: list[int] = costs.tolist()
-    dearest = [(-sum(work[i] for i in pack), number) for number, pack in enumerate(found) if len(pack) > 1]
+    dearest = [(-sum(work[i] for i in pack), number) for number, pack in enumerate(parts) if len(pack) > 1]
     heapify(dearest)
-    while len(found) < count and dearest:
+    while len(parts) < count and dearest:
         _, number = heappop(dearest)
-        pack = found[number]
+        pack = parts[number]
         halves = karmarkar_karp([work[i] for i in pack], 2)
         cheap, dear = ([pack[i] for i in half] for half in halves)
-        found[number] = dear
-        found.append(cheap)
-        for place in (number, len(found) - 1):
-            if len(found[place]) > 1:
-                heappush(dearest, (-sum(work[i] for i in found[place]), place))
-    return found + [[] for _ in range(count - len(found))]
+        parts[number] = dear
+        parts.append(cheap)
+        for place in (number, len(parts) - 1):
+            if len(parts[place]) > 1:
+                heappush(dearest, (-sum(work[i] for i in parts[place]), place))
+    return parts + [[] for _ in range(count - len(parts))]
 
 
 def arrange(dealt: I64, costs: I64, order: str) -> I64:

@@ -48,11 +48,11 @@ def lay_out(
 
 
 @kernel
-def loads(costs: I64, tokens: I64, dealt: I64, sums: I64, found: I64) -> tuple[float, int]:
+def loads(costs: I64, tokens: I64, dealt: I64, sums: I64, extremes: I64) -> tuple[float, int]:
     """Compute the load of ranks; the m-th pack of rank r is ``dealt[m, r]``, ``costs`` and ``tokens`` int64 [packs].
 
     The kernel adds to ``sums`` int64 [3, ranks], zeros before: each rank's cost, its tokens, and its tokens with packs
-    in the order of their numbers. It fills in ``found`` int64 [3, 3] with the least, the greatest and the sum of each
+    in the order of their numbers. It fills in ``extremes`` int64 [3, 3] with the least, the greatest and the sum of each
     row of ``sums``.
 
     Returns a sum over the micro-batches with a cost above 0, and their number. The sum adds the costliest pack's cost
@@ -77,13 +77,13 @@ def loads(costs: I64, tokens: I64, dealt: I64, sums: I64, found: I64) -> tuple[f
         for rank in range(ranks):
             low, high = min(low, sums[i, rank]), max(high, sums[i, rank])
             total += sums[i, rank]
-        found[i, 0], found[i, 1], found[i, 2] = low, high, total
+        extremes[i, 0], extremes[i, 1], extremes[i, 2] = low, high, total
     return ratios, rows
 
 
 def warm_up() -> None:
     """Compile both kernels, or load them from the disk, by calling them without samples."""
     none, few, one = np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros((1, 1), np.int64)
-    said = np.zeros(0, np.uint32)
-    lay_out(none, none, one[0], few, few, none, few, none, none, said, said, np.zeros(0, np.uint64), said)
+    column = np.zeros(0, np.uint32)
+    lay_out(none, none, one[0], few, few, none, few, none, none, column, column, np.zeros(0, np.uint64), column)
     loads(one[0], one[0], one, np.zeros((3, 1), np.int64), np.zeros((3, 3), np.int64))

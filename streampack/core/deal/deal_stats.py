@@ -45,13 +45,13 @@ class RankCosts:
         """
         known = [rank for rank in ranks if rank < self._dealt.shape[1]]
         costs = self._costs[self._dealt[:MOST_SHOWN, known]] / self._mean
-        found = dict(zip(known, costs.round(3).T.tolist(), strict=True))
-        return [found.get(rank, []) for rank in ranks]
+        by_rank = dict(zip(known, costs.round(3).T.tolist(), strict=True))
+        return [by_rank.get(rank, []) for rank in ranks]
 
     def means(self) -> F64:
         """Return the mean cost of each rank, divided by the mean over the step, float64 [ranks]."""
-        found: F64 = np.take(self._costs, self._dealt[:MOST_SHOWN]).mean(axis=0) / self._mean
-        return found
+        means: F64 = np.take(self._costs, self._dealt[:MOST_SHOWN]).mean(axis=0) / self._mean
+        return means
 
 
 class DealtFigures:
@@ -117,9 +117,9 @@ class DealtFigures:
         ``dealt`` int64 [m, ranks]: the m-th pack of rank r is ``dealt[m, r]``.
         """
         self._ranks, self._latest = dealt.shape[1], (costs, dealt)
-        found = np.empty((3, 3), np.int64)
-        ratios, rows = loads(costs, tokens, dealt, np.zeros((3, self._ranks), np.int64), found)
-        of_costs, after, before = found.tolist()
+        extremes = np.empty((3, 3), np.int64)
+        ratios, rows = loads(costs, tokens, dealt, np.zeros((3, self._ranks), np.int64), extremes)
+        of_costs, after, before = extremes.tolist()
         if rows:
             self._cost_steps += 1
             ratio = of_costs[1] * self._ranks / of_costs[2]

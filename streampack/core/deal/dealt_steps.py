@@ -73,8 +73,8 @@ class DealtStep:
         """Return the columns of packs [a, b), and the packs."""
         c, d = self.bounds[a], self.bounds[b]
         handles, counts, widths, aligns, shared = self.contents
-        mine = None if shared is None else shared[c:d]
-        contents = Contents(handles[c:d], counts[a:b], widths[a:b], aligns[a:b], mine)
+        own_shared = None if shared is None else shared[c:d]
+        contents = Contents(handles[c:d], counts[a:b], widths[a:b], aligns[a:b], own_shared)
         return cut(self.columns, (a, b), (c, d)), contents
 
 
@@ -214,13 +214,13 @@ def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     >>> _joined([(0, 2), (2, 4), (6, 8)])
     [(0, 4), (6, 8)]
     """
-    found = spans[:1]
+    apart = spans[:1]
     for a, b in spans[1:]:
-        if a == found[-1][1]:
-            found[-1] = (found[-1][0], b)
+        if a == apart[-1][1]:
+            apart[-1] = (apart[-1][0], b)
         else:
-            found.append((a, b))
-    return found
+            apart.append((a, b))
+    return apart
 
 
 def _u32(column: I64 | I32) -> bytes:

@@ -57,10 +57,10 @@ class NodeRanks(NamedTuple):
         >>> NodeRanks.of([Mesh(dp=4, dp_rank=3), Mesh(dp=4, dp_rank=1)], (), "zigzag").dp_ranks
         (1, 3)
         """
-        held = list(meshes)
-        dp_ranks, cp_ranks = {mesh.dp_rank for mesh in held}, {mesh.cp_rank for mesh in held}
-        frames = max((frames_for(fields, mesh, layout) for mesh in held), key=len)
-        return cls(held[0], tuple(sorted(dp_ranks)), tuple(sorted(cp_ranks)), frames)
+        all_meshes = list(meshes)
+        dp_ranks, cp_ranks = {mesh.dp_rank for mesh in all_meshes}, {mesh.cp_rank for mesh in all_meshes}
+        frames = max((frames_for(fields, mesh, layout) for mesh in all_meshes), key=len)
+        return cls(all_meshes[0], tuple(sorted(dp_ranks)), tuple(sorted(cp_ranks)), frames)
 
 
 def split(part: NodePart, payload: Sequence[Any], rules: Rules, layout: str) -> list[RankPart]:
@@ -74,22 +74,22 @@ def split(part: NodePart, payload: Sequence[Any], rules: Rules, layout: str) -> 
         raise ValueError(f"got {len(payload)} payload frames for the names {part.frames}, expected one for each name")
     counts, samples = _check_columns(part)
     ranks = len(part.dp_ranks)
-    each = len(counts) // ranks
+    per_rank = len(counts) // ranks
     views = [_bytes_of(frame) for frame in payload]
-    bounds = _byte_bounds(part, counts, samples, rules, layout) if each else {}
+    bounds = _byte_bounds(part, counts, samples, rules, layout) if per_rank else {}
     for name, view in zip(part.frames, views, strict=True):
         if name not in bounds:
             raise ValueError(f"got the payload frame {name!r}, expected input_ids, edges or a declared field")
         if view.nbytes != bounds[name][-1][-1]:
             raise ValueError(f"got {view.nbytes} bytes of {name}, expected {bounds[name][-1][-1]}")
-    found: list[RankPart] = []
+    rank_parts: list[RankPart] = []
     for i, dp_rank in enumerate(part.dp_ranks):
-        message = _message(part, i * each, (i + 1) * each, samples[i * each], samples[(i + 1) * each])
+        message = _message(part, i * per_rank, (i + 1) * per_rank, samples[i * per_rank], samples[(i + 1) * per_rank])
         for j, cp_rank in enumerate(part.cp_ranks):
             places = [bounds[name][j] for name in part.frames]
-            mine = tuple(view[at[i] : at[i + 1]] for view, at in zip(views, places, strict=True))
-            found.append(((dp_rank, cp_rank), message, mine))
-    return found
+            rank_payload = tuple(view[at[i] : at[i + 1]] for view, at in zip(views, places, strict=True))
+            rank_parts.append(((dp_rank, cp_rank), message, rank_payload))
+    return rank_parts
 
 
 def for_frames(
@@ -158,28 +158,28 @@ def _byte_bounds(
 
     A frame that occurs once has the same bounds for all cp ranks.
     """
-    each, held = len(counts) // len(part.dp_ranks), len(part.cp_ranks)
+    per_rank, num_shards = len(counts) // len(part.dp_ranks), len(part.cp_ranks)
     shares = 1 if layout == "whole" else part.cp
     widths = part.widths(rules)
     if (widths % shares).any():
         raise ValueError(f"got packs of {widths.tolist()[:8]} tokens, expected multiples of {shares} tokens")
-    whole = np.append(0, np.cumsum(widths))[::each]
-    mine = whole // shares
-    sharded = [mine] * held if layout == "whole" else [mine + i * mine[-1] for i in range(held)]
-    once, by_sample = [whole] * held, [np.array(samples)[::each]] * held
+    whole = np.append(0, np.cumsum(widths))[::per_rank]
+    shard = whole // shares
+    sharded = [shard] * num_shards if layout == "whole" else [shard + i * shard[-1] for i in range(num_shards)]
+    once, by_sample = [whole] * num_shards, [np.array(samples)[::per_rank]] * num_shards
     lengths = np.frombuffer(part.lengths_u32, "<u4").astype(np.int64)
-    whole_rows = np.append(0, np.cumsum(lengths))[np.array(samples)[::each]]
+    whole_rows = np.append(0, np.cumsum(lengths))[np.array(samples)[::per_rank]]
     units = {INPUT_IDS: (sharded, np.dtype(rules.tokens).itemsize)}
     for field in rules.fields:
         by_token = once if field.cp == "replicate" else sharded
         if rules.share is not None and field.align == "target":
-            by_token = [whole_rows] * held
+            by_token = [whole_rows] * num_shards
         units[field.name] = by_sample if field.axis == "sample" else by_token, field.value_bytes
     if MEDIA in part.frames:
         if part.media is msgspec.UNSET:
             raise ValueError("got the payload frame media without its columns, expected the columns, too")
         _, of_media = part.media.arrays(samples[-1])
-        units[MEDIA] = [np.append(0, np.cumsum(of_media))[np.array(samples)[::each]]] * held, 1
+        units[MEDIA] = [np.append(0, np.cumsum(of_media))[np.array(samples)[::per_rank]]] * num_shards, 1
     if EDGES in part.frames:
         units[EDGES] = _slices(part, counts, widths, rules, layout), 4
     return {name: [(at * size).tolist() for at in units[name][0]] for name, (_, size) in units.items()}
@@ -187,11 +187,11 @@ def _byte_bounds(
 
 def _slices(part: NodePart, counts: I64, widths: I64, rules: Rules, layout: str) -> list[I64]:
     """Return for each cp rank of a message where the slices of each dp rank begin in ``edges``, and the last end."""
-    each = len(counts) // len(part.dp_ranks)
+    per_rank = len(counts) // len(part.dp_ranks)
     lengths = np.frombuffer(part.lengths_u32, "<u4").astype(np.int64)
     laid = layouts(lengths, counts, part.aligns(rules), widths)
     ranks = part.cp_ranks[:1] if layout == "zigzag" else part.cp_ranks  # zigzag gives every rank the same number
-    firsts = [cut(laid, part.cp, rank, layout).first[::each] for rank in ranks]
+    firsts = [cut(laid, part.cp, rank, layout).first[::per_rank] for rank in ranks]
     firsts *= len(part.cp_ranks) // len(ranks)
     before = accumulate((int(first[-1]) for first in firsts), initial=0)
     return [first + start for first, start in zip(firsts, before, strict=False)]

@@ -105,11 +105,11 @@ class KeptSteps:
             yield self._skipped_part(kept.step, request), NOTHING
             return
         dealt, frames = self._deal(kept, mesh), frames_for(self._rules.all_fields, mesh, self._layout)
-        each, most = dealt.each, self._most(kept, mesh)
-        own, parts = mesh.dp_rank * each, -(-each // most)
+        per_rank, most = dealt.each, self._most(kept, mesh)
+        own, parts = mesh.dp_rank * per_rank, -(-per_rank // most)
         for part in range(begin if begin < parts else 0, parts):
             first = part * most
-            spans = [(own + first, own + min(first + most, each))]
+            spans = [(own + first, own + min(first + most, per_rank))]
             yield self._part(kept.step, dealt, spans, part, parts, first, frames, request)
 
     def node_parts(
@@ -125,16 +125,16 @@ class KeptSteps:
             yield _for_node(self._skipped_part(kept.step, request), node, ranks, 0, 1), NOTHING
             return
         dealt = self._deal(kept, node.mesh)
-        each, most = dealt.each, self._most(kept, node.mesh)
-        size = max(1, self.part_bytes // (min(most, each) * self._pack_bytes(kept, node.mesh) * self._shards(node)))
+        per_rank, most = dealt.each, self._most(kept, node.mesh)
+        size = max(1, self.part_bytes // (min(most, per_rank) * self._pack_bytes(kept, node.mesh) * self._shards(node)))
         groups = [ranks[i : i + size] for i in range(0, len(ranks), size)]
-        rank_parts = -(-each // most)
+        rank_parts = -(-per_rank // most)
         parts = rank_parts * len(groups)
         for part in range(begin if begin < parts else 0, parts):
             rank_part, group = divmod(part, len(groups))
             first = rank_part * most
-            stop = min(first + most, each)
-            spans = [(rank * each + first, rank * each + stop) for rank in groups[group]]
+            stop = min(first + most, per_rank)
+            spans = [(rank * per_rank + first, rank * per_rank + stop) for rank in groups[group]]
             plan, packs = self._part(kept.step, dealt, spans, part, parts, first, node.frames, request)
             yield _for_node(plan, node, groups[group], rank_part, rank_parts), packs
 

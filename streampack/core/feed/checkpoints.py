@@ -42,13 +42,13 @@ class Checkpoints:
     def state_of(self, step: int) -> State | list[Effect]:
         """Return the state of a checkpoint at ``step``, or the effects that fetch it; an empty list if unknown."""
         history = self._history
-        found = history.nearest(step)
+        nearest = history.nearest(step)
         chain = history.chain_after(step - 1) if step else FIRST_CHAIN
-        if found is not None and found[1] >= self._journal.safe_upto:
+        if nearest is not None and nearest[1] >= self._journal.safe_upto:
             return []  # a killed broker would take another one, but all ranks must have equal states
-        if found is not None and found[2] is None:
-            return [Recall(self._feed, found[1])]
-        taken = found[2] if found is not None else None
+        if nearest is not None and nearest[2] is None:
+            return [Recall(self._feed, nearest[1])]
+        taken = nearest[2] if nearest is not None else None
         if chain is None and taken is not None and taken.step == step:
             chain = taken.form.chain
         if chain is None:

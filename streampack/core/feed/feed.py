@@ -291,26 +291,26 @@ class Feed:
             given: Snapshot of the trainers' checkpoint.
             anew: True to restore a snapshot even if the feed could continue from its current state.
         """
-        found, here = self.history.nearest(step), self.next_step
-        nearest = max(found[0] if found is not None else 0, given.step if given is not None else 0)
+        recorded, here = self.history.nearest(step), self.next_step
+        nearest = max(recorded[0] if recorded is not None else 0, given.step if given is not None else 0)
         effects: list[Effect] = []
         knows_more = given is not None and not self.history.knows(given)
         if not knows_more and (chain := self.history.chain_after(step - 1)) is not None:
             effects += self.readers.attempts.check(step, chain)
         if nearest <= here <= step and not self.planner.ended and not anew and not knows_more:
             return effects + self._outbox.hand_out()
-        held = np.concatenate([self.planner.reset(), *self._outbox.clear()])
+        handles = np.concatenate([self.planner.reset(), *self._outbox.clear()])
         self._waits_for = None
-        if len(held):
-            effects.append(Release(held))
+        if len(handles):
+            effects.append(Release(handles))
         if step or self.figures.totals.steps:
             effects.append(Report("info", f"feed {self.name!r} continues with step {step}", feed=self.name, step=step))
-        if given is not None and (found is None or given.step > found[0] or knows_more):
+        if given is not None and (recorded is None or given.step > recorded[0] or knows_more):
             return effects + self._adopt(given, step)
-        if found is None or found[2] is not None:
-            return effects + self.planner.restore(found[2] if found is not None else None)
-        self._waits_for = found[1]
-        return [*effects, Recall(self.name, found[1])]
+        if recorded is None or recorded[2] is not None:
+            return effects + self.planner.restore(recorded[2] if recorded is not None else None)
+        self._waits_for = recorded[1]
+        return [*effects, Recall(self.name, recorded[1])]
 
     def recalled(self, event: Recalled) -> list[Effect]:
         """Handle a snapshot that was read from the log: restore it, or answer the readers that asked for a state."""
@@ -421,8 +421,8 @@ class Feed:
         # steps that are formed again, or that a trainer has had from another broker, keep their rules
         unformed = max(self.next_step, self.history.num_steps, self.readers.attempts.known_upto)
         effects, step = self.planner.live.ask(rules, unformed, at_step, note)
-        said = Report("info", f"feed {self.name!r} changes from step {step} on: {note}", feed=self.name, step=step)
-        return [said, *effects, *self.advance()], step
+        report = Report("info", f"feed {self.name!r} changes from step {step} on: {note}", feed=self.name, step=step)
+        return [report, *effects, *self.advance()], step
 
     def skip(self, first: int, last: int) -> list[Effect]:
         """Skip steps ``first`` to ``last``; raise ValueError for steps that a rank may have had."""
@@ -435,8 +435,8 @@ class Feed:
                 f"from a checkpoint before step {first}."
             )
         self.steps.kept.skip(first, last)
-        said = Report("info", f"feed {self.name!r} skips steps {first} to {last}", feed=self.name, step=first)
-        return [said, *self._recorder.record_skip(first, last)]
+        report = Report("info", f"feed {self.name!r} skips steps {first} to {last}", feed=self.name, step=first)
+        return [report, *self._recorder.record_skip(first, last)]
 
     def state_of(self, step: int) -> State | list[Effect]:
         """Return the state of a checkpoint at ``step``, or the effects that fetch it; an empty list if unknown."""

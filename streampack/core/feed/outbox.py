@@ -70,6 +70,6 @@ class Outbox:
 
     def clear(self) -> list[I64]:
         """Forget all steps; return the sample handles of each step, int64 [n]."""
-        held = [step.packs.handles for _, step in self._waiting if isinstance(step, PlannedStep)]
+        handles = [step.packs.handles for _, step in self._waiting if isinstance(step, PlannedStep)]
         self._waiting.clear()
-        return held
+        return handles

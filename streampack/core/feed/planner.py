@@ -91,9 +91,9 @@ class Planner:
     @property
     def waiting_lengths(self) -> LengthCounts:
         """Histogram of the lengths of the samples that are merged and not in a step yet."""
-        found = LengthCounts()
-        found.add(self._table.length[self.former.held()].astype(np.int64))
-        return found
+        lengths = LengthCounts()
+        lengths.add(self._table.length[self.former.held()].astype(np.int64))
+        return lengths
 
     def _change_rules(self) -> list[Effect]:
         """Apply changes of the rules that are due."""
@@ -113,8 +113,8 @@ class Planner:
         exact = self._rules.share is None and not self._rules.has_extra_bytes
         if (batch is None and exact) or memory.room > 0 or former.closed:
             return ""
-        held = former.queued_tokens if exact else memory.tokens_of(former.held())
-        if memory.held_tokens > held:
+        tokens = former.queued_tokens if exact else memory.tokens_of(former.held())
+        if memory.held_tokens > tokens:
             return ""
         if batch is None:
             if not former.lacks_samples:
@@ -126,12 +126,12 @@ class Planner:
                     f"media, and restart the broker."
                 )
             return (
-                f"got {held} tokens for step {former.next_step}, or {former.queued_tokens} if shared ones count once. "
+                f"got {tokens} tokens for step {former.next_step}, or {former.queued_tokens} if shared ones count once. "
                 f"The step is incomplete, but the memory is full of whole samples. Increase `memory`, or make "
                 f"`rules.budget` or `rules.step` smaller, and restart the broker."
             )
         return (
-            f"got {former.queued_samples} samples with {held} tokens for the batch of step "
+            f"got {former.queued_samples} samples with {tokens} tokens for the batch of step "
             f"{former.next_step}. The batch is incomplete, but the memory is full. Increase `memory` or make batches "
             f"smaller, and restart the broker."
         )
@@ -205,12 +205,12 @@ class Planner:
 
     def reset(self) -> I64:
         """Forget all samples and pending packs, and return the handles of the samples, int64 [n]."""
-        held = np.concatenate([self._drop_waiting(), self.former.held()])
+        handles = np.concatenate([self._drop_waiting(), self.former.held()])
         self.merge.restart(self._rules, awaits_state=True)
         self.former = Former(self._rules, self._table)
         self.forming, self.ended, self.blocked = None, False, None
         self._since_snapshot = 0
-        return held
+        return handles
 
     def restore(self, taken: Snapshot | None) -> list[Effect]:
         """Go to the state of a snapshot, or to the first sample without one, after ``reset``."""
@@ -224,6 +224,6 @@ class Planner:
             for place in self._history.order:
                 if place.count:
                     merge.script(place.partition, place.base_seq, place.count)
-        held = self.former.held()
-        self._memory.hold(held)
-        return self._leases.go_to(self._feed, floors, held) + self._leases.remove(rules)
+        handles = self.former.held()
+        self._memory.hold(handles)
+        return self._leases.go_to(self._feed, floors, handles) + self._leases.remove(rules)

@@ -39,21 +39,21 @@ def with_count(
     With fewer samples than packs, ``empty="error"`` raises SampleError, and ``"pad"`` adds empty packs at the end.
     O(n log n).
     """
-    found = [list(pack) for pack in packs]
-    num_packs = -(-max(len(found), min_packs) // multiple) * multiple
-    num_samples = sum(map(len, found))
+    all_packs = [list(pack) for pack in packs]
+    num_packs = -(-max(len(all_packs), min_packs) // multiple) * multiple
+    num_samples = sum(map(len, all_packs))
     if num_samples < num_packs and empty == "error":
         raise SampleError(
             f"got {num_samples} samples, expected at least {num_packs}, one for each pack that min_packs={min_packs} "
             f"and pack_count_multiple={multiple} require. Lower these two numbers, or pass empty='pad'"
         )
-    most = [(-len(pack), -number) for number, pack in enumerate(found)]
+    most = [(-len(pack), -number) for number, pack in enumerate(all_packs)]
     heapify(most)
-    for _ in range(min(num_packs, num_samples) - len(found)):
+    for _ in range(min(num_packs, num_samples) - len(all_packs)):
         negated, number = most[0]
-        found.append([found[-number].pop()])
+        all_packs.append([all_packs[-number].pop()])
         heapreplace(most, (negated + 1, number))
-    return found + [[] for _ in range(num_packs - len(found))]
+    return all_packs + [[] for _ in range(num_packs - len(all_packs))]
 
 
 def way_back(packs: Iterable[Sequence[int]]) -> I64:
@@ -180,12 +180,12 @@ def _sizes(sizes: Sequence[int] | I64 | None, count: int, cap: int | None) -> I6
     """
     if sizes is None:
         return None
-    found = integers(sizes)
-    if len(found) != count:
-        raise SampleError(f"got {len(found)} sizes for {count} lengths, expected one size per length")
-    for i in np.flatnonzero((found < 1) | (found > (cap or found.max(initial=1)))):
+    counts = integers(sizes)
+    if len(counts) != count:
+        raise SampleError(f"got {len(counts)} sizes for {count} lengths, expected one size per length")
+    for i in np.flatnonzero((counts < 1) | (counts > (cap or counts.max(initial=1)))):
         raise SampleError(
-            f"sample {i}: got a group of {found[i]} samples, expected "
+            f"sample {i}: got a group of {counts[i]} samples, expected "
             + (f"1 to {cap}, the value of max_samples_per_pack" if cap else "at least 1")
         )
-    return found
+    return counts

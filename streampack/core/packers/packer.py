@@ -178,8 +178,8 @@ class Capped(BasePacker):
 
 def writable(array: I64) -> I64:
     """Return ``array`` as a contiguous, writable int64 array, as kernels take it; copy it only if needed."""
-    found: I64 = np.ascontiguousarray(array, np.int64)
-    return found if found.flags.writeable else found.copy()
+    contiguous: I64 = np.ascontiguousarray(array, np.int64)
+    return contiguous if contiguous.flags.writeable else contiguous.copy()
 
 
 def sample_counts(sizes: I64 | None, count: int) -> list[int]:

@@ -54,12 +54,12 @@ def best_fit_decreasing(
     with_room: dict[int, deque[int]] = {}
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         size = sizes[i] if sizes else 1
-        found = _take_fullest(rooms, with_room, spare, lengths[i], size)
-        if found is None:
-            found = budget, len(packs)
+        place = _take_fullest(rooms, with_room, spare, lengths[i], size)
+        if place is None:
+            place = budget, len(packs)
             packs.append([])
             spare.append(cap)
-        room, pack = found
+        room, pack = place
         packs[pack].append(i)
         spare[pack] -= size
         room -= lengths[i]

@@ -89,8 +89,8 @@ def karmarkar_karp(costs: Sequence[int], parts: int, *, equal_sizes: bool = Fals
         merged = _merge(one, partitions[0][2], parts)
         heapreplace(partitions, (-_spread(merged, parts), number, merged))
     last = partitions[0][2] if partitions else []
-    found = [sorted(_flat(items)) for _, items in reversed(last)]
-    return [[] for _ in range(parts - len(found))] + found
+    filled = [sorted(_flat(items)) for _, items in reversed(last)]
+    return [[] for _ in range(parts - len(filled))] + filled
 
 
 def _spread(partition: list[Part], parts: int) -> int:
@@ -113,15 +113,15 @@ def _merge(one: list[Part], other: list[Part], parts: int) -> list[Part]:
 
 def _flat(items: Items) -> list[int]:
     """Return the items of a tree as a list."""
-    found: list[int] = []
+    flat: list[int] = []
     stack: list[Items | int] = [items]
     while stack:
         top = stack.pop()
         if isinstance(top, int):
-            found.append(top)
+            flat.append(top)
         else:
             stack += top
-    return found
+    return flat
 
 
 def difference_columns(rows: I64) -> I64:
