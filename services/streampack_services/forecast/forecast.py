@@ -220,11 +220,11 @@ def forecast(
     on_mesh = dealt(steps, order.lengths, order.media, dp, pp)
     of_media = _media_figures(steps, order, rules)
     if order.ended:
-        size: PassSize | None = PassSize(on_mesh.filled, len(steps), len(steps), len(steps), 0.0)
+        size = PassSize(on_mesh.filled, len(steps), len(steps), len(steps))
         num_empty: float = len(slots) - num_filled
     else:
         size = size_of_pass(workload, rules, slots[slots > 0], on_mesh.filled / len(steps))
-        num_empty = num_filled * size.empty_share if size else 0
+        num_empty = num_filled * size.empty_share
     in_all = rules.budget * max(num_filled + num_empty, 1)
     waste = _waste(on_mesh, rules, num_empty, pp, ended=order.ended)
     return Forecast(
@@ -233,27 +233,18 @@ def forecast(
         bin_balance=figures(tokens if order.ended else tokens[slots > 0], rules.budget).bin_balance,
         filled=1 - sum(waste.values()),
         waste=waste,
-        useful=on_mesh.useful,
-        useful_error=on_mesh.useful_error,
-        cost_max_over_mean=on_mesh.micro_batch,
-        step_cost_max_over_mean=on_mesh.step,
-        attention_max_over_mean=on_mesh.attention,
-        patches_max_over_mean=on_mesh.patches,
         formed_packs=len(slots) / len(steps),
-        micro_batches=on_mesh.micro_batches[1],
-        micro_batches_low=on_mesh.micro_batches[0],
-        micro_batches_high=on_mesh.micro_batches[2],
-        split_share=on_mesh.split / max(on_mesh.packs, 1),
         overlong=order.overlong,
         unfit=order.unfit,
         lost_share=order.lost_share,
         bound_by={axis: count / max(num_filled, 1) for axis, count in of_media.bound_by.items()} if has_media else {},
         most_patches=of_media.most_patches,
         most_items=of_media.most_items,
-        packs=size.packs if size else None,
-        steps=size.steps if size else None,
-        steps_low=size.low if size else None,
-        steps_high=size.high if size else None,
+        packs=size.packs,
+        steps=size.steps,
+        steps_low=size.steps_low,
+        steps_high=size.steps_high,
+        **on_mesh.figures,  # type: ignore[arg-type]  # mypy knows no types by name
     )
 
 

@@ -31,25 +31,25 @@ F64 = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PassSize:
-    """Size of one pass: ``packs`` with samples, and ``steps`` with a 95% interval from ``low`` to ``high``.
+    """Size of one pass: ``packs`` with samples, and ``steps`` with a 95% interval; None if it is not known.
 
     ``empty_share``: empty packs per pack with samples.
     """
 
-    packs: int
-    steps: int
-    low: int
-    high: int
-    empty_share: float
+    packs: int | None = None
+    steps: int | None = None
+    steps_low: int | None = None
+    steps_high: int | None = None
+    empty_share: float = 0.0
 
 
-def size_of_pass(workload: Workload, rules: Rules, slots: I64, batch_packs: float) -> PassSize | None:
-    """Estimate the size of the pass that a workload is a sample of; None if the samples of a pass are not known.
+def size_of_pass(workload: Workload, rules: Rules, slots: I64, batch_packs: float) -> PassSize:
+    """Estimate the size of the pass that a workload is a sample of, if the samples of a pass are known.
 
     ``slots``: tokens with alignment of each pack with samples, int64 [packs]. ``batch_packs``: mean packs per batch.
     """
     if any(stream.total is None for stream in workload.streams) or not len(slots):
-        return None
+        return PassSize()
     draws = np.random.default_rng(rules.seed)
     sums, sums_drawn = 0.0, np.zeros(DRAWS)
     for stream, terms in zip(workload.streams, terms_of(rules), strict=True):
@@ -60,7 +60,7 @@ def size_of_pass(workload: Workload, rules: Rules, slots: I64, batch_packs: floa
         count, (low, high) = sums / batch.samples, _interval(sums_drawn / batch.samples)
         whole = np.ceil if rules.tail == "pad" else np.floor
         steps, *ends = (max(int(whole(_exact(each))), 1) for each in (count, low, high))
-        return PassSize(round(count * batch_packs), steps, min(steps, ends[0]), max(steps, ends[1]), 0.0)
+        return PassSize(round(count * batch_packs), steps, min(steps, ends[0]), max(steps, ends[1]))
     fill = float(slots.mean())
     low, high = _interval(sums_drawn / _means_drawn(slots.astype(np.float64), draws))
     count = sums / fill

@@ -33,30 +33,16 @@ class PlanMesh(PlannedMesh, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """Figures of steps that were dealt to a mesh.
+    """Steps that were dealt to a mesh.
 
-    ``micro_batch``: load imbalance (max / mean cost over the ranks) of micro-batches, averaged. ``step``: the same of
-    whole steps. ``attention``: the same of micro-batches, with the cost b*s*s alone. ``patches``: the same of
-    micro-batches, of the number of patches.
-    ``useful``: share of the ranks' time that real tokens and media need. ``useful_error``: its standard error over the
-    steps, 1 for a single step.
-    ``waste``: padding tokens by cause, int64 [CAUSES]. ``delivered``: all tokens with padding.
-    ``packs``: number of packs; ``filled``: those with samples; ``split``: those that DEAL splits off others.
-    ``micro_batches``: least, mean and most per rank and step.
+    ``figures``: fields of ``Forecast`` that the mesh alone decides, by name. ``waste``: padding tokens by cause, int64
+    [CAUSES]. ``delivered``: all tokens with padding. ``filled``: number of packs with samples.
     """
 
-    micro_batch: float
-    step: float
-    attention: float
-    patches: float
-    useful: float
-    useful_error: float
+    figures: dict[str, float]
     waste: I64
     delivered: int
-    packs: int
     filled: int
-    split: int
-    micro_batches: tuple[int, float, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,21 +80,20 @@ def dealt(steps: list[PlannedStep], lengths: I64, media: I64 | None, dp: int, pp
     took = np.array([each.times.max(axis=1).sum() for each in whole], np.float64) * dp
     micro = [len(each.costs) for each in every]
     packs, filled = sum(len(each.slots) for each in every), sum(int((each.slots > 0).sum()) for each in every)
-    formed = sum(each.formed for each in every)
-    return Dealt(
-        micro_batch=_max_over_mean([each.costs for each in every]),
-        step=_max_over_mean([each.costs.sum(axis=0, keepdims=True) for each in every]),
-        attention=_max_over_mean([each.attention for each in every]),
-        patches=_max_over_mean([each.patches for each in every]),
-        useful=float(real.sum() / took.sum()),
-        useful_error=float((real / took).std(ddof=1) / np.sqrt(len(whole))) if len(whole) > 1 else 1.0,
-        waste=np.sum([each.waste for each in every], axis=0),
-        delivered=sum(int(each.widths.sum()) for each in every),
-        packs=packs,
-        filled=filled,
-        split=max(filled - formed, 0) if batched else 0,
-        micro_batches=(min(micro), sum(micro) / len(micro), max(micro)),
-    )
+    figures = {
+        "useful": float(real.sum() / took.sum()),
+        "useful_error": float((real / took).std(ddof=1) / np.sqrt(len(whole))) if len(whole) > 1 else 1.0,
+        "cost_max_over_mean": _max_over_mean([each.costs for each in every]),
+        "step_cost_max_over_mean": _max_over_mean([each.costs.sum(axis=0, keepdims=True) for each in every]),
+        "attention_max_over_mean": _max_over_mean([each.attention for each in every]),
+        "patches_max_over_mean": _max_over_mean([each.patches for each in every]),
+        "micro_batches": sum(micro) / len(micro),
+        "micro_batches_low": min(micro),
+        "micro_batches_high": max(micro),
+        "split_share": max(filled - sum(each.formed for each in every), 0) / max(packs, 1) if batched else 0.0,
+    }
+    delivered = sum(int(each.widths.sum()) for each in every)
+    return Dealt(figures, np.sum([each.waste for each in every], axis=0), delivered, filled)
 
 
 def _deal(step: PlannedStep, lengths: I64, media: I64 | None, dp: int, pp: int) -> _OneStep:

@@ -32,14 +32,7 @@ from streampack.errors import UserError
 from streampack.sources.order import sample_order
 from streampack_services.audit import why
 from streampack_services.broker.status import BrokerStatus, FeedStatus
-from streampack_services.forecast.lengths import (
-    STRETCHES,
-    StreamLengths,
-    Workload,
-    counted,
-    stretches,
-    stretches_of,
-)
+from streampack_services.forecast.lengths import STRETCHES, StreamLengths, Workload, counted, stretches, stretches_of
 from streampack_services.forecast.media_sizes import sizes_of_recorded
 from streampack_services.forecast.rank_loads import PlanMesh
 from streampack_services.forecast.sharing import Sharing, sharing_of

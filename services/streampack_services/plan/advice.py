@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import yaml
+
 from streampack.config.daemon_settings import MEMORY
 from streampack.config.typed_yaml import parse_size
 from streampack_services.plan.advisor import NEAR_ORDER
@@ -50,11 +52,8 @@ def broker_yaml(plan: Tree, overlong: str | None) -> str:
 
 def _flow_yaml(value: Any) -> str:
     """Return a value as one line of YAML in flow style."""
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_flow_yaml(each)}' for key, each in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_flow_yaml, value))}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1 << 20)
+    return str(text).removesuffix("...\n").strip()
 
 
 # How values are named, here and in tables and charts

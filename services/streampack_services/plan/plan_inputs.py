@@ -23,12 +23,7 @@ from streampack.errors import UserError
 from streampack.sources import Source
 from streampack_services.daemons.producer import import_from_here, open_sources
 from streampack_services.forecast import run_lengths, sampling
-from streampack_services.forecast.lengths import (
-    Workload,
-    is_lengths,
-    of_lengths,
-    read_lengths,
-)
+from streampack_services.forecast.lengths import Workload, is_lengths, of_lengths, read_lengths
 from streampack_services.forecast.run_lengths import Served
 from streampack_services.http import http_client
 from streampack_services.log.segments import segment_files

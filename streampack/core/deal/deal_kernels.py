@@ -52,8 +52,8 @@ def loads(costs: I64, tokens: I64, dealt: I64, sums: I64, extremes: I64) -> tupl
     """Compute the load of ranks; the m-th pack of rank r is ``dealt[m, r]``, ``costs`` and ``tokens`` int64 [packs].
 
     The kernel adds to ``sums`` int64 [3, ranks], zeros before: each rank's cost, its tokens, and its tokens with packs
-    in the order of their numbers. It fills in ``extremes`` int64 [3, 3] with the least, the greatest and the sum of each
-    row of ``sums``.
+    in the order of their numbers. It fills in ``extremes`` int64 [3, 3] with the least, the greatest and the sum of
+    each row of ``sums``.
 
     Returns a sum over the micro-batches with a cost above 0, and their number. The sum adds the costliest pack's cost
     divided by the mean cost.

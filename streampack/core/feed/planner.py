@@ -126,8 +126,8 @@ class Planner:
                     f"media, and restart the broker."
                 )
             return (
-                f"got {tokens} tokens for step {former.next_step}, or {former.queued_tokens} if shared ones count once. "
-                f"The step is incomplete, but the memory is full of whole samples. Increase `memory`, or make "
+                f"got {tokens} tokens for step {former.next_step}, or {former.queued_tokens} if shared ones count "
+                f"once. The step is incomplete, but the memory is full of whole samples. Increase `memory`, or make "
                 f"`rules.budget` or `rules.step` smaller, and restart the broker."
             )
         return (

@@ -87,6 +87,30 @@ def test_the_parts_of_the_waste_add_up_to_what_was_delivered(
     assert kept.figures.delivered_tokens == (delivered if depends_on_mesh(rules) else 0)
 
 
+@given(
+    st.lists(st.integers(1, BUDGET), min_size=1, max_size=40), st.sampled_from(SHAPES), st.sampled_from(SHAPES),
+    st.sampled_from([1, 2]),
+)  # fmt: skip
+def test_a_step_is_dealt_and_counted_by_the_rules_that_it_was_formed_under(
+    lengths: list[int], first: Shape, later: Shape, pp: int
+) -> None:
+    """In a feed that began with other rules, steps are what they are in a feed that began with theirs."""
+    began = msgspec.structs.replace(rules_of(first), budget=2 * BUDGET, packs=4)
+    rules = rules_of(later)
+    table, steps = formed(rules, lengths)
+    of_feeds = []
+    for of_feed in (began, rules):
+        kept, figures = KeptSteps("train", of_feed, "zigzag", table), FormedFigures(of_feed)
+        for step in steps:
+            kept.add(step)
+            figures.add(step, table)
+        parts = [list(kept.parts(step.number, Mesh(dp=3, dp_rank=1, pp=pp))) for step in steps]
+        delivered = figures.delivered_tokens + kept.figures.delivered_tokens
+        waste = (figures.waste + kept.figures.waste).tolist()
+        of_feeds.append(([part for each in parts for part, _ in each], waste, delivered, figures.fill.sum))
+    assert of_feeds[0] == of_feeds[1]
+
+
 def test_the_load_of_ranks_by_hand() -> None:
     figures = DealtFigures()
     figures.add(np.array([9, 1, 8, 2]), np.array([9, 1, 8, 2]), np.array([[0, 2], [1, 3]]))

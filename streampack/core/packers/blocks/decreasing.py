@@ -25,11 +25,7 @@ class FirstFitDecreasing(Tumbling):
     name: str = "first_fit_decreasing"
 
     def pack(self, lengths: Sequence[int], budget: int, sizes: Sequence[int]) -> list[list[int]]:
-        """Pack one block of items, and return the packs as lists of positions in ``lengths``.
-
-        An item is a sample, or a group of samples that stay together. ``lengths``: tokens of each item. ``sizes``:
-        number of samples in each item.
-        """
+        """Pack one block of items, as ``Tumbling.pack`` says."""
         return first_fit_decreasing(lengths, budget, self.max_samples_per_pack, sizes)
 
 

@@ -30,10 +30,7 @@ class FirstFitShuffle(Tumbling):
     seed: int = 0
 
     def pack(self, lengths: Sequence[int], budget: int, sizes: Sequence[int]) -> list[list[int]]:
-        """Pack one block of items, and return the packs as lists of positions in ``lengths``.
-
-        An item is a sample, or a group of samples that stay together. ``lengths``: tokens of each item. ``sizes``:
-        number of samples in each item.
+        """Pack one block of items, as ``Tumbling.pack`` says.
 
         Packs are in the order they were opened; inside a pack samples are in the shuffled order.
         """

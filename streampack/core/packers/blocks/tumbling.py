@@ -41,7 +41,8 @@ class Tumbling(Capped, ABC):
 
     @abstractmethod
     def pack(self, lengths: Sequence[int], budget: int, sizes: Sequence[int]) -> list[list[int]]:
-        """Pack one block: return packs of positions in ``lengths``, each position once.
+        """Pack one block of items: return packs of positions in ``lengths``, each position once.
 
-        ``lengths`` are the lengths of the block's items, each in 1..``budget``; ``sizes`` are the samples in each item.
+        An item is a sample, or a group of samples that stay together. ``lengths`` are the items' tokens, each in
+        1..``budget``; ``sizes`` are the samples in each item.
         """
