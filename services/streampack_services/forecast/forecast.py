@@ -125,14 +125,14 @@ def planned_rules(rules: Rules, workload: Workload, overlong: Overlong, *, all_s
 
     ``overlong`` replaces the policy ``error``, which would stop a run; with ``all_streams`` it replaces every policy.
     """
-    known = {stream.name: stream for stream in rules.streams}
+    named = {stream.name: stream for stream in rules.streams}
     streams = []
-    for each in workload.streams:
-        stream = known.get(each.name, StreamRules(each.name))
+    for lengths in workload.streams:
+        stream = named.get(lengths.name, StreamRules(lengths.name))
         policy = overlong if all_streams or stream.overlong == "error" else stream.overlong
         streams.append(
             msgspec.structs.replace(
-                stream, partitions=len(each.partitions), passes=1, overlong=policy, pushed=False,
+                stream, partitions=len(lengths.partitions), passes=1, overlong=policy, pushed=False,
                 on_exhaust="renormalise",
             )
         )  # fmt: skip

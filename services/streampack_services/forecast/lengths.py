@@ -85,7 +85,7 @@ class Workload:
     @property
     def lengths(self) -> I64:
         """Lengths of all samples but rejected ones, stream by stream, int64 [n]."""
-        return np.concatenate([each[each > 0] for stream in self.streams for each in stream.partitions])
+        return np.concatenate([lengths[lengths > 0] for stream in self.streams for lengths in stream.partitions])
 
     @property
     def media(self) -> I64 | None:
@@ -94,7 +94,7 @@ class Workload:
         for stream in self.streams:
             if stream.media is None:
                 return None
-            media += [sizes[each > 0] for each, sizes in zip(stream.partitions, stream.media, strict=True)]
+            media += [sizes[lengths > 0] for lengths, sizes in zip(stream.partitions, stream.media, strict=True)]
         return np.concatenate(media)
 
     def about(self) -> dict[str, Any]:
@@ -114,8 +114,11 @@ class Workload:
             "whole": self.whole,
             "rejected": self.rejected,
             "streams": [
-                {"stream": each.name, "samples": each.num_samples, "share": each.share, "pass_samples": each.total}
-                for each in self.streams
+                {
+                    "stream": stream.name, "samples": stream.num_samples, "share": stream.share,
+                    "pass_samples": stream.total,
+                }
+                for stream in self.streams
             ],
             "notes": self.notes,
         }  # fmt: skip

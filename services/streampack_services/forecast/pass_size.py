@@ -59,12 +59,12 @@ def size_of_pass(workload: Workload, rules: Rules, slots: I64, batch_packs: floa
     if batch is not None and batch.samples is not None:
         count, (low, high) = sums / batch.samples, _interval(sums_drawn / batch.samples)
         whole = np.ceil if rules.tail == "pad" else np.floor
-        steps, *ends = (max(int(whole(_exact(each))), 1) for each in (count, low, high))
+        steps, *ends = (max(int(whole(_exact(estimate))), 1) for estimate in (count, low, high))
         return PassSize(round(count * batch_packs), steps, min(steps, ends[0]), max(steps, ends[1]))
     fill = float(slots.mean())
     low, high = _interval(sums_drawn / _means_drawn(slots.astype(np.float64), draws))
     count = sums / fill
-    steps, *ends = (_steps(rules, each) for each in (count, min(low, count), max(high, count)))
+    steps, *ends = (_steps(rules, estimate) for estimate in (count, min(low, count), max(high, count)))
     more = (steps - _steps(msgspec.structs.replace(rules, warmup=None), count)) * rules.packs
     unknown = ends[1] > ends[0]
     empty = (rules.packs - 1) / 2 if unknown else steps * rules.packs - more - np.ceil(count)

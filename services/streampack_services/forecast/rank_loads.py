@@ -72,28 +72,29 @@ def dealt(steps: list[PlannedStep], lengths: I64, media: I64 | None, dp: int, pp
     The steps' handles are indices into ``lengths``, int64 [n], and into ``media``, the sizes of the samples' media,
     int64 [n, 4]. Raises UserError if a batch has fewer samples than micro-batches and the rules forbid empty ones.
     """
-    every = [_deal(step, lengths, media, dp, pp) for step in steps]
+    dealt_steps = [_deal(step, lengths, media, dp, pp) for step in steps]
     batched = steps[0].rules.batch is not None
     # Only the end of a pass has empty packs, unless steps are batches.
-    whole = every if batched else [each for each in every if each.slots.all()] or every
-    real = np.array([each.real for each in whole], np.float64)
-    took = np.array([each.times.max(axis=1).sum() for each in whole], np.float64) * dp
-    micro = [len(each.costs) for each in every]
-    packs, filled = sum(len(each.slots) for each in every), sum(int((each.slots > 0).sum()) for each in every)
+    whole = dealt_steps if batched else [step for step in dealt_steps if step.slots.all()] or dealt_steps
+    real = np.array([step.real for step in whole], np.float64)
+    took = np.array([step.times.max(axis=1).sum() for step in whole], np.float64) * dp
+    micro = [len(step.costs) for step in dealt_steps]
+    packs = sum(len(step.slots) for step in dealt_steps)
+    filled = sum(int((step.slots > 0).sum()) for step in dealt_steps)
     figures = {
         "useful": float(real.sum() / took.sum()),
         "useful_error": float((real / took).std(ddof=1) / np.sqrt(len(whole))) if len(whole) > 1 else 1.0,
-        "cost_max_over_mean": _max_over_mean([each.costs for each in every]),
-        "step_cost_max_over_mean": _max_over_mean([each.costs.sum(axis=0, keepdims=True) for each in every]),
-        "attention_max_over_mean": _max_over_mean([each.attention for each in every]),
-        "patches_max_over_mean": _max_over_mean([each.patches for each in every]),
+        "cost_max_over_mean": _max_over_mean([step.costs for step in dealt_steps]),
+        "step_cost_max_over_mean": _max_over_mean([step.costs.sum(axis=0, keepdims=True) for step in dealt_steps]),
+        "attention_max_over_mean": _max_over_mean([step.attention for step in dealt_steps]),
+        "patches_max_over_mean": _max_over_mean([step.patches for step in dealt_steps]),
         "micro_batches": sum(micro) / len(micro),
         "micro_batches_low": min(micro),
         "micro_batches_high": max(micro),
-        "split_share": max(filled - sum(each.formed for each in every), 0) / max(packs, 1) if batched else 0.0,
+        "split_share": max(filled - sum(step.formed for step in dealt_steps), 0) / max(packs, 1) if batched else 0.0,
     }
-    delivered = sum(int(each.widths.sum()) for each in every)
-    return Dealt(figures, np.sum([each.waste for each in every], axis=0), delivered, filled)
+    delivered = sum(int(step.widths.sum()) for step in dealt_steps)
+    return Dealt(figures, np.sum([step.waste for step in dealt_steps], axis=0), delivered, filled)
 
 
 def _deal(step: PlannedStep, lengths: I64, media: I64 | None, dp: int, pp: int) -> _OneStep:
@@ -135,8 +136,8 @@ def _columns(lengths: I64, media: I64 | None, rules: Rules) -> I64:
 
 def _max_over_mean(loads: list[I64]) -> float:
     """Return max / mean of each row [rank], averaged over the rows that are not all 0; 1 if there are none."""
-    rows = [each[each.any(axis=1)] for each in loads]
-    ratios: F64 = np.concatenate([each.max(axis=1) / each.mean(axis=1) for each in rows])
+    rows = [load[load.any(axis=1)] for load in loads]
+    ratios: F64 = np.concatenate([load.max(axis=1) / load.mean(axis=1) for load in rows])
     return float(ratios.mean()) if len(ratios) else 1.0
 
 

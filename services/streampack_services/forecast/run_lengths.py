@@ -173,7 +173,7 @@ def _waiting(of: FeedHistory, numbers: list[int]) -> StepRows | None:
     if taken is None or 2 * sum(number < taken.step for number in numbers) < len(numbers):
         return None
     form = taken.form
-    rows = np.concatenate([np.frombuffer(each, ROW) for each in (form.window, form.pending)])
+    rows = np.concatenate([np.frombuffer(samples, ROW) for samples in (form.window, form.pending)])
     none, media = np.zeros(len(rows), np.int64), np.zeros(len(rows), MEDIA_ROW)
     if form.media is not msgspec.UNSET:
         media = np.frombuffer(form.media, MEDIA_ROW)

@@ -84,7 +84,7 @@ def sharing_of(state_dir: Path, rules: Rules) -> Sharing | None:
 def _shared(lengths: I64, payload: Sequence[Any], rules: Rules) -> I64:
     """Return the tokens that samples of a recorded chunk share in the best order, int64 [n]."""
     widths = [np.dtype(rules.tokens).itemsize]
-    widths += [each.value_bytes if (each.axis, each.align) == ("token", "token") else 0 for each in rules.fields]
+    widths += [field.value_bytes if (field.axis, field.align) == ("token", "token") else 0 for field in rules.fields]
     columns = [
         np.frombuffer(frame, np.uint8).reshape(-1, width) for frame, width in zip(payload, widths, strict=True) if width
     ]

@@ -256,7 +256,7 @@ def _meshes(plan: Tree, take: Tree) -> Iterator[str]:
     for row in forecast_rows(plan, "mesh"):
         useful.setdefault(mesh_text(row["mesh"]), row["useful"])
     if len(useful) > 1:
-        best_first = sorted(useful.items(), key=lambda each: -each[1])
+        best_first = sorted(useful.items(), key=lambda named: -named[1])
         compared = ", ".join(f"{mesh} {share:.2%}" for mesh, share in best_first)
         share = f"Share of the time that ranks spend on real tokens, by mesh: {compared}"
         yield f"{share}. The forecast leaves out kernels and links."

@@ -229,7 +229,7 @@ def _with_budget(options: PlanOptions, forecaster: _Forecaster) -> PlanOptions:
     that meet this limit, its share of useful time is within ``WORTH`` of the highest.
     """
     align = options.align_of(options.meshes[0])
-    options = replace(options, budgets=tuple(dict.fromkeys(fitting(each, align) for each in options.budgets)))
+    options = replace(options, budgets=tuple(dict.fromkeys(fitting(budget, align) for budget in options.budgets)))
     rows = [forecaster(setting) for setting in grid(options) if setting.axis == "budget"]
     rows = [row for row in rows if not row["refused"]]
     least = min((row["lost_share"] for row in rows), default=0.0)

@@ -132,7 +132,7 @@ def _of_producer(given: PlanInputs, producer: ProducerConfig, base: PlanOptions)
     for name in partitions:
         fields = producer.streams[name].fields
         streams[name] = msgspec.structs.replace(
-            producer.streams[name], fields={each: key for each, key in fields.items() if each in media}
+            producer.streams[name], fields={field: key for field, key in fields.items() if field in media}
         )
         unread |= set(fields) - media - {LOSS_MASK}
     sources: Mapping[str, Source] = open_sources(msgspec.structs.replace(producer, streams=streams))

@@ -210,7 +210,7 @@ def options_of(given: PlanInputs, base: PlanOptions) -> PlanOptions:
     budgets = _numbers(given.budget, "budget") or (rules.budget,)
     windows = _numbers(given.window, "window") or (rules.window,)
     if len(budgets) == 1:  # half, twice and four times as many tokens
-        budgets = (*budgets, *(each for each in (budgets[0] // 2, budgets[0] * 2, budgets[0] * 4) if each))
+        budgets = (*budgets, *(budget for budget in (budgets[0] // 2, budgets[0] * 2, budgets[0] * 4) if budget))
     if len(windows) == 1:
         windows = tuple(dict.fromkeys((*windows, 256, 1024, 4096)))
     packers = _words(given.packer)

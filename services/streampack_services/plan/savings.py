@@ -193,7 +193,7 @@ def show_savings(report: Tree) -> None:
     columns = _columns(report)
     table = _table(report, columns)
     if console.is_terminal and width_of(table) > console.width:  # leave out those that follow from the others
-        table = _table(report, [each for at, each in enumerate(columns) if at != 2 and at < 6])
+        table = _table(report, [column for at, column in enumerate(columns) if at != 2 and at < 6])
     print_whole(table)
     console.print()
     for sentence in report["assumptions"]:

@@ -180,7 +180,7 @@ def _path(packs: BalancedPacks, work: I64, bounds: Bounds) -> int:
 
 def _fit(where: I64, sizes: I64, count: int, most: I64) -> bool:
     """Return whether the sums of ``sizes``, int64 [k, n], by number ``where`` are at most ``most``, int64 [k]."""
-    return all(int(_sums(where, each, count).max()) <= limit for each, limit in zip(sizes, most.tolist(), strict=True))
+    return all(int(_sums(where, size, count).max()) <= limit for size, limit in zip(sizes, most.tolist(), strict=True))
 
 
 def _sums(where: I64, values: I64 | int, count: int) -> I64:

@@ -144,5 +144,5 @@ class DealtFigures:
 
     def _means(self, sums: list[int]) -> dict[str, float]:
         """Return min, max, mean and spread over ranks, averaged over steps; ``sums`` are (least, greatest, total)."""
-        low, high, mean = (each / max(self.steps, 1) for each in sums)
+        low, high, mean = (total / max(self.steps, 1) for total in sums)
         return dict(zip(_OF_RANKS, (low, high, mean / self._ranks, high - low), strict=True))

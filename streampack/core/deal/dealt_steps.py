@@ -65,8 +65,8 @@ class DealtStep:
         if len(slices) == 1:
             return slices[0]
         columns, packs = zip(*slices, strict=True)
-        handles, counts, widths, aligns = map(np.concatenate, zip(*(each[:4] for each in packs), strict=True))
-        shared = [each.shared for each in packs if each.shared is not None]
+        handles, counts, widths, aligns = map(np.concatenate, zip(*(contents[:4] for contents in packs), strict=True))
+        shared = [contents.shared for contents in packs if contents.shared is not None]
         return joined(columns), Contents(handles, counts, widths, aligns, np.concatenate(shared) if shared else None)
 
     def _slice(self, a: int, b: int) -> tuple[StepColumns, Contents]:

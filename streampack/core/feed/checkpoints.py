@@ -62,7 +62,7 @@ class Checkpoints:
 
     def commit(self, step: int) -> list[Effect]:
         """Record that the checkpoint at ``step`` is durable, unless this or a later checkpoint is already recorded."""
-        if step <= max([self.committed_upto, *(said for _, said in self._unsafe)]):
+        if step <= max([self.committed_upto, *(asked for _, asked in self._unsafe)]):
             return []
         self._note(step)
         effects = self._journal.append(CheckpointCommitted(feed=self._feed, step=step))
@@ -103,6 +103,6 @@ class Checkpoints:
     def _note(self, step: int) -> None:
         """Add ``step`` to the kept checkpoints, and drop the oldest."""
         commits = self._history.commits
-        commits[:] = [*(each for each in commits if each != step), step][-self._keeps :]
+        commits[:] = [*(commit for commit in commits if commit != step), step][-self._keeps :]
         if step >= self._went_back_to:
             self._went_back_to = NOWHERE

@@ -78,6 +78,6 @@ def emptiest_fit(
         keys[pack] = (fill + lengths[i], turn if first_come else pack)
         if spare[pack]:
             passed.append((*keys[pack], pack))
-        for each in passed:
-            heappush(heap, each)
+        for entry in passed:
+            heappush(heap, entry)
     return packs, keys

@@ -130,8 +130,8 @@ def _limited(view, budget, counts, most, seed, start, end):  # type: ignore[no-u
     if _exceeded(counts, most, view.indices[start:end]) < 0:
         return end
     shares = np.zeros(len(view.lengths), np.int64)
-    for each in range(len(most)):
-        shares = np.maximum(shares, -(-counts[each] * WHOLE // most[each]))
+    for number in range(len(most)):
+        shares = np.maximum(shares, -(-counts[number] * WHOLE // most[number]))
     return capped(view, shares, now[EDGE], _held(view, shares), now[TOKENS], budget, WHOLE, seed, start)
 
 

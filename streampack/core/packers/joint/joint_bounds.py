@@ -48,6 +48,6 @@ def num_outliers(lengths: I64, budget: int, media: I64 | None = None) -> int:
     """Return the number of outliers among the window's samples, of ``lengths`` and ``media`` int64 [n]."""
     work = work_of(lengths, media)
     falling = np.argsort(-work, kind="stable")
-    tokens, sums = (np.cumsum(each[falling][::-1].astype(np.float64))[::-1] for each in (lengths, work))
+    tokens, sums = (np.cumsum(values[falling][::-1].astype(np.float64))[::-1] for values in (lengths, work))
     within = 5.0 * work[falling] * tokens <= 3.0 * budget * sums
     return int(np.argmax(within)) if within.any() else len(lengths)
