@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ def draw_plan(plan: Tree, lengths: I64, file: Path) -> None:
     def finish(axes: Axes, places: I64) -> None:
         """Mark idle time, separate the axes of settings, and cut long bars off, so that short ones stay visible."""
         axes.plot(idle, places, "kD", markersize=4, label="ranks' time without real tokens")
-        for at in np.flatnonzero([one["axis"] != other["axis"] for one, other in zip(rows, rows[1:], strict=False)]):
+        for at in np.flatnonzero([row["axis"] != below["axis"] for row, below in pairwise(rows)]):
             axes.axhline(places[at] - 0.5, color="#cccccc", linewidth=0.8)
         edge = 1.2 * float(ends[ends <= FAR].max(initial=0)) or 1.03 * float(ends.max())
         axes.set_xlim(0, min(edge, 1.03 * float(ends.max())))
@@ -113,7 +114,7 @@ def _draw(
 def _draw_lengths(axes: Axes, lengths: I64, budget: int) -> None:
     """Draw a histogram of the tokens by the length of their sample, with a line at the budget."""
     edges = np.unique(np.geomspace(1, max(int(lengths.max()), budget) + 1, 60).astype(int))
-    axes.hist(lengths, edges, weights=lengths / lengths.sum(), color=REAL)
+    axes.hist(lengths, edges.tolist(), weights=lengths / lengths.sum(), color=REAL)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k" if value >= 1024 else f"{value:g}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")

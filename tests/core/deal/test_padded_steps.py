@@ -187,6 +187,7 @@ def test_the_causes_of_waste_and_the_real_tokens_are_all_that_is_computed(drawn:
     figures, real = formed.kept.figures, sum(formed.lengths)
     computed = sum(int(pack.cu_seqlens_padded[-1]) for step in steps for pack in step)
     waste = dict(zip(CAUSES, figures.waste.tolist(), strict=True))
+    assert figures.padded is not None
     assert (figures.padded.valid_tokens, figures.padded.actual_tokens) == (real, computed)
     assert real + sum(waste.values()) == figures.delivered_tokens == computed
     empty_rows = sum(
