@@ -7,7 +7,6 @@ client without references, as after ``for pack in connect(...): break``, therefo
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from streampack.packs.pack import Pack
 from streampack.packs.step import Step
 from streampack.transport.keys import find_key
 from streampack.transport.relay_socket import ENVIRONMENT, broker_of, find_relay, is_served
-from streampack.transport.rendezvous import read_rendezvous
+from streampack.transport.rendezvous import endpoint_of
 from streampack.views.formats import TorchFormat, Views
 from streampack.views.view import View
 
@@ -175,7 +174,7 @@ def connect(
     )
     _introduce_to_torch()
     patience, key = Patience(stall_timeout_s, join_timeout_s, timeout_s), find_key(key_file)
-    at, read_by = _endpoint(endpoint, timeout_s), _readers(readers)
+    at, read_by = endpoint_of(endpoint, "trainers", timeout_s), _readers(readers)
     relay, named = find_relay(at)
     if named and relay is not None:
         start = f"streampack relay --broker {at} --listen {relay}"
@@ -242,19 +241,6 @@ def _refuse_to_collate(batch: Any, **_: Any) -> Any:
         f"got {len(batch)} packs to collate, but a pack is a batch already. Write DataLoader(loader, batch_size=None, "
         f"num_workers=0), or iterate the loader itself, which prefetches"
     )
-
-
-def _endpoint(endpoint: str | None, timeout_s: float) -> str:
-    """Return the broker's address for trainers, from the argument, the environment or a rendezvous file."""
-    found = endpoint or os.environ.get("STREAMPACK_ENDPOINT")
-    if not found:
-        raise UserError(
-            "got no endpoint, expected an address such as tcp://host:port. Pass the endpoint, or set "
-            "STREAMPACK_ENDPOINT in the environment"
-        )
-    if found.startswith("file://"):
-        return read_rendezvous(Path(found.removeprefix("file://")), "trainers", timeout_s)
-    return found
 
 
 class Client(Generic[BatchT]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.result_messages import AskResults, Results
 from streampack.errors import DataStall, UserError, WireError
 from streampack.transport.keys import find_key
-from streampack.transport.rendezvous import read_rendezvous
+from streampack.transport.rendezvous import endpoint_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +81,9 @@ class ResultsReader:
             if self._timeout_s is None:
                 raise
             raise StopIteration from None
-        found = _step_of(answer)
-        self._cursor = found.cursor
-        return found
+        step = _step_of(answer)
+        self._cursor = step.cursor
+        return step
 
     def close(self) -> None:
         """End the connection."""
@@ -138,15 +137,8 @@ def results(
     cursor = {"oldest": 0, "newest": None}.get(start, start) if isinstance(start, str) else start
     if isinstance(cursor, str) or (cursor is not None and not 0 <= cursor < 2**62):
         raise UserError(f"got start={start!r}, expected 'oldest', 'newest' or the cursor of a step")
-    found = endpoint or os.environ.get("STREAMPACK_ENDPOINT")
-    if not found:
-        raise UserError(
-            "got no endpoint, expected an address such as tcp://host:port. Pass the endpoint, or set "
-            "STREAMPACK_ENDPOINT in the environment"
-        )
-    if found.startswith("file://"):
-        found = read_rendezvous(Path(found.removeprefix("file://")), "trainers", 60.0)
-    return ResultsReader(Telling(found, feed, 60.0, find_key(key_file)), feed, cursor, timeout_s)
+    address = endpoint_of(endpoint, "trainers", 60.0)
+    return ResultsReader(Telling(address, feed, 60.0, find_key(key_file)), feed, cursor, timeout_s)
 
 
 def _message_of(answer: Envelope) -> Results:

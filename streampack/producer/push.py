@@ -8,7 +8,6 @@ short wait for its samples to be durable.
 from __future__ import annotations
 
 import operator
-import os
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -35,7 +34,7 @@ from streampack.producer.pushed_samples import (
     with_keys,
 )
 from streampack.transport.keys import find_key
-from streampack.transport.rendezvous import read_rendezvous
+from streampack.transport.rendezvous import endpoint_of
 
 
 class Producer:
@@ -86,7 +85,7 @@ class Producer:
             )
         size = parse_size(buffer, "buffer")
         self._stream, self._timeout_s, self._key = stream, timeout_s, find_key(key_file)
-        self._endpoint = _endpoint(endpoint, timeout_s)
+        self._endpoint = endpoint_of(endpoint, "producers", timeout_s)
         self._threads = _Threads()
         if partition is None:
             self._threads.amending = self._new_amending()
@@ -513,17 +512,4 @@ def _seqs_of(given: SupportsIndex | Iterable[SupportsIndex]) -> list[int]:
     found = [seq for seq in seqs if seq is not None and 0 <= seq < 2**62]
     if len(found) != len(seqs):
         raise UserError(f"got the sequence numbers {given!r:.80}, expected whole numbers of at least 0, from send")
-    return found
-
-
-def _endpoint(endpoint: str | None, timeout_s: float) -> str:
-    """Return the broker's address for producers, from the argument, the environment or a rendezvous file."""
-    found = endpoint or os.environ.get("STREAMPACK_PRODUCERS")
-    if not found:
-        raise UserError(
-            "got no endpoint, expected an address such as tcp://host:port. Pass the endpoint, or set "
-            "STREAMPACK_PRODUCERS in the environment"
-        )
-    if found.startswith("file://"):
-        return read_rendezvous(Path(found.removeprefix("file://")), "producers", timeout_s)
     return found

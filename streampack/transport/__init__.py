@@ -1,7 +1,7 @@
 """Sockets, which send frames from one process to another. No other package uses ZeroMQ.
 
 - ``endpoints``, ``ipc_files``: addresses, when to move to the next of several, and the files of an ``ipc://`` address.
-- ``rendezvous``: reads a broker's addresses from its rendezvous file.
+- ``rendezvous``: finds the broker's address, in the environment or in the rendezvous file that it writes.
 - ``relay_socket``: the address of the relay of a host.
 - ``keys``, ``secret_files``: key files, written for their user alone.
 - ``curve``: encrypts connections, and authenticates peers by key.
