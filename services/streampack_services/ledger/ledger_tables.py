@@ -23,7 +23,8 @@ from streampack.errors import LedgerDamaged, UserError
 from streampack.wire.checksums import crc32c
 
 VERSION = 2
-"""Version 1 had no tables ``_SINCE_2``; such a file gets them when it is opened."""
+_SINCE_2 = ("staged", "completed", "reported")
+"""Tables that a file of version 1 lacks; it gets them when it is opened."""
 TABLES = {
     "records": ("lsn", "kind", "body"),
     "steps": ("feed", "step", "lineage", "lsn", "body"),
@@ -34,47 +35,16 @@ TABLES = {
     "completed": ("stream", "partition", "base", "lsn", "stop", "lo", "hi", "sent"),
     "reported": ("feed", "step", "lineage", "lsn", "body"),
 }  # fmt: skip
+_TYPES = {"feed": "TEXT", "stream": "TEXT", "reasons": "TEXT", "body": "BLOB", "indices": "BLOB", "sent": "BLOB"}
+"""Types of columns; all others are integers."""
+_PRIMARY = {"records": 1, "steps": 3, "spans": 5, "admitted": 2, "staged": 2, "completed": 4, "reported": 4}
+"""Tables that are ordered by a primary key, and how many of their first columns it has."""
 KEYS = {"records": 1, "steps": 3, "rejected": 4, "completed": 4, "reported": 4}
 """Tables of which only the ledger may have some rows, and how many of their first columns name a row."""
 _UNUSABLE = (
     sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_CANTOPEN,
 )  # fmt: skip
-_SCHEMA = """
-CREATE TABLE records (lsn INTEGER PRIMARY KEY, kind INTEGER, body BLOB, crc INTEGER);
-
-CREATE TABLE steps (
-    feed TEXT, step INTEGER, lineage INTEGER, lsn INTEGER, body BLOB, crc INTEGER, PRIMARY KEY (feed, step, lineage)
-) WITHOUT ROWID;
-
-CREATE TABLE spans (
-    stream TEXT, lo INTEGER, hi INTEGER, step INTEGER, lineage INTEGER, lsn INTEGER, crc INTEGER,
-    PRIMARY KEY (stream, lo, hi, step, lineage)
-) WITHOUT ROWID;
-
-CREATE TABLE rejected (lsn INTEGER, stream TEXT, lo INTEGER, hi INTEGER, indices BLOB, reasons TEXT, crc INTEGER);
-
-CREATE TABLE admitted (
-    stream TEXT, partition INTEGER, upto INTEGER, lsn INTEGER, crc INTEGER, PRIMARY KEY (stream, partition)
-) WITHOUT ROWID;
-
-CREATE TABLE state (id INTEGER PRIMARY KEY, body BLOB, crc INTEGER);
-"""
-_SINCE_2 = """
-CREATE TABLE staged (
-    stream TEXT, partition INTEGER, upto INTEGER, lsn INTEGER, crc INTEGER, PRIMARY KEY (stream, partition)
-) WITHOUT ROWID;
-
-CREATE TABLE completed (
-    stream TEXT, partition INTEGER, base INTEGER, lsn INTEGER, stop INTEGER, lo INTEGER, hi INTEGER, sent BLOB,
-    crc INTEGER, PRIMARY KEY (stream, partition, base, lsn)
-) WITHOUT ROWID;
-
-CREATE TABLE reported (
-    feed TEXT, step INTEGER, lineage INTEGER, lsn INTEGER, body BLOB, crc INTEGER,
-    PRIMARY KEY (feed, step, lineage, lsn)
-) WITHOUT ROWID;
-"""
 
 
 @dataclass(slots=True)
@@ -120,8 +90,9 @@ class Tables:
 
     def _make(self) -> None:
         """Create the tables and save an empty state."""
-        for statement in (_SCHEMA + _SINCE_2).split(";"):
-            self._db.execute(statement)
+        self._db.execute("CREATE TABLE state (id INTEGER PRIMARY KEY, body BLOB, crc INTEGER)")
+        for table in TABLES:
+            self._db.execute(_creation(table))
         self.state = LedgerState({table: [0, 0] for table in TABLES})
         self.save_state()
 
@@ -129,8 +100,8 @@ class Tables:
         """Add the tables that a file of version 1 lacks, unless another process has done so."""
         self.state = self._read_state()
         if self.state.version == 1:
-            for statement in _SINCE_2.split(";"):
-                self._db.execute(statement)
+            for table in _SINCE_2:
+                self._db.execute(_creation(table))
             self.state.rows = {table: [0, 0] for table in TABLES} | self.state.rows
             self.state.version = VERSION
             self.save_state()
@@ -192,9 +163,9 @@ class Tables:
 
     def rows(self, table: str, where: str, key: tuple[Any, ...] = ()) -> Iterator[list[Any]]:
         """Yield the columns of each row that ``where`` chooses. Raises LedgerDamaged at a damaged row."""
-        for said, row in self.checked(table, where, key):
+        for error_text, row in self.checked(table, where, key):
             if row is None:
-                raise self.damaged(f"{table}: {said}")
+                raise self.damaged(f"{table}: {error_text}")
             yield row
 
     def checked(self, table: str, where: str, key: tuple[Any, ...] = ()) -> Iterator[tuple[str, list[Any] | None]]:
@@ -202,27 +173,26 @@ class Tables:
         names = ", ".join(TABLES[table])
         with self._sqlite():
             for *values, crc in self._db.execute(f"SELECT {names}, crc FROM {table} WHERE {where}", key):
-                said = ", ".join(
-                    f"{name} {value!r}" for name, value in zip(TABLES[table], values, strict=True)
-                    if not isinstance(value, bytes)
-                )  # fmt: skip
-                yield f"the row with {said} does not match its checksum", values if crc == _crc(table, values) else None
+                named = zip(TABLES[table], values, strict=True)
+                key_text = ", ".join(f"{name} {value!r}" for name, value in named if not isinstance(value, bytes))
+                is_intact = crc == _crc(table, values)
+                yield f"the row with {key_text} does not match its checksum", values if is_intact else None
 
     def first(self, what: str, table: str, where: str, key: tuple[Any, ...]) -> Any:
         """Return the column or aggregate ``what`` of the first row, None without a row; ignore its checksum."""
         with self._sqlite():
-            found = self._db.execute(f"SELECT {what} FROM {table} WHERE {where}", key).fetchone()
-        return None if found is None else found[0]
+            row = self._db.execute(f"SELECT {what} FROM {table} WHERE {where}", key).fetchone()
+        return None if row is None else row[0]
 
     def check(self, tables: Iterable[str] = TABLES) -> list[str]:
         """Read every row of the tables; return a line of text for each damaged one."""
         wrong = []
         for table in tables:
             try:
-                damaged = [f"{table}: {said}" for said, row in self.checked(table, "1") if row is None]
+                damaged = [f"{table}: {error_text}" for error_text, row in self.checked(table, "1") if row is None]
                 count, crcs = self.state.rows[table]
-                if not damaged and (found := self._sum(table)) != (count, crcs):
-                    damaged = [f"{table}: got {found[0]} rows that differ from the {count} rows written"]
+                if not damaged and (read := self._sum(table)) != (count, crcs):
+                    damaged = [f"{table}: got {read[0]} rows that differ from the {count} rows written"]
                 wrong += damaged
             except LedgerDamaged as error:
                 wrong.append(f"{table}: {error}")
@@ -230,12 +200,12 @@ class Tables:
 
     def fingerprints(self) -> dict[tuple[Any, ...], int | None]:
         """Return the checksums of the rows in ``KEYS``, by key; None for a damaged row."""
-        found: dict[tuple[Any, ...], int | None] = {}
+        by_key: dict[tuple[Any, ...], int | None] = {}
         for table, width in KEYS.items():
             names = ", ".join(TABLES[table])
             for *values, crc in self._db.execute(f"SELECT {names}, crc FROM {table}"):
-                found[(table, *values[:width])] = crc if crc == _crc(table, values) else None
-        return found
+                by_key[(table, *values[:width])] = crc if crc == _crc(table, values) else None
+        return by_key
 
     def _sum(self, table: str, where: str = "1", key: tuple[Any, ...] = ()) -> tuple[int, int]:
         """Return the number of rows that ``where`` chooses, and the sum of their checksums."""
@@ -259,6 +229,15 @@ class Tables:
     def damaged(self, what: str) -> LedgerDamaged:
         """Return the error for damage ``what`` of this ledger, to be raised by the caller."""
         return LedgerDamaged(f"The ledger {self._path} is damaged: {what}. Run 'streampack ledger rebuild'.")
+
+
+def _creation(table: str) -> str:
+    """Return the SQL statement that creates a table, with a column for the checksums of its rows."""
+    columns = ", ".join(f"{name} {_TYPES.get(name, 'INTEGER')}" for name in (*TABLES[table], "crc"))
+    if table not in _PRIMARY:
+        return f"CREATE TABLE {table} ({columns})"
+    key, order = ", ".join(TABLES[table][: _PRIMARY[table]]), "" if table == "records" else " WITHOUT ROWID"
+    return f"CREATE TABLE {table} ({columns}, PRIMARY KEY ({key})){order}"
 
 
 def _crc(table: str, values: Iterable[Any]) -> int:
