@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.table import Table
@@ -11,6 +13,21 @@ from rich.table import Table
 def new_console() -> Console:
     """Return a console that prints names unchanged, without markup or highlighting."""
     return Console(highlight=False, markup=False, emoji=False)
+
+
+@contextmanager
+def progress_line(text: str) -> Iterator[Callable[[str], None]]:
+    """Show a line on standard error, if it is a terminal; yield a function that sets the line's text."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    with Console(stderr=True, highlight=False, markup=False).status(text) as status:
+        yield status.update
+
+
+def new_table() -> Table:
+    """Return a table without lines, whose columns are two spaces apart."""
+    return Table(box=None, padding=(0, 2, 0, 0))
 
 
 def add_numbers(table: Table, names: Iterable[str]) -> None:

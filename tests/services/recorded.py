@@ -26,14 +26,19 @@ from streampack.core.journal.log_records import (
     StepFormed,
     StreamFacts,
     TailDropped,
+    ValuesReported,
 )
 from streampack.core.merge.schedule import merge_of
-from streampack.core.model.rules import Rules
+from streampack.core.model.rules import Align, Rules, StreamRules
 from streampack.core.model.samples import ROW, SampleTable, index_of
 from streampack.core.model.steps import FIRST_CHAIN, PlannedStep, chain_digest, pack_digests, step_digest
 from streampack.wire.record_frames import encode_record
 
 FEED = "train"
+TWO_STREAMS = Rules(
+    budget=256, window=32, packs=8, align=Align(sample=2, pack=4),
+    streams=(StreamRules("web", 0.7, 3, overlong="split"), StreamRules("code", 0.3, 1, overlong="split")),
+)  # fmt: skip
 
 
 def entries(records: list[Record], start: int = 0) -> list[LogEntry]:
@@ -151,6 +156,20 @@ class Run:
             self.feed(p, 0)
 
 
+def two_lineages() -> Run:
+    """Two streams, rejected and split samples, and a second lineage."""
+    rng = np.random.default_rng(4)
+    run = Run(TWO_STREAMS, [rng.integers(0, 300, 90).tolist() for _ in range(4)])
+    for p in (0, 1, 2, 3) * 6:
+        run.feed(p, 10)
+    run.take_snapshot()
+    for p in range(4):
+        run.feed(p, 10)
+    run.begin_lineage(0, 7)
+    run.finish()
+    return run
+
+
 def rows_in(step: StepFormed) -> NDArray[np.void]:
     return np.frombuffer(step.rows, ROW)
 
@@ -172,6 +191,24 @@ def doubling(step: StepFormed, rows: NDArray[np.void]) -> StepFormed:
     counts = np.frombuffer(step.counts_u32, "<u4").astype(np.int64)
     counts[0] += len(rows)
     return with_rows(step, np.concatenate([rows, rows_in(step)]), counts)
+
+
+def with_values(records: list[Record], values: dict[str, float]) -> list[Record]:
+    """The records of a run whose only rank reports these values for each sample of each step, times its index."""
+    reported = list[Record]()
+    for record in records:
+        reported.append(record)
+        if isinstance(record, StepFormed):
+            rows = rows_in(record)
+            columns = {name: rows[key].astype(kind).tobytes() for name, key, kind in (
+                ("streams_u32", "stream", "<u4"), ("indices_u64", "index", "<u8"), ("parts_u32", "part", "<u4"),
+            )}  # fmt: skip
+            reported.append(ValuesReported(
+                feed=FEED, lineage=record.lineage, step=record.step, attempt=(1, 1), part=0, parts=1,
+                names=tuple(values), **columns,
+                values=[(rows["index"] * each).astype("<f8").tobytes() for each in values.values()],
+            ))  # fmt: skip
+    return reported
 
 
 def resealed(records: list[Record]) -> list[Record]:

@@ -1,6 +1,6 @@
 """Audit: show which samples a step holds, verify that every sample is there exactly once, and form a step again.
 
-- ``why``: the samples of a step, and the places of a sample.
+- ``why``: the samples of a step; ``why_sample``: the places of a sample.
 - ``origins``: the file and row that a sample was read from.
 - ``named_media``: the references of a sample's media.
 - ``verify``: checks the ledger's rows against each other and against the log.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
@@ -11,66 +12,78 @@ from rich.text import Text
 
 from streampack_services.amounts import media_text
 from streampack_services.audit.named_media import reference_text
-from streampack_services.terminal import add_numbers, new_console
+from streampack_services.terminal import add_numbers, new_console, new_table
 
 Tree = dict[str, Any]
-SHOWN = 8
+SHORT = 8
 """Characters of a digest to print in tables."""
+_SKIPPED = "no rank trains on it"
+_HISTORY = "in lineage {}, which no longer counts, this step had digest {}"
+_STATES = {
+    "rejected": "was rejected: ",
+    "dropped": "was dropped: ",
+    "unrecorded": "",
+    "waiting": "waiting: ",
+    "none": "does not exist: ",
+}
+"""Text before the reason, by the state of a sample that is in no step."""
 
 
-def show_step(found: Tree) -> None:
+def show_step(report: Tree) -> None:
     """Print the result of ``why.why_step``."""
     console = new_console()
-    lineage = f"  lineage {found['lineage']}" if found["lineage"] else ""
-    console.print(Text.assemble((f"step {found['step']}", "bold"), f"  feed {found['feed']}{lineage}  {found['run']}"))
-    empty = f", {found['num_empty_packs']} of them empty" if found["num_empty_packs"] else ""
-    facts = Table.grid(padding=(0, 2))
-    packs = "one per row" if found["padded"] else f"in {found['num_packs']} packs{empty}"
-    room = "" if found["padded"] else f" of {found['num_packs'] * found['budget']:,}"
-    facts.add_row("samples", f"{found['num_samples']:,} {packs}")
-    facts.add_row("tokens", f"{found['num_tokens']:,}{room}")
-    facts.add_row("loss tokens", f"{found['num_loss_tokens']:,}, the step's denominator")
-    if found["num_items"]:
-        facts.add_row("media", media_text(found["num_items"], found["num_patches"]))
-    facts.add_row("digest", found["digest"])
-    facts.add_row("chain", found["chain"])
-    means = [f"{name} {_value_text(each['mean'])}" for name, each in found["reported"].items()]
-    if means:
-        facts.add_row("reported", f"{', '.join(means)} (means of the samples)")
-    if found["partly_reported"]:
-        facts.add_row("reported", f"{', '.join(found['partly_reported'])}: not by all ranks yet")
-    for row in _events_of(found):
-        facts.add_row(*row)
-    console.print(facts)
+    _print_head(console, report, bool(report["lineage"]))
+    empty = f", {report['num_empty_packs']} of them empty" if report["num_empty_packs"] else ""
+    packs = "one per row" if report["padded"] else f"in {report['num_packs']} packs{empty}"
+    room = "" if report["padded"] else f" of {report['num_packs'] * report['budget']:,}"
+    means = ", ".join(f"{name} {_value_text(value['mean'])}" for name, value in report["reported"].items())
+    _print_facts(console, [
+        ("samples", f"{report['num_samples']:,} {packs}"),
+        ("tokens", f"{report['num_tokens']:,}{room}"),
+        ("loss tokens", f"{report['num_loss_tokens']:,}, the step's denominator"),
+        ("media", media_text(report["num_items"], report["num_patches"]) if report["num_items"] else ""),
+        ("digest", report["digest"]),
+        ("chain", report["chain"]),
+        ("reported", means and f"{means} (means of the samples)"),
+        ("reported", f"{', '.join(report['partly_reported'])}: not by all ranks yet" * bool(report["partly_reported"])),
+        *_events_of(report),
+    ])  # fmt: skip
     console.print()
-    console.print(_packs_table(found["packs"]))
+    console.print(_packs_table(report["packs"]))
 
 
-def _events_of(found: Tree) -> list[tuple[str, str]]:
+def _print_head(console: Console, report: Tree, with_lineage: bool) -> None:
+    """Print the line that names a step, its feed and its run."""
+    lineage = f"  lineage {report['lineage']}" if with_lineage else ""
+    console.print(
+        Text.assemble((f"step {report['step']}", "bold"), f"  feed {report['feed']}{lineage}  {report['run']}")
+    )
+
+
+def _print_facts(console: Console, facts: Iterable[tuple[str, str | Text]]) -> None:
+    """Print (name, text) pairs as two columns, without those whose text is empty."""
+    table = Table.grid(padding=(0, 2))
+    for name, text in facts:
+        if text:
+            table.add_row(name, text)
+    console.print(table)
+
+
+def _events_of(report: Tree) -> list[tuple[str, str]]:
     """Return (name, text) of each event at a step: changes of settings, lineages, skips, checkpoints, the end."""
-    rows = [("change", "; ".join(filter(None, [each["note"], *each["differences"]]))) for each in found["changes"]]
-    rows += [
-        ("lineage", f"{each['lineage']} begins here: {each['why'] or 'no reason given'}") for each in found["began"]
-    ]
-    rows += [
-        (
-            "history",
-            f"in lineage {each['lineage']}, which no longer counts, this step had digest {each['digest'][:SHOWN]}",
-        )
-        for each in found["other_lineages"]
-    ]
-    if found["skipped"]:
-        rows.append(("skipped", "no rank trains on it"))
-    if found["committed"]:
-        rows.append(("checkpoint", "committed after this step"))
-    if found["last"]:
-        rows.append(("end", "the feed's last step"))
-    return rows
+    return [
+        *(("change", "; ".join(filter(None, [it["note"], *it["differences"]])) or " ") for it in report["changes"]),
+        *(("lineage", f"{it['lineage']} begins here: {it['why'] or 'no reason given'}") for it in report["began"]),
+        *(("history", _HISTORY.format(it["lineage"], it["digest"][:SHORT])) for it in report["other_lineages"]),
+        ("skipped", _SKIPPED if report["skipped"] else ""),
+        ("checkpoint", "committed after this step" if report["committed"] else ""),
+        ("end", "the feed's last step" if report["last"] else ""),
+    ]  # fmt: skip
 
 
 def _packs_table(packs: list[Tree]) -> Table:
     """Return a table of a step's packs with their samples, and their rank and length if they were dealt."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = new_table()
     dealt = bool(packs) and "dp_rank" in packs[0]
     media = ("num_items", "num_patches") if any(pack["num_items"] for pack in packs) else ()
     numbers = ("num_tokens", "num_loss_tokens", *media)
@@ -94,61 +107,51 @@ def _length_text(pack: Tree) -> str:
 
 def _samples_text(samples: list[Tree]) -> str:
     """Return a pack's samples as ``web 12 15 18, code 3.1``: indices by stream, with parts of split samples."""
-    said = []
-    for stream, each in groupby(samples, key=lambda sample: str(sample["stream"])):
-        names = (f"{sample['index']}" + (f".{sample['part']}" if sample["part"] else "") for sample in each)
-        said.append(f"{stream} {' '.join(names)}")
-    return ", ".join(said)
+    streams = []
+    for stream, of_stream in groupby(samples, key=lambda sample: str(sample["stream"])):
+        names = (f"{sample['index']}" + (f".{sample['part']}" if sample["part"] else "") for sample in of_stream)
+        streams.append(f"{stream} {' '.join(names)}")
+    return ", ".join(streams)
 
 
-def show_sample(found: Tree) -> None:
-    """Print the result of ``why.why_sample``."""
-    console, sent = new_console(), found["sent"]
-    place = f"{found['partition']}:{sent['seq']}" if found["index"] is None else str(found["index"])
-    where = "" if found["index"] is None else f"  sample {found['seq']} of partition {found['partition']}"
-    console.print(Text.assemble((f"{found['stream']}:{place}", "bold"), f"  feed {found['feed']}{where}"))
-    if sent is not None and found["index"] is not None:
-        console.print(
-            f"was sent as sample {sent['seq']} of partition {found['partition']}, and waited for {sent['waited_for']}"
-        )
-    if found["origin"]:
-        console.print(f"read from {found['origin']}")
-    said = {
-        "step": "is in a step",
-        "rejected": f"was rejected: {found['why']}",
-        "dropped": f"was dropped: {found['why']}",
-        "unrecorded": found["why"],
-        "waiting": f"waiting: {found['why']}",
-        "none": f"does not exist: {found['why']}",
-    }
-    if found["is"] != "step":
-        console.print(said[found["is"]])
-    for name, references in (found.get("references") or {}).items():
+def show_sample(report: Tree) -> None:
+    """Print the result of ``why_sample.why_sample``."""
+    console, sent, partition, places = new_console(), report["sent"], report["partition"], report["places"]
+    admitted = report["index"] is not None
+    name = str(report["index"]) if admitted else f"{partition}:{sent['seq']}"
+    where = f"  sample {report['seq']} of partition {partition}" if admitted else ""
+    console.print(Text.assemble((f"{report['stream']}:{name}", "bold"), f"  feed {report['feed']}{where}"))
+    if sent is not None and admitted:
+        console.print(f"was sent as sample {sent['seq']} of partition {partition}, and waited for {sent['waited_for']}")
+    if report["origin"]:
+        console.print(f"read from {report['origin']}")
+    if report["is"] != "step":
+        console.print(_STATES[report["is"]] + report["why"])
+    for field, references in (report.get("references") or {}).items():
         for number, reference in enumerate(references):
-            console.print(Text(f"{name}[{number}]: {reference_text(reference)}"))
-    if not found["places"]:
+            console.print(Text(f"{field}[{number}]: {reference_text(reference)}"))
+    if not places:
         return
-    last = found["places"][-1]
-    if last["items"]:
-        console.print(f"has {media_text(last['items'], last['patches'])}")
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    trees = ("shared",) if any(place["shared"] for place in found["places"]) else ()
+    if places[-1]["items"]:
+        console.print(f"has {media_text(places[-1]['items'], places[-1]['patches'])}")
+    table = new_table()
+    trees = ("shared",) if any(place["shared"] for place in places) else ()
     numbers = ("step", "lineage", "pack", "part", "offset", "length", *trees, "loss_tokens")
     add_numbers(table, (*numbers[:-1], "loss", "crc32c", "digest"))
     table.add_column("", overflow="fold")
-    for place in found["places"]:
+    for place in places:
         counts = "" if place["counts"] else "no longer counts"
         table.add_row(
             *(f"{place[key]:,}" for key in numbers),
-            f"{place['crc']:08x}", place["digest"][:SHOWN], "skipped" if place["skipped"] else counts,
+            f"{place['crc']:08x}", place["digest"][:SHORT], "skipped" if place["skipped"] else counts,
         )  # fmt: skip
     console.print(table)
-    _show_values(console, found["places"])
+    _show_values(console, places)
 
 
 def _show_values(console: Console, places: list[Tree]) -> None:
     """Print the values that trainers reported for a sample, by step."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = new_table()
     keys = ("step", *(key for key in ("lineage", "part") if any(place[key] for place in places)))
     add_numbers(table, keys)
     table.add_column("reported", overflow="fold")
@@ -168,46 +171,41 @@ def _value_text(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.6g}"
 
 
-def show_row(found: Tree) -> None:
-    """Print the result of ``why.why_row`` for a row of a file: one sample per pass."""
-    for sample in found["samples"]:
+def show_row(report: Tree) -> None:
+    """Print the result of ``why_sample.why_row``: of one sample, or of a row of a file with a sample per pass."""
+    for sample in report.get("samples", [report]):
         show_sample(sample)
 
 
-def show_verified(found: Tree) -> None:
+def show_verified(report: Tree) -> None:
     """Print the result of ``verify.verify``."""
     console = new_console()
-    first, stop = found["records"]
-    console.print(Text.assemble((found["run"], "bold"), f"  {stop - first:,} records of the log"))
-    for name, feed in found["feeds"].items():
+    first, stop = report["records"]
+    console.print(Text.assemble((report["run"], "bold"), f"  {stop - first:,} records of the log"))
+    for name, feed in report["feeds"].items():
         console.print()
         upto = f"steps {feed['first_step']:,} to {feed['next_step'] - 1:,}" if feed["steps"] else "no step yet"
         ended = "ended" if feed["ended"] else "not ended"
         console.print(Text.assemble((f"feed {name}", "bold"), f"  {upto}, {ended}"))
-        facts = Table.grid(padding=(0, 2))
-        facts.add_row("packs", f"{feed['packs']:,}")
-        facts.add_row("chain", feed["chain"] or "-")
-        if not feed["all_known"]:
-            facts.add_row(
-                "before", "earlier steps are in another log, so lost samples are found only after the next snapshot"
-            )
-        for begin, end in feed["not_recorded"]:
-            facts.add_row(
-                "not recorded here", f"steps {begin:,} to {end:,}, because trainers resumed at step {end + 1:,}"
-            )
-        for lineage in feed["lineages"][1:]:
-            facts.add_row(f"lineage {lineage['lineage']}", f"from step {lineage['step']:,}: {lineage['why'] or '-'}")
-        for begin, end in feed["skipped"]:
-            facts.add_row("skipped", f"steps {begin:,} to {end:,}")
-        console.print(facts)
+        unknown = "earlier steps are in another log, so lost samples are found only after the next snapshot"
+        _print_facts(console, [
+            ("packs", f"{feed['packs']:,}"),
+            ("chain", feed["chain"] or "-"),
+            ("before", "" if feed["all_known"] else unknown),
+            *(("not recorded here", f"steps {begin:,} to {end:,}, because trainers resumed at step {end + 1:,}")
+              for begin, end in feed["not_recorded"]),
+            *((f"lineage {lineage['lineage']}", f"from step {lineage['step']:,}: {lineage['why'] or '-'}")
+              for lineage in feed["lineages"][1:]),
+            *(("skipped", f"steps {begin:,} to {end:,}") for begin, end in feed["skipped"]),
+        ])  # fmt: skip
         console.print(_streams_table(feed["streams"]))
     console.print()
-    _show_findings(console, found)
+    _show_findings(console, report)
 
 
 def _streams_table(streams: Tree) -> Table:
     """Return a table with the counts of each stream; lost and duplicated samples are red."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = new_table()
     table.add_column("stream")
     columns = ("samples", "tokens", "rejected", "dropped", "waiting", "lost", "duplicated")
     add_numbers(table, columns)
@@ -219,69 +217,66 @@ def _streams_table(streams: Tree) -> Table:
     return table
 
 
-def _show_findings(console: Console, found: Tree) -> None:
+def _show_findings(console: Console, report: Tree) -> None:
     """Print the verdict of a verification, and the first findings of each kind."""
-    if found["good"]:
-        whole = not any(feed["not_recorded"] for feed in found["feeds"].values())
-        said = "no sample is lost or repeated" if whole else "no recorded sample is lost or repeated"
-        console.print(Text.assemble(("good", "bold green"), f": {said}, all digests and chains match"))
+    if report["good"]:
+        recorded = "recorded " if any(feed["not_recorded"] for feed in report["feeds"].values()) else ""
+        text = f": no {recorded}sample is lost or repeated, all digests and chains match"
+        console.print(Text.assemble(("good", "bold green"), text))
         return
-    counts = ", ".join(f"{kind} {count:,}" for kind, count in found["findings"].items())
+    counts = ", ".join(f"{kind} {count:,}" for kind, count in report["findings"].items())
     console.print(Text.assemble(("wrong", "bold red"), f": {counts}"))
-    for line in found["named"]:
+    for line in report["named"]:
         console.print(f"  {line}")
-    if sum(found["findings"].values()) > len(found["named"]):
+    if sum(report["findings"].values()) > len(report["named"]):
         console.print("  and more of these kinds")
 
 
-def show_rebuilt(found: Tree) -> None:
+def show_rebuilt(report: Tree) -> None:
     """Print the result of ``state_dir.rebuild``."""
     console = new_console()
-    first, stop = found["records"]
-    console.print(Text.assemble((found["file"], "bold"), f"  was rebuilt from {stop - first:,} records of the log"))
-    facts = Table.grid(padding=(0, 2))
-    facts.add_row("rows", f"{found['rows']:,}: {found['kept']:,} unchanged, {found['new']:,} new")
-    for key, said in (("repaired", "differed from the log"), ("gone", "had no record in the log")):
-        names = found[key]
-        if names:
-            shown = ", ".join(names[:5]) + (" and more" if len(names) > 5 else "")
-            facts.add_row(key, f"{len(names):,} row{'s' * (len(names) != 1)} {said}: {shown}")
-    console.print(facts)
-    for line in found["damage"][:5]:
+    first, stop = report["records"]
+    console.print(Text.assemble((report["file"], "bold"), f"  was rebuilt from {stop - first:,} records of the log"))
+    _print_facts(console, [
+        ("rows", f"{report['rows']:,}: {report['kept']:,} unchanged, {report['new']:,} new"),
+        ("repaired", _rows_text(report["repaired"], "differed from the log")),
+        ("gone", _rows_text(report["gone"], "had no record in the log")),
+    ])  # fmt: skip
+    for line in report["damage"][:5]:
         console.print(f"  was damaged: {line}")
 
 
-def show_replayed(found: Tree) -> None:
+def _rows_text(names: list[str], fault: str) -> str:
+    """Return the number of rows of a ledger with a fault, and the first of their names; empty if there are none."""
+    shown = ", ".join(names[:5]) + (" and more" if len(names) > 5 else "")
+    return f"{len(names):,} row{'s' * (len(names) != 1)} {fault}: {shown}" if names else ""
+
+
+def show_replayed(report: Tree) -> None:
     """Print the result of ``replay.replay``."""
-    console = new_console()
-    lineage = f"  lineage {found['lineage']}" if found["lineage"] or not found["counts"] else ""
-    console.print(Text.assemble((f"step {found['step']}", "bold"), f"  feed {found['feed']}{lineage}  {found['run']}"))
-    verdict = ("yes", "bold green") if found["equal"] else ("no", "bold red")
-    facts = Table.grid(padding=(0, 2))
-    facts.add_row(
-        "digest equal", Text.assemble(verdict, ": the digest and the chain match the log" if found["equal"] else "")
-    )
-    facts.add_row("digest", found["digest"])
-    facts.add_row("chain", found["chain"])
-    if not found["equal"]:
-        facts.add_row("recorded", f"{found['recorded']['digest']}, chain {found['recorded']['chain']}")
-    facts.add_row("samples", f"{found['num_samples']:,} in {len(found['packs'])} packs")
-    facts.add_row("tokens", f"{found['num_tokens']:,}")
-    facts.add_row("loss tokens", f"{found['num_loss_tokens']:,}, the step's denominator")
-    sizes = (f"{name} {size}" for name, size in found["mesh"].items() if size > 1 or name != "pp")
-    facts.add_row("mesh", ", ".join(sizes))
-    if found["skipped"]:
-        facts.add_row("skipped", "no rank trains on it")
-    if not found["counts"]:
-        facts.add_row("lineage", "no longer counts")
-    if found["out"]:
-        facts.add_row("written", found["out"])
-    facts.add_row("took", f"{found['seconds']:.1f} s")
-    console.print(facts)
+    console, equal = new_console(), report["equal"]
+    _print_head(console, report, bool(report["lineage"]) or not report["counts"])
+    verdict = ("yes", "bold green") if equal else ("no", "bold red")
+    sizes = (f"{name} {size}" for name, size in report["mesh"].items() if size > 1 or name != "pp")
+    recorded = f"{report['recorded']['digest']}, chain {report['recorded']['chain']}"
+    _print_facts(console, [
+        ("digest equal", Text.assemble(verdict, ": the digest and the chain match the log" if equal else "")),
+        ("digest", report["digest"]),
+        ("chain", report["chain"]),
+        ("recorded", "" if equal else recorded),
+        ("samples", f"{report['num_samples']:,} in {len(report['packs'])} packs"),
+        ("tokens", f"{report['num_tokens']:,}"),
+        ("loss tokens", f"{report['num_loss_tokens']:,}, the step's denominator"),
+        ("mesh", ", ".join(sizes)),
+        ("skipped", _SKIPPED if report["skipped"] else ""),
+        ("lineage", "" if report["counts"] else "no longer counts"),
+        ("written", report["out"] or ""),
+        ("took", f"{report['seconds']:.1f} s"),
+    ])  # fmt: skip
     console.print()
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = new_table()
     add_numbers(table, ("pack", "dp", "micro", "samples", "tokens", "loss"))
-    for pack in found["packs"]:
+    for pack in report["packs"]:
         keys = ("pack", "dp_rank", "micro_batch", "num_samples", "num_tokens", "num_loss_tokens")
         table.add_row(*(f"{pack[key]:,}" for key in keys))
     console.print(table)

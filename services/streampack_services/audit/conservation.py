@@ -36,10 +36,10 @@ class Books:
         heads = held_index[held_part == 0]
         for partition, stop in enumerate(upto):
             self.mark(np.setdiff1d(self.missing(partition, stop), heads), BEFORE)
-        held = set(zip(held_index.tolist(), held_part.tolist(), strict=True))
+        waiting = set(zip(held_index.tolist(), held_part.tolist(), strict=True))
         for index, part in self._pieces:
-            held |= set(zip(index.tolist(), part.tolist(), strict=True))
-        before = [(each, k) for each, part in held for k in range(1, part) if (each, k) not in held]
+            waiting |= set(zip(index.tolist(), part.tolist(), strict=True))
+        before = [(sample, k) for sample, part in waiting for k in range(1, part) if (sample, k) not in waiting]
         if before:
             index, part = np.array(sorted(set(before)), np.int64).T
             self._pieces.append((index, part))
@@ -52,7 +52,7 @@ class Books:
         heads, counts = np.unique(index[whole], return_counts=True)
         self._reach(heads)
         again = (counts > 1) | np.isin(self._is[heads], (BEFORE, IN_STEP, DROPPED))
-        self._twice += [(each, 0) for each in heads[again].tolist()]
+        self._twice += [(head, 0) for head in heads[again].tolist()]
         self.num_samples += int((self._is[heads] != IN_STEP).sum())
         self._is[heads] = IN_STEP
 
@@ -61,29 +61,29 @@ class Books:
         self._reach(index)
         elsewhere = self._is[index] != NOWHERE
         self._is[index[~elsewhere]] = where
-        found: I64 = index[elsewhere]
-        return found
+        others: I64 = index[elsewhere]
+        return others
 
     def in_steps(self, index: I64) -> I64:
         """Return the sample indices from ``index`` that are in a step."""
         self._reach(index)
-        found: I64 = index[self._is[index] == IN_STEP]
-        return found
+        packed: I64 = index[self._is[index] == IN_STEP]
+        return packed
 
     def upto(self, partition: int) -> int:
         """Return the number after the last sample of a partition that is or was in a step, or was dropped; 0 if none.
 
         The number counts samples of the partition. Rejected samples may follow, because they are not merged.
         """
-        found = np.flatnonzero(np.isin(self._is[partition :: self.partitions], (BEFORE, IN_STEP, DROPPED)))
-        return int(found[-1]) + 1 if len(found) else 0
+        merged = np.flatnonzero(np.isin(self._is[partition :: self.partitions], (BEFORE, IN_STEP, DROPPED)))
+        return int(merged[-1]) + 1 if len(merged) else 0
 
     def missing(self, partition: int, upto: int) -> I64:
         """Return the indices of those of a partition's first ``upto`` samples that are ``NOWHERE``, int64."""
         index = np.arange(upto, dtype=np.int64) * self.partitions + partition
         self._reach(index)
-        found: I64 = index[self._is[index] == NOWHERE]
-        return found
+        unseen: I64 = index[self._is[index] == NOWHERE]
+        return unseen
 
     def lost(self, upto: list[int], held_index: I64, held_part: I64) -> list[tuple[int, int]]:
         """Return (index, part) of all samples and parts that are ``NOWHERE`` and not held, sorted.
@@ -96,11 +96,11 @@ class Books:
         index, part = self._sorted_pieces(held_index[held_part > 0], held_part[held_part > 0])
         self._reach(index)
         headless = np.unique(index[self._is[index] == NOWHERE])
-        found = [(each, 0) for each in np.setdiff1d(np.union1d(missing, headless), heads).tolist()]
+        lost_parts = [(head, 0) for head in np.setdiff1d(np.union1d(missing, headless), heads).tolist()]
         before = self._parts_before(index, part)
         for i in np.flatnonzero(part - before > 1).tolist():
-            found += [(int(index[i]), k) for k in range(int(before[i]) + 1, int(part[i]))]
-        return sorted(found)
+            lost_parts += [(int(index[i]), k) for k in range(int(before[i]) + 1, int(part[i]))]
+        return sorted(lost_parts)
 
     def twice(self) -> list[tuple[int, int]]:
         """Return (index, part) of all samples and parts that are in the steps more than once, sorted."""

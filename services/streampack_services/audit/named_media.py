@@ -13,7 +13,7 @@ from streampack.core.media.media_counts import media_sizes
 from streampack.core.media.media_format import decode
 from streampack.core.media.references import decode_reference
 from streampack.wire.record_frames import decode_record
-from streampack_services.audit.why import waited_for
+from streampack_services.audit.why_sample import waited_for
 from streampack_services.ledger.ledger import Ledger
 from streampack_services.ledger.run_history import LATEST
 from streampack_services.log.log import read_entries
@@ -21,7 +21,7 @@ from streampack_services.log.log import read_entries
 Tree = dict[str, Any]
 
 
-def references_of(state_dir: Path, ledger: Ledger, found: Tree) -> dict[str, list[Tree]] | None:
+def references_of(state_dir: Path, ledger: Ledger, sample: Tree) -> dict[str, list[Tree]] | None:
     """Return the references of a sample by field, one for each item, as ``uri``, ``offset``, ``size`` and ``crc32c``.
 
     Return None if the sample has none, if it was read from files, or if the log has deleted its record. A query of a
@@ -30,33 +30,33 @@ def references_of(state_dir: Path, ledger: Ledger, found: Tree) -> dict[str, lis
     Args:
         state_dir: The broker's state_dir.
         ledger: Its ledger.
-        found: Result of ``why.why_sample``.
+        sample: Result of ``why_sample.why_sample``.
     """
-    feed = ledger.history.feed_of(found["stream"])
-    if feed is None or not feed.streams[found["stream"]].pushed:
+    feed = ledger.history.feed_of(sample["stream"])
+    if feed is None or not feed.streams[sample["stream"]].pushed:
         return None
     fields = feed.rules_at(LATEST).media_fields
     named = [field.name for field in fields if field.is_reference]
-    if not named or (found["places"] and not found["places"][-1]["items"]):
+    if not named or (sample["places"] and not sample["places"][-1]["items"]):
         return None
-    if found["sent"] is None and waited_for(feed, found["stream"]):  # the sample has no number yet
+    if sample["sent"] is None and waited_for(feed, sample["stream"]):  # the sample has no number yet
         return None
-    seq = found["seq"] if found["sent"] is None else found["sent"]["seq"]
+    seq = sample["seq"] if sample["sent"] is None else sample["sent"]["seq"]
     for entry in read_entries(state_dir):
         if entry.kind not in (ChunkAdmitted.TYPE, ChunkStaged.TYPE):
             continue
         record, payload = decode_record(entry.kind, entry.body)
         assert isinstance(record, ChunkAdmitted | ChunkStaged)
         at = seq - record.base_seq
-        mine = (record.stream, record.partition) == (found["stream"], found["partition"])
-        if not mine or not 0 <= at < len(record.lengths_u32) // 4 or len(payload) < 2:
+        is_same = (record.stream, record.partition) == (sample["stream"], sample["partition"])
+        if not is_same or not 0 <= at < len(record.lengths_u32) // 4 or len(payload) < 2:
             continue
         items, ends = np.frombuffer(payload[-2], "<u4").reshape(-1, 2)[:, 0], np.cumsum(media_sizes(payload[-2]))
         if not items[at]:
             return None
         data = payload[-1][int(ends[at - 1]) if at else 0 : int(ends[at])]
         values = decode(fields, [data], np.array([items[at]], np.int64)).values
-        return {name: [_shown(each) for each in values[name]] for name in named}
+        return {name: [_shown(reference) for reference in values[name]] for name in named}
     return None
 
 

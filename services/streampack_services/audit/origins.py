@@ -40,10 +40,10 @@ def samples_of(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource]) -
     def wanted(where: str) -> bool:
         """Return whether a place such as ``data/train.jsonl:line 101`` is the row that the user named."""
         its_file, _, its_row = where.rpartition(":")
-        its, mine = f"/{its_file}", f"/{file.lstrip('/')}"
-        return row in (its_row, its_row.rpartition(" ")[2]) and (its.endswith(mine) or mine.endswith(its))
+        path, named = f"/{its_file}", f"/{file.lstrip('/')}"
+        return row in (its_row, its_row.rpartition(" ")[2]) and (path.endswith(named) or named.endswith(path))
 
-    found = []
+    names = []
     for stream, source in sources.items():
         feed = ledger.history.feed_of(stream)
         if feed is None or not isinstance(source, ShardedSource):
@@ -54,10 +54,10 @@ def samples_of(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource]) -
             wanted, rules.partitions, seed=run.seed, passes=rules.passes, upto=upto, fields=run.fields
         )  # fmt: skip
         indices = sorted(seq * rules.partitions + partition for partition, seq in places)
-        found += [f"{stream}:{index}" for index in indices]
-    if not found:
+        names += [f"{stream}:{index}" for index in indices]
+    if not names:
         raise UserError(
             f"The sources of the streams {', '.join(sources)} have no row {name!r}. Pass FILE:ROW. Lines are numbered "
             f"from 1, and rows of Parquet and Hugging Face files are numbered from 0."
         )
-    return found
+    return names

@@ -69,11 +69,11 @@ def replay(options: ReplayOptions) -> Tree:
         mesh = {"dp": options.dp, "cp": options.cp, "pp": options.pp}
         rerun = Rerun(config, producers, wanted, ledger, folder, mesh, options.timeout_s)
         ranks = rerun.steps(stack, work)
-        found = _compared(wanted, ranks) | {"mesh": mesh, "out": None, "seconds": 0.0}
+        report = _compared(wanted, ranks) | {"mesh": mesh, "out": None, "seconds": 0.0}
         if options.out is not None:
             _save(options.out, wanted, ranks)
-            found["out"] = str(options.out)
-    return found | {"seconds": round(time.monotonic() - began, 3)}
+            report["out"] = str(options.out)
+    return report | {"seconds": round(time.monotonic() - began, 3)}
 
 
 # The recorded step
@@ -84,19 +84,18 @@ def _wanted(ledger: Ledger, options: ReplayOptions) -> Wanted:
     feed = why.feed_of(ledger, options.feed)
     if options.lineage is None:
         rows = why.recorded(ledger, feed, options.step)
+    elif (step := ledger.step(feed.name, options.step, options.lineage)) is not None:
+        rows = step
     else:
-        found = ledger.step(feed.name, options.step, options.lineage)
-        if found is None:
-            why.raise_if_damaged(ledger, "steps")
-            known = ledger.lineages_of(feed.name, options.step)
-            raise UserError(
-                f"Step {options.step} of feed {feed.name!r} is not recorded in lineage {options.lineage}. Lineages "
-                f"with this step: {', '.join(map(str, known)) or 'none'}."
-            )
-        rows = found
+        why.raise_if_damaged(ledger, "steps")
+        known = [str(other.lineage) for other in ledger.records_of(feed.name, options.step)]
+        raise UserError(
+            f"Step {options.step} of feed {feed.name!r} is not recorded in lineage {options.lineage}. Lineages "
+            f"with this step: {', '.join(known) or 'none'}."
+        )
     effective = feed.effective(rows.step) == rows.lineage
     streams = [stream.name for stream in feed.rules_at(rows.step, rows.lsn).streams]
-    return Wanted(ledger.state.run, feed, rows, streams, effective, why.is_skipped(feed, rows.step))
+    return Wanted(ledger.state.run, feed, rows, streams, effective, feed.is_skipped(rows.step))
 
 
 # The result
@@ -104,9 +103,9 @@ def _wanted(ledger: Ledger, options: ReplayOptions) -> Wanted:
 
 def _compared(wanted: Wanted, ranks: list[Step]) -> Tree:
     """Compare the step that the ``ranks`` got with its record; return both and its packs, as a tree for JSON."""
-    rows, said = wanted.rows, {(step.digest, step.chain) for step in ranks}
+    rows, answers = wanted.rows, {(step.digest, step.chain) for step in ranks}
     recorded = (rows.digest.hex(), rows.chain.hex())
-    got = next((each for each in said if each != recorded), recorded)
+    got = next((answer for answer in answers if answer != recorded), recorded)
     packs = {pack.pack: pack for step in ranks for pack in step}
     return {
         "run": wanted.run,

@@ -15,7 +15,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -39,6 +39,7 @@ from streampack_services.ledger.run_history import FeedHistory
 from streampack_services.ledger.step_rows import StepRows
 from streampack_services.log.segments import copy_records, segment_files
 from streampack_services.run.local import endpoints_in, start_thread
+from streampack_services.terminal import progress_line
 
 LOOK_S = 0.2
 """Seconds between two looks at the broker's progress."""
@@ -110,10 +111,10 @@ class Rerun:
         over = threading.Event()
         start_thread(stack, self._reporting(lambda: self._watch(service, over)), over.set, "streampack-watch")
         try:
-            found = [next(iterator, None) for iterator in iterators]
+            handed_out = [next(iterator, None) for iterator in iterators]
         except Rejected as error:
             raise self._explain(service, error) from None
-        steps = [each for each in found if each is not None and each.index == step]
+        steps = [other for other in handed_out if other is not None and other.index == step]
         if len(steps) < len(iterators):
             raise InternalError(f"got {len(steps)} of {len(iterators)} ranks' step {step}, expected all")
         return steps
@@ -142,9 +143,9 @@ class Rerun:
         needed = {stream.name for stream in known if not stream.pushed and stream.weight}
         sources: dict[str, Any] = {}
         for config in self.producers:
-            mine = {name: stream for name, stream in config.streams.items() if name in needed - set(sources)}
-            if mine:
-                sources |= open_sources(replace(config, streams=mine))
+            wanted = {name: stream for name, stream in config.streams.items() if name in needed - set(sources)}
+            if wanted:
+                sources |= open_sources(replace(config, streams=wanted))
         missing = sorted(needed - set(sources))
         if missing:
             raise UserError(
@@ -194,7 +195,7 @@ class Rerun:
     def _watch(self, service: BrokerService, over: threading.Event) -> None:
         """Show the progress of ``service`` until ``over`` is set; raise DataStall if it stops for ``timeout_s``."""
         moved, before = time.monotonic(), (0, 0)
-        with _progress() as show:
+        with progress_line("reading the log") as show:
             while not over.wait(LOOK_S):
                 status = service.snapshot
                 feed = status.feeds[self.wanted.feed.name]
@@ -253,15 +254,3 @@ def _copy(folder: Path, into: Path, wanted: Wanted) -> None:
             return
         shutil.rmtree(into)
     raise DataStall(f"The log in {folder} cannot be copied, because the broker keeps removing old records. Try again.")
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Show a progress line if standard error is a terminal; yield a function that sets the line's text."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True, highlight=False, markup=False).status("reading the log") as status:
-        yield status.update

@@ -12,7 +12,7 @@ An error in the data is a *finding*: a kind, a count, and a line of text for eac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from streampack.core.model.snapshot import Snapshot
 from streampack.core.model.steps import FIRST_CHAIN
 from streampack.errors import LedgerDamaged
 from streampack_services.audit.conservation import DROPPED, REJECTED, Books
-from streampack_services.ledger.ledger import Ledger, Placement
+from streampack_services.ledger.ledger import Ledger
 from streampack_services.ledger.run_history import LATEST, FeedHistory
 from streampack_services.ledger.step_rows import StepRows
 
@@ -61,8 +61,9 @@ def verify(ledger: Ledger) -> Tree:
     findings.add_many("damaged", damage, len(damage))
     for (stream, partition), totals in ledger.history.totals.items():
         if len(totals) > 1:
-            said = " and ".join(map(str, totals))
-            findings.add("contradictions", f"{stream}: partition {partition} ended more than once, with {said} samples")
+            counts = " and ".join(map(str, totals))
+            line = f"{stream}: partition {partition} ended more than once, with {counts} samples"
+            findings.add("contradictions", line)
     feeds = {name: _Feed(ledger, feed, findings).check() for name, feed in ledger.history.feeds.items()}
     streams = [row for feed in feeds.values() for row in feed["streams"].values()]
     return {
@@ -152,16 +153,19 @@ class _Feed:
 
     def _learn_merged(self, step: int) -> None:
         """Learn which samples were merged before the first recorded step from a snapshot at or before ``step``."""
-        held = self._feed.first_snapshot
-        if self._known or held is None or held[1].step > step:
+        if self._known or self._feed.first_snapshot is None or self._feed.first_snapshot[1].step > step:
             return
-        lsn, snapshot = held
+        lsn, snapshot = self._feed.first_snapshot
         self._known = True
         if snapshot.step == self._first:
             self._chain = snapshot.form.chain
-        waiting = self._by_stream(self._rows_of(snapshot), snapshot.step, lsn)
+        self._begin_books(lsn, snapshot)
+
+    def _begin_books(self, lsn: int, snapshot: Snapshot) -> None:
+        """Begin the books of all streams at the snapshot of record ``lsn``."""
+        waiting = self._feed.waiting(lsn, snapshot)
         for name, upto in self._merged(snapshot).items():
-            self._books[name].begin(upto, *waiting.get(name, _NONE))
+            self._books[name].begin(upto, *_ids(waiting, name))
 
     def _skip_gap(self, first: int, stop: int) -> int:
         """Skip the range of unrecorded steps that starts at ``first``, if there is one and it ends before ``stop``.
@@ -174,9 +178,7 @@ class _Feed:
             return first - 1
         self._passed.append([gap.first, gap.last])
         self._chain = gap.snapshot.form.chain
-        waiting = self._by_stream(self._rows_of(gap.snapshot), gap.snapshot.step, gap.lsn)
-        for name, upto in self._merged(gap.snapshot).items():
-            self._books[name].begin(upto, *waiting.get(name, _NONE))
+        self._begin_books(gap.lsn, gap.snapshot)
         return gap.last
 
     def _missing(self, begin: int, end: int) -> None:
@@ -192,12 +194,12 @@ class _Feed:
         self._chain = step.chain
         self._steps += 1
         self._packs += len(step.bounds) - 1
-        for number, rows in _split(step.rows):
-            name = self._feed.stream_name(number, step.step, step.lsn)
+        samples = self._feed.by_stream(step.rows, step.step, step.lsn)
+        for name, rows in samples.items():
             if name not in self._books:
                 self._findings.add("contradictions", f"{self._step_name(step)}: got a sample of stream {name!r}")
                 continue
-            self._books[name].take(rows["index"].astype(np.int64), rows["part"].astype(np.int64))
+            self._books[name].take(*_ids(samples, name))
             self._tokens[name] += int(rows["length"].sum())
 
     def _step_name(self, step: StepRows) -> str:
@@ -210,7 +212,7 @@ class _Feed:
     def _mark_rejected(self, name: str) -> int:
         """Mark all rejected samples of a stream; return their number."""
         count = 0
-        for _, index, _ in self._ledger.rejections(name):
+        for index in self._ledger.rejections(name):
             self._books[name].mark(index, REJECTED)
             count += len(index)
         return count
@@ -218,7 +220,7 @@ class _Feed:
     def _check_contradictions(self) -> None:
         """Find rejected samples that are in a step, samples after a partition's end, and steps recorded twice."""
         for name, books in self._books.items():
-            for _, index, _ in self._ledger.rejections(name):
+            for index in self._ledger.rejections(name):
                 both = books.in_steps(index)
                 lines = (f"{name}:{each} was rejected and {self._where(name, each)}" for each in both.tolist())
                 self._findings.add_many("contradictions", lines, len(both))
@@ -246,38 +248,27 @@ class _Feed:
         if not self._known:
             return
         lsn = next(lsn for lsn, each in self._feed.snapshots.values() if each is snapshot)
-        waiting = self._by_stream(self._rows_of(snapshot), snapshot.step, lsn)
-        dropped = self._by_stream(self._feed.dropped(snapshot.step), LATEST, LATEST)
+        waiting, dropped = self._feed.waiting(lsn, snapshot), self._feed.dropped(snapshot.step)
         for name, upto in self._merged(snapshot).items():
-            index, part = waiting.get(name, _NONE)
-            held = zip((index, part), dropped.get(name, _NONE), strict=True)
-            self._lost[name] |= set(self._books[name].lost(upto, *map(np.concatenate, held)))
+            index, part = _ids(waiting, name)
+            elsewhere = zip((index, part), _ids(dropped, name), strict=True)
+            self._lost[name] |= set(self._books[name].lost(upto, *map(np.concatenate, elsewhere)))
             heads = self._books[name].in_steps(index[part == 0])
             lines = (f"{name}:{each} is in the window at step {snapshot.step} and also {self._where(name, each)}"
                      for each in heads.tolist())  # fmt: skip
             self._findings.add_many("contradictions", lines, len(heads))
 
-    def _rows_of(self, snapshot: Snapshot) -> NDArray[np.void]:
-        """Return the samples in the window of a snapshot and in packs without a step yet, dtype ROW [n]."""
-        return np.frombuffer(snapshot.form.window + snapshot.form.pending, ROW)
-
     def _merged(self, snapshot: Snapshot) -> dict[str, list[int]]:
         """Return, by stream, the number of samples that were merged from each partition when ``snapshot`` was taken."""
         return {name: upto for name, upto in self._feed.merged(snapshot).items() if name in self._books}
-
-    def _by_stream(self, rows: NDArray[np.void], step: int, lsn: int) -> dict[str, tuple[I64, I64]]:
-        """Return the (index, part) arrays of rows, by stream; ``step`` and ``lsn`` decide the stream of each number."""
-        return {
-            self._feed.stream_name(number, step, lsn): (each["index"].astype(np.int64), each["part"].astype(np.int64))
-            for number, each in _split(rows)
-        }
 
     # The end
 
     def _check_end(self, last: int) -> None:
         """Account for dropped samples; if the feed has ended, check that no sample is missing. ``last``: last step."""
-        dropped = self._by_stream(self._feed.dropped(), LATEST, LATEST)
-        for stream, (index, part) in dropped.items():
+        dropped = self._feed.dropped()
+        for stream in dropped:
+            index, part = _ids(dropped, stream)
             both = self._books[stream].mark(index[part == 0], DROPPED)
             lines = (f"{stream}:{each} was dropped and {self._where(stream, each)}" for each in both.tolist())
             self._findings.add_many("contradictions", lines, len(both))
@@ -286,15 +277,15 @@ class _Feed:
         self._check_last(self._feed.end, last)
         for stream, books in self._books.items():
             upto = [self._expected(stream, partition) for partition in range(books.partitions)]
-            self._lost[stream] |= set(books.lost(upto, *dropped.get(stream, _NONE))) if self._known else set()
+            self._lost[stream] |= set(books.lost(upto, *_ids(dropped, stream))) if self._known else set()
 
     def _check_last(self, end: FeedEnded, last: int) -> None:
         """Check that the recorded end of the feed comes right after step ``last`` and has its chain."""
         name = self._feed.name
         for other in self._feed.ends:
             if other != end and self._feed.effective(other.num_steps) == other.lineage:
-                said = f"{end.num_steps} and after {other.num_steps} steps"
-                self._findings.add("contradictions", f"feed {name}: ended twice, after {said}")
+                ends = f"{end.num_steps} and after {other.num_steps} steps"
+                self._findings.add("contradictions", f"feed {name}: ended twice, after {ends}")
         if end.num_steps > last + 1:
             self._missing(last + 1, end.num_steps)
         elif end.num_steps <= last:
@@ -332,11 +323,13 @@ class _Feed:
     def _where(self, name: str, index: int, part: int = 0) -> str:
         """Return the steps that hold a sample as text: ``is in step 3, pack 1 and in step 9, pack 0``."""
         try:
-            places = effective_places(self._ledger, name, index)
+            places = self._ledger.find(name, index)
         except LedgerDamaged:
             return "is in a step whose row is damaged"
-        said = [f"step {place.step.step}, pack {place.pack}" for place in places if place.part == part]
-        return "is in " + " and in ".join(said)
+        return "is in " + " and in ".join(
+            f"step {place.step.step}, pack {place.pack}" for place in places
+            if place.part == part and self._feed.effective(place.step.step) == place.step.lineage
+        )  # fmt: skip
 
     def _tree(self, last: int, rejected: dict[str, int]) -> Tree:
         """Return the feed's figures as a tree for JSON; ``rejected``: number of rejected samples by stream."""
@@ -361,11 +354,9 @@ class _Feed:
     def _stream(self, name: str, rejected: int) -> Tree:
         """Return the numbers of a stream's samples by their state, as a tree for JSON."""
         books, lost = self._books[name], self._lost[name]
-        end = self._feed.end
-        dropped = self._feed.dropped()["stream"].tolist()
         heads = {index for index, part in lost if part == 0}
         waiting = 0
-        if end is None:
+        if self._feed.end is None:
             admitted = self._ledger.admitted(name)
             upto = [max(books.upto(p), admitted.get(p, 0)) for p in range(books.partitions)]
             waiting = sum(len(books.missing(p, stop)) for p, stop in enumerate(upto)) - len(heads)
@@ -373,27 +364,17 @@ class _Feed:
             "samples": books.num_samples,
             "tokens": self._tokens[name],
             "rejected": rejected,
-            "dropped": sum(self._feed.stream_name(number, LATEST, LATEST) == name for number in dropped),
+            "dropped": len(self._feed.dropped().get(name, ())),
             "waiting": waiting,
             "lost": len(lost),
             "duplicated": len(books.twice()),
         }
 
 
-_NONE: tuple[I64, I64] = (np.zeros(0, np.int64), np.zeros(0, np.int64))
-
-
-def effective_places(ledger: Ledger, stream: str, index: int) -> list[Placement]:
-    """Return the places of a sample in the history that counts."""
-    feeds = ledger.history.feeds
-    found = ledger.find(stream, index)
-    return [place for place in found if feeds[place.step.feed].effective(place.step.step) == place.step.lineage]
-
-
-def _split(rows: NDArray[np.void]) -> Iterator[tuple[int, NDArray[np.void]]]:
-    """Yield (stream number, rows of that stream)."""
-    for number in np.unique(rows["stream"]).tolist():
-        yield number, rows[rows["stream"] == number]
+def _ids(samples: dict[str, NDArray[np.void]], stream: str) -> tuple[I64, I64]:
+    """Return the (index, part) arrays of a stream's ``samples``, int64 [n] each."""
+    rows = samples.get(stream, np.zeros(0, ROW))
+    return rows["index"].astype(np.int64), rows["part"].astype(np.int64)
 
 
 def _sample(name: str, index: int, part: int) -> str:

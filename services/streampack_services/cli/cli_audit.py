@@ -29,19 +29,18 @@ if TYPE_CHECKING:
 
 Config = Annotated[
     Path | None,
-    typer.Option("--config", "-c", metavar="FILE", show_default=False,
-                 help="The run's broker.yaml, which names the state_dir."),
+    typer.Option("--config", "-c", metavar="FILE", help="The run's broker.yaml, which names the state_dir."),
 ]  # fmt: skip
 ledger = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
 def why(
     step: Annotated[
-        int | None, typer.Option("--step", metavar="K", min=0, help="The step to explain.", show_default=False)
+        int | None, typer.Option("--step", metavar="K", min=0, help="The step to explain.")
     ] = None,
     sample: Annotated[
         str | None,
-        typer.Option("--sample", metavar="STREAM:INDEX", show_default=False,
+        typer.Option("--sample", metavar="STREAM:INDEX",
                      help="The sample to find, such as web:81234. A program that pushes samples names them "
                      "STREAM:PARTITION:SEQ, such as rollouts:0:17. With -p you can pass FILE:ROW, too, such as "
                      "train.jsonl:101."),
@@ -49,17 +48,16 @@ def why(
     produce: Produce = None,
     dp: Annotated[
         int | None,
-        typer.Option("--dp", metavar="R", min=0, help="Show only the packs of this data-parallel rank.",
-                     show_default=False),
+        typer.Option("--dp", metavar="R", min=0, help="Show only the packs of this data-parallel rank."),
     ] = None,
     dp_size: Annotated[
         int | None,
-        typer.Option("--dp-size", metavar="N", min=1, show_default=False,
+        typer.Option("--dp-size", metavar="N", min=1,
                      help="Number of data-parallel ranks that share the packs. Required with --dp."),
     ] = None,
     pp_size: Annotated[
         int | None,
-        typer.Option("--pp-size", metavar="N", min=1, show_default=False, rich_help_panel=ADVANCED,
+        typer.Option("--pp-size", metavar="N", min=1, rich_help_panel=ADVANCED,
                      help="Number of pipeline stages, which can change the number and length of packs."),
     ] = None,
     feed: Feed = None,
@@ -88,7 +86,7 @@ def why(
         streampack why --sample web:81234 --state-dir shared/sft-8b/state
         streampack why --sample train.jsonl:101 -c broker.yaml -p producer.yaml
     """
-    from streampack_services.audit import audit_report
+    from streampack_services.audit import audit_report, why_sample
     from streampack_services.audit import why as audit
     from streampack_services.audit.named_media import references_of
     from streampack_services.ledger.state_dir import read_ledger, state_folder
@@ -96,33 +94,32 @@ def why(
     if (step is None) == (sample is None):
         got = "neither --step nor --sample" if step is None else "both --step and --sample"
         raise UserError(f"Got {got}. Pass exactly one of these options.")
-    if dp is not None and dp_size is None:
-        raise UserError(f"Got --dp {dp} without --dp-size. Pass the number of data-parallel ranks as --dp-size.")
+    for option, value in (("--dp", dp), ("--pp-size", pp_size)):
+        if value is not None and dp_size is None:
+            raise UserError(
+                f"Got {option} {value} without --dp-size. Pass the number of data-parallel ranks as --dp-size."
+            )
     if dp is not None and dp_size is not None and dp >= dp_size:
         raise UserError(
             f"Got --dp {dp} with --dp-size {dp_size}, expected a rank from 0 to {dp_size - 1}. Change --dp or "
             "--dp-size."
         )
-    if pp_size is not None and dp_size is None:
-        raise UserError(
-            f"Got --pp-size {pp_size} without --dp-size. Pass the number of data-parallel ranks as --dp-size."
-        )
     folder = state_folder(state_dir, config)
     with read_ledger(folder) as opened:
         if step is not None:
-            found = audit.why_step(opened, step, feed, dp_size, pp_size or 1)
+            report = audit.why_step(opened, step, feed, dp_size, pp_size or 1)
             if dp is not None:
-                found["packs"] = [pack for pack in found["packs"] if pack["dp_rank"] == dp]
-            print_result(found, as_json, audit_report.show_step)
+                report["packs"] = [pack for pack in report["packs"] if pack["dp_rank"] == dp]
+            print_result(report, as_json, audit_report.show_step)
         elif sample is not None:
-            found = audit.why_row(opened, sample, _sources(produce or []))
-            for each in found.get("samples", [found]):
-                each["references"] = references_of(folder, opened, each)
-            print_result(found, as_json, audit_report.show_row if "samples" in found else audit_report.show_sample)
+            report = why_sample.why_row(opened, sample, _sources(produce or []))
+            for places in report.get("samples", [report]):
+                places["references"] = references_of(folder, opened, places)
+            print_result(report, as_json, audit_report.show_row)
 
 
 def replay(
-    step: Annotated[int, typer.Option("--step", metavar="K", min=0, help="Step to replay.", show_default=False)],
+    step: Annotated[int, typer.Option("--step", metavar="K", min=0, help="Step to replay.")],
     config: BrokerYaml,
     produce: Produce = None,
     feed: Feed = None,
@@ -135,13 +132,13 @@ def replay(
     ] = 1,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FILE", show_default=False,
+        typer.Option("--out", "-o", metavar="FILE",
                      help="Write the arrays of all ranks to this .npz file. Each array is named "
                      "RANK.MICRO_BATCH.NAME, such as dp0.cp0.0.input_ids."),
     ] = None,
     lineage: Annotated[
         int | None,
-        typer.Option("--lineage", metavar="L", min=0, show_default=False, rich_help_panel=ADVANCED,
+        typer.Option("--lineage", metavar="L", min=0, rich_help_panel=ADVANCED,
                      help="Number of the lineage to replay the step from. Default: the lineage in effect at this "
                      "step."),
     ] = None,
@@ -169,9 +166,9 @@ def replay(
 
     producer.import_from_here()
     options = replay.ReplayOptions(step, config, produce or [], feed, lineage, state_dir, dp, cp, pp, out, timeout)
-    found = replay.replay(options)
-    print_result(found, as_json, audit_report.show_replayed)
-    raise typer.Exit(0 if found["equal"] else 1)
+    report = replay.replay(options)
+    print_result(report, as_json, audit_report.show_replayed)
+    raise typer.Exit(0 if report["equal"] else 1)
 
 
 @ledger.callback()
@@ -202,9 +199,9 @@ def verify_(state_dir: StateDir = None, config: Config = None, as_json: AsJson =
     from streampack_services.ledger.state_dir import read_ledger, state_folder
 
     with read_ledger(state_folder(state_dir, config)) as opened:
-        found = verify.verify(opened)
-    print_result(found, as_json, audit_report.show_verified)
-    raise typer.Exit(0 if found["good"] else 1)
+        report = verify.verify(opened)
+    print_result(report, as_json, audit_report.show_verified)
+    raise typer.Exit(0 if report["good"] else 1)
 
 
 @ledger.command(cls=Command)
@@ -222,9 +219,7 @@ def rebuild(state_dir: StateDir = None, config: Config = None, as_json: AsJson =
     from streampack_services.audit import audit_report
     from streampack_services.ledger.state_dir import rebuild, state_folder
 
-    folder = state_folder(state_dir, config)
-    found = rebuild(folder)
-    print_result(found, as_json, audit_report.show_rebuilt)
+    print_result(rebuild(state_folder(state_dir, config)), as_json, audit_report.show_rebuilt)
 
 
 def _sources(paths: list[Path]) -> dict[str, OpenedSource]:

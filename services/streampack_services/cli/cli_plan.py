@@ -26,7 +26,7 @@ def _png(file: Path | None) -> Path | None:
 
 Png = Annotated[
     Path | None,
-    typer.Option("--png", metavar="FILE", show_default=False, callback=_png,
+    typer.Option("--png", metavar="FILE", callback=_png,
                  help="Also write a chart to this .png file. Needs matplotlib."),
 ]  # fmt: skip
 
@@ -35,83 +35,83 @@ def plan(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="LENGTHS|ENDPOINT|STATE_DIR", show_default=False,
+            metavar="LENGTHS|ENDPOINT|STATE_DIR",
             help="Source of the sample lengths: a file (.npy, or text with whole numbers), a state_dir, or a broker. "
             "Name a broker by its HTTP address, or by its rendezvous file as file://PATH.",
         ),
     ] = None,
     config: Annotated[
         list[Path] | None,
-        typer.Option("--config", "-c", metavar="FILE", show_default=False,
+        typer.Option("--config", "-c", metavar="FILE",
                      help="A producer.yaml with the streams to read, or a broker.yaml with the rules, weights and "
                      "mesh to start from. Repeat the option to pass both files."),
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option("--budget", metavar="TOKENS[,...]", show_default=False,
+        typer.Option("--budget", metavar="TOKENS[,...]",
                      help="Tokens per pack. The first budget is the base of the comparison. A single budget is "
                      "compared with half, twice and four times as many tokens. Default: the budget in broker.yaml, or "
                      "the best budget around 8192."),
     ] = None,
     window: Annotated[
         str | None,
-        typer.Option("--window", metavar="SAMPLES[,...]", show_default=False,
+        typer.Option("--window", metavar="SAMPLES[,...]",
                      help="Number of samples that the packer chooses from. A single window is compared with 256, 1024 "
                      "and 4096 samples. Default: the window in broker.yaml, or 1024."),
     ] = None,
     packer: Annotated[
         str | None,
-        typer.Option("--packer", metavar="NAME[,...]", show_default=False,
+        typer.Option("--packer", metavar="NAME[,...]",
                      help="Packers to compare. A single packer is compared with all other packers. Default: the packer "
                      "in broker.yaml, or exact_fill."),
     ] = None,
     mesh: Annotated[
         list[str] | None,
-        typer.Option("--mesh", metavar="dp=N,cp=N,tp=N,pp=N", show_default=False,
+        typer.Option("--mesh", metavar="dp=N,cp=N,tp=N,pp=N",
                      help="Number of data-parallel ranks (dp), context-parallel ranks (cp), tensor-parallel ranks (tp) "
                      "and pipeline stages (pp). Repeat the option to compare meshes. Default: planned_mesh in "
                      "broker.yaml, or one rank."),
     ] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option("--shape", metavar="SHAPE", show_default=False,
+        typer.Option("--shape", metavar="SHAPE",
                      help="Shape of packs: fixed, exact, multiple=512 or buckets=2048,4096. Repeat the option to "
                      "compare shapes. A single shape is compared with all other kinds. Default: the shape in "
                      "broker.yaml, or fixed."),
     ] = None,
     precision: Annotated[
         str | None,
-        typer.Option("--precision", metavar="NAME", show_default=False, rich_help_panel=ADVANCED,
+        typer.Option("--precision", metavar="NAME", rich_help_panel=ADVANCED,
                      help=f"FP8 recipe of the training: {', '.join(get_args(Precision))}. The recipe determines the "
                      "multiple of tokens that packs are padded to. Default: precision in broker.yaml, or none."),
     ] = None,
     packs: Annotated[
         int | None,
-        typer.Option("--packs", metavar="N", min=1, show_default=False,
+        typer.Option("--packs", metavar="N", min=1,
                      help="Packs per optimizer step, over all ranks. Default: the number in broker.yaml, or 64."),
     ] = None,
     batch: Annotated[
         int | None,
-        typer.Option("--batch", metavar="SAMPLES", min=1, max=2**24, show_default=False, rich_help_panel=ADVANCED,
+        typer.Option("--batch", metavar="SAMPLES", min=1, max=2**24, rich_help_panel=ADVANCED,
                      help="Samples per step, if steps are batches of samples. Do not combine this option with "
                      "--packs. If broker.yaml has end_of_batch, pass the mean number of samples per batch. Default: "
                      "the number in broker.yaml."),
     ] = None,
     overlong: Annotated[
         str | None,
-        typer.Option("--overlong", metavar="POLICY", show_default=False, rich_help_panel=ADVANCED,
+        typer.Option("--overlong", metavar="POLICY", rich_help_panel=ADVANCED,
                      help=f"Policy for samples longer than the budget: {', '.join(get_args(Overlong))}. Default: the "
                      "policy in broker.yaml. If that policy is error, plan shows the tokens that truncate would lose."),
     ] = None,
     samples: Annotated[
         int | None,
-        typer.Option("--samples", metavar="N", min=1, show_default=False,
+        typer.Option("--samples", metavar="N", min=1,
                      help="Number of samples to read from each stream of producer.yaml, or number of LENGTHS to pack. "
                      "Default: 20000 samples of each stream, or 50000 lengths."),
     ] = None,
     total: Annotated[
         int | None,
-        typer.Option("--total", metavar="N", min=1, show_default=False, rich_help_panel=ADVANCED,
+        typer.Option("--total", metavar="N", min=1, rich_help_panel=ADVANCED,
                      help="Number of samples in one pass over the data. Pass this number if LENGTHS has only a part "
                      "of the samples, or if a source does not report its size."),
     ] = None,
@@ -139,21 +139,22 @@ def plan(
         streampack plan http://node0:7400
     """
     from streampack_services.plan import advice, advisor, plan_inputs, plan_options, plan_report
+    from streampack_services.terminal import progress_line
 
-    given = plan_options.PlanInputs(
+    inputs = plan_options.PlanInputs(
         what, config or [], budget, window, packer, mesh or [], shape or [], precision, packs, batch, overlong, samples,
         total, feed, timeout,
     )  # fmt: skip
-    workload, options = plan_inputs.read(given)
-    with plan_inputs.progress_line() as say:
-        found = advisor.advise(workload, options, say)
-    found["why"] = advice.why(found, options.overlong)
-    found["broker_yaml"] = advice.broker_yaml(found, options.overlong)
-    print_result(found, as_json, plan_report.show_plan)
+    workload, options = plan_inputs.read(inputs)
+    with progress_line("planning") as show:
+        report = advisor.advise(workload, options, lambda text: show(f"planning: {text}"))
+    report["why"] = advice.why(report, options.overlong)
+    report["broker_yaml"] = advice.broker_yaml(report, options.overlong)
+    print_result(report, as_json, plan_report.show_plan)
     if png is not None:
         from streampack_services.plan import charts
 
-        charts.draw_plan(found, workload.lengths, png)
+        charts.draw_plan(report, workload.lengths, png)
         print(f"wrote {png}", file=sys.stderr)
 
 
@@ -161,25 +162,25 @@ def report(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="STATE_DIR|ENDPOINT", show_default=False,
+            metavar="STATE_DIR|ENDPOINT",
             help="A run's state_dir, to report all steps in its log. A broker's HTTP address, or its rendezvous file "
             f"as file://PATH, to report the steps since the broker started. {DEFAULT_BROKER}",
         ),
     ] = None,
     gpus: Annotated[
         int | None,
-        typer.Option("--gpus", metavar="N", min=1, show_default=False,
+        typer.Option("--gpus", metavar="N", min=1,
                      help="Number of GPUs. Default: the number of ranks attached to the broker."),
     ] = None,
     tokens_per_second: Annotated[
         float | None,
-        typer.Option("--tokens-per-second", metavar="N", min=1e-9, show_default=False,
+        typer.Option("--tokens-per-second", metavar="N", min=1e-9,
                      help="Tokens per second that one GPU computes, including padding. Default: the broker's current "
                      "rate, divided by the number of GPUs."),
     ] = None,
     micro_batch: Annotated[
         int | None,
-        typer.Option("--micro-batch", metavar="SAMPLES", min=1, show_default=False, rich_help_panel=ADVANCED,
+        typer.Option("--micro-batch", metavar="SAMPLES", min=1, rich_help_panel=ADVANCED,
                      help="Samples per micro-batch, for the comparison with padded batches. Default: the mean number "
                      "of samples per pack."),
     ] = None,
@@ -206,10 +207,10 @@ def report(
     from streampack_services.plan import plan_inputs, savings
 
     run = plan_inputs.run_of(what, feed, timeout)
-    found = savings.savings(run, micro_batch, savings.rate_of(run, gpus, tokens_per_second))
-    print_result(found, as_json, savings.show_savings)
+    saved = savings.savings(run, micro_batch, savings.rate_of(run, gpus, tokens_per_second))
+    print_result(saved, as_json, savings.show_savings)
     if png is not None:
         from streampack_services.plan import charts
 
-        charts.draw_savings(found, savings.named_rows(found), run.lengths, png)
+        charts.draw_savings(saved, savings.named_rows(saved), run.lengths, png)
         print(f"wrote {png}", file=sys.stderr)

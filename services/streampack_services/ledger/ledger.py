@@ -63,6 +63,8 @@ GAP = 4096
 """Indices of a stream that are further apart are in different spans."""
 BATCH_BYTES = 16 << 20
 """Bytes of records to write in one transaction."""
+_COVERS = "stream = ? AND lo <= ? AND hi >= ?"
+"""SQL condition for the rows of a stream that may hold an index from the third parameter to the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,18 +244,17 @@ class Ledger:
         Adding the same step again changes nothing.
         """
         key = (step.feed, step.step, step.lineage)
-        found = self._tables.first("body", "steps", "feed = ? AND step = ? AND lineage = ?", key)
+        recorded = self._tables.first("body", "steps", "feed = ? AND step = ? AND lineage = ?", key)
         body = step_rows.encode(step)
-        if found is not None:
-            return bool(found != body)
+        if recorded is not None:
+            return bool(recorded != body)
         self._tables.insert("steps", (*key, step.lsn, body))
-        feed, numbers = self.history.feeds.get(step.feed), step.rows["stream"]
+        feed = self.history.feeds.get(step.feed)
         if feed is None:
             got = f"record {step.lsn} is a step of feed {step.feed!r}"
             raise self._tables.damaged(f"{got}, but no earlier record has the feed's rules")
-        for number in np.unique(numbers).tolist():
-            name = feed.stream_name(number, step.step, step.lsn)
-            for lo, hi in _stretches(step.rows["index"][numbers == number]):
+        for name, rows in feed.by_stream(step.rows, step.step, step.lsn).items():
+            for lo, hi in _stretches(rows["index"]):
                 self._tables.insert("spans", (name, lo, hi, step.step, step.lineage, step.lsn))
         return False
 
@@ -262,13 +263,12 @@ class Ledger:
         if not len(indices):
             return
         indices = np.unique(indices)
-        query = "stream = ? AND lo <= ? AND hi >= ?"
-        for row in self._tables.rows("rejected", query, (stream, int(indices[-1]), int(indices[0]))):
+        for row in self._tables.rows("rejected", _COVERS, (stream, int(indices[-1]), int(indices[0]))):
             indices = np.setdiff1d(indices, np.frombuffer(row[4], "<i8"), assume_unique=True)
         if len(indices):
-            said = json.dumps(reasons, sort_keys=True)
+            text = json.dumps(reasons, sort_keys=True)
             lo, hi = int(indices[0]), int(indices[-1])
-            self._tables.insert("rejected", (lsn, stream, lo, hi, indices.astype("<i8").tobytes(), said))
+            self._tables.insert("rejected", (lsn, stream, lo, hi, indices.astype("<i8").tobytes(), text))
 
     def _add_chunk(self, lsn: int, chunk: ChunkAdmitted) -> None:
         """Add the partition's number of admitted samples, and the chunk's samples that were rejected or dropped."""
@@ -318,14 +318,14 @@ class Ledger:
             if row is not None:
                 yield _decoded(row)
 
-    def lineages_of(self, feed: str, step: int) -> list[int]:
-        """Return the lineages that have a record of this step."""
-        return [found.lineage for found in self._steps("feed = ? AND step = ?", (feed, step))]
+    def records_of(self, feed: str, step: int) -> list[StepRows]:
+        """Return the records of this step in all lineages."""
+        return list(self._steps("feed = ? AND step = ?", (feed, step)))
 
     def last_step(self, feed: str, lineage: int) -> int | None:
         """Return the highest recorded step of a lineage; None if there is none."""
-        found: int | None = self._tables.first("max(step)", "steps", "feed = ? AND lineage = ?", (feed, lineage))
-        return found
+        last: int | None = self._tables.first("max(step)", "steps", "feed = ? AND lineage = ?", (feed, lineage))
+        return last
 
     def last_before(self, feed: str, step: int) -> int:
         """Return the highest recorded step below ``step`` in the history that counts; -1 if there is none."""
@@ -333,51 +333,46 @@ class Ledger:
         for branch in reversed(self.history.feeds[feed].branches):
             where = "feed = ? AND lineage = ? AND step >= ? AND step < ?"
             key = feed, branch.number, branch.step, stop
-            if (found := self._tables.first("max(step)", "steps", where, key)) is not None:
-                return int(found)
+            if (last := self._tables.first("max(step)", "steps", where, key)) is not None:
+                return int(last)
             stop = min(stop, branch.step)
         return -1
 
     def gaps(self, feed: str) -> list[Gap]:
         """Return the ranges of steps that are not recorded here, after which trainers resumed from a checkpoint."""
-        of, found = self.history.feeds[feed], list[Gap]()
+        of, unrecorded = self.history.feeds[feed], list[Gap]()
         for lsn, snapshot in of.brought:
-            replaced = any(each.lsn > lsn and each.step < snapshot.step for each in of.branches)
+            replaced = any(branch.lsn > lsn and branch.step < snapshot.step for branch in of.branches)
             first = self.last_before(feed, snapshot.step) + 1
             if not replaced and first < snapshot.step:
-                found.append(Gap(first, snapshot.step - 1, lsn, snapshot))
-        return found
+                unrecorded.append(Gap(first, snapshot.step - 1, lsn, snapshot))
+        return unrecorded
 
     def find(self, stream: str, index: int) -> list[Placement]:
         """Return all places of a sample and its parts, in all lineages, in the order of their records."""
         feed, places = self.history.feed_of(stream), list[Placement]()
-        spans = self._tables.rows("spans", "stream = ? AND lo <= ? AND hi >= ?", (stream, index, index))
+        spans = self._tables.rows("spans", _COVERS, (stream, index, index))
         for *_, number, lineage, _ in sorted(spans, key=lambda row: int(row[5])):
             step = None if feed is None else self.step(feed.name, number, lineage)
             if feed is None or step is None:
                 raise self._tables.damaged(f"table steps has no row for step {number} of lineage {lineage}")
             hits = np.flatnonzero(step.rows["index"] == index).tolist()
-            numbers = [int(step.rows["stream"][row]) for row in hits]
             places += [
-                Placement(step, row, int(step.packs[row])) for row, number in zip(hits, numbers, strict=True)
-                if feed.stream_name(number, step.step, step.lsn) == stream
+                Placement(step, row, int(step.packs[row])) for row in hits
+                if feed.stream_name(int(step.rows["stream"][row]), step.step, step.lsn) == stream
             ]  # fmt: skip
         return places
 
-    def rejections(self, stream: str) -> Iterator[tuple[int, I64, dict[str, int]]]:
-        """Yield (lsn, indices int64 [n], reasons) of each record that rejected samples of a stream.
+    def rejections(self, stream: str) -> Iterator[I64]:
+        """Yield the indices, int64 [n], of each record that rejected samples of a stream; no index comes twice."""
+        for *_, indices, _ in self._tables.rows("rejected", "stream = ?", (stream,)):
+            yield np.frombuffer(indices, "<i8")
 
-        ``reasons`` counts samples by reason. No sample is in two records.
-        """
-        for lsn, _, _, _, indices, reasons in self._tables.rows("rejected", "stream = ?", (stream,)):
-            yield lsn, np.frombuffer(indices, "<i8"), json.loads(reasons)
-
-    def rejection(self, stream: str, index: int) -> tuple[int, dict[str, int]] | None:
-        """Return (lsn, reasons) of the record that rejected a sample, or None; one of the reasons is this sample's."""
-        query = "stream = ? AND lo <= ? AND hi >= ?"
-        for lsn, _, _, _, indices, reasons in self._tables.rows("rejected", query, (stream, index, index)):
+    def rejection(self, stream: str, index: int) -> dict[str, int] | None:
+        """Return the reasons in the record that rejected a sample, with counts, one of them its own; or None."""
+        for *_, indices, reasons in self._tables.rows("rejected", _COVERS, (stream, index, index)):
             if index in np.frombuffer(indices, "<i8"):
-                return lsn, json.loads(reasons)
+                return dict(json.loads(reasons))
         return None
 
     def admitted(self, stream: str) -> dict[int, int]:
@@ -391,21 +386,22 @@ class Ledger:
     def completion(self, stream: str, partition: int, seq: int) -> Completion | None:
         """Return how a sample was sent that was admitted with number ``seq``; None if it did not wait."""
         where = "stream = ? AND partition = ? AND base <= ? AND stop > ? ORDER BY base DESC, lsn DESC"
-        return next((each for each in self._completions(where, (stream, partition, seq, seq)) if each.seq == seq), None)
+        waited = self._completions(where, (stream, partition, seq, seq))
+        return next((sample for sample in waited if sample.seq == seq), None)
 
     def completion_of(self, stream: str, partition: int, sent: int) -> Completion | None:
         """Return how a sample was admitted that was sent with number ``sent``; None if it was not, or did not wait."""
         where = "stream = ? AND partition = ? AND lo <= ? AND hi >= ?"
-        found = self._completions(where, (stream, partition, sent, sent))
-        return next((each for each in found if each.sent == sent), None)
+        waited = self._completions(where, (stream, partition, sent, sent))
+        return next((sample for sample in waited if sample.sent == sent), None)
 
     def sent_twice(self, stream: str, partition: int) -> list[int]:
         """Return the numbers with which samples were sent that were admitted more than once."""
         rows = self._tables.checked("completed", "stream = ? AND partition = ?", (stream, partition))
         sent = [_sent_numbers(row) for _, row in rows if row is not None]
         numbers, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *sent]), return_counts=True)
-        found: list[int] = numbers[counts > 1].tolist()
-        return found
+        repeated: list[int] = numbers[counts > 1].tolist()
+        return repeated
 
     def _completions(self, where: str, key: tuple[Any, ...]) -> Iterator[Completion]:
         """Yield the samples of the rows that the SQL condition ``where`` with parameters ``key`` chooses."""
@@ -425,8 +421,8 @@ class Ledger:
 
     def furthest(self, stream: str) -> int:
         """Return the highest index of a stream's samples in steps of any lineage; -1 if there is none."""
-        found = self._tables.first("max(hi)", "spans", "stream = ?", (stream,))
-        return -1 if found is None else int(found)
+        highest = self._tables.first("max(hi)", "spans", "stream = ?", (stream,))
+        return -1 if highest is None else int(highest)
 
     def check(self, tables: Iterable[str] = TABLES) -> list[str]:
         """Read every row of the tables; return a line of text for each damaged one."""
@@ -463,8 +459,8 @@ def _stop_of(chunk: ChunkAdmitted | ChunkStaged) -> int:
 def _sent_numbers(row: list[Any]) -> I64:
     """Return the numbers with which the samples of a row of the table ``completed`` were sent, int64 [n]."""
     _, _, base, _, stop, _, _, body = row
-    found: I64 = unpack_column(body, 0, stop - base)[0] + np.arange(stop - base)
-    return found
+    numbers: I64 = unpack_column(body, 0, stop - base)[0] + np.arange(stop - base)
+    return numbers
 
 
 def _decoded(row: list[Any]) -> StepRows:
@@ -479,6 +475,6 @@ def _stretches(indices: Any) -> Iterator[tuple[int, int]]:
     if most - least <= GAP:
         yield least, most
         return
-    found = np.sort(indices)
-    cuts = np.flatnonzero(np.diff(found) > GAP)
-    yield from zip(found[[0, *(cuts + 1)]].tolist(), found[[*cuts, -1]].tolist(), strict=True)
+    rising = np.sort(indices)
+    cuts = np.flatnonzero(np.diff(rising) > GAP)
+    yield from zip(rising[[0, *(cuts + 1)]].tolist(), rising[[*cuts, -1]].tolist(), strict=True)

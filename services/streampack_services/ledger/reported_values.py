@@ -33,7 +33,7 @@ class ReportedValues:
         columns = [column.tolist() for column in self.merged.values]
         rows = zip(*columns, strict=True)
         ids = map(tuple, self.merged.ids.tolist())
-        return {each: dict(zip(self.names, row, strict=True)) for each, row in zip(ids, rows, strict=True)}
+        return {sample_id: dict(zip(self.names, row, strict=True)) for sample_id, row in zip(ids, rows, strict=True)}
 
 
 def values_of(parts: Iterable[ValuesReported]) -> list[ReportedValues]:
@@ -49,17 +49,17 @@ def values_of(parts: Iterable[ValuesReported]) -> list[ReportedValues]:
     for part in parts:
         if part.names in complete:
             continue
-        mine = pending.setdefault(part.names, {})
-        newest = max((each.attempt for each in mine.values()), default=part.attempt)
+        of_attempt = pending.setdefault(part.names, {})
+        newest = max((report.attempt for report in of_attempt.values()), default=part.attempt)
         if part.attempt > newest:
-            mine.clear()
+            of_attempt.clear()
         if part.attempt >= newest:
-            mine[part.part] = part
-        if len(mine) >= part.parts:
+            of_attempt[part.part] = part
+        if len(of_attempt) >= part.parts:
             complete[part.names] = list(pending.pop(part.names).values())
-    found = [(names, mine, True) for names, mine in complete.items()]
-    found += [(names, list(mine.values()), False) for names, mine in pending.items()]
+    reports = [(names, of_attempt, True) for names, of_attempt in complete.items()]
+    reports += [(names, list(of_attempt.values()), False) for names, of_attempt in pending.items()]
     return [
-        ReportedValues(names, merge_parts(mine), whole)
-        for names, mine, whole in sorted(found, key=lambda each: each[0])
+        ReportedValues(names, merge_parts(of_attempt), whole)
+        for names, of_attempt, whole in sorted(reports, key=lambda report: report[0])
     ]

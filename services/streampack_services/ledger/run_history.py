@@ -92,20 +92,24 @@ class FeedHistory:
     @property
     def branches(self) -> list[Lineage]:
         """Lineages that count, in the order of their first steps."""
-        found: list[Lineage] = []
+        counting: list[Lineage] = []
         for lineage in self.lineages:
-            found = [each for each in found if each.step < lineage.step]
-            found.append(lineage)
-        return found
+            counting = [other for other in counting if other.step < lineage.step]
+            counting.append(lineage)
+        return counting
 
     def effective(self, step: int) -> int:
         """Return the number of the lineage that counts at ``step``."""
-        return next((each.number for each in reversed(self.branches) if each.step <= step), 0)
+        return next((branch.number for branch in reversed(self.branches) if branch.step <= step), 0)
+
+    def is_skipped(self, step: int) -> bool:
+        """Return whether every rank skips the step."""
+        return any(first <= step <= last for first, last in self.skips)
 
     def rules_at(self, step: int, lsn: int = LATEST) -> Rules:
         """Return the rules of ``step`` that record ``lsn`` and earlier records give; by default, all records."""
-        held = [each for each in self.rules if each.step <= step and each.lsn <= lsn]
-        return max(held, key=lambda each: (each.step, each.lsn)).rules
+        changes = [change for change in self.rules if change.step <= step and change.lsn <= lsn]
+        return max(changes, key=lambda change: (change.step, change.lsn)).rules
 
     @property
     def streams(self) -> dict[str, StreamRules]:
@@ -119,10 +123,10 @@ class FeedHistory:
     def merged(self, snapshot: Snapshot) -> dict[str, list[int]]:
         """Return for each stream the number of merged samples of each partition when a snapshot was taken."""
         left = list(snapshot.merge.merged_samples)
-        found = {}
+        by_stream = {}
         for stream in self.rules_of(snapshot).streams:
-            found[stream.name], left = left[: stream.partitions], left[stream.partitions :]
-        return found
+            by_stream[stream.name], left = left[: stream.partitions], left[stream.partitions :]
+        return by_stream
 
     def stream_name(self, number: int, step: int, lsn: int) -> str:
         """Return the name of the stream with this number at ``step``, as of record ``lsn``; ``#5`` if unknown."""
@@ -134,16 +138,27 @@ class FeedHistory:
         """The feed's end in the history that counts; None if it has not ended."""
         return next((end for end in self.ends if self.effective(end.num_steps) == end.lineage), None)
 
-    def dropped(self, upto: int = NEVER) -> NDArray[np.void]:
-        """Return the valid samples that ``tail: drop`` left out before steps up to ``upto``, dtype ROW [n]."""
+    def by_stream(
+        self, rows: NDArray[np.void], step: int = LATEST, lsn: int = LATEST
+    ) -> dict[str, NDArray[np.void]]:  # fmt: skip
+        """Return samples, dtype ROW [n], by the name that their stream has at ``step``, as of record ``lsn``."""
+        numbers = np.unique(rows["stream"]).tolist()
+        return {self.stream_name(number, step, lsn): rows[rows["stream"] == number] for number in numbers}
+
+    def waiting(self, lsn: int, snapshot: Snapshot) -> dict[str, NDArray[np.void]]:
+        """Return by stream the samples in the window of record ``lsn``'s snapshot, and in packs without a step yet."""
+        return self.by_stream(np.frombuffer(snapshot.form.window + snapshot.form.pending, ROW), snapshot.step, lsn)
+
+    def dropped(self, upto: int = NEVER) -> dict[str, NDArray[np.void]]:
+        """Return by stream the valid samples that ``tail: drop`` left out before steps up to ``upto``."""
         tails = [tail for tail in self.tails if tail.step <= upto and self.effective(tail.step) == tail.lineage]
-        return np.frombuffer(b"".join(tail.rows for tail in tails), ROW)
+        return self.by_stream(np.frombuffer(b"".join(tail.rows for tail in tails), ROW))
 
     def snapshot(self, next_step: int) -> Snapshot | None:
         """Return the snapshot with the highest step up to ``next_step`` in the history that counts, or None."""
-        held = [snapshot for number, (_, snapshot) in self.snapshots.items()
+        snapshots = [snapshot for number, (_, snapshot) in self.snapshots.items()
                 if snapshot.step <= next_step and self.effective(max(snapshot.step - 1, 0)) == number]  # fmt: skip
-        return max(held, key=lambda snapshot: snapshot.step, default=None)
+        return max(snapshots, key=lambda snapshot: snapshot.step, default=None)
 
 
 class RunHistory:
@@ -214,7 +229,7 @@ class RunHistory:
     def _facts(self, lsn: int, feed: FeedHistory, facts: FeedFacts) -> bool:
         """Add the facts of one feed in a ``Base`` record; return whether any of them is new."""
         new = self._lineage(feed, Lineage(facts.lineage, facts.lineage_step, lsn))
-        if not any(each.note is None and each.rules == facts.rules for each in feed.rules):
+        if not any(known.note is None and known.rules == facts.rules for known in feed.rules):
             feed.rules.append(RulesFrom(lsn, facts.lineage_step if feed.rules else 0, facts.rules))
             new = True
         for change in facts.changes:
@@ -227,7 +242,7 @@ class RunHistory:
 
     def _change(self, lsn: int, feed: FeedHistory, change: RulesChange) -> bool:
         """Add a change of rules, or the place where an earlier change takes effect; return whether it is a new fact."""
-        same = [each for each in feed.rules if (each.rules, each.note) == (change.rules, change.note)]
+        same = [known for known in feed.rules if (known.rules, known.note) == (change.rules, change.note)]
         if not same:
             feed.rules.append(RulesFrom(lsn, change.step, change.rules, change.note, change.position))
             return True
@@ -238,7 +253,7 @@ class RunHistory:
 
     def _lineage(self, feed: FeedHistory, lineage: Lineage) -> bool:
         """Add a lineage; return whether it is new."""
-        if any((each.number, each.step) == (lineage.number, lineage.step) for each in feed.lineages):
+        if any((known.number, known.step) == (lineage.number, lineage.step) for known in feed.lineages):
             return False
         feed.lineages.append(lineage)
         return True

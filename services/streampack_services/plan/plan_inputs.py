@@ -6,14 +6,11 @@ numbers is lengths. Without an argument, the streams of producer.yaml are read a
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from streampack.config.config_files import read_either
 from streampack.config.daemon_settings import BrokerConfig, ProducerConfig, ProducerStream
@@ -94,17 +91,6 @@ def _run(what: str | None, feed: str | None, timeout_s: float, *, waiting: bool 
     if Path(what).is_dir() and segment_files(Path(what)):
         return run_lengths.from_ledger(Path(what), feed, waiting=waiting)
     return None
-
-
-@contextmanager
-def progress_line() -> Iterator[Callable[[str], None]]:
-    """Show a progress line on standard error, if it is a terminal; yield a function that sets the line's text."""
-    console = Console(stderr=True, highlight=False, markup=False)
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    with console.status("planning") as status:
-        yield lambda text: status.update(f"planning: {text}")
 
 
 # Lengths

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from streampack_services.audit.verify import verify
-from streampack_services.audit.why import why_sample, why_step
+from streampack_services.audit.why import why_step
+from streampack_services.audit.why_sample import why_sample
 from streampack_services.ledger.ledger import Ledger
 
 from streampack.core.journal.log_records import (
@@ -34,7 +35,7 @@ from tests.core.feed.test_going_back import PARTITIONS
 from tests.core.feed.test_late_fields import NAMES, Late, run
 from tests.core.feed.test_pacing import Paced
 from tests.core.results.test_step_values import CP, DP, SAMPLES, STEPS, Desk, part_of
-from tests.services.recorded import entries
+from tests.services.recorded import entries, with_values
 
 WAITED = f"its late fields ({', '.join(NAMES)})"
 
@@ -175,29 +176,11 @@ def test_the_reported_values_are_those_that_subscribers_get(seed: int) -> None:
                 assert list(by_sample) == [(0, index, 0) for index in range(first, first + DP * SAMPLES)]
 
 
-def with_values(live: Late, values: dict[str, float]) -> list[Record]:
-    """The records of a run whose only rank reports these values for each sample of each step, times its index."""
-    records = list[Record]()
-    for record in live.records():
-        records.append(record)
-        if isinstance(record, StepFormed):
-            rows = np.frombuffer(record.rows, ROW)
-            columns = {name: rows[key].astype(kind).tobytes() for name, key, kind in (
-                ("streams_u32", "stream", "<u4"), ("indices_u64", "index", "<u8"), ("parts_u32", "part", "<u4"),
-            )}  # fmt: skip
-            records.append(ValuesReported(
-                feed="train", lineage=record.lineage, step=record.step, attempt=(1, 1), part=0, parts=1,
-                names=tuple(values), **columns,
-                values=[(rows["index"] * each).astype("<f8").tobytes() for each in values.values()],
-            ))  # fmt: skip
-    return records
-
-
 @given(rollouts.moves(), st.integers(0, 99))
 @settings(deadline=None, max_examples=10)
 def test_why_shows_the_values_of_each_step(story: list[tuple[str, int]], seed: int) -> None:
     live = run(Late(seed, discards=True), story)
-    with ledger_of(with_values(live, {"entropy": 0.5, "loss": float("nan")})) as ledger:
+    with ledger_of(with_values(live.records(), {"entropy": 0.5, "loss": float("nan")})) as ledger:
         for partition in range(PARTITIONS):
             for sent in range(live.wanted):
                 found = why_sample(ledger, f"rollouts:{partition}:{sent}")
@@ -217,7 +200,7 @@ def test_values_that_some_ranks_have_not_reported_are_not_shown_as_the_values() 
     live = run(Late(4), [])
     records = [
         msgspec.structs.replace(record, parts=2) if isinstance(record, ValuesReported) else record
-        for record in with_values(live, {"loss": 1.0})
+        for record in with_values(live.records(), {"loss": 1.0})
     ]
     with ledger_of(records) as ledger:
         step = why_step(ledger, 0)
@@ -237,7 +220,7 @@ def test_values_that_some_ranks_have_not_reported_are_not_shown_as_the_values() 
 )  # fmt: skip
 def test_a_damaged_row_of_a_sample_that_waited_is_never_used(statement: str, tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    ledger_of(with_values(run(Late(4), []), {"loss": 1.0}), path).close()
+    ledger_of(with_values(run(Late(4), []).records(), {"loss": 1.0}), path).close()
     with sqlite3.connect(path) as db:
         db.execute(statement)
     db.close()

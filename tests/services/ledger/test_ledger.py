@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 from streampack_services.audit.verify import verify
-from streampack_services.audit.why import why_sample, why_step
+from streampack_services.audit.why import why_step
+from streampack_services.audit.why_sample import why_sample
 from streampack_services.ledger import step_rows
 from streampack_services.ledger.ledger import Ledger
 
