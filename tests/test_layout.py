@@ -33,7 +33,6 @@ LOADED_BY_NAME = {
     "streampack.kernels.helper": "kernels that another process asks for",
     "streampack.sources.open_source": "the format that a configuration names",
     "streampack_services.entry": "the command of the library",
-    "streampack_services.cli.main": "the demo, which imports much",
     "streampack.tokenizers.callable_tokenizer": "a user's function",
     "streampack.sources.files.compressed": "Zstandard, an extra",
     "streampack.sources.files.remote": "fsspec, an extra",

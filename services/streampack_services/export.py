@@ -152,15 +152,15 @@ def export(name: str, folder: Path, options: Options, *, force: bool = False) ->
             path.write_text(text)
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}. Choose another folder.") from None
-    said = {"dir": folder, "context": image.context, "run": options.run or RUN, "image": options.image or IMAGE}
-    return Exported(list(files), place.then.format(**said), list(_warnings(place, options)))
+    names = {"dir": folder, "context": image.context, "run": options.run or RUN, "image": options.image or IMAGE}
+    return Exported(list(files), place.then.format(**names), list(_warnings(place, options)))
 
 
 def _check(name: str, place: Place, options: Options) -> None:
     """Raise UserError for an option that the place does not have, a wrong value, or a relative path."""
     for key, value in asdict(options).items():
         if value is not None and key not in place.options:
-            known = ", ".join(f"--{each}" for each in place.options) or "no option"
+            known = ", ".join(f"--{option}" for option in place.options) or "no option"
             raise UserError(f"The export {name} does not have the option --{key}. Its options are: {known}.")
         pattern, expected = _WORDS.get(key, ("", ""))
         if isinstance(value, str) and not re.fullmatch(pattern, value):
@@ -210,14 +210,14 @@ def _paths(config: ProducerConfig) -> Iterator[tuple[str, str]]:
             shards = [stream.shards] if isinstance(stream.shards, str) else stream.shards or []
             yield from ((f"streams.{name}.shards", path) for path in shards)
             yield from ((f"streams.{name}.path", path) for path in (stream.path,) if path)
-    yield from ((f"{key}.file", each.file) for key, each in tokenizers.items() if each.file)
+    yield from ((f"{key}.file", tokenizer.file) for key, tokenizer in tokenizers.items() if tokenizer.file)
 
 
 def _files(place: Place, options: Options, words: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
     """Yield (path in the target folder, text) of every file of a place, with names filled in."""
     for part in place.parts:
-        found = FILES / part
-        for path in sorted(found.rglob("*")) if found.is_dir() else [found]:
+        source = FILES / part
+        for path in sorted(source.rglob("*")) if source.is_dir() else [source]:
             if path.is_file():
                 base = FILES / place.top
                 yield path.relative_to(base if path.is_relative_to(base) else FILES), _configured(path, options, words)
@@ -241,36 +241,36 @@ def _configured(path: Path, options: Options, words: Mapping[str, str]) -> str:
     A user's configuration keeps the addresses and folders of this place, and none of its words are replaced.
     """
     text = _filled(path.read_text(), words)
-    read, given = {
+    read, config = {
         "broker.yaml": (read_broker, options.config), "producer.yaml": (read_producer, options.produce),
     }.get(path.name, (None, None))  # fmt: skip
-    if read is None or given is None:
+    if read is None or config is None:
         return text
-    read(given)
-    whole = read_tree(given)
+    read(config)
+    whole = read_tree(config)
     own = {key: value for key, value in parse_tree(text, path).items() if key in _WHERE[path.name]}
     tree = {key: value for key, value in whole.items() if key not in _WHERE[path.name]}
     for key, value in own.items():
         kept = whole.get(key)
-        theirs = {each: kept[each] for each in _KEPT.get(key, ()) if each in kept} if isinstance(kept, dict) else {}
-        tree[key] = theirs | value if theirs else value
+        users = {name: kept[name] for name in _KEPT.get(key, ()) if name in kept} if isinstance(kept, dict) else {}
+        tree[key] = users | value if users else value
     if path.parent.name == "systemd" and "standby" in whole:
         tree["standby"] = whole["standby"]
     if path.name == "broker.yaml" and options.run is not None:
         tree["run"] = options.run
-    said = f"# This is a copy of {given.name} with other values for: {', '.join(own)}.\n"
-    return said + yaml.safe_dump(tree, sort_keys=False, width=110)
+    head = f"# This is a copy of {config.name} with other values for: {', '.join(own)}.\n"
+    return head + yaml.safe_dump(tree, sort_keys=False, width=110)
 
 
 def _words(options: Options) -> dict[str, str]:
     """Return the texts to fill in, by the words of deploy/ that they replace."""
-    found = {IMAGE: options.image, RUN: options.run, "/opt/streampack": options.prefix and options.prefix.rstrip("/")}
+    texts = {IMAGE: options.image, RUN: options.run, "/opt/streampack": options.prefix and options.prefix.rstrip("/")}
     if options.namespace is not None:
-        found["namespace: default"] = f"namespace: {options.namespace}"
+        texts["namespace: default"] = f"namespace: {options.namespace}"
     if options.config is not None:
         limit = limit_gib(read_broker(options.config))
-        found |= {"memory: 3Gi": f"memory: {limit}Gi", "mem_limit: 3g": f"mem_limit: {limit}g"}
-    return {word: text for word, text in found.items() if text is not None}
+        texts |= {"memory: 3Gi": f"memory: {limit}Gi", "mem_limit: 3g": f"mem_limit: {limit}g"}
+    return {word: text for word, text in texts.items() if text is not None}
 
 
 def _filled(text: str, words: Mapping[str, str]) -> str:

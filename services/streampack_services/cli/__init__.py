@@ -3,7 +3,8 @@
 ``main`` defines the command, reads the arguments and maps each error to one line on standard error and an exit code.
 ``main`` also adds the commands of the other files, one theme per file:
 
-- ``main``: ``broker``, ``produce``, ``run``, ``check``, ``demo``.
+- ``cli_daemons``: ``broker``, ``produce``, ``relay``, ``run``: start the processes of a run.
+- ``cli_check``: ``check`` a configuration, ``demo``: try the service.
 - ``cli_watch``: ``status``, ``top``, ``health``: look at a running broker.
 - ``cli_control``: ``set``, ``skip``: change a running broker.
 - ``cli_plan``: ``plan`` before a run, ``report`` after it.

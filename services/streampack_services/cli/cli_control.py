@@ -17,7 +17,7 @@ from streampack_services.cli.cli_options import ADVANCED, AsJson, Command, Timeo
 Endpoint = Annotated[
     str | None,
     typer.Option(
-        "--endpoint", "-e", metavar="URL", show_default=False,
+        "--endpoint", "-e", metavar="URL",
         help="The broker's HTTP address, or its rendezvous file as file://PATH. Default: the broker of --config, else "
         "STREAMPACK_HTTP, else the rendezvous file in STREAMPACK_ENDPOINT, else your broker on this host, else "
         "http://127.0.0.1:7400.",
@@ -25,23 +25,23 @@ Endpoint = Annotated[
 ]  # fmt: skip
 Config = Annotated[
     Path | None,
-    typer.Option("--config", "-c", metavar="FILE", show_default=False,
+    typer.Option("--config", "-c", metavar="FILE",
                  help="The broker.yaml of the run to change. The command finds the broker of this run and changes no "
                  "other run."),
 ]  # fmt: skip
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Change the run without asking for confirmation.")]
 ChangedFeed = Annotated[
     str | None,
-    typer.Option("--feed", metavar="NAME", show_default=False, rich_help_panel=ADVANCED,
+    typer.Option("--feed", metavar="NAME", rich_help_panel=ADVANCED,
                  help="Feed to change. Required for a run of several feeds."),
 ]  # fmt: skip
 Note = Annotated[
     str | None,
-    typer.Option("--note", metavar="TEXT", help="Reason for the change, which the log records.", show_default=False),
+    typer.Option("--note", metavar="TEXT", help="Reason for the change, which the log records."),
 ]
 AtStep = Annotated[
     int | None,
-    typer.Option("--at-step", metavar="N", min=0, show_default=False,
+    typer.Option("--at-step", metavar="N", min=0,
                  help="First step of the change, after all earlier changes. Default: the first step that is not "
                       "formed yet."),
 ]  # fmt: skip
@@ -85,21 +85,21 @@ def weights(
     Example:
         streampack set weights code=0.3 web=0.7 --at-step 5000
     """
-    body = {"weights": dict(_share(each) for each in shares), "at_step": at_step}
-    found = _post_change("/control/weights", body, feed, note, _Target(endpoint, config, yes, timeout))
-    _print_answer(found, f"{' '.join(shares)} from step {found['step']} on", as_json)
+    body = {"weights": dict(_share(share) for share in shares), "at_step": at_step}
+    answer = _post_change("/control/weights", body, feed, note, _Target(endpoint, config, yes, timeout))
+    _print_answer(answer, f"{' '.join(shares)} from step {answer['step']} on", as_json)
 
 
 @settings.command(cls=Command)
 def streams(
     add: Annotated[
         list[str] | None,
-        typer.Option("--add", metavar="NAME[={...}]", show_default=False,
+        typer.Option("--add", metavar="NAME[={...}]",
                      help="Add a stream, with settings as in broker.yaml. Repeat the option for several streams."),
     ] = None,
     remove: Annotated[
         list[str] | None,
-        typer.Option("--remove", metavar="NAME", show_default=False,
+        typer.Option("--remove", metavar="NAME",
                      help="Remove a stream permanently. Repeat the option for several streams."),
     ] = None,
     at_step: AtStep = None,
@@ -120,13 +120,13 @@ def streams(
     Example:
         streampack set streams --add math='{weight: 0.2, passes: 1}' --remove old
     """
-    added, removed = dict(_stream(each) for each in add or []), remove or []
+    added, removed = dict(_stream(text) for text in add or []), remove or []
     if not added and not removed:
         raise UserError("Got neither --add nor --remove. Pass at least one of these options.")
     body = {"add": added, "remove": removed, "at_step": at_step}
-    found = _post_change("/control/streams", body, feed, note, _Target(endpoint, config, yes, timeout))
+    answer = _post_change("/control/streams", body, feed, note, _Target(endpoint, config, yes, timeout))
     changes = " ".join([*(f"+{name}" for name in added), *(f"-{name}" for name in removed)])
-    _print_answer(found, f"{changes} from step {found['step']} on", as_json)
+    _print_answer(answer, f"{changes} from step {answer['step']} on", as_json)
 
 
 def skip(
@@ -153,8 +153,8 @@ def skip(
     first, _, last = steps.partition("-")
     count = int(last) - int(first) + 1 if first.isdecimal() and last.isdecimal() else 1
     doubt = f"{count} steps ({first} to {last}) would be skipped permanently" if count > MANY_STEPS else ""
-    found = _post_change("/control/skip", {"steps": steps}, feed, note, _Target(endpoint, config, yes, timeout), doubt)
-    _print_answer(found, f"{f'steps {steps} are' if last else f'step {steps} is'} skipped", as_json)
+    answer = _post_change("/control/skip", {"steps": steps}, feed, note, _Target(endpoint, config, yes, timeout), doubt)
+    _print_answer(answer, f"{f'steps {steps} are' if last else f'step {steps} is'} skipped", as_json)
 
 
 def _share(text: str) -> tuple[str, float]:
@@ -219,8 +219,8 @@ def _post_change(
         )
     if doubts and not target.yes:
         _confirm(doubts, broker.run)
-    given = {key: value for key, value in {**body, "feed": feed, "note": note}.items() if value is not None}
-    return {"run": broker.run, **http_client.ask_change(broker.base, path, given, target.timeout_s)}
+    changes = {key: value for key, value in {**body, "feed": feed, "note": note}.items() if value is not None}
+    return {"run": broker.run, **http_client.ask_change(broker.base, path, changes, target.timeout_s)}
 
 
 def _steps_formed(snapshot: dict[str, Any]) -> int:
@@ -240,6 +240,6 @@ def _confirm(doubts: list[str], run: str) -> None:
         raise UserError("You declined. Nothing was changed.")
 
 
-def _print_answer(found: dict[str, Any], said: str, as_json: bool) -> None:
+def _print_answer(answer: dict[str, Any], text: str, as_json: bool) -> None:
     """Print the broker's answer ``found`` as JSON, or the text ``said`` with the names of run and feed."""
-    print(json.dumps(found) if as_json else f"run {found['run']}, feed {found['feed']}: {said}")
+    print(json.dumps(answer) if as_json else f"run {answer['run']}, feed {answer['feed']}: {text}")

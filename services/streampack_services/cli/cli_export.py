@@ -17,31 +17,29 @@ def export(
     ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write to.")],
     image: Annotated[
-        str | None, typer.Option("--image", metavar="NAME", help="The container image to run.", show_default=False)
+        str | None, typer.Option("--image", metavar="NAME", help="The container image to run.")
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option("--run", metavar="NAME", show_default=False,
-                     help="Name of the run. Default: the name in --config."),
+        typer.Option("--run", metavar="NAME", help="Name of the run. Default: the name in --config."),
     ] = None,
     namespace: Annotated[
-        str | None, typer.Option("--namespace", metavar="NAME", help="The Kubernetes namespace.", show_default=False)
+        str | None, typer.Option("--namespace", metavar="NAME", help="The Kubernetes namespace.")
     ] = None,
     prefix: Annotated[
         str | None,
-        typer.Option("--prefix", metavar="FOLDER", show_default=False,
+        typer.Option("--prefix", metavar="FOLDER",
                      help="Folder of the virtual environment on the hosts, for systemd and slurm. "
                      "Default: /opt/streampack."),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", metavar="FILE", show_default=False,
+        typer.Option("--config", "-c", metavar="FILE",
                      help="Your broker.yaml, which replaces the example. Memory limits are derived from this file."),
     ] = None,
     produce: Annotated[
         Path | None,
-        typer.Option("--produce", "-p", metavar="FILE", show_default=False,
-                     help="Your producer.yaml, which replaces the example."),
+        typer.Option("--produce", "-p", metavar="FILE", help="Your producer.yaml, which replaces the example."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
     as_json: AsJson = False,

@@ -26,7 +26,7 @@ COMMON: tuple[dict[str, Any], ...] = (
 def kernels(
     configs: Annotated[
         list[Path] | None,
-        typer.Option("--config", "-c", metavar="FILE", show_default=False,
+        typer.Option("--config", "-c", metavar="FILE",
                      help="A broker.yaml, whose kernels are compiled, too. Repeat the option for several files."),
     ] = None,
     as_json: AsJson = False,

@@ -44,25 +44,25 @@ def new(
     ],
     stream: Annotated[
         list[str] | None,
-        typer.Option("--stream", metavar="NAME", show_default=False,
+        typer.Option("--stream", metavar="NAME",
                      help="Stream that this producer may send. Repeat the option for several streams. Default: all "
                      "streams."),
     ] = None,
     feed: Annotated[
         list[str] | None,
-        typer.Option("--feed", metavar="NAME", show_default=False,
+        typer.Option("--feed", metavar="NAME",
                      help="Feed that this trainer or relay may read. Repeat the option for several feeds. Default: all "
                      "feeds."),
     ] = None,
     rank: Annotated[
         list[str] | None,
-        typer.Option("--rank", metavar="AXIS=N", show_default=False,
+        typer.Option("--rank", metavar="AXIS=N",
                      help="Rank that this trainer, or each rank of this relay, may have on an axis (dp, cp, tp or "
                      "pp). Repeat the option for several axes. Default: any rank."),
     ] = None,
     host: Annotated[
         list[str] | None,
-        typer.Option("--host", metavar="NAME", show_default=False,
+        typer.Option("--host", metavar="NAME",
                      help="Host whose ranks this relay may read for, as the host names itself. Repeat the option for "
                      "several hosts. Default: any host."),
     ] = None,

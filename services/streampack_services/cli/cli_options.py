@@ -44,32 +44,29 @@ Timeout = Annotated[
 BrokerYaml = Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The run's broker.yaml.")]
 StateDir = Annotated[
     Path | None,
-    typer.Option(
-        "--state-dir", metavar="FOLDER", show_default=False,
-        help="The broker's state_dir. Default: state_dir in broker.yaml.",
-    ),
+    typer.Option("--state-dir", metavar="FOLDER", help="The broker's state_dir. Default: state_dir in broker.yaml."),
 ]  # fmt: skip
 Dp = Annotated[int, typer.Option("--dp", metavar="N", min=1, help="Number of data-parallel ranks.")]
 Cp = Annotated[int, typer.Option("--cp", metavar="N", min=1, help="Number of context-parallel ranks.")]
 Feed = Annotated[
     str | None,
     typer.Option(
-        "--feed", metavar="NAME", show_default=False, rich_help_panel=ADVANCED,
+        "--feed", metavar="NAME", rich_help_panel=ADVANCED,
         help="Name of the feed. Default: the first feed of the run.",
     ),
 ]  # fmt: skip
 Produce = Annotated[
     list[Path] | None,
     typer.Option(
-        "--produce", "-p", metavar="FILE", show_default=False,
+        "--produce", "-p", metavar="FILE",
         help="A producer.yaml with the run's streams. Repeat the option for several files.",
     ),
 ]  # fmt: skip
 
 
-def print_result(found: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
+def print_result(report: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
     """Print ``found`` as one JSON object, or call ``show`` to print it as text."""
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(report))
     else:
-        show(found)
+        show(report)

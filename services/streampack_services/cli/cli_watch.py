@@ -14,7 +14,7 @@ from streampack_services.cli.cli_options import DEFAULT_BROKER, AsJson, Timeout,
 Endpoint = Annotated[
     str | None,
     typer.Argument(
-        metavar="ENDPOINT", show_default=False,
+        metavar="ENDPOINT",
         help=f"The broker's HTTP address, http://host:port, or its rendezvous file as file://PATH. {DEFAULT_BROKER}",
     ),
 ]  # fmt: skip
@@ -22,8 +22,7 @@ Endpoint = Annotated[
 
 Config = Annotated[
     Path | None,
-    typer.Option("--config", "-c", metavar="FILE", show_default=False,
-                 help="The run's broker.yaml, in place of ENDPOINT."),
+    typer.Option("--config", "-c", metavar="FILE", help="The run's broker.yaml, in place of ENDPOINT."),
 ]  # fmt: skip
 Node = Annotated[
     str | None,
@@ -122,11 +121,11 @@ def health(
 
     try:
         endpoint = http_client.address(endpoint, config, timeout)
-        good, said = http_client.fetch_health(endpoint, "/livez" if live else "/readyz", timeout)
+        good, answer = http_client.fetch_health(endpoint, "/livez" if live else "/readyz", timeout)
     except Rejected as error:
-        good, said = False, f"streampack: {error}"
+        good, answer = False, f"streampack: {error}"
     if as_json:
-        print(json.dumps({"good": good, "asked": "live" if live else "ready", "said": said}))
+        print(json.dumps({"good": good, "asked": "live" if live else "ready", "said": answer}))
     else:
-        print(said, file=sys.stdout if good else sys.stderr)
+        print(answer, file=sys.stdout if good else sys.stderr)
     raise typer.Exit(0 if good else 1)
