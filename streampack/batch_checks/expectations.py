@@ -20,6 +20,13 @@ def equal(name: str, what: str, got: Any, expected: Any) -> None:
         raise InvariantError(f"{name}: {what}: got {shown[0]}, expected {shown[1]}")
 
 
+def expect_once(ids: Any, what: str) -> None:
+    """Raise InvariantError if a sample occurs twice in ``ids``, int64 [n, 3]. ``what``: the place."""
+    samples, counts = np.unique(ids, axis=0, return_counts=True)
+    twice = tuple(samples[counts.argmax()].tolist()) if len(samples) else ()
+    expect(bool((counts == 1).all()), "sample_ids", f"{what}: got sample {twice} more than once")
+
+
 def expect(holds: bool, name: str, message: str) -> None:
     """Raise InvariantError with ``message`` unless ``holds`` is True. ``name``: the invariant."""
     if not holds:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.batch_checks.expectations import equal, expect
+from streampack.batch_checks.expectations import equal, expect, expect_once
 from streampack.batch_checks.tree_check import check_paths, has_trees, written_out
 from streampack.batch_checks.view_check import canonical
 from streampack.core.layout.shards import shard_slices
@@ -75,10 +75,8 @@ class PackCheck:
         equal("max_seqlen", self.what, int(self.pack["max_seqlen"]), int(self.slots.max()))
         if self.rules is not None:
             self._check_length(self.rules, int(self.slots[: len(self.slots) - tail].sum()))
-            each = self.rules.align.sample
-            self._expect_segments(
-                "alignment", self.slots[: len(self.slots) - tail] % each == 0, self.slots, f"{each} k"
-            )
+            align, slots = self.rules.align.sample, self.slots[: len(self.slots) - tail]
+            self._expect_segments("alignment", slots % align == 0, self.slots, f"{align} k")
 
     def _check_length(self, rules: Rules, slots: int) -> None:
         """Check that the pack's number of tokens is the one that the rules' ``shape`` gives for ``slots`` tokens.
@@ -86,11 +84,10 @@ class PackCheck:
         A pipeline may make packs longer. Rows of a padded micro-batch must have equal lengths.
         """
         if rules.padded:
-            row, each = int(self.pack["max_seqlen"]), rules.align.pack
+            row, align = int(self.pack["max_seqlen"]), rules.align.pack
             self._expect_segments("row", self.slots == row, self.slots, f"{row}, as the widest")
-            expect(
-                row % each == 0, "row", f"{self.what}: got a row of {row} tokens, expected a multiple of {each} tokens"
-            )
+            expected = f"expected a multiple of {align} tokens"
+            expect(row % align == 0, "row", f"{self.what}: got a row of {row} tokens, {expected}")
             expect(self.total <= rules.budget, "budget", f"{self.what}: got {self.total} tokens, over {rules.budget}")
             return
         if rules.shape == "fixed":
@@ -110,9 +107,7 @@ class PackCheck:
         """Check that there is one id per sample, and that no sample occurs twice."""
         ids = self.pack["sample_ids"]
         equal("sample_ids", f"{self.what}, their shape", ids.shape, (int(self.pack["num_samples"]), 3))
-        found, counts = np.unique(ids, axis=0, return_counts=True)
-        twice = tuple(found[counts.argmax()].tolist()) if len(found) else ()
-        expect(bool((counts <= 1).all()), "sample_ids", f"{self.what}: got sample {twice} more than once")
+        expect_once(ids, self.what)
 
     def _check_slices(self) -> None:
         """Check that the slices are those of the rank's shard; set ``places`` from them."""
@@ -134,7 +129,7 @@ class PackCheck:
             except ValueError as error:
                 raise InvariantError(f"alignment: {self.what}: {error}") from None
             equal("slices", f"{self.what}, what rank {rank} of {cp} holds", slices, np.stack([starts, stops], axis=1))
-        self.segment = np.searchsorted(self.padded, self.places, side="right") - 1
+        self.segment = self.segments_at(self.places)
         self.offset = self.places - self.padded[self.segment]
         self.padding = self.offset >= self.lengths[self.segment]
         if has_trees(self.pack):  # own tokens follow the shared ones
@@ -167,7 +162,7 @@ class PackCheck:
         ids = pack["input_ids"]
         self.agree("input_ids", ids, np.where(self.padding, 0, ids))
         if not of_paths:
-            LabelCheck(self, self.places, ids, pack["labels"], self.loss_mask).run()
+            check_labels(self, self.places, ids, pack["labels"], self.loss_mask)
 
     def _misplaced(self, positions: I64) -> NDArray[np.bool_]:
         """Return a mask of the positions that do not count from 0 in their segment, bool [T'] for T' tokens.
@@ -230,9 +225,9 @@ class PackCheck:
         A field aligned to targets also has the padding value at the last real token. ``rows`` [n, values per token] are
         the values at ``places`` int64 [n].
         """
-        held = field.fill(field.pad)
-        pad = np.asarray(from_bfloat16(held) if field.dtype == "bfloat16" else held)[()]
-        segment = np.searchsorted(self.padded, places, side="right") - 1
+        filler = field.fill(field.pad)
+        pad = np.asarray(from_bfloat16(filler) if field.dtype == "bfloat16" else filler)[()]
+        segment = self.segments_at(places)
         behind = places - self.padded[segment] >= self.lengths[segment] - (field.align == "target")
         same = (rows == pad) | ((rows != rows) & (pad != pad))  # NaN equals NaN here
         first = rows[np.arange(len(rows)), same.argmin(axis=1)]
@@ -262,53 +257,45 @@ class PackCheck:
             i = int(bad[0])
             place = int((self.places if at is None else at)[i])
             raise InvariantError(
-                f"{name}: {self.what}, {self._sample_at(place)}, position {place}: "
+                f"{name}: {self.what}, {self._sample(int(self.segments_at(place)))}, position {place}: "
                 f"got {got[i].item()}, expected {expected[i].item()}"
             )
 
-    def _sample_at(self, place: int) -> str:
-        """Return the sample at a place of the pack, in words for messages."""
-        segment = int(np.searchsorted(self.padded, place, side="right")) - 1
-        known = segment < len(self.pack["sample_ids"])
-        return f"sample {tuple(self.pack['sample_ids'][segment].tolist())}" if known else "tail padding"
+    def segments_at(self, places: Any) -> Any:
+        """Return the numbers of the segments at places of the pack; ``places``: int64 [n], or an int."""
+        return np.searchsorted(self.padded, places, side="right") - 1
+
+    def _sample(self, segment: int) -> str:
+        """Return the sample of a segment in words for messages."""
+        ids = self.pack["sample_ids"]
+        return f"sample {tuple(ids[segment].tolist())}" if segment < len(ids) else "tail padding"
 
     def _expect_segments(self, name: str, holds: NDArray[np.bool_], got: I64, expected: str) -> None:
         """Raise InvariantError for the first segment where ``holds`` is False; ``got``: its value, by segment."""
         if not holds.all():
             i = int(np.argmin(holds))
-            ids = self.pack["sample_ids"]
-            sample = f"sample {tuple(ids[i].tolist())}" if i < len(ids) else "tail padding"
-            raise InvariantError(
-                f"{name}: {self.what}, {sample}, position {int(self.padded[i])}: got {int(got[i])}, expected {expected}"
-            )
+            where = f"{self.what}, {self._sample(i)}, position {int(self.padded[i])}"
+            raise InvariantError(f"{name}: {where}: got {int(got[i])}, expected {expected}")
 
 
-class LabelCheck:
-    """Check of the labels of a shard, or of all shards of a pack together.
+def check_labels(check: PackCheck, places: I64, ids: I64, labels: I64, mask: Any) -> None:
+    """Check that each label is the next token, or ignored where there is none. Raises InvariantError.
 
-    The arrays ``ids``, ``labels`` and ``mask`` (int64 [n]) belong to the tokens at ``places`` of the pack (int64 [n]).
+    The labels are those of a shard, or of all shards of a pack together. The arrays ``ids``, ``labels`` and ``mask``
+    (int64 [n]) belong to the tokens at ``places`` of the pack (int64 [n]).
     """
-
-    def __init__(self, check: PackCheck, places: I64, ids: I64, labels: I64, mask: Any) -> None:
-        self._check, self._places, self._ids, self._labels, self._mask = check, places, ids, labels, mask
-
-    def run(self) -> None:
-        """Check that each label is the next token, or ignored where there is none. Raises InvariantError."""
-        check, places, labels = self._check, self._places, self._labels
-        segment = np.searchsorted(check.padded, places, side="right") - 1
-        none = places - check.padded[segment] >= check.lengths[segment] - 1  # a last token, or padding
-        if self._mask is not None:
-            none |= self._mask == 0
-        check.agree("labels", labels, np.where(none, IGNORE_INDEX, labels), at=places)
-        if not check.labels_sent:
-            elsewhere = np.iinfo(np.int64).min  # the id is on another rank
-            after = np.full(check.total + 1, elsewhere)
-            after[places] = self._ids
-            after = after[places + 1]
-            expected = np.where(none | (after == elsewhere), labels, after)
-            check.agree("labels", labels, expected, at=places)
-        counted, said = int((labels != IGNORE_INDEX).sum()), int(check.pack["num_loss_tokens"])
-        fits = counted == said if len(places) == check.total else counted <= said
-        expect(
-            fits, "num_loss_tokens", f"{check.what}: got {said}, expected {counted}, the number of labels in the loss"
-        )
+    segment = check.segments_at(places)
+    none = places - check.padded[segment] >= check.lengths[segment] - 1  # a last token, or padding
+    if mask is not None:
+        none |= mask == 0
+    check.agree("labels", labels, np.where(none, IGNORE_INDEX, labels), at=places)
+    if not check.labels_sent:
+        elsewhere = np.iinfo(np.int64).min  # the id is on another rank
+        after = np.full(check.total + 1, elsewhere)
+        after[places] = ids
+        after = after[places + 1]
+        expected = np.where(none | (after == elsewhere), labels, after)
+        check.agree("labels", labels, expected, at=places)
+    counted, got = int((labels != IGNORE_INDEX).sum()), int(check.pack["num_loss_tokens"])
+    fits = counted == got if len(places) == check.total else counted <= got
+    expect(fits, "num_loss_tokens", f"{check.what}: got {got}, expected {counted}, the number of labels in the loss")

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from streampack.batch_checks.expectations import equal, expect
-from streampack.batch_checks.pack_check import LabelCheck, PackCheck
+from streampack.batch_checks.expectations import equal, expect, expect_once
+from streampack.batch_checks.pack_check import PackCheck, check_labels
 from streampack.batch_checks.tree_check import has_trees
 from streampack.batch_checks.view_keys import check_keys
 from streampack.core.model.mesh import Mesh
@@ -47,7 +47,7 @@ def verify(batch: Any, mesh: Mesh | None = None, rules: Rules | None = None) -> 
         check_step(batch, mesh, rules)
     elif not isinstance(batch, Mapping):
         many = list(batch)
-        if many and all(isinstance(each, Step) for each in many):
+        if many and all(isinstance(step, Step) for step in many):
             _check_ranks(many, rules)
         else:
             _check_shards(many, rules)
@@ -74,12 +74,11 @@ def check_step(step: Step, mesh: Mesh | None = None, rules: Rules | None = None)
     equal("micro_batch", what, [batch.micro_batch for batch in step], list(range(len(step))))
     checked = [_check_pack(batch, mesh, rules) for batch in step]
     if mesh is not None and mesh.pp > 1 and not (rules is not None and rules.padded):
-        equal(
-            "shape", f"{what}, number of different pack lengths in a pipeline", len({each.total for each in checked}), 1
-        )
+        lengths = {check.total for check in checked}
+        equal("shape", f"{what}, number of different pack lengths in a pipeline", len(lengths), 1)
     _check_totals(what, step, checked, whole=mesh is not None and mesh.dp == 1)
     for name, expected in (("num_micro_batches", len(step)), ("step_num_loss_tokens", step.num_loss_tokens)):
-        equal(name, what, [int(each.pack[name]) for each in checked], [expected] * len(step))
+        equal(name, what, [int(check.pack[name]) for check in checked], [expected] * len(step))
     if rules is not None and mesh is not None and rules.batch is None and rules.packs % mesh.dp == 0:
         equal("micro-batches", what, len(step), rules.packs // mesh.dp)
 
@@ -107,19 +106,15 @@ def _check_totals(what: str, step: Step, checked: Sequence[PackCheck], whole: bo
 
     ``whole``: the packs are all packs of the step; else they are a part, with sums of at most the totals.
     """
-    ids = np.concatenate([each.pack["sample_ids"] for each in checked]) if checked else np.zeros((0, 3), np.int64)
-    found, counts = np.unique(ids, axis=0, return_counts=True)
-    expect(
-        bool((counts == 1).all()), "sample_ids",
-        f"{what}: got sample {tuple(found[counts.argmax()].tolist()) if len(found) else ()} more than once",
-    )  # fmt: skip
-    sums = {"num_samples": len(ids), "num_loss_tokens": sum(int(each.pack["num_loss_tokens"]) for each in checked)}
+    ids = np.concatenate([check.pack["sample_ids"] for check in checked]) if checked else np.zeros((0, 3), np.int64)
+    expect_once(ids, what)
+    sums = {"num_samples": len(ids), "num_loss_tokens": sum(int(check.pack["num_loss_tokens"]) for check in checked)}
     sums["num_loss_tokens"] = max(sums["num_loss_tokens"], 1) if whole else sums["num_loss_tokens"]
     for name, total in sums.items():
-        said = getattr(step, name)
-        fits = said == total if whole else said >= total
+        figure = getattr(step, name)
+        fits = figure == total if whole else figure >= total
         expect(
-            fits, name, f"{what}: got {said}, expected {'' if whole else 'at least '}{total}, the sum over its packs"
+            fits, name, f"{what}: got {figure}, expected {'' if whole else 'at least '}{total}, the sum over its packs"
         )
 
 
@@ -158,30 +153,30 @@ def _check_shards(shards: Sequence[Any], rules: Rules | None) -> None:
     expect(len(shards) > 0, "shards", "got no shards, expected the shards of all context-parallel ranks of a pack")
     checked: dict[bytes, PackCheck] = {}
     for shard in shards:
-        each = _check_pack(shard, None, rules)
-        same = checked.setdefault(each.pack["slices"].tobytes(), each)
+        check = _check_pack(shard, None, rules)
+        same = checked.setdefault(check.pack["slices"].tobytes(), check)
         for name in ("input_ids", "labels", "position_ids"):
-            if name in each.pack and name in same.pack:
-                equal(name, f"{each.what}, two ranks with the same slices", each.pack[name], same.pack[name])
+            if name in check.pack and name in same.pack:
+                equal(name, f"{check.what}, two ranks with the same slices", check.pack[name], same.pack[name])
     first, *others = checked.values()
     for other in others:
         for name in ("step", "pack", "cu_seqlens", "cu_seqlens_padded", "sample_ids", "num_loss_tokens"):
             equal(name, f"{other.what}, another shard", other.pack[name], first.pack[name])
-    places = np.concatenate([each.places for each in checked.values()])
+    places = np.concatenate([check.places for check in checked.values()])
     times = np.bincount(places, minlength=first.total)
     wrong = times != 1
     first.agree("shards", times, np.ones_like(times), wrong, np.arange(len(times)))
-    held = list(checked.values())
-    if all("labels" in each.pack and not has_trees(each.pack) for each in held):
-        ids, labels = (_joined(held, [each.pack[k] for each in held], first.total) for k in ("input_ids", "labels"))
-        masks = [each.loss_mask for each in held]
-        mask = None if any(each is None for each in masks) else _joined(held, masks, first.total)
-        LabelCheck(first, np.arange(first.total), ids, labels, mask).run()
+    checks = list(checked.values())
+    if all("labels" in check.pack and not has_trees(check.pack) for check in checks):
+        ids, labels = (_joined(checks, [check.pack[name] for check in checks]) for name in ("input_ids", "labels"))
+        masks = [check.loss_mask for check in checks]
+        mask = None if any(part is None for part in masks) else _joined(checks, masks)
+        check_labels(first, np.arange(first.total), ids, labels, mask)
 
 
-def _joined(shards: Sequence[PackCheck], arrays: Sequence[Any], total: int) -> I64:
-    """Return one array of the whole pack, int64 [total], from the array [T'] of each shard, which has T' tokens."""
-    whole = np.zeros(total, np.int64)
-    for each, array in zip(shards, arrays, strict=True):
-        whole[each.places] = array
+def _joined(shards: Sequence[PackCheck], arrays: Sequence[Any]) -> I64:
+    """Return one array of the whole pack, int64 [T], from the array [T'] of each shard, which has T' tokens."""
+    whole = np.zeros(shards[0].total, np.int64)
+    for shard, array in zip(shards, arrays, strict=True):
+        whole[shard.places] = array
     return whole

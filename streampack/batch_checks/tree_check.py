@@ -62,24 +62,24 @@ def written_out(pack: Mapping[str, Any], rules: Rules | None) -> tuple[dict[str,
     bounds = np.asarray(pack["cu_paths"], np.int32)
     size = int(bounds[-1])
     at = np.asarray(pack["path_index"], np.int64)[:size]
-    found: dict[str, Any] = dict(pack)
+    written: dict[str, Any] = dict(pack)
     fields = rules.fields if rules is not None else ()
     of_tokens = ["input_ids", "position_ids", "padding_mask"]
     of_tokens += [field.name for field in fields if field.axis == "token" and field.align == "token"]
     of_paths = ["labels", *(field.name for field in fields if field.align == "target")]
     for name in dict.fromkeys(of_tokens):
-        if name in found:
-            values = np.asarray(found[name])
-            found[name] = values[..., at] if name == "position_ids" else values[at]
-    found |= {name: found[name][:size] for name in of_paths if name in found}
+        if name in written:
+            values = np.asarray(written[name])
+            written[name] = values[..., at] if name == "position_ids" else values[at]
+    written |= {name: written[name][:size] for name in of_paths if name in written}
     spans = np.array(list(pairwise(bounds.tolist())), np.int64).reshape(-1, 2)
-    found |= {
+    written |= {
         "cu_seqlens": bounds, "cu_seqlens_padded": bounds, "num_segments": len(spans), "slices": spans,
         "max_seqlen": int(np.diff(bounds).max(initial=0)),
     }  # fmt: skip
     for name in ("shared", "cu_paths", "path_index"):
-        del found[name]
+        del written[name]
     plain = (
         None if rules is None else replace(rules, share=None, budget=size, shape="fixed", align=Align(), warmup=None)
     )
-    return found, plain
+    return written, plain

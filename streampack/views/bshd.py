@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from streampack.core.model.fields import POSITION_IDS
+from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, IGNORE_INDEX
 from streampack.errors import UserError
-from streampack.packs.columns import Column, Columns
+from streampack.packs.columns import Columns
 from streampack.packs.slabs import Slabs
-from streampack.views.tensors import ValuesByName, cut, other_values, tensor
+from streampack.views.tensors import ValuesByName, column_of, cut, other_values, positions_of, rows_of
 
 __all__ = ["stack", "strip", "thd_chunks"]
 
@@ -27,27 +29,22 @@ SENTINEL = -1000
 
 
 def build_batches(
-    columns: Columns, of_packs: ValuesByName, slabs: Slabs, supplied: bool
-) -> tuple[ValuesByName, ValuesByName]:
+    columns: Columns, of_packs: ValuesByName, slabs: Slabs, rules: Rules
+) -> tuple[ValuesByName, ValuesByName]:  # fmt: skip
     """Return the keys of some packs in ``bshd``, and the packs' other values, each a list by name.
 
-    - ``input_ids``, ``labels``, ``position_ids``: int64 [1, T]; if samples bring positions (``supplied``), those,
-      [1, T] or [3, 1, T].
+    - ``input_ids``, ``labels``, ``position_ids``: int64 [1, T]; if samples bring positions, those, [1, T] or
+      [3, 1, T].
     - ``seq_lens``, ``seq_lens_padded``: int64 [1, samples], tokens of each sample, real and padded; 0 and T of an empty
       pack.
     - ``qkv_format``: always ``thd``.
     """
     lengths, slots, bounds, tails = _lengths(columns)
     keys: ValuesByName = {}
-    for name in ("input_ids", "labels"):
-        column = columns.attributes[name]
-        if isinstance(column, Column):
-            keys[name] = cut(tensor(column.values), column.bounds, rows=1)
-    keys["position_ids"] = (
-        [positions.unsqueeze(-2) for positions in of_packs["position_ids"]]
-        if supplied
-        else _positions(columns, tails, slabs)
-    )
+    if "input_ids" in of_packs:
+        keys |= {name: rows_of(columns, name) for name in ("input_ids", "labels")}
+    supplied = any(field.name == POSITION_IDS for field in rules.fields)
+    keys["position_ids"] = positions_of(of_packs) if supplied else _positions(columns, tails, slabs)
     keys["seq_lens"] = cut(torch.from_numpy(lengths), bounds, rows=1)
     keys["seq_lens_padded"] = cut(torch.from_numpy(slots), bounds, rows=1)
     keys["qkv_format"] = ["thd"] * columns.count
@@ -60,27 +57,24 @@ def _lengths(columns: Columns) -> tuple[I64, I64, list[int], I64]:
     They are: real lengths [samples], padded lengths [samples], bounds of each pack's samples [packs + 1], and tail
     padding [packs]. The padded length of a pack's last sample includes the tail padding.
     """
-    real, padded = columns.attributes["cu_seqlens"], columns.attributes["cu_seqlens_padded"]
-    assert isinstance(real, Column)
-    assert isinstance(padded, Column)
+    real, padded = column_of(columns, "cu_seqlens"), column_of(columns, "cu_seqlens_padded")
     between = np.array(padded.bounds[1:-1], np.int64) - 1  # np.diff across two packs
-    lengths, slots = (np.delete(np.diff(each.values), between).astype(np.int64) for each in (real, padded))
+    lengths, slots = (np.delete(np.diff(bounds.values), between).astype(np.int64) for bounds in (real, padded))
     segments = np.diff(padded.bounds) - 1
     counts = columns.attributes["num_samples"]
     assert isinstance(counts, list)
     samples = np.maximum(counts, 1)
     last = np.cumsum(segments) - 1
     tails = np.where(segments > samples, slots[last], 0)
-    gone = last[segments > samples]
-    slots[gone - 1] += slots[gone]
-    bounds = [0, *np.cumsum(samples).tolist()]
-    return np.delete(lengths, gone), np.delete(slots, gone), bounds, tails
+    tail_places = last[segments > samples]
+    slots[tail_places - 1] += slots[tail_places]
+    ends = np.cumsum(samples).tolist()
+    return np.delete(lengths, tail_places), np.delete(slots, tail_places), [0, *ends], tails
 
 
 def _positions(columns: Columns, tails: I64, slabs: Slabs) -> list[Any]:
     """Return each pack's position ids [1, T]; ``tails``, int64 [packs] tokens of tail padding, continue the count."""
-    column = columns.attributes["position_ids"]
-    assert isinstance(column, Column)
+    column = column_of(columns, "position_ids")
     values = np.frombuffer(slabs.take(column.values.nbytes), np.int64)
     values[:] = column.values
     for end, size in zip(column.bounds[1:], tails.tolist(), strict=True):
@@ -124,11 +118,11 @@ def stack(batches: Sequence[Mapping[str, Any]], multiple: int = 1) -> dict[str, 
             f"got packs of {widths} tokens, expected packs of one length. Set `rules.shape: fixed` in broker.yaml"
         )
     rows = [*batches, *[_padding_like(batches[0])] * (-len(batches) % multiple)]
-    found = {name: torch.cat([row[name] for row in rows], -2) for name in ("input_ids", "labels", "position_ids")}
+    stacked = {name: torch.cat([row[name] for row in rows], -2) for name in ("input_ids", "labels", "position_ids")}
     for name in ("seq_lens", "seq_lens_padded"):
-        lengths = [each for row in rows for each in row[name]]
-        found[name] = pad_sequence(lengths, batch_first=True, padding_value=SENTINEL)
-    return {**found, "qkv_format": "thd"}
+        lengths = [of_row for row in rows for of_row in row[name]]
+        stacked[name] = pad_sequence(lengths, batch_first=True, padding_value=SENTINEL)
+    return {**stacked, "qkv_format": "thd"}
 
 
 def _padding_like(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -190,13 +184,13 @@ def _thd(batch: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
     """Return some rows of a stacked batch, by number, as one micro-batch of ``thd_chunks``."""
     names = ("input_ids", "labels", "position_ids")
     rows = rows.to(batch["input_ids"].device)
-    found = {name: batch[name].index_select(-2, rows).flatten(-2) for name in names}
+    flat = {name: batch[name].index_select(-2, rows).flatten(-2) for name in names}
     if batch["position_ids"].ndim > 2:
-        found["position_ids"] = found["position_ids"].unsqueeze(-2)
+        flat["position_ids"] = flat["position_ids"].unsqueeze(-2)
     real, slots = (torch.cat(strip(batch[name][rows])) for name in ("seq_lens", "seq_lens_padded"))
     ends = slots.cumsum(0)
     place = torch.arange(int(ends[-1]), device=rows.device) - (ends - slots).repeat_interleave(slots)
     return {
-        **found, "padding_mask": place >= real.repeat_interleave(slots),
+        **flat, "padding_mask": place >= real.repeat_interleave(slots),
         "cu_seqlens": torch.nn.functional.pad(ends, (1, 0)).int(), "max_seqlen": slots.max().int(), "qkv_format": "thd",
     }  # fmt: skip

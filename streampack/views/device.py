@@ -28,8 +28,9 @@ def side_stream(device: Any) -> SideStream | None:
     import torch
 
     try:
-        found = torch.empty(0, device=device).device  # with its index: the client's thread may have another current one
-        return None if found.type == "cpu" else SideStream(found)
+        # With its index: the client's thread may have another current device.
+        with_index = torch.empty(0, device=device).device
+        return None if with_index.type == "cpu" else SideStream(with_index)
     except (RuntimeError, AssertionError, TypeError) as error:
         raise UserError(f"got device={device!r}, which torch cannot use ({error}), expected 'cuda' or None") from None
 

@@ -12,7 +12,7 @@ while the trainer works on the step before. The module torch is imported only wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -20,7 +20,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from streampack.batch_checks.step_check import check_step, follows
-from streampack.core.model.fields import POSITION_IDS
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.errors import UserError
@@ -73,8 +72,8 @@ def views(
             rest["static_shapes"] = [True] * len(packs)
         if masks:
             rest["block_tables"] = [block_mask.table_tensor(pack, block_mask.BLOCK_SIZE, slabs) for pack in packs]
-        found = zip(_by_pack(keys, packs), packs, _by_pack(rest, packs), strict=True)
-        return [View(row, pack, others, rules) for row, pack, others in found]
+        parts = zip(_by_pack(keys, packs), packs, _by_pack(rest, packs), strict=True)
+        return [View(row, pack, others, rules) for row, pack, others in parts]
 
 
 def _of_framework(
@@ -88,18 +87,11 @@ def _of_framework(
     """
     from streampack.views import bshd, hf, megatron, torchtitan
 
-    match format:
-        case "hf" | "hf_shifted":
-            media = [field.name for field in rules.media_fields]
-            return hf.build_batches(columns, of_packs, slabs, format == "hf_shifted", media)
-        case "megatron":
-            return megatron.build_batches(columns, of_packs, slabs)
-        case "bshd":
-            supplied = any(field.name == POSITION_IDS for field in rules.fields)
-            return bshd.build_batches(columns, of_packs, slabs, supplied)
-        case "torchtitan":
-            return torchtitan.build_batches(columns, of_packs)
-    return of_packs, {}
+    builders: dict[str, Callable[..., tuple[ValuesByName, ValuesByName]]] = {
+        "hf": hf.build_batches, "hf_shifted": partial(hf.build_batches, shifted=True),
+        "megatron": megatron.build_batches, "bshd": bshd.build_batches, "torchtitan": torchtitan.build_batches,
+    }  # fmt: skip
+    return builders[format](columns, of_packs, slabs, rules) if format in builders else (of_packs, {})
 
 
 def _by_pack(values: Mapping[str, list[Any]], packs: Sequence[Pack]) -> list[dict[str, Any]]:
@@ -111,8 +103,8 @@ def shown(pack: Pack, rules: Rules, *, format: str, device: Any, masks: str | No
     """Return ``pack`` in any ``format``, on ``device`` unless that is None."""
     if format == "numpy":
         return pack
-    found = view(pack, format, rules, masks)
-    return found if device is None else found.to(device)
+    batch = view(pack, format, rules, masks)
+    return batch if device is None else batch.to(device)
 
 
 def load_format(format: str | None) -> None:

@@ -11,25 +11,23 @@ default, in a pack without media.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from streampack.core.model.fields import CU_ITEMS
+from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I32, IGNORE_INDEX
 from streampack.packs.columns import Column, Columns
 from streampack.packs.slabs import Slabs
-from streampack.views.tensors import ValuesByName, cut, other_values, tensor
+from streampack.views.tensors import ValuesByName, column_of, cut, other_values, positions_of, rows_of
 
 
 def build_batches(
-    columns: Columns, of_packs: ValuesByName, slabs: Slabs, shifted: bool, media: Sequence[str] = ()
-) -> tuple[ValuesByName, ValuesByName]:
+    columns: Columns, of_packs: ValuesByName, slabs: Slabs, rules: Rules, shifted: bool = False
+) -> tuple[ValuesByName, ValuesByName]:  # fmt: skip
     """Return the keys of some packs in ``hf``, and the packs' other values, each a list by name.
-
-    ``media``: names of the fields of axis item and patch.
 
     - ``input_ids``, ``labels``, ``position_ids``: int64 [1, T]; with ``shifted``, also ``shift_labels``. If samples
       bring three positions for each token, ``position_ids`` is [4, 1, T].
@@ -37,29 +35,29 @@ def build_batches(
     - ``cu_seq_lens_q``, ``cu_seq_lens_k``: int32 [segments + 1], padded boundaries.
     - ``max_length_q``, ``max_length_k``: int, tokens of the longest segment.
     """
-    bounds = columns.attributes["cu_seqlens_padded"]
-    assert isinstance(bounds, Column)
-    found: ValuesByName = {}
+    bounds = column_of(columns, "cu_seqlens_padded")
+    tokens: ValuesByName = {}
     if "input_ids" in of_packs:
-        ids, labels = columns.attributes["input_ids"], columns.attributes["labels"]
-        assert isinstance(ids, Column)
-        assert isinstance(labels, Column)
+        labels = column_of(columns, "labels")
         # The model moves labels back by one: put the label of token i at i + 1. Each pack's last label, -100, comes
         # to the first token of the next pack.
         unshifted = np.frombuffer(slabs.take(labels.values.nbytes), np.int64)
         unshifted[0], unshifted[1:] = IGNORE_INDEX, labels.values[:-1]
-        found["input_ids"] = cut(tensor(ids.values), ids.bounds, rows=1)
-        found["labels"] = cut(torch.from_numpy(unshifted), labels.bounds, rows=1)
+        tokens["input_ids"] = rows_of(columns, "input_ids")
+        tokens["labels"] = cut(torch.from_numpy(unshifted), labels.bounds, rows=1)
         if shifted:
-            found["shift_labels"] = cut(tensor(labels.values), labels.bounds, rows=1)
+            tokens["shift_labels"] = rows_of(columns, "labels")
     widths = [0, *np.cumsum(bounds.values[np.array(bounds.bounds[1:]) - 1], dtype=np.int64).tolist()]
     numbers = np.frombuffer(slabs.take(4 * widths[-1]), np.int32)
     _number(bounds, numbers)
-    of_media = [name for name in media if name in of_packs]
-    with_items = [bool(each[-1]) for each in of_packs[CU_ITEMS]] if of_media else []
+    sent = of_packs["position_ids"]
+    of_media = [field.name for field in rules.media_fields if field.name in of_packs]
+    with_items = [bool(items[-1]) for items in of_packs[CU_ITEMS]] if of_media else []
     keys = {
-        **found,
-        "position_ids": _positions(of_packs["position_ids"], bounds, widths, slabs),
+        **tokens,
+        "position_ids": (
+            _positions(sent, bounds, widths, slabs) if sent and sent[0].ndim > 1 else positions_of(of_packs)
+        ),
         "seq_idx": cut(torch.from_numpy(numbers), widths, rows=1),
         "cu_seq_lens_q": of_packs["cu_seqlens_padded"],
         "cu_seq_lens_k": of_packs["cu_seqlens_padded"],
@@ -74,15 +72,13 @@ def build_batches(
 
 
 def _positions(positions: list[Any], bounds: Column, widths: list[int], slabs: Slabs) -> list[Any]:
-    """Return each pack's positions [1, T], or [4, 1, T]: the positions in each segment, and the three that were sent.
+    """Return each pack's positions [4, 1, T]: the positions in each segment, and the three that were sent.
 
     ``bounds``: padded boundaries. ``widths``: tokens before each pack, and of all packs.
     """
-    if not positions or positions[0].ndim == 1:
-        return [each.unsqueeze(-2) for each in positions]
     own = np.frombuffer(slabs.take(8 * widths[-1]), np.int64)
-    for begin, each in zip(widths, bounds.rows(), strict=False):
-        own[begin : begin + int(each[-1])] = np.arange(int(each[-1])) - np.repeat(each[:-1], np.diff(each))
+    for begin, ends in zip(widths, bounds.rows(), strict=False):
+        own[begin : begin + int(ends[-1])] = np.arange(int(ends[-1])) - np.repeat(ends[:-1], np.diff(ends))
     rows = cut(torch.from_numpy(own), widths, rows=1)
     return [torch.cat([row, sent]).unsqueeze(-2) for row, sent in zip(rows, positions, strict=True)]
 

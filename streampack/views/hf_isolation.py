@@ -64,39 +64,39 @@ def _guarded(call: Callable[..., Any], guarded: type) -> Callable[..., Any]:
     """Return ``call``, a module's ``__call__``, with packs kept apart; only models of the class ``guarded`` are."""
 
     @functools.wraps(call)
-    def apart(self: Any, *args: Any, **given: Any) -> Any:
+    def apart(self: Any, *args: Any, **keywords: Any) -> Any:
         if torch.compiler.is_compiling():  # the call that is traced has been checked, and keeps no cache
-            return call(self, *args, **given)
+            return call(self, *args, **keywords)
         model = getattr(self, "_orig_mod", self)
-        if not isinstance(model, guarded) or not (_inside.get() or _has_pack(given)):
-            return call(self, *args, **given)
+        if not isinstance(model, guarded) or not (_inside.get() or _has_pack(keywords)):
+            return call(self, *args, **keywords)
         if _inside.get():
-            return call(self, *args, **_without_cache(model, args, given))
-        _check_arguments(model, given)
-        return _call(call, self, args, _without_cache(model, args, given))
+            return call(self, *args, **_without_cache(model, args, keywords))
+        _check_arguments(model, keywords)
+        return _call(call, self, args, _without_cache(model, args, keywords))
 
     return apart
 
 
-def _has_pack(given: Mapping[str, Any]) -> bool:
+def _has_pack(keywords: Mapping[str, Any]) -> bool:
     """Return True if a call has the keys of a pack, or positions that begin again within the row and no mask."""
-    if given.keys() >= KEYS:
+    if keywords.keys() >= KEYS:
         return True
-    positions = given.get("position_ids")
-    others = any(given.get(name) is not None for name in ("attention_mask", *_CACHES))
+    positions = keywords.get("position_ids")
+    others = any(keywords.get(name) is not None for name in ("attention_mask", *_CACHES))
     if others or not isinstance(positions, torch.Tensor):
         return False
     rows = positions[0] if positions.ndim == 3 and len(positions) == 4 else positions
     return rows.ndim == 2 and len(rows) == 1 and bool((rows[:, 1:] == 0).any())
 
 
-def _call(call: Callable[..., Any], module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+def _call(call: Callable[..., Any], module: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Call a model, or a compiled one, with a pack. Raises UserError for a model in which samples see each other."""
     model = getattr(module, "_orig_mod", module)
-    positions = given.get("position_ids")
+    positions = keywords.get("position_ids")
     with inside():
         untested = check_once(model, 2 if positions is None else positions.ndim)
-        outputs = call(module, *args, **given)
+        outputs = call(module, *args, **keywords)
     if untested is not None:
         log.warning(
             "%s was not tested for packs, because it cannot run a short pack of text (%r). Compare the loss of a pack "
@@ -106,37 +106,37 @@ def _call(call: Callable[..., Any], module: Any, args: tuple[Any, ...], given: d
     return outputs
 
 
-def _without_cache(model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
+def _without_cache(model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
     """Return the keywords of a call with ``use_cache=False``, unless the model would not take it."""
     kind: Any = type(model)
     names = _arguments(kind)
     takes_any = "**" in names and "use_cache" not in names and not _inside.get()  # a model may pass it on to its parts
-    return {**given, "use_cache": False} if takes_any or "use_cache" in names[len(args) :] else given
+    return {**keywords, "use_cache": False} if takes_any or "use_cache" in names[len(args) :] else keywords
 
 
 @functools.cache
 def _arguments(kind: Any) -> tuple[str, ...]:
     """Return the names of a model's arguments, in order; ``**`` stands for any others."""
-    given = list(signature(kind.forward).parameters.values())[1:]
-    return tuple("**" if each.kind is each.VAR_KEYWORD else each.name for each in given)
+    parameters = list(signature(kind.forward).parameters.values())[1:]
+    return tuple("**" if parameter.kind is parameter.VAR_KEYWORD else parameter.name for parameter in parameters)
 
 
-def _check_arguments(model: Any, given: Mapping[str, Any]) -> None:
+def _check_arguments(model: Any, keywords: Mapping[str, Any]) -> None:
     """Raise UserError for arguments with which a model would not find the samples of a pack."""
-    caches = [name for name in _CACHES if given.get(name) is not None]
-    if given.get("use_cache") or caches:
+    caches = [name for name in _CACHES if keywords.get(name) is not None]
+    if keywords.get("use_cache") or caches:
         raise UserError(
             f"got {caches[0] if caches else 'use_cache=True'} with a pack, expected no cache, because with a cache the "
             f"samples of a pack attend to each other. Remove the argument: model(**batch)"
         )
-    mask = given.get("attention_mask")
+    mask = keywords.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         raise UserError(
             f"got attention_mask of shape {list(mask.shape)} with a pack, expected none, because with a mask of "
             f"padding the samples of a pack attend to each other. Remove the argument: padding is a segment of its own"
         )
-    if mask is None and "seq_idx" in given and attention_of(model) in BY_POSITIONS:
-        _check_positions(given.get("position_ids"), given["seq_idx"])
+    if mask is None and "seq_idx" in keywords and attention_of(model) in BY_POSITIONS:
+        _check_positions(keywords.get("position_ids"), keywords["seq_idx"])
 
 
 def _check_positions(positions: torch.Tensor | None, seq_idx: torch.Tensor) -> None:
@@ -171,8 +171,8 @@ def attention_of(model: Any) -> str | None:
     """Return the attention implementation of a model's text, such as ``sdpa``; None if the model names none."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found: str | None = getattr(text, "_attn_implementation", None)
-    return found
+    implementation: str | None = getattr(text, "_attn_implementation", None)
+    return implementation
 
 
 def check_once(model: Any, ndim: int) -> Exception | None:
@@ -238,18 +238,18 @@ def _is_sharded(model: Any) -> bool:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
-    sharded = any(isinstance(each, DTensor) or hasattr(each, "ds_id") for each in model.parameters())
+    sharded = any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters())
     return sharded or any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def _dependence(model: Any, ndim: int) -> tuple[float, float]:
     """Return the largest gradients of the second sample's outputs: by the first sample's embeddings, and by its own."""
-    held: list[torch.Tensor] = []
+    embeddings: list[torch.Tensor] = []
 
     def require_gradients(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
-        """Hook of the embedding: detach the output and keep it in ``held``, so that it gets gradients."""
-        held.append(output.detach().requires_grad_())
-        return held[-1]
+        """Hook of the embedding: detach the output and keep it in ``embeddings``, so that it gets gradients."""
+        embeddings.append(output.detach().requires_grad_())
+        return embeddings[-1]
 
     embedding = model.get_input_embeddings()
     hook = embedding.register_forward_hook(require_gradients)
@@ -258,19 +258,19 @@ def _dependence(model: Any, ndim: int) -> tuple[float, float]:
             outputs = _outputs(model(**_pack(embedding.weight, ndim)))
             if outputs is None:
                 return 0.0, 0.0
-            (found,) = torch.autograd.grad(outputs[0, _FIRST:].float().square().sum(), held[0])
+            (gradient,) = torch.autograd.grad(outputs[0, _FIRST:].float().square().sum(), embeddings[0])
     finally:
         hook.remove()
-    sizes = found[0].float().abs()
+    sizes = gradient[0].float().abs()
     return float(sizes[:_FIRST].max()), float(sizes[_FIRST:].max())
 
 
 def _outputs(outputs: Any) -> torch.Tensor | None:
     """Return a model's outputs [1, tokens, ...], by name or as the first of a tuple; None if there are none."""
-    found = outputs[0] if isinstance(outputs, tuple) else None
+    output = outputs[0] if isinstance(outputs, tuple) else None
     if isinstance(outputs, Mapping):
-        found = next((outputs[name] for name in ("logits", "last_hidden_state") if name in outputs), None)
-    return found if isinstance(found, torch.Tensor) and found.shape[:2] == (1, _FIRST + _SECOND) else None
+        output = next((outputs[name] for name in ("logits", "last_hidden_state") if name in outputs), None)
+    return output if isinstance(output, torch.Tensor) and output.shape[:2] == (1, _FIRST + _SECOND) else None
 
 
 def _pack(weight: torch.Tensor, ndim: int) -> dict[str, Any]:

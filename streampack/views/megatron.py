@@ -15,17 +15,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from streampack.core.model.rules import Rules
 from streampack.core.model.samples import IGNORE_INDEX
-from streampack.packs.columns import Column, Columns
+from streampack.packs.columns import Columns
 from streampack.packs.pack import Pack
 from streampack.packs.slabs import Slabs
-from streampack.views.tensors import ValuesByName, cut, other_values, tensor
+from streampack.views.tensors import ValuesByName, column_of, cut, other_values, positions_of, rows_of
 from streampack.views.view import View, canonical
 
 __all__ = ["packed_seq_params"]
 
 
-def build_batches(columns: Columns, of_packs: ValuesByName, slabs: Slabs) -> tuple[ValuesByName, ValuesByName]:
+def build_batches(
+    columns: Columns, of_packs: ValuesByName, slabs: Slabs, rules: Rules
+) -> tuple[ValuesByName, ValuesByName]:  # fmt: skip
     """Return the keys of some packs in ``megatron``, and the packs' other values, each a list by name.
 
     - ``tokens``, ``labels``, ``position_ids``: int64 [1, S]; three positions per token are [3, 1, S].
@@ -36,21 +39,17 @@ def build_batches(columns: Columns, of_packs: ValuesByName, slabs: Slabs) -> tup
     Among the other values are the pack's own ``cu_seqlens``, ``max_seqlen`` and declared ``loss_mask``, which the keys
     hide.
     """
-    bounds = columns.attributes["cu_seqlens_padded"]
-    assert isinstance(bounds, Column)
     keys: ValuesByName = {}
     rest = other_values(of_packs, "input_ids", "labels", "position_ids", "cu_seqlens_padded")
     if "input_ids" in of_packs:
-        ids, labels = columns.attributes["input_ids"], columns.attributes["labels"]
-        assert isinstance(ids, Column)
-        assert isinstance(labels, Column)
+        labels = column_of(columns, "labels")
         counted = np.frombuffer(slabs.take(4 * len(labels.values)), np.float32)
         np.not_equal(labels.values, IGNORE_INDEX, out=counted)
-        keys["tokens"] = rest["input_ids"] = cut(tensor(ids.values), ids.bounds, rows=1)
-        keys["labels"] = cut(tensor(labels.values), labels.bounds, rows=1)
+        keys["tokens"] = rest["input_ids"] = rows_of(columns, "input_ids")
+        keys["labels"] = rows_of(columns, "labels")
         keys["loss_mask"] = cut(torch.from_numpy(counted), labels.bounds, rows=1)
-    keys["position_ids"] = [positions.unsqueeze(-2) for positions in of_packs["position_ids"]]
-    keys["cu_seqlens"] = keys["cu_seqlens_padded"] = cut(tensor(bounds.values), bounds.bounds, rows=1)
+    keys["position_ids"] = positions_of(of_packs)
+    keys["cu_seqlens"] = keys["cu_seqlens_padded"] = rows_of(columns, "cu_seqlens_padded")
     widest = torch.from_numpy(np.array(of_packs["max_seqlen"], np.int32))  # torch's default device may be another
     keys["max_seqlen"] = cut(widest, range(columns.count + 1))
     return keys, rest
@@ -80,7 +79,7 @@ def packed_seq_params(batch: Pack | View) -> dict[str, Any]:
         >>> params = PackedSeqParams(**packed_seq_params(batch))  # doctest: +SKIP
     """
     widest = canonical(batch).max_seqlen  # an int on the host: needs no synchronization with a device
-    found: Any = batch.cu_seqlens_padded
-    boundaries = (torch.from_numpy(found) if isinstance(found, np.ndarray) else found).reshape(-1)
+    bounds: Any = batch.cu_seqlens_padded
+    boundaries = (torch.from_numpy(bounds) if isinstance(bounds, np.ndarray) else bounds).reshape(-1)
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     return {"qkv_format": "thd", **dict.fromkeys(names, boundaries), "max_seqlen_q": widest, "max_seqlen_kv": widest}

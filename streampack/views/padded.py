@@ -47,10 +47,10 @@ def rows(pack: Pack, rules: Rules) -> dict[str, NDArray[Any]]:
     num_rows = int(pack.cu_seqlens_padded[-1]) // pack.max_seqlen
     names = [name for name in ("input_ids", "labels", "padding_mask") if name in pack]
     names += [field.name for field in rules.fields if field.axis == "token" and field.name in pack.fields]
-    found = {name: pack[name].reshape(num_rows, -1, *pack[name].shape[1:]) for name in names}
+    arrays = {name: pack[name].reshape(num_rows, -1, *pack[name].shape[1:]) for name in names}
     places = pack.position_ids
-    found["position_ids"] = places.reshape(*places.shape[:-1], num_rows, -1)
-    return found | {"attention_mask": (~found["padding_mask"]).astype(np.int64)}
+    arrays["position_ids"] = places.reshape(*places.shape[:-1], num_rows, -1)
+    return arrays | {"attention_mask": (~arrays["padding_mask"]).astype(np.int64)}
 
 
 def padded_view(pack: Pack, format: str, rules: Rules, halves: frozenset[str]) -> View:

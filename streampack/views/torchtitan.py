@@ -8,23 +8,21 @@ releases take the tensors without the first dimension, as ``batch["input"][0]``.
 
 from __future__ import annotations
 
-from streampack.packs.columns import Column, Columns
-from streampack.views.tensors import ValuesByName, cut, tensor
+from streampack.core.model.rules import Rules
+from streampack.packs.columns import Columns
+from streampack.packs.slabs import Slabs
+from streampack.views.tensors import ValuesByName, positions_of, rows_of
 
 
-def build_batches(columns: Columns, of_packs: ValuesByName) -> tuple[ValuesByName, ValuesByName]:
+def build_batches(
+    columns: Columns, of_packs: ValuesByName, slabs: Slabs, rules: Rules
+) -> tuple[ValuesByName, ValuesByName]:  # fmt: skip
     """Return the keys of some packs in ``torchtitan``, and the packs' other values, each a list by name.
 
     - Keys: ``input`` and ``positions``, int64 [1, T].
     - Other values: ``labels``, int64 [1, T], -100 where no label counts; ``input_ids`` and ``position_ids``, which are
       the keys' tensors; and the pack's remaining values.
     """
-    ids, labels = columns.attributes["input_ids"], columns.attributes["labels"]
-    assert isinstance(ids, Column)
-    assert isinstance(labels, Column)
-    keys: ValuesByName = {
-        "input": cut(tensor(ids.values), ids.bounds, rows=1),
-        "positions": [positions.unsqueeze(-2) for positions in of_packs["position_ids"]],
-    }
+    keys: ValuesByName = {"input": rows_of(columns, "input_ids"), "positions": positions_of(of_packs)}
     own = {"input_ids": keys["input"], "position_ids": keys["positions"]}
-    return keys, {**of_packs, **own, "labels": cut(tensor(labels.values), labels.bounds, rows=1)}
+    return keys, {**of_packs, **own, "labels": rows_of(columns, "labels")}
