@@ -109,7 +109,8 @@ class Prefetching:
         """The broker's new address, until the thread has connected there."""
         self._changed = threading.Condition()
         self._error: StreampackError | None = None
-        self._closing = False
+        self.is_closing = False
+        """True once the thread was told to end."""
         self._started = time.monotonic()
         self._broker: Dealer | None = None
         """The connection to the broker; None while messages go through the relay."""
@@ -195,11 +196,6 @@ class Prefetching:
         """True while messages go through this host's relay."""
         return self._client.by_relay
 
-    @property
-    def is_closing(self) -> bool:
-        """True once the thread was told to end."""
-        return self._closing
-
     def check_usable(self) -> None:
         """Raise PeerError in a forked child, and UserError if the client is closed."""
         if forks.passed != self._forks:
@@ -207,7 +203,7 @@ class Prefetching:
                 "got a client that the parent process made before the fork, expected a call in the parent process. A "
                 f"client of the child process {TWICE}"
             )
-        if self._closing:
+        if self.is_closing:
             raise UserError("the client is closed: connect again")
 
     def close(self) -> None:
@@ -215,7 +211,7 @@ class Prefetching:
         if forks.passed != self._forks:
             return
         with self._changed:  # another thread may wait for a step
-            self._closing = True
+            self.is_closing = True
             self._changed.notify_all()
         self._waker.wake()
         if self._thread is not threading.current_thread():
@@ -247,7 +243,7 @@ class Prefetching:
         self._poller = self._poll()
         ticked = counted = 0.0
         try:
-            while not self._closing:
+            while not self.is_closing:
                 self._poller.wait(TICK_S)
                 if self._moved_to:
                     self._move()

@@ -57,26 +57,26 @@ def mesh_of(mesh: Any = None, order: str | None = None, environ: Mapping[str, st
         return _of_device_mesh(mesh)
     if not (mesh is None or isinstance(mesh, Mapping)):
         raise MeshError(f"mesh: got {mesh!r:.80}, expected sizes and ranks by name. {_WAYS}")
-    given = dict(mesh or {})
-    if unknown := [key for key in given if key not in Mesh.__struct_fields__]:
+    sizes = dict(mesh or {})
+    if unknown := [key for key in sizes if key not in Mesh.__struct_fields__]:
         raise MeshError(
             f"mesh: got the key {unknown[0]!r}, expected the sizes dp, cp, tp, pp and the ranks dp_rank, cp_rank, "
             f"tp_rank, pp_rank. {_WAYS}"
         )
     try:
-        found = msgspec.convert(given, Mesh)
+        place = msgspec.convert(sizes, Mesh)
     except (msgspec.ValidationError, ValueError, TypeError) as error:
         raise MeshError(
             f"mesh: {error}. Pass the sizes dp, cp, tp, pp and the ranks dp_rank, cp_rank, tp_rank, pp_rank"
         ) from None
     world = _number(environ, "WORLD_SIZE", 1)
-    if world > 1 and not any(key.endswith("_rank") for key in given):
+    if world > 1 and not any(key.endswith("_rank") for key in sizes):
         raise MeshError(f"got WORLD_SIZE={world} and no ranks, expected the rank of this process. {_WAYS}")
     for axis in AXES:
-        if getattr(found, axis) > 1 and f"{axis}_rank" not in given:
-            size = getattr(found, axis)
+        if getattr(place, axis) > 1 and f"{axis}_rank" not in sizes:
+            size = getattr(place, axis)
             raise MeshError(f"mesh: got {axis}={size} without {axis}_rank, expected the rank of this process. {_WAYS}")
-    return found
+    return place
 
 
 def _of_device_mesh(mesh: Any) -> Mesh:
@@ -145,9 +145,9 @@ def _from_order(sizes: dict[str, Any], order: str, environ: Mapping[str, str]) -
         sizes["dp"] = world // known
         known = world
     if known != world or not 0 <= rank < world:
-        said = ", ".join(f"{axis}={sizes[axis]}" for axis in names if axis in sizes) or "no sizes"
+        got = ", ".join(f"{axis}={sizes[axis]}" for axis in names if axis in sizes) or "no sizes"
         raise MeshError(
-            f"got {said} with RANK={rank} and WORLD_SIZE={world}, expected sizes whose product is {world}. Correct "
+            f"got {got} with RANK={rank} and WORLD_SIZE={world}, expected sizes whose product is {world}. Correct "
             "the sizes, or leave out dp, which is then inferred from WORLD_SIZE"
         )
     size, ranks = dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0)

@@ -54,6 +54,8 @@ class Reading:
         self, endpoint: str, feed: str, mesh: Mesh, readers: ReadBy, prefetch: int, patience: Patience, views: Views,
         variable_lengths: bool = False, key: Key | None = None, relay: str | None = None, insists: bool = False,
     ) -> None:  # fmt: skip
+        self.mesh = mesh
+        """The trainers' mesh and this rank's place in the mesh."""
         self._views = views
         self._session = ClientSession(
             run=0, feed=feed, reader=uuid.uuid4().hex, host=socket.gethostname(), pid=os.getpid(), mesh=mesh,
@@ -216,9 +218,9 @@ class Reading:
         next_step = self._used_upto if step is None else self._used_step(step, begins - 1) + 1
         origin = self._origin
         if next_step > begins:
-            found = self._prefetching.ask(AskState(feed=origin.feed, step=next_step))
-            assert isinstance(found, State)
-            return checkpoint.save(origin, self.iteration, found)
+            answer = self._prefetching.ask(AskState(feed=origin.feed, step=next_step))
+            assert isinstance(answer, State)
+            return checkpoint.save(origin, self.iteration, answer)
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
         assert self._prefetching.attached is not None
@@ -310,11 +312,6 @@ class Reading:
     def is_closed(self) -> bool:
         """True once the reading was closed."""
         return self._prefetching.is_closing
-
-    @property
-    def mesh(self) -> Mesh:
-        """The trainers' mesh and this rank's place in the mesh."""
-        return self._session.mesh
 
     @property
     def format(self) -> str:

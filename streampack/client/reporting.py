@@ -34,14 +34,14 @@ class Reporting:
 
     def publish(self, version: SupportsIndex, step: int, attempt: Attempt) -> None:
         """Publish a policy's version; ``step`` is trained next."""
-        found = checked_version(version, "version")
-        if self._published is not None and self._published[0] == attempt and found < self._published[1]:
+        number = checked_version(version, "version")
+        if self._published is not None and self._published[0] == attempt and number < self._published[1]:
             raise UserError(
-                f"got policy version {found} after version {self._published[1]}, expected a version that is not lower"
+                f"got policy version {number} after version {self._published[1]}, expected a version that is not lower"
             )
-        message = Publish(feed=self._feed, number=0, version=found, step=step, attempt=attempt)
+        message = Publish(feed=self._feed, number=0, version=number, step=step, attempt=attempt)
         self._connection().ask(message, what="the published version to be durable")
-        self._published = attempt, found
+        self._published = attempt, number
 
     def report(
         self, step: int, lineage: int, attempt: Attempt, ids: I64, values: Mapping[str, Any], reduce: Reduce
@@ -49,7 +49,7 @@ class Reporting:
         """Report values of the samples ``ids`` of a step, unless another rank does."""
         if reduce not in ("sum", "same"):
             raise UserError(f"got reduce={reduce!r}, expected 'sum' or 'same'")
-        columns = {name: _column(name, given, len(ids)) for name, given in values.items()}
+        columns = {name: _column(name, column, len(ids)) for name, column in values.items()}
         if not 0 < len(columns) <= MAX_FIELDS:
             raise UserError(f"got {len(columns)} values for each sample, expected 1 to {MAX_FIELDS}")
         mesh, alone = self._mesh, reduce == "same"
@@ -84,17 +84,17 @@ class Reporting:
         return self._telling
 
 
-def _column(name: str, given: Any, count: int) -> NDArray[Any]:
+def _column(name: str, values: Any, count: int) -> NDArray[Any]:
     """Return the values of ``count`` samples as float64. Raises UserError for other shapes and types."""
-    value = given.detach().cpu() if hasattr(given, "detach") else given
+    value = values.detach().cpu() if hasattr(values, "detach") else values
     value = value.float() if "bfloat16" in str(getattr(value, "dtype", "")) else value
     try:
-        found = np.asarray(value, "<f8")
+        column = np.asarray(value, "<f8")
     except (TypeError, ValueError):
         raise UserError(f"got values of {name} that are not numbers, expected one number for each sample") from None
-    if found.shape != (count,):
+    if column.shape != (count,):
         raise UserError(
-            f"got values of {name} of shape {list(found.shape)}, expected [{count}]: one number for each row of "
+            f"got values of {name} of shape {list(column.shape)}, expected [{count}]: one number for each row of "
             f"step.sample_ids"
         )
-    return found
+    return column

@@ -74,11 +74,11 @@ def save(origin: Origin, iteration: int, state: State) -> dict[str, Any]:
     """Return the state, as plain JSON values, of a loader whose next step is ``state.step``."""
     snapshot = b"" if state.snapshot is None else record_frames.encode_snapshot(state.snapshot)
     rules = RulesSaid(origin.rules.digest, msgspec.json.encode(origin.rules, order="sorted").decode())
-    said = SavedState(
+    saved = SavedState(
         version=VERSION, run=origin.name, feed=origin.feed, iteration=iteration, lineage=state.lineage,
         next_step=state.step, chain=state.chain.hex(), rules=rules, snapshot=base64.b64encode(snapshot).decode(),
     )  # fmt: skip
-    plain: dict[str, Any] = msgspec.to_builtins(said)
+    plain: dict[str, Any] = msgspec.to_builtins(saved)
     return plain
 
 
@@ -95,34 +95,35 @@ def load(state: Any, origin: Origin) -> Begin:
             "streampack saved"
         )
     try:
-        said = msgspec.convert(state, SavedState)
+        saved = msgspec.convert(state, SavedState)
     except (msgspec.ValidationError, RecursionError, UnicodeEncodeError) as error:
         raise StateError(f"state: {error}. Load the dict from state_dict() unchanged") from None
-    for key, got, expected in (("run", said.run, origin.name), ("feed", said.feed, origin.feed)):
+    for key, got, expected in (("run", saved.run, origin.name), ("feed", saved.feed, origin.feed)):
         if got != expected:
             raise StateError(
                 f"{key}: got {got!r}, expected {expected!r}. The checkpoint belongs to another {key}. Load a "
                 f"checkpoint of this {key}, or connect to the other {key}"
             )
-    if said.rules.digest != origin.rules.digest:
-        differs = _difference(said.rules.json, origin.rules)
+    if saved.rules.digest != origin.rules.digest:
+        differs = _difference(saved.rules.json, origin.rules)
         raise StateError(f"{differs}. Restore the broker's rules, or start a new run without this state")
-    return Begin(said.next_step, bytes.fromhex(said.chain), said.iteration, said.lineage, _snapshot(said))
+    return Begin(saved.next_step, bytes.fromhex(saved.chain), saved.iteration, saved.lineage, _snapshot(saved))
 
 
-def _snapshot(said: SavedState) -> Any:
+def _snapshot(saved: SavedState) -> Any:
     """Return the decoded snapshot of a state, or None if the state has none. Raises StateError."""
-    if not said.snapshot:
+    if not saved.snapshot:
         return None
     try:
-        found = record_frames.decode_snapshot(base64.b64decode(said.snapshot, validate=True))
+        snapshot = record_frames.decode_snapshot(base64.b64decode(saved.snapshot, validate=True))
     except (WireError, binascii.Error, ValueError) as error:
         raise StateError(f"snapshot: {error}. Load the dict from state_dict() unchanged") from None
-    if found.step > said.next_step:
+    if snapshot.step > saved.next_step:
         raise StateError(
-            f"snapshot: got a snapshot of step {found.step}, expected a snapshot of step {said.next_step} or earlier"
+            f"snapshot: got a snapshot of step {snapshot.step}, expected a snapshot of step {saved.next_step} or "
+            f"earlier"
         )
-    return found
+    return snapshot
 
 
 def _difference(text: str, rules: Rules) -> str:
@@ -144,12 +145,12 @@ def _unequal(path: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
         for name in a.__struct_fields__:
             yield from _unequal(f"{path}.{name}", getattr(a, name), getattr(b, name))
     elif isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
-        for i, (mine, theirs) in enumerate(zip(a, b, strict=True)):
-            yield from _unequal(f"{path}.{getattr(theirs, 'name', i)}", mine, theirs)
+        for i, (one, other) in enumerate(zip(a, b, strict=True)):
+            yield from _unequal(f"{path}.{getattr(other, 'name', i)}", one, other)
     elif a != b:
         yield path, _plain(a), _plain(b)
 
 
 def _plain(value: Any) -> Any:
     """Return ``value``; if it is a tuple, replace each struct in it by its name, to keep an error short."""
-    return [getattr(each, "name", each) for each in value] if isinstance(value, tuple) else value
+    return [getattr(item, "name", item) for item in value] if isinstance(value, tuple) else value

@@ -12,12 +12,12 @@ Wanted = list[tuple[Kernel, Key]]
 
 def wanted_by(calls: Iterable[Callable[[], object]]) -> Wanted:
     """Return the kernels that calls need, with the types of their arguments, each once."""
-    found: dict[tuple[str, str, Key], tuple[Kernel, Key]] = {}
+    wanted: dict[tuple[str, str, Key], tuple[Kernel, Key]] = {}
     before = Kernel.when_missing
 
     def ask(kernel: Kernel, keys: Sequence[Key]) -> None:
         for key in keys:
-            found[kernel.__module__, kernel.__name__, key] = kernel, key
+            wanted[kernel.__module__, kernel.__name__, key] = kernel, key
 
     Kernel.when_missing = ask
     try:
@@ -25,7 +25,7 @@ def wanted_by(calls: Iterable[Callable[[], object]]) -> Wanted:
             call()
     finally:
         Kernel.when_missing = before
-    return list(found.values())
+    return list(wanted.values())
 
 
 def missing(wanted: Wanted) -> Wanted:

@@ -215,7 +215,7 @@ class Helper:
     """
 
     def __init__(self, folder: str, quiet: bool = False) -> None:
-        path = os.pathsep.join(each for each in sys.path if each and isinstance(each, str))
+        path = os.pathsep.join(entry for entry in sys.path if entry and isinstance(entry, str))
         answers, theirs = os.pipe()
         self._answers = open(answers)  # noqa: SIM115  # until ``close``
         try:  # a process group of its own: Ctrl-C is for the parent. Whoever reads the parent's output does not wait
@@ -308,13 +308,7 @@ def _after_fork() -> None:
         start()
 
 
-def _hold() -> None:
-    compiler.hold()
-
-
-def _go_on() -> None:
-    compiler.go_on()
-
-
-os.register_at_fork(before=_hold, after_in_parent=_go_on, after_in_child=_after_fork)
+os.register_at_fork(
+    before=lambda: compiler.hold(), after_in_parent=lambda: compiler.go_on(), after_in_child=_after_fork
+)
 atexit.register(lambda: compiler.end())

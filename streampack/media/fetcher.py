@@ -152,15 +152,15 @@ class Fetcher:
             patches: Patches of each item, the rows of its value.
             places: Sample that each item belongs to, for error messages.
         """
-        items, mine = list[_Item](), set[_Item]()
+        items, of_message = list[_Item](), set[_Item]()
         with self._changed:
             for reference, count, where in zip(references, patches, places, strict=True):
                 item = self._known.get((reference, count))
                 if item is None or not item.users or item.error is not None:
                     item = self._known[reference, count] = _Item(reference, count, where)
                     self._queue.append(item)
-                item.users += item not in mine
-                mine.add(item)
+                item.users += item not in of_message
+                of_message.add(item)
                 items.append(item)
             self._changed.notify_all()
         return PendingItems(self, field, items, places)
@@ -210,13 +210,13 @@ class Fetcher:
             MediaError: Items are not dropped, or this one is not to blame. Or nothing says what may stand for it: no
                 item of its field was decoded yet.
         """
-        said = f"{place}: {_shown(item.reference)}: {_text(error, item.reference)}"
+        text = f"{place}: {_shown(item.reference)}: {_text(error, item.reference)}"
         full = isinstance(error, OSError) and error.errno in _FULL
         if not self.drops or full or isinstance(error, _NOT_THE_ITEMS):
-            raise MediaError(said) from error
+            raise MediaError(text) from error
         if pending.field not in self._kinds:
             raise MediaError(
-                f"{said}. No item of {pending.field} was decoded yet, so it cannot be dropped: nothing says the shape "
+                f"{text}. No item of {pending.field} was decoded yet, so it cannot be dropped: nothing says the shape "
                 f"of its patches"
             ) from error
         if at in pending.counted:
@@ -226,7 +226,7 @@ class Fetcher:
         with self._changed:
             self.dropped[reason] += 1
             loud = self.dropped[reason] <= SAID
-        log.log(logging.WARNING if loud else logging.INFO, "%s. The sample does not count in the loss", said)
+        log.log(logging.WARNING if loud else logging.INFO, "%s. The sample does not count in the loss", text)
         if self.dropped[reason] == SAID:
             log.warning("more items that are dropped (%s) are only counted, in stats() of the loader", reason)
 

@@ -77,8 +77,8 @@ def read_bytes(reference: Reference, largest: int = LARGEST) -> bytes:
         )
     if size is not None and len(data) != size:
         raise WrongBytes(f"got {len(data)} bytes, expected {size}")
-    if reference.crc32c is not None and (found := crc32c(data)) != reference.crc32c:
-        raise WrongBytes(f"got the checksum {found:08x}, expected {reference.crc32c:08x}")
+    if reference.crc32c is not None and (checksum := crc32c(data)) != reference.crc32c:
+        raise WrongBytes(f"got the checksum {checksum:08x}, expected {reference.crc32c:08x}")
     return data
 
 

@@ -59,28 +59,28 @@ def varlen_attention(
     Example:
         >>> out = varlen_attention(q, k, v, batch)  # doctest: +SKIP
     """
-    held = canonical(pack)
-    if held.shared is not None:
+    numpy_pack = canonical(pack)
+    if numpy_pack.shared is not None:
         raise UserError(
             "got a pack whose samples may share tokens, expected a pack without `rules.share`, because boundaries do "
             "not say which tokens are shared. Use flex_attention with block_mask(batch)"
         )
-    if held.cp > 1 and held.layout != "whole":
+    if numpy_pack.cp > 1 and numpy_pack.layout != "whole":
         raise UserError(
-            f"got 1/{held.cp} of a pack on this rank ({held.layout}), expected the whole pack. Use ring attention or "
-            f"Ulysses, or a smaller budget with cp=1"
+            f"got 1/{numpy_pack.cp} of a pack on this rank ({numpy_pack.layout}), expected the whole pack. Use ring "
+            f"attention or Ulysses, or a smaller budget with cp=1"
         )
-    _check(q, k, v, len(held.padding_mask), window)
-    chosen = backend or ("sdpa" if window is None and _is_one_row(held) else first_that_takes(q))
+    _check(q, k, v, len(numpy_pack.padding_mask), window)
+    chosen = backend or ("sdpa" if window is None and _is_one_row(numpy_pack) else first_that_takes(q))
     if chosen not in get_args(Backend):
         raise UserError(f"got backend={chosen!r}, expected one of: {', '.join(get_args(Backend))}, or None")
     if chosen == "sdpa":
-        return one_by_one(q, k, v, held.cu_seqlens_padded, held.max_seqlen, scale, window)
+        return one_by_one(q, k, v, numpy_pack.cu_seqlens_padded, numpy_pack.max_seqlen, scale, window)
     attend, kernel = (by_flash, _flash_attn()) if chosen == "flash_attn" else (by_torch, _torch())
     if kernel is None:
         raise UserError(f"got backend={chosen!r}, which is not installed here. Install it, or pass backend=None")
     bounds = torch.as_tensor(pack.cu_seqlens_padded).reshape(-1).to(q.device)  # [1, n] in Megatron's form
-    return attend(kernel, q, k, v, bounds, held.max_seqlen, scale, window)
+    return attend(kernel, q, k, v, bounds, numpy_pack.max_seqlen, scale, window)
 
 
 def by_flash(
@@ -91,11 +91,11 @@ def by_flash(
     options: dict[str, Any] = (
         {} if window is None else {"window_size": (window - 1, 0)}
     )  # tokens to the left, without the token itself
-    found: torch.Tensor = kernel(
+    out: torch.Tensor = kernel(
         q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=widest, max_seqlen_k=widest,
         softmax_scale=scale, causal=True, **options,
     )  # fmt: skip
-    return found
+    return out
 
 
 def by_torch(
@@ -124,9 +124,9 @@ def by_torch(
     if q.shape[1] != k.shape[1] and "enable_gqa" in knows:
         options["enable_gqa"] = True
     elif q.shape[1] != k.shape[1]:
-        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
-    found: torch.Tensor = kernel(q, k, v, bounds, bounds, widest, widest, **options)
-    return found
+        k, v = (heads.repeat_interleave(q.shape[1] // k.shape[1], 1) for heads in (k, v))
+    out: torch.Tensor = kernel(q, k, v, bounds, bounds, widest, widest, **options)
+    return out
 
 
 def one_by_one(
@@ -140,15 +140,15 @@ def one_by_one(
     seen = None if window is None else (before <= before[:, None]) & (before > before[:, None] - window)
     sizes = (bounds[1:] - bounds[:-1]).tolist()
     # Rows of a batch of one: PyTorch's fast kernels take nothing else.
-    slots = (torch.split_with_sizes(each.transpose(0, 1)[None], sizes, 2) for each in (q, k, v))
-    found = [
+    slots = (torch.split_with_sizes(tensor.transpose(0, 1)[None], sizes, 2) for tensor in (q, k, v))
+    outputs = [
         torch.nn.functional.scaled_dot_product_attention(
             queries, keys, values, None if seen is None else seen[:size, :size], is_causal=seen is None, scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
         for size, queries, keys, values in zip(sizes, *slots, strict=True)
     ]  # fmt: skip
-    return torch.cat(found, 2)[0].transpose(0, 1)
+    return torch.cat(outputs, 2)[0].transpose(0, 1)
 
 
 def _is_one_row(pack: Pack) -> bool:
@@ -158,8 +158,8 @@ def _is_one_row(pack: Pack) -> bool:
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_tokens: int, window: int | None) -> None:
     """Raise UserError for tensors that do not fit a pack of ``num_tokens`` tokens, or a window below 1."""
-    shapes = " ".join(str(list(each.shape)) for each in (q, k, v))
-    if any(each.dim() != 3 or len(each) != num_tokens for each in (q, k, v)):
+    shapes = " ".join(str(list(tensor.shape)) for tensor in (q, k, v))
+    if any(tensor.dim() != 3 or len(tensor) != num_tokens for tensor in (q, k, v)):
         raise UserError(
             f"got q, k, v of shapes {shapes}, expected shape [{num_tokens}, heads, head size] for each tensor"
         )
@@ -192,8 +192,8 @@ def _flash_attn() -> Kernel | None:
         version("flash-attn")
     except PackageNotFoundError:
         return None
-    found: Kernel = import_module("flash_attn").flash_attn_varlen_func
-    return found
+    kernel: Kernel = import_module("flash_attn").flash_attn_varlen_func
+    return kernel
 
 
 @cache
@@ -201,5 +201,5 @@ def _torch() -> Kernel | None:
     """Return PyTorch's variable-length kernel; None before 2.10."""
     if find_spec("torch.nn.attention.varlen") is None:
         return None
-    found: Kernel = import_module("torch.nn.attention.varlen").varlen_attn
-    return found
+    kernel: Kernel = import_module("torch.nn.attention.varlen").varlen_attn
+    return kernel

@@ -52,14 +52,14 @@ def per_sample(
     Example:
         >>> lengths = [len(one) for one in per_sample(batch.labels, batch)]  # doctest: +SKIP
     """
-    held = canonical(pack)
+    numpy_pack = canonical(pack)
     if axis != "token":
-        return list(torch.split_with_sizes(outputs, _extra_sizes(outputs, held, axis)))
-    if held.path_index is not None and held.cu_paths is not None:
-        on_paths = _on_paths(outputs, pack, held.path_index)[: int(held.cu_paths[-1])]
-        return list(torch.split_with_sizes(on_paths, np.diff(held.cu_paths).tolist()))
-    rows = _by_token(outputs, pack, len(held.padding_mask))
-    sizes = np.diff(_bounds(held).ravel(), prepend=0, append=len(rows))
+        return list(torch.split_with_sizes(outputs, _extra_sizes(outputs, numpy_pack, axis)))
+    if numpy_pack.path_index is not None and numpy_pack.cu_paths is not None:
+        on_paths = _on_paths(outputs, pack, numpy_pack.path_index)[: int(numpy_pack.cu_paths[-1])]
+        return list(torch.split_with_sizes(on_paths, np.diff(numpy_pack.cu_paths).tolist()))
+    rows = _by_token(outputs, pack, len(numpy_pack.padding_mask))
+    sizes = np.diff(_bounds(numpy_pack).ravel(), prepend=0, append=len(rows))
     return list(torch.split_with_sizes(rows, sizes.tolist()))[
         1::2
     ]  # n separate slices would each allocate a gradient of full size
@@ -115,11 +115,11 @@ def packed_loss(
         ...     loss_fn, model(batch.input_ids), batch, batch.labels, denominator=step.num_loss_tokens
         ... )
     """
-    held = canonical(pack)
-    if held.cp > 1 and held.layout != "whole" and not token_sum:
+    numpy_pack = canonical(pack)
+    if numpy_pack.cp > 1 and numpy_pack.layout != "whole" and not token_sum:
         raise UserError(
-            f"got a part of each sample on this rank (cp={held.cp}, {held.layout}), expected a loss that is a sum "
-            f"over tokens. Pass token_sum=True for such a loss. For other losses, set `cp_layout: whole` in "
+            f"got a part of each sample on this rank (cp={numpy_pack.cp}, {numpy_pack.layout}), expected a loss that "
+            f"is a sum over tokens. Pass token_sum=True for such a loss. For other losses, set `cp_layout: whole` in "
             f"broker.yaml"
         )
     if averaged_over < 1:
@@ -161,17 +161,17 @@ def target_logprobs(logits: torch.Tensor, labels: torch.Tensor, pack: Pack | Vie
         >>> logprobs = target_logprobs(model(batch), batch.labels, batch)  # doctest: +SKIP
         >>> loss = packed_loss(grpo, logprobs, batch, batch.old_logprobs, denominator=n)  # doctest: +SKIP
     """
-    held = canonical(pack)
-    rows = _by_token(logits, pack, len(held.padding_mask))
+    numpy_pack = canonical(pack)
+    rows = _by_token(logits, pack, len(numpy_pack.padding_mask))
     index = torch.arange(len(rows), device=rows.device)
-    if held.path_index is not None:
+    if numpy_pack.path_index is not None:
         index = _path_index(pack, rows.device)
     targets = labels.reshape(-1).to(rows.device)
     if len(targets) != len(index):
         raise UserError(f"got labels of shape {list(labels.shape)}, expected [{len(index)}]")
     counts = targets != IGNORE_INDEX
-    found = rows[index, targets.clamp(min=0)] - torch.logsumexp(rows, -1)[index]
-    return torch.where(counts, found, 0)  # no shape depends on values, for which a device would have to wait
+    logprobs = rows[index, targets.clamp(min=0)] - torch.logsumexp(rows, -1)[index]
+    return torch.where(counts, logprobs, 0)  # no shape depends on values, for which a device would have to wait
 
 
 def reduce_metrics(metrics: Iterable[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
@@ -191,11 +191,11 @@ def reduce_metrics(metrics: Iterable[Mapping[str, Any]]) -> dict[str, torch.Tens
         >>> {name: value.item() for name, value in found.items()}
         {'ratio_max': 1.5, 'clipped': 3}
     """
-    found: dict[str, list[torch.Tensor]] = {}
-    for each in metrics:
-        for name, value in each.items():
-            found.setdefault(name, []).append(torch.as_tensor(value).detach())
-    return {name: _reduced(name, torch.stack(values)) for name, values in found.items()}
+    by_name: dict[str, list[torch.Tensor]] = {}
+    for named in metrics:
+        for name, value in named.items():
+            by_name.setdefault(name, []).append(torch.as_tensor(value).detach())
+    return {name: _reduced(name, torch.stack(values)) for name, values in by_name.items()}
 
 
 def _reduced(name: str, values: torch.Tensor) -> torch.Tensor:
