@@ -8,13 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from streampack_services.log.log import Log, read_entries
 
 import streampack as sp
-from streampack.core.journal.log_records import LineageBegan, Record, SamplesRejected, StepFormed
-from streampack.core.model.rules import Align, Rules, StreamRules
+from streampack.core.journal.log_records import Record, StepFormed
 from streampack.wire.record_frames import encode_record
 from tests.integration.running import (
     RunningBroker,
@@ -26,27 +24,8 @@ from tests.integration.running import (
     write,
     write_jsonl,
 )
-from tests.services.recorded import Run, resealed, rows_in, without
+from tests.services.recorded import Run, resealed, rows_in, two_lineages, without
 from tests.soak.job import fixed_listen
-
-RULES = Rules(
-    budget=256, window=32, packs=8, align=Align(sample=2, pack=4),
-    streams=(StreamRules("web", 0.7, 3, overlong="split"), StreamRules("code", 0.3, 1, overlong="split")),
-)  # fmt: skip
-
-
-def a_run() -> Run:
-    """Two streams, rejected and split samples, and a second lineage."""
-    rng = np.random.default_rng(4)
-    run = Run(RULES, [rng.integers(0, 300, 90).tolist() for _ in range(4)])
-    for p in (0, 1, 2, 3) * 6:
-        run.feed(p, 10)
-    run.take_snapshot()
-    for p in range(4):
-        run.feed(p, 10)
-    run.begin_lineage(0, 7)
-    run.finish()
-    return run
 
 
 def append(log: Log, records: list[Record]) -> None:
@@ -68,7 +47,7 @@ def ask(*arguments: str | Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    return a_run()
+    return two_lineages()
 
 
 @pytest.fixture
@@ -78,22 +57,6 @@ def state_dir(run: Run, tmp_path: Path) -> Path:
     append(log, run.records)
     log.close()
     return tmp_path / "state"
-
-
-def test_real_commands_explain_a_step_and_a_sample_and_verify_the_run(run: Run, state_dir: Path) -> None:
-    where = ("--state-dir", state_dir)
-    shown = streampack("ledger", "verify", *where)
-    assert shown.returncode == 0, shown.stderr
-    assert "good: no sample is lost or repeated" in shown.stdout
-    shown = streampack("why", "--step", "4", "--dp", "1", "--dp-size", "4", *where)
-    assert shown.returncode == 0, shown.stderr
-    step = next(r for r in run.records if isinstance(r, StepFormed) and r.step == 4)
-    assert step.digest.hex() in shown.stdout
-    assert f"{step.num_loss_tokens:,}, the step's denominator" in shown.stdout
-    row = rows_in(step)[3]
-    shown = streampack("why", "--sample", f"{('web', 'code')[row['stream']]}:{row['index']}", *where)
-    assert shown.returncode == 0, shown.stderr
-    assert f"{row['crc']:08x}" in shown.stdout
 
 
 def test_a_run_whose_broker_was_killed_is_in_the_ledger_as_the_trainer_got_it() -> None:
@@ -260,20 +223,3 @@ def test_what_is_not_there_is_said_to_be_missing(run: Run, state_dir: Path, tmp_
         (("ledger", "verify", "--state-dir", tmp_path), "has no log. Pass the state_dir of a broker"),
     ):
         assert said in the_error(in_process(*arguments), 2)
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_everything_fits_the_terminal(run: Run, state_dir: Path, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    where = ("--state-dir", state_dir)
-    began = next(record for record in run.records if isinstance(record, LineageBegan))
-    rejected = next(record for record in run.records if isinstance(record, SamplesRejected))
-    index = int(np.frombuffer(rejected.indices_u64, "<u8")[0])
-    for arguments in (
-        ("ledger", "verify"), ("why", "--step", str(began.step), "--dp-size", "4"), ("why", "--sample", "web:3"),
-        ("why", "--sample", f"{rejected.stream}:{index}"),
-    ):  # fmt: skip
-        shown = in_process(*arguments, *where)
-        assert shown.returncode == 0, shown.stderr
-        assert max(map(len, shown.stdout.splitlines())) <= columns
-        assert "…" not in shown.stdout

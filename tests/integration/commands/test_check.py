@@ -172,19 +172,6 @@ def test_what_follows_is_what_the_broker_will_do(broker: Path) -> None:
     assert found["process.arena_bytes"] <= 64 * 2**20
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-def test_the_table_fits_and_nothing_is_cut(columns: int, broker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    shown = in_process("check", broker, "--all").stdout
-    lines = shown.splitlines()
-    assert max(map(len, lines)) <= columns
-    assert "…" not in shown
-    assert lines[-1] == "good: streampack broker can use broker.yaml"
-    said = [" ".join(line.split()) for line in lines]
-    assert any(line.startswith("budget 4096 line 5 Number of tokens in a") for line in said)
-    assert "step tokens 65536 tokens per step: packs times budget" in said
-
-
 def test_a_meaning_is_told_for_the_first_stream_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "broker.yaml", {"streams": {"web": {}, "code": {}}})
     assert in_process("check", path, "--all").stdout.count("Number of passes over") == 1

@@ -192,16 +192,6 @@ def test_what_cannot_be_replayed_is_one_line(run: Run, tmp_path: Path) -> None:
         assert said in the_error(in_process("replay", *arguments), 2)
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-def test_the_table_fits_the_terminal(run: Run, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    shown = in_process("replay", "--step", "12", *run.where, "--dp", "8")
-    assert shown.returncode == 0, shown.stderr
-    assert max(map(len, shown.stdout.splitlines())) <= columns
-    assert "…" not in shown.stdout
-    assert "digest equal  yes" in shown.stdout
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_replay_that_is_told_to_stop_leaves_nothing_behind(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
