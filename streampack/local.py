@@ -11,9 +11,14 @@ import importlib
 import os
 import weakref
 from collections.abc import Mapping
-from typing import Any, Literal, Unpack, overload
+from typing import Annotated, Any, Literal, TypedDict, Unpack, overload
 
 from streampack.client.connect import Client, ConnectOptions
+from streampack.config.service_settings import Limits
+from streampack.config.stream_settings import StreamSettings
+from streampack.core.model.keys.keyword_arguments import documented
+from streampack.core.model.keys.planning_keys import BatchKeys, PlanningKeys, RunKeys
+from streampack.core.model.keys.stream_keys import SamplePolicies
 from streampack.errors import UserError
 from streampack.packs.batch_type import BatchT
 from streampack.packs.pack import Pack
@@ -52,36 +57,43 @@ def _close_here(pid: int, stack: contextlib.ExitStack) -> None:
         stack.close()
 
 
-class LocalOptions(ConnectOptions, total=False):
-    """Keyword arguments of ``local`` except ``source`` and ``format``, for type checkers."""
+class LocalArguments(TypedDict, total=False):
+    """Type and default of each keyword argument of ``local`` that ``connect`` does not have.
 
-    tokenizer: Any
-    budget: int
-    packs: int
-    samples: int | None
-    padded: bool
-    window: int
-    packer: str
-    max_samples_per_pack: int | None
-    limits: Mapping[str, int] | None
-    align: int
-    shape: Any
-    overlong: str
-    poison: str
-    no_loss_tokens: str
-    tail: str
-    seed: int
-    shuffle: bool
-    passes: int
-    repeat: bool
-    weights: Mapping[str, float] | None
-    text_key: str | None
-    tokens_key: str | None
-    fields: Mapping[str, Mapping[str, Any]] | None
-    tokens: str
-    memory: str | int
-    chunk: str | int
-    http: str | None
+    A struct in the place of a default has the configuration key of this name, with its default and its text.
+    """
+
+    tokenizer: Annotated[Any, None]
+    packs: Annotated[int, 1]
+    window: Annotated[int, 1024]
+    align: Annotated[int, 1]
+    shuffle: Annotated[bool, True]
+    weights: Annotated[Mapping[str, float] | None, None]
+    text_key: Annotated[str | None, None]
+    tokens_key: Annotated[str | None, None]
+    fields: Annotated[Mapping[str, Mapping[str, Any]] | None, None]
+    memory: Annotated[str | int, "1GiB"]
+    http: Annotated[str | None, None]
+    budget: Annotated[int, PlanningKeys]
+    samples: Annotated[int | None, BatchKeys]
+    padded: Annotated[bool, PlanningKeys]
+    packer: Annotated[str, PlanningKeys]
+    max_samples_per_pack: Annotated[int | None, PlanningKeys]
+    limits: Annotated[Mapping[str, int] | None, PlanningKeys]
+    shape: Annotated[Any, PlanningKeys]
+    overlong: Annotated[str, SamplePolicies]
+    poison: Annotated[str, SamplePolicies]
+    no_loss_tokens: Annotated[str, SamplePolicies]
+    tail: Annotated[str, PlanningKeys]
+    seed: Annotated[int, RunKeys]
+    passes: Annotated[int, StreamSettings]
+    repeat: Annotated[bool, StreamSettings]
+    tokens: Annotated[str, RunKeys]
+    chunk: Annotated[str | int, Limits]
+
+
+class LocalOptions(LocalArguments, ConnectOptions, total=False):
+    """Keyword arguments of ``local`` except ``format``, for type checkers."""
 
 
 # With format="numpy", the loader yields packs.
@@ -93,38 +105,8 @@ def local(source: Any, *, format: TorchFormat | None = None, **options: Unpack[L
 # For a format that is known only at run time, the type is the union.
 @overload
 def local(source: Any, *, format: str | None, **options: Unpack[LocalOptions]) -> LocalLoader[Pack | View]: ...
-def local(
-    source: Any,
-    *,
-    tokenizer: Any = None,
-    budget: int = 8192,
-    packs: int = 1,
-    samples: int | None = None,
-    padded: bool = False,
-    window: int = 1024,
-    packer: str = "exact_fill",
-    max_samples_per_pack: int | None = None,
-    limits: Mapping[str, int] | None = None,
-    align: int = 1,
-    shape: Any = "fixed",
-    overlong: str = "error",
-    poison: str = "error",
-    no_loss_tokens: str = "train",
-    tail: str = "pad",
-    seed: int = 0,
-    shuffle: bool = True,
-    passes: int = 1,
-    repeat: bool = False,
-    weights: Mapping[str, float] | None = None,
-    text_key: str | None = None,
-    tokens_key: str | None = None,
-    fields: Mapping[str, Mapping[str, Any]] | None = None,
-    tokens: str = "int32",
-    memory: str | int = "1GiB",
-    chunk: str | int = "2MiB",
-    http: str | None = None,
-    **client: Any,
-) -> LocalLoader[Any]:
+@documented(LocalArguments, "client")
+def local(source: Any, **options: Any) -> LocalLoader[Any]:
     """Return a loader over ``source`` without daemons: for notebooks, tests and training on one GPU.
 
     A broker and a producer run in threads of this process. The steps are those that a broker with the same settings
@@ -143,37 +125,19 @@ def local(
         tokenizer: ``"bytes"``, the path of a tokenizer.json or its folder, ``"package.module:function"``, or a dict of
             settings. Or a callable, or an object with ``encode``, from a text to token ids; a tokenizer of transformers
             also formats chats. Default: texts become their bytes, and chats are rejected.
-        budget: Tokens of a pack; with ``padded``, tokens of a micro-batch.
-        packs: Packs of a step.
-        samples: Samples of a step, in place of ``packs``. Each step is packed by itself.
-        padded: True for micro-batches of padded rows in place of packs; requires ``samples``.
+        packs: Number of packs of a step.
         window: Number of samples from which the packer chooses.
-        packer: Name of the packer, as for ``pack_lengths``.
-        max_samples_per_pack: Maximum number of samples of a pack. Default: only the budget limits a pack.
-        limits: Most ``patches`` and ``items`` of a pack, for samples with media, as in broker.yaml.
         align: Multiple of tokens to which samples and packs are padded.
-        shape: Length of a pack: ``"fixed"`` (the budget), ``"exact"`` (its samples), ``{"multiple": n}`` or
-            ``{"buckets": [n, ...]}``, in tokens.
-        overlong: Policy for samples over the budget: ``"error"``, ``"drop"``, ``"truncate"`` or ``"split"``.
-        poison: Policy for samples that cannot be used: ``"error"`` or ``"drop"``.
-        no_loss_tokens: Policy for samples of which no token counts in the loss: ``"train"``, ``"drop"`` or ``"error"``.
-        tail: Policy for packs that do not fill the last step: ``"pad"`` adds empty packs, ``"drop"`` drops them.
-        seed: Seed of all shuffles, at least 0.
         shuffle: True to read files and samples in another order in each pass. With False, each stream keeps the order
             of its files.
-        passes: Number of passes over the data.
-        repeat: True for passes without end.
         weights: Shares of the tokens by stream name. Default: equal shares.
         text_key: Key of the text in a row. Default: detected.
         tokens_key: Key of the token ids in a row. Default: detected.
         fields: Fields that samples carry beside their tokens, as in broker.yaml. ``loss_mask`` is added if one of the
             first rows says which tokens are learned, as chats, pairs and rows with labels do.
-        tokens: dtype in which the broker keeps token ids: ``"int32"`` or ``"uint16"``.
         memory: Size of the broker's arena, such as ``"1GiB"`` or a number of bytes; raised if the settings need more.
-        chunk: Most bytes of samples in one message of the producer, such as ``"8MiB"``; ``limits.chunk`` in
-            broker.yaml. The media of a sample must fit one chunk. A chunk takes at most a quarter of a partition's
-            share of ``memory``.
         http: ``host:port`` at which to serve status and metrics. Default: no server.
+        options: Configuration keys, with the texts of ``streampack.core.model.keys``.
         client: Further keyword arguments of ``connect``, such as ``format``, ``device`` or ``prefetch``.
 
     Returns:
@@ -198,20 +162,5 @@ def local(
         raise UserError(
             f"got no module {error.name!r}, which the extra 'service' installs. Run pip install 'streampack[service]'"
         ) from None
-    run = {
-        "seed": seed,
-        "tokens": tokens,
-        "memory": memory,
-        "limits": {"chunk": chunk},
-        "fields": fields or {},
-        "rules": {
-            "packer": packer, "budget": budget, "window": {"samples": window}, "padded": padded,
-            "max_samples_per_pack": max_samples_per_pack, **({"limits": dict(limits)} if limits else {}),
-            "step": {"samples": samples} if samples is not None else {"packs": packs},
-            "align": {"sample": align, "pack": align}, "shape": shape, "overlong": overlong, "poison": poison,
-            "no_loss_tokens": no_loss_tokens, "tail": tail,
-        },
-    }  # fmt: skip
-    stream = {"passes": passes, "repeat": repeat, "shuffle": shuffle, "text_key": text_key, "tokens_key": tokens_key}
-    loader: LocalLoader[Any] = service.open_local(source, run, stream, weights or {}, tokenizer, http, client)
+    loader: LocalLoader[Any] = service.open_local(source, options)
     return loader

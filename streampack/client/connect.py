@@ -12,13 +12,14 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, SupportsIndex, TypedDict, Unpack, overload
+from typing import Annotated, Any, Generic, Literal, Self, SupportsIndex, TypedDict, Unpack, overload
 
 import msgspec
 
 from streampack.client.prefetch import TWICE
 from streampack.client.ranks import mesh_of
 from streampack.client.reader import Reading
+from streampack.core.model.keys.keyword_arguments import documented, filled
 from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.rules import Rules
 from streampack.core.sessions.patience import Patience
@@ -37,23 +38,23 @@ log = logging.getLogger("streampack.client")
 
 
 class ConnectOptions(TypedDict, total=False):
-    """Keyword arguments of ``connect`` except ``endpoint`` and ``format``, for type checkers."""
+    """Type and default of each keyword argument of ``connect`` except ``format``."""
 
-    feed: str
-    mesh: Any
-    order: str | None
-    readers: Mapping[str, Sequence[int]] | None
-    device: Any
-    masks: Literal["flex"] | None
-    static_shapes: bool
-    media: Media | None
-    key_file: str | Path | None
-    variable_lengths: bool
-    verify: bool
-    prefetch: int
-    timeout_s: float
-    stall_timeout_s: float
-    join_timeout_s: float
+    feed: Annotated[str, "train"]
+    mesh: Annotated[Any, None]
+    order: Annotated[str | None, None]
+    readers: Annotated[Mapping[str, Sequence[int]] | None, None]
+    device: Annotated[Any, None]
+    masks: Annotated[Literal["flex"] | None, None]
+    static_shapes: Annotated[bool, False]
+    media: Annotated[Media | None, None]
+    key_file: Annotated[str | Path | None, None]
+    variable_lengths: Annotated[bool, False]
+    verify: Annotated[bool, False]
+    prefetch: Annotated[int, 2]
+    timeout_s: Annotated[float, 60.0]
+    stall_timeout_s: Annotated[float, 300.0]
+    join_timeout_s: Annotated[float, 300.0]
 
 
 # With format="numpy", the client yields packs.
@@ -71,25 +72,9 @@ def connect(
 def connect(
     endpoint: str | None = None, *, format: str | None, **options: Unpack[ConnectOptions]
 ) -> Client[Pack | View]: ...
+@documented(ConnectOptions)
 def connect(
-    endpoint: str | None = None,
-    *,
-    feed: str = "train",
-    mesh: Any = None,
-    order: str | None = None,
-    readers: Mapping[str, Sequence[int]] | None = None,
-    format: str | None = None,
-    device: Any = None,
-    masks: Literal["flex"] | None = None,
-    static_shapes: bool = False,
-    media: Media | None = None,
-    key_file: str | Path | None = None,
-    variable_lengths: bool = False,
-    verify: bool = False,
-    prefetch: int = 2,
-    timeout_s: float = 60.0,
-    stall_timeout_s: float = 300.0,
-    join_timeout_s: float = 300.0,
+    endpoint: str | None = None, *, format: str | None = None, **options: Unpack[ConnectOptions]
 ) -> Client[Any]:
     """Attach this rank to a broker and return a loader of the rank's packs.
 
@@ -106,6 +91,13 @@ def connect(
         endpoint: Address of the broker for trainers: ``tcp://host:port``, ``ipc:///path``, or ``file:///path`` of the
             broker's rendezvous file. Addresses of a broker and of another one that may take over are separated by
             commas. Default: the environment variable STREAMPACK_ENDPOINT.
+        format: Format of each pack:
+
+            - ``"thd"``: a ``View`` with torch tensors [T]; the default if torch is installed.
+            - ``"numpy"``: a ``Pack`` with numpy arrays [T]; the default without torch.
+            - ``"hf"``, ``"hf_shifted"``: arguments for ``model(**batch)`` of transformers, [1, T].
+            - ``"megatron"``, ``"bshd"``, ``"torchtitan"``: the batches of Megatron-LM, NeMo AutoModel and torchtitan.
+            - ``"padded"``: rows of padded samples [B, S]; the default for a feed with ``rules.padded``.
         feed: Name of the feed in broker.yaml.
         mesh: This rank's place in the trainers' mesh. A ``Mesh``, a torch DeviceMesh, or a dict of sizes and ranks,
             such as ``{"dp": 8, "dp_rank": 3}``. With ``order``, a dict of sizes alone. Default: one rank.
@@ -114,13 +106,6 @@ def connect(
         readers: Tensor and pipeline ranks that read, if not all ranks read; equal on all ranks. Negative ranks count
             from the last. Example: ``{"tp": [0], "pp": [0, -1]}`` if the first and the last stage read on tensor
             rank 0 and broadcast.
-        format: Format of each pack:
-
-            - ``"thd"``: a ``View`` with torch tensors [T]; the default if torch is installed.
-            - ``"numpy"``: a ``Pack`` with numpy arrays [T]; the default without torch.
-            - ``"hf"``, ``"hf_shifted"``: arguments for ``model(**batch)`` of transformers, [1, T].
-            - ``"megatron"``, ``"bshd"``, ``"torchtitan"``: the batches of Megatron-LM, NeMo AutoModel and torchtitan.
-            - ``"padded"``: rows of padded samples [B, S]; the default for a feed with ``rules.padded``.
         device: torch device to which steps are copied ahead of use, such as ``"cuda"``. Default: tensors stay on the
             host.
         masks: ``"flex"`` for batches with ``block_mask``, the ``BlockMask`` of FlexAttention in blocks of 128. Its
@@ -158,23 +143,26 @@ def connect(
         ...     for pack in loader:
         ...         train(pack.input_ids, pack.labels, pack.position_ids)
     """
+    chosen = filled(ConnectOptions, options, "connect")
+    prefetch, verify, media, timeout_s = chosen["prefetch"], chosen["verify"], chosen["media"], chosen["timeout_s"]
     if not isinstance(prefetch, int) or prefetch < 1:
         raise UserError(f"got prefetch={prefetch!r}, expected at least 1 step")
-    limits = {"timeout_s": timeout_s, "stall_timeout_s": stall_timeout_s, "join_timeout_s": join_timeout_s}
-    for name, seconds in limits.items():
+    stall_s, join_s = chosen["stall_timeout_s"], chosen["join_timeout_s"]
+    for name, seconds in {"timeout_s": timeout_s, "stall_timeout_s": stall_s, "join_timeout_s": join_s}.items():
         if not isinstance(seconds, int | float) or not seconds > 0:
             raise UserError(f"got {name}={seconds!r}, expected seconds, more than 0")
-    place = mesh_of(mesh, order)
+    place = mesh_of(chosen["mesh"], chosen["order"])
     if verify and media is not None and media.drops:
         raise UserError(
             "got verify=True with Media(on_error='drop'), expected one of them, because dropped samples have no labels"
         )
     views = Views(
-        format, place, device, verify, masks, bool(static_shapes), None if media is None else media.open(place)
-    )
+        format, place, chosen["device"], verify, chosen["masks"], bool(chosen["static_shapes"]),
+        None if media is None else media.open(place),
+    )  # fmt: skip
     _introduce_to_torch()
-    patience, key = Patience(stall_timeout_s, join_timeout_s, timeout_s), find_key(key_file)
-    at, read_by = endpoint_of(endpoint, "trainers", timeout_s), _readers(readers)
+    patience, key = Patience(stall_s, join_s, timeout_s), find_key(chosen["key_file"])
+    at, read_by = endpoint_of(endpoint, "trainers", timeout_s), _readers(chosen["readers"])
     relay, named = find_relay(at)
     if named and relay is not None:
         start = f"streampack relay --broker {at} --listen {relay}"
@@ -189,8 +177,11 @@ def connect(
             )  # fmt: skip
             relay = None
     return Client(
-        Reading(at, feed, place, read_by, prefetch, patience, views, bool(variable_lengths), key, relay, named)
-    )
+        Reading(
+            at, chosen["feed"], place, read_by, prefetch, patience, views, bool(chosen["variable_lengths"]), key,
+            relay, named,
+        )
+    )  # fmt: skip
 
 
 def _readers(readers: Mapping[str, Sequence[int]] | None) -> ReadBy:

@@ -8,8 +8,6 @@ is deleted or the interpreter exits. The copy of the loader in a forked child en
 from __future__ import annotations
 
 import contextlib
-import difflib
-import inspect
 import logging
 import os
 import shutil
@@ -18,18 +16,23 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import fields, replace
 
 from streampack.client.connect import Client, connect
 from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.service_settings import Limits
 from streampack.config.stream_settings import StreamSettings
 from streampack.config.typed_yaml import convert
 from streampack.core.model.fields import LABELS, LOSS_MASK
+from streampack.core.model.keys.keyword_arguments import defaults_of, keys_of_struct, unexpected
+from streampack.core.model.keys.planning_keys import BatchKeys, PlanningKeys, RunKeys
+from streampack.core.model.keys.stream_keys import SamplePolicies
 from streampack.core.model.mesh import Mesh
 from streampack.errors import InternalError, StreampackError, UserError
 from streampack.kernels import background
-from streampack.local import LocalLoader, local
+from streampack.local import LocalArguments, LocalLoader, LocalOptions
 from streampack.producer.first_rows import NOT_APPLIED, ROWS_AT_START, bring_mask, passed_on
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Source, SourceSettings, TokenizerSettings, open_source, open_tokenizer
@@ -60,21 +63,20 @@ FORMAT_OF_EXTENSION = {
 """Name of the source format, by the extension of a file."""
 
 
-def open_local(
-    source: Any, run: dict[str, Any], stream: dict[str, Any], weights: Mapping[str, float], tokenizer: Any,
-    http: str | None, client: dict[str, Any],
-) -> LocalLoader[Any]:  # fmt: skip
+def open_local(source: Any, options: dict[str, Any]) -> LocalLoader[Any]:
     """Start a broker, a producer and a client for ``source``, and return the loader.
 
-    ``run``: settings of broker.yaml. ``stream``: settings of every stream. ``http``: the broker's HTTP address, or
-    None.
-    ``client``: arguments of ``connect``. Raises UserError or ConfigError for wrong arguments, SourceError.
+    ``options``: keyword arguments of ``local``. Raises UserError or ConfigError for wrong arguments, SourceError.
     """
+    own = defaults_of(LocalArguments)
+    chosen = own | {name: value for name, value in options.items() if name in own}
+    client = {name: value for name, value in options.items() if name not in own}
     for name in ("endpoint", "feed", "mesh", "key_file"):
         if name in client:
             raise UserError(
                 f"Got {name}, but local() loads data for one rank only. Use 'streampack run' for several ranks."
             )
+    http, weights = chosen["http"], chosen["weights"] or {}
     if not (http is None or isinstance(http, str)):
         raise UserError(f"http: got {http!r}, expected a string such as '127.0.0.1:7400', or None")
     _check_names(client)
@@ -86,11 +88,13 @@ def open_local(
     refuse_columns_as_streams(given, _is_files)
     if unknown := set(weights) - set(given):
         raise UserError(f"weights: got {', '.join(sorted(unknown))}, expected streams: {', '.join(given)}")
+    of_streams = _keys(chosen, StreamSettings) | {key: chosen[key] for key in ("shuffle", "text_key", "tokens_key")}
+    run = _settings_of_run(chosen)
     sources: dict[str, Source] = {}
     streams: dict[str, dict[str, Any]] = {}
     masked = list[bool]()
     for name, each in given.items():
-        sources[name], streams[name], has_mask = open_stream(name, each, stream, tokenizer)
+        sources[name], streams[name], has_mask = open_stream(name, each, of_streams, chosen["tokenizer"])
         masked.append(has_mask)
         if name in weights:
             streams[name]["weight"] = weights[name]
@@ -101,6 +105,28 @@ def open_local(
     with contextlib.ExitStack() as stack:
         reader, url = _start(stack, config, sources, http, client)
         return LocalLoader(reader, stack.pop_all(), url)
+
+
+def _settings_of_run(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of broker.yaml for arguments of ``local``, without the streams."""
+    rules = _keys(chosen, PlanningKeys) | _keys(chosen, SamplePolicies)
+    return {
+        **_keys(chosen, RunKeys),
+        "memory": chosen["memory"],
+        "limits": _keys(chosen, Limits),
+        "fields": chosen["fields"] or {},
+        "rules": rules | {
+            "window": {"samples": chosen["window"]},
+            "limits": dict(rules["limits"]) if rules["limits"] else None,
+            "step": _keys(chosen, BatchKeys) | ({"packs": chosen["packs"]} if chosen["samples"] is None else {}),
+            "align": {"sample": chosen["align"], "pack": chosen["align"]},
+        },
+    }  # fmt: skip
+
+
+def _keys(chosen: Mapping[str, Any], struct: type[Struct]) -> dict[str, Any]:
+    """Return the values of the arguments of ``local`` that are keys of ``struct``."""
+    return {name: chosen[name] for name in keys_of_struct(LocalArguments, struct)}
 
 
 _MEANT = {
@@ -116,14 +142,12 @@ _MEANT = {
 
 def _check_names(client: Mapping[str, Any]) -> None:
     """Raise TypeError for an argument that neither ``local`` nor ``connect`` has, before anything starts."""
-    passed_on = inspect.signature(connect).parameters
+    known = ["source", "format", *defaults_of(LocalOptions)]
     for name in client:
-        if name not in passed_on:
+        if name not in known:
             meant = _MEANT.get(name)
-            if meant is None:
-                near = difflib.get_close_matches(name, [*inspect.signature(local).parameters, *passed_on], 1)
-                meant = f". Did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"local() got an unexpected keyword argument {name!r}{meant}")
+            wrong = "local() got an unexpected keyword argument"
+            raise TypeError(f"{wrong} {name!r}{meant}" if meant else unexpected(name, known, "local"))
 
 
 def open_stream(name: str, given: Any, defaults: dict[str, Any], tokenizer: Any) -> tuple[Source, dict[str, Any], bool]:

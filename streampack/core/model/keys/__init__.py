@@ -4,6 +4,7 @@
 - ``planning_keys``: keys of ``rules``, and of the run.
 - ``stream_keys``: keys of a stream, and policies for its samples.
 - ``field_keys``: keys of a declared field.
+- ``keyword_arguments``: keyword arguments of ``streampack.local`` and ``streampack.connect``, some of which are keys.
 
 Keys that a run records stand in a group here. The file's struct in ``config`` and the recorded struct in ``model`` have
 the group among their bases. Keys that only a daemon reads stand in ``config.service_settings`` or ``daemon_settings``.
@@ -15,6 +16,6 @@ To add a key:
 4. Reject values that contradict other keys in ``Rules.__post_init__``, or in ``config.config_validation``.
 
 The file, ``streampack check``, the schema, the documentation and recorded rules have the key then. In
-``streampack.local`` a stream's dict takes the keys of a stream. An argument of its own stands in
-``streampack/local.py``, where a test compares its type and its default with the key's.
+``streampack.local`` a stream's dict takes the keys of a stream. An argument of ``local`` for the key is one line of
+``LocalArguments`` in ``streampack/local.py``.
 """

@@ -33,20 +33,8 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
 
     The default is the cost of a transformer layer of hidden size 4096; ``hidden_size`` h gives a = 6 * h, b = 1.
 
-    Attributes:
-        kind: ``none`` deals packs in order, ``deal`` by cost. ``joint`` forms packs of equal cost (``packers.joint``),
-            media included.
-        order: Order of each rank's micro-batches. ``packer`` keeps the packer's order, the default with kind ``none``.
-            The default with other kinds is ``largest_first``. With ``small_at_edges`` the costliest micro-batches are
-            in the middle, where a pipeline is full.
-        hidden_size: Hidden size of the model; it replaces ``a`` and ``b``.
-        a: Cost of a token.
-        b: Cost of a pair of tokens.
-        patches: Cost of a patch, and of a pair of patches of a media item.
-        items: Cost of a media item.
-        group: Number of packs that ``joint`` forms together; the number of data-parallel ranks works best. FORM uses
-            this number, never the mesh.
-        patience: Number of groups that a sample may wait, approximately, if it is too long for its group of ``joint``.
+    FORM uses ``group``, never the mesh; the number of data-parallel ranks works best. The default of ``order`` is
+    ``packer`` with kind ``none``, else ``largest_first``.
     """
 
     kind: Annotated[
@@ -234,7 +222,8 @@ class PlanningKeys(Keys, frozen=True, kw_only=True):
         Shape,
         Meta(
             description="Length of the packs that trainers get. `fixed` is the budget, and `exact` is the number of "
-            "the pack's tokens. Other values allow a few sizes, of which the smallest that holds the pack is used. "
+            "the pack's tokens. `{multiple: N}` and `{buckets: [N, ...]}` allow a few sizes, of which the smallest "
+            "that holds the pack is used. "
             "`fixed` suits compiled models; the other shapes save computation"
         ),
     ] = "fixed"
@@ -261,7 +250,8 @@ class PlanningKeys(Keys, frozen=True, kw_only=True):
         ),
     ] = "continue"
     limits: Annotated[
-        MediaLimits | None, Meta(description="Hard limits of a pack for the media of its samples, beside the budget")
+        MediaLimits | None,
+        Meta(description="Most `patches` and `items` of a pack, for the media of its samples, beside the budget"),
     ] = None
     share: Annotated[
         Share | None,
