@@ -93,9 +93,23 @@ class PeerError(StreampackError):
 
 
 class DataStall(PeerError):
-    """No step came within the time limits of ``connect``; raised before the trainer's collectives time out."""
+    """No step came within the time limits of ``connect``; raised before the trainer's collectives time out.
+
+    Args:
+        detail: The wait and its cause, for a person.
+        code: Short name of the cause, such as ``keys_full``; empty for causes without a name.
+    """
 
     exit_code = 75
+    code: str
+    """Short name of the cause; empty for causes without a name."""
+
+    def __init__(self, detail: str, code: str = "") -> None:
+        super().__init__(detail)
+        self.code = code
+
+    def __reduce__(self) -> tuple[type[DataStall], tuple[str, str]]:
+        return type(self), (str(self), self.code)
 
 
 class Unreachable(PeerError):

@@ -51,6 +51,11 @@ class ThreadSession(Protocol):
         ...
 
     @property
+    def stall_code(self) -> str:
+        """Short name of the cause of the wait; empty for causes without a name."""
+        ...
+
+    @property
     def reached(self) -> bool:
         """True if the broker has answered at least once."""
         ...
@@ -166,7 +171,8 @@ class SessionThread:
             )
         raise DataStall(
             f"{self._name}: waited {timeout_s:g} s for {what}. The {self.role} still waits for "
-            f"{self._waiting_for() or 'its turn'}"
+            f"{self._waiting_for() or 'its turn'}",
+            self._shared.stall_code,
         )
 
     def close(self) -> None:

@@ -28,6 +28,8 @@ MOST_HELLO_S = 4.0
 """A producer without a lease repeats its hello after ``HELLO_S`` seconds, then later each time, up to this."""
 BROKER_SILENT_S = 5.0
 """Seconds without a message of the broker after which a producer reports that it waits for the broker."""
+SILENT, SILENT_TEXT = "silent", "an answer of the broker"
+"""Short name and text of that wait."""
 PartitionKey = tuple[str, int]
 """(stream, partition)."""
 Session = tuple[int, int]
@@ -175,6 +177,16 @@ class Sender(ABC):
     def reached(self) -> bool:
         """True if the broker has answered at least once."""
         return self._last_heard is not None
+
+    @property
+    def is_silent(self) -> bool:
+        """True if the broker has never answered, or not for ``BROKER_SILENT_S`` seconds."""
+        return not self.reached or self.silent_s > BROKER_SILENT_S
+
+    @property
+    def stall_code(self) -> str:
+        """Short name of the cause of a wait, by which programs decide: ``SILENT``; empty for causes without a name."""
+        return SILENT if self.is_silent else ""
 
     # Each kind of producer has its own
 

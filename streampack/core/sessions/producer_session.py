@@ -21,7 +21,7 @@ from streampack.core.protocol.handlers import Handlers
 from streampack.core.protocol.message import Bye
 from streampack.core.protocol.producer_messages import Done, Eos, Flow, Lease, Offer, Revoke, Samples, Sent
 from streampack.core.sessions.producer_base import (
-    BROKER_SILENT_S,
+    SILENT_TEXT,
     Chunk,
     PartitionKey,
     Sender,
@@ -122,8 +122,8 @@ class ProducerSession(Sender):
 
     def waiting_for(self) -> str:
         """Return a text that names the cause of the producer's wait; empty if the producer sends."""
-        if self._last_heard is None or self.silent_s > BROKER_SILENT_S:
-            return "an answer of the broker"
+        if self.is_silent:
+            return SILENT_TEXT
         if not self.held:
             return "a lease, because other producers hold every partition or all partitions have ended"
         phases = {held_lease.phases.now for held_lease in self.held.values()}

@@ -8,7 +8,7 @@ answer. Beside ``ClientSession``, which holds a rank, this session holds nothing
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick, Unsent
 from streampack.core.protocol.handlers import Handlers
@@ -16,7 +16,7 @@ from streampack.core.protocol.message import Envelope, Message, Reject
 from streampack.core.protocol.result_messages import AskResults, Noted, NumberedMessage, Results
 from streampack.core.sessions.open_messages import OpenMessages
 from streampack.core.sessions.patience import VAIN_S
-from streampack.core.sessions.producer_base import BROKER_SILENT_S, Finish, Leave
+from streampack.core.sessions.producer_base import BROKER_SILENT_S, SILENT_TEXT, Finish, Leave
 
 REPEAT_S = 1.0
 """Seconds after which a message without an answer is repeated."""
@@ -39,6 +39,7 @@ class TellingSession:
     """Answer to each message, by number."""
     open: OpenMessages[Tell] = field(default_factory=OpenMessages)
     """Messages of the program that the broker has not answered."""
+    stall_code: ClassVar[str] = ""
     _now: float = 0.0
     _last_sent: float = 0.0
     _last_heard: float | None = None
@@ -60,7 +61,7 @@ class TellingSession:
         silent = self._last_heard is None or self._now - self._last_heard > BROKER_SILENT_S
         asks = all(isinstance(told.message, AskResults) for told in self.open.values())
         if silent and not asks:
-            return "an answer of the broker"
+            return SILENT_TEXT
         return "the next step with reported values" if asks else "the broker's log to store values"
 
     def handle(self, event: Event) -> list[Effect]:

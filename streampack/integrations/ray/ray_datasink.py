@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,8 @@ import ray.data
 from ray.data.block import BlockAccessor
 
 from streampack.core.layout.step_frames import INPUT_IDS
-from streampack.core.sessions.pushing.push_session import KEYS_FULL, SILENT
+from streampack.core.sessions.producer_base import SILENT
+from streampack.core.sessions.pushing.push_session import KEYS_FULL
 from streampack.errors import DataStall, PeerError, Rejected, UserError
 from streampack.integrations.ray.installed_version import check_ray
 from streampack.integrations.ray.ray_service import wait_for_broker
@@ -112,14 +113,13 @@ class Datasink(ray.data.Datasink[dict[str, int]]):
             for partition in range(self.num_partitions):
                 self._end_partition(partition)
         elif self.write_number >= 0:  # no rows: the write has not begun
-            for attempt in self._attempts("commit"):
-                try:
-                    with self._producer(attempt) as producer:
-                        producer.commit_write(self.write_number)
-                    break
-                except PeerError as error:
-                    self._pause_after(error)
+            self._repeat("commit", self._commit)
         self._unlock()
+
+    def _commit(self, attempt: int) -> None:
+        """Commit the write."""
+        with self._producer(attempt) as producer:
+            producer.commit_write(self.write_number)
 
     def on_write_failed(self, error: Exception) -> None:
         """Let another job write. The keys are kept, so that the job can be run again.
@@ -164,20 +164,20 @@ class Datasink(ray.data.Datasink[dict[str, int]]):
                     f"{self.key!r} and {INPUT_IDS!r}. The rows have: {', '.join(rows[0])}"
                 )
         keys = [row.pop(self.key) for row in rows]
-        for attempt in self._attempts(f"task {task}"):
-            try:
-                with self._producer(task + attempt) as producer:
-                    self._check_write(producer)
-                    for at in range(0, len(rows), AT_ONCE):
-                        some, their_keys = rows[at : at + AT_ONCE], keys[at : at + AT_ONCE]
-                        self._insist(producer, partial(
-                            producer.send_many, some, keys=their_keys, write=self.write_number
-                        ))  # fmt: skip
-                    self._insist(producer, producer.flush)
-                    self._check_write(producer)
-                return
-            except PeerError as error:
-                self._pause_after(error)
+
+        def push(attempt: int) -> None:
+            """Push all rows to one partition."""
+            with self._producer(task + attempt) as producer:
+                self._check_write(producer)
+                for at in range(0, len(rows), AT_ONCE):
+                    some, their_keys = rows[at : at + AT_ONCE], keys[at : at + AT_ONCE]
+                    self._insist(producer, partial(
+                        producer.send_many, some, keys=their_keys, write=self.write_number
+                    ))  # fmt: skip
+                self._insist(producer, producer.flush)
+                self._check_write(producer)
+
+        self._repeat(f"task {task}", push)
 
     def _insist(self, producer: Producer, call: Callable[[], Any]) -> None:
         """Repeat a call that waits too long, as for room, while the broker is at the same address.
@@ -190,8 +190,8 @@ class Datasink(ray.data.Datasink[dict[str, int]]):
                 call()
                 return
             except DataStall as error:
-                if KEYS_FULL not in str(error):
-                    began = began if SILENT in str(error) else time.monotonic()
+                if error.code not in (KEYS_FULL, SILENT):
+                    began = time.monotonic()
                 if time.monotonic() - began > self.timeout_s or self._endpoint() != producer.endpoint:
                     raise
 
@@ -222,32 +222,31 @@ class Datasink(ray.data.Datasink[dict[str, int]]):
             )
         return int(streams[self.stream].get("partitions", 1))
 
-    def _attempts(self, what: str) -> Iterator[int]:
-        """Yield the numbers of attempts, until ``timeout_s`` passed without an answer; then raise DataStall."""
-        attempt = 0
-        self._cause, self._progress = "", time.monotonic()
-        while time.monotonic() - self._progress < self.timeout_s:
-            yield attempt
+    def _repeat(self, what: str, action: Callable[[int], None]) -> None:
+        """Call ``action`` with the number of the attempt, until it succeeds.
+
+        Raises its errors that another attempt does not get past, and DataStall after ``timeout_s`` without an answer.
+        """
+        attempt, cause, progress = 0, "", time.monotonic()
+        while time.monotonic() - progress < self.timeout_s:
+            try:
+                action(attempt)
+                return
+            except PeerError as error:
+                if isinstance(error, Rejected) and error.code not in AGAIN_CODES:
+                    raise
+                if isinstance(error, DataStall):
+                    if error.code == KEYS_FULL:
+                        raise
+                    progress = time.monotonic()  # the broker answers, and waits for its trainers
+                cause = str(error)
+                log.info("stream %s: trying again: %s", self.stream, error)
+            time.sleep(PAUSE_S)
             attempt += 1
         raise DataStall(
             f"stream {self.stream!r} of service {self.name!r}, {what}: gave up after {self.timeout_s:g} s. Last error: "
-            f"{self._cause}"
+            f"{cause}"
         )
-
-    _cause, _progress = "", 0.0
-    """The last error, and the time of the last sign that another attempt may succeed."""
-
-    def _pause_after(self, error: PeerError) -> None:
-        """Wait a moment after an error that another attempt may get past; raise the other errors."""
-        if isinstance(error, Rejected) and error.code not in AGAIN_CODES:
-            raise error
-        if isinstance(error, DataStall):
-            if KEYS_FULL in str(error):
-                raise error
-            self._progress = time.monotonic()  # the broker answers, and waits for its trainers
-        self._cause = str(error)
-        log.info("stream %s: trying again: %s", self.stream, error)
-        time.sleep(PAUSE_S)
 
     def _producer(self, first: int) -> Producer:
         """Return a producer for a free partition. Tries partition ``first``, modulo their number, then the next ones.
@@ -289,14 +288,16 @@ class Datasink(ray.data.Datasink[dict[str, int]]):
 
     def _end_partition(self, partition: int) -> None:
         """End a partition, unless it has ended."""
-        for _ in self._attempts("end"):
+
+        def end(_attempt: int) -> None:
+            """End the partition."""
             try:
                 self._claim(partition).close(end=True)
-                return
-            except PeerError as error:
-                if isinstance(error, Rejected) and error.code == ENDED:
-                    return
-                self._pause_after(error)
+            except Rejected as error:
+                if error.code != ENDED:
+                    raise
+
+        self._repeat("end", end)
 
 
 class WriteLock:

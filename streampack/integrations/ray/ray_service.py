@@ -133,7 +133,8 @@ def start(
     if "standby" in tree:
         parts[STANDBY] = parts[BROKER]
     if producers is not None:
-        produced, processes = _producer_tree(producers)
+        produced = _tree(producers)
+        processes = convert(produced, ProducerConfig, "producers").processes
         options = {"num_cpus": processes, "scheduling_strategy": "SPREAD"} | dict(producer_options or {})
         parts |= {f"producer-{i}": ("produce", produced, options) for i in range(num_producers)}
     if not ray.is_initialized():
@@ -294,9 +295,3 @@ def _broker_tree(given: Config, name: str) -> dict[str, Any]:
     if "://" not in config.standby.arbiter:
         tree["standby"] |= {"arbiter": str(Path(config.standby.arbiter).absolute())}
     return tree
-
-
-def _producer_tree(given: Config) -> tuple[dict[str, Any], int]:
-    """Return the settings of a producer, checked, and its number of processes."""
-    tree = _tree(given)
-    return tree, convert(tree, ProducerConfig, "producers").processes

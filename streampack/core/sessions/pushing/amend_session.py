@@ -15,8 +15,8 @@ from streampack.core.protocol.handlers import Handlers
 from streampack.core.protocol.message import Bye, Envelope, Who
 from streampack.core.protocol.producer_messages import Amend, Amended, Done, LateFields, Offer
 from streampack.core.sessions.open_messages import OpenMessages
-from streampack.core.sessions.producer_base import BROKER_SILENT_S, Sender
-from streampack.core.sessions.pushing.push_session import PUSHED, SILENT
+from streampack.core.sessions.producer_base import SILENT_TEXT, Sender
+from streampack.core.sessions.pushing.push_session import PUSHED
 
 
 class GiveValues(Event, frozen=True):
@@ -42,8 +42,8 @@ class AmendSession(Sender):
 
     def waiting_for(self) -> str:
         """Return a text that names the reason that values are not safe yet; empty if all are safe."""
-        if not self.reached or self.silent_s > BROKER_SILENT_S:
-            return SILENT
+        if self.is_silent:
+            return SILENT_TEXT
         if not self.open:
             return ""
         first = next(iter(self.open.values())).message

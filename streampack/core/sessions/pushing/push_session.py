@@ -41,15 +41,15 @@ from streampack.core.protocol.producer_messages import (
     Sent,
     Start,
 )
-from streampack.core.sessions.producer_base import BROKER_SILENT_S, Chunk, Finish, Sender, SendWindow, Session
+from streampack.core.sessions.producer_base import SILENT, SILENT_TEXT, Chunk, Finish, Sender, SendWindow, Session
 from streampack.core.sessions.pushing.push_buffer import KeptChunk, PushBuffer
 from streampack.core.sessions.pushing.ticket_counts import TicketCounts
 
 PUSHED = "pushed"
 """The source digest of a stream whose samples cannot be read again."""
 
-SILENT = "an answer of the broker"
-KEYS_FULL = "the broker's index of keys is full"
+KEYS_FULL = "keys_full"
+"""Short name of the wait for room in the broker's index of keys."""
 
 
 class Push(Event, frozen=True):
@@ -195,10 +195,18 @@ class PushSession(Sender):
         """True if all pushed samples are safe, and also the end of the partition or of a write that was asked for."""
         return self.buffer.empty and self.end_phases.now is not EndPhase.REQUESTED and self._ending_write < self.write
 
+    @property
+    def stall_code(self) -> str:
+        """Short name of the cause of a wait: ``SILENT`` or ``KEYS_FULL``; empty for other causes."""
+        if self.is_silent:
+            return SILENT
+        sends = self._has_lease and self.begun and self.phases.now is not PushPhase.STOPPING
+        return KEYS_FULL if sends and self._window.keys_full and not self.buffer.all_sent else ""
+
     def waiting_for(self) -> str:
         """Return a text that names the reason that samples are not safe yet; empty if all are safe."""
-        if not self.reached or self.silent_s > BROKER_SILENT_S:
-            return SILENT
+        if self.is_silent:
+            return SILENT_TEXT
         if self.phases.now is PushPhase.STOPPING:
             return "another broker, because the current broker is stopping"
         if not self._has_lease:
@@ -207,10 +215,10 @@ class PushSession(Sender):
             return "the broker's log to store the samples that an earlier process pushed"
         if self._next_mark_or_end() is not None and self.buffer.marks:
             return f"the broker's log to store the end of batch {self.buffer.marks[0].batch}"
-        if not self.buffer.all_sent and self._window.keys_full:
+        if self.stall_code == KEYS_FULL:
             return (
-                f"room for keys, because {KEYS_FULL}. It forgets keys when the writing job commits. Raise limits.keys "
-                f"in broker.yaml, or write the data in several jobs"
+                "room for keys, because the broker's index of keys is full. It forgets keys when the writing job "
+                "commits. Raise limits.keys in broker.yaml, or write the data in several jobs"
             )
         if not self.buffer.all_sent:
             batch = " Or other partitions have not called end_of_batch yet." if self.buffer.next_mark else ""
