@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,13 +18,12 @@ from msgspec.structs import replace
 
 from streampack.core.model.fields import Field
 from streampack.errors import SourceError, StreampackError, UserError
-from streampack.sources.formats.python import ItemReader
+from streampack.sources.formats.python import ItemReader, read_items
 from streampack.sources.order import Cursor, sample_order
-from streampack.sources.records import RawSample, why_of
+from streampack.sources.records import RawSample
 from streampack.sources.settings import SourceSettings, digest_keys
 from streampack.sources.walk import missing_mask_key, vocab_size_of
 from streampack.tokenizers.base import Tokenizer
-from streampack.tokenizers.token_ids import NO_TOKENS
 
 
 class InMemory:
@@ -60,7 +60,8 @@ class InMemory:
         """Yield the rows as samples: see ``Source.read``. Raises SourceError if an iterator would be read again."""
         if (partition, partitions) != (0, 1):
             raise UserError(f"partitions: got {partitions}, expected 1, because rows in memory form one partition")
-        return self._walk(ItemReader(self._settings, self._tokenizer, fields), seed, passes, start, skip)
+        reader = ItemReader(self._settings, self._tokenizer, fields)
+        return read_items(reader, partial(self._rows_of_pass, seed), passes, start or Cursor(0, 0, 0), skip)
 
     def peek(
         self, most: int, names: Mapping[str, str] | None = None, fields: Sequence[Field] = ()
@@ -72,30 +73,10 @@ class InMemory:
         if self._once is not None:
             return iter(())
         reader = ItemReader(replace(self._settings, fields=dict(names or {})), self._tokenizer, fields)
-        return islice(self._walk(reader, 0, 1, None, 0), most)
+        return islice(read_items(reader, partial(self._rows_of_pass, 0), 1, Cursor(0, 0, 0), 0), most)
 
-    def _walk(
-        self, reader: ItemReader, seed: int, passes: int | None, start: Cursor | None, skip: int
-    ) -> Iterator[RawSample]:
-        """Yield the samples of all passes from ``start`` on, without the first ``skip``."""
-        pass_, first = (start.pass_, start.sample) if start else (0, 0)
-        while passes is None or pass_ < passes:
-            done = first
-            for done, (number, row) in enumerate(self._rows_of_pass(first, seed, pass_), first + 1):
-                if skip:
-                    skip -= 1
-                    continue
-                got, where, cursor = reader(row), f"row {number}", Cursor(pass_, 0, done)
-                if isinstance(got, str):
-                    yield RawSample(NO_TOKENS, str(got), where, cursor, why=why_of(got))
-                else:
-                    yield RawSample(got.tokens, None, where, cursor, got.fields, warnings=got.warnings)
-            if not done:
-                return  # no rows: endless passes would be a busy loop
-            pass_, first = pass_ + 1, 0
-
-    def _rows_of_pass(self, first: int, seed: int, pass_: int) -> Iterator[tuple[int, Any]]:
-        """Yield (row number, row) of one pass, from place ``first`` of its order on."""
+    def _rows_of_pass(self, seed: int, pass_: int, first: int) -> Iterator[tuple[str, Any]]:
+        """Yield (place, row) of one pass, from place ``first`` of its order on."""
         rows: Any = self._rows
         try:
             if self._once is not None:
@@ -106,9 +87,10 @@ class InMemory:
                     sample_order(count, seed=seed, pass_=pass_, shard=0) if self._settings.shuffle else np.arange(count)
                 )
                 for number in order[first:].tolist():
-                    yield number, rows[number]
+                    yield f"row {number}", rows[number]
             else:
-                yield from enumerate(islice(iter(rows), first, None), first)
+                for number, row in enumerate(islice(iter(rows), first, None), first):
+                    yield f"row {number}", row
         except StreampackError:
             raise
         except Exception as error:  # the user's own code
@@ -116,8 +98,8 @@ class InMemory:
                 f"the rows cannot be read, because their code raised {error!r}. Correct the code"
             ) from error
 
-    def _continue_iterator(self, rows: Iterator[Any], pass_: int, first: int) -> Iterator[tuple[int, Any]]:
-        """Yield (row number, row) of an iterator. Raises SourceError unless ``first`` is where reading stopped."""
+    def _continue_iterator(self, rows: Iterator[Any], pass_: int, first: int) -> Iterator[tuple[str, Any]]:
+        """Yield (place, row) of an iterator. Raises SourceError unless ``first`` is where reading stopped."""
         if pass_ or first != self._taken:
             raise SourceError(
                 f"got an iterator that stands at row {self._taken}, expected to read row {first} of pass {pass_}. An "
@@ -125,4 +107,4 @@ class InMemory:
             )
         for number, row in enumerate(rows, first):
             self._taken = number + 1
-            yield number, row
+            yield f"row {number}", row

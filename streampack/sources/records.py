@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from streampack.core.model.fields import Field
 from streampack.sources.files.byte_source import File
 from streampack.sources.order import Cursor
-from streampack.tokenizers.token_ids import Because, Tokens
+from streampack.tokenizers.token_ids import NO_TOKENS, Because, Tokens
 
 NO_FIELDS: Mapping[str, NDArray[Any]] = MappingProxyType({})
 NO_REASONS: Mapping[int, str] = MappingProxyType({})
@@ -62,6 +62,13 @@ class RawSample(NamedTuple):
     fields: Mapping[str, NDArray[Any]] = NO_FIELDS
     why: str = ""
     warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, got: Sample | str, where: str, cursor: Cursor) -> "RawSample":
+        """Return the sample ``got``, or a rejected sample for the reason ``got``."""
+        if isinstance(got, str):
+            return cls(NO_TOKENS, str(got), where, cursor, why=why_of(got))
+        return cls(got.tokens, None, where, cursor, got.fields, warnings=got.warnings)
 
     @property
     def place(self) -> str:
@@ -149,7 +156,7 @@ class OpenedSource(Source, Protocol):
         """
 
 
-class Shard(Protocol):
+class IndexedShard(Protocol):
     """One indexed file, or a piece of a file, as a format provides it. Its length is its number of samples."""
 
     @property
@@ -160,27 +167,23 @@ class Shard(Protocol):
         """
 
     def __len__(self) -> int: ...
+    def where(self, sample: int) -> str:
+        """Return the file and row of a sample, for messages."""
+
+
+class Shard(IndexedShard, Protocol):
+    """A shard whose samples are read one by one."""
+
     def load(self, sample: int) -> Sample | str:
         """Return sample number ``sample`` in the shard's own order, or the reason why it is rejected."""
 
-    def where(self, sample: int) -> str:
-        """Return the file and row of a sample, for messages."""
-
 
 @runtime_checkable
-class ArrayShard(Protocol):
-    """A shard whose samples are arrays of ids, which are read many at a time. Its length is its number of samples."""
+class ArrayShard(IndexedShard, Protocol):
+    """A shard whose samples are arrays of ids, which are read many at a time."""
 
-    @property
-    def blocks(self) -> Sequence[int]:
-        """Sizes, in samples, of the runs that are read as a whole; see ``Shard.blocks``."""
-
-    def __len__(self) -> int: ...
     def gather(self, samples: NDArray[np.int64], tokens: int) -> RawSamples:
         """Read the leading samples of the numbers ``samples`` that fit into ``tokens`` ids, at least one."""
-
-    def where(self, sample: int) -> str:
-        """Return the file and row of a sample, for messages."""
 
 
 AnyShard: TypeAlias = Shard | ArrayShard

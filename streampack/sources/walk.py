@@ -9,6 +9,7 @@ A damaged shard keeps its place as one rejected sample. The reader stops at it, 
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, chain, islice, pairwise
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from streampack.errors import DamagedFile, SourceError, UserError
 from streampack.sources.arrays import Records, Room
 from streampack.sources.files.byte_source import File, Head, ShardFile
 from streampack.sources.files.compressed import decompressed
-from streampack.sources.files.listing import open_file
+from streampack.sources.files.listing import measure, open_file
 from streampack.sources.order import Cursor, sample_order, shard_order
 from streampack.sources.records import (
     DAMAGED,
@@ -33,7 +34,6 @@ from streampack.sources.records import (
     RawSamples,
     Sample,
     Shard,
-    why_of,
 )
 from streampack.sources.settings import SourceSettings, digest_keys, rejects_unmasked
 from streampack.tokenizers.base import Tokenizer
@@ -48,7 +48,7 @@ _RECORDS_AT_ONCE, _TOKENS_AT_ONCE = 256, 1 << 16
 
 
 def one_shard_a_file(
-    files: list[File],
+    paths: Sequence[str],
     index: Callable[[Sequence[Field]], Callable[[ShardFile], AnyShard]],
     *,
     from_start: bool = False,
@@ -56,36 +56,26 @@ def one_shard_a_file(
     """Return a Format whose shards are whole files, perhaps compressed.
 
     Args:
-        files: The files, listed.
+        paths: Paths and URLs of the files.
         index: Function from the fields of a run to a function that indexes an open file.
         from_start: Indexing reads the file from start to end, so its first bytes suffice to preview the first samples.
     """
+    files = measure(paths)
 
-    def reader(fields: Sequence[Field]) -> OpenShard:
-        """Return a function that opens a shard for the ``fields`` of a run."""
+    def reader(fields: Sequence[Field], most: int | None = None) -> OpenShard:
+        """Return a function that opens a shard for the ``fields`` of a run; with ``most``, only its first bytes."""
         index_file = index(fields)
 
         @contextlib.contextmanager
         def open_shard(number: int) -> Iterator[AnyShard]:
             """Open file ``number``, decompress it if needed, and index it."""
-            with open_file(files[number]) as file, decompressed(file) as opened:
-                yield index_file(opened)
+            need = None if most is None else range(most)
+            with open_file(files[number], need) as file, decompressed(file) as opened:
+                yield index_file(opened if most is None else Head(opened, most))
 
         return open_shard
 
-    def peek(fields: Sequence[Field]) -> OpenShard:
-        """Return a function that opens the beginning of a shard, with these ``fields``."""
-        index_file = index(fields)
-
-        @contextlib.contextmanager
-        def open_head(number: int) -> Iterator[AnyShard]:
-            """Open and index the first bytes of file ``number``."""
-            with open_file(files[number], range(_HEAD_BYTES)) as file, decompressed(file) as opened:
-                yield index_file(Head(opened, _HEAD_BYTES))
-
-        return open_head
-
-    return Format(files, len(files), reader, peek=peek if from_start else None)
+    return Format(files, len(files), reader, peek=partial(reader, most=_HEAD_BYTES) if from_start else None)
 
 
 def pieces(num_samples: int) -> list[range]:
@@ -212,7 +202,7 @@ class ShardedSource:
         many = self.read_many(
             partition, partitions, seed=seed, passes=passes, fields=fields, start=start, skip=skip, room=room
         )
-        return chain.from_iterable(found if isinstance(found, Records) else (found,) for found in many)
+        return _one_by_one(many)
 
     def read_many(
         self,
@@ -251,10 +241,7 @@ class ShardedSource:
                     continue
                 order, at, after = np.arange(len(shard)), Cursor(0, number, 0), Cursor(0, number + 1, 0)
                 if isinstance(shard, ArrayShard):
-                    yield from chain.from_iterable(
-                        found if isinstance(found, Records) else (found,)
-                        for found in _read_many(shard, order, at, after, wanted)
-                    )
+                    yield from _one_by_one(_read_many(shard, order, at, after, wanted))
                 else:
                     yield from _read_each(shard, order, at, after)
 
@@ -370,6 +357,11 @@ class ShardedSource:
         return sample_order(count, seed=seed, pass_=pass_, shard=number, blocks=shard.blocks)
 
 
+def _one_by_one(samples: Iterator[RawSample | Records]) -> Iterator[RawSample]:
+    """Yield the samples of ``samples``, each as a RawSample."""
+    return chain.from_iterable(part if isinstance(part, Records) else (part,) for part in samples)
+
+
 class _ReadOptions(NamedTuple):
     """Options of reading many samples: ``room`` as for ``read_many``, ``by_sample`` as for ``Records``."""
 
@@ -383,19 +375,14 @@ def _read_each(shard: Shard, order: NDArray[np.int64], at: Cursor, after: Cursor
     ``after``: the cursor of the last sample.
     """
     (pass_, place, first), count = at, len(order)
-    load, where = shard.load, shard.where
     for begin in range(first, count, _AT_ONCE):
         for done, sample in enumerate(order[begin : begin + _AT_ONCE].tolist(), begin + 1):
-            place_of = where
+            place_of = shard.where
             try:
-                got = load(sample)
+                got = shard.load(sample)
             except DamagedFile as error:
                 got, place_of = DAMAGED, _DamagedShard(error).where
-            cursor = Cursor(pass_, place, done) if done < count else after
-            if isinstance(got, str):
-                yield RawSample(NO_TOKENS, str(got), place_of(sample), cursor, why=why_of(got))
-            else:
-                yield RawSample(got.tokens, None, where(sample), cursor, got.fields, warnings=got.warnings)
+            yield RawSample.of(got, place_of(sample), Cursor(pass_, place, done) if done < count else after)
 
 
 def _read_many(
@@ -416,9 +403,9 @@ def _read_many(
         at = cursor
 
 
-_ONE_DAMAGED = RawSamples(NO_TOKENS, np.zeros(1, np.int64), {0: DAMAGED})
-
-
 def _where_of(place_of: Callable[[int], str], numbers: NDArray[np.int64]) -> Callable[[int], str]:
     """Return a function from an index into ``numbers`` to the file and row of that sample."""
     return lambda i: place_of(int(numbers[i]))
+
+
+_ONE_DAMAGED = RawSamples(NO_TOKENS, np.zeros(1, np.int64), {0: DAMAGED})

@@ -107,17 +107,13 @@ def _list(values: Any, pa: Any) -> Any:
     """Convert a pyarrow array to a numpy array if it holds numbers, or equally long lists of them; else to a list."""
     if is_number(values.type, pa):
         return values.to_numpy(zero_copy_only=False)
-    if _is_list(values.type, pa) and len(values) and values.null_count == 0:
+    is_list = is_plain_list(values.type, pa) or pa.types.is_fixed_size_list(values.type)
+    if is_list and len(values) and values.null_count == 0:
         inner = _list(values.flatten(), pa)
         lengths = values.value_lengths().to_numpy(zero_copy_only=False)
         if isinstance(inner, np.ndarray) and lengths.min() == lengths.max() > 0:
             return inner.reshape(len(values), int(lengths[0]), *inner.shape[1:])
     return _without_nulls(values.to_pylist())
-
-
-def _is_list(kind: Any, pa: Any) -> bool:
-    """Return whether the Arrow type ``kind`` is a list of variable or fixed length."""
-    return is_plain_list(kind, pa) or bool(pa.types.is_fixed_size_list(kind))
 
 
 def _without_nulls(value: Any) -> Any:

@@ -14,21 +14,16 @@ before saving it.
 import json
 import posixpath
 import struct
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
-from streampack.core.model.fields import Field
 from streampack.errors import DamagedFile, SourceError
 from streampack.sources.files.byte_source import MissingFile, ShardFile
 from streampack.sources.files.listing import find, measure, read_file
 from streampack.sources.formats.arrow import ArrowRows, choose_columns, first_line, need_pyarrow
-from streampack.sources.formats.list_columns import ListShard, plan_of
-from streampack.sources.formats.rows import MISSING, RowReader, missing_from
-from streampack.sources.records import AnyShard, Format, Sample
+from streampack.sources.formats.list_columns import GroupedShard
+from streampack.sources.formats.rows import RowReader, open_rows
+from streampack.sources.records import Format
 from streampack.sources.settings import SourceSettings
-from streampack.sources.walk import one_shard_a_file
 from streampack.tokenizers.base import Tokenizer
 
 _CONTINUATION = 0xFFFFFFFF
@@ -40,14 +35,8 @@ _INDICES = ("_indices_data_files", "_indices_files")
 def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
     """Open saved datasets: list their data files, and return how to open each as a shard."""
     need_pyarrow()
-
-    def index(fields: Sequence[Field]) -> Callable[[ShardFile], AnyShard]:
-        """Return a function that indexes an open file as a shard, for the ``fields`` of a run."""
-        reader = RowReader(settings, tokenizer, fields)
-        return lambda file: ArrowShard(file, reader).as_arrays()
-
-    folders = find(settings.shards, settings.path)
-    return one_shard_a_file(measure([path for folder in folders for path in _files(folder.rstrip("/"))]), index)
+    files = [path for folder in find(settings.shards, settings.path) for path in _files(folder.rstrip("/"))]
+    return open_rows(settings, tokenizer, lambda file, reader: ArrowShard(file, reader).as_arrays(), files)
 
 
 def _files(folder: str) -> list[str]:
@@ -95,46 +84,23 @@ class _Message(NamedTuple):
     rows: int
 
 
-class ArrowShard:
+class ArrowShard(GroupedShard):
     """A shard of one Arrow stream: the index of its record batches, and the rows of the batch read last."""
 
     def __init__(self, file: ShardFile, reader: RowReader) -> None:
         self._pa = need_pyarrow()
-        self._file, self._reader = file, reader
-        schema, self._batches = _index(file)
-        self.blocks = [batch.rows for batch in self._batches]
-        self._ends = list(accumulate(self.blocks))
+        message, self._batches = _index(file)
         try:
-            self._schema = self._pa.ipc.read_schema(self._pa.py_buffer(file.pread(schema.size, schema.offset)))
-            self._names = list(self._schema.names)
+            schema = self._pa.ipc.read_schema(self._pa.py_buffer(file.pread(message.size, message.offset)))
+            self._names = list(schema.names)
         except Exception as error:
-            raise _broken(file, schema.offset, first_line(error)) from error
-        self._columns = choose_columns(file.path, self._names, reader.keys, reader.sample_keys)
-        self._batch, self._rows = -1, ArrowRows({})
+            raise _broken(file, message.offset, first_line(error)) from error
+        columns = choose_columns(file.path, self._names, reader.keys, reader.sample_keys)
+        super().__init__(file, reader, schema, [batch.rows for batch in self._batches], columns)
 
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def as_arrays(self) -> AnyShard:
-        """Return a ListShard over this shard if its rows are ids and numbers; else the shard itself."""
-        plan = plan_of(self._schema, self._reader)
-        return self if plan is None else ListShard(self, plan)
-
-    def rows_of(self, sample: int) -> tuple[ArrowRows, range]:
-        """Return the rows of the record batch that holds a sample, and the range of sample numbers in that batch."""
-        batch = bisect_right(self._ends, sample)
-        if batch != self._batch:
-            self._rows, self._batch = self._read_batch(self._batches[batch]), batch
-        return self._rows, range(self._ends[batch] - self.blocks[batch], self._ends[batch])
-
-    def load(self, sample: int) -> Sample | str:
-        """Read one row as a sample, or return the reason why it is rejected."""
-        rows, run = self.rows_of(sample)
-        got = self._reader(rows[sample - run.start])
-        return missing_from(self._names) if got == MISSING else got
-
-    def _read_batch(self, batch: _Message) -> ArrowRows:
-        """Read and validate the wanted columns of one record batch. Raises DamagedFile."""
+    def _read_group(self, group: int) -> ArrowRows:
+        """Read and validate the columns of one record batch. Raises DamagedFile."""
+        batch = self._batches[group]
         data = self._pa.py_buffer(self._file.pread(batch.size, batch.offset))
         try:
             read = self._pa.ipc.read_record_batch(self._pa.ipc.read_message(data), self._schema)
@@ -146,10 +112,6 @@ class ArrowShard:
             return ArrowRows(columns)
         except Exception as error:
             raise _broken(self._file, batch.offset, first_line(error)) from error
-
-    def where(self, sample: int) -> str:
-        """Return the file and row number of a sample, for messages."""
-        return f"{self._file.name}:row {sample}"
 
 
 def _index(file: ShardFile) -> tuple[_Message, list[_Message]]:

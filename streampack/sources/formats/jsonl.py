@@ -19,14 +19,11 @@ from typing import Any, TypedDict
 import msgspec
 import numpy as np
 
-from streampack.core.model.fields import Field
 from streampack.sources.files.byte_source import ShardFile
 from streampack.sources.files.contents import refuse_no_text
-from streampack.sources.files.listing import find, measure
-from streampack.sources.formats.rows import MISSING, RowReader, missing_from
-from streampack.sources.records import Format, Sample, Shard
+from streampack.sources.formats.rows import MISSING, RowReader, missing_from, open_rows
+from streampack.sources.records import Format, Sample
 from streampack.sources.settings import SourceSettings
-from streampack.sources.walk import one_shard_a_file
 from streampack.tokenizers.base import Tokenizer
 from streampack.tokenizers.token_ids import Because
 
@@ -38,14 +35,7 @@ _NOT_JSON = re.compile(rb"NaN|Infinity")
 
 def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
     """Open JSON lines files: list them, and return how to open each as a shard."""
-
-    def index(fields: Sequence[Field]) -> Callable[[ShardFile], Shard]:
-        """Return a function that indexes an open file as a shard, for the ``fields`` of a run."""
-        reader = RowReader(settings, tokenizer, fields)
-        decode = open_row(reader.keys)
-        return lambda file: JsonlShard(file, reader, decode)
-
-    return one_shard_a_file(measure(find(settings.shards, settings.path)), index, from_start=True)
+    return open_rows(settings, tokenizer, JsonlShard, from_start=True)
 
 
 class JsonlShard:
@@ -53,8 +43,8 @@ class JsonlShard:
 
     blocks = ()
 
-    def __init__(self, file: ShardFile, reader: RowReader, decode: Callable[[bytes], dict[str, Any] | str]) -> None:
-        self._file, self._reader, self._decode = file, reader, decode
+    def __init__(self, file: ShardFile, reader: RowReader) -> None:
+        self._file, self._reader, self._decode = file, reader, open_row(reader.keys)
         self._offsets, self._sizes, self._lines = index_lines(file)
 
     def __len__(self) -> int:

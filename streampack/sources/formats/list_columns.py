@@ -1,4 +1,4 @@
-"""Columns of lists of ids, in Parquet and Arrow files: many rows are read at once.
+"""Shards of Parquet and Arrow files: rows in groups, of which columns of lists of ids are read many rows at once.
 
 Theory of operation. Arrow stores the lists of a column in one array, with the offsets where each list begins. So the
 rows of one group (a row group or a record batch) are copied like pieces of a file. The ids are copied, and each
@@ -7,8 +7,11 @@ of a group at once. Irregular rows (null, a null in a list, a field of another l
 So are the rows of a group in which one has padding, or labels and masks that reject it.
 """
 
+from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,10 +20,10 @@ from numpy.typing import NDArray
 from streampack.core.model.fields import LABELS, LOSS_MASK, Field
 from streampack.core.stats.sample_warnings import SEVERAL_KEYS
 from streampack.sources.arrays import as_samples, fitting, one_sample
-from streampack.sources.files.byte_source import join_pieces
+from streampack.sources.files.byte_source import ShardFile, join_pieces
 from streampack.sources.formats.arrow import ArrowRows, is_number, is_plain_list, need_pyarrow
-from streampack.sources.formats.rows import RowReader, as_field
-from streampack.sources.records import RawSamples, Sample
+from streampack.sources.formats.rows import MISSING, RowReader, as_field, missing_from
+from streampack.sources.records import AnyShard, RawSamples, Sample
 from streampack.sources.row_keys import BY_TOKEN, KNOWN, Applied, of_ids
 
 
@@ -84,28 +87,59 @@ def _mask_columns(schema: Any, reader: RowReader) -> tuple[str, ...] | None:
     return tuple(masks)
 
 
-class Grouped(Protocol):
-    """A shard whose rows are stored in groups, such as row groups or record batches."""
+class GroupedShard(ABC):
+    """A shard of a table whose rows are read a group at a time: a row group or a record batch.
 
-    @property
-    def blocks(self) -> Sequence[int]:
-        """Number of rows of each group."""
+    ``blocks``: number of rows of each group. ``columns``: the columns to read. One group is held at a time.
+    """
 
-    def __len__(self) -> int: ...
-    def load(self, sample: int) -> Sample | str:
-        """Read one row as a sample, or return the reason why it is rejected."""
+    def __init__(
+        self, file: ShardFile, reader: RowReader, schema: Any, blocks: list[int], columns: Sequence[str]
+    ) -> None:
+        self._file, self._reader, self._schema = file, reader, schema
+        self.blocks, self._columns = blocks, columns
+        self._ends = list(accumulate(blocks))
+        self._group, self._rows = -1, ArrowRows({})
 
-    def where(self, sample: int) -> str:
-        """Return the file and row number of a sample, for messages."""
+    @abstractmethod
+    def _read_group(self, group: int) -> ArrowRows:
+        """Read the columns of one group. Raises DamagedFile."""
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def as_arrays(self) -> AnyShard:
+        """Return a ListShard over this shard if its rows are ids and numbers; else the shard itself."""
+        plan = plan_of(self._schema, self._reader)
+        return self if plan is None else ListShard(self, plan)
 
     def rows_of(self, sample: int) -> tuple[ArrowRows, range]:
         """Return the rows of the group that holds a sample, and the range of sample numbers in that group."""
+        group = bisect_right(self._ends, sample)
+        if group != self._group:
+            self._rows = ArrowRows({})  # free the last group before reading the next
+            self._rows, self._group = self._read_group(group), group
+        return self._rows, range(self._ends[group] - self.blocks[group], self._ends[group])
+
+    def load(self, sample: int) -> Sample | str:
+        """Read one row as a sample, or return the reason why it is rejected."""
+        rows, run = self.rows_of(sample)
+        try:
+            row = rows[sample - run.start]
+        except UnicodeDecodeError:
+            return "encoding"
+        got = self._reader(row)
+        return missing_from(self._schema.names) if got == MISSING else got
+
+    def where(self, sample: int) -> str:
+        """Return the file and row number of a sample, for messages."""
+        return f"{self._file.name}:row {sample}"
 
 
 class ListShard:
     """An ArrayShard over a shard of row groups: reads many rows of ids and numbers at once."""
 
-    def __init__(self, shard: Grouped, plan: ColumnPlan) -> None:
+    def __init__(self, shard: GroupedShard, plan: ColumnPlan) -> None:
         self._shard, self._plan = shard, plan
         self._run = range(0)
         self._lists: _Lists | None = None

@@ -40,13 +40,12 @@ from streampack.sources.records import (
     RawSample,
     RawSamples,
     Sample,
-    why_of,
 )
 from streampack.sources.settings import SourceSettings
 from streampack.sources.walk import ShardedSource, check_read, digest_of, pieces, vocab_size_of
 from streampack.tokenizers.base import Tokenizer
 from streampack.tokenizers.callable_tokenizer import import_path
-from streampack.tokenizers.token_ids import NO_TOKENS, Because, Encoded
+from streampack.tokenizers.token_ids import Because, Encoded
 
 Items = Callable[[int, int], Iterable[object]]
 """A function ``(partition, partitions)`` that returns a partition's items from the first on."""
@@ -60,11 +59,14 @@ def open_python(settings: SourceSettings, tokenizer: Tokenizer) -> OpenedSource:
     words = (path, digest if isinstance(digest, str) else "")
     if callable(thing) and not _is_indexable(thing) and not isinstance(thing, Iterable):
         if _takes_partitions(path, thing):
-            return _open_replayed(settings, tokenizer, words, thing, divided=True)
-        made = _call_user_code(path, thing)
+            return ReplayedSource(settings, tokenizer, words, thing, divided=True)
+        try:
+            made = thing()
+        except Exception as error:
+            raise _user_code_error(path, error) from error
         if not _is_indexable(made):
             _check_is_iterable(path, made)
-            return _open_replayed(settings, tokenizer, words, lambda _partition, _partitions: thing(), divided=False)
+            return ReplayedSource(settings, tokenizer, words, lambda _partition, _partitions: thing(), divided=False)
         thing = made
     if _is_indexable(thing):
         return ShardedSource(settings, _open_indexed(settings, tokenizer, thing, words), tokenizer)
@@ -74,7 +76,7 @@ def open_python(settings: SourceSettings, tokenizer: Tokenizer) -> OpenedSource:
             f"path: {path!r} is a {type(thing).__name__}, which can be read only once. Name a list, or the function "
             "that makes the iterator"
         )
-    return _open_replayed(settings, tokenizer, words, lambda _partition, _partitions: thing, divided=False)
+    return ReplayedSource(settings, tokenizer, words, lambda _partition, _partitions: thing, divided=False)
 
 
 class ItemReader:
@@ -199,27 +201,21 @@ def _open_indexed(settings: SourceSettings, tokenizer: Tokenizer, items: Any, wo
     return Format([], len(runs), reader, (*words, str(length)), (len(runs),))
 
 
-def _open_replayed(
-    settings: SourceSettings, tokenizer: Tokenizer, words: tuple[str, ...], items: Items, *, divided: bool
-) -> OpenedSource:
-    """Return a ReplayedSource with its digest, which covers ``words``."""
-    digest = digest_of(settings, tokenizer, (*words, "divided" if divided else "replayed"))
-    return ReplayedSource(settings, tokenizer, items, digest, divided)
-
-
 class ReplayedSource:
     """A source of items that can only be read from the first on.
 
     A cursor is (pass, 0, number of the partition's items already read). If ``divided``, ``items`` returns only the
     partition's own items. Else it returns all items, and partition p uses each item i with i mod partitions = p.
+    The digest covers ``words``.
     """
 
     num_files, num_shards = 0, 1
 
     def __init__(
-        self, settings: SourceSettings, tokenizer: Tokenizer, items: Items, digest: str, divided: bool
+        self, settings: SourceSettings, tokenizer: Tokenizer, words: tuple[str, ...], items: Items, *, divided: bool
     ) -> None:
-        self.digest, self.vocab_size = digest, vocab_size_of(settings, tokenizer)
+        self.digest = digest_of(settings, tokenizer, (*words, "divided" if divided else "replayed"))
+        self.vocab_size = vocab_size_of(settings, tokenizer)
         self._settings, self._tokenizer, self._items, self._divided = settings, tokenizer, items, divided
         self._path = settings.path or ""
 
@@ -243,30 +239,13 @@ class ReplayedSource:
                 "Resume with that source"
             )
         reader = ItemReader(self._settings, self._tokenizer, fields)
-        return self._walk(partition, partitions, passes, reader, start, skip)
 
-    def _walk(
-        self, partition: int, partitions: int, passes: int | None, reader: ItemReader, start: Cursor, skip: int
-    ) -> Iterator[RawSample]:
-        """Yield the samples of a partition, pass after pass, from ``start`` on, without the first ``skip``."""
-        pass_, first = start.pass_, start.sample
-        while passes is None or pass_ < passes:
-            count = 0
+        def items_of_pass(_pass: int, first: int) -> Iterator[tuple[str, object]]:
+            """Yield (place, item) of one pass over the partition, from number ``first`` on."""
             for number, item in self._items_of_pass(partition, partitions, first):
-                count = number + 1
-                if skip > 0:
-                    skip -= 1
-                    continue
-                got = reader(item)
-                where = f"{self._path} item {number if self._divided else partition + number * partitions}"
-                cursor = Cursor(pass_, 0, count)
-                if isinstance(got, str):
-                    yield RawSample(NO_TOKENS, str(got), where, cursor, why=why_of(got))
-                else:
-                    yield RawSample(got.tokens, None, where, cursor, got.fields, warnings=got.warnings)
-            if first == 0 and count == 0:
-                return  # no items: endless passes would be a busy loop
-            pass_, first = pass_ + 1, 0
+                yield f"{self._path} item {number if self._divided else partition + number * partitions}", item
+
+        return read_items(reader, items_of_pass, passes, start, skip)
 
     def peek(self, most: int, fields: Sequence[Field] = ()) -> Iterator[RawSample]:
         """Yield the first ``most`` samples in their own order: see ``OpenedSource.peek``."""
@@ -288,6 +267,27 @@ class ReplayedSource:
                 f"{self._path}: got {number} items in partition {partition}, expected at least the {first} items that "
                 "were read before. Change the code so that it returns the same items each time"
             )
+
+
+def read_items(
+    reader: ItemReader, items_of_pass: Callable[[int, int], Iterator[tuple[str, object]]], passes: int | None,
+    start: Cursor, skip: int,
+) -> Iterator[RawSample]:  # fmt: skip
+    """Yield the samples of items that form one shard, pass after pass, from ``start`` on, without the first ``skip``.
+
+    ``items_of_pass``: function from a pass and a place in its order to (place for messages, item), from there on.
+    """
+    pass_, first = start.pass_, start.sample
+    while passes is None or pass_ < passes:
+        done = first
+        for done, (where, item) in enumerate(items_of_pass(pass_, first), first + 1):
+            if skip > 0:
+                skip -= 1
+                continue
+            yield RawSample.of(reader(item), where, Cursor(pass_, 0, done))
+        if not done:
+            return  # no items: endless passes would be a busy loop
+        pass_, first = pass_ + 1, 0
 
 
 def _import(path: str) -> Any:
@@ -317,14 +317,6 @@ def _takes_partitions(path: str, function: Callable[..., Any]) -> bool:
         signature.bind(0, 1)
         return True
     raise ConfigError(f"path: {path!r} takes {signature}, expected () or (partition, partitions)")
-
-
-def _call_user_code(path: str, function: Callable[[], Any]) -> Any:
-    """Return ``function()``. Raises SourceError naming ``path`` for any exception."""
-    try:
-        return function()
-    except Exception as error:
-        raise _user_code_error(path, error) from error
 
 
 def _check_is_iterable(path: str, thing: object) -> None:

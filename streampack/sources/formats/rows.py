@@ -23,7 +23,7 @@ This module knows rows. It does not know files.
 
 import json
 from array import array as packed
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,9 +33,12 @@ from streampack.core.model.fields import LABELS, LOSS_MASK, PATCHES, Field
 from streampack.core.model.samples import IGNORE_INDEX
 from streampack.core.stats.sample_warnings import SEVERAL_KEYS
 from streampack.errors import ConfigError
-from streampack.sources.records import NO_FIELDS, Sample
+from streampack.sources.files.byte_source import ShardFile
+from streampack.sources.files.listing import find
+from streampack.sources.records import NO_FIELDS, AnyShard, Format, Sample
 from streampack.sources.row_keys import KNOWN, KnownKeys
 from streampack.sources.settings import SourceSettings, rejects_unmasked
+from streampack.sources.walk import one_shard_a_file
 from streampack.tokenizers.base import Tokenizer
 from streampack.tokenizers.token_ids import Because, Encoded, Tokens, as_tokens
 
@@ -55,6 +58,24 @@ MISSING = "missing"
 """Reason of a row that has none of the keys that may hold the sample."""
 _UNREAD = ("npy", "json", "encoding")
 """Reasons that take the place of a field's value that could not be read."""
+
+
+def open_rows(
+    settings: SourceSettings, tokenizer: Tokenizer, shard_of: Callable[[ShardFile, "RowReader"], AnyShard],
+    paths: Sequence[str] | None = None, *, from_start: bool = False,
+) -> Format:  # fmt: skip
+    """Return the Format of files of rows, each a shard: ``shard_of`` indexes an open file.
+
+    ``paths``: the files; by default those of the settings. ``from_start``: as for ``one_shard_a_file``.
+    """
+
+    def index(fields: Sequence[Field]) -> Callable[[ShardFile], AnyShard]:
+        """Return a function that indexes an open file as a shard, for the ``fields`` of a run."""
+        reader = RowReader(settings, tokenizer, fields)
+        return lambda file: shard_of(file, reader)
+
+    files = find(settings.shards, settings.path) if paths is None else paths
+    return one_shard_a_file(files, index, from_start=from_start)
 
 
 class RowReader:

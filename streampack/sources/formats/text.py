@@ -7,13 +7,14 @@ file`` it is a rejected sample (``empty``). Text has no fields.
 
 import codecs
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from streampack.core.model.fields import Field
 from streampack.sources.files.byte_source import ShardFile
 from streampack.sources.files.contents import refuse_no_text
-from streampack.sources.files.listing import find, measure
+from streampack.sources.files.listing import find
 from streampack.sources.formats.jsonl import index_lines
 from streampack.sources.formats.rows import FieldReader
 from streampack.sources.records import Format, Sample, Shard
@@ -29,10 +30,9 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
 
     def index(fields: Sequence[Field]) -> Callable[[ShardFile], Shard]:
         """Return a function that indexes an open file as a shard, for the ``fields`` of a run."""
-        reader = FieldReader(settings, fields)
-        return lambda file: TextShard(file, unit, tokenizer, reader)
+        return partial(TextShard, unit=unit, tokenizer=tokenizer, reader=FieldReader(settings, fields))
 
-    return one_shard_a_file(measure(find(settings.shards, settings.path)), index)
+    return one_shard_a_file(find(settings.shards, settings.path), index)
 
 
 class TextShard:

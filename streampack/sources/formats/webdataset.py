@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from streampack.core.media.references import Reference
 from streampack.core.model.fields import LOSS_MASK, Field
@@ -33,7 +34,7 @@ from streampack.core.stats.sample_warnings import SEVERAL_KEYS
 from streampack.errors import ConfigError, DamagedFile, SourceError
 from streampack.sources.files.byte_source import Head, ShardFile
 from streampack.sources.files.compressed import Decompressed
-from streampack.sources.files.listing import find, measure
+from streampack.sources.files.listing import find
 from streampack.sources.formats.jsonl import missing_in, open_row
 from streampack.sources.formats.npy import load_npy
 from streampack.sources.formats.npy_shard import Members, NpyShard, given_dtype
@@ -75,7 +76,7 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
         reader = RowReader(settings, tokenizer, fields)
         return lambda file: TarShard(file, loads, reader).as_arrays()
 
-    return one_shard_a_file(measure(find(settings.shards, settings.path)), index, from_start=True)
+    return one_shard_a_file(find(settings.shards, settings.path), index, from_start=True)
 
 
 class TarShard:
@@ -122,6 +123,8 @@ class TarShard:
         key_now: str | None = None
         endings = tuple(chain.from_iterable(self._endings.values()))
         holders = ranks.keys() - {_JSON}
+        whole = self._file.whole if isinstance(self._file, Head) else self._file
+        is_compressed = isinstance(whole, Decompressed)  # then members have other places in the file on the disk
         for name, offset, size in members(self._file):
             split = None if _JUNK(name) or _META(name) else _SPLIT(name)
             if split is None:
@@ -142,7 +145,7 @@ class TarShard:
             elif rank != _MISSING and (self._ranks[-1] == _MISSING or 0 <= rank < self._ranks[-1]):
                 self._offsets[-1], self._sizes[-1], self._ranks[-1] = offset, size, rank
             is_item = bool(endings) and f".{suffix}".endswith(endings)
-            if is_item and _is_decompressed(self._file):
+            if is_item and is_compressed:
                 raise SourceError(
                     f"{self._file.path}: got the member {name} of a compressed tar, expected an uncompressed tar, "
                     "because a reference is a range of bytes of the file. Decompress the shards"
@@ -232,39 +235,39 @@ class TarShard:
         The value of a field of another axis is a reason (str) if it cannot be read.
         """
         beside = self._beside[sample]
-        other = self._read_json(beside)
+        other: Row | str = {}
+        if _JSON in beside:
+            offset, size = beside[_JSON]
+            other = self._decode(self._file.pread(size, offset))
         values: Row = {key: other for _, key in self._fields.keys} if isinstance(other, str) else other
         values = {**values, **row}
         for suffix in self._known.keys() & beside.keys():
-            values[self._known[suffix]] = array = load_npy(self._file.pread(beside[suffix][1], beside[suffix][0]))
+            values[self._known[suffix]] = array = self._array(beside[suffix])
             if isinstance(array, str):
                 return f"{self._known[suffix]}: {array}"
         for _, key in self._fields.keys:
             if place := beside.get(f"{key}.npy".lower()):
-                values[key] = load_npy(self._file.pread(place[1], place[0]))
+                values[key] = self._array(place)
         for name, key in self._fields.media_keys:
-            if found := self._references(beside, key):
-                values[key] = found
+            if references := self._references(beside, key):
+                values[key] = references
             elif place := beside.get(f"{key}.npy".lower()):
-                values[key] = array = load_npy(self._file.pread(place[1], place[0]))
+                values[key] = array = self._array(place)
                 if isinstance(array, str):
                     return f"{name}: {array}"
             elif isinstance(other, str) and key not in row:
                 return f"{name}: {other}"
         return values
 
+    def _array(self, place: tuple[int, int]) -> NDArray[Any] | str:
+        """Return the array of the .npy member at (byte offset, size), or the reason why it cannot be read."""
+        return load_npy(self._file.pread(place[1], place[0]))
+
     def _references(self, beside: Beside, key: str) -> list[Reference]:
         """Return the references to a sample's members that the key of a field stands for, in the order of names."""
         endings = self._endings.get(key, ())
         names = sorted((name for name in beside if f".{name}".endswith(endings)), key=_in_order)
         return [Reference(self._file.location, *beside[name]) for name in names]
-
-    def _read_json(self, beside: Beside) -> Row | str:
-        """Return the fields in a sample's .json member, or the reason why the member cannot be read."""
-        if _JSON not in beside:
-            return {}
-        offset, size = beside[_JSON]
-        return self._decode(self._file.pread(size, offset))
 
     def where(self, sample: int) -> str:
         """Return the file and key of a sample, for messages; for a damaged sample, the text of the error."""
@@ -280,11 +283,6 @@ def _say_skipped(path: str, names: list[str]) -> None:
             "%s: skipped %d members whose names make no sample, such as %s%s. Other files are not named",
             path, len(names), names[0], mac,
         )  # fmt: skip
-
-
-def _is_decompressed(file: ShardFile) -> bool:
-    """Return whether the bytes of a file have other places than in the file on the disk."""
-    return isinstance(file.whole if isinstance(file, Head) else file, Decompressed)
 
 
 def _endings(key: str) -> tuple[str, ...]:
