@@ -10,28 +10,10 @@ from streampack.tokenizers.token_ids import Encoded, Tokens
 
 
 class TokenizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of a tokenizer: ``name`` or ``file`` names it.
+    """Settings of a tokenizer: ``name`` or ``file`` names it. Without both, texts become bytes, and a chat is an error.
 
-    - ``name``: ``bytes``, or the import path of a callable as ``package.module:function``: see CallableTokenizer.
-      Without name and file, texts become bytes, and a chat is an error.
-    - ``file``: a tokenizer.json, or a folder with one.
-    - ``append_eos``: each text and pair ends with the end-of-text token (id 256 for bytes). A chat ends as its template
-      ends it. A callable appends its own.
-    - ``train_on``: ``answers`` learns the assistant's messages of a chat and the completion of a pair; ``all`` learns
-      everything.
-
-    These keys are for a file:
-
-    - ``eos_token``, ``bos_token``: default to those in the tokenizer_config.json in the file's folder. A ``bos_token``
-      given here comes before each text.
-    - ``chat_template``: a path or the template's text; defaults to chat_template.jinja or tokenizer_config.json in the
-      file's folder.
-    - ``allow_special``: the text of a special token in the data becomes that token. If false, the text stays ordinary
-      text, so that a web page or user cannot end a turn.
-    - ``chat_template_kwargs``: variables of the chat template, such as ``enable_thinking``. A row's key
-      ``chat_template_kwargs`` overrides them.
-    - ``roles``: roles in the data, each with the role that the template gets.
-    - ``date`` (YYYY-MM-DD): date for a template that asks for today's date.
+    The keys from ``eos_token`` on are for a file. A callable appends its own end of text. In ``train_on: answers``, the
+    assistant's messages of a chat and the completion of a pair are learned.
     """
 
     name: Annotated[

@@ -8,14 +8,14 @@ import numpy as np
 
 from streampack.core.stats.sample_warnings import REASONING_LEFT_OUT, TOOL_CALLS_LEFT_OUT
 from streampack.errors import ConfigError
-from streampack.tokenizers.chat import REASONING, left_out, pair_messages, read_messages
+from streampack.tokenizers.chat import REASONING, PairEncoder, left_out, read_messages
 from streampack.tokenizers.token_ids import Encoded, Tokens, digest_of_words
 
 EOS_OF_BYTES = 256
 NO_ROLES: Mapping[str, str] = MappingProxyType({})
 
 
-class BytesTokenizer:
+class BytesTokenizer(PairEncoder):
     """A tokenizer whose ids are UTF-8 bytes (0..255), with id 256 as the end of text.
 
     The end-of-text id follows each text if ``append_eos`` is set. A chat is written as ``role: content`` lines, and the
@@ -74,23 +74,10 @@ class BytesTokenizer:
         thoughts = [REASONING_LEFT_OUT] * any(REASONING[0] in message.raw for message in checked)
         return joined._replace(warnings=(*left_out(tools, variables), *calls, *thoughts))
 
-    def encode_pair(
-        self,
-        prompt: object,
-        completion: object,
-        tools: object = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> Encoded | str:
-        """Return the ids of a prompt and its completion, and a loss mask that is 1 for the completion."""
-        messages = pair_messages(prompt, completion)
-        if messages is not None:
-            return self.encode_chat(messages, tools, variables)
-        if not (isinstance(prompt, str) and isinstance(completion, str)):
-            return "dtype"
+    def _encode_texts(self, prompt: str, completion: str) -> Encoded | str:
         if not prompt + completion:
             return "empty"
-        joined = self._join([(prompt, False, False), (completion, True, self._append_eos)])
-        return joined if isinstance(joined, str) else joined._replace(warnings=tuple(left_out(tools, variables)))
+        return self._join([(prompt, False, False), (completion, True, self._append_eos)])
 
     def decode(self, tokens: Tokens) -> str:
         """Return the text of the bytes, with ``<256>`` for the end of text."""

@@ -11,12 +11,12 @@ from typing import Any, Literal
 import numpy as np
 
 from streampack.errors import ConfigError
-from streampack.tokenizers.chat import left_out, pair_messages
+from streampack.tokenizers.chat import PairEncoder
 from streampack.tokenizers.rejections import Rejections
 from streampack.tokenizers.token_ids import Because, Encoded, Tokens, as_encoded, digest_of_words
 
 
-class CallableTokenizer:
+class CallableTokenizer(PairEncoder):
     """A tokenizer that calls a user's function from a text to ids, or to another value that ``as_encoded`` accepts.
 
     The function is imported from ``path``. If ``function`` is given, ``path`` is only its name in messages.
@@ -73,28 +73,16 @@ class CallableTokenizer:
             return Because("chat_template_kwargs", f"the callable {self.name} takes no variables of a chat template")
         return self._call(self._encode_chat, messages, tools)
 
-    def encode_pair(
-        self,
-        prompt: object,
-        completion: object,
-        tools: object = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> Encoded | str:
+    def _encode_texts(self, prompt: str, completion: str) -> Encoded | str:
         """Return the ids of ``prompt + completion`` and a loss mask that is 1 for the completion, or a reason.
 
         The completion begins at the first id that differs from the ids of the prompt alone. A token that spans the
         boundary belongs to the completion. A spanning token and an end-of-text id may change the last two
         ids of the prompt. If more ids change, the boundary is unclear, and the reason is ``pair``.
         """
-        messages = pair_messages(prompt, completion)
-        if messages is not None:
-            return self.encode_chat(messages, tools, variables)
-        if not (isinstance(prompt, str) and isinstance(completion, str)):
-            return "dtype"
         both = self.encode(prompt + completion)
         if isinstance(both, str):
             return both
-        both = both._replace(warnings=tuple(left_out(tools, variables)))
         first = self.encode(prompt) if prompt else Encoded(np.empty(0, np.int32))
         if isinstance(first, str):
             return first

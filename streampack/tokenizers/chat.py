@@ -10,6 +10,7 @@ This module knows messages. ``chat_spans`` renders them.
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import numpy as np
 
 from streampack.core.stats.sample_warnings import TEMPLATE_KWARGS_LEFT_OUT, TOOLS_LEFT_OUT
 from streampack.tokenizers.chat_marks import RESERVED, SPLIT, TemplateError
-from streampack.tokenizers.token_ids import Because
+from streampack.tokenizers.token_ids import Because, Encoded
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning, the one that counts first."""
@@ -124,6 +125,34 @@ def pair_messages(prompt: object, completion: object) -> list[Any] | None:
     return [{**message, "train": False} if isinstance(message, dict) else message for message in prompt] + completion
 
 
+class PairEncoder(ABC):
+    """Base of tokenizers: encodes pairs, of messages as a chat, and of texts as the tokenizer does."""
+
+    @abstractmethod
+    def encode_chat(
+        self, messages: object, tools: object = None, variables: Mapping[str, Any] | None = None
+    ) -> Encoded | str:
+        """Return the ids and loss mask of a chat, or a reason."""
+
+    @abstractmethod
+    def _encode_texts(self, prompt: str, completion: str) -> Encoded | str:
+        """Return the ids of a prompt and its completion, and a loss mask that is 1 for the completion, or a reason."""
+
+    def encode_pair(
+        self, prompt: object, completion: object, tools: object = None, variables: Mapping[str, Any] | None = None
+    ) -> Encoded | str:
+        """Return the ids and loss mask of a prompt and its completion, or the reason the pair is rejected."""
+        messages = pair_messages(prompt, completion)
+        if messages is not None:
+            return self.encode_chat(messages, tools, variables)
+        if not (isinstance(prompt, str) and isinstance(completion, str)):
+            return "dtype"
+        encoded = self._encode_texts(prompt, completion)
+        if isinstance(encoded, str):
+            return encoded
+        return encoded._replace(warnings=(*left_out(tools, variables), *encoded.warnings))
+
+
 def _read_message(message: object, roles: Mapping[str, str]) -> ChatMessage | None:
     """Convert one message to a ChatMessage; None if it is not a valid message."""
     if not isinstance(message, Mapping):
@@ -189,12 +218,10 @@ def any_of(words: Iterable[str]) -> re.Pattern[str] | None:
     precedes each character of a split word, so only words of one character need a check.
     """
     longest = sorted(filter(None, words), key=lambda word: (word[:2], -len(word)))
-    groups = {start: "|".join(re.escape(word[2:]) for word in group) for start, group in groupby(longest, _start)}
+    groups = {
+        start: "|".join(re.escape(word[2:]) for word in group)
+        for start, group in groupby(longest, lambda word: word[:2])
+    }
     parts = [f"{re.escape(start)}(?:{rest})" for start, rest in groups.items() if len(start) == 2]
     parts += [f"(?<!{SPLIT}){re.escape(start)}" for start in groups if len(start) == 1]
     return re.compile("|".join(parts)) if parts else None
-
-
-def _start(word: str) -> str:
-    """Return the first two characters of a word."""
-    return word[:2]

@@ -22,11 +22,14 @@ This module knows messages and texts. It does not know ids.
 import itertools
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from streampack.core.stats.sample_warnings import NO_END_TOKEN, REASONING_LEFT_OUT, TOOL_CALLS_LEFT_OUT
 from streampack.tokenizers.chat import REASONING, ChatMessage
 from streampack.tokenizers.chat_marks import PLACE, Piece, TemplateError, pieces_of
+
+if TYPE_CHECKING:
+    from streampack.tokenizers.chat_template import ChatTemplate
 
 Span = tuple[int, int]
 _NAMED = re.compile(f"{PLACE}([0-9]+)([a-zA-Z]){PLACE}")
@@ -47,38 +50,8 @@ class Rendered(NamedTuple):
     warnings: tuple[str, ...] = ()
 
 
-class Template(Protocol):
-    """A chat template: renders messages to a text."""
-
-    @property
-    def header(self) -> str:
-        """Text that the generation prompt adds after a question; may be empty."""
-
-    @property
-    def has_generation(self) -> bool:
-        """True if the template marks answers with ``{% generation %}`` blocks."""
-
-    @property
-    def eos_token(self) -> str:
-        """The variable ``eos_token`` of the template; may be empty."""
-
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: Any,
-        variables: Mapping[str, Any],
-        *,
-        prompt: bool = False,
-        mark: bool = False,
-    ) -> str:
-        """Return the text of a chat.
-
-        ``prompt``: append the generation prompt. ``mark``: write the marks of ``chat_marks``. Raises TemplateError.
-        """
-
-
 def render_chat(
-    template: Template,
+    template: "ChatTemplate",
     messages: list[ChatMessage],
     tools: Any,
     variables: Mapping[str, Any],
@@ -99,7 +72,7 @@ class _Chat:
 
     def __init__(
         self,
-        template: Template,
+        template: "ChatTemplate",
         messages: list[ChatMessage],
         tools: Any,
         variables: Mapping[str, Any],

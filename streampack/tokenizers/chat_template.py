@@ -83,7 +83,11 @@ class ChatTemplate:
         prompt: bool = False,
         mark: bool = False,
     ) -> str:
-        """Return the text of a chat: see ``chat.Template``. Raises ConfigError if the template needs today's date."""
+        """Return the text of a chat.
+
+        ``prompt``: append the generation prompt. ``mark``: write the marks of ``chat_marks``. Raises TemplateError, or
+        ConfigError if the template needs today's date.
+        """
         messages = [self._content(message) for message in messages]
         self._marks = _Marks(messages) if mark else None
         given = {**self._variables, "documents": None, **(variables or {})}

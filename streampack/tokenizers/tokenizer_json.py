@@ -28,9 +28,9 @@ from streampack.errors import ConfigError
 from streampack.tokenizers.base import TokenizerSettings
 from streampack.tokenizers.chat import (
     ChatMessage,
+    PairEncoder,
     any_of,
     left_out,
-    pair_messages,
     read_messages,
     split_markers,
     wrong_variables,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from streampack.tokenizers.chat_template import ChatTemplate
 
 
-class FileTokenizer:
+class FileTokenizer(PairEncoder):
     """The tokenizer of a tokenizer.json file, or of a folder with one: see TokenizerSettings.
 
     ``vocab_size`` is the largest id + 1. Raises ConfigError if the file is not a tokenizer, or lacks a given token.
@@ -65,7 +65,7 @@ class FileTokenizer:
         self.name = str(settings.file)
         self.vocab_size: int | None = max(self._plain.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._before, self._after = _ids_around(self._plain)
-        _remove_post_processor(self._plain)
+        self._plain.post_processor = None
         self._plain.encode_special_tokens = not settings.allow_special
         added = self._plain.get_added_tokens_decoder().values()
         self._special = {token.content for token in added if token.special}
@@ -128,19 +128,7 @@ class FileTokenizer:
             return encoded
         return encoded._replace(warnings=(*left_out(tools, variables, template.reads), *rendered.warnings))
 
-    def encode_pair(
-        self,
-        prompt: object,
-        completion: object,
-        tools: object = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> Encoded | str:
-        """Return the ids and loss mask of a prompt and its completion, or the reason the pair is rejected."""
-        messages = pair_messages(prompt, completion)
-        if messages is not None:
-            return self.encode_chat(messages, tools, variables)
-        if not (isinstance(prompt, str) and isinstance(completion, str)):
-            return "dtype"
+    def _encode_texts(self, prompt: str, completion: str) -> Encoded | str:
         text = prompt + completion
         try:
             encoding = self._plain.encode(text, add_special_tokens=False)
@@ -154,7 +142,7 @@ class FileTokenizer:
         # Ids after the text end the completion, so they are learned.
         masks = [0] * len(before), _overlap(encoding.offsets, learned), [1] * len(after)
         encoded = self._encoded([*before, *encoding.ids, *after], np.concatenate(masks).astype(np.uint8))
-        return encoded._replace(warnings=(*left_out(tools, variables), *self._warnings(text)))
+        return encoded._replace(warnings=self._warnings(text))
 
     def decode(self, tokens: Tokens) -> str:
         """Return the text of ``tokens``, special tokens included."""
@@ -270,7 +258,7 @@ class FileTokenizer:
     def _marking(self) -> "Library":
         """A copy of the tokenizer that recognizes special tokens in a text, for the output of chat templates."""
         library = _library(self._json, Path(self.name))
-        _remove_post_processor(library)
+        library.post_processor = None
         return library
 
     @cached_property
@@ -363,11 +351,6 @@ def _ids_around(library: "Library") -> tuple[list[int], list[int]]:
         if own:
             return encoding.ids[: own[0]], encoding.ids[own[-1] + 1 :]
     return [], []
-
-
-def _remove_post_processor(library: "Library") -> None:
-    """Make the tokenizer encode without the ids that it adds before and after a text."""
-    library.post_processor = None
 
 
 def _overlap(offsets: Iterable[tuple[int, int]], learned: NDArray[np.uint8]) -> NDArray[np.uint8]:
