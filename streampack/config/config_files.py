@@ -23,7 +23,11 @@ def read_broker(path: str | Path) -> BrokerConfig:
         raise ConfigError(
             f"{path}: got a producer.yaml file (its streams have the key `source`), expected a broker.yaml file"
         )
-    return _checked(convert(tree, BrokerConfig, str(path)), path)
+    config = convert(tree, BrokerConfig, str(path))
+    try:
+        return checked(config)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def read_producer(path: str | Path) -> ProducerConfig:
@@ -51,11 +55,3 @@ def _names_sources(tree: Any) -> bool:
     streams = tree.get("streams") if isinstance(tree, dict) else None
     named = list(streams.values()) if isinstance(streams, dict) else []
     return any(isinstance(stream, dict) and "source" in stream for stream in named)
-
-
-def _checked(config: BrokerConfig, path: str | Path) -> BrokerConfig:
-    """Return ``config`` if its values agree. Raises ConfigError that names the file."""
-    try:
-        return checked(config)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None

@@ -103,24 +103,18 @@ def _check_rules(config: BrokerConfig, rules: Rules, layout: str) -> None:
             f"{wrong}, because stream {stream.name!r} is pushed. The broker packs pushed samples in order of arrival "
             "and keeps them in the log, because producers cannot send them again"
         )
-    if rules.max_policy_lag is not None and not any(stream.pushed for stream in config.streams.values()):
-        raise ConfigError(
-            f"rules.staleness.max_policy_lag: got {rules.max_policy_lag} without a pushed stream, expected at least "
-            "one pushed stream, because only pushed samples have a policy version. Remove the key, or set "
-            "`pushed: true` on a stream"
-        )
-    if rules.share is not None and not any(stream.pushed for stream in config.streams.values()):
-        raise ConfigError(
-            f"rules.share: got {rules.share} without a pushed stream, expected at least one pushed stream, because "
-            "only groups that a program pushes can share tokens. Remove the key, or set `pushed: true` on a stream"
-        )
-    pushes = any(stream.pushed for stream in config.streams.values())
-    if rules.late_fields and not pushes:
-        raise ConfigError(
-            f"fields.{rules.late_fields[0].name}: got `late: true` without a pushed stream, expected at least one "
-            "pushed stream, because only pushed samples can get values later. Remove the key, or set `pushed: true` on "
-            "a stream"
-        )
+    for_pushed = [
+        ("rules.staleness.max_policy_lag", rules.max_policy_lag, "only pushed samples have a policy version"),
+        ("rules.share", rules.share, "only groups that a program pushes can share tokens"),
+        *((f"fields.{field.name}", "`late: true`", "only pushed samples can get values later")
+          for field in rules.late_fields),
+    ]  # fmt: skip
+    for key, value, why in for_pushed:
+        if value is not None and not any(stream.pushed for stream in config.streams.values()):
+            raise ConfigError(
+                f"{key}: got {value} without a pushed stream, expected at least one pushed stream, because {why}. "
+                "Remove the key, or set `pushed: true` on a stream"
+            )
     if rules.late_timeout_s is not None and not rules.late_fields:
         raise ConfigError(
             f"rules.late_timeout_s: got {rules.late_timeout_s} without a late field, expected a field with "

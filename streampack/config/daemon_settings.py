@@ -180,13 +180,8 @@ class BrokerConfig(
 
 def _laid_over(tree: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
     """Return ``tree`` with the values of ``overlay`` in place of its own, key by key at every level."""
-    both = {key: _laid_over(tree[key], value) for key, value in overlay.items() if _are_trees(tree.get(key), value)}
-    return tree | overlay | both
-
-
-def _are_trees(one: Any, other: Any) -> bool:
-    """Return whether both values are mappings."""
-    return isinstance(one, dict) and isinstance(other, dict)
+    both = {key for key, value in overlay.items() if isinstance(value, dict) and isinstance(tree.get(key), dict)}
+    return tree | overlay | {key: _laid_over(tree[key], overlay[key]) for key in both}
 
 
 class ProducerStream(SourceSettings, frozen=True, kw_only=True):

@@ -11,14 +11,14 @@ from streampack.core.model.fields import GROUP, LABELS, LOSS_MASK, POLICY_VERSIO
 from streampack.core.model.keys.field_keys import DType, FieldKeys
 from streampack.core.model.keys.key_groups import Keys, values_of
 from streampack.core.model.keys.planning_keys import MergeOrder, Positive
-from streampack.core.model.keys.stream_keys import NoLossTokens, Overlong, Poison, SamplePolicies, StreamKeys
+from streampack.core.model.keys.stream_keys import SamplePolicies, StreamKeys
 from streampack.core.model.rules import StreamRules
 from streampack.core.model.samples import IGNORE_INDEX
 from streampack.errors import ConfigError
 
 
 class StreamSettings(
-    StreamKeys, frozen=True, kw_only=True,
+    StreamKeys, frozen=True, kw_only=True, unset={SamplePolicies: "rules"},
     listed="weight passes repeat partitions on_exhaust overlong poison no_loss_tokens pushed",
 ):  # fmt: skip
     """Settings of a stream: its share of the feed, its passes and partitions, and its treatment of bad samples."""
@@ -46,23 +46,6 @@ class StreamSettings(
             "run",
         ),
     ] = 4
-    overlong: Annotated[
-        Overlong | None,
-        Meta(
-            description="Treatment of this stream's samples that are longer than the budget. Default: `rules.overlong`"
-        ),
-    ] = None
-    poison: Annotated[
-        Poison | None,
-        Meta(description="Treatment of this stream's samples that cannot be used. Default: `rules.poison`"),
-    ] = None
-    no_loss_tokens: Annotated[
-        NoLossTokens | None,
-        Meta(
-            description="Treatment of this stream's samples of which no token counts in the loss. Default: "
-            "`rules.no_loss_tokens`"
-        ),
-    ] = None
 
     def recorded(self, name: str, policies: SamplePolicies) -> StreamRules:
         """Return the rules of the stream ``name``; ``policies`` apply where it has none of its own."""

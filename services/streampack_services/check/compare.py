@@ -46,7 +46,7 @@ def compare(files: RunFiles) -> list[str]:
             _check_stream(files, path, name)
             _check_fields(files.path, fields, f"{path}: streams.{name}", stream)
             if fault := _check_samples(files, fields, f"{path}: streams.{name}", stream, producer):
-                if (files.broker.streams[name].poison or files.broker.rules.poison) == "error":
+                if files.broker.streams[name].recorded(name, files.broker.rules).poison == "error":
                     raise ConfigError(fault)
                 warnings.append(f"{fault}. Until then such samples are dropped, as `poison` says")
     sent = {name for _, producer in files.producers for name in producer.streams}

@@ -8,29 +8,38 @@ struct is therefore no subclass of its groups.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, get_args
 
 import msgspec
-from msgspec import NODEFAULT, StructMeta
+from msgspec import NODEFAULT, Meta, StructMeta
 from msgspec.structs import FieldInfo
 
 
 class KeysMeta(StructMeta):
     """Metaclass of ``Keys``. A struct's option ``listed`` names keys in their order, and other keys follow.
 
-    A struct with one group and no such option inherits as usual.
+    The option ``unset`` has further groups. Their keys are None by default; the value is then that of the key at the
+    group's path in ``unset``. A struct with one group and no option inherits as usual.
     """
 
     def __new__(
-        mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], listed: str = "", **options: Any
-    ) -> KeysMeta:
+        mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], listed: str = "",
+        unset: Mapping[type, str] = MappingProxyType({}), **options: Any,
+    ) -> KeysMeta:  # fmt: skip
         groups: list[Any] = [base for base in bases if isinstance(base, KeysMeta) and base.__struct_fields__]
         if not listed and len(groups) < 2:
             return super().__new__(mcls, name, bases, namespace, **options)
-        shared = {field.name: field for group in groups for field in msgspec.structs.fields(group)}
+        shared = {field.name: field for group in (*groups, *unset) for field in msgspec.structs.fields(group)}
         own = namespace.get("__annotations__", {})
         types: dict[str, Any] = {key: field.type for key, field in shared.items()} | own
         defaults = {key: _default(field) for key, field in shared.items() if key not in own and not field.required}
+        for group, path in unset.items():
+            for key in group.__struct_fields__:  # type: ignore[attr-defined]
+                kind, meta = get_args(types[key])
+                types[key] = Annotated[kind | None, Meta(description=f"{meta.description}. Default: `{path}.{key}`")]
+                defaults[key] = None
         order = [*listed.split(), *(key for key in types if key not in listed.split())]
         content = defaults | namespace | {"__annotations__": {key: types[key] for key in order}}
         return super().__new__(mcls, name, (Keys,), content, **options)
