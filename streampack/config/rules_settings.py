@@ -143,6 +143,6 @@ class RulesSettings(
 
         With ``padded``, keys left at their defaults become ``packer: none``, ``micro_batch_size: 1``, ``shape: exact``.
         """
-        found = {key: getattr(self, key) for key in ("packer", *PACKER_KEYS, "shape", "padded")}
+        packing = {key: getattr(self, key) for key in ("packer", *PACKER_KEYS, "shape", "padded")}
         alone = {"packer": "none", "micro_batch_size": 1, "shape": "exact"} if self.padded else {}
-        return found | {key: value for key, value in alone.items() if found[key] == getattr(RulesSettings(), key)}
+        return packing | {key: value for key, value in alone.items() if packing[key] == getattr(RulesSettings(), key)}

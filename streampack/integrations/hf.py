@@ -104,8 +104,8 @@ class Steps:
 
     def state(self) -> dict[str, Any]:
         """Return the loader's state after the last trained step; later steps will be handed out again."""
-        found: dict[str, Any] = self.loader.state_dict(step=self._trained)
-        return found
+        state: dict[str, Any] = self.loader.state_dict(step=self._trained)
+        return state
 
     def saved(self) -> dict[str, Any]:
         """Return the contents of a checkpoint: the loader's state and the number of the pass."""
@@ -312,8 +312,8 @@ class PackedTrainerMixin:
         every = state.plugin_kwargs.get("sync_each_batch", False)
         if last or every or self.accelerator.distributed_type == DistributedType.DEEPSPEED:
             return contextlib.nullcontext()
-        found: contextlib.AbstractContextManager[Any] = self.accelerator.no_sync(model=model)
-        return found
+        unreduced: contextlib.AbstractContextManager[Any] = self.accelerator.no_sync(model=model)
+        return unreduced
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add ``packing_efficiency`` to the logs, and let ``train_samples_per_second`` count samples, not packs.
@@ -342,10 +342,10 @@ class PackedTrainerMixin:
         Raises:
             UserError: The loader is unsuitable for an evaluation.
         """
-        found = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(found, str):
-            found = self.eval_dataset[found]
-        return self._unprepared(found) if _is_loader(found) else super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        return self._unprepared(dataset) if _is_loader(dataset) else super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Return a loader for ``predict`` unchanged, or the Trainer's DataLoader for a dataset.
@@ -380,14 +380,14 @@ class PackedTrainerMixin:
             The Trainer's EvalLoopOutput.
         """
         self._evaluated.clear()
-        found = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]
         if not self._evaluated:
-            return found
+            return output
         losses, tokens, samples = zip(*self._evaluated, strict=True)
         mine = (float(torch.stack(losses).cpu().double().sum()), sum(tokens), sum(samples))
         loss, num_tokens, num_samples = (sum(column) for column in zip(*gather_object([mine]), strict=True))
-        found.metrics[f"{metric_key_prefix}_loss"] = loss / max(num_tokens, 1)
-        return found._replace(num_samples=num_samples)
+        output.metrics[f"{metric_key_prefix}_loss"] = loss / max(num_tokens, 1)
+        return output._replace(num_samples=num_samples)
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -404,8 +404,8 @@ class PackedTrainerMixin:
             (summed loss, logits, labels); logits and labels are None with ``prediction_loss_only``.
         """
         if not isinstance(inputs, View):
-            found: tuple[Any, Any, Any] = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
-            return found
+            predicted: tuple[Any, Any, Any] = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+            return predicted
         batch = self._prepare_inputs(dict(inputs))  # type: ignore[attr-defined]
         labels, wants_outputs = batch["labels"], not prediction_loss_only
         one = torch.ones((), device=labels.device)

@@ -78,24 +78,24 @@ def _settings(args: Any) -> None:
             raise UserError(f"got {name}={value!r}, expected {expected!r}. {do}")
 
 
-def loaders(found: Sequence[Any]) -> None:
+def loaders(all_loaders: Sequence[Any]) -> None:
     """Check loaders: the first is for training, the others for evaluation. Raises UserError."""
-    for loader in found:
+    for loader in all_loaders:
         if loader.format not in ("hf", "hf_shifted"):
             raise UserError(f"got a loader with format={loader.format!r}, expected 'hf'. Pass format='hf' to connect()")
-    for loader in found[1:]:
+    for loader in all_loaders[1:]:
         if not loader.rules.finite:
             raise UserError(
                 "got an eval_loader that never ends, expected streams without repeat, so that the evaluation ends"
             )
-    if len({id(loader) for loader in found}) < len(found):
+    if len({id(loader) for loader in all_loaders}) < len(all_loaders):
         raise UserError(
             "got the same loader for training and evaluation, expected one loader for each feed. Make the second one "
             "with connect(feed='valid')"
         )
 
 
-def trainer(made: Any, found: Sequence[Any]) -> None:
+def trainer(made: Any, all_loaders: Sequence[Any]) -> None:
     """Check a constructed Trainer, its model and its processes. Raises UserError, MeshError."""
     args = made.args
     _settings(args)  # accelerator_config may have changed settings
@@ -119,16 +119,16 @@ def trainer(made: Any, found: Sequence[Any]) -> None:
         raise UserError(
             "got average_tokens_across_devices=False, expected True, because all ranks of a step share one denominator"
         )
-    attached(made, found)
+    attached(made, all_loaders)
 
 
-def attached(made: Any, found: Sequence[Any]) -> None:
+def attached(made: Any, all_loaders: Sequence[Any]) -> None:
     """Check that loaders fit the Trainer's processes and model. Raises UserError, MeshError."""
-    for loader in found:
+    for loader in all_loaders:
         _check_mesh(loader.mesh, made.args, made.get_tp_size())
         _check_positions(loader.rules, getattr(made.model, "config", None))
     sharded = made.is_fsdp_enabled or made.is_deepspeed_enabled or made.get_tp_size() > 1
-    if not sharded and not all(loader.rules.padded for loader in found):
+    if not sharded and not all(loader.rules.padded for loader in all_loaders):
         with made.accelerator.autocast():
             hf_isolation.check(made.model)
 

@@ -145,13 +145,13 @@ def saved_state(folders: Iterable[Any], iteration: int) -> dict[str, Any]:
     """
     name = f"iter_{iteration:07d}/mp_rank_*/train_dataloader_dprank000.pt"
     given = [Path(folder) for folder in folders if folder is not None]
-    found = [file for folder in given for file in sorted(folder.glob(name))]
-    if not found:
+    files = [file for folder in given for file in sorted(folder.glob(name))]
+    if not files:
         raise StateError(
             f"got no file {name} in {' or '.join(map(str, given)) or 'any folder'}, expected the loader's state of "
             f"the checkpoint. Copy the file there, or set finetune to restart the data"
         )
-    state: dict[str, Any] = torch.load(found[0], weights_only=True)["dataloader_state_dict"]
+    state: dict[str, Any] = torch.load(files[0], weights_only=True)["dataloader_state_dict"]
     return state
 
 

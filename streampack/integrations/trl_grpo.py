@@ -144,7 +144,7 @@ def _planned(trainer: Any, batches: list[dict[str, Any]]) -> list[dict[str, Any]
     ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
     block = math.gcd(len(batches), trainer.args.gradient_accumulation_steps)  # all of one optimizer step
     total, device = batches[0]["num_items_in_batch"], trainer.accelerator.device
-    found: list[dict[str, Any]] = []
+    micro_batches: list[dict[str, Any]] = []
     for first in range(0, len(batches), block):
         rows = [row for batch in batches[first : first + block] for row in _rows(batch)]
         if ranks > 1:
@@ -153,8 +153,8 @@ def _planned(trainer: Any, batches: list[dict[str, Any]]) -> list[dict[str, Any]
         for places in plan_micro_batches(lengths, block, ranks).packs[rank]:
             made = _stacked([rows[at] for at in places], trainer.pad_to_multiple_of or 1, device)
             share = len(places) * block * ranks / len(rows) if trainer.loss_type in MEANS else 1
-            found.append({**made, "num_items_in_batch": total, SHARE: share})
-    return found
+            micro_batches.append({**made, "num_items_in_batch": total, SHARE: share})
+    return micro_batches
 
 
 def _rows(batch: dict[str, Any]) -> list[dict[str, Tensor]]:
@@ -179,14 +179,14 @@ def _rows(batch: dict[str, Any]) -> list[dict[str, Tensor]]:
 
 def _stacked(rows: list[dict[str, Tensor]], multiple: int, device: torch.device) -> dict[str, Tensor]:
     """Return rollouts as a micro-batch: prompts padded on the left, completions on the right."""
-    found = {}
+    stacked = {}
     for name in rows[0]:
         values = [row[name].to(device) for row in rows]
         if not values[0].ndim:
-            found[name] = torch.stack(values)
+            stacked[name] = torch.stack(values)
             continue
         left = name.startswith("prompt_")
         made = pad_sequence(values, True, PADDING[name], "left" if left else "right")
         more = -made.shape[1] % multiple
-        found[name] = pad(made, (more, 0) if left else (0, more), value=PADDING[name])
-    return found
+        stacked[name] = pad(made, (more, 0) if left else (0, more), value=PADDING[name])
+    return stacked

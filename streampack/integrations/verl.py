@@ -148,10 +148,10 @@ def push(
         prompt = int(kept[:-responses].sum())
         values = {name: torch.cat([torch.zeros(prompt), batch[name][at].cpu().float()[held]]) for name in fields}
         rows.append({"input_ids": ids[at][kept].numpy(), PROMPT_LENGTH: prompt, **values})
-    found: list[int] = []
+    numbers: list[int] = []
     for first in range(0, len(rows), group_size):
-        found += producer.send_group(rows[first : first + group_size], policy_version=policy_version)
-    return found
+        numbers += producer.send_group(rows[first : first + group_size], policy_version=policy_version)
+    return numbers
 
 
 def pull(step: Step[Any], fields: Sequence[str] = ("response_mask",), pad_token_id: int = 0) -> dict[str, torch.Tensor]:

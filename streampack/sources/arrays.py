@@ -126,12 +126,12 @@ def fitting(lengths: NDArray[np.int64], tokens: int) -> int:
     return max(1, int(np.searchsorted(np.cumsum(lengths), tokens, "right")))
 
 
-def one_sample(found: Sample | str, by_sample: Collection[str]) -> RawSamples:
+def one_sample(got: Sample | str, by_sample: Collection[str]) -> RawSamples:
     """Return one sample, or the reason of a rejected one, as RawSamples of length 1."""
-    if isinstance(found, str):
-        return RawSamples(NO_TOKENS, np.zeros(1, np.int64), {0: found})
-    fields = {name: value[np.newaxis] if name in by_sample else value for name, value in found.fields.items()}
-    return RawSamples(found.tokens, np.array([len(found.tokens)]), fields=fields, warnings=found.warnings)
+    if isinstance(got, str):
+        return RawSamples(NO_TOKENS, np.zeros(1, np.int64), {0: got})
+    fields = {name: value[np.newaxis] if name in by_sample else value for name, value in got.fields.items()}
+    return RawSamples(got.tokens, np.array([len(got.tokens)]), fields=fields, warnings=got.warnings)
 
 
 def as_samples(
@@ -150,7 +150,7 @@ def as_samples(
     (array([7, 8, 9], dtype=int32), array([2, 0, 0, 1]), {2: 'empty', 1: 'range'})
     """
     kind, size = ids.dtype.kind, ids.dtype.itemsize
-    found = {i: reasons.get(i, "empty") for i in np.flatnonzero(lengths == 0).tolist()}
+    all_reasons = {i: reasons.get(i, "empty") for i in np.flatnonzero(lengths == 0).tolist()}
     if ids.size and ((kind == "i" and ids.min() < 0) or (size + (kind == "u") > 4 and ids.max() >= 2**31)):
         owner = np.repeat(np.arange(len(lengths)), lengths)
         wrong = np.zeros(len(lengths), np.bool_)
@@ -158,6 +158,6 @@ def as_samples(
         kept = ~wrong[owner]
         ids, lengths = ids[kept], np.where(wrong, 0, lengths)
         fields = {name: value if name in by_sample else value[kept] for name, value in fields.items()}
-        found |= dict.fromkeys(np.flatnonzero(wrong).tolist(), "range")
+        all_reasons |= dict.fromkeys(np.flatnonzero(wrong).tolist(), "range")
     dtype: Any = np.uint16 if kind == "u" and size <= 2 else np.int32
-    return RawSamples(ids.astype(dtype, order="C", copy=False), lengths, found, fields)
+    return RawSamples(ids.astype(dtype, order="C", copy=False), lengths, all_reasons, fields)

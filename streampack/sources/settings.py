@@ -168,10 +168,10 @@ def check_settings(settings: SourceSettings) -> None:
 def digest_keys(settings: SourceSettings) -> dict[str, Any]:
     """Return the settings that a source's digest covers: all but the format and the files."""
     words: dict[str, Any] = msgspec.to_builtins(settings)
-    found = {key: words[key] for key in (*_ROW_KEYS, "unit", "shuffle")}
+    keys = {key: words[key] for key in (*_ROW_KEYS, "unit", "shuffle")}
     if settings.modes is not None:  # only then: digests of sources without modes must not change
-        found["modes"] = sorted(set(settings.modes))
-    return found
+        keys["modes"] = sorted(set(settings.modes))
+    return keys
 
 
 def rejects_unmasked(settings: SourceSettings, tokenizer: Tokenizer) -> bool:

@@ -288,7 +288,7 @@ class ShardedSource:
             upto: Search the first pass, and each pass that begins at or before this sample of a partition.
             fields: Fields that the run declares.
         """
-        found = []
+        places = []
         for number in range(self.num_shards):
             with _open_or_damaged(self._reader(fields), number) as shard:
                 self.shard_samples[number] = len(shard)
@@ -301,9 +301,9 @@ class ShardedSource:
                     walked = self._shard_order(shards, seed, pass_)
                     order = self._sample_order(shard, number, seed, pass_)
                     before = begin + sum(self._count_samples(each, fields) for each in walked[: walked.index(number)])
-                    found += [(partition, before + int(np.flatnonzero(order == row)[0])) for row in rows]
+                    places += [(partition, before + int(np.flatnonzero(order == row)[0])) for row in rows]
                     pass_, begin = pass_ + 1, begin + sum(self._count_samples(each, fields) for each in shards)
-        return found
+        return places
 
     def _count_samples(self, number: int, fields: Sequence[Field]) -> int:
         """Return the number of samples of shard ``number``; open the shard the first time."""

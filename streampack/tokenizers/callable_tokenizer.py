@@ -112,9 +112,9 @@ def import_path(key: str, path: str) -> Any:
     """Return the object at ``package.module:thing``. Raises ConfigError, naming ``key``, if the import fails."""
     module_name, _, attribute = path.partition(":")
     try:
-        found: Any = importlib.import_module(module_name)
+        thing: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            thing = getattr(thing, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"{key}: {path!r} cannot be imported ({error}). Check the spelling of the path, and PYTHONPATH"
@@ -122,7 +122,7 @@ def import_path(key: str, path: str) -> Any:
     except Exception as error:  # the module's own code
         text = f"{type(error).__name__}: {error}"[:200]
         raise ConfigError(f"{key}: {path!r} cannot be imported ({text}). Correct the module") from error
-    return found
+    return thing
 
 
 def _import(path: str) -> Callable[[str], object]:
@@ -133,11 +133,11 @@ def _import(path: str) -> Callable[[str], object]:
             "tokenizer.json, set `file` to the path of the file or its folder. In streampack.local, you can also "
             f"pass AutoTokenizer.from_pretrained({path!r})"
         )
-    found = import_path("tokenizer name", path)
-    if not callable(found):
-        kind = type(found).__name__
+    function = import_path("tokenizer name", path)
+    if not callable(function):
+        kind = type(function).__name__
         raise ConfigError(
             f"tokenizer name: {path!r} is of type {kind}, expected a function that takes a str and returns a list of "
             "ints"
         )
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]

@@ -203,7 +203,7 @@ def split_markers(value: Any, markers: re.Pattern[str] | None) -> Any:
     if isinstance(value, str):
         if RESERVED.search(value):
             raise TemplateError("a text contains a character from U+FDD0 to U+FDD5, which are not valid in text")
-        return markers.sub(lambda found: re.sub("(?s)(.)", rf"{SPLIT}\1", found[0]), value) if markers else value
+        return markers.sub(lambda marker: re.sub("(?s)(.)", rf"{SPLIT}\1", marker[0]), value) if markers else value
     if isinstance(value, Mapping):
         return {split_markers(key, markers): split_markers(item, markers) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -216,8 +216,8 @@ class _Chat:
         rest = itertools.takewhile(lambda piece: piece.message is None, reversed(pieces))
         tail = "".join(piece.text for piece in list(rest)[::-1])
         size = len(tail) - len(tail.lstrip())
-        found = [size + len(token) for token in self._ends if tail.startswith(token, size)]
-        return [(place, place + max(found))] if found and self.text.startswith(tail[: max(found)], place) else []
+        ends = [size + len(token) for token in self._ends if tail.startswith(token, size)]
+        return [(place, place + max(ends))] if ends and self.text.startswith(tail[: max(ends)], place) else []
 
     def _near(self, number: int) -> list[int]:
         """Return the messages that the prompt of answer ``number`` depends on.

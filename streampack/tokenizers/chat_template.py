@@ -199,8 +199,8 @@ def _mark_loops(tree: nodes.Template, environment: Environment) -> None:
 
 def _indexed(loop: nodes.For, number: str) -> list[str]:
     """Return the names of ``values`` in ``values[number]``, where ``number`` is the variable of a loop."""
-    found = [(item.node, item.arg) for item in loop.find_all(nodes.Getitem)]
-    pairs = [(of.name, at.name) for of, at in found if isinstance(of, nodes.Name) and isinstance(at, nodes.Name)]
+    indexings = [(item.node, item.arg) for item in loop.find_all(nodes.Getitem)]
+    pairs = [(of.name, at.name) for of, at in indexings if isinstance(of, nodes.Name) and isinstance(at, nodes.Name)]
     return sorted({name for name, at in pairs if at == number})
 
 
@@ -229,7 +229,7 @@ def _searched(tree: nodes.Template) -> Iterator[str]:
         if any(operand.op.endswith("in") for operand in compare.ops) and isinstance(compare.expr, nodes.Const):
             yield str(compare.expr.value)
     calls = [call.args for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Getattr)]
-    filters = [found.args for found in tree.find_all(nodes.Filter)]
+    filters = [node.args for node in tree.find_all(nodes.Filter)]
     for values in (*calls, *filters):
         yield from (str(value.value) for value in values if isinstance(value, nodes.Const))
 

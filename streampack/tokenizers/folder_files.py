@@ -46,10 +46,10 @@ class FolderFiles:
             more = sorted((self._folder / "additional_chat_templates").glob("*.jinja"))
             default = self._folder / "chat_template.jinja"
             return {"default": read_text(default)} | {path.stem: read_text(path) for path in more}
-        found = self._config.get("chat_template")
-        if isinstance(found, list):
-            return {each["name"]: each["template"] for each in found}
-        return {"default": found} if isinstance(found, str) else {}
+        template = self._config.get("chat_template")
+        if isinstance(template, list):
+            return {each["name"]: each["template"] for each in template}
+        return {"default": template} if isinstance(template, str) else {}
 
 
 def read_text(path: Path) -> str:

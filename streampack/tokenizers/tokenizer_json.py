@@ -235,11 +235,11 @@ class FileTokenizer(PairEncoder):
             masks.append(_overlap(encoding.offsets, learned[begin:end][kept]))
 
         place = 0
-        for found in self._markers.finditer(text):
-            add(place, found.start())
-            ids.append(self._ids[found[0]])
-            masks.append(learned[found.start() : found.end()].max(keepdims=True))
-            place = found.end()
+        for marker in self._markers.finditer(text):
+            add(place, marker.start())
+            ids.append(self._ids[marker[0]])
+            masks.append(learned[marker.start() : marker.end()].max(keepdims=True))
+            place = marker.end()
         add(place, len(text))
         return ids, np.concatenate(masks)
 
@@ -299,13 +299,13 @@ class FileTokenizer(PairEncoder):
                 f"tokenizer {self.name}: found no {key} in the tokenizer's folder, expected a token. Set "
                 f"tokenizer.{key} (special tokens: {known}), or set `append_eos: false`"
             )
-        found = self._plain.token_to_id(token)
-        if found is None:
+        number = self._plain.token_to_id(token)
+        if number is None:
             raise ConfigError(
                 f"tokenizer {self.name}: got {key} {token!r}, expected a token of the vocabulary (special tokens: "
                 f"{known})"
             )
-        return int(found)
+        return int(number)
 
 
 def _date(text: str | None) -> date | None:

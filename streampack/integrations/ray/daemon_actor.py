@@ -81,7 +81,7 @@ class DaemonActor:
             and ``epoch``. For a relay that is ready ``trainers``, the broker's address with which readers find it.
         """
         child = self._child
-        found: dict[str, Any] = {
+        state: dict[str, Any] = {
             "part": self._part,
             "failures": child.failures,
             "failure": child.last_failure,
@@ -91,10 +91,10 @@ class DaemonActor:
             "done": child.is_done,
         }
         if self._command == "broker" and child.pid is not None:
-            found |= self._own_addresses()
+            state |= self._own_addresses()
         if self._command == "relay" and self._address and is_served(default_relay(self._address)):
-            found["trainers"] = self._address
-        return found
+            state["trainers"] = self._address
+        return state
 
     def stop(self) -> None:
         """End the daemon as SIGTERM does: a broker first delivers the steps that are formed."""
@@ -131,8 +131,8 @@ class DaemonActor:
     def _own_addresses(self) -> dict[str, Any]:
         """Return the addresses that this broker has written once it was active, and its epoch; empty before."""
         try:
-            found = json.loads(self._file.read_text())
-            return {name: found[name] for name in (*SIDES, "epoch")}
+            written = json.loads(self._file.read_text())
+            return {name: written[name] for name in (*SIDES, "epoch")}
         except (OSError, ValueError, KeyError, AttributeError):
             return {}
 
@@ -148,15 +148,15 @@ class DaemonActor:
     def _wait_for_broker(self, side: str) -> str:
         """Wait until the service's broker is ready, and return its address for ``side``."""
         while not self._stopped.is_set():
-            if (found := self._broker_address(side)) is not None:
-                return found
+            if (address := self._broker_address(side)) is not None:
+                return address
             self._stopped.wait(FOLLOW_S / 4)
         raise RuntimeError("the service is stopping")
 
     def _broker_address(self, side: str) -> str | None:
         """Return the address of the active broker for ``side``, with that of its standby; None if none is ready."""
-        found = active_broker(self._service)
-        return None if found is None else found[side]
+        broker = active_broker(self._service)
+        return None if broker is None else broker[side]
 
     def _follow(self) -> None:
         """Start the daemon again when its broker listens at another address."""
@@ -164,9 +164,9 @@ class DaemonActor:
         while not self._stopped.wait(FOLLOW_S):
             if self._child.is_done:
                 return
-            found = self._broker_address(side)
-            if found is not None and self._address and found.split(",")[0] not in self._address.split(","):
-                log.warning("the broker of service %r listens at %s now", self._service, found)
+            address = self._broker_address(side)
+            if address is not None and self._address and address.split(",")[0] not in self._address.split(","):
+                log.warning("the broker of service %r listens at %s now", self._service, address)
                 self._child.restart()
 
 

@@ -43,11 +43,11 @@ def source_of(dataset: Any, **keys: Any) -> Mapping[str, Any]:
             "got a dataset without files, expected one that Ray Data reads from files. Write other datasets with "
             "write_datasink(Datasink(...))"
         )
-    found = {_format_of(file) for file in files}
-    if len(found) > 1 or None in found:
+    formats = {_format_of(file) for file in files}
+    if len(formats) > 1 or None in formats:
         endings = ", ".join(sorted({PurePosixPath(file).suffix or file for file in files}))
         raise UserError(f"got files that end in {endings}, expected one of {', '.join(FORMATS)} for all files")
-    return {"source": found.pop(), "shards": files, **keys}
+    return {"source": formats.pop(), "shards": files, **keys}
 
 
 def _format_of(file: str) -> str | None:

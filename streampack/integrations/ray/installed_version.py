@@ -13,13 +13,13 @@ MAJOR = 2
 def check_ray() -> None:
     """Raise UserError if Ray is not installed, or has another major version."""
     try:
-        found = metadata.version("ray")
+        version = metadata.version("ray")
     except metadata.PackageNotFoundError:
         raise UserError(
             f"got no package 'ray', expected Ray {MAJOR}. Install it: pip install 'streampack[ray]'"
         ) from None
-    if found.partition(".")[0] != str(MAJOR):
-        raise UserError(f"got Ray {found}, expected Ray {MAJOR}. Install it: pip install 'streampack[ray]'")
+    if version.partition(".")[0] != str(MAJOR):
+        raise UserError(f"got Ray {version}, expected Ray {MAJOR}. Install it: pip install 'streampack[ray]'")
 
 
 check_ray()

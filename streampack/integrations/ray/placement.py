@@ -28,9 +28,9 @@ PLACED_BY = ("scheduling_strategy", "label_selector")
 
 def wanted_resources(options: Mapping[str, Any]) -> dict[str, float]:
     """Return the resources that an actor with these options needs, by Ray's names."""
-    found = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0), "memory": options.get("memory", 0)}
-    found |= options.get("resources") or {}
-    return {name: float(amount) for name, amount in found.items() if amount}
+    named = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0), "memory": options.get("memory", 0)}
+    amounts = named | (options.get("resources") or {})
+    return {name: float(amount) for name, amount in amounts.items() if amount}
 
 
 def placed(options: Mapping[str, Any], what: str, nodes: list[dict[str, Any]] | None = None) -> dict[str, Any]:
@@ -76,17 +76,17 @@ def placed_apart(options: Mapping[str, Any], group: str, what: str) -> list[dict
         return [alone, alone]
     if sum(node["Alive"] for node in ray.nodes()) < 2:
         log.warning("%s: the cluster has one node, so both are on it. A standby needs a second node", what)
-    found = _group(group)
-    if found is None:
+    nodes = _group(group)
+    if nodes is None:
         bundle = wanted_resources(options) or {"CPU": LEAST_CPUS}
-        found = ray.util.placement_group([bundle, bundle], strategy="SPREAD", name=group, lifetime="detached")
-    return [dict(options) | {"scheduling_strategy": PlacementGroupSchedulingStrategy(found, i)} for i in range(2)]
+        nodes = ray.util.placement_group([bundle, bundle], strategy="SPREAD", name=group, lifetime="detached")
+    return [dict(options) | {"scheduling_strategy": PlacementGroupSchedulingStrategy(nodes, i)} for i in range(2)]
 
 
 def release(group: str) -> None:
     """Remove a placement group. One that does not exist is no error."""
-    if (found := _group(group)) is not None:
-        remove_placement_group(found)
+    if (placement_group := _group(group)) is not None:
+        remove_placement_group(placement_group)
 
 
 def _group(name: str) -> PlacementGroup | None:

@@ -76,12 +76,12 @@ class Service:
         Returns:
             For each actor a dict with ``pid``, ``node``, ``failures``, ``failure`` and ``done``.
         """
-        found = {}
+        states = {}
         for part in parts_of(self.name):
             state = ask(self.name, part, "where")
             if state is not None:
-                found[part] = state
-        return found
+                states[part] = state
+        return states
 
 
 def start(
@@ -171,8 +171,8 @@ def shutdown(name: str) -> None:
         >>> packs.shutdown("sft-8b")  # doctest: +SKIP
     """
     check_ray()
-    found = active_broker(name)
-    active = BROKER if found is None else found["part"]
+    broker = active_broker(name)
+    active = BROKER if broker is None else broker["part"]
     for part in sorted(parts_of(name), key=lambda part: (part in (BROKER, STANDBY), part == active)):
         _end(name, part, gently=True)
     release(actor_name(name, BROKER))
@@ -192,8 +192,8 @@ def wait_for_broker(service: str, timeout_s: float) -> dict[str, Any]:
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        if (found := active_broker(service)) is not None:
-            return found
+        if (broker := active_broker(service)) is not None:
+            return broker
         if not {BROKER, STANDBY} & set(parts_of(service)):
             raise UserError(
                 f"got no service {service!r}, expected one of: {', '.join(services()) or 'none runs'}. Start it: "
@@ -231,14 +231,14 @@ def _wait_until_ready(service: str, part: str, options: Mapping[str, Any], deadl
     """Wait until an actor answers, and a broker is ready. Raises the reason that it does not become ready."""
     what = f"the {part} of service {service!r}"
     while True:
-        found = ask(service, part, "where")
-        if found is not None and (part != BROKER or active_broker(service) is not None):
+        state = ask(service, part, "where")
+        if state is not None and (part != BROKER or active_broker(service) is not None):
             return
-        if found is not None and found["failures"] > 1:
-            raise StreampackError(f"{what} cannot start: {found['failure']}")
+        if state is not None and state["failures"] > 1:
+            raise StreampackError(f"{what} cannot start: {state['failure']}")
         if time.monotonic() > deadline:
             late = f"{what}: got no broker that is ready in time. It still starts. Wait longer (timeout_s)"
-            raise Unreachable(waiting_text(options, what) if found is None else late)
+            raise Unreachable(waiting_text(options, what) if state is None else late)
         time.sleep(POLL_S)
 
 

@@ -74,9 +74,9 @@ def connect(
         ...             ...
     """
     check_ray()
-    found = wait_for_broker(name, timeout_s)
+    broker = wait_for_broker(name, timeout_s)
     place = _place(mesh, order)
-    address = _offer_relay(name, relay, found["node"], timeout_s) or found["trainers"]
+    address = _offer_relay(name, relay, broker["node"], timeout_s) or broker["trainers"]
     loader = connect_client(address, mesh=place, timeout_s=timeout_s, **options)
     watch = threading.Thread(
         target=_follow, args=(weakref.ref(loader), name, address), name="streampack-follow", daemon=True
@@ -177,9 +177,9 @@ def _offer_relay(name: str, wanted: bool | None, broker_node: str, timeout_s: fl
     start_relay(name, node)
     stop = threading.Event()
     for _ in range(int(timeout_s / 0.2)):
-        found = ask(name, f"relay-{node}", "where")
-        if found is not None and "trainers" in found:
-            return str(found["trainers"])
+        state = ask(name, f"relay-{node}", "where")
+        if state is not None and "trainers" in state:
+            return str(state["trainers"])
         stop.wait(0.2)
     log.warning("the relay of service %r on this node did not start; reading from the broker itself", name)
     return None
@@ -193,10 +193,10 @@ def _follow(client: weakref.ref[Client[Any]], name: str, known: str) -> None:
         if loader is None or loader.is_closed:
             return
         if loader.silent_s > SILENT_S:
-            found = None
+            broker = None
             with contextlib.suppress(Exception):  # Ray ends while a program ends
-                found = active_broker(name)
-            if found is not None and found.get("trainers", known) != known:
-                known = found["trainers"]
+                broker = active_broker(name)
+            if broker is not None and broker.get("trainers", known) != known:
+                known = broker["trainers"]
                 loader.move_to(known)
         del loader

@@ -46,11 +46,11 @@ class RepeatedMetrics:
 
 def values_of(text: str) -> list[tuple[str, dict[str, str], float]]:
     """Return (name, labels, value) of each line of an exposition that is to be repeated."""
-    found = []
+    values = []
     for line in text.splitlines():
         if (parsed := _LINE.match(line)) is None:
             continue
         labels = dict(_LABEL.findall(parsed[2] or ""))
         if not LEFT_OUT & labels.keys():
-            found.append((parsed[1], labels, float(parsed[3])))
-    return found
+            values.append((parsed[1], labels, float(parsed[3])))
+    return values

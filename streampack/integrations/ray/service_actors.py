@@ -56,7 +56,7 @@ def active_broker(service: str) -> dict[str, Any] | None:
             waiting.append(ray.get_actor(actor_name(service, part), NAMESPACE).where.remote())
         except (ValueError, ray.exceptions.RayError):  # no such actor, or it is ending
             continue
-    found: dict[str, Any] | None = None
+    newest: dict[str, Any] | None = None
     until = time.monotonic() + ANSWER_S
     while waiting and (left := until - time.monotonic()) > 0:
         ready, waiting = ray.wait(waiting, timeout=left)
@@ -65,10 +65,10 @@ def active_broker(service: str) -> dict[str, Any] | None:
                 state = ray.get(answer)
             except ray.exceptions.RayError:
                 continue
-            if "trainers" in state and (found is None or state["epoch"] > found["epoch"]):
-                found = dict(state)
+            if "trainers" in state and (newest is None or state["epoch"] > newest["epoch"]):
+                newest = dict(state)
                 until = min(until, time.monotonic() + OTHER_S)
-    return found
+    return newest
 
 
 def _actors() -> list[str]:

@@ -26,10 +26,10 @@ def _alternatives(pattern: str, at: int, nested: bool) -> tuple[list[list[str]],
 
     Returns (for each alternative the names that it stands for, index where parsing stopped).
     """
-    found = [[""]]
+    alternatives = [[""]]
     while at < len(pattern) and pattern[at] != "}":
         if pattern[at] == "," and nested:
-            found.append([""])
+            alternatives.append([""])
             at += 1
             continue
         if pattern[at] == "{":
@@ -39,8 +39,8 @@ def _alternatives(pattern: str, at: int, nested: bool) -> tuple[list[list[str]],
         else:  # an escaped character, a last backslash, or a comma outside braces
             at += pattern[at] == "\\" and at + 1 < len(pattern)
             names, at = [pattern[at]], at + 1
-        found[-1] = [before + name for before in found[-1] for name in names]
-    return found, at
+        alternatives[-1] = [before + name for before in alternatives[-1] for name in names]
+    return alternatives, at
 
 
 def _group(pattern: str, at: int) -> tuple[list[str], int]:

@@ -42,11 +42,11 @@ def decompressed(file: ShardFile) -> Iterator[ShardFile]:
     if kind is None:
         yield file
         return
-    found = Decompressed(file, _open_gzip if kind == GZIP else _zstd_reader())
+    plain_file = Decompressed(file, _open_gzip if kind == GZIP else _zstd_reader())
     try:
-        yield found
+        yield plain_file
     finally:
-        found.close()
+        plain_file.close()
 
 
 class Decompressed(LocalFile):

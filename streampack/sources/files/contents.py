@@ -83,15 +83,15 @@ def compression_of(file: ShardFile) -> str | None:
     while _SKIPPABLE.match(first) and len(first) >= 8:
         at += 8 + int.from_bytes(first[4:8], "little")
         first = file.pread(min(max(file.size - at, 0), 16), at) if at < file.size else b""
-    found = _find(_COMPRESSED, first)
+    kind = _find(_COMPRESSED, first)
     if file.path.lower().endswith(".br"):  # Brotli has no mark in its bytes
-        found = _Kind(re.compile(b""), "Brotli", "brotli -d")
-    if found is not None and found.name not in (GZIP, ZSTD):
+        kind = _Kind(re.compile(b""), "Brotli", "brotli -d")
+    if kind is not None and kind.name not in (GZIP, ZSTD):
         raise SourceError(
-            f"{file.path}: got a file compressed with {found.name}, expected a plain, gzip or Zstandard file. "
-            f"Decompress the file: {found.advice}"
+            f"{file.path}: got a file compressed with {kind.name}, expected a plain, gzip or Zstandard file. "
+            f"Decompress the file: {kind.advice}"
         )
-    return found.name if found else ZSTD if at else None
+    return kind.name if kind else ZSTD if at else None
 
 
 def refuse_no_text(file: ShardFile) -> None:

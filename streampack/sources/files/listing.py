@@ -22,13 +22,13 @@ def open_file(file: File, need: range | None = None) -> Iterator[ShardFile]:
     if is_url(file.path):
         from streampack.sources.files.remote import RemoteFile
 
-        found: ShardFile = RemoteFile(file)
+        opened: ShardFile = RemoteFile(file)
     else:
-        found = LocalFile(file, range(file.size) if need is None else need)
+        opened = LocalFile(file, range(file.size) if need is None else need)
     try:
-        yield found
+        yield opened
     finally:
-        found.close()
+        opened.close()
 
 
 def read_file(file: File) -> bytes:
@@ -101,15 +101,15 @@ def _expand_glob(path: str) -> list[str]:
             )
         from streampack.sources.files.remote import list_urls
 
-        found = list_urls(path)
+        paths = list_urls(path)
     elif not glob.has_magic(path) or os.path.exists(path):
         return [path]
     else:
-        found = sorted(glob.glob(path, recursive=True))
+        paths = sorted(glob.glob(path, recursive=True))
         path = os.path.abspath(path)
-    if not found:
+    if not paths:
         raise SourceError(f"{path}: got no matching file, expected at least one file. Correct the pattern")
-    return found
+    return paths
 
 
 def measure(paths: Sequence[str]) -> list[File]:

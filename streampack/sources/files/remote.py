@@ -49,8 +49,8 @@ def list_urls(pattern: str) -> list[str]:
     folder = path[: _MAGIC.search(path).start()].rpartition("/")[0] + "/"  # type: ignore[union-attr]
     levels = None if "**" in path else path.count("/") - folder.count("/") + 1
     matches = re.compile(importlib.import_module("fsspec.utils").glob_translate(path)).match
-    found = [name for name in _walk(fs, fs._strip_protocol(folder), levels) if matches(name)]
-    return sorted(map(fs.unstrip_protocol, found))
+    names = [name for name in _walk(fs, fs._strip_protocol(folder), levels) if matches(name)]
+    return sorted(map(fs.unstrip_protocol, names))
 
 
 def _walk(fs: Any, folder: str, levels: int | None) -> list[str]:
@@ -59,13 +59,13 @@ def _walk(fs: Any, folder: str, levels: int | None) -> list[str]:
         listing = _request(without_query(fs.unstrip_protocol(folder)), lambda: fs.ls(folder, detail=True))
     except MissingFile:
         return []
-    found = []
+    names = []
     for info in listing:
         name = info["name"].rstrip("/")
-        found.append(name)
+        names.append(name)
         if info["type"] == "directory" and name != folder.rstrip("/") and levels != 1:
-            found += _walk(fs, name, levels and levels - 1)
-    return found
+            names += _walk(fs, name, levels and levels - 1)
+    return names
 
 
 def size_urls(urls: Sequence[str]) -> dict[str, int]:

@@ -140,13 +140,13 @@ def status_of(error: BaseException) -> int | None:
     for cause in _chain(error):
         response = getattr(cause, "response", None)
         if isinstance(response, dict):
-            found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         else:
             of_gcs = cause if type(cause).__module__.startswith("gcsfs") else None  # others: numbers of other sorts
             holders = ((cause, "status"), (response, "status_code"), (cause, "status_code"), (of_gcs, "code"))
-            found = next((value for each, name in holders if (value := getattr(each, name, None)) is not None), None)
-        if isinstance(found, int | str) and str(found).isdigit() and 400 <= int(found) < 600:
-            return int(found)
+            status = next((value for each, name in holders if (value := getattr(each, name, None)) is not None), None)
+        if isinstance(status, int | str) and str(status).isdigit() and 400 <= int(status) < 600:
+            return int(status)
     return None
 
 
@@ -167,10 +167,10 @@ def _headers(error: BaseException) -> dict[str, str]:
     """Return the headers of the answer that an error carries, with names in lower case; empty if there are none."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
-        found: Any = response.get("ResponseMetadata", {}).get("HTTPHeaders")
+        headers: Any = response.get("ResponseMetadata", {}).get("HTTPHeaders")
     else:
-        found = getattr(error, "headers", None) or getattr(response, "headers", None)
-    return {str(name).lower(): str(value) for name, value in found.items()} if isinstance(found, Mapping) else {}
+        headers = getattr(error, "headers", None) or getattr(response, "headers", None)
+    return {str(name).lower(): str(value) for name, value in headers.items()} if isinstance(headers, Mapping) else {}
 
 
 def _retry_after_s(value: str, date: str) -> float:

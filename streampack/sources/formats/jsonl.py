@@ -74,13 +74,13 @@ def index_lines(file: ShardFile) -> tuple["array[int]", "array[int]", "array[int
     number, before = 1, 0  # number of the line that begins at `begin`; last byte of the previous block
     for offset in range(0, file.size, _BLOCK_BYTES):
         block = np.frombuffer(file.pread(min(_BLOCK_BYTES, file.size - offset), offset), np.uint8)
-        found = np.flatnonzero(block == _NEWLINE)
+        newlines = np.flatnonzero(block == _NEWLINE)
         if offset + len(block) == file.size and block[-1] != _NEWLINE:
-            found = np.append(found, len(block))  # the last line needs no newline
-        if len(found):
-            ends = found + offset
+            newlines = np.append(newlines, len(block))  # the last line needs no newline
+        if len(newlines):
+            ends = newlines + offset
             begins = np.concatenate(([begin], ends[:-1] + 1))
-            previous = np.where(found > 0, block[found - 1], before)
+            previous = np.where(newlines > 0, block[newlines - 1], before)
             length = ends - begins - ((previous == _RETURN) & (ends > begins))
             kept = length > 0
             offsets.frombytes(begins[kept].astype(np.int64).tobytes())

@@ -156,9 +156,9 @@ class ListShard:
             self._lists = _open_lists(rows.columns, self._plan)
         if self._lists is not None:
             outside = np.flatnonzero((samples < self._run.start) | (samples >= self._run.stop))
-            found = self._lists.gather(samples[: outside[0] if len(outside) else None] - self._run.start, tokens)
-            if found is not None:
-                return found._replace(warnings=self._plan.warnings)
+            at_once = self._lists.gather(samples[: outside[0] if len(outside) else None] - self._run.start, tokens)
+            if at_once is not None:
+                return at_once._replace(warnings=self._plan.warnings)
         return one_sample(self._shard.load(int(samples[0])), self._plan.by_sample)
 
 

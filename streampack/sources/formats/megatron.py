@@ -204,8 +204,8 @@ def _read_index(
 
     if bad.any():
         raise error(int(np.flatnonzero(bad)[0]))
-    found = error(int(np.flatnonzero(apart)[0])) if apart.any() else None
-    return sizes[: len(run)], pointers[: len(run)], found
+    order_error = error(int(np.flatnonzero(apart)[0])) if apart.any() else None
+    return sizes[: len(run)], pointers[: len(run)], order_error
 
 
 def _cover_once(file: ShardFile, pair: Pair) -> bool:
@@ -227,9 +227,9 @@ def _cover_once(file: ShardFile, pair: Pair) -> bool:
 
 def _hash(places: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return 64-bit hashes of byte offsets: two rounds of multiply and shift."""
-    found = (places.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    found = (found ^ found >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
-    return found ^ found >> np.uint64(32)
+    hashes = (places.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    hashes = (hashes ^ hashes >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
+    return hashes ^ hashes >> np.uint64(32)
 
 
 def _of_modes(file: ShardFile, pair: Pair, run: range, modes: Sequence[int] | None) -> NDArray[np.int64]:
@@ -238,8 +238,8 @@ def _of_modes(file: ShardFile, pair: Pair, run: range, modes: Sequence[int] | No
         return np.arange(len(run))
     if not pair.modes_at:
         return np.arange(len(run) if 0 in modes else 0)
-    found = np.frombuffer(file.pread(len(run), pair.modes_at + run.start), np.int8)
-    return np.flatnonzero(np.isin(found, modes))
+    modes_of_run = np.frombuffer(file.pread(len(run), pair.modes_at + run.start), np.int8)
+    return np.flatnonzero(np.isin(modes_of_run, modes))
 
 
 def _broken(index: File, got: str) -> SourceError:

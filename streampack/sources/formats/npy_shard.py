@@ -45,11 +45,11 @@ class Members(NamedTuple):
     def count_alike(self, samples: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
         """Return how many leading members of ``samples`` are arrays of the first one's dtype and of these lengths."""
         offsets = self.offsets[samples]
-        found = self.file.gather(np.full(len(samples), _HEADER), offsets)
-        expected = _headers(found[:_HEADER], lengths.tolist())
-        if found == expected:
+        headers = self.file.gather(np.full(len(samples), _HEADER), offsets)
+        expected = _headers(headers[:_HEADER], lengths.tolist())
+        if headers == expected:
             return len(samples)
-        differ = np.frombuffer(found, np.uint8) != np.frombuffer(expected, np.uint8)
+        differ = np.frombuffer(headers, np.uint8) != np.frombuffer(expected, np.uint8)
         return int(differ.reshape(-1, _HEADER).any(axis=1).argmax())
 
     def values(self, samples: NDArray[np.int64], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -81,8 +81,8 @@ class NpyShard:
 
     def gather(self, samples: NDArray[np.int64], tokens: int) -> RawSamples:
         """Read the leading samples that are alike and fit into ``tokens`` ids, at least one."""
-        found = self._read_alike(samples, tokens)
-        return one_sample(self._load(int(samples[0])), ()) if found is None else found
+        alike = self._read_alike(samples, tokens)
+        return one_sample(self._load(int(samples[0])), ()) if alike is None else alike
 
     def _read_alike(self, samples: NDArray[np.int64], tokens: int) -> RawSamples | None:
         """Read the leading samples whose members have the expected headers; None if the first has other members."""
@@ -112,10 +112,10 @@ def _count_before(odd: NDArray[np.bool_]) -> int:
 
 def _array_dtype(header: bytes) -> np.dtype[Any] | None:
     """Return the dtype of a 128-byte .npy header; None unless numpy would write it so for a one-dimensional array."""
-    found = parse_header(header) if header.startswith(_MAGIC) else "npy"
-    if isinstance(found, str) or len(found[1]) != 1 or _headers(header, found[1]) != header:
+    parsed = parse_header(header) if header.startswith(_MAGIC) else "npy"
+    if isinstance(parsed, str) or len(parsed[1]) != 1 or _headers(header, parsed[1]) != header:
         return None
-    return found[0]
+    return parsed[0]
 
 
 def _headers(like: bytes, lengths: Sequence[int]) -> bytes:

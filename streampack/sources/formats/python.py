@@ -108,9 +108,9 @@ class ItemReader:
             row = msgspec.json.decode(item, type=dict[str, msgspec.Raw])
         except (ValueError, RecursionError):
             return None
-        found = [key for key in self._row.sample_keys if key in row]
+        keys = [key for key in self._row.sample_keys if key in row]
         why = "the row is a text that holds JSON with the key {}. Parse it with json.loads, or put it into a dict: {}"
-        return Because("dtype", why.format(found[0], "{'text': row}")) if found else None
+        return Because("dtype", why.format(keys[0], "{'text': row}")) if keys else None
 
 
 class ItemShard:
@@ -158,17 +158,17 @@ class ArrayItemShard:
 
     def gather(self, samples: NDArray[np.int64], tokens: int) -> RawSamples:
         """Read the leading items of ``samples`` that are alike and fit into ``tokens`` ids, at least one."""
-        found: list[NDArray[Any]] = []
+        arrays: list[NDArray[Any]] = []
         left = tokens
         for sample in samples.tolist():
             item = self._one.item(sample)
-            if not _is_vector(item) or (found and (item.dtype != found[0].dtype or len(item) > left)):
+            if not _is_vector(item) or (arrays and (item.dtype != arrays[0].dtype or len(item) > left)):
                 break
-            found.append(item)
+            arrays.append(item)
             left -= len(item)
-        if not found:
+        if not arrays:
             return one_sample(self._one.load(int(samples[0])), ())
-        return as_samples(np.concatenate(found), np.array([len(item) for item in found]))
+        return as_samples(np.concatenate(arrays), np.array([len(item) for item in arrays]))
 
 
 def _is_vector(item: object) -> TypeGuard[NDArray[Any]]:

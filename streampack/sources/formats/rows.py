@@ -191,7 +191,7 @@ class FieldReader:
         tokens = encoded.tokens[kept]
         if not self.keys and not self.media_keys and mask is None:
             return Sample(tokens, warnings=encoded.warnings)
-        found: dict[str, Any] = {name: row[key] for name, key in self.media_keys if row.get(key) is not None}
+        values: dict[str, Any] = {name: row[key] for name, key in self.media_keys if row.get(key) is not None}
         for field, key in self.keys:
             value = row.get(key)
             if value is None:
@@ -201,25 +201,25 @@ class FieldReader:
             array = as_field(value, field, len(encoded.tokens))
             if isinstance(array, str):
                 return f"{field.name}: {array}"
-            found[field.name] = array[kept] if field.axis == "token" else array
+            values[field.name] = array[kept] if field.axis == "token" else array
         if mask is not None:
-            self._apply_mask(mask, tokens, found)
-        return Sample(tokens, found or NO_FIELDS, encoded.warnings)
+            self._apply_mask(mask, tokens, values)
+        return Sample(tokens, values or NO_FIELDS, encoded.warnings)
 
-    def _apply_mask(self, mask: NDArray[np.uint8], tokens: Tokens, found: dict[str, Any]) -> None:
+    def _apply_mask(self, mask: NDArray[np.uint8], tokens: Tokens, values: dict[str, Any]) -> None:
         """Apply a mask of the tokens to learn to the declared field ``loss_mask``, or to ``labels``.
 
         If neither is declared, the mask becomes a field, about which the producer raises. A mask of ones says nothing.
         """
         declared = {field.name: field for field, _ in self.keys}
         if LOSS_MASK in declared:
-            own = found.get(LOSS_MASK, mask.astype(declared[LOSS_MASK].storage))
-            found[LOSS_MASK] = own if own is mask else np.where(mask != 0, own, own.dtype.type(0))
+            own = values.get(LOSS_MASK, mask.astype(declared[LOSS_MASK].storage))
+            values[LOSS_MASK] = own if own is mask else np.where(mask != 0, own, own.dtype.type(0))
         elif LABELS in declared:
-            labels = found.get(LABELS, tokens)
-            found[LABELS] = np.where(mask != 0, labels, labels.dtype.type(IGNORE_INDEX))
+            labels = values.get(LABELS, tokens)
+            values[LABELS] = np.where(mask != 0, labels, labels.dtype.type(IGNORE_INDEX))
         elif not mask.all():
-            found[LOSS_MASK] = mask
+            values[LOSS_MASK] = mask
 
 
 def missing_from(keys: Iterable[str], what: str = "the keys") -> Because:

@@ -114,7 +114,7 @@ def _parse_pax(records: bytes) -> dict[bytes, bytes]:
 
     The class webdataset.TarWriter writes such records before every member, for the fraction of its time stamp.
     """
-    found: dict[bytes, bytes] = {}
+    pax: dict[bytes, bytes] = {}
     at = 0
     while at < len(records):
         digits = records[at : at + 20].partition(b" ")[0]
@@ -122,9 +122,9 @@ def _parse_pax(records: bytes) -> dict[bytes, bytes]:
         keyword, equals, value = records[at + len(digits) + 1 : at + length - 1].partition(b"=")
         if length < 5 or not equals or records[at + length - 1 : at + length] != b"\n" or keyword not in _PAX_KEYWORDS:
             return {}
-        found[keyword] = value
+        pax[keyword] = value
         at += length
-    return found
+    return pax
 
 
 _PAX_KEYWORDS = frozenset(b"path size mtime atime ctime uid gid uname gname comment".split())

@@ -220,10 +220,10 @@ class TarShard:
             return missing_from(self._others, "other members in its file:")
         if rank < 0:
             return _REASONS[rank]
-        found = self._loads[rank](self._file.pread(self._sizes[sample], self._offsets[sample]))
-        if isinstance(found, str):
-            return found
-        encoded, row = found
+        member = self._loads[rank](self._file.pread(self._sizes[sample], self._offsets[sample]))
+        if isinstance(member, str):
+            return member
+        encoded, row = member
         if sample in self._several:
             encoded = encoded._replace(warnings=(*encoded.warnings, SEVERAL_KEYS))
         whole = self._with_members(sample, row) if self._has_fields or self._beside[sample] else row
@@ -314,8 +314,8 @@ def _loads(settings: SourceSettings, tokenizer: Tokenizer, fields: Sequence[Fiel
 
     def npy(raw: bytes) -> tuple[Encoded, Row] | str:
         """Read a .npy member of token ids; the row is empty."""
-        found = load_npy(raw)
-        ids = found if isinstance(found, str) else ids_of(found)
+        values = load_npy(raw)
+        ids = values if isinstance(values, str) else ids_of(values)
         return ids if isinstance(ids, str) else (Encoded(ids, given=True), {})
 
     def row(text_key: str | None = None, tokens_key: str | None = None) -> Load:
@@ -326,11 +326,11 @@ def _loads(settings: SourceSettings, tokenizer: Tokenizer, fields: Sequence[Fiel
 
         def load(raw: bytes) -> tuple[Encoded, Row] | str:
             """Read a .json member to ids and its row, or return a reason."""
-            found = decode(raw)
-            encoded = found if isinstance(found, str) else reader.encode(found)
+            decoded = decode(raw)
+            encoded = decoded if isinstance(decoded, str) else reader.encode(decoded)
             if encoded == MISSING:
                 return missing_in(raw)
-            return encoded if isinstance(encoded, str) else (encoded, found)  # type: ignore[return-value]
+            return encoded if isinstance(encoded, str) else (encoded, decoded)  # type: ignore[return-value]
 
         return load
 
