@@ -108,9 +108,6 @@ class DataStall(PeerError):
         super().__init__(detail)
         self.code = code
 
-    def __reduce__(self) -> tuple[type[DataStall], tuple[str, str]]:
-        return type(self), (str(self), self.code)
-
 
 class Unreachable(PeerError):
     """No broker answers at the endpoint within the time limit."""

@@ -26,7 +26,7 @@ from streampack.config.service_settings import Limits
 from streampack.config.stream_settings import StreamSettings
 from streampack.config.typed_yaml import convert
 from streampack.core.model.fields import LABELS, LOSS_MASK
-from streampack.core.model.keys.keyword_arguments import defaults_of, keys_of_struct, unexpected
+from streampack.core.model.keys.keyword_arguments import arguments_of, defaults_of, unexpected
 from streampack.core.model.keys.planning_keys import BatchKeys, PlanningKeys, RunKeys
 from streampack.core.model.keys.stream_keys import SamplePolicies
 from streampack.core.model.mesh import Mesh
@@ -126,7 +126,7 @@ def _settings_of_run(chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 def _keys(chosen: Mapping[str, Any], struct: type[Struct]) -> dict[str, Any]:
     """Return the values of the arguments of ``local`` that are keys of ``struct``."""
-    return {name: chosen[name] for name in keys_of_struct(LocalArguments, struct)}
+    return {name: chosen[name] for name, each in arguments_of(LocalArguments).items() if each.struct is struct}
 
 
 _MEANT = {

@@ -18,12 +18,7 @@ FieldAlign = Literal["token", "target"]
 
 
 class Placeholder(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The tokens of a sample that stand for its media.
-
-    Attributes:
-        tokens: Ids of these tokens.
-        patches: Patches of an item for which one token stands.
-    """
+    """The tokens of a sample that stand for its media."""
 
     tokens: Annotated[
         tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...],

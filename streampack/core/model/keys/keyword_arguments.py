@@ -16,28 +16,44 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, cast, get_args, get_type_hints
+from typing import Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
-from msgspec.structs import FieldInfo
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Options = TypeVar("Options", bound=Mapping[str, Any])
 _WIDTH = 112
 
 
+class Argument(NamedTuple):
+    """A keyword argument: its type and default; if it is a key, also the key's struct and text."""
+
+    kind: Any
+    default: Any
+    struct: type[Struct] | None = None
+    text: str = ""
+
+
+@functools.cache
+def arguments_of(options: Any) -> dict[str, Argument]:
+    """Return the arguments that the TypedDict ``options`` declares, by name."""
+    lines = {name: get_args(hint)[:2] for name, hint in get_type_hints(options, include_extras=True).items()}
+    structs = {part for _, part in lines.values() if isinstance(part, type) and issubclass(part, Struct)}
+    keys = {(struct, key.name): key for struct in structs for key in msgspec.structs.fields(struct)}
+    arguments = {}
+    for name, (kind, part) in lines.items():
+        arguments[name] = Argument(kind, part)
+        if isinstance(part, type):
+            key = keys[part, name]
+            texts = (meta.description for meta in get_args(key.type) if isinstance(meta, Meta) and meta.description)
+            arguments[name] = Argument(kind, key.default, part, next(texts).replace("`", "``"))
+    return arguments
+
+
 def defaults_of(options: Any) -> dict[str, Any]:
     """Return the default of each argument that the TypedDict ``options`` declares."""
-    return {
-        name: _field(name, declared).default if _is_struct(declared) else declared
-        for name, (_, declared) in _lines(options).items()
-    }
-
-
-def keys_of_struct(options: Any, struct: type[Struct]) -> list[str]:
-    """Return the names of the arguments that are keys of ``struct``."""
-    return [name for name, (_, declared) in _lines(options).items() if declared is struct]
+    return {name: argument.default for name, argument in arguments_of(options).items()}
 
 
 def documented(options: Any, rest: str = "") -> Callable[[Function], Function]:
@@ -49,19 +65,21 @@ def documented(options: Any, rest: str = "") -> Callable[[Function], Function]:
 
     def decorate(function: Function) -> Function:
         """Give ``function`` its signature and its docstring."""
-        signature, hints = inspect.signature(function), {name: line[0] for name, line in _lines(options).items()}
+        signature, arguments = inspect.signature(function), arguments_of(options)
         *own, variable = signature.parameters.values()
         added = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
-            for name, default in defaults_of(options).items()
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.kind)
+            for name, each in arguments.items()
         ]
         last = [variable.replace(name=rest)] if rest else []
         function.__signature__ = signature.replace(parameters=[*own, *added, *last])  # type: ignore[attr-defined]
-        function.__annotations__ |= hints
-        texts = [_text(name, struct) for name, (_, struct) in _lines(options).items() if _is_struct(struct)]
+        function.__annotations__ |= {name: each.kind for name, each in arguments.items()}
+        indents: Any = {"initial_indent": " " * 4, "subsequent_indent": " " * 8, "break_on_hyphens": False}
+        texts = [
+            textwrap.fill(f"{name}: {each.text}.", _WIDTH, **indents) for name, each in arguments.items() if each.text
+        ]
         lines = inspect.cleandoc(function.__doc__ or "").split("\n")
-        places = [number for number, line in enumerate(lines) if line.startswith("    options: ")]
-        for at in places:
+        for at in [number for number, line in enumerate(lines) if line.startswith("    options: ")]:
             lines[at : at + 1] = texts
         function.__doc__ = "\n".join(lines)
         return function
@@ -84,33 +102,3 @@ def unexpected(name: str, known: Iterable[str], function: str) -> str:
     near = difflib.get_close_matches(name, known, 1)
     meant = f". Did you mean {near[0]!r}?" if near else ""
     return f"{function}() got an unexpected keyword argument {name!r}{meant}"
-
-
-@functools.cache
-def _lines(options: Any) -> dict[str, tuple[Any, Any]]:
-    """Return (type, default or struct) of each line of ``options``, by the argument's name."""
-    return {name: get_args(hint)[:2] for name, hint in get_type_hints(options, include_extras=True).items()}
-
-
-def _is_struct(declared: object) -> bool:
-    """Return whether a struct's key declares an argument's default."""
-    return isinstance(declared, type) and issubclass(declared, Struct)
-
-
-def _text(name: str, struct: type[Struct]) -> str:
-    """Return the docstring's lines about an argument that is a key of ``struct``."""
-    parts = get_args(_field(name, struct).type)
-    description = next(part.description for part in parts if isinstance(part, Meta) and part.description)
-    text = f"{name}: {description}.".replace("`", "``")
-    return textwrap.fill(text, _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
-
-
-def _field(name: str, struct: type[Struct]) -> FieldInfo:
-    """Return the key ``name`` of a struct."""
-    return _fields(struct)[name]
-
-
-@functools.cache
-def _fields(struct: type[Struct]) -> dict[str, FieldInfo]:
-    """Return the keys of a struct by name."""
-    return {field.name: field for field in msgspec.structs.fields(struct)}

@@ -119,12 +119,7 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
 
 
 class MediaLimits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Hard limits of a pack beside its budget of tokens; None for no limit.
-
-    Attributes:
-        patches: Most patches of media in a pack.
-        items: Most media items in a pack.
-    """
+    """Hard limits of a pack beside its budget of tokens; None for no limit."""
 
     patches: Annotated[Most | None, Meta(description="Most patches of media items in a pack")] = None
     items: Annotated[Most | None, Meta(description="Most media items in a pack")] = None
