@@ -29,8 +29,9 @@ from streampack.core.model.keys.planning_keys import Balance
 from streampack.core.model.lease_terms import terms_of
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Batch, Rules, StreamRules
-from streampack.core.model.samples import I64, PACK, STEP, SampleTable
+from streampack.core.model.samples import I64, STEP, SampleTable
 from streampack.core.packers.closed import pack_lengths
+from streampack.core.trees.chunk_trees import ChunkTree
 from streampack.core.trees.shared_prefixes import prefix_order
 
 Rows = list[NDArray[np.int32]]
@@ -97,18 +98,19 @@ def formed(batches: Sequence[Sequence[Rows]], share: bool) -> dict[str, float]:
         table, terms = SampleTable(), terms_of(rules)[0]
         former = Former(rules, table)
         for rows in groups:
-            lengths, shared = np.array([len(row) for row in rows], np.int64), None
+            lengths, tree = np.array([len(row) for row in rows], np.int64), None
             if share:
                 at = time.perf_counter()
                 order, shared = prefix_order(rows)
                 ordering += time.perf_counter() - at
                 lengths = lengths[order]
-            pieces = apply_terms(terms, lengths, "step", 0, shared)
+                tree = ChunkTree(shared, lengths)
+            pieces = apply_terms(terms, lengths, "step", 0, tree)
             handles = table.take(len(rows))
-            table.length[handles], table.keep[handles], table.shared[handles] = lengths, STEP, 0
+            table.length[handles], table.keep[handles] = lengths, STEP
             table.index[handles] = former.num_samples + np.arange(len(rows))
             if pieces.tree is not None:
-                table.shared[handles], table.keep[handles[pieces.tree.joined]] = pieces.tree.shared, PACK
+                table.put(handles, pieces.tree.enter(table, handles, pieces.length > 0))
             table.keep[handles[-1]] = 0
             former.admit(handles, table.own_lengths(handles))
         former.closed = True

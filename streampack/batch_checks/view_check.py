@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from streampack.batch_checks.expectations import equal, expect
+from streampack.core.columns.step_columns import IN_PACKS
 from streampack.core.model.fields import LOSS_MASK, POSITION_IDS
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import IGNORE_INDEX
@@ -42,8 +43,8 @@ def canonical(batch: Any) -> Checked:
                 own, values["position_ids"] = values["position_ids"][0], values["position_ids"][1:]
                 begins = np.repeat(values["cu_seqlens_padded"][:-1], np.diff(values["cu_seqlens_padded"]))
                 equal("position_ids", "a pack, its first row", own, np.arange(len(own)) - begins)
-            for field in rules.media_fields if rules is not None else ():
-                if values.get(field.name, values) is None:
+            for field in rules.all_fields if rules is not None else ():
+                if field.of_media and values.get(field.name, values) is None:
                     values[field.name] = np.zeros((0, *field.shape))
             if "labels" in values:
                 values["labels"] = np.append(values["labels"][1:], IGNORE_INDEX)
@@ -104,7 +105,8 @@ def _drop_empty_segments(values: dict[str, Any], rules: Rules) -> None:
         equal(name, "empty segments at the end of a pack", added, np.full_like(added, added[0]))
         values[name] = values[name][: segments + 1]
     if "cu_paths" in values:
-        values |= {"cu_paths": values["cu_paths"][: samples + 1], "shared": values["shared"][:samples]}
+        values["cu_paths"] = values["cu_paths"][: samples + 1]
+    values |= {name: values[name][:samples] for name in values.keys() & IN_PACKS}
     equal("max_seqlen", "a pack with static shapes", int(values["max_seqlen"]), rules.budget)
     values["max_seqlen"] = int(np.diff(values["cu_seqlens_padded"]).max())
     for field in rules.fields:

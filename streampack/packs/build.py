@@ -18,10 +18,10 @@ from dataclasses import fields as dataclass_fields
 from math import prod
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from streampack.core.columns.step_columns import BY_RULES
 from streampack.core.layout.boundaries import Boundaries, Layouts, layouts
 from streampack.core.layout.labels import derive, derive_positions
 from streampack.core.layout.shards import Slices, cut
@@ -42,7 +42,7 @@ from streampack.packs.pack_media import MediaFetcher, PackMedia, pack_media
 from streampack.packs.regroup import Regrouping
 from streampack.packs.slabs import Slabs
 from streampack.packs.step import Step
-from streampack.packs.trees.tree_tokens import TreeTokens
+from streampack.packs.trees.tree_tokens import TreeTokens, depths_of
 
 _NAMES = tuple(field.name for field in dataclass_fields(Pack))
 _NO_EDGES, _ALL = np.zeros(0, np.int32), np.zeros(0, np.uint8)
@@ -105,18 +105,18 @@ class Content:
 
     def groups(self, num_tokens: int) -> list[tuple[int, int]]:
         """Return groups of packs as [first, stop), each of up to ``num_tokens`` tokens or of a single longer pack."""
-        bounds, found, first = self.tokens.bounds, list[tuple[int, int]](), 0
+        bounds, groups, first = self.tokens.bounds, list[tuple[int, int]](), 0
         while first < self.count:
             stop = max(bisect_right(bounds, bounds[first] + num_tokens) - 1, first + 1)
-            found.append((first, stop))
+            groups.append((first, stop))
             first = stop
-        return found
+        return groups
 
     def make(self, first: int, stop: int, show: Show | None) -> Sequence[Any]:
         """Return packs [first, stop), or the views that ``show`` makes of them."""
         tokens, fields = self.tokens.columns(first, stop)
-        names, held = list(fields), [rows(column) for column in fields.values()]
-        own = [dict(zip(names, row, strict=True)) for row in zip(*held, strict=True)] or [{}] * (stop - first)
+        names, values = list(fields), [rows(column) for column in fields.values()]
+        own = [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)] or [{}] * (stop - first)
         by_name = {name: rows(column) for name, column in tokens.items()} | {"fields": own}
         by_name |= {name: values[first:stop] for name, values in self.rows.items()}
         none = [None] * (stop - first)
@@ -141,19 +141,19 @@ def _content(
         raise WireError("got a message without packs, expected at least one")
     num_samples = int(counts.sum())
     lengths = _array(part.lengths_u32, "<u4", num_samples).astype(np.int64)
-    shared = _shared(part, rules, 1 if layout == "whole" else mesh.cp)
-    own = lengths if shared is None else lengths - shared
+    parts = 1 if layout == "whole" else mesh.cp
+    depths = depths_of(part, rules, parts)
+    own = lengths if depths is None else lengths - depths
     laid, bounds, widest = _lay_out(own, counts, part.aligns(rules), part.widths(rules))
     mine = cut(laid, mesh.cp, mesh.cp_rank, layout)
-    parts = 1 if layout == "whole" else mesh.cp
     frames = dict(zip(expected, payload, strict=True))
     tokens: _Tokens | TreeTokens
-    if shared is None:
+    if depths is None:
         tokens = _tokens(frames, rules, laid, mine, parts, slabs)
         if MEDIA in frames:
             tokens = replace(tokens, media=pack_media(part, frames[MEDIA], rules, laid, tokens.bounds, fetcher))
     else:
-        tokens = _tree_tokens(frames, rules, laid, shared)
+        tokens = _tree_tokens(frames, rules, laid, depths)
     ids = np.empty((num_samples, 3), np.int64)
     ids[:, 0] = _array(part.streams_u32, "<u4", num_samples)
     ids[:, 1] = _array(part.indices_u64, "<u8", num_samples)
@@ -177,22 +177,12 @@ def _content(
         "cp": [mesh.cp] * num_packs,
         "cp_rank": [mesh.cp_rank] * num_packs,
     }
+    for name, each in BY_RULES.items():
+        if each.in_packs is not None and each.is_there(rules):
+            values = _array(getattr(part, name) or bytes(4 * num_samples), "<u4", num_samples)
+            attributes[each.column] = Column(values.astype(each.in_packs), laid.first_sample.tolist())
     by_pack = {name: rows(column) for name, column in attributes.items()}
     return Content(tokens, num_packs, attributes, by_pack, int(own.sum()))
-
-
-def _shared(part: StepPart, rules: Rules, parts: int) -> I64 | None:
-    """Return the tokens that each sample shares with the sample before it, int64 [n]; None if the run has no trees.
-
-    ``parts``: this rank holds 1 / parts of each pack. Raises ValueError for a column that makes no tree.
-    """
-    if rules.share is None:
-        if part.shared_u32 is not msgspec.UNSET:
-            raise ValueError("got samples that share tokens, expected none without `share: prefix`")
-        return None
-    if parts > 1:
-        raise ValueError(f"got a shard of a pack whose samples share tokens (cp={parts}), expected whole packs")
-    return part.shared()
 
 
 def _lay_out(lengths: I64, counts: I64, aligns: I64, widths: I64) -> tuple[Layouts, Boundaries, I64]:
@@ -306,14 +296,14 @@ def _tokens(frames: Mapping[str, Any], rules: Rules, laid: Layouts, mine: Slices
     )  # fmt: skip
 
 
-def _tree_tokens(frames: Mapping[str, Any], rules: Rules, laid: Layouts, shared: I64) -> TreeTokens:
+def _tree_tokens(frames: Mapping[str, Any], rules: Rules, laid: Layouts, depths: I64) -> TreeTokens:
     """Check the payload frames of a message whose samples may share tokens, and return its tokens.
 
-    ``laid``: layout of the packs. ``shared``: int64 [samples]. Raises ValueError for frames of another size.
+    ``laid``: layout of the packs. ``depths``: int64 [samples]. Raises ValueError for frames of another size.
     """
     bounds = [0, *np.cumsum(laid.stop[laid.first_segment[1:] - 1]).tolist()]
-    found = TreeTokens(None, [], bounds, laid, shared, _positions)
-    at = {"sample": laid.first_sample.tolist(), "token": bounds, "target": found.row_bounds}
+    tokens = TreeTokens(None, [], bounds, laid, depths, _positions)
+    at = {"sample": laid.first_sample.tolist(), "token": bounds, "target": tokens.row_bounds}
     fields = []
     for field in rules.fields:
         if field.name in frames:
@@ -322,7 +312,7 @@ def _tree_tokens(frames: Mapping[str, Any], rules: Rules, laid: Layouts, shared:
             values = _array(frames[field.name], field.storage.str, prod(shape)).reshape(shape)
             fields.append((field, Column(values, of)))
     ids = _array(frames[INPUT_IDS], rules.tokens, bounds[-1]) if INPUT_IDS in frames else None
-    return replace(found, input_ids=ids, fields=fields)
+    return replace(tokens, input_ids=ids, fields=fields)
 
 
 def _positions(supplied: Column) -> Column | list[Any]:
@@ -342,5 +332,5 @@ def _array(data: Any, dtype: str, count: int) -> NDArray[Any]:
     got, expected = memoryview(data).nbytes, count * np.dtype(dtype).itemsize
     if got != expected:
         raise ValueError(f"got {got} bytes, expected {count} numbers of {dtype}, {expected} bytes")
-    found = np.frombuffer(data, dtype)
-    return found if found.flags.aligned else found.copy()
+    values = np.frombuffer(data, dtype)
+    return values if values.flags.aligned else values.copy()

@@ -75,15 +75,15 @@ class PackMedia:
 
         Tokens are counted from the first one of these packs, as begin and end.
         """
-        found: dict[str, Column | list[Any]] = {k: part(column, first, stop) for k, column in self.received.items()}
+        columns: dict[str, Column | list[Any]] = {k: part(column, first, stop) for k, column in self.received.items()}
         dropped = set[int]()
         for name, pending in self.pending.items():
             values, lost = pending.take(self.items[first], self.items[stop])
-            found[name] = Column(values, rebased(self.patches, first, stop))
+            columns[name] = Column(values, rebased(self.patches, first, stop))
             dropped.update(lost)
         if not dropped:
-            return found, []
-        return found, self.spans.of(np.unique(self.item_sample[sorted(dropped)]), first)
+            return columns, []
+        return columns, self.spans.of(np.unique(self.item_sample[sorted(dropped)]), first)
 
 
 class _Spans(NamedTuple):
@@ -94,13 +94,13 @@ class _Spans(NamedTuple):
 
     def of(self, samples: I64, first: int) -> list[tuple[int, int]]:
         """Return begin and end of some samples, counted from the first token of pack ``first``."""
-        laid, found = self.laid, list[tuple[int, int]]()
+        laid, spans = self.laid, list[tuple[int, int]]()
         packs = np.searchsorted(laid.first_sample, samples, "right") - 1
         for sample, pack in zip(samples.tolist(), packs.tolist(), strict=True):
             segment = int(laid.first_segment[pack]) + sample - int(laid.first_sample[pack])
             before = self.bounds[pack] - self.bounds[first]
-            found.append((before + int(laid.start[segment]), before + int(laid.stop[segment])))
-        return found
+            spans.append((before + int(laid.start[segment]), before + int(laid.stop[segment])))
+        return spans
 
 
 def pack_media(
@@ -159,3 +159,34 @@ def _boundaries(ends: I64, first: I64) -> Column:
     cut = [ends[begin : end + 1] - ends[begin] for begin, end in spans]
     bounds = np.concatenate([[0], np.cumsum([len(each) for each in cut])])
     return Column(np.concatenate(cut).astype(np.int32), bounds.tolist())
+
+
+def regrouped_media(
+    packs: Sequence[Mapping[str, NDArray[Any]]], bounds: I64, rules: Rules
+) -> list[dict[str, NDArray[Any]]]:
+    """Return the fields and boundaries of media for each forward pack; empty if the packs have no media.
+
+    Args:
+        packs: The fields of the packs.
+        bounds: int64 [forward packs + 1]: forward pack i has samples bounds[i] to bounds[i + 1] of all packs.
+        rules: The rules.
+    """
+    if CU_ITEMS not in packs[0]:
+        return [{} for _ in bounds[1:]]
+    of_items = np.append(0, np.cumsum(np.concatenate([np.diff(fields[CU_ITEMS]) for fields in packs])))
+    of_patches = np.append(0, np.cumsum(np.concatenate([np.diff(fields[CU_PATCHES]) for fields in packs])))
+    columns = {}
+    for field in rules.media_fields:
+        arrays = [fields[field.name] for fields in packs]
+        values = np.concatenate([array for array in arrays if len(array)] or arrays[:1])
+        columns[field.name] = values, field.axis == "patch" or (field.is_reference and values.dtype != object)
+    forward_packs = []
+    for begin, end in pairwise(bounds.tolist()):
+        items = of_items[begin : end + 1]
+        patches = of_patches[items[0] : items[-1] + 1]
+        spans = {name: (values, patches if by_patch else items) for name, (values, by_patch) in columns.items()}
+        forward_packs.append({
+            CU_ITEMS: (items - items[0]).astype(np.int32), CU_PATCHES: (patches - patches[0]).astype(np.int32),
+            **{name: values[span[0] : span[-1]].copy() for name, (values, span) in spans.items()},
+        })  # fmt: skip
+    return forward_packs

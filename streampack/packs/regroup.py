@@ -22,16 +22,19 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
+from streampack.core.columns.step_columns import IN_PACKS
 from streampack.core.layout.boundaries import layouts
 from streampack.core.layout.labels import derive_positions
 from streampack.core.layout.shards import cut
-from streampack.core.model.fields import CU_ITEMS, CU_PATCHES, POSITION_IDS, Field, from_bfloat16
+from streampack.core.model.fields import POSITION_IDS, Field, from_bfloat16
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, IGNORE_INDEX
 from streampack.errors import UserError
 from streampack.packs.forward_packs import ForwardPacks
 from streampack.packs.pack import Pack
+from streampack.packs.pack_media import regrouped_media
 from streampack.packs.trees.forward_paths import ForwardPaths
+from streampack.packs.trees.pack_paths import has_paths
 
 UNKNOWN = -1
 """Stands for the loss tokens of a forward pack with a part of a pack whose labels other ranks hold, too."""
@@ -76,7 +79,7 @@ class Regrouping:
             )
         if budget < rules.align.pack:  # on ranks without a sample, too
             raise UserError(f"got budget={budget}, expected at least {rules.align.pack}, the value of align.pack")
-        if first.shared is not None and budget < rules.budget:
+        if has_paths(first) and budget < rules.budget:
             raise UserError(
                 f"got budget={budget} for packs whose samples may share tokens, expected at least {rules.budget}, the "
                 f"run's budget. Such packs are joined, but not cut"
@@ -94,10 +97,10 @@ class Regrouping:
         ends = _sums(slots)[bounds]
         widths = _widths(np.diff(ends), room, rules, self.pp)
         parts = 1 if first.layout == "whole" else first.cp
-        found = tuple(_forward_packs(_Cut(packs, counts, bounds, ends, widths, parts, of_packs), rules))
+        forward_packs = tuple(_forward_packs(_Cut(packs, counts, bounds, ends, widths, parts, of_packs), rules))
         own = {width: _rules_of(width, rules) for width in set(widths.tolist())}
-        shown = tuple(self.show(pack, own[width]) for pack, width in zip(found, widths.tolist(), strict=True))
-        return ForwardPacks(shown, found, packs)
+        shown = tuple(self.show(pack, own[width]) for pack, width in zip(forward_packs, widths.tolist(), strict=True))
+        return ForwardPacks(shown, forward_packs, packs)
 
 
 def _number(name: str, given: SupportsIndex) -> int:
@@ -192,7 +195,7 @@ class _Cut:
     @property
     def paths(self) -> ForwardPaths | None:
         """The paths of the forward packs; None without ``share``."""
-        if self.packs[0].shared is None or self.of_packs is None:
+        if self.of_packs is None or not has_paths(self.packs[0]):
             return None
         return ForwardPaths(self.packs, self.of_packs, self.widths)
 
@@ -224,27 +227,6 @@ class _Cut:
             return self.paths.values(arrays, _pad(field))
         return self.by_token(arrays, _pad(field), 1 if field.cp == "replicate" else self.parts)
 
-    def media(self, rules: Rules) -> list[dict[str, NDArray[Any]]]:
-        """Return the fields and boundaries of media for each forward pack; empty if the packs have no media."""
-        if CU_ITEMS not in self.packs[0].fields:
-            return [{} for _ in self.widths]
-        held = [pack.fields for pack in self.packs]
-        of_items = _sums(np.concatenate([np.diff(each[CU_ITEMS]) for each in held]))
-        of_patches = _sums(np.concatenate([np.diff(each[CU_PATCHES]) for each in held]))
-        found = []
-        for begin, end in pairwise(self.bounds.tolist()):
-            items = of_items[begin : end + 1]
-            patches = of_patches[items[0] : items[-1] + 1]
-            bounds = {CU_ITEMS: items - items[0], CU_PATCHES: patches - patches[0]}
-            found.append({name: each.astype(np.int32) for name, each in bounds.items()})
-            for field in rules.media_fields:
-                arrays = [each[field.name] for each in held]
-                values = np.concatenate([each for each in arrays if len(each)] or arrays[:1])
-                by_patch = field.axis == "patch" or (field.is_reference and values.dtype != object)
-                span = patches if by_patch else items
-                found[-1][field.name] = values[span[0] : span[-1]].copy()
-        return found
-
     def loss_tokens(self, labels: Sequence[I64] | None) -> list[int]:
         """Return the loss tokens of each forward pack.
 
@@ -253,10 +235,10 @@ class _Cut:
         """
         whole = np.isin(self.bounds, self.counts)
         sums = _sums([pack.num_loss_tokens for pack in self.packs])[np.searchsorted(self.counts, self.bounds)]
-        found: list[int] = np.diff(sums).tolist()
+        counts: list[int] = np.diff(sums).tolist()
         for i in np.flatnonzero(~(whole[:-1] & whole[1:])).tolist():
-            found[i] = UNKNOWN if labels is None or self.parts > 1 else int((labels[i] != IGNORE_INDEX).sum())
-        return found
+            counts[i] = UNKNOWN if labels is None or self.parts > 1 else int((labels[i] != IGNORE_INDEX).sum())
+        return counts
 
 
 def _forward_packs(plan: _Cut, rules: Rules) -> list[Pack]:
@@ -272,15 +254,16 @@ def _forward_packs(plan: _Cut, rules: Rules) -> list[Pack]:
     depth = np.zeros(len(laid.real), np.int64)  # shared tokens before each segment
     if plan.paths is not None:
         of_paths = plan.paths.attributes()
-        depth[laid.real > 0] = np.concatenate([each["shared"] for each in of_paths])
+        depth[laid.real > 0] = plan.paths.depths
     depth = depth[mine.segment]
     places = mine.start - laid.start[mine.segment] + depth, mine.stop - mine.start, laid.real[mine.segment] + depth
     derive_positions(*places, positions, padding_mask)
     positions %= rules.budget  # keeps positions in long tails below the largest that the model supports
     slices, of_pack = np.stack([mine.start, mine.stop], axis=1), mine.first.tolist()
-    ids = plan.by_sample([pack.sample_ids for pack in packs])
+    names = ("sample_ids", *(name for name in IN_PACKS if getattr(first, name) is not None))
+    of_samples: dict[str, Any] = {name: plan.by_sample([getattr(pack, name) for pack in packs]) for name in names}
     fields = {field.name: plan.field(field) for field in rules.fields if field.name in first.fields}
-    media = plan.media(rules)
+    media = regrouped_media([pack.fields for pack in packs], plan.bounds, rules)
     input_ids = labels = supplied = None
     if first.input_ids is not None:
         input_ids = plan.by_token([pack.input_ids for pack in packs], 0, parts)
@@ -303,13 +286,13 @@ def _forward_packs(plan: _Cut, rules: Rules) -> list[Pack]:
             max_seqlen=layout.max_seqlen,
             num_samples=layout.num_samples,
             num_segments=layout.num_segments,
-            sample_ids=ids[i],
             num_loss_tokens=loss[i],
             micro_batch=i,
             num_micro_batches=len(loss),
             pack=i,
             slices=slices[of_pack[i] : of_pack[i + 1]],
             fields={name: rows[i] for name, rows in fields.items()} | media[i],
+            **{name: values[i] for name, values in of_samples.items()},
             **of_paths[i],
         )
         for i, layout in enumerate(laid.packs())

@@ -58,6 +58,8 @@ class TokenChunk:
     """Place of the first sample by warning."""
     media: MediaChunk | None = None
     """The media of the samples; None if the run has no fields of axis item or patch."""
+    columns: Mapping[str, NDArray[np.integer[Any]]] = field(default_factory=dict)
+    """[n] each, columns of ``chunk_body.OF_TABLE`` that the chunk has, by their names in messages."""
 
 
 @runtime_checkable

@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
+from streampack.core.columns.chunk_body import SAMPLE_BYTES
 from streampack.core.layout.loss_tokens import loss_tokens
 from streampack.core.model.bounded import MAX_CHUNK_SAMPLES
 from streampack.core.model.samples import I64
@@ -78,9 +79,9 @@ def _batches(
     cursor: Cursor | None = None
     pass_ = math.inf
     gathered = Gathered()
-    for found in records:
-        many = isinstance(found, Records)
-        for record in terms.split(found) if isinstance(found, Records) else (found,):
+    for came in records:
+        many = isinstance(came, Records)
+        for record in terms.split(came) if isinstance(came, Records) else (came,):
             sample, reason = terms.apply_policies(record)
             before, pass_ = pass_, _pass_of(record.cursor)
             if cursor is not None and (pass_ > before or terms.full(gathered, sample, chunk_s)):
@@ -132,12 +133,16 @@ def chunk_of(batch: TokenChunk, lease: Lease, session: Session, crcs_of: CrcsOf 
         )
     crcs, payload_crc = crcs_of(columns)
     loss = loss_tokens(None, batch.lengths.astype(np.int64)) if batch.loss_tokens is None else batch.loss_tokens
+    further: dict[str, Any] = {
+        name: values.astype(f"<u{SAMPLE_BYTES[name]}").tobytes() for name, values in batch.columns.items()
+    }
     return Chunk(
         stream=lease.stream, partition=lease.partition, session=session,
         lengths_u32=batch.lengths.astype("<u4").tobytes(), crcs_u32=crcs.astype("<u4").tobytes(),
         loss_tokens_u32=loss.astype("<u4").tobytes(), num_bytes=num_bytes, cursor=batch.cursor, rejected=batch.rejected,
         lost_tokens=batch.lost_tokens, pass_ended=batch.pass_ended, payload=tuple(data.data for data, _ in columns),
         payload_crc=payload_crc, warnings=_sent(batch.warnings),
+        **further,
     )  # fmt: skip
 
 

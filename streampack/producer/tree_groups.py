@@ -44,11 +44,12 @@ def tree_of(batch: TokenChunk, lease: Lease) -> Tree:
     """Return the samples of a group as a tree. Credit counts them as if they shared nothing."""
     bounds = np.append(0, np.cumsum(batch.lengths, dtype=np.int64))
     keys = _keys(batch, lease)
-    order, shared = prefix_order([keys[a:b] for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)])
-    whole = chunk_of(_in_order(batch, np.array(order), bounds, lease), lease, (0, 0))
+    order, depths = prefix_order([keys[a:b] for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)])
+    ordered = _in_order(batch, np.array(order), bounds, lease)
+    whole = chunk_of(replace(ordered, columns={**ordered.columns, "shared_u32": depths}), lease, (0, 0))
     lengths = batch.lengths[order].astype(np.int64)
     begins = np.cumsum(lengths) - lengths
-    own = np.arange(bounds[-1]) - np.repeat(begins, lengths) >= np.repeat(shared, lengths)
+    own = np.arange(bounds[-1]) - np.repeat(begins, lengths) >= np.repeat(depths, lengths)
     columns = [(True, batch.tokens.itemsize)]
     columns += [(field.axis == "token" and field.align == "token", field.value_bytes) for field in lease.fields]
     payload = tuple(
@@ -56,10 +57,7 @@ def tree_of(batch: TokenChunk, lease: Lease) -> Tree:
         for (once, width), frame in zip(columns, whole.payload, strict=True)
     )
     places = np.argsort(order).tolist()
-    chunk = msgspec.structs.replace(
-        whole, payload=payload, payload_crc=None, shared_u32=shared.astype("<u4").tobytes()
-    )  # fmt: skip
-    return Tree(chunk, places)
+    return Tree(msgspec.structs.replace(whole, payload=payload, payload_crc=None), places)
 
 
 def _keys(batch: TokenChunk, lease: Lease) -> NDArray[Any]:
@@ -78,7 +76,10 @@ def _in_order(batch: TokenChunk, order: I64, bounds: I64, lease: Lease) -> Token
     at = np.arange(bounds[-1]) + np.repeat(bounds[:-1][order] - starts, lengths)
     fields = {each.name: batch.fields[each.name][order if each.axis == "sample" else at] for each in lease.fields}
     loss = None if batch.loss_tokens is None else batch.loss_tokens[order]
-    return replace(batch, tokens=batch.tokens[at], lengths=batch.lengths[order], fields=fields, loss_tokens=loss)
+    columns = {name: values[order] for name, values in batch.columns.items()}
+    return replace(
+        batch, tokens=batch.tokens[at], lengths=batch.lengths[order], fields=fields, loss_tokens=loss, columns=columns
+    )  # fmt: skip
 
 
 def _bytes_of(values: Any) -> NDArray[np.uint8]:

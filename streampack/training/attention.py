@@ -26,6 +26,7 @@ import torch
 
 from streampack.errors import UserError
 from streampack.packs.pack import Pack
+from streampack.packs.trees.pack_paths import has_paths
 from streampack.views.view import View, canonical
 
 Backend = Literal["flash_attn", "torch", "sdpa"]
@@ -60,7 +61,7 @@ def varlen_attention(
         >>> out = varlen_attention(q, k, v, batch)  # doctest: +SKIP
     """
     numpy_pack = canonical(pack)
-    if numpy_pack.shared is not None:
+    if has_paths(numpy_pack):
         raise UserError(
             "got a pack whose samples may share tokens, expected a pack without `rules.share`, because boundaries do "
             "not say which tokens are shared. Use flex_attention with block_mask(batch)"

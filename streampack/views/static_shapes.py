@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from streampack.core.columns.step_columns import IN_PACKS
 from streampack.core.model.rules import Rules
 from streampack.errors import UserError
 from streampack.packs.columns import Column, Columns
@@ -43,15 +44,17 @@ def with_static_shapes(columns: Columns, rules: Rules) -> Columns:
     - ``cu_seqlens``, ``cu_seqlens_padded``: int32 [max_samples_per_pack + 2], the last value repeated.
     - ``max_seqlen``: the budget.
     - Fields of axis ``sample``: [max_samples_per_pack, ...], padded with the field's ``pad``.
-    - ``shared`` and ``cu_paths`` likewise, with 0 and with the last value; values of paths [P] keep their sizes.
+    - Columns of samples (``IN_PACKS``) and ``cu_paths`` likewise, with 0 and with the last value. Values of paths [P]
+      keep their sizes.
     """
     samples = rules.max_samples_per_pack
     assert samples is not None, "as check_static_shapes has found"
     attributes = dict(columns.attributes)
     for name in ("cu_seqlens", "cu_seqlens_padded"):
         attributes[name] = _widened(columns.attributes[name], samples + 2, None)
+    for name in attributes.keys() & IN_PACKS:
+        attributes[name] = _widened(columns.attributes[name], samples, 0)
     if "cu_paths" in attributes:
-        attributes["shared"] = _widened(columns.attributes["shared"], samples, 0)
         attributes["cu_paths"] = _widened(columns.attributes["cu_paths"], samples + 1, None)
     attributes["max_seqlen"] = [rules.budget] * columns.count
     pads = {field.name: field.pad for field in rules.fields if field.axis == "sample"}

@@ -185,7 +185,7 @@ class BrokerChecks:
         table, away = core.table, [*core.leases.accounts.absent]
         merged = rounded = 0
         size = next(iter(core.feeds.values())).plan.rules.token_bytes
-        if table.has_extra:
+        if table.has("extra_bytes"):
             known = np.ones(table.capacity, np.bool_)
             known[table._first_free(table._num_free)] = False
             media, absent_media = int(table.extra_bytes[known].sum()), int(table.extra_bytes[away].sum())

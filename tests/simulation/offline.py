@@ -135,9 +135,9 @@ class Packing:
 
     def _enter_media(self, handle: int, one: Id, media: Media) -> None:
         table = self.table
-        table.has_extra, self._media[one] = True, media
-        table.items[handle], table.patches[handle] = media.counts
-        table.extra_bytes[handle], table.extra_cost[handle] = len(media.data), media.cost
+        self._media[one], (items, patches) = media, media.counts
+        columns = {"items": items, "patches": patches, "extra_bytes": len(media.data), "extra_cost": media.cost}
+        table.put(np.array([handle]), {name: np.array([value]) for name, value in columns.items()})
 
     def steps(self) -> Reference:
         """Everything is entered; every sample is seen to be in exactly one place."""

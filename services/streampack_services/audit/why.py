@@ -17,7 +17,7 @@ from streampack.core.deal.deal_stats import DealtFigures
 from streampack.core.deal.dealt_steps import dealer_of
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
-from streampack.core.model.samples import I64, SampleTable
+from streampack.core.model.samples import EXTRA_ROW, I64, SampleTable
 from streampack.core.model.steps import PlannedPacks, PlannedStep
 from streampack.errors import LedgerDamaged, UserError
 from streampack_services.ledger.ledger import Ledger
@@ -27,6 +27,8 @@ from streampack_services.ledger.step_rows import StepRows
 
 Tree = dict[str, Any]
 Reported = list[ReportedValues]
+NOT_SHOWN = ("keep", "extra_bytes", "extra_cost")
+"""Columns of ``samples.EXTRAS`` that are left out of a sample's tree."""
 
 
 def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | None = None, pp_size: int = 1) -> Tree:
@@ -49,8 +51,7 @@ def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | 
         "num_loss_tokens": rows.num_loss_tokens,
         "num_samples": rows.num_samples,
         "num_tokens": rows.num_tokens,
-        "num_items": int(rows.media["items"].sum()),
-        "num_patches": int(rows.media["patches"].sum()),
+        **_media_of(rows),
         "num_packs": len(rows.bounds) - 1,
         "num_empty_packs": int((np.diff(rows.bounds) == 0).sum()),
         "budget": rules.budget,
@@ -138,7 +139,7 @@ def _packs(
     """
     rows, align = step.rows, rules.align.sample
     slots = -(-step.own_lengths // align) * align
-    costs = rules.balance.costs(slots, step.shared) + step.media["extra_cost"]
+    costs = rules.balance.sample_costs(slots, step.column)
 
     def pack(number: int, positions: I64, row_tokens: int | None = None) -> Tree:
         """Return one pack as a tree; ``positions``: its rows in the step, ``row_tokens``: tokens of each padded row."""
@@ -148,8 +149,7 @@ def _packs(
             "pack": number,
             "num_tokens": int(step.own_lengths[positions].sum()),
             "num_loss_tokens": int(rows["loss_tokens"][positions].sum()),
-            "num_items": int(step.media["items"][positions].sum()),
-            "num_patches": int(step.media["patches"][positions].sum()),
+            **_media_of(step, positions),
             "cost": int(costs[positions].sum()),
             "samples": [
                 sample_tree(feed, step, reported, row, at) for row, at in zip(positions.tolist(), offsets, strict=True)
@@ -162,9 +162,7 @@ def _packs(
     sums = np.stack([step.own_lengths, slots, rows["loss_tokens"].astype(np.int64), costs])
     sums = np.diff(np.concatenate([np.zeros((4, 1), np.int64), sums.cumsum(axis=1)], axis=1)[:, step.bounds])
     table = SampleTable(max(len(rows), 1))
-    handles = table.enter(
-        rows, keeps=step.keeps.tobytes(), shares=step.shared.astype("<u4").tobytes(), media=step.media.tobytes()
-    )  # fmt: skip
+    handles = table.enter(rows, **step.extra_columns())
     packs = PlannedPacks(handles, step.bounds, sums, [b""] * (len(step.bounds) - 1))
     planned = PlannedStep(step.step, packs, step.num_loss_tokens, step.num_samples, step.digest, step.chain, rules)
     try:
@@ -189,6 +187,12 @@ def _packs(
     return shown
 
 
+def _media_of(step: StepRows, positions: I64 | slice = slice(None)) -> Tree:
+    """Return the media of the samples at these ``positions`` of a step as a tree."""
+    items, patches = (int(step.extras[name][positions].sum()) for name in ("items", "patches"))
+    return {"num_items": items, "num_patches": patches}
+
+
 def sample_tree(feed: FeedHistory, step: StepRows, reported: Reported, row: int, offset: int) -> Tree:
     """Return row number ``row`` of a step as a tree; ``offset``: index of the sample's first token in its pack."""
     facts = step.rows[row]
@@ -200,10 +204,8 @@ def sample_tree(feed: FeedHistory, step: StepRows, reported: Reported, row: int,
         "part": int(facts["part"]),
         "offset": offset,
         "length": int(facts["length"]),
-        "shared": int(step.shared[row]),
         "loss_tokens": int(facts["loss_tokens"]),
-        "items": int(step.media["items"][row]),
-        "patches": int(step.media["patches"][row]),
+        **{name: int(step.extras[name][row]) for name in EXTRA_ROW.names or () if name not in NOT_SHOWN},
         "crc": int(facts["crc"]),
         "values": {name: _number(value) for named in of_sample for name, value in sorted(named.items())},
     }

@@ -228,7 +228,7 @@ class Arena:
             elif name in self._columns:
                 column = self._columns[name]
                 slices, count = mine, total
-                if packs.shared is not None and not column.once:
+                if packs.depths is not None and not column.once:
                     slices, count = self._slices_of_rows(packs.handles)
                 elif column.replicate:
                     slices, count = self._slices_of_shards(packs, 1, (0,), layout)
@@ -247,11 +247,11 @@ class Arena:
         have the same shard, which occurs once.
         """
         ranks = ranks[:1] if layout == "whole" else ranks
-        handles, counts, widths, aligns, shared = packs
+        handles, counts, widths, aligns, depths = packs
         places, lengths = self._offset, self._length
-        if shared is not None:
+        if depths is not None:
             self._reserve(int(handles.max(initial=0)))
-            places, lengths = places[handles] + shared, lengths[handles] - shared
+            places, lengths = places[handles] + depths, lengths[handles] - depths
             handles = np.arange(len(handles))
         slices = np.empty((4, 2 * (len(packs.handles) + len(packs.counts)) * len(ranks)), np.int64)
         found = total = 0
@@ -275,7 +275,7 @@ class Arena:
         """Return the reason why packs cannot be cut into shards, as a sentence for an error."""
         self._reserve(int(packs.handles.max(initial=0)))
         try:
-            lengths = self._length[packs.handles] - (0 if packs.shared is None else packs.shared)
+            lengths = self._length[packs.handles] - (0 if packs.depths is None else packs.depths)
             cut(layouts(lengths, packs.counts, packs.aligns, packs.widths), cp, rank, layout)
         except ValueError as error:
             return str(error)

@@ -146,8 +146,7 @@ def rules_of_sizes(rules: Rules) -> Rules:
 
 def rules_of_lengths(rules: Rules) -> Rules:
     """Return rules without those that lengths say nothing of: ``share``, and all that concerns media."""
-    balance = msgspec.structs.replace(rules.balance, patches=None, items=None)
-    return msgspec.structs.replace(rules, share=None, media_fields=(), limits=None, balance=balance)
+    return rules_of_sizes(rules.without_media())
 
 
 def with_packer(rules: Rules, packer: str, joint: Balance = ALONE, **changes: Any) -> Rules:
@@ -301,9 +300,8 @@ def formed(
     table.length[handles] = lengths
     table.part[handles] = 0 if parts is None else parts
     if media is not None:
-        table.has_extra = True
-        table.items[handles], table.patches[handles] = media[:, ITEMS], media[:, PATCHES]
-        table.extra_cost[handles] = media_costs(media, rules.balance)
+        costs = media_costs(media, rules.balance)
+        table.put(handles, {"items": media[:, ITEMS], "patches": media[:, PATCHES], "extra_cost": costs})
     former, steps = Former(rules, table), list[PlannedStep]()
 
     def form() -> int:

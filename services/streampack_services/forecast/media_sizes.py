@@ -18,7 +18,7 @@ from streampack.core.media.media_format import patches_of
 from streampack.core.model.fields import MEDIA, Field
 from streampack.core.model.keys.planning_keys import Balance, MediaLimits
 from streampack.core.model.lease_terms import StreamTerms
-from streampack.core.model.samples import I64
+from streampack.core.model.samples import I64, MEDIA_ROW
 from streampack.producer.media_values import ITEMS as NUM_ITEMS
 from streampack.producer.media_values import media_of
 
@@ -54,10 +54,10 @@ def sizes_of_recorded(media: NDArray[np.void], balance: Balance) -> I64:
     of a sample count as equally large.
 
     Args:
-        media: The samples' media, ``samples.MEDIA_ROW`` [n].
+        media: Columns of the samples, with those of ``samples.MEDIA_ROW``, [n].
         balance: The balance whose factors gave the recorded cost.
     """
-    items, patches, sizes, cost = (media[name].astype(np.int64) for name in media.dtype.names or ())
+    items, patches, sizes, cost = (media[name].astype(np.int64) for name in MEDIA_ROW.names or ())
     a, b, c = balance.media_factors
     squares = -(-patches * patches // np.maximum(items, 1))
     if b:

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from streampack.core.model.rules import Rules
-from streampack.core.model.samples import I64, MEDIA_ROW, ROW
+from streampack.core.model.samples import I64, ROW
 from streampack.core.stats.media_figures import MediaFigures
 from streampack.errors import UserError
 from streampack.sources.order import sample_order
@@ -140,10 +140,10 @@ def from_ledger(state_dir: Path, feed: str | None, *, waiting: bool = False) -> 
             if of.effective(step.step) == step.lineage:
                 numbers.append(step.step)
                 sums += _sums(step, rules)
-                if rules.media_fields:
-                    items, patches, sizes = (step.media[name] for name in ("items", "patches", "extra_bytes"))
+                if rules.has_extra_bytes:
+                    items, patches, sizes = map(step.column, ("items", "patches", "extra_bytes"))
                     media.add(step.bounds, _slots(step, rules), items, patches, sizes, step.step)
-        samples, packs, empty, tokens, slots, shared = sums.tolist()
+        samples, packs, empty, tokens, slots, shared_tokens = sums.tolist()
         if not samples:
             raise UserError(f"{state_dir}: feed {of.name!r} has no step yet. Wait until the run has formed a step.")
         read, waits, note = numbers, None, IN_ORDER
@@ -159,8 +159,8 @@ def from_ledger(state_dir: Path, feed: str | None, *, waiting: bool = False) -> 
     return Served(
         f"{run}, feed {of.name}, {len(numbers):,} steps", lengths, rules,
         samples + (0 if waits is None else waits.num_samples), packs, empty, tokens, slots, bounds, len(numbers),
-        of.end is not None, note, shared_tokens=shared, sharing=sharing_of(state_dir, rules),
-        media=media.counts() if rules.media_fields else None, media_sizes=sizes_of_media,
+        of.end is not None, note, shared_tokens=shared_tokens, sharing=sharing_of(state_dir, rules),
+        media=media.counts() if rules.has_extra_bytes else None, media_sizes=sizes_of_media,
     )  # fmt: skip
 
 
@@ -174,13 +174,9 @@ def _waiting(of: FeedHistory, numbers: list[int]) -> StepRows | None:
         return None
     form = taken.form
     rows = np.concatenate([np.frombuffer(samples, ROW) for samples in (form.window, form.pending)])
-    none, media = np.zeros(len(rows), np.int64), np.zeros(len(rows), MEDIA_ROW)
-    if form.media is not msgspec.UNSET:
-        media = np.frombuffer(form.media, MEDIA_ROW)
     return StepRows(
         feed=of.name, lineage=taken.lineage, step=taken.step, lsn=WAITING, digest=b"", chain=b"", num_loss_tokens=0,
-        num_samples=len(rows), bounds=np.array([0, len(rows)]), rows=rows, keeps=none.astype(np.uint8), shared=none,
-        media=media,
+        num_samples=len(rows), bounds=np.array([0, len(rows)]), rows=rows, extras=form.extra_rows(len(rows)),
     )  # fmt: skip
 
 
@@ -191,13 +187,13 @@ def _in_order(stretches: list[list[StepRows]], rules: Rules) -> tuple[I64, I64 |
         for steps in _separate_groups(stretch, rules):
             order = _order(steps)
             lengths.append(np.concatenate([step.rows["length"] for step in steps]).astype(np.int64)[order])
-            if rules.media_fields:
-                recorded = np.concatenate([step.media for step in steps])[order]
+            if rules.has_extra_bytes:
+                recorded = np.concatenate([step.extras for step in steps])[order]
                 sizes.append(sizes_of_recorded(recorded, rules.balance))
             if _closes(steps[-1], rules):
                 bounds.append(sum(map(len, lengths)))
     every = np.concatenate(lengths)
-    return every, np.concatenate(sizes) if rules.media_fields else None, np.unique([*bounds, len(every)])
+    return every, np.concatenate(sizes) if rules.has_extra_bytes else None, np.unique([*bounds, len(every)])
 
 
 def _sums(step: StepRows, rules: Rules) -> I64:
@@ -207,8 +203,9 @@ def _sums(step: StepRows, rules: Rules) -> I64:
     """
     lengths, counts = step.own_lengths, np.diff(step.bounds)
     widths = int(rules.own_widths(_slots(step, rules)[counts > 0]).sum())
-    shared = int(step.shared.sum())
-    return np.array([len(lengths), len(counts), int((counts == 0).sum()), int(lengths.sum()), widths, shared])
+    tokens = int(lengths.sum())
+    shared_tokens = int(step.rows["length"].sum()) - tokens
+    return np.array([len(lengths), len(counts), int((counts == 0).sum()), tokens, widths, shared_tokens])
 
 
 def _slots(step: StepRows, rules: Rules) -> I64:

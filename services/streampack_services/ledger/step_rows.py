@@ -8,16 +8,15 @@ in the step. Checksums are stored unchanged.
     columns: counts [packs]; numbers and least indices [streams]
     columns [samples]: stream, index, part, length, length minus loss tokens
     each column: see ``columns``
-    u32 checksums [samples]; u8 keeps [samples], only if there are groups
+    u32 checksums [samples]
+    columns of ``samples.EXTRAS`` [samples], up to the last of them that a sample of the step needs
 
-A step with trees or media has a column [samples] more: shared tokens. A step with media has four more columns, those of
-``samples.MEDIA_ROW``. Both have ``u8 keeps``.
+The column of groups is u8 [samples], the others are encoded as above.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +25,13 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from streampack.core.journal.log_records import StepFormed
-from streampack.core.model.samples import I64, MEDIA_ROW, ROW
+from streampack.core.model.samples import EXTRA_ROW, EXTRAS, I64, ROW
 from streampack.core.model.steps import chain_digest, pack_digests, step_digest
+from streampack.core.trees.table_trees import own_lengths
 from streampack_services.ledger.columns import pack_column, unpack_column
 
 _HEAD = struct.Struct("<16s16sQIIH")
-OPTIONAL: Mapping[str, np.dtype[Any]] = {"keeps": np.dtype(np.uint8), "shares": np.dtype("<u4"), "media": MEDIA_ROW}
-"""Columns of samples that a ``StepFormed`` has only if some sample needs them, and their dtypes."""
+_EXTRA_COLUMNS = [dtype.names or () for dtype in EXTRAS.values()]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,18 +51,22 @@ class StepRows:
     num_samples: int
     bounds: I64
     rows: NDArray[np.void]
-    keeps: NDArray[np.uint8]
-    """For each sample 0, or the code of ``samples.KEEPS`` with which it must stay with the next one, uint8 [n]."""
-    shared: I64
-    """For each sample the tokens that it shares with the sample before it, int64 [n]."""
-    media: NDArray[np.void]
-    """Items, patches, bytes and cost of the media of each sample, dtype ``samples.MEDIA_ROW`` [n]."""
+    extras: NDArray[np.void]
+    """The other columns of the samples, dtype ``samples.EXTRA_ROW`` [n]."""
 
     @property
     def own_lengths(self) -> I64:
         """Tokens that each sample adds to its pack, int64 [n]: all but those that it shares."""
-        found: I64 = self.rows["length"].astype(np.int64) - self.shared
-        return found
+        return own_lengths(self.rows, self.extras)
+
+    def column(self, name: str) -> I64:
+        """Return a column of ``samples.EXTRAS``, int64 [n]."""
+        column: I64 = self.extras[name].astype(np.int64)
+        return column
+
+    def extra_columns(self) -> dict[str, bytes]:
+        """Return the columns of ``samples.EXTRAS`` as ``SampleTable.enter`` takes them."""
+        return {name: self.extras[list(dtype.names or ())].astype(dtype).tobytes() for name, dtype in EXTRAS.items()}
 
     @property
     def num_tokens(self) -> int:
@@ -77,8 +80,8 @@ class StepRows:
         """
         slots = -(-self.own_lengths // align) * align
         ends = np.concatenate([[0], np.cumsum(slots)])
-        found: I64 = ends[:-1] - np.repeat(ends[self.bounds[:-1]], np.diff(self.bounds))
-        return found
+        offsets: I64 = ends[:-1] - np.repeat(ends[self.bounds[:-1]], np.diff(self.bounds))
+        return offsets
 
     @property
     def packs(self) -> I64:
@@ -88,7 +91,8 @@ class StepRows:
     def computed(self) -> tuple[bytes, int, int]:
         """Compute digest, loss tokens and number of samples from the rows alone (``steps.step_digest``)."""
         loss, count = int(self.rows["loss_tokens"].sum()), len(self.rows)
-        shares = self.shared.astype("<u4").tobytes() if self.shared.any() else UNSET
+        depths = self.extras["shared"]
+        shares = depths.tobytes() if depths.any() else UNSET
         return step_digest(self.step, loss, count, pack_digests(self.rows, self.bounds, shares)), loss, count
 
     def chained(self, before: bytes) -> bytes:
@@ -101,10 +105,9 @@ def rows_of(record: StepFormed, lsn: int) -> StepRows:
     rows, bounds = np.frombuffer(record.rows, ROW), _bounds(np.frombuffer(record.counts_u32, "<u4"))
     if int(bounds[-1]) != len(rows):
         raise ValueError(f"got {len(rows)} rows, expected {int(bounds[-1])}, the sum of the samples per pack")
-    keeps, shares, media = (_optional(name, getattr(record, name) or b"", len(rows)) for name in OPTIONAL)
     return StepRows(
         record.feed, record.lineage, record.step, lsn, record.digest, record.chain, record.num_loss_tokens,
-        record.num_samples, bounds, rows, keeps, shares.astype(np.int64), media,
+        record.num_samples, bounds, rows, record.extra_rows(len(rows)),
     )  # fmt: skip
 
 
@@ -120,12 +123,12 @@ def encode(step: StepRows) -> bytes:
     head = _HEAD.pack(
         step.digest, step.chain, step.num_loss_tokens, step.num_samples, len(counts), len(streams)
     )  # fmt: skip
-    has_media = bool(step.media["items"].any())
-    more = has_media or bool(step.shared.any())
-    keeps = step.keeps.tobytes() if more or step.keeps.any() else b""
-    shared = pack_column(step.shared) if more else b""
-    media = [pack_column(step.media[name]) for name in MEDIA_ROW.names or ()] if has_media else []
-    return b"".join([head, *map(pack_column, columns), rows["crc"].tobytes(), keeps, shared, *media])
+    needed = [number for number, names in enumerate(_EXTRA_COLUMNS, 1) if step.extras[names[0]].any()]
+    extras = [
+        step.extras[name].tobytes() if EXTRA_ROW[name] == np.uint8 else pack_column(step.extras[name])
+        for names in _EXTRA_COLUMNS[: max(needed, default=0)] for name in names
+    ]  # fmt: skip
+    return b"".join([head, *map(pack_column, columns), rows["crc"].tobytes(), *extras])
 
 
 def decode(feed: str, lineage: int, step: int, lsn: int, body: bytes) -> StepRows:
@@ -139,19 +142,16 @@ def decode(feed: str, lineage: int, step: int, lsn: int, body: bytes) -> StepRow
     rows["length"], rows["loss_tokens"] = length, length - unlearned
     rows["crc"] = np.frombuffer(body, "<u4", len(rows), at)
     at += 4 * len(rows)
-    keeps = _optional("keeps", body[at : at + len(rows)], len(rows))
-    shared, media = np.zeros(len(rows), np.int64), np.zeros(len(rows), MEDIA_ROW)
-    at += len(rows)
-    if len(body) > at:
-        shared, at = unpack_column(body, at, len(rows))
-    if len(body) > at:
-        names = MEDIA_ROW.names or ()
-        columns, at = _unpacked(body, at, *[len(rows)] * len(names))
-        for name, column in zip(names, columns, strict=True):
-            media[name] = column
-    return StepRows(
-        feed, lineage, step, lsn, digest, chain, num_loss_tokens, num_samples, bounds, rows, keeps, shared, media
-    )
+    extras = np.zeros(len(rows), EXTRA_ROW)
+    for name in EXTRA_ROW.names or ():
+        if at == len(body):
+            break
+        if EXTRA_ROW[name] == np.uint8:
+            extras[name] = np.frombuffer(body, np.uint8, len(rows), at)
+            at += len(rows)
+        else:
+            extras[name], at = unpack_column(body, at, len(rows))
+    return StepRows(feed, lineage, step, lsn, digest, chain, num_loss_tokens, num_samples, bounds, rows, extras)
 
 
 def _unpacked(body: bytes, at: int, *counts: int) -> tuple[list[I64], int]:
@@ -161,18 +161,6 @@ def _unpacked(body: bytes, at: int, *counts: int) -> tuple[list[I64], int]:
         column, at = unpack_column(body, at, count)
         columns.append(column)
     return columns, at
-
-
-def _optional(name: str, column: bytes, count: int) -> NDArray[Any]:
-    """Decode a column of ``OPTIONAL`` for ``count`` samples; empty bytes mean 0 for each.
-
-    Raises ValueError for another number of bytes.
-    """
-    dtype = OPTIONAL[name]
-    if len(column) not in (0, dtype.itemsize * count):
-        expected = dtype.itemsize * count
-        raise ValueError(f"got {len(column)} bytes in the field {name}, expected {expected} bytes or an empty field")
-    return np.frombuffer(column, dtype) if column else np.zeros(count, dtype)
 
 
 def _bounds(counts: NDArray[Any]) -> I64:

@@ -10,10 +10,12 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
+from numpy.typing import NDArray
 
 from streampack.core.model.bounded import Name, Small
-from streampack.core.model.samples import Keep
+from streampack.core.model.samples import I64, Keep
 from streampack.core.model.snapshot import Count, Cursor
 
 Reasons = Annotated[dict[Name, Count], Meta(max_length=64)]
@@ -83,8 +85,40 @@ class SentChunk(ChunkBody, frozen=True, kw_only=True):
 
 SAMPLE_BYTES: Mapping[str, int] = {"lengths_u32": 4, "crcs_u32": 4, "loss_tokens_u32": 4, "keys": 16, "shared_u32": 4}
 """Bytes of a sample in each column that has a value for each sample."""
+OF_TABLE: Mapping[str, str] = {"shared_u32": "shared"}
+"""Columns that not every chunk has, unsigned numbers, and the column of the ``SampleTable`` that admission sets."""
+OF_GROUPS = ("keep", "shared_u32")
+"""Facts and columns that hold only for all samples of a chunk together."""
 
 Body = TypeVar("Body", bound=ChunkBody)
+
+
+def optional_columns(chunk: ChunkBody) -> dict[str, NDArray[Any]]:
+    """Return the columns of ``OF_TABLE`` that a chunk has, [n], by their names in the table.
+
+    Raises ValueError for a column of another size.
+    """
+    columns: dict[str, NDArray[Any]] = {}
+    for name, column in OF_TABLE.items():
+        if (data := getattr(chunk, name)) is UNSET:
+            continue
+        width = SAMPLE_BYTES[name]
+        if len(data) != width * chunk.num_samples:
+            raise ValueError(f"got {len(data)} bytes of {name}, expected {width} bytes per sample")
+        columns[column] = np.frombuffer(data, f"<u{width}")
+    return columns
+
+
+def taken(chunk: ChunkBody, rows: I64) -> dict[str, bytes]:
+    """Return the columns of some samples of a chunk, by name; without those of ``OF_GROUPS``.
+
+    ``rows``: numbers of the samples in the chunk, int64 [k].
+    """
+    columns = {}
+    for name in (SAMPLE_BYTES.keys() - set(OF_GROUPS)) & set(ChunkBody.__struct_fields__):
+        if (data := getattr(chunk, name)) is not UNSET:
+            columns[name] = np.frombuffer(data, f"V{SAMPLE_BYTES[name]}")[rows].tobytes()
+    return columns
 
 
 def chunk_as(kind: type[Body], chunk: ChunkBody, skip: int = 0, without: Iterable[str] = (), **changes: Any) -> Body:

@@ -1,7 +1,7 @@
 """The columns of a step's packs, by name: little-endian numbers of each pack, or of each sample.
 
-A step is dealt as columns. ``StepPart`` and ``NodePart`` carry cuts of them. A new column stands here and in
-``StepPart``, whose docstring says what it holds. ``BY_RULES`` takes it from the ``SampleTable``.
+A step is dealt as columns. ``StepPart`` and ``NodePart`` carry cuts of them. A new column stands in
+``OptionalColumns``, which is their base. ``BY_RULES`` takes it from the ``SampleTable``, and may give it to packs.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from msgspec import UNSET
+import numpy as np
+from msgspec import UNSET, Struct, UnsetType
 
-from streampack.core.media.media_counts import MediaColumns
+from streampack.core.media.media_counts import STEP_COLUMNS, MediaColumns
+from streampack.core.model.bounded import Name
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, SampleTable
 
@@ -22,28 +24,55 @@ PACK_BYTES: Mapping[str, int] = {
     "packs_u32": 4, "counts_u32": 4, "loss_tokens_u32": 4, "widths_u32": 4, "rows_u32": 4
 }  # fmt: skip
 """Bytes of a pack in each column that has a value for each pack."""
-SAMPLE_BYTES: Mapping[str, int] = {
-    "lengths_u32": 4, "streams_u32": 4, "indices_u64": 8, "parts_u32": 4, "shared_u32": 4
-}  # fmt: skip
-"""Bytes of a sample in each column that has a value for each sample."""
-MEDIA_BYTES: Mapping[str, int] = dict.fromkeys(MediaColumns.__struct_fields__, 4)
-"""Bytes of a sample in each column of ``MediaColumns``."""
-_OF_SAMPLES = {**SAMPLE_BYTES, **MEDIA_BYTES}
+
+
+class OfFeed(Struct, frozen=True):
+    """A message about one feed."""
+
+    feed: Name
+
+
+class OptionalColumns(OfFeed, frozen=True, kw_only=True):
+    """Columns of the n samples of a message that only some runs have.
+
+    Attributes:
+        shared_u32: [n], tokens that each sample shares with the sample before it; absent without trees.
+        media: Columns of the samples' media; absent if the run has no fields for them.
+    """
+
+    shared_u32: bytes | UnsetType = UNSET
+    media: MediaColumns | UnsetType = UNSET
 
 
 class ByRules(NamedTuple):
-    """A column that the rules may ask for: a column of the ``SampleTable``, as uint32."""
+    """A column that the rules may ask for.
+
+    Attributes:
+        column: The column of the ``SampleTable``, which the message has as uint32.
+        is_there: Returns True if the rules ask for it.
+        in_packs: The dtype in which packs have it as an attribute with the name of ``column``; None if they do not.
+    """
 
     column: str
     is_there: Callable[[Rules], bool]
+    in_packs: type[np.integer[Any]] | None = None
 
 
 BY_RULES: Mapping[str, ByRules] = {
-    "shared_u32": ByRules("shared", lambda rules: rules.share is not None),
-    "items_u32": ByRules("items", lambda rules: rules.has_extra_bytes),
-    "bytes_u32": ByRules("extra_bytes", lambda rules: rules.has_extra_bytes),
+    "shared_u32": ByRules("shared", lambda rules: rules.share is not None, np.int32),
+    **{name: ByRules(column, lambda rules: rules.has_extra_bytes) for name, column in STEP_COLUMNS.items()},
 }
 """Columns of samples that only some runs have, by name."""
+SAMPLE_BYTES: Mapping[str, int] = {
+    "lengths_u32": 4, "streams_u32": 4, "indices_u64": 8, "parts_u32": 4,
+    **{name: 4 for name in BY_RULES if name not in STEP_COLUMNS},
+}  # fmt: skip
+"""Bytes of a sample in each column that has a value for each sample, except those of media."""
+MEDIA_BYTES: Mapping[str, int] = dict.fromkeys(STEP_COLUMNS, 4)
+"""Bytes of a sample in each column of ``MediaColumns``."""
+_OF_SAMPLES = {**SAMPLE_BYTES, **MEDIA_BYTES}
+IN_PACKS = tuple(each.column for each in BY_RULES.values() if each.in_packs is not None)
+"""Attributes of a pack with a number for each of its samples, [num_samples]; None in runs without the column."""
 
 
 def columns_by_rules(rules: Rules, table: SampleTable, handles: I64) -> dict[str, bytes]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I32, I64, SampleTable
 from streampack.core.model.steps import PlannedPacks, PlannedStep
 from streampack.core.stats.padding import depends_on_mesh, padding_of, padding_of_rows
+from streampack.core.trees.table_trees import depths_of
 
 
 class Portions(NamedTuple):
@@ -66,15 +68,15 @@ class DealtStep:
             return slices[0]
         columns, packs = zip(*slices, strict=True)
         handles, counts, widths, aligns = map(np.concatenate, zip(*(contents[:4] for contents in packs), strict=True))
-        shared = [contents.shared for contents in packs if contents.shared is not None]
-        return joined(columns), Contents(handles, counts, widths, aligns, np.concatenate(shared) if shared else None)
+        depths = [contents.depths for contents in packs if contents.depths is not None]
+        return joined(columns), Contents(handles, counts, widths, aligns, np.concatenate(depths) if depths else None)
 
     def _slice(self, a: int, b: int) -> tuple[StepColumns, Contents]:
         """Return the columns of packs [a, b), and the packs."""
         c, d = self.bounds[a], self.bounds[b]
-        handles, counts, widths, aligns, shared = self.contents
-        own_shared = None if shared is None else shared[c:d]
-        contents = Contents(handles[c:d], counts[a:b], widths[a:b], aligns[a:b], own_shared)
+        handles, counts, widths, aligns, depths = self.contents
+        depths = None if depths is None else depths[c:d]
+        contents = Contents(handles[c:d], counts[a:b], widths[a:b], aligns[a:b], depths)
         return cut(self.columns, (a, b), (c, d)), contents
 
 
@@ -127,8 +129,7 @@ class StepDealer(ABC):
         if rules.shape != "fixed":
             columns["widths_u32"] = _u32(widths)
         columns |= self._own_columns(aligns) | columns_by_rules(rules, table, handles)
-        shared = None if rules.share is None else table.shared[handles].astype(np.int64)
-        contents = Contents(handles, counts, widths, aligns, shared)
+        contents = Contents(handles, counts, widths, aligns, depths_of(rules, table, handles))
         return DealtStep((mesh.dp, mesh.pp), len(dealt), bounds.tolist(), contents, columns)
 
     def _own_columns(self, aligns: I64) -> dict[str, bytes]:
@@ -148,8 +149,7 @@ class StepDealer(ABC):
 
     def _costs(self, handles: I64, slots: I64) -> I64:
         """Return the cost of samples with aligned tokens ``slots``; all int64 [n]."""
-        costs = self.rules.balance.costs(slots, self._table.shared[handles].astype(np.int64))
-        return costs + self._table.extra_cost[handles] if self._table.has_extra else costs
+        return self.rules.balance.sample_costs(slots, partial(self._table.column, handles=handles))
 
     def _slots(self, handles: I64) -> I64:
         """Return the aligned tokens of samples, int64 [n]."""

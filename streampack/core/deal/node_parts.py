@@ -138,11 +138,9 @@ def _check_columns(part: NodePart) -> tuple[I64, list[int]]:
     samples = [0, *np.cumsum(counts).tolist()]
     sizes = {name: width * len(counts) for name, width in PACK_BYTES.items()}
     sizes |= {name: width * samples[-1] for name, width in SAMPLE_BYTES.items()}
-    for name in ("widths_u32", "rows_u32"):
-        if not getattr(part, name):
-            del sizes[name]
-    if part.shared_u32 is msgspec.UNSET:
-        del sizes["shared_u32"]
+    absent = [name for name in sizes if getattr(part, name) is msgspec.UNSET]
+    for name in (*absent, *(name for name in ("widths_u32", "rows_u32") if not getattr(part, name))):
+        del sizes[name]
     if part.media is not msgspec.UNSET:
         part.media.arrays(samples[-1])
     for name, size in sizes.items():

@@ -35,7 +35,7 @@ class MergedMemory:
     def tokens_of(self, handles: I64) -> int:
         """Return the memory of samples, ``handles`` int64 [n], in tokens: extra bytes count as tokens."""
         tokens = int(self._table.length[handles].sum())
-        if self._table.has_extra:
+        if self._table.has("extra_bytes"):
             tokens += int((-(-self._table.extra_bytes[handles] // self._token_bytes)).sum())
         return tokens
 

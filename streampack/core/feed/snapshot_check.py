@@ -16,12 +16,12 @@ from streampack.core.feed.live_rules import LiveRules
 from streampack.core.feed.merged_memory import MergedMemory
 from streampack.core.intake.partitions import Partitions
 from streampack.core.journal.history import History
+from streampack.core.media.media_counts import wrong_media
 from streampack.core.merge.schedule import strides
-from streampack.core.model.keys.planning_keys import MediaLimits
 from streampack.core.model.rules import Rules, first_difference
-from streampack.core.model.samples import I64, KEEPS, MEDIA_ROW, PACK, ROW
+from streampack.core.model.samples import I64, KEEPS, ROW
 from streampack.core.model.snapshot import FormState, MergeState, Snapshot
-from streampack.core.trees.shared_prefixes import check_shared
+from streampack.core.trees.table_trees import own_lengths, wrong_trees
 
 MAX_COUNT = 2**62
 """Limit of every count and position in a snapshot."""
@@ -55,8 +55,8 @@ class SnapshotCheck:
     def _other_run(self, given: Snapshot) -> str:
         """Return an error text if the snapshot's lineage or digest of steps is not this run's; empty if it is."""
         history, chain = self._history, self._history.chain_after(given.step - 1)
-        found = history.nearest(given.step)
-        begins = chain is None and found is not None and found[0] == given.step  # the recorded steps begin with it
+        nearest = history.nearest(given.step)
+        begins = chain is None and nearest is not None and nearest[0] == given.step  # the recorded steps begin with it
         other = chain != given.form.chain and not begins
         if given.lineage < history.lineage and given.step > history.lineage_step and other:
             return (
@@ -239,28 +239,29 @@ def _wrong_form(taken: Snapshot, rules: Rules, max_tokens: int) -> str:
     window, pending = np.frombuffer(form.window, ROW), np.frombuffer(form.pending, ROW)
     if len(form.ages) != len(window) or not all(-1 <= age < MAX_AGE for age in form.ages):
         return f"got {len(form.ages)} ages, expected {len(window)}, one age of at least -1 for each sample"
-    said = form.keeps or b""
-    if len(said) not in (0, len(window) + len(pending)) or any(keep not in (0, *KEEPS.values()) for keep in said):
+    rows = np.concatenate([window, pending])
+    keeps = form.keeps or b""
+    if len(keeps) not in (0, len(rows)) or any(keep not in (0, *KEEPS.values()) for keep in keeps):
         return (
-            f"got {len(said)} bytes of group settings, expected 0, or one valid byte for each of the "
-            f"{len(window) + len(pending)} samples"
+            f"got {len(keeps)} bytes of group settings, expected 0, or one valid byte for each of the {len(rows)} "
+            f"samples"
         )
-    shared = form.shares or b""
-    if len(shared) not in (0, 4 * (len(window) + len(pending))):
-        return f"got {len(shared)} bytes of shared tokens, expected 0, or 4 bytes for each sample"
+    try:
+        extras = form.extra_rows(len(rows))
+    except ValueError as error:
+        return str(error)
     most = rules.packs if rules.batch is None else 1  # a batch is packed whole, and leaves no packs
     if any(count < 0 for count in form.counts) or sum(form.counts) != len(pending) or len(form.counts) >= most:
         return (
             f"got {len(form.counts)} pending packs with {sum(form.counts)} samples, expected fewer than {most} packs "
             f"with {len(pending)} samples"
         )
-    rows = np.concatenate([window, pending])
-    found = np.frombuffer(shared, "<u4").astype(np.int64) if shared else np.zeros(len(rows), np.int64)
+    starts = len(window) + np.cumsum([0, *form.counts])
     return (
         _wrong_rows(rows, taken, rules, max_tokens)
-        or _wrong_shares(found, rows, form, rules)
-        or _wrong_media(form, rows, rules, max_tokens)
-        or _wrong_packs(form, pending["length"] - found[len(window) :], rules)
+        or wrong_trees(rows, extras, starts, rules)
+        or (wrong_media(rows, extras, starts, rules, max_tokens, MAX_COUNT) if form.media is not msgspec.UNSET else "")
+        or _wrong_packs(form, own_lengths(rows, extras)[len(window) :], rules)
     )
 
 
@@ -286,50 +287,6 @@ def _wrong_rows(rows: NDArray[np.void], taken: Snapshot, rules: Rules, max_token
     floors = np.array([seq for seq, _ in taken.floors])
     if ((seq < floors[at]) | (seq >= np.array(taken.merge.merged_samples)[at])).any():
         return "got a sample that is not merged or that a resumed feed does not read again, expected no such sample"
-    return ""
-
-
-def _wrong_shares(shared: I64, rows: NDArray[np.void], form: FormState, rules: Rules) -> str:
-    """Return an error text if samples share tokens with samples from which they may be apart; empty if none does.
-
-    ``shared`` int64 [n]: tokens that each of the ``rows`` shares with the row before it.
-    """
-    if not shared.any():
-        return ""
-    if rules.share is None:
-        return "got samples that share tokens, expected none without `share: prefix`"
-    keeps = np.frombuffer(form.keeps or bytes(len(rows)), np.uint8)
-    apart = np.append(True, keeps[:-1] != PACK)
-    starts = len(form.ages) + np.cumsum([0, *form.counts])
-    apart[starts[starts < len(rows)]] = True
-    try:
-        check_shared(shared, rows["length"].astype(np.int64), np.flatnonzero(apart))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _wrong_media(form: FormState, rows: NDArray[np.void], rules: Rules, max_tokens: int) -> str:
-    """Return an error text if the media of samples break the rules, or exceed the memory; empty if not."""
-    if form.media is msgspec.UNSET:
-        return ""
-    if not rules.has_extra_bytes:
-        return "got samples with media, expected none without fields of axis item or patch"
-    if len(form.media) != MEDIA_ROW.itemsize * len(rows):
-        return f"got {len(form.media)} bytes of media, expected {MEDIA_ROW.itemsize} bytes for each sample"
-    media = np.frombuffer(form.media, MEDIA_ROW)
-    items, patches, size, cost = (media[name].astype(np.float64) for name in MEDIA_ROW.names or ())
-    if ((items < 0) | (patches < 0) | (size < 0) | (cost < 0) | ((items == 0) & (size > 0))).any():
-        return "got samples with less than no media, or with media and no items, expected media of items"
-    held = float((-(-size // rules.token_bytes)).sum() + rows["length"].astype(np.float64).sum())
-    if held > max_tokens or (cost > MAX_COUNT).any():
-        return f"got media of {size.sum():.0f} bytes, expected fewer. Give the broker more memory"
-    starts = len(form.ages) + np.cumsum([0, *form.counts])
-    limits = rules.limits or MediaLimits()
-    for counts, most in ((items, limits.items), (patches, limits.patches)):
-        total = np.append(0, np.cumsum(counts))
-        if most is not None and ((np.diff(total[starts]) > most).any() or (counts > most).any()):
-            return "got a pack or a sample whose media exceed the limits of a pack"
     return ""
 
 

@@ -20,6 +20,7 @@ for a larger budget, and no pack is larger than the final budget.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,10 +31,11 @@ from streampack.core.form.form_kernels import describe, take_out
 from streampack.core.form.waits import Waits
 from streampack.core.model.items import item_sizes, num_whole
 from streampack.core.model.rules import Rules
-from streampack.core.model.samples import I64, PACK, ROW, SampleTable, extras_of
+from streampack.core.model.samples import EXTRAS, I64, PACK, ROW, SampleTable
 from streampack.core.model.snapshot import FormState
 from streampack.core.model.steps import FIRST_CHAIN, PlannedPacks, PlannedStep, chain_digest, digests_of, step_digest
 from streampack.core.packers.packer import NO_EXTRA, Choice, Extra, Limited, Packer
+from streampack.core.trees.table_trees import cut_off
 from streampack.errors import InternalError
 
 
@@ -186,8 +188,8 @@ class Former:
         limits, table = self._rules.limits, self._table
         if limits is None or not size:
             return None
-        given = [(table.patches, limits.patches), (table.items, limits.items)]
-        units = [(column, most) for column, most in given if most is not None]
+        columns = [(table.patches, limits.patches), (table.items, limits.items)]
+        units = [(column, most) for column, most in columns if most is not None]
         counts = [self._sums(column, size) for column, _ in units]
         return Limited(np.stack(counts), np.array([most for _, most in units], np.int64)) if units else None
 
@@ -289,7 +291,8 @@ class Former:
         """Restore a state in an empty ``Former`` of the same rules; add the state's samples to the table."""
         self.next_step, self.chain, self.closed = state.next_step, state.chain, state.closed
         rows = np.concatenate([np.frombuffer(each, ROW) for each in (state.window, state.pending)])
-        handles, pending = np.split(self._table.enter(rows, **extras_of(state)), [len(state.ages)])
+        extras = {name: getattr(state, name) for name in EXTRAS}
+        handles, pending = np.split(self._table.enter(rows, **extras), [len(state.ages)])
         self.admit(handles, self._table.own_lengths(handles))
         self._gather()
         self._ages = np.array(state.ages, np.int64)[np.cumsum(self._sizes) - self._sizes]
@@ -298,16 +301,16 @@ class Former:
 
     def _batch_size(self) -> int:
         """Return the number of handles in the next batch, including pieces of samples; 0 for an incomplete batch."""
-        batch, held = self._rules.batch, len(self._handles)
+        batch, count = self._rules.batch, len(self._handles)
         if batch is None or batch.samples is None:
-            return held if self.closed else 0
+            return count if self.closed else 0
         if self.queued_samples >= batch.samples:
             begins = self._table.part[self._handles] == 0
             ends = (self._table.keep[self._handles] == 0) & np.append(begins[1:], True)
-            found = np.flatnonzero(ends & (np.cumsum(begins) >= batch.samples))
-            if len(found):
-                return int(found[0]) + 1
-        return held if self.closed and self._rules.tail == "pad" else 0
+            last = np.flatnonzero(ends & (np.cumsum(begins) >= batch.samples))
+            if len(last):
+                return int(last[0]) + 1
+        return count if self.closed and self._rules.tail == "pad" else 0
 
     def _drop_tail(self) -> None:
         """Once closed, drop the remaining samples that do not fill a batch, if the rules have ``tail: drop``."""
@@ -341,11 +344,9 @@ class Former:
             ends = np.cumsum(sizes)
             last = handles[ends - 1]
             self._table.keep[last[self._table.keep[last] == PACK]] = 0  # a group that was torn apart ends here
-            torn = self._table.shared[handles[ends - sizes]]
-            if torn.any():  # ... and shares nothing
-                self._table.shared[handles[ends - sizes]] = 0
-                units[ends - sizes] += torn
-                self.queued_tokens += int(torn.sum())
+            torn = cut_off(self._table, handles[ends - sizes])  # ... and shares nothing
+            units[ends - sizes] += torn
+            self.queued_tokens += int(torn.sum())
             units = np.diff(np.concatenate([[0], np.cumsum(units)])[np.concatenate([[0], ends])])
         self._handles = np.concatenate([self._handles, handles])
         self._sizes = np.concatenate([self._sizes, sizes])
@@ -359,9 +360,10 @@ class Former:
             return PlannedPacks.empty()
         table, rules = self._table, self._rules
         sums, identities = np.empty((4, len(bounds) - 1), np.int64), np.empty((len(handles), 6), np.uint32)
+        depths, costs = rules.balance.extras_of(partial(table.column, handles=handles))
         describe(
             handles, bounds, table.stream, table.index, table.part, table.length, table.loss_tokens, table.crc,
-            table.shared, table.extra_cost, rules.align.sample, *rules.balance.factors, sums, identities,
+            depths, costs, rules.align.sample, *rules.balance.factors, sums, identities,
         )  # fmt: skip
         digests = digests_of(memoryview(identities.tobytes()), bounds, table.extra("shares", handles))
         return PlannedPacks(handles, bounds, sums, digests)

@@ -27,13 +27,13 @@ from streampack.core.media.media_counts import over_limits
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.fields import LABELS, LOSS_MASK, Field
 from streampack.core.model.lease_terms import StreamTerms
-from streampack.core.model.samples import I64, KEEPS, PACK, SampleTable, index_of
+from streampack.core.model.samples import I64, KEEPS, SampleTable, index_of
 from streampack.core.protocol.effects import Store
 from streampack.core.protocol.events import Effect
 from streampack.core.protocol.producer_messages import OVERLONG
 from streampack.core.staging.dropped_samples import POLICY_LAG
 from streampack.core.stats.sample_warnings import NO_LOSS_TOKENS
-from streampack.core.trees.shared_prefixes import path_index
+from streampack.core.trees.chunk_trees import ChunkTree
 
 MAX_REASONS = 64
 """Most reasons for rejection that are counted separately, for each stream."""
@@ -137,13 +137,13 @@ class Admission:
         counts, message, every = self.counts[stream], chunk.message, chunk.lengths
         stop, begin = chunk.stop_seq, intake.expected_seq
         known = stop if intake.closed else min(max(intake.known_seq, begin), stop)
-        payload = chunk.frames if chunk.shared is None else self._whole_rows(chunk, chunk.shared)
+        payload = chunk.frames if chunk.tree is None else self._whole_rows(chunk, chunk.tree)
         effects = self._fill_in(stream, intake, chunk, payload, begin, known) if intake.awaited else []
         kept_tokens, kept_extra, rejected = 0, 0, _NONE
         if known < stop:
             skip = known - message.base_seq
             terms = self._streams[stream]
-            pieces = drop_chunk(every[skip:]) if stale else apply_terms(terms, every, message.keep, skip, chunk.shared)
+            pieces = drop_chunk(every[skip:]) if stale else apply_terms(terms, every, message.keep, skip, chunk.tree)
             if chunk.media is not None and not stale:
                 if message.keep == "pack" and over_limits(chunk.media.total(), terms.limits).any():
                     pieces = drop_chunk(every[skip:])  # the whole group decides, also where a part of it is known
@@ -178,15 +178,10 @@ class Admission:
         intake.accept(stop, num_bytes, kept_tokens, message.cursor, kept_extra)
         return effects, rejected
 
-    def _whole_rows(self, chunk: ReceivedChunk, shared: I64) -> tuple[Any, ...]:
-        """Return the payload of a chunk with the shared tokens of a tree in each sample that has them."""
-        own = chunk.lengths - shared
-        at = path_index(shared, chunk.lengths, np.cumsum(own) - own)
-        columns = zip(chunk.envelope.payload, self._frames.widths, self._frames.once, strict=True)
-        return tuple(
-            np.frombuffer(frame, np.uint8).reshape(-1, width)[at].reshape(-1).data if once else frame
-            for frame, (width, _), once in columns
-        )
+    def _whole_rows(self, chunk: ReceivedChunk, tree: ChunkTree) -> tuple[Any, ...]:
+        """Return the payload of a chunk with the shared tokens of its tree in each sample that has them."""
+        widths = [width for width, _ in self._frames.widths]
+        return tree.whole_rows(chunk.envelope.payload, widths, self._frames.once)
 
     def _enter(
         self, stream: int, p: int, chunk: ReceivedChunk, payload: tuple[Any, ...], skip: int, pieces: Pieces
@@ -205,23 +200,22 @@ class Admission:
         cut, tokens = enter(
             pieces.source, pieces.offset, pieces.length, pieces.part, chunk.lengths, chunk.crcs, chunk.loss_tokens,
             skip, first, terms.partitions, stream,
-            KEEPS[message.keep] if message.keep else 0, pieces.tree.shared if pieces.tree else _NONE, handles,
+            KEEPS[message.keep] if message.keep else 0, handles,
             table.stream, table.index, table.part, table.length, table.loss_tokens, table.crc, table.keep,
-            table.shared, entries, stored,
+            entries, stored,
         )  # fmt: skip
         starts, lengths, rows = stored[:, : len(handles)]
+        columns = {name: column[rows] for name, column in chunk.columns.items()}
         if pieces.tree is not None:
-            table.keep[handles[pieces.tree.joined[pieces.length > 0]]] = PACK
+            columns |= pieces.tree.enter(table, handles, pieces.length > 0)
+        if chunk.media is not None:
+            columns |= chunk.media.columns(rows)
+        table.put(handles, columns)
         if cut:
             at = np.flatnonzero(lengths != chunk.lengths[rows])
             table.loss_tokens[handles[at]] = self._loss_tokens(payload, starts[at], lengths[at])
         if no_loss := int(np.count_nonzero(table.loss_tokens[handles] == 0)):
             self.counts[stream].count_warnings({NO_LOSS_TOKENS: no_loss})
-        if chunk.media is not None:
-            table.has_extra = True
-            table.items[handles], table.patches[handles] = chunk.media.items[rows], chunk.media.patches[rows]
-            table.extra_bytes[handles] = np.diff(chunk.media.bounds)[rows]
-            table.extra_cost[handles] = chunk.media.costs[rows]
         self._merge.current.push(p, entries, pieces.length, pieces.part)
         return _store(chunk, handles, starts, lengths, rows, payload), tokens
 
@@ -236,14 +230,14 @@ class Admission:
         terms, table, message = self._streams[stream], self._table, chunk.message
         lengths, crcs, stop = chunk.lengths, chunk.crcs, min(intake.known_seq, chunk.stop_seq)
         for seq, handle in self._awaited(intake, max(intake.expected_seq, message.base_seq), stop):
-            at, part, held = seq - message.base_seq, int(table.part[handle]), int(table.length[handle])
+            at, part, known = seq - message.base_seq, int(table.part[handle]), int(table.length[handle])
             cut = int(lengths[at]) > terms.limit
             length = min(int(lengths[at]) - part * terms.limit, terms.limit) if cut else int(lengths[at])
-            if (length, int(crcs[at])) != (held, int(table.crc[handle])):
+            if (length, int(crcs[at])) != (known, int(table.crc[handle])):
                 index = index_of(seq, message.partition, terms.partitions)
                 return (
                     f"sample {terms.name}:{index}: got {length} tokens with checksum {int(crcs[at]):08x}, expected "
-                    f"{held} tokens with checksum {int(table.crc[handle]):08x}, as in the first read. Restore the "
+                    f"{known} tokens with checksum {int(table.crc[handle]):08x}, as in the first read. Restore the "
                     f"data, the tokenizer and its settings, or start a new run."
                 )
         return ""
@@ -252,13 +246,13 @@ class Admission:
         self, stream: int, intake: Intake, chunk: ReceivedChunk, payload: tuple[Any, ...], begin: int, stop: int
     ) -> list[Effect]:
         """Store the tokens of the awaited samples ``begin <= seq < stop``; ``payload`` as for ``_enter``."""
-        found = list(self._awaited(intake, begin, stop))
-        if not found:
+        awaited = list(self._awaited(intake, begin, stop))
+        if not awaited:
             return []
-        rows, every = np.array([seq - chunk.message.base_seq for seq, _ in found]), chunk.lengths
-        handles = np.array([handle for _, handle in found])
+        rows, every = np.array([seq - chunk.message.base_seq for seq, _ in awaited]), chunk.lengths
+        handles = np.array([handle for _, handle in awaited])
         offsets = (np.cumsum(every) - every)[rows] + self._table.part[handles] * self._streams[stream].limit
-        for seq, _ in found:
+        for seq, _ in awaited:
             intake.awaited.pop(seq, None)
         return [_store(chunk, handles, offsets, self._table.length[handles].astype(np.int64), rows, payload)]
 

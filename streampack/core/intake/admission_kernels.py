@@ -47,7 +47,6 @@ def enter(
     partitions: int,
     stream: int,
     keep: int,
-    shared: I64,
     handles: I64,
     to_stream: I32,
     to_index: I64,
@@ -56,11 +55,12 @@ def enter(
     to_loss_tokens: I32,
     to_crc: U32,
     to_keep: NDArray[np.uint8],
-    to_shared: I32,
     entries: I64,
     stored: I64,
 ) -> tuple[int, int]:
     """Write the pieces of a chunk's samples, from the ``skip``-th sample on, into the table rows ``handles``.
+
+    Columns of ``samples.EXTRAS``, except ``keep``, are left to ``SampleTable.put``.
 
     Args:
         source: int64 [m], position in the chunk, from ``skip`` on, of the sample of each piece.
@@ -75,7 +75,6 @@ def enter(
         partitions: Partitions of the stream.
         stream: Value of every row: number of the stream.
         keep: Value of every row but the last: how the samples stay together.
-        shared: int64 [m], tokens that each piece shares; empty if none does.
         handles: int64 [k], rows for the pieces of at least a token.
         to_stream: Column ``stream`` of the table, written.
         to_index: Column ``index``.
@@ -84,7 +83,6 @@ def enter(
         to_loss_tokens: Column ``loss_tokens``.
         to_crc: Column ``crc``.
         to_keep: Column ``keep``.
-        to_shared: Column ``shared``.
         entries: int64 [m], written: handle of each piece, -1 for a piece of length 0.
         stored: int64 [3, m], written for each piece with a handle: tokens of the chunk before it, its length, and
             position of its sample.
@@ -109,7 +107,6 @@ def enter(
         to_loss_tokens[row] = loss_tokens[sample]
         to_crc[row] = crcs[sample]
         to_keep[row] = keep
-        to_shared[row] = shared[i] if len(shared) else 0
         entries[i] = row
         stored[0, kept], stored[1, kept], stored[2, kept] = begin + offset[i], length[i], sample
         cut += length[i] != lengths[sample]
@@ -122,10 +119,9 @@ def enter(
 
 def warm_up() -> None:
     """Compile or load both kernels for read-only columns, as messages have them."""
-    table, one, said = SampleTable(1), np.ones(1, np.int64), np.frombuffer(bytes(4), "<u4")
-    measure(said, said)
+    table, one, sent = SampleTable(1), np.ones(1, np.int64), np.frombuffer(bytes(4), "<u4")
+    measure(sent, sent)
     enter(
-        one[:0], one[:0], one[:0], one[:0], one, said, said, 0, 0, 1, 0, 0, one[:0], one[:0], table.stream, table.index,
-        table.part, table.length, table.loss_tokens, table.crc, table.keep, table.shared, one[:0],
-        np.zeros((3, 0), np.int64),
+        one[:0], one[:0], one[:0], one[:0], one, sent, sent, 0, 0, 1, 0, 0, one[:0], table.stream, table.index,
+        table.part, table.length, table.loss_tokens, table.crc, table.keep, one[:0], np.zeros((3, 0), np.int64),
     )  # fmt: skip

@@ -6,23 +6,25 @@ with the samples that came first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
+from streampack.core.columns.chunk_body import optional_columns
 from streampack.core.intake.admission_kernels import measure
 from streampack.core.journal.key_index import KEY_BYTES
-from streampack.core.media.media_counts import MediaOfChunk, over_limits, read_media
+from streampack.core.media.media_counts import MediaOfChunk, media_of_chunk, over_limits
 from streampack.core.model.bounded import MAX_CHUNK_SAMPLES, MOST_VERSION
 from streampack.core.model.keys.planning_keys import MediaLimits
 from streampack.core.model.lease_terms import StreamTerms
 from streampack.core.model.samples import I64, U32, index_of
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Samples
-from streampack.core.trees.shared_prefixes import check_shared, fit_trees
+from streampack.core.trees.chunk_trees import ChunkTree, tree_of
 
 Unfit = tuple[str, str]
 """Reason that a chunk is rejected: (code of the error, its text)."""
@@ -40,7 +42,8 @@ class ReceivedChunk:
         longest: Tokens of the longest sample.
         num_empty: Number of samples without tokens.
         wrong_loss: Number of samples with at least as many loss tokens as tokens.
-        shared: int64 [n], tokens that each sample shares with the sample before it; None without trees.
+        columns: [n], columns of ``chunk_body.OF_TABLE`` that the chunk has, by their names in the table.
+        tree: The tokens that the samples share; None without trees.
         media: The media of the samples; None if the feed has none.
     """
 
@@ -53,7 +56,8 @@ class ReceivedChunk:
     longest: int
     num_empty: int
     wrong_loss: int
-    shared: I64 | None = None
+    columns: Mapping[str, NDArray[Any]]
+    tree: ChunkTree | None = None
     media: MediaOfChunk | None = None
 
     @property
@@ -70,7 +74,7 @@ class ReceivedChunk:
     @property
     def own_tokens(self) -> int:
         """Tokens of all samples, each shared one once."""
-        return self.num_tokens if self.shared is None else self.num_tokens - int(self.shared.sum())
+        return self.num_tokens if self.tree is None else self.tree.own_tokens
 
     @property
     def stop_seq(self) -> int:
@@ -93,24 +97,16 @@ def parse_chunk(envelope: Envelope, message: Samples, terms: StreamTerms | None 
     if not 0 < count <= MAX_CHUNK_SAMPLES:
         return f"got a chunk of {count} samples, expected 1 to {MAX_CHUNK_SAMPLES}"
     lengths, crcs, loss_tokens = (np.frombuffer(column, "<u4") for column in columns)
-    whole, shared = lengths.astype(np.int64), None
-    if message.shared_u32 is not msgspec.UNSET:
-        if len(message.shared_u32) != 4 * count:
-            return f"got {len(message.shared_u32)} bytes of shared tokens, expected 4 bytes per sample"
-        shared = np.frombuffer(message.shared_u32, "<u4").astype(np.int64)
-        try:
-            check_shared(shared, whole, np.zeros(1, np.int64))
-        except ValueError as error:
-            return str(error)
-    media = None
-    if terms is not None and terms.media_fields:
-        try:
-            media = read_media(envelope.payload[-2:], count, terms.media_fields, terms.media_factors)
-        except ValueError as error:
-            return str(error)
+    whole = lengths.astype(np.int64)
+    try:
+        optional = optional_columns(message)
+        tree = tree_of(optional, whole)
+        media = media_of_chunk(envelope.payload, count, terms)
+    except ValueError as error:
+        return str(error)
     num_tokens, longest, num_empty, wrong_loss = map(int, measure(lengths, loss_tokens))
     return ReceivedChunk(
-        envelope, message, whole, crcs, loss_tokens, num_tokens, longest, num_empty, wrong_loss, shared, media
+        envelope, message, whole, crcs, loss_tokens, num_tokens, longest, num_empty, wrong_loss, optional, tree, media
     )  # fmt: skip
 
 
@@ -175,7 +171,7 @@ def unwanted(chunk: ReceivedChunk, terms: StreamTerms) -> Unfit | None:
             "malformed",
             f"got a policy version with samples of stream {terms.name!r}, expected a version only for pushed streams",
         )
-    if chunk.shared is not None and not (terms.pushed and terms.share):
+    if chunk.tree is not None and not (terms.pushed and terms.share):
         return "malformed", (
             f"got samples of stream {terms.name!r} that share tokens, expected them only in pushed streams, with "
             f"`share: prefix` under `rules`"
@@ -214,7 +210,7 @@ def _unfit_keys(chunk: ReceivedChunk, terms: StreamTerms) -> str:
         return f"got {len(message.keys or b'')} bytes of keys for {count} samples, expected {KEY_BYTES} bytes a sample"
     if terms.late:
         return f"got keys with samples of stream {terms.name!r}, which has late fields, expected no keys"
-    if message.keep or chunk.shared is not None:
+    if message.keep or chunk.tree is not None:
         return "got keys with a group of samples to keep together, expected keys only for single samples"
     return ""
 
@@ -246,9 +242,8 @@ def _unfit_group(chunk: ReceivedChunk, terms: StreamTerms) -> str:
             f"in one pack, expected at most {_limits_text(terms.limits)} (`rules.limits`). Such a group cannot be "
             f"split. Send smaller groups, raise the limits, or set `overlong: drop`."
         )
-    if chunk.shared is not None:
-        at = np.arange(len(kept))
-        kept = kept - fit_trees(at, kept, np.zeros_like(at), chunk.shared, None, None).shared
+    if chunk.tree is not None:
+        kept = chunk.tree.own_lengths(kept)
     if terms.fits(kept):
         return ""
     most = "" if terms.most is None else f" and {terms.most} samples (max_samples_per_pack)"
@@ -266,5 +261,5 @@ def _limits_text(limits: MediaLimits) -> str:
     >>> _limits_text(MediaLimits(patches=64))
     '64 patches'
     """
-    given = {"items": limits.items, "patches": limits.patches}
-    return " and ".join(f"{most} {name}" for name, most in given.items() if most is not None)
+    units = {"items": limits.items, "patches": limits.patches}
+    return " and ".join(f"{most} {name}" for name, most in units.items() if most is not None)

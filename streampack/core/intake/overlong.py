@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from streampack.core.media.media_counts import MediaOfChunk, over_limits
 from streampack.core.model.lease_terms import StreamTerms
 from streampack.core.model.samples import I64, Keep
-from streampack.core.trees.shared_prefixes import SharedPieces, cut_trees, fit_trees
+from streampack.core.trees.chunk_trees import ChunkTree
+from streampack.core.trees.shared_prefixes import SharedPieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,9 @@ def drop_some(pieces: Pieces, dropped: NDArray[np.bool_]) -> Pieces:
         pieces: The pieces of n samples.
         dropped: bool [n], the samples to drop.
     """
-    gone = dropped[pieces.source]
-    kept = ~gone | (pieces.part == 0)
-    length = np.where(gone, 0, pieces.length)
+    is_dropped = dropped[pieces.source]
+    kept = ~is_dropped | (pieces.part == 0)
+    length = np.where(is_dropped, 0, pieces.length)
     return Pieces(
         pieces.source[kept], pieces.offset[kept], length[kept], pieces.part[kept], pieces.num_touched,
         pieces.lost_tokens,
@@ -81,14 +82,12 @@ def drop_unfit_media(pieces: Pieces, lengths: I64, media: MediaOfChunk, terms: S
     """
     kept = np.bincount(pieces.source, pieces.length > 0, len(lengths)) > 0
     cut = np.bincount(pieces.source[pieces.length != lengths[pieces.source]], minlength=len(lengths)) > 0
-    gone = (media.items > 0) & kept & (cut | over_limits(media, terms.limits))
-    if not gone.any():
+    unfit = (media.items > 0) & kept & (cut | over_limits(media, terms.limits))
+    if not unfit.any():
         return pieces
-    lost = int(np.bincount(pieces.source, pieces.length, len(lengths))[gone].sum())
-    found = drop_some(pieces, gone)
-    return replace(
-        found, num_touched=found.num_touched + int((gone & ~cut).sum()), lost_tokens=found.lost_tokens + lost
-    )
+    lost = int(np.bincount(pieces.source, pieces.length, len(lengths))[unfit].sum())
+    rest = drop_some(pieces, unfit)
+    return replace(rest, num_touched=rest.num_touched + int((unfit & ~cut).sum()), lost_tokens=rest.lost_tokens + lost)
 
 
 def apply_overlong(lengths: I64, limit: int, policy: str) -> Pieces:
@@ -117,8 +116,9 @@ def apply_overlong(lengths: I64, limit: int, policy: str) -> Pieces:
 
 
 def apply_terms(
-    terms: StreamTerms, lengths: I64, keep: Keep | UnsetType = msgspec.UNSET, skip: int = 0, shared: I64 | None = None
-) -> Pieces:
+    terms: StreamTerms, lengths: I64, keep: Keep | UnsetType = msgspec.UNSET, skip: int = 0,
+    tree: ChunkTree | None = None,
+) -> Pieces:  # fmt: skip
     """Apply a stream's policy to the samples of a chunk from the ``skip``-th on.
 
     A chunk that is kept in one pack (``keep``) cannot be cut. The whole chunk is dropped if it does not fit a pack. A
@@ -129,17 +129,16 @@ def apply_terms(
         lengths: int64 [n], tokens of all samples of the chunk.
         keep: How the chunk's samples stay together.
         skip: Samples at the chunk's beginning for which no pieces are returned.
-        shared: int64 [n], tokens that each sample shares with the sample before it; None without trees.
+        tree: The tree of all samples, if any.
     """
-    if shared is None:
+    if tree is None:
         if keep == "pack" and not terms.fits(apply_overlong(lengths, terms.limit, terms.overlong).length):
             return drop_chunk(lengths[skip:])
         return apply_overlong(lengths[skip:], terms.limit, terms.overlong)
     whole = apply_overlong(lengths, terms.limit, terms.overlong)
-    pieces = whole.source, whole.length, whole.part, shared
-    tree = fit_trees(*pieces, None, None) if keep == "pack" else cut_trees(*pieces, terms.limit, terms.most)
-    if keep == "pack" and not terms.fits(whole.length - tree.shared):
+    pieces = whole.source, whole.length, whole.part
+    sharing = tree.in_one_pack(*pieces) if keep == "pack" else tree.cut(*pieces, terms.limit, terms.most)
+    if keep == "pack" and not terms.fits(sharing.own(whole.length)):
         return drop_chunk(lengths[skip:])
     rest = apply_overlong(lengths[skip:], terms.limit, terms.overlong)
-    before = len(whole.length) - len(rest.length)
-    return replace(rest, tree=SharedPieces(tree.shared[before:], tree.joined[before:]))
+    return replace(rest, tree=sharing.after(len(whole.length) - len(rest.length)))

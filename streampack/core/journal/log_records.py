@@ -15,6 +15,7 @@ from msgspec import Struct, UnsetType
 
 from streampack.core.columns.chunk_body import ChunkBody
 from streampack.core.model.rules import Rules, RulesChange
+from streampack.core.model.samples import ExtraColumns
 from streampack.core.model.snapshot import Count, Snapshot
 
 
@@ -162,7 +163,7 @@ class PartitionEnded(Record, frozen=True, kw_only=True):
     total: int
 
 
-class StepFormed(Record, frozen=True, kw_only=True):
+class StepFormed(ExtraColumns, Record, frozen=True):  # not kw_only: so ExtraColumns come last
     """A step was formed, with these samples.
 
     Attributes:
@@ -172,9 +173,6 @@ class StepFormed(Record, frozen=True, kw_only=True):
         counts_u32: Samples of each pack.
         rows: The samples, as ``samples.ROW``; stream numbers are those of the rules at this step.
         released: Every rank has returned the steps before this one.
-        keeps: uint8, how each sample stays together with the next sample, as in snapshots.
-        shares: uint32, tokens that each sample shares with the sample before it, as in snapshots.
-        media: Media columns of the samples, as in snapshots.
     """
 
     TYPE: ClassVar[int] = 7
@@ -188,9 +186,6 @@ class StepFormed(Record, frozen=True, kw_only=True):
     counts_u32: bytes
     rows: bytes
     released: int
-    keeps: bytes | UnsetType = msgspec.UNSET
-    shares: bytes | UnsetType = msgspec.UNSET
-    media: bytes | UnsetType = msgspec.UNSET
 
 
 class SnapshotTaken(Record, frozen=True, kw_only=True):

@@ -29,14 +29,14 @@ class Contents(NamedTuple):
         counts: int64 [packs], samples of each pack.
         widths: int64 [packs], the length T of each pack in tokens.
         aligns: int64 [packs], the multiple to which each pack's samples are padded, in tokens.
-        shared: int64 [samples], tokens that each sample shares with the sample before it; None without trees.
+        depths: int64 [samples], tokens that each sample shares with the sample before it; None without trees.
     """
 
     handles: I64
     counts: I64
     widths: I64
     aligns: I64
-    shared: I64 | None = None
+    depths: I64 | None = None
 
 
 @dataclass(frozen=True, slots=True)

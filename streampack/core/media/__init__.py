@@ -5,5 +5,5 @@ sample's media is one string of bytes, which only producers and trainers look in
 
 - ``media_format``: the format of these bytes, and the checks that they fit the declared fields.
 - ``references``: where the bytes of an item are, if they do not pass through the broker.
-- ``media_counts``: items, patches, bytes and cost of each sample, as a column of the table of samples.
+- ``media_counts``: items, patches, bytes and cost of each sample, in chunks, snapshots and steps.
 """

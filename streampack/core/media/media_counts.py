@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from streampack.core.media.media_format import check
+from streampack.core.media.media_format import check, decode
 from streampack.core.model.fields import Field
 from streampack.core.model.keys.planning_keys import MediaLimits
-from streampack.core.model.samples import I64
+from streampack.core.model.lease_terms import StreamTerms
+from streampack.core.model.rules import Rules
+from streampack.core.model.samples import I64, MEDIA_ROW
 
 MEDIA_COUNT_BYTES = 8
 """Bytes of a sample in the frame of counts."""
+
+
+STEP_COLUMNS: Mapping[str, str] = {"items_u32": "items", "bytes_u32": "extra_bytes"}
+"""The columns of ``MediaColumns``, and the columns of the ``SampleTable`` that they hold."""
 
 
 class MediaColumns(Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,10 +76,27 @@ class MediaOfChunk(Struct, frozen=True):
         """Return the media of the samples from the ``skip``-th on."""
         return MediaOfChunk(self.items[skip:], self.bounds[skip:], self.patches[skip:], self.costs[skip:])
 
+    def columns(self, rows: I64) -> dict[str, I64]:
+        """Return the columns of ``samples.MEDIA_ROW`` of the samples with numbers ``rows``, int64 [k], by name."""
+        return {
+            "items": self.items[rows], "patches": self.patches[rows],
+            "extra_bytes": np.diff(self.bounds)[rows], "extra_cost": self.costs[rows],
+        }  # fmt: skip
+
     def total(self) -> MediaOfChunk:
         """Return the media of all samples as those of one sample."""
         items, patches, costs = (column.sum(keepdims=True) for column in (self.items, self.patches, self.costs))
         return MediaOfChunk(items, self.bounds[[0, -1]], patches, costs)
+
+
+def media_of_chunk(payload: Sequence[Any], count: int, terms: StreamTerms | None) -> MediaOfChunk | None:
+    """Return the media of a chunk of ``count`` samples; None if the stream has none. Raises ValueError for wrong media.
+
+    ``terms``: terms of the stream; None stands for those of a stream without media.
+    """
+    if terms is None or not terms.media_fields:
+        return None
+    return read_media(payload[-2:], count, terms.media_fields, terms.media_factors)
 
 
 def read_media(
@@ -112,10 +135,52 @@ def media_sizes(counts: Any) -> I64:
     return np.frombuffer(counts, "<u4").reshape(-1, 2)[:, 1].astype(np.int64)
 
 
+def media_of_sample(payload: Sequence[Any], sample: int, rules: Rules) -> dict[str, NDArray[Any]] | None:
+    """Return the values of the media of a sample of a chunk by field; None if the sample has no items.
+
+    ``payload``: the chunk's frames. ``sample``: number of the sample in the chunk.
+    """
+    items, sizes = np.frombuffer(payload[-2], "<u4").reshape(-1, 2).astype(np.int64).T
+    if not items[sample]:
+        return None
+    end = int(sizes[: sample + 1].sum())
+    data = payload[-1][end - int(sizes[sample]) : end]
+    return decode(rules.media_fields, [data], items[sample : sample + 1]).values
+
+
 def over_limits(media: MediaOfChunk, limits: MediaLimits) -> NDArray[np.bool_]:
     """Return the samples that no pack may hold, because one alone exceeds its ``limits``, bool [n]."""
-    found = np.zeros(len(media.items), np.bool_)
+    over = np.zeros(len(media.items), np.bool_)
     for counts, most in ((media.items, limits.items), (media.patches, limits.patches)):
         if most is not None:
-            found |= counts > most
-    return found
+            over |= counts > most
+    return over
+
+
+def wrong_media(
+    rows: NDArray[np.void], extras: NDArray[np.void], starts: I64, rules: Rules, max_tokens: int, most: int
+) -> str:  # fmt: skip
+    """Return an error text if the media of a snapshot's samples break the rules, or exceed the memory; empty if not.
+
+    Args:
+        rows: The samples, ``samples.ROW`` [n].
+        extras: Their other columns, ``samples.EXTRA_ROW`` [n].
+        starts: Bounds of the pending packs in the rows, int64 [packs + 1].
+        rules: The rules.
+        max_tokens: Tokens of samples that fit in the memory.
+        most: The largest cost of a sample.
+    """
+    if not rules.has_extra_bytes:
+        return "got samples with media, expected none without fields of axis item or patch"
+    items, patches, size, cost = (extras[name].astype(np.float64) for name in MEDIA_ROW.names or ())
+    if ((items < 0) | (patches < 0) | (size < 0) | (cost < 0) | ((items == 0) & (size > 0))).any():
+        return "got samples with less than no media, or with media and no items, expected media of items"
+    tokens = float((-(-size // rules.token_bytes)).sum() + rows["length"].astype(np.float64).sum())
+    if tokens > max_tokens or (cost > most).any():
+        return f"got media of {size.sum():.0f} bytes, expected fewer. Give the broker more memory"
+    limits = rules.limits or MediaLimits()
+    for counts, limit in ((items, limits.items), (patches, limits.patches)):
+        total = np.append(0, np.cumsum(counts))
+        if limit is not None and ((np.diff(total[starts]) > limit).any() or (counts > limit).any()):
+            return "got a pack or a sample whose media exceed the limits of a pack"
+    return ""

@@ -325,6 +325,11 @@ class Rules(
         """True if samples may have bytes that their tokens do not count: media."""
         return bool(self.media_fields)
 
+    def without_media(self) -> Rules:
+        """Return these rules without fields, limits and costs of media."""
+        balance = msgspec.structs.replace(self.balance, patches=None, items=None)
+        return msgspec.structs.replace(self, media_fields=(), limits=None, balance=balance)
+
     @property
     def late_fields(self) -> tuple[Field, ...]:
         """Fields whose values come after their sample."""
@@ -386,8 +391,8 @@ def _with_all_keys(value: object) -> object:
 def _find_difference(got: object, expected: object, path: str) -> str:
     """Return a text with the first difference in nested dicts and lists; ``path`` is their place in the rules."""
     if isinstance(got, dict) and isinstance(expected, dict) and got.keys() == expected.keys():
-        found = (_find_difference(got[key], expected[key], f"{path}.{key}") for key in got)
-        return next(filter(None, found), "")
+        differences = (_find_difference(got[key], expected[key], f"{path}.{key}") for key in got)
+        return next(filter(None, differences), "")
     if isinstance(got, list) and isinstance(expected, list) and len(got) == len(expected):
         names = [each.get("name", at) if isinstance(each, dict) else at for at, each in enumerate(expected)]
         every = zip(got, expected, names, strict=True)

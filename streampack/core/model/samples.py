@@ -4,8 +4,8 @@ The core knows a sample's identity, length and checksum, never its tokens. A sam
 ``SampleTable``. Queues, windows and packs hold its row number, the *handle*, so the arena may move the payload
 unnoticed. The column ``keep`` marks that the next sample belongs to the same group. The column ``shared`` counts the
 tokens at a sample's beginning that it shares with the sample before it (``core.trees``). Four columns count a sample's
-media (``core.media``). Records and snapshots contain these columns only if there are groups, trees or media. Columns
-are numpy arrays because a broker at 100M tokens/s admits some 200,000 samples each second.
+media (``core.media``). Records and snapshots contain these columns only if there are groups, trees or media
+(``EXTRAS``). Columns are numpy arrays because a broker at 100M tokens/s admits some 200,000 samples each second.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
-from msgspec import UnsetType
+from msgspec import UNSET, Struct, UnsetType
 from numpy.typing import NDArray
 
 I32 = NDArray[np.int32]
@@ -35,7 +34,12 @@ MEDIA_ROW = np.dtype([("items", "<i4"), ("patches", "<i4"), ("extra_bytes", "<i8
 EXTRAS: Mapping[str, np.dtype[np.void]] = {
     "keeps": np.dtype([("keep", "u1")]), "shares": np.dtype([("shared", "<u4")]), "media": MEDIA_ROW
 }  # fmt: skip
-"""Columns that not every sample has, as records and snapshots have them: name there, and the columns of the table."""
+"""Columns that not every sample has, as ``ExtraColumns`` has them: name there, and the columns of the table.
+
+New columns stand at the end, because the ledger stores all columns up to the last that a step needs.
+"""
+EXTRA_ROW = np.dtype([(name, dtype[name]) for dtype in EXTRAS.values() for name in dtype.names or ()])
+"""All columns of ``EXTRAS`` of a sample."""
 
 Keep = Literal["pack", "step"]
 """A group of samples stays in one pack, or in one step."""
@@ -58,6 +62,47 @@ IGNORE_INDEX = -100
 """The label that losses ignore: that of a sample's last real token and of all padding."""
 
 
+class ExtraColumns(Struct, frozen=True, kw_only=True):
+    """Base of records and snapshots of n samples, with the columns of ``EXTRAS``: [n] as bytes.
+
+    A column is absent if its first number is 0 for every sample.
+
+    Attributes:
+        keeps: How each sample stays together with the next sample (``KEEPS``), uint8.
+        shares: Tokens that each sample shares with the sample before it, uint32.
+        media: Items, patches, bytes and cost of each sample's media, ``MEDIA_ROW``.
+    """
+
+    keeps: bytes | UnsetType = UNSET
+    shares: bytes | UnsetType = UNSET
+    media: bytes | UnsetType = UNSET
+
+    def extra_rows(self, count: int) -> NDArray[np.void]:
+        """Return the columns of ``count`` samples, ``EXTRA_ROW`` [count]; 0 where a column is absent.
+
+        Raises ValueError for a column of another size.
+        """
+        return extra_rows({name: getattr(self, name) for name in EXTRAS}, count)
+
+
+def extra_rows(extras: Mapping[str, bytes | UnsetType], count: int) -> NDArray[np.void]:
+    """Return the columns of ``ExtraColumns``, by name, as ``ExtraColumns.extra_rows`` does."""
+    rows = np.zeros(count, EXTRA_ROW)
+    for name, column in extras.items():
+        dtype = EXTRAS[name]
+        if not column:
+            continue
+        if len(column) != dtype.itemsize * count:
+            raise ValueError(
+                f"got {len(column)} bytes in the field {name}, expected {dtype.itemsize * count} bytes or an empty "
+                f"field"
+            )
+        values = np.frombuffer(column, dtype)
+        for number in dtype.names or ():
+            rows[number] = values[number]
+    return rows
+
+
 def index_of(seq: int | I64, partition: int, partitions: int) -> int | I64:
     """Return the index in the stream of sample number ``seq`` of a ``partition``.
 
@@ -75,21 +120,24 @@ class SampleTable:
     tokens to the pack.
     """
 
+    stream: I32
+    index: I64
+    part: I32
+    length: I32
+    loss_tokens: I32
+    crc: U32
+    keep: NDArray[np.uint8]
+    shared: U32
+    items: I32
+    patches: I32
+    extra_bytes: I64
+    extra_cost: I64
+
     def __init__(self, capacity: int = 4096) -> None:
-        self.stream: I32 = np.zeros(capacity, np.int32)
-        self.index: I64 = np.zeros(capacity, np.int64)
-        self.part: I32 = np.zeros(capacity, np.int32)
-        self.length: I32 = np.zeros(capacity, np.int32)
-        self.loss_tokens: I32 = np.zeros(capacity, np.int32)
-        self.crc: U32 = np.zeros(capacity, np.uint32)
-        self.keep: NDArray[np.uint8] = np.zeros(capacity, np.uint8)
-        self.shared: I32 = np.zeros(capacity, np.int32)
-        self.items: I32 = np.zeros(capacity, np.int32)
-        self.patches: I32 = np.zeros(capacity, np.int32)
-        self.extra_bytes: I64 = np.zeros(capacity, np.int64)
-        self.extra_cost: I64 = np.zeros(capacity, np.int64)
-        self.has_extra = False
-        """True if a sample ever had media; without, the media columns need not be read."""
+        for dtype in (ROW, EXTRA_ROW):
+            for name in dtype.names or ():
+                setattr(self, name, np.zeros(capacity, dtype[name]))
+        self._had = set[str]()  # columns of EXTRAS that were set for a sample, except keep
         self._free: I64 = np.arange(capacity, dtype=np.int64)
         self._head, self._num_free = 0, capacity
         self._marks = np.zeros(capacity, np.bool_)
@@ -106,10 +154,10 @@ class SampleTable:
         """Reserve the ``count`` handles that have been free for longest; return them, int64 [count]."""
         while self._num_free < count:
             self._grow()
-        found = self._first_free(count)
+        handles = self._first_free(count)
         self._head = (self._head + count) % self.capacity
         self._num_free -= count
-        return found
+        return handles
 
     def free(self, handles: I64) -> None:
         """Free handles; their rows may be overwritten.
@@ -129,9 +177,9 @@ class SampleTable:
         if len(handles) < MANY_HANDLES or self.capacity > MARKS_PER_HANDLE * len(handles):
             return np.sort(handles)
         self._marks[handles] = True
-        found = np.flatnonzero(self._marks)
-        self._marks[found] = False
-        return found
+        in_order = np.flatnonzero(self._marks)
+        self._marks[in_order] = False
+        return in_order
 
     def _first_free(self, count: int) -> I64:
         """Return a copy of the first ``count`` handles of the ring of free handles."""
@@ -142,17 +190,26 @@ class SampleTable:
 
     def rows(self, handles: I64) -> NDArray[np.void]:
         """Return the rows of these samples, ``ROW`` [n]."""
-        found = np.empty(len(handles), ROW)
+        rows = np.empty(len(handles), ROW)
         for name in ROW.names or ():
-            found[name] = getattr(self, name)[handles]
-        return found
+            rows[name] = getattr(self, name)[handles]
+        return rows
+
+    def column(self, name: str, handles: I64) -> I64:
+        """Return a column of these samples, int64 [n]."""
+        column: I64 = getattr(self, name)[handles].astype(np.int64)
+        return column
+
+    def has(self, name: str) -> bool:
+        """Return whether a sample ever had a column of ``EXTRAS``; if not, the column need not be read."""
+        return name in self._had
 
     def extra(self, name: str, handles: I64) -> bytes | UnsetType:
         """Return the columns ``EXTRAS[name]`` of these samples, [n] as bytes; UNSET if the first is 0 for all."""
         dtype = EXTRAS[name]
         first, *_ = names = dtype.names or ()
         if not getattr(self, first)[handles].any():
-            return msgspec.UNSET
+            return UNSET
         rows = np.empty(len(handles), dtype)
         for column in names:
             rows[column] = getattr(self, column)[handles]
@@ -164,8 +221,7 @@ class SampleTable:
 
     def own_lengths(self, handles: I64) -> I64:
         """Return the tokens that each sample adds to its pack, int64 [n]: its length without shared tokens."""
-        found: I64 = self.length[handles].astype(np.int64) - self.shared[handles]
-        return found
+        return self.column("length", handles) - self.shared[handles]
 
     def enter(self, rows: NDArray[np.void], **extras: bytes | UnsetType) -> I64:
         """Add samples with these ``rows``, ``ROW`` [n], and the columns that ``extras`` returns.
@@ -175,12 +231,16 @@ class SampleTable:
         handles = self.take(len(rows))
         for name in ROW.names or ():
             getattr(self, name)[handles] = rows[name]
-        self.has_extra = self.has_extra or bool(extras.get("media"))
-        for extra, dtype in EXTRAS.items():
-            columns = np.frombuffer(found, dtype) if (found := extras.get(extra)) else np.zeros(1, dtype)
-            for name in dtype.names or ():
-                getattr(self, name)[handles] = columns[name]
+        extra = extra_rows(extras, len(rows))
+        self.keep[handles] = extra["keep"]
+        self.put(handles, {name: extra[name] for name in _PUT if extra[name].any()})
         return handles
+
+    def put(self, handles: I64, columns: Mapping[str, NDArray[Any]]) -> None:
+        """Set the columns of ``EXTRAS`` of samples: these ``columns``, by name, and 0 in all others except ``keep``."""
+        self._had.update(columns)
+        for name in self._had:
+            getattr(self, name)[handles] = columns.get(name, 0)
 
     def _grow(self) -> None:
         """Double the number of rows."""
@@ -196,9 +256,5 @@ class SampleTable:
         self._num_free += old
 
 
-_COLUMNS = [name for dtype in (ROW, *EXTRAS.values()) for name in dtype.names or ()]
-
-
-def extras_of(record: Any) -> dict[str, bytes | UnsetType]:
-    """Return the columns of ``EXTRAS`` that a record or a snapshot has, for ``SampleTable.enter``."""
-    return {name: getattr(record, name) for name in EXTRAS}
+_COLUMNS = [*(ROW.names or ()), *(EXTRA_ROW.names or ())]
+_PUT = [name for name in EXTRA_ROW.names or () if name != "keep"]

@@ -11,10 +11,10 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated
 
-import msgspec
-from msgspec import Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 
 from streampack.core.model.rules import RulesChange
+from streampack.core.model.samples import ExtraColumns
 
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
 Cursor = tuple[Count, Count, Count]
@@ -52,8 +52,10 @@ class MergeState(Struct, frozen=True):
     passes: int = 0
 
 
-class FormState(Struct, frozen=True):
+class FormState(ExtraColumns, frozen=True):
     """The state of FORM between two choices of packs. Samples are ``samples.ROW``, never tokens.
+
+    ``ExtraColumns`` has the window's samples, then those of the pending packs.
 
     Attributes:
         next_step: The number of the next step.
@@ -63,9 +65,6 @@ class FormState(Struct, frozen=True):
         ages: The ages of the window's samples: see ``packers.packer.Choice``.
         pending: The samples of packs that are not in a step yet, as bytes.
         counts: Number of samples in each pending pack.
-        keeps: Column ``keep`` of the window's and the pending packs' samples; UNSET without groups.
-        shares: Column ``shared`` of the same samples, uint32 as bytes; UNSET without trees.
-        media: Media columns of the same samples, ``samples.MEDIA_ROW`` as bytes; UNSET without media.
     """
 
     next_step: int
@@ -75,9 +74,6 @@ class FormState(Struct, frozen=True):
     ages: list[int]
     pending: bytes
     counts: list[int]
-    keeps: bytes | UnsetType = msgspec.UNSET
-    shares: bytes | UnsetType = msgspec.UNSET
-    media: bytes | UnsetType = msgspec.UNSET
 
     @property
     def num_samples(self) -> int:

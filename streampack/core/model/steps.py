@@ -49,7 +49,7 @@ def digests_of(identities: memoryview, bounds: I64, shares: bytes | UnsetType = 
         return [blake2b(identities[begin:end], digest_size=16).digest() for begin, end in spans]
     column = np.frombuffer(shares, "<u4")
     of_packs = (column[begin:end] for begin, end in pairwise(bounds.tolist()))
-    trees = [shared.tobytes() if shared.any() else b"" for shared in of_packs]
+    trees = [depths.tobytes() if depths.any() else b"" for depths in of_packs]
     contents = [bytes(identities[begin:end]) for begin, end in spans]
     return [blake2b(content + tree, digest_size=16).digest() for content, tree in zip(contents, trees, strict=True)]
 

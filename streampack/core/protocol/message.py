@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from msgspec import Struct
 
 from streampack.core.columns.chunk_body import OfPartition
+from streampack.core.columns.step_columns import OfFeed
 from streampack.core.model.bounded import Name, Text
 from streampack.core.model.snapshot import Count
 from streampack.core.protocol.rights import Rights, Side
@@ -44,10 +45,8 @@ class PartitionMessage(OfPartition, Message, frozen=True, kw_only=True):
     """A message about one partition of a stream."""
 
 
-class FeedMessage(Message, frozen=True, kw_only=True):
+class FeedMessage(OfFeed, Message, frozen=True, kw_only=True):
     """A message about one feed."""
-
-    feed: Name
 
 
 def forbidden(rights: Rights, message: Message, side: Side, for_rank: bool = False) -> str:

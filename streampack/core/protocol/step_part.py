@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar
 
 import msgspec
 import numpy as np
-from msgspec import Meta, UnsetType
+from msgspec import Meta
 
-from streampack.core.media.media_counts import MediaColumns
+from streampack.core.columns.step_columns import OptionalColumns
 from streampack.core.model.bounded import Name, Small
 from streampack.core.model.fields import MAX_FIELDS
 from streampack.core.model.rules import Rules
@@ -16,10 +16,9 @@ from streampack.core.model.samples import I64
 from streampack.core.model.shapes import check_widths
 from streampack.core.model.snapshot import Count
 from streampack.core.protocol.message import FeedMessage
-from streampack.core.trees.shared_prefixes import check_shared
 
 
-class StepPart(FeedMessage, frozen=True, kw_only=True):
+class StepPart(OptionalColumns, FeedMessage, frozen=True):  # not kw_only: so OptionalColumns come last
     """A step's plan for one rank, and the payload of some of its micro-batches.
 
     The part holds p packs, one for each micro-batch, with n samples in all. A pack has T tokens, over all cp ranks.
@@ -46,8 +45,6 @@ class StepPart(FeedMessage, frozen=True, kw_only=True):
         widths_u32: [p], T of each pack; empty if the rules' shape is ``fixed``, and T is the budget.
         rows_u32: [p], tokens of a row of each pack, if the rules are ``padded``: a row for each sample, and at most
             one more of padding.
-        shared_u32: [n], tokens that each sample shares with the sample before it; absent without trees.
-        media: Columns of the samples' media; absent if the run has no fields for them.
         request: Number of the Get that this part answers. Parts of one request come in order, so a part before its
             turn shows that others are lost.
     """
@@ -74,23 +71,6 @@ class StepPart(FeedMessage, frozen=True, kw_only=True):
     widths_u32: bytes = b""
     rows_u32: bytes = b""
     request: Count = msgspec.field(default=0, name="resend")
-    shared_u32: bytes | UnsetType = msgspec.UNSET
-    media: MediaColumns | UnsetType = msgspec.UNSET
-
-    def shared(self) -> I64:
-        """Return the tokens that each sample shares with the sample before it, int64 [n].
-
-        Raise ValueError for a column that makes no tree.
-        """
-        lengths = np.frombuffer(self.lengths_u32, "<u4").astype(np.int64)
-        if self.shared_u32 is msgspec.UNSET:
-            return np.zeros(len(lengths), np.int64)
-        if len(self.shared_u32) != len(self.lengths_u32):
-            raise ValueError(f"got {len(self.shared_u32)} bytes of shared tokens, expected {len(self.lengths_u32)}")
-        shared = np.frombuffer(self.shared_u32, "<u4").astype(np.int64)
-        counts = np.frombuffer(self.counts_u32, "<u4").astype(np.int64)
-        check_shared(shared, lengths, (np.cumsum(counts) - counts)[counts > 0])
-        return shared
 
     def widths(self, rules: Rules) -> I64:
         """Return T of each pack, int64 [p]; raise ValueError for a width that the rules do not allow."""

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import UNSET
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from streampack.core.columns.chunk_body import chunk_as
+from streampack.core.columns.chunk_body import OF_GROUPS, chunk_as, taken
 from streampack.core.journal.log_records import ChunkStaged
 from streampack.core.media.media_counts import MEDIA_COUNT_BYTES, media_sizes
 from streampack.core.model.fields import Field
@@ -122,7 +121,7 @@ class StagedChunk:
     @property
     def is_group(self) -> bool:
         """True if the samples are complete together."""
-        return self.record.keep is not UNSET or self.record.shared_u32 is not UNSET
+        return any(getattr(self.record, name) is not UNSET for name in OF_GROUPS)
 
     @property
     def num_complete(self) -> int:
@@ -192,9 +191,9 @@ class StagedChunk:
             self.payload, self.values = None, {}
         if self.payload is None or self.is_group:
             return
-        held = slice(None) if self._rows is None else self._rows
-        media = 0 if self._extra_sizes is None else int(self._extra_sizes[held].sum())
-        if 2 * self.tokens_left < int(self.lengths[held].sum()) or 2 * self.extra_left < media:
+        stored = slice(None) if self._rows is None else self._rows
+        media = 0 if self._extra_sizes is None else int(self._extra_sizes[stored].sum())
+        if 2 * self.tokens_left < int(self.lengths[stored].sum()) or 2 * self.extra_left < media:
             rows = np.flatnonzero(self.state != SampleState.ADMITTED)
             self.payload, self._rows = tuple(self._sent_frames(rows)), rows
 
@@ -206,11 +205,11 @@ class StagedChunk:
         kind = next(state for state in (SampleState.COMPLETE, *DROP_REASONS) if (self.state == state).any())
         rows = np.flatnonzero(self.state == kind)
         if kind is SampleState.COMPLETE:
-            found = self._complete(fields, rows, base_seq)
+            samples = self._complete(fields, rows, base_seq)
         else:
-            found = self._dropped(fields, rows, base_seq, DROP_REASONS[kind])
+            samples = self._dropped(fields, rows, base_seq, DROP_REASONS[kind])
         self.admit(rows)
-        return found
+        return samples
 
     def _complete(self, fields: Sequence[Field], rows: I64, base_seq: int) -> Complete:
         """Return the complete samples ``rows`` as an ordinary chunk.
@@ -219,33 +218,31 @@ class StagedChunk:
         """
         record, whole = self.record, len(rows) == len(self.lengths)
         crcs = np.array([self._crc(fields, at) for at in rows.tolist()], "<u4")
-        loss = np.frombuffer(record.loss_tokens_u32, "<u4")[rows]
-        message = self._message(base_seq, self.lengths[rows], crcs, loss)
-        if not self.lengths[rows].all():
-            message = replace(message, rejected=record.rejected)
-        if rows[0] == 0:
-            message = replace(message, lost_tokens=record.lost_tokens)
-        if whole:
-            message = replace(message, keep=record.keep, shared_u32=record.shared_u32)
+        message = self._message(
+            base_seq, rows, crcs_u32=crcs.tobytes(),
+            rejected={} if self.lengths[rows].all() else record.rejected,
+            lost_tokens=record.lost_tokens if rows[0] == 0 else 0,
+            **{name: getattr(record, name) if whole else UNSET for name in OF_GROUPS},
+        )  # fmt: skip
         return Complete(message, self._payload(fields, None if whole else rows), rows + self.base_seq)
 
     def _dropped(self, fields: Sequence[Field], rows: I64, base_seq: int, reason: str) -> Complete:
         """Return the samples ``rows``, which are dropped, as empty ones; those that had tokens count as rejected."""
         count = len(rows)
-        none: I64 = np.zeros(count, np.int64)
-        message = self._message(base_seq, none, none, none)
-        frames = (bytes(each.value_bytes * count) if each.axis == "sample" else b"" for each in fields)
+        none = bytes(4 * count)
         rejected = {reason: int((self.lengths[rows] > 0).sum())}
-        media = (bytes(MEDIA_COUNT_BYTES * count), b"") if self.has_extra else ()
-        return Complete(replace(message, rejected=rejected), (b"", *frames, *media), rows + self.base_seq)
-
-    def _message(self, base_seq: int, lengths: NDArray[Any], crcs: NDArray[Any], loss: NDArray[Any]) -> Samples:
-        """Return a message with samples of this chunk, numbered from ``base_seq`` on, and these columns."""
-        return chunk_as(
-            Samples, self.record, base_seq=base_seq, lengths_u32=lengths.astype("<u4").tobytes(),
-            crcs_u32=crcs.astype("<u4").tobytes(), loss_tokens_u32=loss.astype("<u4").tobytes(), rejected={},
-            lost_tokens=0, pass_ended=False, keep=UNSET, shared_u32=UNSET,
+        message = self._message(
+            base_seq, rows, lengths_u32=none, crcs_u32=none, loss_tokens_u32=none, rejected=rejected
         )  # fmt: skip
+        frames = (bytes(each.value_bytes * count) if each.axis == "sample" else b"" for each in fields)
+        media = (bytes(MEDIA_COUNT_BYTES * count), b"") if self.has_extra else ()
+        return Complete(message, (b"", *frames, *media), rows + self.base_seq)
+
+    def _message(self, base_seq: int, rows: I64, **changes: Any) -> Samples:
+        """Return a message with samples of this chunk, numbered from ``base_seq`` on; ``changes`` are values of it."""
+        values: dict[str, Any] = {"rejected": {}, "lost_tokens": 0, "pass_ended": False}
+        values |= taken(self.record, rows) | dict.fromkeys(OF_GROUPS, UNSET) | changes
+        return chunk_as(Samples, self.record, base_seq=base_seq, **values)
 
     def _crc(self, fields: Sequence[Field], at: int) -> int:
         """Return the checksum of a complete sample."""
@@ -256,29 +253,29 @@ class StagedChunk:
     def _payload(self, fields: Sequence[Field], rows: I64 | None) -> tuple[Any, ...]:
         """Return the frames of the tokens and of all fields for the samples ``rows``; for all samples with None."""
         tokens, *sent = self._sent_frames(rows)
-        frames, given = [tokens], iter(sent)
+        frames, sent_frames = [tokens], iter(sent)
         every = range(len(self.lengths)) if rows is None else rows.tolist()
         for each in fields:
             by_sample = each.axis == "sample"
             if not each.late:
-                frames.append(next(given))
+                frames.append(next(sent_frames))
                 continue
             values = self.values.get(each.name, [None] * len(self.lengths))
             none = bytes(each.value_bytes) if by_sample else b""  # of a rejected sample
             frames.append(b"".join(none if (value := values[at]) is None else value for at in every))
-        return (*frames, *given)
+        return (*frames, *sent_frames)
 
     def _sent_frames(self, rows: I64 | None) -> list[Any]:
         """Return the payload of the samples ``rows``; of all samples with None."""
         assert self.payload is not None  # nothing is complete while ``unread``
         if rows is None:
             return list(self.payload)
-        held = np.arange(len(self.lengths)) if self._rows is None else self._rows
-        lengths, places = self.lengths[held], np.searchsorted(held, rows)
+        stored = np.arange(len(self.lengths)) if self._rows is None else self._rows
+        lengths, places = self.lengths[stored], np.searchsorted(stored, rows)
         ones, kinds = np.ones_like(lengths), (False, *self.by_sample)
         sizes = [ones if by_sample else lengths for by_sample in kinds]
         if self._extra_sizes is not None:
-            sizes += [ones, self._extra_sizes[held]]
+            sizes += [ones, self._extra_sizes[stored]]
         return [_rows_of(frame, each, places) for frame, each in zip(self.payload, sizes, strict=True)]
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.model.samples import I32, I64
+from streampack.core.model.samples import I32, I64, PACK, SampleTable
 from streampack.core.trees.prefix_tree import build_tree
 
 
@@ -83,6 +83,25 @@ class SharedPieces(NamedTuple):
     shared: I64
     joined: NDArray[np.bool_]
 
+    def after(self, first: int) -> SharedPieces:
+        """Return the pieces from the ``first`` one on."""
+        return SharedPieces(self.shared[first:], self.joined[first:])
+
+    def own(self, lengths: I64) -> I64:
+        """Return the tokens that each piece adds to its pack, int64 [n]; ``lengths`` int64 [n] are its tokens."""
+        return lengths - self.shared
+
+    def enter(self, table: SampleTable, handles: I64, kept: NDArray[np.bool_]) -> dict[str, I64]:
+        """Mark in ``table`` which pieces stay together, and return the columns of ``EXTRAS`` that trees set.
+
+        Args:
+            table: The table of samples.
+            handles: int64 [k], the handles of the kept pieces.
+            kept: bool [n], the pieces that are kept.
+        """
+        table.keep[handles[self.joined[kept]]] = PACK
+        return {"shared": self.shared[kept]}
+
 
 def fit_trees(source: I64, length: I64, part: I64, shared: I64, limit: int | None, most: int | None) -> SharedPieces:
     """Cut the tree of a chunk into runs of pieces whose trees fit a pack.
@@ -103,7 +122,7 @@ def fit_trees(source: I64, length: I64, part: I64, shared: I64, limit: int | Non
         >>> fit_trees(one, np.array([4, 4, 4]), one * 0, np.array([0, 3, 3]), 5, None).shared.tolist()
         [0, 3, 0]
     """
-    found, joined = np.zeros(len(source), np.int64), np.zeros(len(source), np.bool_)
+    depths, joined = np.zeros(len(source), np.int64), np.zeros(len(source), np.bool_)
     reach = tokens = count = 0  # leading tokens that the sample has in common with the last kept one; the run so far
     before, sample = -1, -1
     split = np.append(part[1:], 0) > 0  # a piece that another piece of its sample follows
@@ -118,13 +137,13 @@ def fit_trees(source: I64, length: I64, part: I64, shared: I64, limit: int | Non
         own = 0 if number or cut else min(reach, size - 1)
         fits = (limit is None or tokens + size - own <= limit) and (most is None or count < most)
         if own and fits:
-            found[i], joined[before] = own, True
+            depths[i], joined[before] = own, True
             tokens, count = tokens + size - own, count + 1
         else:
             tokens, count = size, 1
         reach = 0 if number or cut else size
         before = i
-    return SharedPieces(found, joined)
+    return SharedPieces(depths, joined)
 
 
 MOST_CUTS = 8
@@ -146,13 +165,13 @@ def cut_trees(source: I64, length: I64, part: I64, shared: I64, budget: int, mos
         >>> cut_trees(one, np.array([5, 5, 5, 5]), one * 0, shared, 24, None).shared.tolist()
         [0, 2, 0, 2]
     """
-    found = fit_trees(source, length, part, shared, budget, most)
-    least = _tokens_of_packs(found, length, budget)
+    best = fit_trees(source, length, part, shared, budget, most)
+    least = _tokens_of_packs(best, length, budget)
     for k in range(2, MOST_CUTS + 1):
         other = fit_trees(source, length, part, shared, budget // k, most)
         if (tokens := _tokens_of_packs(other, length, budget)) < least:
-            found, least = other, tokens
-    return found
+            best, least = other, tokens
+    return best
 
 
 def _tokens_of_packs(pieces: SharedPieces, length: I64, budget: int) -> int:
@@ -160,8 +179,8 @@ def _tokens_of_packs(pieces: SharedPieces, length: I64, budget: int) -> int:
     kept = length > 0
     own, ends = (length - pieces.shared)[kept], np.flatnonzero(~pieces.joined[kept])
     sizes = np.diff(np.append(0, np.cumsum(own)[ends]))
-    found: int = ((budget << 20) // np.maximum(budget // np.maximum(sizes, 1), 1)).sum().item() if len(sizes) else 0
-    return found
+    taken: int = ((budget << 20) // np.maximum(budget // np.maximum(sizes, 1), 1)).sum().item() if len(sizes) else 0
+    return taken
 
 
 def path_index(shared: I64, lengths: I64, starts: I64) -> I64:
@@ -178,11 +197,11 @@ def path_index(shared: I64, lengths: I64, starts: I64) -> I64:
     """
     ends = np.cumsum(lengths)
     begins = ends - lengths
-    found: I64 = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - shared - begins, lengths)
+    places: I64 = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - shared - begins, lengths)
     for i in np.flatnonzero(shared).tolist():  # the samples before are complete by then
         at, above, size = int(begins[i]), int(begins[i - 1]), int(shared[i])
-        found[at : at + size] = found[above : above + size]
-    return found
+        places[at : at + size] = places[above : above + size]
+    return places
 
 
 class Segments(NamedTuple):
@@ -209,8 +228,8 @@ def segments_of(shared: I64, lengths: I64, starts: I64, paths: I64, num_tokens: 
 
     Example:
         >>> shared, lengths, starts = np.array([0, 3]), np.array([5, 4]), np.array([0, 5])
-        >>> found = segments_of(shared, lengths, starts, path_index(shared, lengths, starts), 8)
-        >>> found.bounds.tolist(), found.parents.tolist()
+        >>> segments = segments_of(shared, lengths, starts, path_index(shared, lengths, starts), 8)
+        >>> segments.bounds.tolist(), segments.parents.tolist()
         ([0, 3, 5, 6, 8], [-1, 0, 0, -1])
     """
     forks = np.flatnonzero(shared)

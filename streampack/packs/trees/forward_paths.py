@@ -25,35 +25,34 @@ class ForwardPaths:
     of_packs: I64
     widths: I64
 
+    @property
+    def depths(self) -> I64:
+        """Tokens that each sample shares with the sample before it, int64 [samples]."""
+        return np.concatenate([pack.shared for pack in self.packs if pack.shared is not None]).astype(np.int64)
+
     def values(self, arrays: Sequence[NDArray[Any]], pad: Any) -> list[NDArray[Any]]:
         """Convert the packs' arrays [P, ...] to those of the forward packs; ``pad`` is for the one value more."""
         real = [array[: _num_rows(pack)] for array, pack in zip(arrays, self.packs, strict=True)]
-        found = []
+        of_packs = []
         for (begin, end), width in zip(pairwise(self.of_packs.tolist()), self.widths.tolist(), strict=True):
             joined = np.concatenate([*real[begin:end], arrays[0][:0]])
             more = np.full((int(len(joined) == width), *joined.shape[1:]), pad, joined.dtype)
-            found.append(np.concatenate([joined, more]))
-        return found
+            of_packs.append(np.concatenate([joined, more]))
+        return of_packs
 
     def attributes(self) -> list[dict[str, Any]]:
-        """Return ``shared``, ``cu_paths`` and ``path_index`` of each forward pack."""
-        index = []
+        """Return ``cu_paths`` and ``path_index`` of each forward pack."""
+        index, sums = [], []
         for begin, end in pairwise(self.of_packs.tolist()):
             before = 0
             for pack in self.packs[begin:end]:
                 assert pack.path_index is not None
                 index.append(pack.path_index + before)
                 before += int(pack.cu_seqlens_padded[pack.num_samples])
-        found = []
-        places = self.values(index, 0)
-        for (begin, end), place in zip(pairwise(self.of_packs.tolist()), places, strict=True):
-            mine = self.packs[begin:end]
-            lengths = [np.diff(pack.cu_paths) for pack in mine if pack.cu_paths is not None]
-            shared = [pack.shared for pack in mine if pack.shared is not None]
-            none = np.zeros(0, np.int32)
-            cu_paths = np.append(0, np.cumsum(np.concatenate([*lengths, none]))).astype(np.int32)
-            found.append({"shared": np.concatenate([*shared, none]), "cu_paths": cu_paths, "path_index": place})
-        return found
+            lengths = [np.diff(pack.cu_paths) for pack in self.packs[begin:end] if pack.cu_paths is not None]
+            sums.append(np.cumsum(np.concatenate([np.zeros(1, np.int32), *lengths])).astype(np.int32))
+        paths = zip(sums, self.values(index, 0), strict=True)
+        return [{"cu_paths": cu_paths, "path_index": places} for cu_paths, places in paths]
 
 
 def _num_rows(pack: Pack) -> int:

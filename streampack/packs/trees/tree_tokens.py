@@ -16,14 +16,39 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from streampack.core.layout.boundaries import Layouts
 from streampack.core.layout.labels import derive_positions
 from streampack.core.model.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, from_bfloat16
+from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, IGNORE_INDEX
-from streampack.core.trees.shared_prefixes import path_index
+from streampack.core.protocol.step_part import StepPart
+from streampack.core.trees.shared_prefixes import check_shared, path_index
 from streampack.packs.columns import Column, part, rebased
+
+
+def depths_of(part: StepPart, rules: Rules, parts: int) -> I64 | None:
+    """Return the tokens that each sample shares with the sample before it, int64 [n]; None if the run has no trees.
+
+    ``parts``: this rank holds 1 / parts of each pack. Raises ValueError for a column that makes no tree.
+    """
+    if rules.share is None:
+        if part.shared_u32 is not UNSET:
+            raise ValueError("got samples that share tokens, expected none without `share: prefix`")
+        return None
+    if parts > 1:
+        raise ValueError(f"got a shard of a pack whose samples share tokens (cp={parts}), expected whole packs")
+    lengths = np.frombuffer(part.lengths_u32, "<u4").astype(np.int64)
+    if part.shared_u32 is UNSET:
+        return np.zeros(len(lengths), np.int64)
+    if len(part.shared_u32) != len(part.lengths_u32):
+        raise ValueError(f"got {len(part.shared_u32)} bytes of shared tokens, expected {len(part.lengths_u32)}")
+    depths = np.frombuffer(part.shared_u32, "<u4").astype(np.int64)
+    counts = np.frombuffer(part.counts_u32, "<u4").astype(np.int64)
+    check_shared(depths, lengths, (np.cumsum(counts) - counts)[counts > 0])
+    return depths
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +63,7 @@ class TreeTokens:
     """[packs + 1] index of each pack's first token, and the end of the last pack."""
     laid: Layouts
     """The layout of the packs, where a sample is as long as its own tokens."""
-    shared: I64
+    depths: I64
     """int64 [samples] tokens that each sample shares with the sample before it."""
     positions: Callable[[Column], Column | list[Any]]
     """Turns supplied positions into the form that packs have."""
@@ -46,9 +71,9 @@ class TreeTokens:
     @property
     def row_bounds(self) -> list[int]:
         """[packs + 1] number of the first of the samples' whole tokens in each pack, and the end of the last pack."""
-        whole = np.append(0, np.cumsum(self.laid.lengths + self.shared))
-        found: list[int] = whole[self.laid.first_sample].tolist()
-        return found
+        whole = np.append(0, np.cumsum(self.laid.lengths + self.depths))
+        bounds: list[int] = whole[self.laid.first_sample].tolist()
+        return bounds
 
     def columns(self, first: int, stop: int) -> tuple[dict[str, Column | list[Any]], dict[str, Column | list[Any]]]:
         """Return the derived arrays of packs [first, stop), and their declared fields, as columns by name."""
@@ -56,15 +81,15 @@ class TreeTokens:
         bounds = rebased(self.bounds, first, stop)
         position_ids, padding_mask = np.empty(bounds[-1], np.int64), np.empty(bounds[-1], np.bool_)
         span = slice(laid.first_segment[first], laid.first_segment[stop])
-        depth = self._depths()[span]
-        derive_positions(depth, (laid.stop - laid.start)[span], laid.real[span] + depth, position_ids, padding_mask)
+        before = self._before_segments()[span]
+        derive_positions(before, (laid.stop - laid.start)[span], laid.real[span] + before, position_ids, padding_mask)
         paths = [self._path_of(pack) for pack in range(first, stop)]
         sizes = [len(path) for path in paths]
         extra = [size == high - low for size, (low, high) in zip(sizes, pairwise(bounds), strict=True)]
         extended = [np.append(path, 0) if more else path for path, more in zip(paths, extra, strict=True)]
         path_bounds = np.cumsum([0, *map(len, extended)]).tolist()
         places = np.concatenate(extended)
-        shared, of_samples = self._of_samples(first, stop)
+        of_samples = self._cu_paths(first, stop)
         fields = {field.name: self._field(field, part(column, first, stop), extra) for field, column in self.fields}
         sent, supplied = fields.pop(LABELS, None), fields.pop(POSITION_IDS, None)
         tokens: dict[str, Column | list[Any]] = {
@@ -72,7 +97,6 @@ class TreeTokens:
             "padding_mask": Column(padding_mask, bounds),
             "path_index": Column(places, path_bounds),
             "cu_paths": of_samples,
-            "shared": shared,
         }
         if self.input_ids is None:
             return tokens | dict.fromkeys(("input_ids", "labels"), [None] * (stop - first)), dict(fields)
@@ -93,29 +117,27 @@ class TreeTokens:
         tokens |= {"input_ids": Column(ids, bounds), "labels": Column(labels, path_bounds)}
         return tokens, dict(fields)
 
-    def _depths(self) -> I64:
+    def _before_segments(self) -> I64:
         """Return the shared tokens before each segment, int64 [segments]; 0 for padding at the end of a pack."""
         laid = self.laid
-        found = np.zeros(len(laid.real), np.int64)
-        found[laid.real > 0] = self.shared
-        return found
+        before = np.zeros(len(laid.real), np.int64)
+        before[laid.real > 0] = self.depths
+        return before
 
     def _path_of(self, pack: int) -> I64:
         """Return the place in a pack of each token of its samples, int64 [sum of lengths]."""
         laid = self.laid
         a, b, c = laid.first_sample[pack], laid.first_sample[pack + 1], laid.first_segment[pack]
-        shared = self.shared[a:b]
-        return path_index(shared, laid.lengths[a:b] + shared, laid.start[c : c + b - a])
+        depths = self.depths[a:b]
+        return path_index(depths, laid.lengths[a:b] + depths, laid.start[c : c + b - a])
 
-    def _of_samples(self, first: int, stop: int) -> tuple[Column, Column]:
-        """Return ``shared`` and ``cu_paths`` of packs [first, stop): [samples] and [samples + 1] for each pack."""
+    def _cu_paths(self, first: int, stop: int) -> Column:
+        """Return ``cu_paths`` of packs [first, stop): [samples + 1] for each pack."""
         laid, at = self.laid, self.laid.first_sample[first : stop + 1]
-        shared = self.shared[at[0] : at[-1]]
-        whole = laid.lengths[at[0] : at[-1]] + shared
+        whole = laid.lengths[at[0] : at[-1]] + self.depths[at[0] : at[-1]]
         of_packs = pairwise((at - at[0]).tolist())
         sums = [np.append(0, np.cumsum(whole[a:b])).astype(np.int32) for a, b in of_packs]
-        bounds = np.cumsum([0, *map(len, sums)]).tolist()
-        return Column(shared.astype(np.int32), (at - at[0]).tolist()), Column(np.concatenate(sums), bounds)
+        return Column(np.concatenate(sums), np.cumsum([0, *map(len, sums)]).tolist())
 
     def _field(self, field: Field, came: Column, extra: list[bool]) -> Column:
         """Return a writable copy of a declared field, bfloat16 as float32; a target gets the rows that make P."""

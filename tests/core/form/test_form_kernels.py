@@ -31,12 +31,11 @@ def test_what_is_said_of_packs_is_the_sums_and_the_digests_of_their_rows(
     table.take(3)
     handles = table.enter(rows)
     shared = rng.integers(0, rows["length"], endpoint=True) if align == 1 else np.zeros(len(rows), np.int64)
-    table.shared[handles] = shared
-    table.extra_cost[handles] = media = rng.integers(0, 2**40, len(rows))
+    media = rng.integers(0, 2**40, len(rows))
     sums, identities = np.full((4, len(counts)), GUARD), np.full((len(rows), 6), GUARD, np.uint32)
     kernel(
         handles, bounds, table.stream, table.index, table.part, table.length, table.loss_tokens, table.crc,
-        table.shared, table.extra_cost, align, 3, 2, sums, identities,
+        shared.astype(np.int64), media, align, 3, 2, sums, identities,
     )  # fmt: skip
     own = (rows["length"] - shared).tolist()
     slots = [-(-length // align) * align for length in own]

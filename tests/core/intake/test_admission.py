@@ -64,13 +64,13 @@ def test_each_piece_gets_a_row_and_a_place_in_the_chunk(
             table.loss_tokens,
             table.crc,
             table.keep,
-            table.shared,
         ]
         cut, tokens = kernel(
             pieces.source, pieces.offset, pieces.length, pieces.part, every, read_only([7 * n for n in lengths]),
-            read_only([max(n - 1, 0) for n in lengths]), skip, 100, 3, 5, keep, shared, handles, *columns, entries,
-            stored,
+            read_only([max(n - 1, 0) for n in lengths]), skip, 100, 3, 5, keep, handles, *columns, entries, stored,
         )  # fmt: skip
+        table.put(handles, {"shared": shared[kept]} if share else {})
+        columns.append(table.shared)
         found.append((cut, tokens, entries.tolist(), stored.tolist(), [column[handles].tolist() for column in columns]))
     assert found[0] == found[1]
     samples = (skip + pieces.source[kept]).tolist()

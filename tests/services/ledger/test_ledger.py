@@ -519,7 +519,8 @@ def test_a_step_comes_back_from_its_row(packs: list[list[Any]], digest: bytes, d
     before = step_rows.rows_of(step, 9)
     after = step_rows.decode(FEED, 1, 7, 9, step_rows.encode(before))
     assert after.rows.tobytes() == rows.tobytes()
-    assert after.shared.tolist() == shared.tolist()
-    assert after.media.tobytes() == (counts if media else np.zeros(len(rows), MEDIA_ROW)).tobytes()
+    assert after.column("shared").tolist() == shared.tolist()
+    of_media = after.extras[list(MEDIA_ROW.names or ())]
+    assert of_media.tolist() == (counts if media else np.zeros(len(rows), MEDIA_ROW)).tolist()
     assert after.bounds.tolist() == before.bounds.tolist()
     assert (after.digest, after.chain, after.num_loss_tokens) == (digest, digest[::-1], 2**40)

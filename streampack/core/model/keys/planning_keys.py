@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import msgspec
@@ -108,14 +109,28 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
         """The factors (a, b, c): a media item of p patches costs ``a * p + b * p * p + c``."""
         return (*(self.patches or (0, 0)), self.items or 0)
 
-    def costs(self, slots: I64, shared: I64 | int = 0) -> I64:
-        """Return the cost of each sample, int64 [n]; ``slots`` int64 [n] are the samples' padded tokens.
+    def costs(self, slots: I64, depths: I64 | int = 0) -> I64:
+        """Return the cost of the tokens of each sample, int64 [n].
 
-        ``shared`` int64 [n]: tokens that each sample shares with the one before it, and that ``slots`` does not count.
+        Args:
+            slots: int64 [n], padded tokens that each sample adds to its pack.
+            depths: int64 [n], tokens that come before them in the sample, and that it shares with the one before it.
         """
         a, b = self.factors
-        costs: I64 = np.asarray(slots, np.int64) * (a + b * (2 * shared + np.asarray(slots, np.int64)))
+        costs: I64 = np.asarray(slots, np.int64) * (a + b * (2 * depths + np.asarray(slots, np.int64)))
         return costs
+
+    def extras_of(self, column: Callable[[str], I64]) -> tuple[I64, I64]:
+        """Return the depths of samples (see ``costs``), and their cost beside that of their tokens, int64 [n] each.
+
+        ``column`` returns a column of ``samples.EXTRAS`` of the samples, by its name.
+        """
+        return column("shared"), column("extra_cost")
+
+    def sample_costs(self, slots: I64, column: Callable[[str], I64]) -> I64:
+        """Return the whole cost of each sample, int64 [n]; arguments as for ``costs`` and ``extras_of``."""
+        depths, others = self.extras_of(column)
+        return self.costs(slots, depths) + others
 
 
 class MediaLimits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

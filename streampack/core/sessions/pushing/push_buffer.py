@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from streampack.core.columns.chunk_body import SAMPLE_BYTES
 from streampack.core.sessions.producer_base import Chunk
 
 CHUNK_BYTES = 1024
@@ -43,8 +44,7 @@ class KeptMark(Struct, frozen=True):
 
 def size_of(chunk: Chunk) -> int:
     """Return the bytes that a chunk takes in the buffer."""
-    columns = len(chunk.lengths_u32) + len(chunk.crcs_u32) + len(chunk.loss_tokens_u32)
-    columns += len(chunk.keys or b"") + len(chunk.shared_u32 or b"")
+    columns = sum(len(getattr(chunk, name) or b"") for name in SAMPLE_BYTES)
     payload: tuple[Any, ...] = chunk.payload
     return sum(memoryview(frame).nbytes for frame in payload) + columns + CHUNK_BYTES
 
