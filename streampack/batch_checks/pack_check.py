@@ -208,7 +208,9 @@ class PackCheck:
             rises = bounds[0] == 0 and bool((np.diff(bounds) >= 0).all())
             expect(rises, name, f"{self.what}: got boundaries that fall, expected them to rise from 0")
         totals = {"item": int(items[-1]), "patch": int(patches[-1])}
-        for field in rules.media_fields:
+        for field in rules.all_fields:
+            if not field.of_media:
+                continue
             values = np.asarray(self.pack[field.name])
             if field.is_reference and values.dtype != object:  # fetched and decoded
                 equal(field.name, f"{self.what}, its rows", len(values), totals["patch"])

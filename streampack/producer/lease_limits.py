@@ -43,6 +43,7 @@ class LeaseLimits:
         self._masked = any(each.name == LOSS_MASK for each in lease.fields)
         self._needs_mask = any(each.name == LOSS_MASK and each.default is None for each in lease.fields)
         self._budget = lease.max_sample_tokens if lease.budget is UNSET else lease.budget
+        self._of_media = tuple(each for each in lease.sent_fields if each.of_media)
         self._has_grids = any(each.name == POSITION_IDS and each.shape for each in lease.fields)
         self._rejected = {
             each.name: np.zeros((int(is_by_sample(each)), *each.shape), each.storage) for each in lease.fields
@@ -99,8 +100,8 @@ class LeaseLimits:
         if reason is None and not self._masked and LOSS_MASK in record.fields:
             self._reject_mask(record)
         sample: Values | str = reason or self._values(record)
-        if isinstance(sample, dict) and (media_fields := self._lease.media_fields):
-            media = media_of(record.fields, media_fields, tokens)
+        if isinstance(sample, dict) and self._of_media:
+            media = media_of(record.fields, self._of_media, tokens)
             sample = media if isinstance(media, str) else sample | media
             if MEDIA in sample and self._has_grids and POSITION_IDS not in record.fields:
                 sample = NO_POSITIONS
@@ -186,7 +187,7 @@ class LeaseLimits:
 
         ``lengths`` int64 [n]: tokens of each sample. Missing fields get their defaults.
         """
-        found: Values = {TOKENS: tokens}
+        columns: Values = {TOKENS: tokens}
         for each in self._lease.fields:
             shape = (len(lengths) if is_by_sample(each) else len(tokens), *each.shape)
             value = fields.get(each.name)
@@ -194,15 +195,15 @@ class LeaseLimits:
                 default = _default(each, tokens, lengths, shape)
                 if default is None:
                     return f"{each.name}: missing"
-                found[each.name] = default
+                columns[each.name] = default
                 continue
             if value.shape != shape:
                 return f"{each.name}: length" if value.ndim == len(shape) else f"{each.name}: shape"
             stored = each.stored(value)
             if stored is None:
                 return f"{each.name}: dtype"
-            found[each.name] = stored
-        return found
+            columns[each.name] = stored
+        return columns
 
     def _reject_mask(self, record: RawSample) -> None:
         """Raise SampleError for a loss mask that the run does not declare, unless the mask is 1 everywhere."""

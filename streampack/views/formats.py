@@ -160,7 +160,7 @@ class Views:
         if rules.padded and self._given is None and self.format == "thd":
             self.format = "padded"
         check_feed(self.format, self._mesh, rules, layout, self._masks)
-        referred = [field.name for field in rules.media_fields if field.is_reference]
+        referred = [field.name for field in rules.all_fields if field.is_reference]
         if referred and self.media is None and self.format != "numpy":
             raise UserError(
                 f"got format {self.format!r} for a feed with references to media ({referred[0]}), expected "

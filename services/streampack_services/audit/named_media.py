@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from streampack.core.journal.log_records import ChunkAdmitted, ChunkStaged
-from streampack.core.media.media_counts import media_sizes
-from streampack.core.media.media_format import decode
+from streampack.core.media.media_counts import media_of_sample
 from streampack.core.media.references import decode_reference
 from streampack.wire.record_frames import decode_record
 from streampack_services.audit.why_sample import waited_for
@@ -35,8 +33,8 @@ def references_of(state_dir: Path, ledger: Ledger, sample: Tree) -> dict[str, li
     feed = ledger.history.feed_of(sample["stream"])
     if feed is None or not feed.streams[sample["stream"]].pushed:
         return None
-    fields = feed.rules_at(LATEST).media_fields
-    named = [field.name for field in fields if field.is_reference]
+    rules = feed.rules_at(LATEST)
+    named = [field.name for field in rules.all_fields if field.is_reference]
     if not named or (sample["places"] and not sample["places"][-1]["items"]):
         return None
     if sample["sent"] is None and waited_for(feed, sample["stream"]):  # the sample has no number yet
@@ -51,12 +49,8 @@ def references_of(state_dir: Path, ledger: Ledger, sample: Tree) -> dict[str, li
         is_same = (record.stream, record.partition) == (sample["stream"], sample["partition"])
         if not is_same or not 0 <= at < len(record.lengths_u32) // 4 or len(payload) < 2:
             continue
-        items, ends = np.frombuffer(payload[-2], "<u4").reshape(-1, 2)[:, 0], np.cumsum(media_sizes(payload[-2]))
-        if not items[at]:
-            return None
-        data = payload[-1][int(ends[at - 1]) if at else 0 : int(ends[at])]
-        values = decode(fields, [data], np.array([items[at]], np.int64)).values
-        return {name: [_shown(reference) for reference in values[name]] for name in named}
+        values = media_of_sample(payload, at, rules)
+        return None if values is None else {name: [_shown(item) for item in values[name]] for name in named}
     return None
 
 

@@ -104,7 +104,7 @@ def _needs(config: BrokerConfig) -> _Needs:
     return _Needs(
         feeds=feeds,
         by_feed={
-            name: needed_tokens(rules, sample) + (_most_media(config) // size if rules.media_fields else 0)
+            name: needed_tokens(rules, sample) + (_most_media(config) // size if rules.has_extra_bytes else 0)
             for name, rules in feeds.items()
         },
         sample=sample,
@@ -176,7 +176,7 @@ def plan(config: BrokerConfig) -> Plan:
             config.retain.checkpoints,
             config.feeds[name].on_rewind == "discard",
             config.limits.peers,
-            _most_media(config) if rules.media_fields else 0,
+            _most_media(config) if rules.has_extra_bytes else 0,
             leaving,
         )
         for name, rules in feeds.items()

@@ -60,7 +60,7 @@ def sharing_of(state_dir: Path, rules: Rules) -> Sharing | None:
     ``rules``: the feed's rules, which name its streams and fields. Raises LogDamaged for a damaged log.
     """
     streams = {stream.name for stream in rules.streams if stream.pushed}
-    if not streams or rules.media_fields:  # share: prefix does not go together with media
+    if not streams or rules.has_extra_bytes:  # share: prefix does not go together with media
         return None
     sharing = Sharing(0, 0, 0, 0)
     for entry in read_entries(state_dir):

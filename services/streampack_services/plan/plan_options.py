@@ -176,7 +176,7 @@ def base_of_broker(broker: BrokerConfig, feed: str | None) -> PlanOptions:
     mesh = PlanMesh(**msgspec.structs.asdict(broker.planned_mesh))
     return PlanOptions(
         rules, settings.align or DERIVED, broker.precision, joint, (mesh,), broker.feeds[name].cp_layout, True,
-        has_media=bool(rules.media_fields),
+        has_media=rules.has_extra_bytes,
     )  # fmt: skip
 
 
@@ -189,7 +189,7 @@ def base_of_run(run: Served, *, other_mesh: bool) -> PlanOptions:
     marked = rules.batch is not None and rules.batch.samples is None
     options = PlanOptions(
         rules, keep_budget=True, batch_samples=max(round(run.samples / run.steps), 1) if marked else None,
-        has_media=bool(run.rules.media_fields),
+        has_media=run.rules.has_extra_bytes,
     )  # fmt: skip
     if other_mesh:
         return options

@@ -51,7 +51,7 @@ def show_status(status: BrokerStatus) -> None:
     console.print(facts)
     for feed in view.feeds:
         _show_feed(console, feed)
-        _print(console, media_lines(feed, status.memory.media_bytes, console.width))
+        _print(console, media_lines(feed, status.held_media_bytes or 0, console.width))
         streams = view.streams_of(feed)
         lines = stream_lines(streams, STREAM_COLUMNS, "lag: tokens that producers have not sent yet", console.width)
         _print(console, lines, _rejected(streams), _warnings(streams), late_lines(streams, console.width))
@@ -126,7 +126,7 @@ def _packing(feed: FeedStatus) -> Facts:
     """Return rows about how full the packs are, and how evenly they are dealt."""
     totals, figures, padded = feed.totals, feed.figures, feed.dynamic_batching
     packed = f"{count_text(totals.tokens)} tokens in {count_text(totals.packs)} packs"
-    shared = f"{totals.shared_ratio:.2%} of the samples' tokens, {count_text(totals.shared_tokens)} tokens"
+    sharing = f"{totals.shared_ratio:.2%} of the samples' tokens, {count_text(totals.shared_tokens)} tokens"
     removed = cost = ""
     if padded is not None:
         removed = f"{count_text(padded.removed_padding_tokens)}, {padded.removed_padding_ratio:.2%}"
@@ -139,7 +139,7 @@ def _packing(feed: FeedStatus) -> Facts:
     ]
     return (
         ("packed", f"{packed}, {count_text(feed.tokens_per_s)} tokens/s"),
-        ("shared prefixes", shared if totals.shared_tokens else ""),
+        ("shared prefixes", sharing if totals.shared_tokens else ""),
         ("utilization", f"{_filled(figures)}; with alignment {_filled(feed.padded_figures)}"),
         ("bin balance", f"{figures.bin_balance:.3f}"),
         ("removed padding", removed),

@@ -84,7 +84,7 @@ def page(view: BrokerView, options: PageOptions, width: int, height: int | None 
         lambda lines: stream_lines(streams, STREAM_COLUMNS, counted(now.producers, "producer"), narrow, lines), 3
     )
     late = _Block(lambda lines: late_lines(streams, narrow, lines), 3)
-    media = _Block(lambda _: media_lines(feed, view.status.memory.media_bytes, wide), 6)
+    media = _Block(lambda _: media_lines(feed, view.status.held_media_bytes or 0, wide), 6)
     shares = _Block(lambda _: _shares(feed, narrow), 0, extra=True)
     events = _Block(lambda lines: _events(view, narrow, lines), 3)
     if width >= WIDE:

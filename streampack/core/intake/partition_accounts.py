@@ -162,7 +162,7 @@ class PartitionAccounts:
                 intake.expected_seq = place.stop_seq
             elif place.stop_seq > intake.expected_seq:
                 # Records do not count media, so the chunk may have as many bytes of them as any chunk.
-                most = self._max_chunk_bytes if stream.terms.media_fields else 0
+                most = self._max_chunk_bytes if stream.rules.has_extra_bytes else 0
                 media = max(most - place.tokens * intake.token_bytes, 0)
                 if not intake.may_keep(place.tokens, media) or place.stop_seq > intake.grant_seq:
                     return []
