@@ -33,23 +33,23 @@ def check_paths(pack: Mapping[str, Any], what: str, padded: I64, own: I64) -> No
         own: Tokens of each segment without padding, int64 [segments].
     """
     count = int(pack["num_samples"])
-    shared, cu_paths = (np.asarray(pack[name], np.int64) for name in ("shared", "cu_paths"))
-    equal("shared", f"{what}, its shape", shared.shape, (count,))
-    equal("cu_paths", what, cu_paths, np.append(0, np.cumsum(own[:count] + shared)).astype(np.int64))
+    depths, cu_paths = (np.asarray(pack[name], np.int64) for name in ("shared", "cu_paths"))
+    equal("shared", f"{what}, its shape", depths.shape, (count,))
+    equal("cu_paths", what, cu_paths, np.append(0, np.cumsum(own[:count] + depths)).astype(np.int64))
     before = 0
-    for i, (share, length) in enumerate(zip(shared.tolist(), own.tolist(), strict=False)):
+    for i, (share, length) in enumerate(zip(depths.tolist(), own.tolist(), strict=False)):
         most = before  # a sample shares at most all of the one before it
         expect(0 <= share <= most, "shared", f"{what}, sample {i}: got {share} tokens, expected at most {most}")
         before = share + length
-    expected = np.concatenate([*_paths(shared, padded, own), np.zeros(0, np.int64)])
+    expected = np.concatenate([*_paths(depths, padded, own), np.zeros(0, np.int64)])
     extra = int(len(expected) == padded[-1])  # so that P is never T
     equal("path_index", what, np.asarray(pack["path_index"], np.int64), np.append(expected, [0] * extra))
 
 
-def _paths(shared: I64, padded: I64, own: I64) -> Iterator[I64]:
+def _paths(depths: I64, padded: I64, own: I64) -> Iterator[I64]:
     """Yield the places of each sample's tokens in the pack, int64 [tokens]."""
     path = np.zeros(0, np.int64)
-    for share, begin, length in zip(shared.tolist(), padded.tolist(), own.tolist(), strict=False):
+    for share, begin, length in zip(depths.tolist(), padded.tolist(), own.tolist(), strict=False):
         path = np.concatenate([path[:share], np.arange(begin, begin + length)])
         yield path
 

@@ -150,11 +150,11 @@ class BrokerConfig(
             if name in (self.feeds[feed].streams or self.streams)
         )
         late_s = None if settings.late_timeout_s == LATE_TIMEOUT_S else settings.late_timeout_s
-        shared = values_of(self, RunKeys) | values_of(settings, PlanningKeys) | settings.packing
-        shared |= {"merge": self.feeds[feed].merge or self.merge, "balance": settings.balance.planned(mesh.dp)}
+        keys = values_of(self, RunKeys) | values_of(settings, PlanningKeys) | settings.packing
+        keys |= {"merge": self.feeds[feed].merge or self.merge, "balance": settings.balance.planned(mesh.dp)}
         try:
             return Rules(
-                **shared, window=settings.window.samples, align=align, packs=settings.step.packs or Rules().packs,
+                **keys, window=settings.window.samples, align=align, packs=settings.step.packs or Rules().packs,
                 batch=settings.step.batch, max_policy_lag=settings.staleness.max_policy_lag,
                 paces=settings.staleness.on_exceed == "wait", late_timeout_s=late_s, fields=fields,
                 media_fields=media_fields, streams=streams,

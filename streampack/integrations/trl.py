@@ -136,8 +136,8 @@ def _size_of(samples: list[dict[str, Any]]) -> int:
 
     A ``TreeRow`` computes shared tokens once, except for the last one before a branch.
     """
-    _, shared = prefix_order([sample["input_ids"].numpy() for sample in samples])
-    tokens = sum(len(sample["input_ids"]) for sample in samples) - int(np.maximum(shared - 1, 0).sum())
+    _, depths = prefix_order([sample["input_ids"].numpy() for sample in samples])
+    tokens = sum(len(sample["input_ids"]) for sample in samples) - int(np.maximum(depths - 1, 0).sum())
     return max(tokens, sum(int(sample["completion_mask"].sum()) for sample in samples))
 
 

@@ -190,9 +190,9 @@ class _Chat:
             at = text.find(known.strip(), 0, lead) if known.strip() else -1
             if at >= 0:
                 return at + _common_prefix(text[at:], known.lstrip())
-        shared = max(_common_prefix(text, prompt or ""), _common_prefix(text, header))
-        if text[:shared].strip() or not place:
-            return min(shared, lead)
+        common = max(_common_prefix(text, prompt or ""), _common_prefix(text, header))
+        if text[:common].strip() or not place:
+            return min(common, lead)
         return lead if text[:lead].strip() else 0  # white space is the model's own unless a prompt ends with it
 
     def _prompt(self, number: int) -> str | None:

@@ -142,14 +142,14 @@ class Link:
         if self._prepared is not None and self._prepared[0] == address(data):
             slot, self._prepared = self._prepared[1], None
             return slot
-        shared = self.group is not None and not data.flags.writeable
-        if shared and (found := slots.find(data)) is not None and found not in self._lent:
+        for_group = self.group is not None and not data.flags.writeable
+        if for_group and (found := slots.find(data)) is not None and found not in self._lent:
             slots.borrow(found)
             return found
         free = slots.take()
         if free is not None:
             slots.memory(free, size)[:] = data
-            if shared:
+            if for_group:
                 slots.keep(free, data)
         return free
 

@@ -207,7 +207,7 @@ class _Run:
 
     def _start_broker(self, tree: dict[str, Any], path: Path) -> dict[str, Any]:
         """Start the broker, wait until it is ready, and return the content of its rendezvous file."""
-        listen = self._free_addresses(shared="rendezvous" in tree) | (tree.get("listen") or {})
+        listen = self._free_addresses(has_rendezvous="rendezvous" in tree) | (tree.get("listen") or {})
         before = rendezvous.read(path)
         self._start("broker", "broker", tree | {"listen": listen, "rendezvous": str(path)})
         (broker,) = self.daemons
@@ -217,14 +217,14 @@ class _Run:
                 raise DaemonEnded(broker.failure())
         return found
 
-    def _free_addresses(self, shared: bool) -> dict[str, str]:
+    def _free_addresses(self, has_rendezvous: bool) -> dict[str, str]:
         """Return free addresses for the broker: TCP ports for several hosts, else Unix sockets if their path fits.
 
-        ``shared``: broker.yaml names a rendezvous file, so other hosts may connect.
+        ``has_rendezvous``: broker.yaml names a rendezvous file, so other hosts may connect.
         """
         hosts = next((int(self.env[name]) for name in _HOSTS if self.env.get(name, "").isdigit()), 1)
         any_port = "tcp://0.0.0.0:*" if hosts > 1 else "tcp://127.0.0.1:*"
-        files = hosts == 1 and not shared and len(os.fsencode(self.folder)) < _LONGEST_FOLDER
+        files = hosts == 1 and not has_rendezvous and len(os.fsencode(self.folder)) < _LONGEST_FOLDER
         sides = {side: f"ipc://{self.folder}/{side}" if files else any_port for side in ("producers", "trainers")}
         self.port = own_runs.claim_port(parse_address(DEFAULT_HTTP)[1])
         return {**sides, "http": DEFAULT_HTTP if self.port is not None and _is_free(DEFAULT_HTTP) else "127.0.0.1:0"}

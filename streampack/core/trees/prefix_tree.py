@@ -58,11 +58,11 @@ class PrefixTree:
 
     def path(self, row: int) -> list[int]:
         """Return the segments of a row, from its root."""
-        found, segment = list[int](), int(self.leaves[row])
+        path, segment = list[int](), int(self.leaves[row])
         while segment >= 0:
-            found.append(segment)
+            path.append(segment)
             segment = int(self.parents[segment])
-        return found[::-1]
+        return path[::-1]
 
     def places(self, row: int) -> I64:
         """Return where the tokens of a row are among the tree's tokens, int64 [tokens of the row]."""
@@ -117,11 +117,11 @@ def _insert(root: _Node, rows: Sequence[NDArray[Any]], number: int, size: int) -
             node.children.append(child)
             node, at = child, size
             break
-        shared = _common(rows[child.owner][at : at + child.length], rows[number][at:])
-        if shared < child.length:
-            below = _Node(child.owner, at + shared, child.length - shared, child.rows, child.children)
-            child.length, child.rows, child.children = shared, [], [below]
-        node, at = child, at + shared
+        common = _common(rows[child.owner][at : at + child.length], rows[number][at:])
+        if common < child.length:
+            below = _Node(child.owner, at + common, child.length - common, child.rows, child.children)
+            child.length, child.rows, child.children = common, [], [below]
+        node, at = child, at + common
     node.rows.append(number)
 
 

@@ -31,10 +31,10 @@ class KeysMeta(StructMeta):
         groups: list[Any] = [base for base in bases if isinstance(base, KeysMeta) and base.__struct_fields__]
         if not listed and len(groups) < 2:
             return super().__new__(mcls, name, bases, namespace, **options)
-        shared = {field.name: field for group in (*groups, *unset) for field in msgspec.structs.fields(group)}
+        inherited = {field.name: field for group in (*groups, *unset) for field in msgspec.structs.fields(group)}
         own = namespace.get("__annotations__", {})
-        types: dict[str, Any] = {key: field.type for key, field in shared.items()} | own
-        defaults = {key: _default(field) for key, field in shared.items() if key not in own and not field.required}
+        types: dict[str, Any] = {key: field.type for key, field in inherited.items()} | own
+        defaults = {key: _default(field) for key, field in inherited.items() if key not in own and not field.required}
         for group, path in unset.items():
             for key in group.__struct_fields__:  # type: ignore[attr-defined]
                 kind, meta = get_args(types[key])
