@@ -104,15 +104,15 @@ def fill_block_tables(tables: I32, bounds: I32, queries: I64, block_size: int, p
     by_any, by_all = (np.cumsum(each, axis=1)[:, :num_k] for each in (by_any, by_all))
     full = by_all == block_size  # a short last block is partial, as for create_block_mask
     partial = (by_any > 0) & ~full
-    found: dict[str, NDArray[Any]] = {"documents": documents, "queries": queries}
+    by_name: dict[str, NDArray[Any]] = {"documents": documents, "queries": queries}
     if parents is not None:
-        found["ends"] = descendant_ends(parents)[documents]
+        by_name["ends"] = descendant_ends(parents)[documents]
     for side, (some, every) in (("kv", (partial, full)), ("q", (partial.T, full.T))):
         for name, marked in ((side, some), (f"full_{side}", every)):
-            found[f"{name}_num_blocks"] = marked.sum(axis=1)
-            found[f"{name}_indices"] = np.argsort(~marked, axis=1, kind="stable")
+            by_name[f"{name}_num_blocks"] = marked.sum(axis=1)
+            by_name[f"{name}_indices"] = np.argsort(~marked, axis=1, kind="stable")
     for name, array in layout.cut(tables).items():
-        array[...] = found[name]
+        array[...] = by_name[name]
 
 
 def _runs(queries: I64, documents: I32, block_size: int) -> I64:

@@ -51,15 +51,15 @@ class ForwardPacks(Sequence[BatchT]):
         Raises:
             UserError: Values are missing for a forward pack, or do not have one row for each token.
         """
-        found = self._of_all(values)
+        of_packs = self._of_all(values)
         paths = [pack.path_index for pack in self._packs if pack.path_index is not None]
-        if paths and all(value.shape[:1] == (len(path),) for value, path in zip(found, paths, strict=True)):
-            return self._paths_back(found)
+        if paths and all(value.shape[:1] == (len(path),) for value, path in zip(of_packs, paths, strict=True)):
+            return self._paths_back(of_packs)
         sizes = [len(pack.padding_mask) for pack in self._packs]
-        rowed = max(sizes) > 1 and all(v.shape[:2] == (1, size) for v, size in zip(found, sizes, strict=True))
-        found = [value[0] for value in found] if rowed else found
-        _check_sizes(found, sizes, "token")
-        joined = _joined([value[: num_held_tokens(pack)] for value, pack in zip(found, self._packs, strict=True)])
+        rowed = max(sizes) > 1 and all(v.shape[:2] == (1, size) for v, size in zip(of_packs, sizes, strict=True))
+        of_packs = [value[0] for value in of_packs] if rowed else of_packs
+        _check_sizes(of_packs, sizes, "token")
+        joined = _joined([value[: num_held_tokens(pack)] for value, pack in zip(of_packs, self._packs, strict=True)])
         back, begin = [], 0
         for pack in self._micro_batches:
             row, end = _zeros(joined, len(pack.padding_mask)), begin + num_held_tokens(pack)
@@ -94,19 +94,21 @@ class ForwardPacks(Sequence[BatchT]):
         Raises:
             UserError: Values are missing for a forward pack, or do not have one row for each sample.
         """
-        found = self._of_all(values)
-        _check_sizes(found, [pack.num_samples for pack in self._packs], "sample")
-        joined, bounds = _joined(found), np.cumsum([0, *(pack.num_samples for pack in self._micro_batches)])
+        of_packs = self._of_all(values)
+        _check_sizes(of_packs, [pack.num_samples for pack in self._packs], "sample")
+        joined, bounds = _joined(of_packs), np.cumsum([0, *(pack.num_samples for pack in self._micro_batches)])
         return tuple(joined[begin:end] for begin, end in pairwise(bounds.tolist()))
 
     def _of_all(self, values: Mapping[Any, Any] | Sequence[Any]) -> list[Any]:
         """Return the values of all forward packs, in the packs' order. Raises UserError if some are missing."""
-        found = [values[pack] for pack in self._shown if pack in values] if isinstance(values, Mapping) else [*values]
-        if len(found) != len(self._shown):
+        of_packs = (
+            [values[pack] for pack in self._shown if pack in values] if isinstance(values, Mapping) else [*values]
+        )
+        if len(of_packs) != len(self._shown):
             raise UserError(
-                f"got values for {len(found)} packs, expected values for all {len(self._shown)} forward packs"
+                f"got values for {len(of_packs)} packs, expected values for all {len(self._shown)} forward packs"
             )
-        return [_values(value) for value in found]
+        return [_values(value) for value in of_packs]
 
     @overload
     def __getitem__(self, at: int) -> BatchT: ...

@@ -38,12 +38,12 @@ def as_id(given: Any) -> SampleId:
     """Return an id that the program passes. Raises UserError for another value."""
     try:
         partition, seq, process = given
-        found = SampleId(int(partition), int(seq), int(process))
+        sample_id = SampleId(int(partition), int(seq), int(process))
     except (TypeError, ValueError):
         raise UserError(f"got the id {given!r:.80}, expected an id from Producer.sample_ids: three integers") from None
-    if not (0 <= found.partition < 2**20 and 0 <= found.seq < 2**62 and 0 <= found.process < 2**62):
+    if not (0 <= sample_id.partition < 2**20 and 0 <= sample_id.seq < 2**62 and 0 <= sample_id.process < 2**62):
         raise UserError(f"got the id {given!r:.80}, expected an id from Producer.sample_ids")
-    return found
+    return sample_id
 
 
 def seqs_of(message: Amend) -> list[int]:
@@ -102,14 +102,14 @@ def _stored(value: Any, field: Field, one: SampleId) -> np.ndarray[Any, Any]:
     """Return a value in the form in which it is stored. Raises SampleError if it does not fit the field."""
     array = np.asarray(plain(value))
     tokens = len(array) if field.axis == "token" and array.ndim else 0
-    found = as_field(array, field, tokens)
-    if isinstance(found, str):
+    converted = as_field(array, field, tokens)
+    if isinstance(converted, str):
         expected = f"dtype {field.dtype} and shape {list(field.shape)}" + " for each token" * (field.axis == "token")
         raise SampleError(
             f"sample {one.seq} of partition {one.partition}: got a value of {field.name} that cannot be used "
-            f"({found}), expected {expected}"
+            f"({converted}), expected {expected}"
         )
-    stored = to_bfloat16(found) if field.dtype == "bfloat16" else found.astype(field.storage, copy=False)
+    stored = to_bfloat16(converted) if field.dtype == "bfloat16" else converted.astype(field.storage, copy=False)
     return np.ascontiguousarray(stored)
 
 

@@ -373,12 +373,12 @@ class Producer:
         listed: list[Any] = list(ids) if one is None else [one]  # type: ignore[arg-type]
         if not listed:
             return {}
-        found = [as_id(each) if _index(each) is None else self.sample_ids(each)[0] for each in listed]
+        sample_ids = [as_id(each) if _index(each) is None else self.sample_ids(each)[0] for each in listed]
         with self._given:
             if self._threads.amending is None:
                 self._pushing.lease()  # raises if the producer is closed or has failed
                 self._threads.amending = self._new_amending()
-        return self._threads.amending.amend(found, fields, timeout_s)
+        return self._threads.amending.amend(sample_ids, fields, timeout_s)
 
     def _new_amending(self) -> Amending:
         """Return a connection that gives values to late fields."""
@@ -509,7 +509,7 @@ def _seqs_of(given: SupportsIndex | Iterable[SupportsIndex]) -> list[int]:
     """Return one or several sequence numbers as ints. Raises UserError for other values."""
     one = _index(given)
     seqs = [_index(each) for each in given] if one is None and isinstance(given, Iterable) else [one]
-    found = [seq for seq in seqs if seq is not None and 0 <= seq < 2**62]
-    if len(found) != len(seqs):
+    numbers = [seq for seq in seqs if seq is not None and 0 <= seq < 2**62]
+    if len(numbers) != len(seqs):
         raise UserError(f"got the sequence numbers {given!r:.80}, expected whole numbers of at least 0, from send")
-    return found
+    return numbers

@@ -103,9 +103,9 @@ class Pushing(SessionThread):
             lambda: self._session.policy_version is not None and self._session.policy_version >= version, timeout_s,
             f"policy version {version}, which the trainers have not published", logging.INFO,
         )  # fmt: skip
-        found = self._session.policy_version
-        assert found is not None  # just waited for
-        return found
+        newest = self._session.policy_version
+        assert newest is not None  # just waited for
+        return newest
 
     def begin_samples(self, count: int, timeout_s: float | None) -> int | None:
         """Wait until ``count`` samples may be generated, and begin them; return the version of their policy."""

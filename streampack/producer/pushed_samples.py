@@ -73,12 +73,12 @@ def with_keys(chunks: Sequence[Chunk], keys: Sequence[SampleKey], count: int, wr
     if len(keys) != count:
         raise UserError(f"got {len(keys)} keys for {count} samples, expected one key for each sample")
     digests = [digest_of(key) for key in keys]
-    found, at = [], 0
+    keyed, at = [], 0
     for chunk in chunks:
         mine = b"".join(digests[at : at + chunk.num_samples])
-        found.append(replace(chunk, keys=mine, write=write))
+        keyed.append(replace(chunk, keys=mine, write=write))
         at += chunk.num_samples
-    return found
+    return keyed
 
 
 def digest_of(key: SampleKey) -> bytes:
@@ -134,11 +134,11 @@ def chunk_of_group(
             "Send smaller groups, or raise limits.chunk in broker.yaml"
         )
     if share is None:
-        found = Tree(chunk_of(batches[0], lease, (0, 0)), list(range(len(given))))
+        tree = Tree(chunk_of(batches[0], lease, (0, 0)), list(range(len(given))))
     else:
-        found = tree_of(batches[0], lease)
+        tree = tree_of(batches[0], lease)
     unit = keep or ("step" if lease.batches else UNSET)
-    return found._replace(chunk=replace(found.chunk, policy_version=version, keep=unit))
+    return tree._replace(chunk=replace(tree.chunk, policy_version=version, keep=unit))
 
 
 @lru_cache(maxsize=64)
@@ -187,10 +187,10 @@ def _record(sample: Given, lease: Lease, seq: int, reader: RowReader) -> RawSamp
             )
     row = {key: plain(given[key]) for key in reader.keys if key in given}
     where = f"stream {lease.stream!r} partition {lease.partition} sample {seq}"
-    found, cursor = reader(row), Cursor(0, 0, seq + 1)
-    if isinstance(found, str):
-        return RawSample(NO_TOKENS, str(found), where, cursor, why=why_of(found))
-    return RawSample(found.tokens, None, where, cursor, found.fields, warnings=found.warnings)
+    read, cursor = reader(row), Cursor(0, 0, seq + 1)
+    if isinstance(read, str):
+        return RawSample(NO_TOKENS, str(read), where, cursor, why=why_of(read))
+    return RawSample(read.tokens, None, where, cursor, read.fields, warnings=read.warnings)
 
 
 def plain(value: Any) -> Any:

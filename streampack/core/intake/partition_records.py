@@ -85,8 +85,8 @@ class PartitionRecords:
         repeated: NDArray[np.bool_] | None = None
         keyed: ChunkKeys | UnsetType = UNSET
         if message.keys is not UNSET and message.write is not UNSET:  # such a chunk is recorded whole
-            found = stream.keys.add(message.keys, message.write, self._journal.next_lsn)
-            repeated = found if found.any() else None
+            is_repeated = stream.keys.add(message.keys, message.write, self._journal.next_lsn)
+            repeated = is_repeated if is_repeated.any() else None
             flags = UNSET if repeated is None else repeated.astype(np.uint8).tobytes()
             keyed = ChunkKeys(write=message.write, digests=message.keys, repeated=flags)
         facts: dict[str, Any] = {"stale": stale or UNSET, "keyed": keyed}
@@ -318,8 +318,8 @@ def _note_dropped(intake: Intake, seq: int, reasons: Iterable[str]) -> ChunkPlac
 
 def _dropped(intakes: list[Intake]) -> list[list[DroppedRange]] | UnsetType:
     """Return the dropped samples of a stream's partitions; ``UNSET`` if there are none."""
-    found = [[] if intake.staged is None else list(intake.staged.drops.ranges) for intake in intakes]
-    return found if any(found) else UNSET
+    dropped = [[] if intake.staged is None else list(intake.staged.drops.ranges) for intake in intakes]
+    return dropped if any(dropped) else UNSET
 
 
 def repeated_of(record: ChunkAdmitted) -> NDArray[np.bool_] | None:

@@ -111,21 +111,23 @@ class StagedIntake:
         effects: list[Effect] = []
         if self._partitions.stream_of[p].merge.awaits_state:
             return effects
-        while intake.staged is not None and (found := intake.staged.take(intake.recorded.next_seq, chosen)) is not None:
+        while (
+            intake.staged is not None and (staged := intake.staged.take(intake.recorded.next_seq, chosen)) is not None
+        ):
             chosen = None
-            if isinstance(found, EndStaged):
-                effects += self._accounts.end(p, found.total)
-            elif isinstance(found, MarkStaged):
+            if isinstance(staged, EndStaged):
+                effects += self._accounts.end(p, staged.total)
+            elif isinstance(staged, MarkStaged):
                 mark = Mark(
-                    stream=found.stream, partition=found.partition, number=found.number, seq=intake.recorded.next_seq,
-                    batch=found.batch,
+                    stream=staged.stream, partition=staged.partition, number=staged.number,
+                    seq=intake.recorded.next_seq, batch=staged.batch,
                 )  # fmt: skip
                 effects += self._records.append_mark(p, mark) + self._pull(p)
             else:
-                envelope = self._identity.envelope(found.message, 0, found.payload)
-                chunk = parse_chunk(envelope, found.message, self._partitions.stream_of[p].terms)
+                envelope = self._identity.envelope(staged.message, 0, staged.payload)
+                chunk = parse_chunk(envelope, staged.message, self._partitions.stream_of[p].terms)
                 assert isinstance(chunk, ReceivedChunk)  # the samples were checked when they came
-                effects += self._accounts.take(p, chunk, found.sent)
+                effects += self._accounts.take(p, chunk, staged.sent)
         return effects
 
     def admit(self, partitions: list[int]) -> list[Effect]:
@@ -137,8 +139,8 @@ class StagedIntake:
         mine = self._partitions.of_feed(feed)
         if any(self._partitions.intakes[p].behind or self._partitions.stream_of[p].merge.awaits_state for p in mine):
             return None
-        found = self._staging.next_in_turn(feed)
-        return None if found is None else self._admit_complete(*found)
+        in_turn = self._staging.next_in_turn(feed)
+        return None if in_turn is None else self._admit_complete(*in_turn)
 
     def make_room(self, name: str) -> list[Effect]:
         """Give credit for a chunk to a producer in a paced feed, if newer samples have taken all of its credit.

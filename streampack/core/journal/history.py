@@ -344,9 +344,9 @@ class History:
 
     def begin_of(self, step: int) -> int:
         """Return the LSN after the record of step ``step - 1``; if unknown, the LSN of the snapshot at ``step``."""
-        found = self.nearest(step)
-        if self.lsn_of(step - 1) < 0 and found is not None and found[0] == step:
-            return found[1]
+        nearest = self.nearest(step)
+        if self.lsn_of(step - 1) < 0 and nearest is not None and nearest[0] == step:
+            return nearest[1]
         return self.lsn_of(step - 1) + 1
 
     def recover(self, facts: FeedFacts, released: int) -> None:

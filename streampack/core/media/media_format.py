@@ -114,16 +114,16 @@ def decode(fields: Sequence[Field], data: Sequence[Any], items: I64) -> DecodedM
     Raises:
         ValueError: The bytes of a sample do not fit its items and the fields.
     """
-    found = [(check(fields, each, count), each) for each, count in zip(data, items.tolist(), strict=True) if count]
-    patches = np.concatenate([counts for counts, _ in found]) if found else np.zeros(0, np.int64)
+    samples = [(check(fields, each, count), each) for each, count in zip(data, items.tolist(), strict=True) if count]
+    patches = np.concatenate([counts for counts, _ in samples]) if samples else np.zeros(0, np.int64)
     values: dict[str, NDArray[Any]] = {}
     totals = {"item": len(patches), "patch": int(patches.sum())}
-    offsets = [4 * len(counts) for counts, _ in found]
+    offsets = [4 * len(counts) for counts, _ in samples]
     for field in fields:
         if field.is_reference:
             references = np.empty(len(patches), object)
             place = 0
-            for number, (counts, each) in enumerate(found):
+            for number, (counts, each) in enumerate(samples):
                 begin, k = offsets[number], len(counts)
                 sizes = np.frombuffer(each, "<u4", k, begin).astype(np.int64)
                 ends = begin + 4 * k + np.cumsum(sizes)
@@ -135,7 +135,7 @@ def decode(fields: Sequence[Field], data: Sequence[Any], items: I64) -> DecodedM
             continue
         to = np.empty((totals[field.axis], *field.shape), field.storage)
         flat, at = to.reshape(-1).view(np.uint8), 0
-        for number, (counts, each) in enumerate(found):
+        for number, (counts, each) in enumerate(samples):
             size = field.value_bytes * (len(counts) if field.axis == "item" else int(counts.sum()))
             begin = offsets[number]
             flat[at : at + size] = np.frombuffer(each, np.uint8, size, begin)

@@ -170,9 +170,9 @@ class Queues:
         """Drop the waiting entries of the partitions ``rows``; return their samples' handles, int64 [n]."""
         waiting = [np.zeros(0, np.int64)]
         for p in rows:
-            found = np.empty(self.waiting(p), np.int64)
-            count, barriers = drop_all(self._queues, p, found)
-            waiting.append(found[:count])
+            dropped = np.empty(self.waiting(p), np.int64)
+            count, barriers = drop_all(self._queues, p, dropped)
+            waiting.append(dropped[:count])
             self._num_barriers -= barriers
         self._stuck = False
         return np.concatenate(waiting)
@@ -180,17 +180,17 @@ class Queues:
     @property
     def _done(self) -> NDArray[np.bool_]:
         """True for each partition that has ended and whose entries are all merged; bool [partitions]."""
-        found: NDArray[np.bool_] = self._ended & (self._queues.head == self._queues.tail)
-        return found
+        is_finished: NDArray[np.bool_] = self._ended & (self._queues.head == self._queues.tail)
+        return is_finished
 
     @property
     def _at_barrier(self) -> NDArray[np.bool_]:
         """True for each partition whose next entry is a barrier; bool [partitions]."""
         head, tail, first, _, entry, *_ = self._queues
-        found: NDArray[np.bool_] = head < tail
-        waiting = np.flatnonzero(found)
-        found[waiting] = entry[first[waiting], head[waiting] % entry.shape[1], LENGTH] == BARRIER
-        return found
+        at_barrier: NDArray[np.bool_] = head < tail
+        waiting = np.flatnonzero(at_barrier)
+        at_barrier[waiting] = entry[first[waiting], head[waiting] % entry.shape[1], LENGTH] == BARRIER
+        return at_barrier
 
     def _append(self, partition: int, handles: I64, lengths: I64, parts: I64) -> None:
         """Append entries to a partition's queue, with more memory if needed."""

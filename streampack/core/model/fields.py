@@ -180,8 +180,8 @@ class Field(
         if self.storage.kind == "f":
             return value.astype(self.storage)
         with np.errstate(invalid="ignore"):
-            found: NDArray[Any] = value.astype(self.storage)
-        return found if np.array_equal(found, value) else None
+            stored: NDArray[Any] = value.astype(self.storage)
+        return stored if np.array_equal(stored, value) else None
 
 
 def check_fields(fields: tuple[Field, ...]) -> None:

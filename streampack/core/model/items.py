@@ -55,5 +55,5 @@ def samples_of(sizes: I64, items: I64) -> I64:
         return np.zeros(0, np.int64)
     counts = sizes[items]
     begins = (np.cumsum(sizes) - sizes)[items]
-    found: I64 = np.arange(int(counts.sum())) + np.repeat(begins - (np.cumsum(counts) - counts), counts)
-    return found
+    positions: I64 = np.arange(int(counts.sum())) + np.repeat(begins - (np.cumsum(counts) - counts), counts)
+    return positions

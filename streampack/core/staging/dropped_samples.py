@@ -73,10 +73,10 @@ class DroppedSamples:
 
 def by_reason(reasons: Mapping[int, str]) -> dict[str, list[int]]:
     """Return the samples of each reason, from the reason of each sample."""
-    found: dict[str, list[int]] = {}
+    numbers: dict[str, list[int]] = {}
     for seq, reason in reasons.items():
-        found.setdefault(reason if reason in found or len(found) < MOST_REASONS else REJECTED, []).append(seq)
-    return found
+        numbers.setdefault(reason if reason in numbers or len(numbers) < MOST_REASONS else REJECTED, []).append(seq)
+    return numbers
 
 
 def contradiction(reasons: Mapping[int, str], field: str) -> str:
@@ -86,8 +86,8 @@ def contradiction(reasons: Mapping[int, str], field: str) -> str:
         reasons: Reason of each sample whose values are not stored.
         field: Name of a field that has another value already.
     """
-    found = by_reason(reasons)
-    for reason in (each for each in CONTRADICTIONS if each in found):
-        first, *others = found[reason]
+    numbers = by_reason(reasons)
+    for reason in (each for each in CONTRADICTIONS if each in numbers):
+        first, *others = numbers[reason]
         return f"sample {first}{f' and {len(others)} more' if others else ''}: {REASONS[reason].format(field=field)}"
     return ""

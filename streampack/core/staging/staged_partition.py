@@ -202,17 +202,17 @@ class StagedPartition:
     def next_in_turn(self) -> tuple[int, int, StagedChunk] | None:
         """Return the complete chunk of the oldest policy, as (version, LSN, chunk); None if there is none."""
         number = self.marks[0][1].number if self.marks else self.num_marks
-        found = [
+        complete = [
             (each.version, each.lsn, each) for each in self._complete if each.batch <= number and not each.is_dropped
         ]  # fmt: skip
-        return min(found, key=lambda each: each[:2], default=None)
+        return min(complete, key=lambda each: each[:2], default=None)
 
     def _take_from(self, chunk: StagedChunk, base_seq: int) -> Complete:
         """Take samples of a chunk, and forget the chunk once all of its samples are admitted."""
-        found = chunk.take(self.fields, base_seq)
-        self._remember(chunk, (found.sent - chunk.base_seq).tolist())
+        complete = chunk.take(self.fields, base_seq)
+        self._remember(chunk, (complete.sent - chunk.base_seq).tolist())
         self._forget_if_done(chunk)
-        return found
+        return complete
 
     def _forget_if_done(self, chunk: StagedChunk) -> None:
         """Forget a chunk from which samples were admitted, if none or none that is complete is left."""

@@ -117,10 +117,10 @@ class Staging:
 
     def next_in_turn(self, feed: str) -> tuple[int, StagedChunk] | None:
         """Return the complete chunk of ``feed`` that was begun first, with its partition; None if there is none."""
-        found = [(*next_, p) for p in self.of_feed(feed) if (next_ := self._of[p].next_in_turn()) is not None]
-        if not found:
+        in_turn = [(*next_, p) for p in self.of_feed(feed) if (next_ := self._of[p].next_in_turn()) is not None]
+        if not in_turn:
             return None
-        *_, chunk, p = min(found, key=lambda each: each[:2])
+        *_, chunk, p = min(in_turn, key=lambda each: each[:2])
         return p, chunk
 
     def of_feed(self, feed: str) -> list[int]:
@@ -133,7 +133,7 @@ class Staging:
         staged = [self._of[p] for p in mine]
         if not staged:
             return None
-        oldest = min((found for each in staged if (found := each.oldest()) is not None), default=None)
+        oldest = min((age for each in staged if (age := each.oldest()) is not None), default=None)
         seconds, fields = (0.0, []) if oldest is None else (self._now - oldest[0], oldest[1])
         refused = sum((self._refused.get(p, Counter()) for p in mine), Counter[str]())
         return LateWaits(sum(each.num_waiting for each in staged), seconds, fields, dict(refused))
@@ -143,11 +143,11 @@ class Staging:
 
         ``policy`` and ``filled`` are those of ``Tickets.in_the_way``.
         """
-        found = self.next_in_turn(feed)
-        if found is None:
+        in_turn = self.next_in_turn(feed)
+        if in_turn is None:
             return None
         incomplete = [each for p in self.of_feed(feed) for each in self._of[p].incomplete()]
-        chunk = found[1]
+        chunk = in_turn[1]
         return self.tickets[feed].in_the_way(chunk.version, incomplete, policy, filled, chunk.num_complete)
 
     @property
@@ -218,11 +218,11 @@ class Staging:
 
     def amend_early(self, p: int) -> list[Effect]:
         """Handle the messages that came before samples of partition ``p`` which have come now."""
-        found = [each for each in self._early if each.p == p]
-        if not found:
+        early = [each for each in self._early if each.p == p]
+        if not early:
             return []
         self._early = [each for each in self._early if each.p != p]
-        return [e for each in found for e in self.amend(p, each.message, each.payload, each.producer)]
+        return [e for each in early for e in self.amend(p, each.message, each.payload, each.producer)]
 
     def _put(self, p: int, values: Sequence[LateValue]) -> list[Effect]:
         """Record new values, one record for all samples that get the same fields."""
@@ -249,11 +249,11 @@ class Staging:
 
     def answers(self) -> list[tuple[str, Amended]]:
         """Return (producer, answer) of the answers that may be sent now: the records before them are safe."""
-        found: list[tuple[str, Amended]] = []
+        answers: list[tuple[str, Amended]] = []
         while self._answers and self._answers[0].lsn <= self._journal.safe_upto:
             due = self._answers.popleft()
-            found.append((due.producer, self._answer(due)))
-        return found
+            answers.append((due.producer, self._answer(due)))
+        return answers
 
     def _answer(self, due: AmendAnswer) -> Amended:
         """Return an answer, and count the samples whose values were not stored."""
@@ -390,11 +390,11 @@ def _columns(record: SamplesAmended) -> list[tuple[int, dict[str, int]]]:
 def _values_of(record: SamplesAmended, payload: tuple[Any, ...], late: Sequence[Field]) -> list[LateValue]:
     """Return the values in a record."""
     fields = {each.name: each for each in late}
-    lengths, columns, found = np.frombuffer(record.lengths_u32, "<u4").tolist(), _columns(record), list[LateValue]()
+    lengths, columns, values = np.frombuffer(record.lengths_u32, "<u4").tolist(), _columns(record), list[LateValue]()
     for name, frame in zip(record.names, payload, strict=True):
         data, at, field = memoryview(frame).cast("B"), 0, fields[name]
         for (seq, crcs), length in zip(columns, lengths, strict=True):
             size = field.value_bytes * (length if field.axis == "token" else 1)
-            found.append(LateValue(seq, name, crcs[name], bytes(data[at : at + size])))
+            values.append(LateValue(seq, name, crcs[name], bytes(data[at : at + size])))
             at += size
-    return found
+    return values
