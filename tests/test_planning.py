@@ -225,8 +225,10 @@ def test_packs_of_a_step_are_those_that_a_broker_forms_of_a_batch() -> None:
     )  # fmt: skip
     table = SampleTable(200)
     handles = table.take(200)
-    table.length[handles], table.items[handles], table.patches[handles] = lengths, counts, sums
-    table.extra_cost[handles] = [sum(300 * p + 2 * p * p + 40 for p in each) for each in patches]
+    table.length[handles] = lengths
+    costs = [sum(300 * p + 2 * p * p + 40 for p in each) for each in patches]
+    columns = {"items": counts, "patches": sums, "extra_cost": costs}
+    table.put(handles, {name: np.array(column) for name, column in columns.items()})
     former = Former(rules, table)
     former.admit(handles, lengths)
     former.closed = True

@@ -72,9 +72,10 @@ def formed(lengths: I64, patches: list[I64], dp: int, way: str) -> tuple[list[li
     table = SampleTable(len(lengths))
     handles = table.take(len(lengths))
     table.length[handles], table.index[handles] = lengths, np.arange(len(lengths))
-    table.items[handles], table.patches[handles] = list(map(len, patches)), [int(each.sum()) for each in patches]
     a, b, _ = balance.media_factors
-    table.extra_cost[handles] = [int((a * each + b * each * each).sum()) for each in patches]
+    costs = [int((a * each + b * each * each).sum()) for each in patches]
+    columns = {"items": list(map(len, patches)), "patches": [int(each.sum()) for each in patches], "extra_cost": costs}
+    table.put(handles, {name: np.array(column) for name, column in columns.items()})
     former, dealer = Former(rules, table), dealer_of(rules, table, DealtFigures())
     former.admit(handles, lengths)
     began, found = time.perf_counter(), list[list[I64]]()

@@ -126,7 +126,7 @@ class Packing:
             if keep != "pack":
                 most = this.rules.max_samples_per_pack
                 tree = cut_trees(pieces.source, pieces.length, pieces.part, shared, BUDGET, most)
-            table.shared[kept] = tree.shared[handles >= 0]
+            table.put(kept, {"shared": tree.shared[handles >= 0]})
             joined = tree.joined[handles >= 0]
             table.keep[kept[joined]] = PACK
             ids = self._identify(kept)

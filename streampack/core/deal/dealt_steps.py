@@ -149,7 +149,7 @@ class StepDealer(ABC):
 
     def _costs(self, handles: I64, slots: I64) -> I64:
         """Return the cost of samples with aligned tokens ``slots``; all int64 [n]."""
-        return self.rules.balance.sample_costs(slots, partial(self._table.column, handles=handles))
+        return self.rules.balance.sample_costs(slots, partial(self._table.column_or_0, handles=handles))
 
     def _slots(self, handles: I64) -> I64:
         """Return the aligned tokens of samples, int64 [n]."""

@@ -34,20 +34,21 @@ def describe(
     Pack i is ``handles[bounds[i]:bounds[i + 1]]``. The kernel fills in ``sums`` int64 [4, packs], see
     ``steps.PlannedPacks``, and ``identities`` uint32 [samples, 6], which are ``steps.IDENTITY`` in little endian. The
     columns from ``stream`` to ``crc`` are those of a ``SampleTable``. ``depths`` and ``costs``, int64 [samples], are
-    those of ``Balance.extras_of``. A sample of s padded tokens of its own, after d others, costs
-    ``a * s + b * s * (2 * d + s)``, and its value of ``costs`` more.
+    those of ``Balance.extras_of``; they are empty if 0 for all. A sample of s padded tokens of its own, after d others,
+    costs ``a * s + b * s * (2 * d + s)``, and its value of ``costs`` more.
     """
     for pack in range(len(bounds) - 1):
         tokens, slots, loss, cost = 0, 0, 0, 0
         for k in range(bounds[pack], bounds[pack + 1]):
             h = handles[k]
-            depth = depths[k]
+            depth = depths[k] if len(depths) else 0
             real = int(length[h]) - depth  # 64 bits also without numba
             slot = (real + align - 1) // align * align
             tokens += real
             slots += slot
             loss += int(loss_tokens[h])
-            cost += slot * (a + b * (2 * depth + slot)) + costs[k]
+            cost += slot * (a + b * (2 * depth + slot))
+            cost += costs[k] if len(costs) else 0
             identities[k, 0] = stream[h]
             identities[k, 1] = part[h]
             identities[k, 2] = index[h] & 0xFFFFFFFF

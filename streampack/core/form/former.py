@@ -70,6 +70,7 @@ class Request:
         )  # fmt: skip
 
 
+_NONE: I64 = np.zeros(0, np.int64)
 UNSEEN = -1
 """Age, and step of the first sight, of an item that no packer has seen."""
 
@@ -360,7 +361,8 @@ class Former:
             return PlannedPacks.empty()
         table, rules = self._table, self._rules
         sums, identities = np.empty((4, len(bounds) - 1), np.int64), np.empty((len(handles), 6), np.uint32)
-        depths, costs = rules.balance.extras_of(partial(table.column, handles=handles))
+        extras = rules.balance.extras_of(partial(table.column_or_0, handles=handles))
+        depths, costs = (_NONE if isinstance(column, int) else column for column in extras)
         describe(
             handles, bounds, table.stream, table.index, table.part, table.length, table.loss_tokens, table.crc,
             depths, costs, rules.align.sample, *rules.balance.factors, sums, identities,

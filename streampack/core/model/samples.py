@@ -201,8 +201,12 @@ class SampleTable:
         return column
 
     def has(self, name: str) -> bool:
-        """Return whether a sample ever had a column of ``EXTRAS``; if not, the column need not be read."""
+        """Return whether ``put`` ever set a column of ``EXTRAS``; if not, the column need not be read."""
         return name in self._had
+
+    def column_or_0(self, name: str, handles: I64) -> I64 | int:
+        """Return a column of ``EXTRAS`` of these samples, int64 [n]; 0 if no sample ever had it."""
+        return self.column(name, handles) if name in self._had else 0
 
     def extra(self, name: str, handles: I64) -> bytes | UnsetType:
         """Return the columns ``EXTRAS[name]`` of these samples, [n] as bytes; UNSET if the first is 0 for all."""

@@ -120,14 +120,14 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
         costs: I64 = np.asarray(slots, np.int64) * (a + b * (2 * depths + np.asarray(slots, np.int64)))
         return costs
 
-    def extras_of(self, column: Callable[[str], I64]) -> tuple[I64, I64]:
+    def extras_of(self, column: Callable[[str], I64 | int]) -> tuple[I64 | int, I64 | int]:
         """Return the depths of samples (see ``costs``), and their cost beside that of their tokens, int64 [n] each.
 
-        ``column`` returns a column of ``samples.EXTRAS`` of the samples, by its name.
+        ``column`` returns a column of ``samples.EXTRAS`` of the samples, by its name, or 0 if it is 0 for all.
         """
         return column("shared"), column("extra_cost")
 
-    def sample_costs(self, slots: I64, column: Callable[[str], I64]) -> I64:
+    def sample_costs(self, slots: I64, column: Callable[[str], I64 | int]) -> I64:
         """Return the whole cost of each sample, int64 [n]; arguments as for ``costs`` and ``extras_of``."""
         depths, others = self.extras_of(column)
         return self.costs(slots, depths) + others
