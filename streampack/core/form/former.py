@@ -177,12 +177,9 @@ class Former:
         lengths = self._lengths[:size] if rules.warmup is None else np.minimum(self._lengths[:size], budget)
         sizes = self._sizes[:size] if len(self._sizes) < len(self._handles) else None
         return Request(
-            self._packer, lengths, self._ages[:size], budget, count, closed, window, sizes, self._extra(size)
-        )
-
-    def _extra(self, size: int) -> Extra:
-        """Return what the packer may use of the first ``size`` items beside their lengths."""
-        return Extra(self._limited(size), self._work(size))
+            self._packer, lengths, self._ages[:size], budget, count, closed, window, sizes,
+            Extra(self._limited(size), self._work(size)),
+        )  # fmt: skip
 
     def _limited(self, size: int) -> Limited | None:
         """Return what the first ``size`` items have of each unit that the rules limit; None without limits or items."""

@@ -33,7 +33,6 @@ from streampack.core.protocol.events import Effect
 from streampack.core.protocol.producer_messages import OVERLONG
 from streampack.core.staging.dropped_samples import POLICY_LAG
 from streampack.core.stats.sample_warnings import NO_LOSS_TOKENS
-from streampack.core.trees.chunk_trees import ChunkTree
 
 MAX_REASONS = 64
 """Most reasons for rejection that are counted separately, for each stream."""
@@ -137,7 +136,9 @@ class Admission:
         counts, message, every = self.counts[stream], chunk.message, chunk.lengths
         stop, begin = chunk.stop_seq, intake.expected_seq
         known = stop if intake.closed else min(max(intake.known_seq, begin), stop)
-        payload = chunk.frames if chunk.tree is None else self._whole_rows(chunk, chunk.tree)
+        payload, sent = chunk.frames, self._frames
+        if chunk.tree is not None:
+            payload = chunk.tree.whole_rows(payload, sent.widths, sent.once)
         effects = self._fill_in(stream, intake, chunk, payload, begin, known) if intake.awaited else []
         kept_tokens, kept_extra, rejected = 0, 0, _NONE
         if known < stop:
@@ -177,11 +178,6 @@ class Admission:
             num_bytes += chunk.extra_bytes - int(chunk.media.bounds[max(begin - message.base_seq, 0)])
         intake.accept(stop, num_bytes, kept_tokens, message.cursor, kept_extra)
         return effects, rejected
-
-    def _whole_rows(self, chunk: ReceivedChunk, tree: ChunkTree) -> tuple[Any, ...]:
-        """Return the payload of a chunk with the shared tokens of its tree in each sample that has them."""
-        widths = [width for width, _ in self._frames.widths]
-        return tree.whole_rows(chunk.envelope.payload, widths, self._frames.once)
 
     def _enter(
         self, stream: int, p: int, chunk: ReceivedChunk, payload: tuple[Any, ...], skip: int, pieces: Pieces

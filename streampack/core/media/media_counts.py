@@ -35,11 +35,6 @@ class MediaColumns(Struct, frozen=True, forbid_unknown_fields=True):
     items_u32: bytes
     bytes_u32: bytes
 
-    def cut(self, first: int, stop: int | None = None) -> MediaColumns:
-        """Return the columns of samples [first, stop)."""
-        at = slice(4 * first, None if stop is None else 4 * stop)
-        return MediaColumns(self.items_u32[at], self.bytes_u32[at])
-
     def arrays(self, count: int) -> tuple[I64, I64]:
         """Return the items and the bytes of ``count`` samples, int64 [n]. Raises ValueError for another count."""
         if len(self.items_u32) != 4 * count or len(self.bytes_u32) != 4 * count:

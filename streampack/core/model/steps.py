@@ -34,7 +34,7 @@ def pack_digests(
     """Return the packs' digests, 16 bytes each; pack i holds samples ``rows[bounds[i]:bounds[i + 1]]``.
 
     ``rows`` are ``samples.ROW`` [n], ``bounds`` int64 [packs + 1]. ``shares`` is the column ``shared`` in the form of
-    ``SampleTable.shares``. The digest of a pack without trees does not depend on it.
+    ``SampleTable.extra``. The digest of a pack without trees does not depend on it.
     """
     identities = np.empty(len(rows), IDENTITY)
     for name in IDENTITY.names or ():

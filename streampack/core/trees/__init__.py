@@ -1,6 +1,6 @@
 """Trees: the samples of a group whose tokens begin alike, with each shared run of tokens once.
 
-- ``prefix_tree``: builds the tree of a group, and says what it costs.
+- ``prefix_tree``: builds the tree of a group.
 - ``shared_prefixes``: a tree as one number for each sample: its order, the runs that fit a pack, paths and segments.
 - ``chunk_trees``: the tree of a chunk as the broker admits it.
 - ``table_trees``: trees in the table of samples, in snapshots and in steps.

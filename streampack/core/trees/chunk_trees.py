@@ -32,19 +32,21 @@ class ChunkTree(NamedTuple):
         """Tokens of all samples, each shared one once."""
         return int((self.lengths - self.shared).sum())
 
-    def whole_rows(self, frames: Iterable[Any], widths: Sequence[int], once: Sequence[bool]) -> tuple[Any, ...]:
+    def whole_rows(
+        self, frames: Iterable[Any], widths: Sequence[tuple[int, int]], once: Sequence[bool]
+    ) -> tuple[Any, ...]:  # fmt: skip
         """Return a chunk's payload with the shared tokens in each sample that has them.
 
         Args:
             frames: The payload frames.
-            widths: Bytes of a token in each frame.
+            widths: Bytes (per token, per sample) of each frame.
             once: True for each frame that has the value of a shared token once.
         """
         own = self.lengths - self.shared
         at = path_index(self.shared, self.lengths, np.cumsum(own) - own)
         return tuple(
             np.frombuffer(frame, np.uint8).reshape(-1, width)[at].reshape(-1).data if is_once else frame
-            for frame, width, is_once in zip(frames, widths, once, strict=True)
+            for frame, (width, _), is_once in zip(frames, widths, once, strict=True)
         )
 
     def own_lengths(self, lengths: I64) -> I64:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.model.samples import I32, I64
+from streampack.core.model.samples import I32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,20 +42,6 @@ class PrefixTree:
     starts: I32
     """int32 [S] tokens on the path before each segment: the position of its first token."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of all segments, each counted once."""
-        return int(self.lengths.sum())
-
-    def cost(self, linear: int, quadratic: int) -> int:
-        """Return ``linear`` for each token, and ``quadratic`` for each pair of tokens that attend, counted twice.
-
-        A segment of n tokens at position d attends n * (2 * d + n) times. For one row of s tokens this is
-        ``linear * s + quadratic * s**2``, as for a sample.
-        """
-        lengths, starts = self.lengths.astype(np.int64), self.starts.astype(np.int64)
-        return linear * int(lengths.sum()) + quadratic * int((lengths * (2 * starts + lengths)).sum())
-
     def path(self, row: int) -> list[int]:
         """Return the segments of a row, from its root."""
         path, segment = list[int](), int(self.leaves[row])
@@ -63,22 +49,6 @@ class PrefixTree:
             path.append(segment)
             segment = int(self.parents[segment])
         return path[::-1]
-
-    def places(self, row: int) -> I64:
-        """Return where the tokens of a row are among the tree's tokens, int64 [tokens of the row]."""
-        begins = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
-        spans = [np.arange(begins[s], begins[s] + self.lengths[s]) for s in self.path(row)]
-        return np.concatenate(spans) if spans else np.zeros(0, np.int64)
-
-    def gather(self, rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """Return the values of all segments, [num_tokens, ...], from the values of the rows, [n, ...] each."""
-        parts = [
-            rows[owner][start : start + length]
-            for owner, start, length in zip(
-                self.owners.tolist(), self.starts.tolist(), self.lengths.tolist(), strict=True
-            )
-        ]
-        return np.concatenate(parts) if parts else rows[0][:0]
 
 
 @dataclass(slots=True)

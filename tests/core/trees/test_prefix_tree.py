@@ -28,6 +28,19 @@ def common(one: np.ndarray, other: np.ndarray) -> int:
     return next((i for i in range(size) if one[i] != other[i]), size)
 
 
+def places_of(tree: PrefixTree, row: int) -> np.ndarray:
+    """Where the tokens of a row are among the tree's tokens."""
+    begins = np.cumsum(tree.lengths) - tree.lengths
+    spans = [np.arange(begins[s], begins[s] + tree.lengths[s]) for s in tree.path(row)]
+    return np.concatenate(spans) if spans else np.zeros(0, np.int64)
+
+
+def tokens_of(tree: PrefixTree, rows: list[np.ndarray]) -> np.ndarray:
+    """The tokens of all segments."""
+    segments = zip(tree.owners.tolist(), tree.starts.tolist(), tree.lengths.tolist(), strict=True)
+    return np.concatenate([np.zeros(0, np.int32), *(rows[row][at : at + size] for row, at, size in segments)])
+
+
 def trie(rows: list[np.ndarray]) -> set[tuple[int, ...]]:
     """All beginnings of all rows: the nodes of the trie that is not compressed."""
     return {tuple(row[: i + 1].tolist()) for row in rows for i in range(len(row))}
@@ -36,16 +49,16 @@ def trie(rows: list[np.ndarray]) -> set[tuple[int, ...]]:
 @given(groups())
 def test_each_row_is_a_path_and_no_token_is_held_twice(rows: list[np.ndarray]) -> None:
     tree = build_tree(rows)
-    tokens = tree.gather(rows)
-    assert tree.num_tokens == len(tokens) == len(trie(rows))
+    tokens = tokens_of(tree, rows)
+    assert tree.lengths.sum() == len(tokens) == len(trie(rows))
     for number, row in enumerate(rows):
-        places = tree.places(number)
+        places = places_of(tree, number)
         assert tokens[places].tolist() == row.tolist()
         path = tree.path(number)
         starts = tree.starts[path].tolist()
         assert starts == [0, *np.cumsum(tree.lengths[path]).tolist()][: len(path)]
     for (a, one), (b, other) in combinations(enumerate(rows), 2):
-        shared = len(set(tree.places(a).tolist()) & set(tree.places(b).tolist()))
+        shared = len(set(places_of(tree, a).tolist()) & set(places_of(tree, b).tolist()))
         assert shared == common(one, other)
 
 
@@ -71,19 +84,10 @@ def parent_chain(tree: PrefixTree, segment: int, above: int) -> bool:
     return False
 
 
-@given(groups(), st.integers(0, 5), st.integers(0, 5))
-def test_cost_counts_each_token_and_each_pair_that_attends(rows: list[np.ndarray], linear: int, quadratic: int) -> None:
-    tree = build_tree(rows)
-    depths = [len(beginning) for beginning in trie(rows)]
-    assert tree.cost(linear, quadratic) == sum(linear + quadratic * (2 * depth - 1) for depth in depths)
-    alone = build_tree(rows[:1])
-    assert alone.cost(linear, quadratic) == linear * len(rows[0]) + quadratic * len(rows[0]) ** 2
-
-
 @given(groups())
 def test_tokens_with_several_values_are_equal_if_all_values_are(rows: list[np.ndarray]) -> None:
     wide = [np.stack([row, np.arange(len(row), dtype=np.int32)], 1) for row in rows]
     same, tree = build_tree(wide), build_tree(rows)
     assert same.lengths.tolist() == tree.lengths.tolist()
     apart = build_tree([np.stack([row, np.full_like(row, number)], 1) for number, row in enumerate(rows)])
-    assert apart.num_tokens == sum(map(len, rows)), "rows that differ in the second value share nothing"
+    assert apart.lengths.sum() == sum(map(len, rows)), "rows that differ in the second value share nothing"
