@@ -162,7 +162,7 @@ class Keeper:
         log_ = self._log
         return filled(
             LogStatus,
-            log_,
+            log_.writer,
             durability=self.durability,
             bytes=log_.num_bytes,
             limit_bytes=self._retain,

@@ -55,7 +55,8 @@ class Log:
         self._folder = folder
         self._lock = lock
         self._segments = segments
-        self._writer = writer
+        self.writer = writer
+        """The writing thread, with its figures."""
         self._segment_bytes = segment_bytes
         self._appended: list[Pending] = []
         self._appended_bytes = 0
@@ -111,40 +112,25 @@ class Log:
     @property
     def safe_upto(self) -> int:
         """Number up to which all records survive a power cut (``os``) or the end of this process (``process``)."""
-        return self._writer.safe_upto
+        return self.writer.safe_upto
 
     @property
     def stalled(self) -> str:
         """The reason why records wait in memory, such as a full disk, and how many; empty if none wait."""
-        why = self._writer.full
-        waiting = len(self._writer.unwritten)
-        num_bytes = self._appended_bytes - self._writer.written_bytes
+        why = self.writer.full
+        waiting = len(self.writer.unwritten)
+        num_bytes = self._appended_bytes - self.writer.written_bytes
         return f"{why.lower()}: {waiting} records, {num_bytes / 1e6:.1f} MB wait" if why and waiting else ""
 
     @property
     def short(self) -> str:
         """The reason why there is no space for the next segment, such as a full disk; empty if there is space."""
-        return (self._writer.short or self._writer.full).lower()
+        return (self.writer.short or self.writer.full).lower()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the files on the disk, with preallocated ones."""
-        return self._writer.num_bytes
-
-    @property
-    def free_bytes(self) -> int:
-        """Free bytes on the log's disk, as of some seconds ago."""
-        return self._writer.free_bytes
-
-    @property
-    def syncs(self) -> int:
-        """Number of syncs so far."""
-        return self._writer.syncs
-
-    @property
-    def sync_seconds(self) -> float:
-        """Total time of all syncs, in seconds."""
-        return self._writer.sync_seconds
+        return self.writer.num_bytes
 
     def append(self, kind: int, parts: Sequence[Any]) -> int:
         """Append a record in memory and return its number; ``flush`` hands it to the writing thread.
@@ -161,7 +147,7 @@ class Log:
     def flush(self) -> None:
         """Hand all appended records to the writing thread; the broker's loop calls this once per turn."""
         if self._appended:
-            self._writer.hand_over(self._appended)
+            self.writer.hand_over(self._appended)
             self._appended = []
 
     def entries(self, start: int = 0, stop: int | None = None) -> Iterator[LogEntry]:
@@ -171,9 +157,9 @@ class Log:
         """
         lsn, stop = max(start, self.first_lsn), self.next_lsn if stop is None else min(stop, self.next_lsn)
         while lsn < stop:
-            written = self._writer.written_upto
+            written = self.writer.written_upto
             if lsn >= written:
-                if (pending := self._writer.unwritten.get(lsn)) is not None:  # else the writer has just written it
+                if (pending := self.writer.unwritten.get(lsn)) is not None:  # else the writer has just written it
                     yield LogEntry(lsn, pending.head[-1], memoryview(b"".join(pending.views)))
                     lsn += 1
                 continue
@@ -202,27 +188,27 @@ class Log:
         while count + 1 < len(self._segments) and self._segments[count].next_lsn <= below_lsn:
             count += 1
         if count:
-            self._writer.unlink(self._segments[:count])
+            self.writer.unlink(self._segments[:count])
             del self._segments[:count]
         return count
 
     def lend(self) -> contextlib.AbstractContextManager[None]:
         """Free the space that is held back, for another file of this disk that the block writes."""
-        return self._writer.reserve.lend()
+        return self.writer.reserve.lend()
 
     def squeeze(self) -> None:
         """Write the waiting records in the space that is held back, in files that are only as large as they are."""
         for segment in self._segments:
-            if segment.first_lsn >= self._writer.written_upto and not segment.path.exists():
+            if segment.first_lsn >= self.writer.written_upto and not segment.path.exists():
                 segment.capacity = segment.end
-        self._writer.reserve.give_up()
+        self.writer.reserve.give_up()
 
     def close(self) -> None:
         """Write and sync all waiting records, as far as there is space, and unlock the log."""
         if not self._closed:
             self._closed = True
             self.flush()
-            self._writer.close()
+            self.writer.close()
             os.close(self._lock)
 
     def _add_segment(self, num_bytes: int) -> Segment:
@@ -236,7 +222,7 @@ class Log:
         """Put a record of ``size`` bytes at the end of ``segment``; return its number."""
         lsn = self.next_lsn
         head = bytearray(RECORD.pack(size - RECORD.size, 0, lsn, kind))  # the writing thread adds the crc
-        self._writer.unwritten[lsn] = pending = Pending(segment, lsn, head, views, size)
+        self.writer.unwritten[lsn] = pending = Pending(segment, lsn, head, views, size)
         self._appended.append(pending)
         self._appended_bytes += size
         segment.offsets.append(segment.end)

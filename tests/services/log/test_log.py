@@ -793,7 +793,7 @@ def content(fd: int) -> bytes:
 
 def abandon(log: Log) -> None:
     """Close what a process that is gone has closed."""
-    writer: Any = log._writer
+    writer: Any = log.writer
     writer._thread.join(30)
     for fd in (log._lock, writer._fd, writer._spare, writer._folder_fd):
         if fd >= 0:
