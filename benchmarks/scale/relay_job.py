@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 from streampack_services.broker.memory_plan import LEAVING
-from streampack_services.broker.service import DRAIN_AT_MOST
+from streampack_services.broker.serving.peer_messages import DRAIN_AT_MOST
 
 from benchmarks.scale.scale_job import STATS, TICK_S, TOKEN_BYTES, C, Job, Shape
 from streampack.core.journal.log_effects import Append, Recall, Recalled, Safe

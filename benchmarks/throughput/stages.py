@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -93,7 +94,7 @@ class Memory:
     """Something to register in a poller that nobody asks."""
     _gate = None
 
-    def __init__(self) -> None:
+    def __init__(self, *_: object) -> None:
         self.queues: dict[bytes, deque[list[Any]]] = defaultdict(deque)
 
     def send(self, peer: bytes, frames: list[Any]) -> bool:
@@ -111,21 +112,19 @@ class Service(BrokerService):
     """The broker's service without its sockets."""
 
     def __init__(self, config: BrokerConfig) -> None:
-        with mock.patch("streampack_services.broker.service.Poller"):  # there is no socket to wait for
+        router = "streampack_services.broker.serving.peer_sockets.Router"
+        with mock.patch("streampack_services.broker.service.Poller"), mock.patch(router, Memory):
             super().__init__(config)
-
-    def _listen(self) -> Any:
-        return Memory(), Memory()
 
 
 class Inline:
     """What stands for the thread that packs: done at once."""
 
-    def __init__(self, service: BrokerService) -> None:
-        self._service = service
-
-    def put(self, form: Any) -> None:
-        self._service._formed.append(broker_module._form_step(form))
+    def submit(self, _: Any, form: Any) -> Future[Any]:
+        """Choose the packs, and return them in a future that is done."""
+        future: Future[Any] = Future()
+        future.set_result(broker_module._form_step(form))
+        return future
 
 
 class Producer:
@@ -198,14 +197,14 @@ class Run:
 
     def _watch(self, meter: Meter) -> None:
         core, arena = self.service.core, self.service.arena
-        self.service._to_form = Inline(self.service)  # type: ignore[assignment]
+        self.service._packer = Inline()  # type: ignore[assignment]
         core.handle = meter.timed(_core_stage, core.handle)  # type: ignore[method-assign]
         for name, stage in (("store", "arena: store"), ("gather", "arena: gather"), ("release", "arena: release")):
             setattr(arena, name, meter.timed(stage, getattr(arena, name)))
         broker_module._form_step = meter.timed("packer's thread: choose", _original_choose)
         self._perform = meter.timed("broker: shell", self.service._handle)
         self._keep_log = meter.timed("broker: shell", self.service._keep_log)
-        self._packed = meter.timed("broker: shell", self.service._on_formed)
+        self._take_formed = meter.timed("broker: shell", self.service._take_formed)
         self._sent = {who: meter.timed(f"{who}: encode", _original_encode) for who in ("producer", "client")}
         self._got = {who: meter.timed(f"{who}: decode", wire.decode) for who in ("producer", "broker", "client")}
         wire.encode = meter.timed("broker: encode", _original_encode)  # which the service finds there
@@ -227,13 +226,13 @@ class Run:
 
     def _carry(self) -> None:
         service = self.service
-        while service._formed:
-            self._packed(service._formed.popleft())
+        if service._forming:
+            self._take_formed()
         self._keep_log()
-        for frames in _drain(service._trainers, b"client"):
+        for frames in _drain(service._sockets.trainers.router, b"client"):
             self._client_does(FromBroker(self._got["client"](frames)))
         for producer in self._producers:
-            for frames in _drain(service._producers, producer.peer):
+            for frames in _drain(service._sockets.producers.router, producer.peer):
                 event = FromBroker(self._got["producer"](frames))
                 self._to_broker(producer, producer.events(event))
 

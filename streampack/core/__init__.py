@@ -25,7 +25,7 @@ returns orders that are the same on every machine. Begin to read with ``model`` 
 The following list shows the path of a chunk's bytes to a pack, function by function. The core returns four effects on
 the way (Store, Form, SendShard, Deliver), and the process around the core performs them:
 
-1. Broker process, ``streampack_services.broker.service``: ``_receive`` decodes a message, ``_handle`` gives it to
+1. Broker process: ``MessageReader._decoded`` decodes a message, ``BrokerService._handle`` gives it to
    ``Broker.handle``.
 2. ``intake``: ``Leases.receive``, ``_samples``; ``PartitionAccounts.take``; ``Admission.admit`` asks for **Store**.
    ``Arena.store`` of the services copies the tokens.

@@ -2,12 +2,13 @@
 
 The core decides; this package performs. Its files:
 
-- ``service``: the main loop: decodes messages to events for the core, and performs the effects that it returns.
+- ``service``: start, recovery and main loop: hands events to the core, and performs the effects that it returns.
+- ``serving``: a folder: the parts of the loop: sockets, messages, log lines, the end.
 - ``turns``: messages that wait, and fair turns of keys and connections.
-- ``authorization``: the folder of keys that may connect, watched while the broker runs.
+- ``authorization``: the folder of keys that may connect: reading and changing it.
 - ``arena``, ``arena_kernels``: the tokens and fields of all samples that the broker holds, in memory of a fixed size.
 - ``machine_memory``: the memory of the machine or its container.
-- ``memory_plan``: how ``memory`` is divided among feeds and partitions.
+- ``memory_plan``: how ``memory`` is divided among feeds and partitions; gives freed memory back.
 - ``memory_peak``: an estimate of the memory of the whole process, for a container's limit.
 - ``log_keeper``: the broker's log: appends and reads records, tells the core which are safe, deletes old ones.
 - ``status``: the types of the broker's snapshot: every field with its unit.

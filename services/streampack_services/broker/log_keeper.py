@@ -28,7 +28,7 @@ from streampack.core.standby.arbiter_entries import Entry
 from streampack.errors import ConfigError, LogDamaged, StreampackError, UserError, WireError
 from streampack.transport.curve import Door
 from streampack.wire import record_frames
-from streampack_services.broker.authorization import Allowed
+from streampack_services.broker.serving.allowed_keys import Allowed
 from streampack_services.broker.status import LogStatus, StandbyStatus
 from streampack_services.figure import filled
 from streampack_services.ledger.state_dir import indexed_upto, update_ledger
@@ -139,9 +139,7 @@ class Keeper:
         """Ship the log to a standby from now on; ``allowed`` are the keys that may connect. Raises UserError."""
         door = None if allowed is None else Door(allowed.key.secret, allowed.admits)
         rights = None if allowed is None else allowed.rights
-        self.shipping = Shipping(
-            settings, run, entry, self._log, arbiter, config_digest, self._wake, door, rights
-        )  # fmt: skip
+        self.shipping = Shipping(settings, run, entry, self._log, arbiter, config_digest, self._wake, door, rights)
         return self.shipping
 
     def trim(self, lsn: int) -> None:

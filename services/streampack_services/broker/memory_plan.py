@@ -20,6 +20,7 @@ from streampack.core.deal.step_cache import PART_BYTES
 from streampack.core.model.capacity import Capacity, FeedPlan, needed_tokens, wanted_tokens
 from streampack.core.model.rules import Rules
 from streampack.errors import ConfigError
+from streampack.transport.unread import resident_bytes
 from streampack_services.broker.arena import SLACK, arena_tokens
 from streampack_services.broker.machine_memory import machine_memory
 
@@ -33,6 +34,8 @@ LEAST_LEAVING = 4
 """Messages of packs that may always be sent to trainers and not confirmed."""
 ARRIVING_BYTES = 8 << 20
 """Bytes of a producer's chunks that may wait for a busy broker, before they are copied into the arena."""
+TRIM_S, TRIM_BYTES = 10.0, 16 << 20
+"""Seconds between two looks at the memory, and its growth after which freed memory is given back to the system."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -204,15 +207,34 @@ def keep_freed_memory() -> None:
 
     Otherwise a message of 1 MiB spends a third of its time on page faults.
     """
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
-    except (OSError, AttributeError):
-        return
 
 
 def give_back_memory() -> None:
     """Give memory that glibc keeps, but that is free, back to the system; does nothing without glibc."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+class FreedMemory:
+    """Gives freed memory back after the process has grown."""
+
+    def __init__(self) -> None:
+        self._look_at, self._resident, self._again = 0.0, 0, False
+
+    def look(self, now: float, is_idle: bool) -> None:
+        """Give freed memory back to the system, if the process has grown much since the last time.
+
+        Do it once more when no messages wait (``is_idle``): only then is the memory of a flood free.
+        """
+        if now < self._look_at:
+            return
+        self._look_at = now + TRIM_S
+        has_grown = resident_bytes() > self._resident + TRIM_BYTES
+        if has_grown or (self._again and is_idle):
+            give_back_memory()
+            self._again = has_grown
+        self._resident = resident_bytes() if has_grown else min(self._resident, resident_bytes())

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from streampack_services.broker.service import SAY_S
+from streampack_services.broker.serving.peer_messages import SAY_S
 
 import streampack as sp
 from streampack.errors import MeshError, Rejected, Unreachable, UserError

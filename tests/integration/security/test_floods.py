@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from streampack_services.broker.authorization import new_key
 from streampack_services.broker.report_limit import KEY_BURST
-from streampack_services.broker.service import WAITING_BYTES, BrokerService
+from streampack_services.broker.service import BrokerService
+from streampack_services.broker.serving.peer_messages import WAITING_BYTES
 
 from benchmarks.attacks.attack import Rank
 from benchmarks.attacks.flooder import Flooder

@@ -15,7 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from streampack_services.broker import authorization
-from streampack_services.broker.authorization import Allowed, new_key, read_allowed
+from streampack_services.broker.authorization import new_key, read_allowed
+from streampack_services.broker.serving import allowed_keys
+from streampack_services.broker.serving.allowed_keys import Allowed
 from streampack_services.daemons.broker import exposed
 
 from streampack.core.protocol.rights import NO_RIGHTS, Rights
@@ -388,19 +390,19 @@ def test_a_key_whose_connections_are_cut_again_and_again_is_not_let_in_for_a_whi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(authorization, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(allowed_keys, "time", SimpleNamespace(monotonic=lambda: clock.now))
     for name in ("attacker", "honest"):
         new_key(tmp_path / "keys", name, "trainer", {})
     keys = [load_key(tmp_path / "keys" / f"{name}.key").public for name in ("attacker", "honest")]
     door = Allowed(tmp_path / "keys", lambda: None)
     try:
-        for cuts in range(1, authorization.CUTS + 1):
+        for cuts in range(1, allowed_keys.CUTS + 1):
             assert door.admits(keys[0], "10.0.0.1")
             door.note_cut(keys[0].encode() + b"peer%d" % cuts, "of a flood")
         assert [door.admits(key, "10.0.0.1") for key in keys] == [False, True]
         assert "blocked key 'attacker' for 60 s" in caplog.text
         assert door.refused == 1
-        clock.now += authorization.SHUT_OUT_S
+        clock.now += allowed_keys.SHUT_OUT_S
         assert door.admits(keys[0], "10.0.0.1")
     finally:
         door.close()

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import zmq
 from streampack_services.broker import authorization
-from streampack_services.broker.authorization import Allowed, new_key
+from streampack_services.broker.authorization import new_key
 from streampack_services.broker.service import BrokerService
+from streampack_services.broker.serving.allowed_keys import Allowed
 from streampack_services.daemons import rendezvous
 
 import streampack as sp
@@ -491,7 +492,7 @@ def test_a_revoked_key_is_disconnected_within_two_seconds(
     for name in (f"gone-{role}", f"stays-{role}"):
         new_key(keys, name, role, {})
     with serving(keys) as service, contextlib.ExitStack() as opened:
-        unread = (service._producers if side == "producers" else service._trainers)._unread
+        unread = (service._sockets.producers if side == "producers" else service._sockets.trainers).router._unread
         assert unread is not None
         gone, stays = load_key(keys / f"gone-{role}.key"), load_key(keys / f"stays-{role}.key")
         speaks, _silent, floods, other = (KeyPeer(key, service.endpoints[side]) for key in (gone, gone, gone, stays))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from streampack_services.broker import service as service_module
+from streampack_services.broker import memory_plan
 from streampack_services.broker.service import BrokerService
 
 from streampack.config.daemon_settings import BrokerConfig
@@ -38,9 +38,9 @@ class Memory:
 
 def test_memory_that_is_freed_after_the_peak_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory()
-    monkeypatch.setattr(service_module, "TRIM_S", 0.0)
-    monkeypatch.setattr(service_module, "resident_bytes", memory.resident_bytes)
-    monkeypatch.setattr(service_module, "give_back_memory", memory.give_back)
+    monkeypatch.setattr(memory_plan, "TRIM_S", 0.0)
+    monkeypatch.setattr(memory_plan, "resident_bytes", memory.resident_bytes)
+    monkeypatch.setattr(memory_plan, "give_back_memory", memory.give_back)
     config = BrokerConfig(
         streams={"web": StreamSettings()}, rules=RulesSettings(budget=128, step=StepSettings(packs=8)), memory="32MiB",
         listen=Listen(producers="tcp://127.0.0.1:*", trainers="tcp://127.0.0.1:*"),
