@@ -93,6 +93,8 @@ class Counters:
     """When the broker began, by the monotonic clock."""
     ready: bool = False
     """True while the broker serves: not while it starts or drains."""
+    stopping: bool = False
+    """True once the broker was asked to stop."""
     damaged: int = 0
     """Messages that cannot be decoded."""
     unsent: int = 0
@@ -313,7 +315,7 @@ class Reporter:
     def _state(self, stalled_s: float | None) -> State:
         """Return the broker's state; ``stalled_s``: the longest stall of a feed in seconds, None if no feed stalls."""
         core = self._core
-        if core.draining:
+        if core.draining or self._counters.stopping:
             return "draining"
         if not self._counters.ready:
             return "starting"

@@ -308,7 +308,7 @@ class BrokerService:
         self._reports.tell_cuts(now)
         self._handle_all(self._changes.take())
         if self._stopping.is_asked:
-            self.counters.ready = False
+            self.counters.ready, self.counters.stopping = False, True
             if self._stopping.begins_to_drain(now):
                 self._handle(Drain())
                 self._publish(self._reporter.take(now))
