@@ -12,7 +12,7 @@ declarations, and writes the series that they describe. ``deploy/prometheus/METR
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache
 from types import UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -22,6 +22,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Proce
 
 from streampack_services.broker.status import BrokerStatus, Histogram
 from streampack_services.figure import Computed, Declared, Figure, Series
+from streampack_services.standby.following import FollowingStatus
 
 Labels = tuple[str, ...]
 Rows = list[tuple[Labels, float | Histogram]]
@@ -114,6 +115,8 @@ _ORDER = (
 _PLACES = {name: place for place, name in enumerate(_ORDER)}
 METRICS = tuple(sorted(figures_of(BrokerStatus), key=lambda metric: _PLACES.get(metric.name, len(_PLACES))))
 """All metrics, in the order of ``/metrics``."""
+STANDBY_METRICS = tuple(figures_of(FollowingStatus))
+"""All metrics of a standby that is not active."""
 
 
 def exposition(status: BrokerStatus) -> bytes:
@@ -121,10 +124,15 @@ def exposition(status: BrokerStatus) -> bytes:
 
     The broker's series do not go through the Prometheus client, which takes 0.1 s for the 8000 series of 512 ranks.
     """
+    return series(METRICS, status) + generate_latest(_process)
+
+
+def series(metrics: Iterable[Figure], status: msgspec.Struct) -> bytes:
+    """Return every series of these metrics, whose values are in ``status``, in Prometheus' text format."""
     lines = []
-    rows: dict[str, Rows] = {metric.name: [] for metric in METRICS}
+    rows: dict[str, Rows] = {metric.name: [] for metric in metrics}
     _collect(status, (), rows)
-    for metric in METRICS:
+    for metric in metrics:
         name = f"streampack_{metric.name}{_ENDS[metric.kind]}"
         lines += [f"# HELP {name} {metric.text}", f"# TYPE {name} {metric.kind}"]
         for labels, value in rows[metric.name]:
@@ -132,7 +140,7 @@ def exposition(status: BrokerStatus) -> bytes:
                 lines += _histogram(name, metric, labels, value)
             else:
                 lines.append(f"{name}{_labels(metric.labels, labels)} {value!r}")
-    return "\n".join([*lines, ""]).encode() + generate_latest(_process)
+    return "\n".join([*lines, ""]).encode()
 
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -164,12 +172,17 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 def text() -> str:
-    """Return METRICS.md: a table of all metrics."""
-    rows = [
-        f"| `streampack_{each.name}{_ENDS[each.kind]}` | {each.kind} | {', '.join(each.labels)} | {each.text} |"
-        for each in METRICS
-    ]
-    return "\n".join([_HEAD, *rows, ""])
+    """Return METRICS.md: a table of all metrics, and one of a standby's."""
+    return "\n".join([_HEAD, *_table(METRICS), _STANDBY_HEAD, *_table(STANDBY_METRICS), ""])
+
+
+def _table(metrics: Iterable[Figure]) -> Iterator[str]:
+    """Yield the lines of a table of metrics."""
+    yield "| metric | kind | labels | description |"
+    yield "|---|---|---|---|"
+    for metric in metrics:
+        name = f"streampack_{metric.name}{_ENDS[metric.kind]}"
+        yield f"| `{name}` | {metric.kind} | {', '.join(metric.labels)} | {metric.text} |"
 
 
 _HEAD = """# Metrics
@@ -180,9 +193,12 @@ histogram has `_bucket`, `_sum` and `_count`. The Prometheus client adds `proces
 The broker shows at most 1,024 ranks of a feed one by one, in `streampack_reader_*`. For a feed with more ranks, these
 series are replaced by `streampack_node_*`: the worst rank of each of the 64 worst hosts. So a scrape of 30,000 ranks
 takes about 50 kB. The order of the hosts is in [observe.md](../../docs/how-to/observe.md#thousands-of-ranks).
+"""
+_STANDBY_HEAD = """
+## A standby that is not active
 
-| metric | kind | labels | description |
-|---|---|---|---|"""
+It has only these metrics.
+"""
 
 if __name__ == "__main__":
     sys.stdout.write(text())

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import msgspec
 import uvicorn
+from msgspec.structs import asdict
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -32,8 +33,9 @@ from streampack_services.http.control import AskBroker
 from streampack_services.http.history import Timelines
 from streampack_services.http.http_guard import MAX_HEAD_BYTES, Guard, is_loopback, parse_address
 from streampack_services.http.http_limits import Bounded, Listening, accepted_at_once
-from streampack_services.http.metrics import CONTENT_TYPE, exposition
+from streampack_services.http.metrics import CONTENT_TYPE, STANDBY_METRICS, exposition, series
 from streampack_services.logs import Ring
+from streampack_services.standby.following import FollowingStatus
 
 RankPages = Callable[[str, str | None, int], RankPage | None]
 """Returns ranks of a feed, all or those of one node, from a number on; None if no rank was on the node."""
@@ -205,7 +207,7 @@ class HttpServer(AppServer):
         super().close()
 
 
-def standby_app(run: str, status: Callable[[], dict[str, str | int | bool]]) -> Starlette:
+def standby_app(run: str, status: Callable[[], FollowingStatus]) -> Starlette:
     """Return the ASGI application of a broker that is not active: probes, ``/status`` and ``/metrics``."""
 
     def livez(_: Request) -> Response:
@@ -218,24 +220,17 @@ def standby_app(run: str, status: Callable[[], dict[str, str | int | bool]]) -> 
         ``/readyz?standby=1`` is 200 once the standby may take over, so that the active broker may be stopped.
         """
         now = status()
-        if "standby" in request.query_params and now["is_member"]:
+        if "standby" in request.query_params and now.is_member:
             return PlainTextResponse("ready to take over\n")
-        return PlainTextResponse(f"not ready: standby: {now['waits_for']}\n", 503)
+        return PlainTextResponse(f"not ready: standby: {now.waits_for}\n", 503)
 
     def state(_: Request) -> Response:
         """Answer ``/status``."""
-        return JSONResponse({"run": run, "state": "standby", "ready": False, "standby": status()})
+        return JSONResponse({"run": run, "state": "standby", "ready": False, "standby": asdict(status())})
 
     def metrics(_: Request) -> Response:
         """Answer ``/metrics`` in Prometheus' text format."""
-        now, lines = status(), []
-        for name, key, text in (
-            ("member", "is_member", "1 if this standby has every safe record, so that it may take over."),
-            ("records", "records", "Records in the standby's copy of the log."),
-        ):
-            lines += [f"# HELP streampack_standby_{name} {text}", f"# TYPE streampack_standby_{name} gauge"]
-            lines.append(f"streampack_standby_{name} {int(now[key])}")
-        return Response("\n".join(lines) + "\n", media_type=CONTENT_TYPE)
+        return Response(series(STANDBY_METRICS, status()), media_type=CONTENT_TYPE)
 
     handlers = {"/metrics": metrics, "/livez": livez, "/readyz": readyz, "/status": state}
     return Starlette(routes=[Route(path, each) for path, each in handlers.items()])

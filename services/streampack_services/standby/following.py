@@ -14,6 +14,9 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
+
+from msgspec import Struct
 
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.service_settings import StandbySettings
@@ -35,6 +38,7 @@ from streampack.transport.keys import Key
 from streampack.transport.sockets import Dealer, Poller, drain
 from streampack.transport.waker import Waker
 from streampack.wire import frames as wire
+from streampack_services.figure import filled, gauge
 from streampack_services.ledger.state_dir import LEDGER, indexed_upto
 from streampack_services.log.log import Log
 from streampack_services.standby.arbiter import Arbiter
@@ -47,6 +51,23 @@ log = logging.getLogger("streampack.standby")
 TICK_S = 0.2
 SAY_S = 10.0
 """Seconds between two log lines about what the standby waits for."""
+
+
+class FollowingStatus(Struct, frozen=True, kw_only=True):
+    """The state of a standby that is not active."""
+
+    name: str
+    """The standby's own name."""
+    phase: str
+    waits_for: str
+    active: str
+    """Name of the active broker; empty if it is not known."""
+    is_member: Annotated[bool, gauge(
+        "standby_member", "1 if this standby has every safe record, so that it may take over.")]  # fmt: skip
+    records: Annotated[int, gauge("standby_records", "Records in the standby's copy of the log.")]
+    first_record: int
+    unsafe_records: int
+    """Records that are not safe on this host's disk yet."""
 
 
 class Following:
@@ -132,19 +153,18 @@ class Following:
         self._waker.close()
 
     @property
-    def status(self) -> dict[str, str | int | bool]:
+    def status(self) -> FollowingStatus:
         """The state of this standby, for people and programs."""
         follower = self.follower
-        return {
-            "name": follower.name,
-            "phase": follower.phase.name.lower(),
-            "waits_for": follower.waits_for,
-            "active": follower.leader.active if follower.leader is not None else "",
-            "is_member": follower.is_member,
-            "records": self._log.next_lsn,
-            "first_record": self._log.first_lsn,
-            "unsafe_records": self._log.next_lsn - self._log.safe_upto,
-        }
+        return filled(
+            FollowingStatus,
+            follower,
+            phase=follower.phase.name.lower(),
+            active=follower.leader.active if follower.leader is not None else "",
+            records=self._log.next_lsn,
+            first_record=self._log.first_lsn,
+            unsafe_records=self._log.next_lsn - self._log.safe_upto,
+        )
 
     def _turn(self) -> None:
         """Handle messages, answers and the clock."""

@@ -188,7 +188,7 @@ def test_a_standby_is_alive_but_not_ready_and_says_what_it_has() -> None:
         assert "two-hosts  standby on b\n" in said
         assert "has every safe record of a" in said
         assert "expected that of the active broker" in the_error(in_process("top", "--once", f"http://{address}"), 2)
-        assert "streampack_standby_member 1\n" in ask(address, "/metrics")[1]
+        assert "streampack_standby_member 1.0\n" in ask(address, "/metrics")[1]
 
 
 def ask(address: str, path: str) -> tuple[int, str]:

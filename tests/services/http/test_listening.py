@@ -27,7 +27,7 @@ def test_uvloop_does_not_replace_the_way_to_accept_connections(monkeypatch: pyte
 
     monkeypatch.setitem(sys.modules, "uvloop", types.SimpleNamespace(new_event_loop=new_event_loop))
     monkeypatch.delitem(sys.modules, "uvicorn.loops.uvloop", raising=False)
-    server = AppServer("127.0.0.1:0", standby_app("alone", dict))
+    server = AppServer("127.0.0.1:0", standby_app("alone", lambda: pytest.fail("its state was asked for")))
     server.start()
     with contextlib.closing(server), urllib.request.urlopen(f"{server.url}/livez", timeout=30) as answer:
         assert answer.read() == b"alive\n"

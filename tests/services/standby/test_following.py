@@ -27,7 +27,7 @@ def follow(folder: Path) -> int:
         standby=StandbySettings(arbiter=arbiter, listen="tcp://127.0.0.1:7403", name="b"),
     )  # fmt: skip
     following = Following(config, open_arbiter(arbiter), waits=True)
-    records = following.status["records"]
+    records = following.status.records
     following.close()
     assert isinstance(records, int)
     return records
