@@ -14,7 +14,6 @@ import resource
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.errors import UserError
@@ -24,7 +23,7 @@ from streampack_services import own_runs
 from streampack_services.broker.memory_plan import keep_freed_memory
 from streampack_services.broker.service import BrokerService, Leadership
 from streampack_services.daemons import rendezvous
-from streampack_services.daemons.signals import ending_signals
+from streampack_services.daemons.signals import ending_signals, on_ending_signals
 from streampack_services.daemons.standby import become_active
 from streampack_services.daemons.systemd import Systemd
 from streampack_services.descriptors import hold_back
@@ -161,23 +160,17 @@ def _closing(service: BrokerService) -> Iterator[None]:
 @contextlib.contextmanager
 def _drained_by_signals(service: BrokerService) -> Iterator[None]:
     """Drain the service on a signal that ends it; a second one ends its loop at once, and a third ends the process."""
-    signals = ending_signals()
-    caught = 0
+    caught: list[int] = []
 
-    def on_signal(number: int, _: FrameType | None) -> None:
-        nonlocal caught
-        caught += 1
+    def on_signal(number: int) -> None:
+        caught.append(number)
         service.drain()
-        if caught > 1:
-            for each in signals:
-                signal.signal(each, signal.SIG_DFL)
+        if len(caught) > 1:
+            for ending in ending_signals():
+                signal.signal(ending, signal.SIG_DFL)
 
-    before = {number: signal.signal(number, on_signal) for number in signals}
-    try:
+    with on_ending_signals(on_signal):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 
 from streampack.config.daemon_settings import ProducerConfig
 from streampack.errors import StreampackError
@@ -36,7 +35,7 @@ from streampack.transport.keys import find_key
 from streampack.transport.rendezvous import read_rendezvous
 from streampack_services import logs
 from streampack_services.daemons.progress import Overall, figures, line, summary, table
-from streampack_services.daemons.signals import ending_signals
+from streampack_services.daemons.signals import on_ending_signals
 from streampack_services.daemons.systemd import Systemd
 
 log = logging.getLogger("streampack.producer")
@@ -171,16 +170,17 @@ def produce(config: ProducerConfig, *, timeout_s: float, level: logs.Level = "in
     run = uuid.uuid4().hex
     watch = _Supervisor(overall)
     on_terminal = sys.stderr.isatty() and not as_json
-    with _asked_to_stop() as asked, _show(on_terminal) as show:
+    caught: list[int] = []  # SIGINT still raises KeyboardInterrupt
+    with on_ending_signals(caught.append, without=[signal.SIGINT]), _show(on_terminal) as show:
         try:
             for number in range(config.processes):
                 watch.workers.append(_Worker(f"{run}-{number}", start))
-            watch.until_done(asked, show, SAY_S / 10 if on_terminal else SAY_S)
+            watch.until_done(lambda: bool(caught), show, SAY_S / 10 if on_terminal else SAY_S)
         finally:
             watch.systemd.tell(stopping=True, status="stopping")
             _stop(watch.workers)
     watch.add_up(time.monotonic())
-    if asked():
+    if caught:
         how = "stopped"
     else:
         how = "the broker is stopping" if watch.over is not None and watch.over[0] == "stopped" else "all delivered"
@@ -293,24 +293,6 @@ def _stop(workers: list[_Worker]) -> None:
             worker.process.kill()
             worker.process.join()
         worker.pipe.close()
-
-
-@contextlib.contextmanager
-def _asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True after SIGTERM or SIGHUP; SIGINT still raises KeyboardInterrupt."""
-    asked = False
-
-    def on_signal(_: int, __: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-
-    numbers = [number for number in ending_signals() if number is not signal.SIGINT]
-    before = {number: signal.signal(number, on_signal) for number in numbers}
-    try:
-        yield lambda: asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -6,16 +6,13 @@ SIGTERM, SIGINT or SIGHUP the relay sends its ranks to the broker and exits with
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from streampack.core.protocol.events import Effect, FromBroker, Report, Send, Tick, Unsent
@@ -39,7 +36,7 @@ from streampack.transport.waker import Waker
 from streampack.version import __version__
 from streampack.wire import bundles
 from streampack.wire import frames as wire
-from streampack_services.daemons.signals import ending_signals
+from streampack_services.daemons.signals import on_ending_signals
 from streampack_services.daemons.systemd import Systemd
 from streampack_services.descriptors import hold_back
 
@@ -239,7 +236,7 @@ def serve(broker: str, listen: str, memory_bytes: int, key: Key | None) -> None:
     """Run a relay until SIGTERM, SIGINT or SIGHUP. Raises UserError for an address that cannot be used."""
     hold_back()
     service = RelayService(broker, listen, memory_bytes, key)
-    with _stopped_by_signals(service):
+    with on_ending_signals(lambda _: service.stop()):
         log.info("reading from %s for the ranks of this host; ranks connect to %s", broker, listen)
         service.run()
         found = {"received_bytes": service.received_bytes, "sent_bytes": service.sent_bytes}
@@ -252,18 +249,3 @@ def serve(broker: str, listen: str, memory_bytes: int, key: Key | None) -> None:
 def _size(frames: Iterable[Any]) -> int:
     """Return the bytes of all frames of a message."""
     return sum(memoryview(frame).nbytes for frame in frames)
-
-
-@contextlib.contextmanager
-def _stopped_by_signals(service: RelayService) -> Iterator[None]:
-    """Stop the service on SIGTERM, SIGINT or SIGHUP, within the block."""
-
-    def on_signal(number: int, _: FrameType | None) -> None:
-        service.stop()
-
-    before = {number: signal.signal(number, on_signal) for number in ending_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

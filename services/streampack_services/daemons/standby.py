@@ -5,17 +5,16 @@ While it is not active it serves probes and its state over HTTP. Signals end it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import signal
-from types import FrameType
 
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.kernels import background
 from streampack.transport.keys import find_key
 from streampack_services.broker.memory_plan import check_machine, plan
 from streampack_services.broker.service import Leadership, warm_up
-from streampack_services.daemons.signals import ending_signals
+from streampack_services.daemons.signals import on_ending_signals
 from streampack_services.daemons.systemd import Systemd
 from streampack_services.http.http_guard import find_token
 from streampack_services.http.server import AppServer, standby_app
@@ -43,19 +42,16 @@ def become_active(config: BrokerConfig, *, waits: bool) -> Leadership | None:
     following = Following(config, arbiter, waits=waits, key=find_key(None))
     caught: list[int] = []
 
-    def on_signal(number: int, _: FrameType | None) -> None:
+    def on_signal(number: int) -> None:
         caught.append(number)
         following.stop()
 
-    before = {number: signal.signal(number, on_signal) for number in ending_signals()}
-    systemd = Systemd()
-    http = AppServer(
-        config.listen.http, standby_app(config.run, lambda: following.status), find_token(config.listen.token_file)
-    )
-    http.start()
-    background.start()
-    warm_up(needs)
-    try:
+    systemd, app = Systemd(), standby_app(config.run, lambda: following.status)
+    http = AppServer(config.listen.http, app, find_token(config.listen.token_file))
+    with on_ending_signals(on_signal), contextlib.closing(http):
+        http.start()
+        background.start()
+        warm_up(needs)
         log.info(
             "host %s of run %s asks the arbiter %s which broker is active (pid %d)", settings.host, config.run,
             arbiter.where, os.getpid(),
@@ -63,10 +59,6 @@ def become_active(config: BrokerConfig, *, waits: bool) -> Leadership | None:
         entry = following.run(
             on_turn=lambda: systemd.tell(ready=waits, status=f"standby: {following.follower.waits_for}")
         )
-    finally:
-        http.close()
-        for number, handler in before.items():
-            signal.signal(number, handler)
     if entry is None or caught:
         log.info("stopped before this broker was active")
         return None
