@@ -20,9 +20,9 @@ def checked_version(given: SupportsIndex, name: str) -> int:
         UserError: The value is not an integer from 0 to 2**53.
     """
     try:
-        found = operator.index(given)
+        version = operator.index(given)
     except TypeError:
-        found = -1
-    if not 0 <= found <= MOST_VERSION:
+        version = -1
+    if not 0 <= version <= MOST_VERSION:
         raise UserError(f"got {name}={given!r}, expected an integer of at least 0 and at most 2**53")
-    return found
+    return version

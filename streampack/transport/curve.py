@@ -113,8 +113,8 @@ class Gate:
             key = credentials[0].hex()
             good = version == b"1.0" and self._admits(mechanism, key, address)
             let_in += good
-            said = [b"200", b"", key.encode(), b""] if good else [b"400", b"not allowed", b"", b""]
-            self.raw.send_multipart([b"1.0", request, *said])
+            reply = [b"200", b"", key.encode(), b""] if good else [b"400", b"not allowed", b"", b""]
+            self.raw.send_multipart([b"1.0", request, *reply])
         return let_in
 
     def _admits(self, mechanism: bytes, key: str, address: bytes) -> bool:
@@ -218,22 +218,22 @@ class HandshakeMonitor:
 
 def _mechanism(endpoint: str) -> str:
     """Return the security mechanism of the ZeroMQ peer at ``endpoint``: ``NULL``, ``CURVE``, or empty if unknown."""
-    said = b""
+    greeting = b""
     try:
         with _connected(endpoint) as sock:
             sock.sendall(_GREETING)
-            while len(said) < 32 and (more := sock.recv(64)):
-                said += more
+            while len(greeting) < 32 and (more := sock.recv(64)):
+                greeting += more
     except OSError:
         pass
-    return said[12:32].rstrip(b"\0").decode("ascii", "replace") if len(said) >= 32 else ""
+    return greeting[12:32].rstrip(b"\0").decode("ascii", "replace") if len(greeting) >= 32 else ""
 
 
 def _connected(endpoint: str) -> socket.socket:
     """Return a plain socket that is connected to ``endpoint``. Raises OSError."""
     if not endpoint.startswith("ipc://"):
-        found = urlsplit(endpoint)
-        return socket.create_connection((found.hostname or "", found.port or 0), _GREETING_S)
+        url = urlsplit(endpoint)
+        return socket.create_connection((url.hostname or "", url.port or 0), _GREETING_S)
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.settimeout(_GREETING_S)

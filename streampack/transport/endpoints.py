@@ -32,7 +32,7 @@ SILENT_S = 3.0
 """A connection that ends after so many seconds without a message may have ended because a host is dead."""
 
 
-def split_endpoints(given: str) -> list[str]:
+def split_endpoints(text: str) -> list[str]:
     """Return the addresses of a list that is separated by commas, to connect to one of them at a time.
 
     Raises UserError for an address that cannot be connected to, an empty one, or one that is given twice.
@@ -40,23 +40,23 @@ def split_endpoints(given: str) -> list[str]:
     >>> split_endpoints("tcp://node0:7402,tcp://node1:7402")
     ['tcp://node0:7402', 'tcp://node1:7402']
     """
-    found = [each.strip() for each in given.split(",")]
-    if len(found) == 1:
-        check_endpoint(given, connects=True)
-        return [given]
-    for number, endpoint in enumerate(found):
+    endpoints = [each.strip() for each in text.split(",")]
+    if len(endpoints) == 1:
+        check_endpoint(text, connects=True)
+        return [text]
+    for number, endpoint in enumerate(endpoints):
         if not endpoint:
             raise UserError(
-                f"got endpoints {given!r}, of which number {number + 1} is empty, expected an address on both sides "
+                f"got endpoints {text!r}, of which number {number + 1} is empty, expected an address on both sides "
                 f"of each comma. Remove the comma"
             )
-        if endpoint in found[:number]:
+        if endpoint in endpoints[:number]:
             raise UserError(
-                f"got endpoints {given!r}, which name {endpoint} twice, expected different addresses. Name each "
+                f"got endpoints {text!r}, which name {endpoint} twice, expected different addresses. Name each "
                 f"address once"
             )
         check_endpoint(endpoint, connects=True)
-    return found
+    return endpoints
 
 
 def check_endpoint(endpoint: str, *, connects: bool = False) -> None:

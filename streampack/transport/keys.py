@@ -70,5 +70,5 @@ def find_key(path: str | Path | None) -> Key | None:
 
     None if neither names a file, or ``path`` is empty. Raises UserError as ``load_key`` does.
     """
-    found = os.environ.get(KEY_FILE) if path is None else path
-    return load_key(found) if found else None
+    file = os.environ.get(KEY_FILE) if path is None else path
+    return load_key(file) if file else None

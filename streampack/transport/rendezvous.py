@@ -42,10 +42,10 @@ def read_rendezvous(path: Path, side: str, timeout_s: float = 60.0) -> str:
     while True:
         missing = "no file"
         try:
-            found = json.loads(path.read_text())
-            if "failed" not in found:
-                return str(found[side])
-            missing = f"only the file of a run that has ended ({found['failed']})"
+            content = json.loads(path.read_text())
+            if "failed" not in content:
+                return str(content[side])
+            missing = f"only the file of a run that has ended ({content['failed']})"
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

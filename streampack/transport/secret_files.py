@@ -30,8 +30,8 @@ def _read(path: str | Path, what: str, refused: int) -> str:
     """Return the text of a file. Raises UserError if its mode has a bit of ``refused``; ``what`` names the file."""
     try:
         with open(os.path.expanduser(path), "rb", opener=_open_nonblocking) as file:
-            found = os.fstat(file.fileno())  # of the open file: the path may lead elsewhere by now
-            if wrong := _exposed(found, refused):
+            status = os.fstat(file.fileno())  # of the open file: the path may lead elsewhere by now
+            if wrong := _exposed(status, refused):
                 raise UserError(
                     f"{path}: got {what} that {wrong}. Run chown and chmod 600 on the file, and replace any secret "
                     f"that other users may have read"
@@ -52,16 +52,16 @@ def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def _exposed(found: os.stat_result, refused: int) -> str:
+def _exposed(status: os.stat_result, refused: int) -> str:
     """Return the reason that a file is not safe from other users; empty if it is."""
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         return "is not a regular file, expected a regular file"
-    if found.st_uid not in (os.geteuid(), 0):
-        return f"belongs to user {found.st_uid}, expected user {os.geteuid()} or root"
-    if found.st_uid == 0:
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to user {status.st_uid}, expected user {os.geteuid()} or root"
+    if status.st_uid == 0:
         refused &= ~stat.S_IRGRP
-    if found.st_mode & refused:
-        return f"other users can access (mode {stat.S_IMODE(found.st_mode):04o}), expected mode 0600"
+    if status.st_mode & refused:
+        return f"other users can access (mode {stat.S_IMODE(status.st_mode):04o}), expected mode 0600"
     return ""
 
 

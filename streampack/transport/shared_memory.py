@@ -99,9 +99,9 @@ class Link:
         if slot is None:
             self._prepared = None
             return None
-        found = self.slots.memory(slot, num_bytes)
-        self._prepared = address(found), slot
-        return found
+        memory = self.slots.memory(slot, num_bytes)
+        self._prepared = address(memory), slot
+        return memory
 
     def outgoing(self, frames: Sequence[Any]) -> tuple[list[Any], list[int]]:
         """Move large frames to slots; return the frames for the socket, and the slots used.
@@ -143,9 +143,9 @@ class Link:
             slot, self._prepared = self._prepared[1], None
             return slot
         for_group = self.group is not None and not data.flags.writeable
-        if for_group and (found := slots.find(data)) is not None and found not in self._lent:
-            slots.borrow(found)
-            return found
+        if for_group and (slot_in_use := slots.find(data)) is not None and slot_in_use not in self._lent:
+            slots.borrow(slot_in_use)
+            return slot_in_use
         free = slots.take()
         if free is not None:
             slots.memory(free, size)[:] = data
@@ -203,10 +203,10 @@ class Link:
         """Handle a message of type ``kind``, as ``incoming`` does. Raises struct.error or ValueError."""
         slots = self._present_slots()
         if kind == b"A" and slots is not None:
-            token, upto, held = _ANSWER.unpack(body)
+            token, upto, held_slots = _ANSWER.unpack(body)
             if token == slots.name.token:
                 self.lends = True
-                self._hear_held(slots, upto, held)
+                self._hear_held(slots, upto, held_slots)
         elif kind == b"N" and slots is not None and bytes(body) == slots.name.token:
             self.refused = True
             self.close()
@@ -227,19 +227,19 @@ class Link:
             return None, self.answer()
         return None, None
 
-    def _hear_held(self, slots: Slots, upto: int, held: int) -> None:
-        """Free the slots lent up to message ``upto``, except those that the peer holds, the bits of ``held``.
+    def _hear_held(self, slots: Slots, upto: int, held_slots: int) -> None:
+        """Free the slots lent up to message ``upto``, except those that the peer holds, the bits of ``held_slots``.
 
         A process of a group that connected again may hold slots that were lent over its earlier connection. They
         count as lent to this peer, too.
         """
-        for slot in [slot for slot, number in self._lent.items() if number <= upto and not held >> slot & 1]:
+        for slot in [slot for slot, number in self._lent.items() if number <= upto and not held_slots >> slot & 1]:
             del self._lent[slot]
             slots.give_back(slot)
-        if self.group is None or not held:
+        if self.group is None or not held_slots:
             return
         for slot in range(slots.name.num_slots):
-            if held >> slot & 1 and slot not in self._lent and slots.is_used(slot):
+            if held_slots >> slot & 1 and slot not in self._lent and slots.is_used(slot):
                 self._lent[slot] = upto
                 slots.borrow(slot)
 

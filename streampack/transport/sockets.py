@@ -569,11 +569,11 @@ def _monitored(context: zmq.Context[Any], sock: zmq.Socket[bytes]) -> zmq.Socket
     """
     address = f"inproc://monitor-{id(sock)}"
     sock.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-    found: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-    found.setsockopt(zmq.RCVHWM, 0)
-    found.setsockopt(zmq.LINGER, 0)
-    found.connect(address)
-    return found
+    monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+    monitor.setsockopt(zmq.RCVHWM, 0)
+    monitor.setsockopt(zmq.LINGER, 0)
+    monitor.connect(address)
+    return monitor
 
 
 def _randomize_ids() -> None:

@@ -202,7 +202,7 @@ class Unread:
     Args:
         limit: Limit of the unread bytes of all connections together.
         strangers: Limit of the unread bytes of all new connections together, before their first valid message.
-        held: Returns the bytes of memory that the process uses for other data.
+        known_bytes: Returns the bytes of memory that the process uses for other data.
         slack: Bytes of memory that the process may use in addition.
         most_strangers: Most connections of strangers; beyond it the oldest are cut.
         most_unsent: Most bytes that wait to be sent to the connections of a key, or without keys to one connection.
@@ -210,7 +210,7 @@ class Unread:
     """
 
     def __init__(
-        self, limit: int, strangers: int = STRANGERS_BYTES, held: Callable[[], int] = lambda: 0, slack: int = 0,
+        self, limit: int, strangers: int = STRANGERS_BYTES, known_bytes: Callable[[], int] = lambda: 0, slack: int = 0,
         most_strangers: int = 1 << 20, most_unsent: int = 1 << 40,
         credit: Callable[[bytes], int] = lambda _: 1 << 40,
     ) -> None:  # fmt: skip
@@ -224,7 +224,7 @@ class Unread:
         self._unsent: dict[bytes, int] = {}
         """Bytes that wait to be sent at most, by key: those measured last, and those queued since."""
         self._most_strangers = most_strangers
-        self._limit, self._strangers, self._held = limit, strangers, held
+        self._limit, self._strangers, self._known_bytes = limit, strangers, known_bytes
         self._slack = slack + MEMORY_SLACK
         self._by_fd: dict[int, Connection] = {}
         self._by_peer: dict[bytes, Connection] = {}
@@ -237,7 +237,7 @@ class Unread:
         """True if the socket was drained since connections were admitted, and since the last sweep."""
         self._memory_over = False
         self._resident = self._floor = 0
-        """Memory, and memory beside ``held`` when nothing was unread; 0 before the first sweep."""
+        """Memory, and memory beside ``known_bytes`` when nothing was unread; 0 before the first sweep."""
         self._blamed = 0
         self._look_at = self._sweep_at = self._refilled_at = 0.0
         self._admissions = ADMITTED
@@ -254,11 +254,11 @@ class Unread:
 
     def closed(self, fd: int) -> None:
         """Remove the ended connection with file descriptor ``fd``."""
-        found = self._by_fd.pop(fd, None)
-        if found is not None:
-            self._by_peer.pop(found.peer, None)
-            self._unsent.pop(found.peer, None)
-            self._ended.add(found.peer)
+        connection = self._by_fd.pop(fd, None)
+        if connection is not None:
+            self._by_peer.pop(connection.peer, None)
+            self._unsent.pop(connection.peer, None)
+            self._ended.add(connection.peer)
 
     def connection_of(self, peer: bytes) -> Connection | None:
         """Return the connection of a peer; None if it is unknown."""
@@ -270,14 +270,14 @@ class Unread:
         A message may be left of a connection that has ended, and a newer connection may have its ``fd``. If such a
         message of an unknown peer comes first, the connection counts as this peer's until its own peer's next message.
         """
-        found = self._by_fd.get(fd)
-        if found is None or peer in self._ended:
+        connection = self._by_fd.get(fd)
+        if connection is None or peer in self._ended:
             return None
-        self._by_peer.pop(found.peer, None)
-        self._unsent.pop(found.peer, None)
-        found.peer = peer
-        self._by_peer[peer] = found
-        return found
+        self._by_peer.pop(connection.peer, None)
+        self._unsent.pop(connection.peer, None)
+        connection.peer = peer
+        self._by_peer[peer] = connection
+        return connection
 
     def may_send(self, peer: bytes, num_bytes: int) -> bool:
         """Count a message that is queued for a peer; return False if it is to be dropped instead.
@@ -320,23 +320,23 @@ class Unread:
 
     def note_damaged(self, peer: bytes) -> None:
         """Count a message of this peer that could not be decoded; cut the connection at the limit."""
-        found = self._by_peer.get(peer)
-        if found is not None:
-            found.damaged += 1
-            if found.damaged == MAX_DAMAGED:
-                self._cut(found, f"{MAX_DAMAGED} of the peer's messages could not be decoded")
+        connection = self._by_peer.get(peer)
+        if connection is not None:
+            connection.damaged += 1
+            if connection.damaged == MAX_DAMAGED:
+                self._cut(connection, f"{MAX_DAMAGED} of the peer's messages could not be decoded")
 
     def note_dropped(self, peer: bytes, count: int, why: str) -> None:
         """Count messages of this peer, or answers to it, that were dropped; cut the connection at the limit."""
-        if (found := self._by_peer.get(peer)) is None or found.is_cut:
+        if (connection := self._by_peer.get(peer)) is None or connection.is_cut:
             return
         self._overflowed |= why == MESSAGES_WAIT
-        if (now := time.monotonic()) > found.dropped_since + DROPPED_S:
-            found.dropped_since = now
-            found.dropped.clear()
-        found.dropped[why] += count
-        if found.dropped[why] >= MAX_DROPPED:
-            self._cut(found, f"{found.dropped[why]} {why}")
+        if (now := time.monotonic()) > connection.dropped_since + DROPPED_S:
+            connection.dropped_since = now
+            connection.dropped.clear()
+        connection.dropped[why] += count
+        if connection.dropped[why] >= MAX_DROPPED:
+            self._cut(connection, f"{connection.dropped[why]} {why}")
 
     def drained(self) -> None:
         """Reset the state that lasts until the socket is drained; call this when ZeroMQ has no message left."""
@@ -425,7 +425,7 @@ class Unread:
         undrained = self._undrained_looks > UNDRAINED_LOOKS and now > self._undrained_since + UNDRAINED_S
         if undrained or self._overflowed:
             self._cut_fastest([each for each in by_size if not each.is_cut])
-        beside, room = resident - self._held(), of_all + self._slack
+        beside, room = resident - self._known_bytes(), of_all + self._slack
         if not self._floor or (self._swept_empty and of_all < LEAST_BLAMED):
             self._floor = beside
         self._swept_empty = False

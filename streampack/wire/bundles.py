@@ -28,18 +28,18 @@ _ITEM = struct.Struct("<HI")
 
 def encode_bundles(items: Iterable[tuple[str, Envelope]]) -> Iterator[list[bytes]]:
     """Yield bundles of messages in their order; a new bundle begins after ``FULL_BYTES`` or ``FULL_MESSAGES``."""
-    held: list[bytes] = []
+    parts: list[bytes] = []
     size = count = 0
     for reader, envelope in items:
         item = _item(reader, envelope)
-        held += item
+        parts += item
         size += sum(map(len, item))
         count += 1
         if size >= FULL_BYTES or count >= FULL_MESSAGES:
-            yield [_HEAD.pack(MAGIC, count), b"".join(held)]
-            held, size, count = [], 0, 0
+            yield [_HEAD.pack(MAGIC, count), b"".join(parts)]
+            parts, size, count = [], 0, 0
     if count:
-        yield [_HEAD.pack(MAGIC, count), b"".join(held)]
+        yield [_HEAD.pack(MAGIC, count), b"".join(parts)]
 
 
 def _item(reader: str, envelope: Envelope) -> list[bytes]:
@@ -80,7 +80,7 @@ def decode_bundle(frames: Sequence[Any]) -> list[tuple[str, Envelope]]:
     body, at = bytes(frames[1]), 0
     if count > FULL_MESSAGES:
         raise WireError(f"got a bundle of {count} messages, expected at most {FULL_MESSAGES}")
-    found = []
+    messages = []
     for _ in range(count):
         if at + _ITEM.size > len(body):
             raise WireError(f"got a bundle of {len(body)} bytes, expected {count} messages")
@@ -90,7 +90,7 @@ def decode_bundle(frames: Sequence[Any]) -> list[tuple[str, Envelope]]:
         at += name_bytes + size
         if at > len(body) or not 0 < name_bytes <= MOST_NAME_BYTES or b"\0" in name or not name.isascii():
             raise WireError("got a bundle with a message that is cut off, or with a reader's name that is not ASCII")
-        found.append((name.decode(), wire.decode([message[: wire.HEADER_BYTES], message[wire.HEADER_BYTES :]])))
+        messages.append((name.decode(), wire.decode([message[: wire.HEADER_BYTES], message[wire.HEADER_BYTES :]])))
     if at != len(body):
         raise WireError(f"got a bundle with {len(body) - at} bytes after its last message")
-    return found
+    return messages

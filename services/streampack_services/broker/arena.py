@@ -215,30 +215,30 @@ class Arena:
             the same tokens, or for all tokens of the packs if it is replicated. A field of axis ``sample``: its numbers
             for each sample. ``media``: the media bytes of each sample, uint8.
         """
-        mine, total = self._slices_of_shards(packs, cp, ranks, layout)
-        edges = np.empty(mine.shape[1] if EDGES in names else 0, np.int32)
-        found: dict[str, NDArray[Any]] = {EDGES: edges}
+        shards, total = self._slices_of_shards(packs, cp, ranks, layout)
+        edges = np.empty(shards.shape[1] if EDGES in names else 0, np.int32)
+        arrays: dict[str, NDArray[Any]] = {EDGES: edges}
         for name in names:
             if name == MEDIA:
                 media = (self._media.get(handle, b"") for handle in packs.handles.tolist())
-                found[name] = np.frombuffer(b"".join(media), np.uint8)
+                arrays[name] = np.frombuffer(b"".join(media), np.uint8)
             elif name in self._by_sample:
                 column = self._by_sample[name]
-                found[name] = column.data.reshape(-1, column.width)[packs.handles].reshape(-1)
+                arrays[name] = column.data.reshape(-1, column.width)[packs.handles].reshape(-1)
             elif name in self._columns:
                 column = self._columns[name]
-                slices, count = mine, total
+                slices, count = shards, total
                 if packs.depths is not None and not column.once:
                     slices, count = self._slices_of_rows(packs.handles)
                 elif column.replicate:
                     slices, count = self._slices_of_shards(packs, 1, (0,), layout)
-                found[name] = np.empty(count * column.width, column.dtype)
-                _copy_slices(column.data, slices, column.width, column.shift, column.pad, found[name], _NO_EDGES)
+                arrays[name] = np.empty(count * column.width, column.dtype)
+                _copy_slices(column.data, slices, column.width, column.shift, column.pad, arrays[name], _NO_EDGES)
             elif name == INPUT_IDS:
                 memory = allocate(total * self._tokens.itemsize) if allocate is not None else None
-                found[name] = np.empty(total, self.dtype) if memory is None else memory.view(self.dtype)
-                _copy_slices(self._tokens, mine, 1, 0, 0, found[name], edges)
-        return tuple(found[name] for name in names)
+                arrays[name] = np.empty(total, self.dtype) if memory is None else memory.view(self.dtype)
+                _copy_slices(self._tokens, shards, 1, 0, 0, arrays[name], edges)
+        return tuple(arrays[name] for name in names)
 
     def _slices_of_shards(self, packs: Contents, cp: int, ranks: tuple[int, ...], layout: str) -> tuple[I64, int]:
         """Return the slices of the ranks' shards, rank by rank, and the tokens of all of them.
@@ -254,17 +254,17 @@ class Arena:
             places, lengths = places[handles] + depths, lengths[handles] - depths
             handles = np.arange(len(handles))
         slices = np.empty((4, 2 * (len(packs.handles) + len(packs.counts)) * len(ranks)), np.int64)
-        found = total = 0
+        num_slices = total = 0
         for rank in ranks:
-            room = slices[:, found:] if found else slices
+            room = slices[:, num_slices:] if num_slices else slices
             count, tokens = find_slices(
                 handles, counts, widths, aligns, places, lengths, cp, rank, KINDS[layout], *room
             )
             if count < 0:
                 why = self._layout_error(packs, cp, rank, layout)
                 raise InternalError(f"cannot lay out a pack, or one of its samples was released: {why}")
-            found, total = found + count, total + tokens
-        return slices[:, :found], total
+            num_slices, total = num_slices + count, total + tokens
+        return slices[:, :num_slices], total
 
     def _slices_of_rows(self, handles: I64) -> tuple[I64, int]:
         """Return the slices of whole samples, as ``_slices_of_shards`` does, and the tokens of all of them."""

@@ -59,7 +59,7 @@ def find_slices(
     Returns:
         (number of slices, tokens of all slices), or (-1, pack) if that pack cannot be laid out or cut.
     """
-    found = tokens = first = 0
+    num_slices = tokens = first = 0
     whole = cp == 1 or kind == WHOLE
     for pack in range(len(counts)):
         stop, align, width = first + counts[pack], aligns[pack], widths[pack]
@@ -75,12 +75,12 @@ def find_slices(
                 if i < stop:
                     if not 0 <= handles[i] < len(lengths):  # a sample that was never stored
                         return -1, pack
-                    held, where = lengths[handles[i]], places[handles[i]]
-                    slot = -(-held // align) * align
-                    if held <= 0 or at + slot > width:
+                    num_tokens, where = lengths[handles[i]], places[handles[i]]
+                    slot = -(-num_tokens // align) * align
+                    if num_tokens <= 0 or at + slot > width:
                         return -1, pack
                 else:  # tail padding is a segment of its own
-                    held, where, slot = 0, 0, width - at
+                    num_tokens, where, slot = 0, 0, width - at
                     if slot == 0:
                         continue
                 if cuts_pack:
@@ -95,13 +95,13 @@ def find_slices(
                     length = slot // parts
                     pieces, start, step = 2, rank * length, (2 * cp - 1 - 2 * rank) * length
                 for piece in range(pieces):
-                    address[found], real[found] = where, held
-                    offset[found], size[found] = start + piece * step, length
-                    found += 1
+                    address[num_slices], real[num_slices] = where, num_tokens
+                    offset[num_slices], size[num_slices] = start + piece * step, length
+                    num_slices += 1
                     tokens += length
                 at += slot
         first = stop
-    return found, tokens
+    return num_slices, tokens
 
 
 def _copy_slices_plainly(
@@ -114,12 +114,12 @@ def _copy_slices_plainly(
         zip(address.tolist(), real.tolist(), offset.tolist(), size.tolist(), strict=True)
     ):
         count, begin = length * width, (first + shift) * width
-        held = max(min(begin + count, tokens * width) - begin, 0)
+        num_copied = max(min(begin + count, tokens * width) - begin, 0)
         start = where * width + begin
-        if length < 0 or to + count > len(out) or (held > 0 and (start < 0 or start + held > len(column))):
+        if length < 0 or to + count > len(out) or (num_copied > 0 and (start < 0 or start + num_copied > len(column))):
             return i
-        out[to : to + held] = column[start : start + held]
-        out[to + held : to + count] = pad
+        out[to : to + num_copied] = column[start : start + num_copied]
+        out[to + num_copied : to + count] = pad
         if len(edges) > 0:
             after = first + length
             edges[i] = column[where + after] if after < tokens else -100
@@ -161,15 +161,15 @@ def copy_slices(
     for i in range(len(size)):
         count = size[i] * width
         begin = (offset[i] + shift) * width
-        held = max(min(begin + count, real[i] * width) - begin, 0)
+        num_copied = max(min(begin + count, real[i] * width) - begin, 0)
         start = address[i] * width + begin
-        if size[i] < 0 or to + count > len(out) or (held > 0 and (start < 0 or start + held > len(column))):
+        if size[i] < 0 or to + count > len(out) or (num_copied > 0 and (start < 0 or start + num_copied > len(column))):
             return i
         # numba copies fastest with a loop over two views: a slice assignment would check for overlap first
-        into, piece = out[to : to + count], column[start : start + held]
-        for k in range(held):
+        into, piece = out[to : to + count], column[start : start + num_copied]
+        for k in range(num_copied):
             into[k] = piece[k]
-        for k in range(held, count):
+        for k in range(num_copied, count):
             into[k] = pad
         if len(edges) > 0:
             after = offset[i] + size[i]

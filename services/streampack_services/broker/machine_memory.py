@@ -27,10 +27,10 @@ class Memory(NamedTuple):
 def machine_memory(root: Path = Path("/")) -> Memory | None:
     """Return the machine's memory, or the least limit of its control groups if that is less; None on macOS."""
     total = _TOTAL.search(_text(root / "proc/meminfo"))
-    found = [Memory(int(total[1]) << 10, "this machine")] if total else []
+    limited = [Memory(int(total[1]) << 10, "this machine")] if total else []
     limits = ((file, _text(file).strip()) for file in _limit_files(root))
-    found += [Memory(int(limit), f"this container ({file})") for file, limit in limits if limit.isdigit()]
-    return min(found, default=None)
+    limited += [Memory(int(limit), f"this container ({file})") for file, limit in limits if limit.isdigit()]
+    return min(limited, default=None)
 
 
 def _limit_files(root: Path) -> Iterator[Path]:

@@ -114,24 +114,24 @@ def _serve(config: BrokerConfig, exit_when_finished: bool, ring: Ring | None, le
 
 def exposed(endpoints: Mapping[str, str], http: str, keys: bool, token: bool) -> list[str]:
     """Return a warning for each address that others could misuse, with the setting that prevents it."""
-    found = []
+    warnings = []
     reached = [side for side, url in endpoints.items() if url.startswith("tcp://") and not _LOOPBACK.match(url)]
     if reached and not keys:
-        found.append(
+        warnings.append(
             f"anyone who can connect to the addresses for {' and '.join(reached)} can send or read samples; set "
             f"listen.keys ('streampack keys new'), or let only trusted hosts connect"
         )
     if not token and not is_loopback(parse_address(http)[0].replace("localhost", "127.0.0.1")):
-        found.append(
+        warnings.append(
             f"anyone who can connect to {http} can read the run's status; set listen.token_file ('streampack keys "
             f"token'), or let only trusted hosts connect"
         )
     replaceable = [url for url in endpoints.values() if ipc_files.can_be_replaced(url)]
     if replaceable:
-        found.append(
+        warnings.append(
             f"other users can write to the folder of {replaceable[0]} and replace the socket; chmod 700 the folder"
         )
-    return found
+    return warnings
 
 
 def _allow_connections() -> None:

@@ -220,8 +220,8 @@ class _Supervisor:
 
         ``show`` is called with the progress every ``every_s`` seconds.
         """
-        said = time.monotonic()
-        self.add_up(said)
+        shown_at = time.monotonic()
+        self.add_up(shown_at)
         while not asked():
             open_ = {worker.pipe: worker for worker in self.workers if not worker.said_last}
             if not open_ or (self.over is not None and time.monotonic() - self.over[1] > OVER_S):
@@ -231,8 +231,8 @@ class _Supervisor:
                 self._hear(open_[pipe], asked)
             self.systemd.tell(ready=self.heard, status=line(self.overall))
             now = time.monotonic()
-            if now - said >= every_s:
-                said = now
+            if now - shown_at >= every_s:
+                shown_at = now
                 self.add_up(now)
                 show(self.overall)
 

@@ -216,20 +216,20 @@ class RelayService:
             self._dealer.send(frames)
 
 
-def broker_address(given: str | None, timeout_s: float) -> str:
+def broker_address(option: str | None, timeout_s: float) -> str:
     """Return the broker's address for trainers, from the option, the environment or a rendezvous file.
 
     Raises UserError if there is none, and Unreachable if the rendezvous file does not come within ``timeout_s``.
     """
-    found = given or os.environ.get("STREAMPACK_ENDPOINT", "")
-    if not found:
+    address = option or os.environ.get("STREAMPACK_ENDPOINT", "")
+    if not address:
         raise UserError(
             "got no broker, expected its address for trainers. Pass --broker tcp://host:port, or set "
             "STREAMPACK_ENDPOINT"
         )
-    if found.startswith("file://"):
-        return read_rendezvous(Path(found.removeprefix("file://")), "trainers", timeout_s)
-    return found
+    if address.startswith("file://"):
+        return read_rendezvous(Path(address.removeprefix("file://")), "trainers", timeout_s)
+    return address
 
 
 def serve(broker: str, listen: str, memory_bytes: int, key: Key | None) -> None:
@@ -239,10 +239,10 @@ def serve(broker: str, listen: str, memory_bytes: int, key: Key | None) -> None:
     with on_ending_signals(lambda _: service.stop()):
         log.info("reading from %s for the ranks of this host; ranks connect to %s", broker, listen)
         service.run()
-        found = {"received_bytes": service.received_bytes, "sent_bytes": service.sent_bytes}
+        figures = {"received_bytes": service.received_bytes, "sent_bytes": service.sent_bytes}
         log.info(
             "stopped after receiving %.1f MB and giving %.1f MB to ranks; they continue with the broker",
-            found["received_bytes"] / 1e6, found["sent_bytes"] / 1e6, extra={"figures": found},
+            figures["received_bytes"] / 1e6, figures["sent_bytes"] / 1e6, extra={"figures": figures},
         )  # fmt: skip
 
 

@@ -28,29 +28,29 @@ from streampack.wire import frames as wire
 def write(path: Path, run: str, endpoints: Mapping[str, str], http: str, epoch: int) -> None:
     """Write the file with a broker's addresses, with this host's name in place of a wildcard. Raises OSError."""
     host = socket.gethostname()
-    found = {side: url.replace("0.0.0.0", host).replace("[::]", host) for side, url in endpoints.items()}
+    addresses = {side: url.replace("0.0.0.0", host).replace("[::]", host) for side, url in endpoints.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     attempt = os.environ.get("STREAMPACK_ATTEMPT", "")  # set by 'streampack run', compared by its other hosts
-    _replace(path, {"run": run, **found, "http": http, "epoch": epoch, "attempt": attempt})
+    _replace(path, {"run": run, **addresses, "http": http, "epoch": epoch, "attempt": attempt})
 
 
 def remove(path: Path, epoch: int) -> None:
     """Remove the file if the broker with this epoch wrote it."""
-    found = read(path)
-    if found is not None and found["epoch"] == epoch:
+    content = read(path)
+    if content is not None and content["epoch"] == epoch:
         with contextlib.suppress(OSError):
             path.unlink()
 
 
-def write_failure(path: Path, found: dict[str, Any], why: str) -> None:
+def write_failure(path: Path, content: dict[str, Any], why: str) -> None:
     """Replace the file's content by the reason ``why`` the run failed, for the other hosts.
 
-    Do nothing if another broker has replaced the file since its content was ``found``.
+    Do nothing if another broker has replaced the file since it had ``content``.
     """
     now = read(path)
-    if found and (now is None or now["epoch"] == found["epoch"]):
+    if content and (now is None or now["epoch"] == content["epoch"]):
         with contextlib.suppress(OSError):
-            _replace(path, {"epoch": found["epoch"], "failed": why})
+            _replace(path, {"epoch": content["epoch"], "failed": why})
 
 
 def _replace(path: Path, tree: dict[str, Any]) -> None:
@@ -67,20 +67,20 @@ def _replace(path: Path, tree: dict[str, Any]) -> None:
 def read(path: Path) -> dict[str, Any] | None:
     """Return the file's content; None if the file does not exist or is not a rendezvous file."""
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and "epoch" in found else None
+    return content if isinstance(content, dict) and "epoch" in content else None
 
 
-def rejection(found: dict[str, Any], expected_attempt: str, key: Key | None) -> str:
-    """Return the reason why a file's content ``found`` is not from this attempt's broker; empty if it is."""
-    if "failed" in found:
+def rejection(content: dict[str, Any], expected_attempt: str, key: Key | None) -> str:
+    """Return the reason why a file's ``content`` is not from this attempt's broker; empty if it is."""
+    if "failed" in content:
         return "the file belongs to a run that has ended"
-    if found.get("attempt", "") != expected_attempt:
-        return f"the file belongs to attempt {found.get('attempt')!r}, expected attempt {expected_attempt!r}"
+    if content.get("attempt", "") != expected_attempt:
+        return f"the file belongs to attempt {content.get('attempt')!r}, expected attempt {expected_attempt!r}"
     try:
-        return "" if answers(found["producers"], found["epoch"], key) else "its broker does not answer"
+        return "" if answers(content["producers"], content["epoch"], key) else "its broker does not answer"
     except Rejected as error:
         return error.detail
 

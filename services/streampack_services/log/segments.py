@@ -289,7 +289,7 @@ def _read(path: Path, first_lsn: int) -> Segment:
         segment = Segment(path, first_lsn, os.fstat(fd).st_size)
         if segment.capacity < START:  # the newer head may be gone
             raise damaged(path, segment.capacity, "the end of the file", f"two heads, of {START} bytes")
-        heads = [(*found, at) for at in (0, 1) if (found := _decode_head(os.pread(fd, PAGE, at * PAGE), first_lsn))]
+        heads = [(*head, at) for at in (0, 1) if (head := _decode_head(os.pread(fd, PAGE, at * PAGE), first_lsn))]
         if not heads:
             raise _no_head(path, os.pread(fd, _HEAD.size, 0), first_lsn)
         segment.synced, segment.sealed, segment.head = max(heads)

@@ -143,12 +143,12 @@ def with_secrets(listen: Mapping[str, str], env: Mapping[str, str]) -> Mapping[s
 
     Variables that ``env`` already has stay unchanged.
     """
-    found = dict(env)
+    secrets = dict(env)
     if "keys" in listen:
-        found.setdefault(KEY_FILE, str((Path(listen["keys"]) / "broker.key").absolute()))
+        secrets.setdefault(KEY_FILE, str((Path(listen["keys"]) / "broker.key").absolute()))
     if "token_file" in listen and "STREAMPACK_HTTP_TOKEN" not in env:
-        found.setdefault("STREAMPACK_HTTP_TOKEN_FILE", str(Path(listen["token_file"]).absolute()))
-    return found
+        secrets.setdefault("STREAMPACK_HTTP_TOKEN_FILE", str(Path(listen["token_file"]).absolute()))
+    return secrets
 
 
 @dataclass(slots=True)
@@ -180,13 +180,13 @@ class _Run:
                 f"{self.options.broker} has no `rendezvous`, so host {rank} cannot find the broker. Set `rendezvous` "
                 f"to a file that all hosts can read."
             )
-        found: dict[str, Any] = {}
+        addresses: dict[str, Any] = {}
         try:
-            found = self._start_broker(tree, path) if rank == 0 else self._find_broker(path)
-            self._start_producers(found, rank)
-            if wants_relay(self.options.relay, self.options.command, self.env, rank, found["trainers"]):
-                self._start_relay(found["trainers"])
-            code = self._command(found, path if rank else None)
+            addresses = self._start_broker(tree, path) if rank == 0 else self._find_broker(path)
+            self._start_producers(addresses, rank)
+            if wants_relay(self.options.relay, self.options.command, self.env, rank, addresses["trainers"]):
+                self._start_relay(addresses["trainers"])
+            code = self._command(addresses, path if rank else None)
             good = code == 0
             return code
         except _Stopped as stopped:
@@ -197,7 +197,7 @@ class _Run:
         finally:
             self._stop(good)
             if rank == 0 and not good:
-                rendezvous.write_failure(path, found, why or "the command failed there")
+                rendezvous.write_failure(path, addresses, why or "the command failed there")
 
     def _record_signal(self, number: int, _: FrameType | None) -> None:
         """Handle a signal: add SIGINT or SIGTERM to ``signals``, the signals to pass on to the command."""
@@ -211,11 +211,11 @@ class _Run:
         before = rendezvous.read(path)
         self._start("broker", "broker", tree | {"listen": listen, "rendezvous": str(path)})
         (broker,) = self.daemons
-        while (found := rendezvous.read(path)) is None or found == before or "failed" in found:
+        while (addresses := rendezvous.read(path)) is None or addresses == before or "failed" in addresses:
             self._pause()
             if broker.process.poll() is not None:
                 raise DaemonEnded(broker.failure())
-        return found
+        return addresses
 
     def _free_addresses(self, has_rendezvous: bool) -> dict[str, str]:
         """Return free addresses for the broker: TCP ports for several hosts, else Unix sockets if their path fits.
@@ -234,31 +234,31 @@ class _Run:
 
         Raises Unreachable after ``timeout_s`` seconds.
         """
-        began = said = time.monotonic()
+        began = said_at = time.monotonic()
         why = "the file does not exist"
         while True:
-            found = rendezvous.read(path)
-            if found is not None:
-                why = rendezvous.rejection(found, attempt(self.env), find_key(self.env.get(KEY_FILE, "")))
+            addresses = rendezvous.read(path)
+            if addresses is not None:
+                why = rendezvous.rejection(addresses, attempt(self.env), find_key(self.env.get(KEY_FILE, "")))
                 if not why:
-                    return found
+                    return addresses
             now = time.monotonic()
             if now - began > self.options.timeout_s:
                 raise Unreachable(
                     f"Found no broker through the rendezvous file {path} within {self.options.timeout_s:g} s: {why}. "
                     f"Check that 'streampack run' runs on host 0, and that both hosts can read the file."
                 )
-            if now - said > SAY_S:
-                said = now
+            if now - said_at > SAY_S:
+                said_at = now
                 log.info("waiting for the broker of host 0 (rendezvous file %s): %s", path, why)
             self._pause()
 
-    def _start_producers(self, found: dict[str, Any], rank: int) -> None:
-        """Start a producer for each producer.yaml; ``found``: content of the rendezvous file."""
+    def _start_producers(self, addresses: dict[str, Any], rank: int) -> None:
+        """Start a producer for each producer.yaml; ``addresses``: content of the rendezvous file."""
         for number, path in enumerate(self.options.producers):
             name = "producer" if len(self.options.producers) == 1 else f"producer {number}"
             self._start(f"{name} of host {rank}" if rank else name, "produce",
-                        read_tree(path) | {"broker": found["producers"]})  # fmt: skip
+                        read_tree(path) | {"broker": addresses["producers"]})  # fmt: skip
 
     def _start(self, name: str, command: str, tree: dict[str, Any]) -> None:
         """Start ``streampack COMMAND`` as a child process called ``name``, with ``tree`` as its configuration."""
@@ -277,17 +277,17 @@ class _Run:
 
     # The command
 
-    def _command(self, found: dict[str, Any], watched: Path | None) -> int:
+    def _command(self, addresses: dict[str, Any], watched: Path | None) -> int:
         """Run the command to its end and return its exit code; pass signals on to it and watch the other processes.
 
         ``watched``: on hosts other than 0 the rendezvous file, in which host 0 reports a failure. Raises DaemonEnded.
         """
         env = {
-            **self.env, "STREAMPACK_ENDPOINT": found["trainers"], "STREAMPACK_PRODUCERS": found["producers"],
-            "STREAMPACK_HTTP": found["http"],
+            **self.env, "STREAMPACK_ENDPOINT": addresses["trainers"], "STREAMPACK_PRODUCERS": addresses["producers"],
+            "STREAMPACK_HTTP": addresses["http"],
         }  # fmt: skip
         top = f"streampack top -c {self.options.broker}" if len(own_runs.own_runs()) > 1 else "streampack top"
-        log.info("status page: %s; in another terminal, '%s' watches this run", found["http"], top)
+        log.info("status page: %s; in another terminal, '%s' watches this run", addresses["http"], top)
         try:
             command = subprocess.Popen(self.options.command, env=env)
         except OSError as error:
@@ -308,7 +308,7 @@ class _Run:
                 if watched is not None and time.monotonic() - looked > 1:
                     looked = time.monotonic()
                     now = rendezvous.read(watched) or {}
-                    if now.get("epoch") == found["epoch"] and "failed" in now:
+                    if now.get("epoch") == addresses["epoch"] and "failed" in now:
                         raise DaemonEnded(f"Host 0 has ended: {now['failed']}")
         finally:
             _end(command)

@@ -254,13 +254,13 @@ def _extension(path: str | os.PathLike[str]) -> str:
 
 def _format(path: str) -> str:
     """Return the name of a file's format by its extension. Raises UserError for an unknown one."""
-    found = "huggingface" if os.path.isdir(path) else FORMAT_OF_EXTENSION.get(_extension(path))
-    if found is None:
+    name = "huggingface" if os.path.isdir(path) else FORMAT_OF_EXTENSION.get(_extension(path))
+    if name is None:
         raise UserError(
             f"got {path[:200]!r}, expected a file that ends in {', '.join(FORMAT_OF_EXTENSION)}, or the folder of a "
             f"saved dataset. Name the format of other files in the stream's settings. Put a single text into a list."
         )
-    return found
+    return name
 
 
 def _tokenizer(given: Any) -> Tokenizer:
@@ -281,8 +281,8 @@ def _tokenizer(given: Any) -> Tokenizer:
 
     def ids_of(text: str) -> object:
         """Return the token ids of a text; unwrap an encoding that has ``ids``."""
-        found = encode(text)
-        return getattr(found, "ids", found)
+        encoding = encode(text)
+        return getattr(encoding, "ids", encoding)
 
     if callable(chat := getattr(given, "encode_chat", None)):
         ids_of.encode_chat = chat  # type: ignore[attr-defined]
@@ -301,14 +301,14 @@ def _start(
     service = BrokerService(replace(config, listen=replace(config.listen, **endpoints_in(folder))))
     stack.callback(service.close)
     service.warm_up()
-    found: list[Client] = []
+    clients: list[Client] = []
 
     def serve() -> None:
         """Run the broker; make the clients raise its error."""
         try:
             service.run()
         except Exception as error:
-            _fail_clients(found, error)
+            _fail_clients(clients, error)
 
     def stop_broker() -> None:
         """Drain the broker twice, which stops it at once."""
@@ -324,7 +324,7 @@ def _start(
         url = server.url
     reader = connect(service.endpoints["trainers"], feed=next(iter(config.feeds)), mesh=Mesh(), key_file="", **client)
     stack.callback(reader.close)
-    found.append(reader)
+    clients.append(reader)
     loop = ProducerLoop(service.endpoints["producers"], sources)
 
     def produce() -> None:
@@ -332,7 +332,7 @@ def _start(
         try:
             loop.run()
         except Exception as error:
-            _fail_clients(found, error)
+            _fail_clients(clients, error)
 
     start_thread(stack, produce, loop.stop, "streampack-producer")
     return reader, url

@@ -97,11 +97,11 @@ def descendants(pid: int) -> list[int]:
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
                 children.setdefault(int(parent), []).append(int(path.parent.name))
-    found, at = list(children.get(pid, [])), 0
-    while at < len(found):
-        found += children.get(found[at], [])
+    below, at = list(children.get(pid, [])), 0
+    while at < len(below):
+        below += children.get(below[at], [])
         at += 1
-    return [each for each in found if not _compiles(each)]
+    return [each for each in below if not _compiles(each)]
 
 
 def _compiles(pid: int) -> bool:

@@ -147,13 +147,13 @@ class ObjectStore:
         try:
             import fsspec
 
-            found: tuple[Any, str] = fsspec.core.url_to_fs(url)
+            opened: tuple[Any, str] = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise ConfigError(
                 f"standby.arbiter: {url} cannot be opened: {error}. Install the package that fsspec needs for it, or "
                 f"name a shared folder"
             ) from None
-        self._fs, self._path = found
+        self._fs, self._path = opened
 
     def names(self) -> list[str]:
         """Return the names of all files."""

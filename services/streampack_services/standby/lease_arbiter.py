@@ -54,8 +54,8 @@ class LeaseArbiter:
         self, where: str, *, server: tuple[str, int] | None = None, account: Path | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:  # fmt: skip
-        found = _WHERE.fullmatch(where)
-        if found is None:
+        match = _WHERE.fullmatch(where)
+        if match is None:
             raise ConfigError(
                 f"standby.arbiter: got {where}, expected kubernetes://NAMESPACE/NAME with the name of a Lease, or "
                 f"kubernetes:///NAME for the Pod's own namespace"
@@ -68,7 +68,7 @@ class LeaseArbiter:
                 if not host:
                     raise FileNotFoundError(2, "KUBERNETES_SERVICE_HOST is not set")
                 server = (host, int(port))
-            namespace = found["namespace"] or (self._account / "namespace").read_text().strip()
+            namespace = match["namespace"] or (self._account / "namespace").read_text().strip()
             self._context = ssl.create_default_context(cafile=str(self._account / "ca.crt"))
         except (OSError, ValueError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or error
@@ -78,7 +78,7 @@ class LeaseArbiter:
             ) from None
         self._server = server
         self._leases = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
-        self._name = found["name"]
+        self._name = match["name"]
         self._lease = f"{self._leases}/{self._name}"
 
     def newest(self) -> Entry | None:

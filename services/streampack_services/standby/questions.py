@@ -31,10 +31,7 @@ class Questions:
 
     def take(self) -> list[EntryWritten | Newest]:
         """Return the answers that have come."""
-        found = []
-        while self._answers:
-            found.append(self._answers.popleft())
-        return found
+        return [self._answers.popleft() for _ in range(len(self._answers))]
 
     def close(self) -> None:
         """End the thread once it has an answer to its last question; a thread that hangs is left behind."""

@@ -195,13 +195,13 @@ class Shipping:
     def _ship(self, effect: Ship) -> Shipped:
         """Send the next records in one message."""
         kinds, sizes, bodies, total = bytearray(), bytearray(), [], 0
-        for found in self._log.entries(effect.first, effect.first + MOST_RECORDS):
-            if kinds and total + len(found.body) > BATCH_BYTES:
+        for record in self._log.entries(effect.first, effect.first + MOST_RECORDS):
+            if kinds and total + len(record.body) > BATCH_BYTES:
                 break
-            kinds.append(found.kind)
-            sizes += len(found.body).to_bytes(4, "little")
-            bodies.append(found.body)
-            total += len(found.body)
+            kinds.append(record.kind)
+            sizes += len(record.body).to_bytes(4, "little")
+            bodies.append(record.body)
+            total += len(record.body)
         if kinds:
             message = LogRecords(first=effect.first, kinds=bytes(kinds), sizes_u32=bytes(sizes))
             epoch = self.shipper.entry.epoch

@@ -74,9 +74,9 @@ class RankColumns:
         if len(parts) == 1:
             return parts[0]
         arrays = [name for name in cls.__dataclass_fields__ if name not in ("lately", "long")]
-        found = {name: np.concatenate([getattr(part, name) for part in parts], axis=-1) for name in arrays}
+        columns = {name: np.concatenate([getattr(part, name) for part in parts], axis=-1) for name in arrays}
         lately, long = (RecentWaits.joined([getattr(part, name) for part in parts]) for name in ("lately", "long"))
-        return cls(**found, lately=lately, long=long)
+        return cls(**columns, lately=lately, long=long)
 
 
 class RankFigures:
@@ -151,8 +151,8 @@ class RankFigures:
         """Indices of the attached ranks, in the order of the ranks."""
         ranks = self._columns.ranks
         order = np.lexsort(ranks[::-1])
-        found: list[int] = order[self._columns.attached[order]].tolist()
-        return found
+        ordered: list[int] = order[self._columns.attached[order]].tolist()
+        return ordered
 
     def _worst_ranks(self, most: int) -> list[int]:
         """Return the indices of the worst attached ranks, worst first."""
@@ -163,8 +163,8 @@ class RankFigures:
         badness = _badness(
             np.zeros(len(there)), silent, waits.own[there], done.max(initial=0) - done, waits.share[there]
         )
-        found: list[int] = there[np.argsort(-badness, kind="stable")[:most]].tolist()
-        return found
+        worst: list[int] = there[np.argsort(-badness, kind="stable")[:most]].tolist()
+        return worst
 
     def _of_nodes(self) -> _Nodes:
         """Return the figures of all nodes."""
@@ -179,10 +179,10 @@ class RankFigures:
 
         def of(values: NDArray[np.generic], reduce: np.ufunc, nothing: float) -> F64:
             """Return the sum, least or greatest value of each node; ``nothing`` for a node without a rank."""
-            found = np.full(nodes, nothing)
+            reduced = np.full(nodes, nothing)
             if len(starts):
-                found[named] = reduce.reduceat(np.nan_to_num(values[order], nan=nothing), starts)
-            return found
+                reduced[named] = reduce.reduceat(np.nan_to_num(values[order], nan=nothing), starts)
+            return reduced
 
         # The worst wait of a node: the first of its ranks when sorted by node and falling wait.
         falling = np.lexsort((-np.nan_to_num(waits.share[order], nan=-1.0), host))
@@ -275,12 +275,12 @@ def _badness(missing: F64 | I64, silent_s: F64, own: F64, lag: I64, share: F64) 
         lag: Steps that others have returned more, up to 2 ** 20.
         share: Data wait, as a share of time, compared by the thousandth.
     """
-    found = np.minimum(missing, (1 << 13) - 1).astype(np.int64)
+    badness = np.minimum(missing, (1 << 13) - 1).astype(np.int64)
     for values, bits in (
         (silent_s, 12), (np.round(np.nan_to_num(own) * 100), 7), (lag, 20), (np.round(np.nan_to_num(share) * 1000), 10),
     ):  # fmt: skip
-        found = (found << bits) + np.clip(values, 0, (1 << bits) - 1).astype(np.int64)
-    return found
+        badness = (badness << bits) + np.clip(values, 0, (1 << bits) - 1).astype(np.int64)
+    return badness
 
 
 def _share(value: float) -> float | None:

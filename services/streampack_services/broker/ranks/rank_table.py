@@ -95,15 +95,15 @@ class RankTable:
                 rows.append((UNHEARD, *ranks, *_NOTHING))
                 continue
             self._progress[at] = row = steps.progress_of(reader)
-            said = row.starvation or _NOT_STARVED
-            causes, step_s = said.causes_s, said.step_s
+            wait = row.starvation or _NOT_STARVED
+            causes, step_s = wait.causes_s, wait.step_s
             queued, receiver = row.queued_bytes, reader.receiver
             if receiver.is_relay and receiver not in self._relays:  # its bytes are for all ranks of the host
                 self._relays.add(receiver)
                 queued = receiver.flow.queued_bytes
             rows.append((
                 hash((where, ranks)) & _KEY, *ranks, row.done_upto, row.have_upto, queued, row.silent_s,
-                math.nan if step_s is None else step_s, *[causes.get(cause, 0.0) for cause in CAUSES], said.trainer_s,
+                math.nan if step_s is None else step_s, *[causes.get(cause, 0.0) for cause in CAUSES], wait.trainer_s,
             ))  # fmt: skip
         table = np.array(rows, np.float64).T
         keys, *whole = table[:8].astype(np.int64)

@@ -165,7 +165,7 @@ class Allowed:
     def _file_stamp(self) -> tuple[int, ...]:
         """Return allowed.yaml's times, inode and size, which differ after a change; empty if it is missing."""
         try:
-            found = (self.folder / ALLOWED).stat()
+            stat = (self.folder / ALLOWED).stat()
         except OSError:
             return ()
-        return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size
+        return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_size
