@@ -54,13 +54,13 @@ class StepSettings(BatchKeys, frozen=True, kw_only=True, listed="packs samples e
     @property
     def batch(self) -> Batch | None:
         """Settings of a batch for the rules; None if steps are counted in packs. Raises ValueError for two units."""
-        given = [key for key in STEP_KINDS if getattr(self, key)]
-        if len(given) > 1:
+        units = [key for key in STEP_KINDS if getattr(self, key)]
+        if len(units) > 1:
             raise ValueError(
-                f"step: got {' and '.join(given)}, expected only one of {', '.join(STEP_KINDS)}. Remove the others"
+                f"step: got {' and '.join(units)}, expected only one of {', '.join(STEP_KINDS)}. Remove the others"
             )
         of_batches = {key: getattr(self, key) for key in Batch.__struct_fields__ if key != "samples"}
-        if given in ([], ["packs"]):
+        if units in ([], ["packs"]):
             for key, value in of_batches.items():
                 if value != getattr(StepSettings(), key):
                     raise ValueError(

@@ -98,13 +98,13 @@ class FieldSettings(FieldKeys, frozen=True, kw_only=True):
     def declared(self, name: str) -> Field:
         """Return the declared field ``name`` with all defaults filled in. Raises ConfigError."""
         known = _KNOWN_FIELDS.get(name, {})
-        given = {key: value for key, value in msgspec.structs.asdict(self).items() if value is not None}
-        if "dtype" not in given | known:
+        chosen = {key: value for key, value in msgspec.structs.asdict(self).items() if value is not None}
+        if "dtype" not in chosen | known:
             raise ConfigError(
                 f"fields.{name}: got a field without `dtype`, expected one of: {', '.join(get_args(DType))}"
             )
         try:
-            return Field(name=name, **(known | given))
+            return Field(name=name, **(known | chosen))
         except ValueError as error:
             raise ConfigError(f"fields.{name}: {error}") from None
 

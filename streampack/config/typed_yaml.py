@@ -205,10 +205,10 @@ def _with_entry_name(path: str, kind: Any, tree: Any) -> str:
     field, dots, rest = path.partition("[...]")
     if not dots or "." in field:
         return path
-    each = get_args(_type_at(kind, field))[-1]
+    entry = get_args(_type_at(kind, field))[-1]
     for key, value in tree[field].items():
         try:
-            msgspec.convert(value, each)
+            msgspec.convert(value, entry)
         except (msgspec.ValidationError, ValueError):
             return f"{field}.{key}{rest}"
     return path

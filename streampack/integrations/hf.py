@@ -384,8 +384,8 @@ class PackedTrainerMixin:
         if not self._evaluated:
             return output
         losses, tokens, samples = zip(*self._evaluated, strict=True)
-        mine = (float(torch.stack(losses).cpu().double().sum()), sum(tokens), sum(samples))
-        loss, num_tokens, num_samples = (sum(column) for column in zip(*gather_object([mine]), strict=True))
+        of_rank = (float(torch.stack(losses).cpu().double().sum()), sum(tokens), sum(samples))
+        loss, num_tokens, num_samples = (sum(column) for column in zip(*gather_object([of_rank]), strict=True))
         output.metrics[f"{metric_key_prefix}_loss"] = loss / max(num_tokens, 1)
         return output._replace(num_samples=num_samples)
 

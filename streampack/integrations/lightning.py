@@ -300,10 +300,10 @@ class _Batches:
 
     def whole(self, batch: Any) -> Any:
         """Return the batch about to be used, with the attributes that it had when it was fetched."""
-        given = self._fetched.popleft()
-        if not isinstance(given, list):
-            return _whole(batch, given)
-        return [_whole(each, before) for each, before in zip(batch, given, strict=True)]
+        fetched = self._fetched.popleft()
+        if not isinstance(fetched, list):
+            return _whole(batch, fetched)
+        return [_whole(each, before) for each, before in zip(batch, fetched, strict=True)]
 
     def state(self) -> dict[str, Any]:
         """Return the loader's state after the last finished step, and whether an epoch ended there."""

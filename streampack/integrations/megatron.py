@@ -144,11 +144,11 @@ def saved_state(folders: Iterable[Any], iteration: int) -> dict[str, Any]:
     The first of ``folders`` with such a file counts; a folder may be None. Raises StateError without a file.
     """
     name = f"iter_{iteration:07d}/mp_rank_*/train_dataloader_dprank000.pt"
-    given = [Path(folder) for folder in folders if folder is not None]
-    files = [file for folder in given for file in sorted(folder.glob(name))]
+    places = [Path(folder) for folder in folders if folder is not None]
+    files = [file for folder in places for file in sorted(folder.glob(name))]
     if not files:
         raise StateError(
-            f"got no file {name} in {' or '.join(map(str, given)) or 'any folder'}, expected the loader's state of "
+            f"got no file {name} in {' or '.join(map(str, places)) or 'any folder'}, expected the loader's state of "
             f"the checkpoint. Copy the file there, or set finetune to restart the data"
         )
     state: dict[str, Any] = torch.load(files[0], weights_only=True)["dataloader_state_dict"]

@@ -162,9 +162,9 @@ def check_rules(rules: Rules, dp: int, seq_len: int, rows: int, snapshot: int | 
             "rules.step to {packs: N}"
         )
     if rules.warmup is not None or rules.budget != seq_len:
-        said = "a growing budget" if rules.warmup is not None else f"{rules.budget} tokens"
+        length = "a growing budget" if rules.warmup is not None else f"{rules.budget} tokens"
         raise UserError(
-            f"got packs of {said}, expected packs of seq_len={seq_len} tokens. Set training.seq_len to rules.budget, "
+            f"got packs of {length}, expected packs of seq_len={seq_len} tokens. Set training.seq_len to rules.budget, "
             f"and remove rules.warmup"
         )
     packs = rules.packs // dp

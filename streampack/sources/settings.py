@@ -167,8 +167,8 @@ def check_settings(settings: SourceSettings) -> None:
 
 def digest_keys(settings: SourceSettings) -> dict[str, Any]:
     """Return the settings that a source's digest covers: all but the format and the files."""
-    words: dict[str, Any] = msgspec.to_builtins(settings)
-    keys = {key: words[key] for key in (*_ROW_KEYS, "unit", "shuffle")}
+    values: dict[str, Any] = msgspec.to_builtins(settings)
+    keys = {key: values[key] for key in (*_ROW_KEYS, "unit", "shuffle")}
     if settings.modes is not None:  # only then: digests of sources without modes must not change
         keys["modes"] = sorted(set(settings.modes))
     return keys

@@ -90,9 +90,9 @@ class ChatTemplate:
         """
         messages = [self._content(message) for message in messages]
         self._marks = _Marks(messages) if mark else None
-        given = {**self._variables, "documents": None, **(variables or {})}
+        known = {**self._variables, "documents": None, **(variables or {})}
         try:
-            return self._template.render(**given, messages=messages, tools=tools, add_generation_prompt=prompt)
+            return self._template.render(**known, messages=messages, tools=tools, add_generation_prompt=prompt)
         except TemplateError:
             raise
         except UndefinedError as error:

@@ -65,12 +65,12 @@ def as_encoded(values: object) -> Encoded | str:
     if isinstance(tokens, str) or mask is None:
         return tokens if isinstance(tokens, str) else Encoded(tokens)
     try:
-        given: NDArray[Any] = np.asarray(mask)
+        learned: NDArray[Any] = np.asarray(mask)
     except Exception:  # ragged, or an object that cannot be one
         return "mask"
-    if given.dtype.kind not in "biu" or given.shape != tokens.shape or ((given != 0) & (given != 1)).any():
+    if learned.dtype.kind not in "biu" or learned.shape != tokens.shape or ((learned != 0) & (learned != 1)).any():
         return "mask"
-    return Encoded(tokens, given.astype(np.uint8))
+    return Encoded(tokens, learned.astype(np.uint8))
 
 
 def as_tokens(values: object) -> Tokens | str:

@@ -55,8 +55,8 @@ class FileTokenizer(PairEncoder):
 
     def __init__(self, settings: TokenizerSettings) -> None:
         assert settings.file is not None
-        given = Path(settings.file).expanduser()
-        path = given / "tokenizer.json" if given.is_dir() else given
+        place = Path(settings.file).expanduser()
+        path = place / "tokenizer.json" if place.is_dir() else place
         self._json = read_text(path)
         beside = FolderFiles(path.parent)
         self._plain = _library(self._json, path)

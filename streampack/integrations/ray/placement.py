@@ -48,8 +48,8 @@ def placed(options: Mapping[str, Any], what: str, nodes: list[dict[str, Any]] | 
     alive = [node for node in (ray.nodes() if nodes is None else nodes) if node["Alive"]]
     able = [node for node in alive if all(node["Resources"].get(name, 0) >= need for name, need in wanted.items())]
     if not able:
-        said = {name: max((node["Resources"].get(name, 0) for node in alive), default=0) for name in wanted}
-        most = ", ".join(f"{name} {amount:g}" for name, amount in said.items())
+        largest = {name: max((node["Resources"].get(name, 0) for node in alive), default=0) for name in wanted}
+        most = ", ".join(f"{name} {amount:g}" for name, amount in largest.items())
         raise UserError(
             f"{what}: got a request for {_text(wanted)}, expected at most what one node has. The cluster has "
             f"{len(alive)} nodes; the most of each resource on a node is {most}. Ask for less, or add a node"

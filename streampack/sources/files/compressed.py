@@ -84,19 +84,19 @@ def _read_block(file: ShardFile, stream: IO[bytes]) -> bytes:
     except SourceError:
         raise
     except Exception as error:  # EOFError, BadGzipFile (an OSError), zlib.error, ZstdError
-        said = " ".join(str(error).split())[:200].rstrip(".")
-        if "ictionary" in said:
+        reason = " ".join(str(error).split())[:200].rstrip(".")
+        if "ictionary" in reason:
             raise SourceError(
                 f"{file.path}: got a Zstandard file that needs a dictionary, expected a file without one. Decompress "
                 "the file: zstd -d -D DICTIONARY"
             ) from error
-        if "memory" in said:
+        if "memory" in reason:
             raise SourceError(
-                f"{file.path}: decompressing the file needs more memory than there is ({said}). Free memory, or "
+                f"{file.path}: decompressing the file needs more memory than there is ({reason}). Free memory, or "
                 "compress the file again without --long and --ultra"
             ) from error
         raise DamagedFile(
-            f"{file.path}: the file is cut short or damaged ({said}). Copy or write the file again"
+            f"{file.path}: the file is cut short or damaged ({reason}). Copy or write the file again"
         ) from error
 
 

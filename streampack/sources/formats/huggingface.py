@@ -70,8 +70,8 @@ def _why_no_dataset(folder: str) -> str:
     try:
         (splits_file,) = measure([posixpath.join(folder, "dataset_dict.json")])
         splits = [str(split) for split in json.loads(read_file(splits_file))["splits"]]
-        given = ", ".join(splits)
-        return f"got a folder with the splits {given}, expected a single split. Give its folder, {folder}/{splits[0]}"
+        names = ", ".join(splits)
+        return f"got a folder with the splits {names}, expected a single split. Give its folder, {folder}/{splits[0]}"
     except (SourceError, ValueError, KeyError, TypeError, IndexError):
         return "got a folder without state.json, expected a folder that Dataset.save_to_disk wrote"
 

@@ -126,8 +126,8 @@ class ItemShard:
 
     def as_arrays(self) -> AnyShard:
         """Return an ArrayItemShard over this shard if its items are in memory and the first is an array of ids."""
-        held = isinstance(self._items, list | tuple | np.ndarray)
-        return ArrayItemShard(self) if held and len(self) and _is_vector(self.item(0)) else self
+        in_memory = isinstance(self._items, list | tuple | np.ndarray)
+        return ArrayItemShard(self) if in_memory and len(self) and _is_vector(self.item(0)) else self
 
     def item(self, sample: int) -> Any:
         """Return the item of sample number ``sample``. Raises SourceError if the user's code fails."""
