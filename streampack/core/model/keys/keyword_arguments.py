@@ -90,8 +90,9 @@ def documented(options: Any, rest: str = "") -> Callable[[Function], Function]:
 def filled(options: type[Options], given: Mapping[str, Any], function: str) -> Options:
     """Return the arguments ``given`` in a call, and the defaults of the others. Raises TypeError for a wrong name."""
     defaults = defaults_of(options)
-    for name in given.keys() - defaults.keys():
-        raise TypeError(unexpected(name, defaults, function))
+    for name in given:
+        if name not in defaults:
+            raise TypeError(unexpected(name, defaults, function))
     return cast(Options, defaults | dict(given))
 
 
