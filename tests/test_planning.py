@@ -312,7 +312,7 @@ def test_media_that_cannot_be_are_refused(wrong: dict[str, Any], error: type[Exc
         ({"lengths": [3, 9]}, "sample 1: got 9 tokens"),
     ],
 )
-def test_what_cannot_be_is_refused(wrong: dict[str, Any], said: str) -> None:
+def test_arguments_that_cannot_be_are_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises((ConfigError, SampleError), match=said):
         plan_step(**{"lengths": [3, 4], "budget": 8, "dp": 2, **wrong})
 

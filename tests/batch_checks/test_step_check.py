@@ -30,7 +30,7 @@ SHARED = replace(PADDED, cp=2, packs=[[[5, 6, 7, 8, 9, 10], [1, 2, 3]]])
 
 
 @given(cases())
-def test_what_was_built_holds(case: Case) -> None:
+def test_built_steps_pass_verify(case: Case) -> None:
     steps, rules = steps_of(case), attached(case).rules
     for format in ("numpy", "thd", *(("hf", "hf_shifted") if case.cp == 1 else ())):
         for rank, step in enumerate(steps_of(case)):
@@ -293,7 +293,7 @@ def test_ranks_that_disagree_on_a_step_are_caught() -> None:
         streampack.verify([one])
 
 
-def test_what_is_no_batch_is_said() -> None:
+def test_verify_names_an_argument_that_is_no_batch() -> None:
     with pytest.raises(InvariantError, match=r"^keys: got a batch without cu_seqlens, .* expected a pack"):
         streampack.verify({"input_ids": np.zeros(4)})
     with pytest.raises(InvariantError, match=r"^shards: got no shards"):

@@ -103,7 +103,7 @@ def test_dimensions_of_one_axis_are_combined_in_their_order(size: dict[str, int]
         ({"data": 2}, None, {}, r"mesh: got the key 'data', expected the sizes dp, .*mesh=\{\"dp\": 8"),
     ],
 )
-def test_what_is_missing_or_wrong_is_said(mesh: Any, order: str | None, env: dict[str, str], message: str) -> None:
+def test_missing_and_wrong_ranks_are_named(mesh: Any, order: str | None, env: dict[str, str], message: str) -> None:
     with pytest.raises(MeshError, match=message):
         mesh_of(mesh, order, env)
 
@@ -139,7 +139,7 @@ dist.destroy_process_group()
 """
 
 
-def test_device_meshes_of_four_real_processes(tmp_path: Path) -> None:
+def test_four_real_processes_have_the_ranks_of_their_device_meshes(tmp_path: Path) -> None:
     commands = [[sys.executable, "-c", RANK, str(rank), str(tmp_path / "rendezvous")] for rank in range(4)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
     try:

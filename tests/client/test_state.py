@@ -130,7 +130,7 @@ def test_a_state_of_another_run_or_feed_is_refused_naming_both(origin: Origin, s
         ({"snapshot": "AAAA"}, "snapshot: got a snapshot that cannot be decoded"),
     ],
 )
-def test_what_is_no_state_is_refused_naming_the_key(changes: dict[str, Any], said: str) -> None:
+def test_a_state_with_a_wrong_value_is_refused_naming_the_key(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(StateError, match=said):
         load(save(ORIGIN, 0, of_step(3, EMPTY)) | changes, ORIGIN)
 

@@ -167,7 +167,7 @@ def test_sizes_are_read(text: str | int, size: int) -> None:
     "text",
     ["", "GiB", "-1", -1, "1e9", "1 Mb", "1kib", "1,5GiB", "1GiB2", "0x10", "1.", ".5GiB", "١GiB", "inf", "nan"],
 )
-def test_what_is_no_size_is_refused(text: str | int) -> None:
+def test_a_value_that_is_no_size_is_refused(text: str | int) -> None:
     with pytest.raises(
         ConfigError, match=r"^limits.chunk: got .*, expected a size such as 16GiB or 500MB(\. Write 1[MK]iB)?$"
     ):
@@ -465,7 +465,7 @@ def test_the_alignment_follows_from_mesh_and_precision(
     st.integers(1, 8), st.integers(1, 8), st.sampled_from(LAYOUTS), st.sampled_from([*PRECISION_TOKENS]),
     st.sampled_from(["tight", None, 48]), st.integers(1, 40),
 )  # fmt: skip
-def test_what_is_derived_suits_the_mesh_and_every_rank_s_products(
+def test_derived_rules_suit_the_mesh_and_every_rank_s_products(
     cp: int, tp: int, layout: str, precision: Any, sample: Any, multiple: int
 ) -> None:
     if sample == 48 and layout == "zigzag":

@@ -99,7 +99,7 @@ def test_readers_beyond_the_limit_are_refused_until_one_has_left() -> None:
 
 
 @pytest.mark.parametrize("dp", [4, 2])
-def test_as_many_ranks_as_there_may_be_restart_at_once(dp: int) -> None:
+def test_the_most_ranks_that_may_come_can_restart_at_once(dp: int) -> None:
     """On the same mesh or another: while the old ones are not known to be dead yet."""
     bench = Bench(most=4)
     for n in range(4):
@@ -160,7 +160,7 @@ def other(taken: Snapshot, skip: int) -> Snapshot:
     return msgspec.structs.replace(taken, skips=[(1000 + skip, 1000 + skip)])
 
 
-def test_what_a_peer_says_of_its_host_is_short() -> None:
+def test_the_host_that_a_peer_names_has_at_most_255_characters() -> None:
     for message in (hello("p"), attach("r")):
         fits = msgspec.structs.replace(message, host="h" * 255)
         wire.decode(wire.encode(Envelope(run=0, epoch=0, fence=0, message=fits)))

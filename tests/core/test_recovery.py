@@ -272,7 +272,7 @@ def test_a_feed_that_has_no_snapshot_does_not_keep_the_whole_log_for_ever() -> N
     assert bases <= 3, "it is said again once for what may go"
 
 
-def test_what_a_stream_that_joined_later_needs_of_the_log_is_known() -> None:
+def test_a_stream_that_joined_later_keeps_the_records_that_it_needs() -> None:
     """A snapshot from before it joined has no floor for it: looking for one ended the broker."""
     history = History(ARRIVAL, 1)
     taken = held_by(rules_of(StreamRules("a", 1.0, 1)))

@@ -130,7 +130,7 @@ def falls(losses: list[float]) -> bool:
     return sum(some[-quarter:]) < 0.9 * sum(some[:quarter])
 
 
-def test_a_training_loop(broker: RunningBroker) -> None:
+def test_the_training_loop_lowers_the_loss(broker: RunningBroker) -> None:
     torch.manual_seed(0)
     model = Tiny()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -149,7 +149,7 @@ def test_a_training_loop(broker: RunningBroker) -> None:
     assert falls(losses)
 
 
-def test_a_transformers_loop(broker: RunningBroker) -> None:
+def test_the_loop_with_transformers_lowers_the_loss(broker: RunningBroker) -> None:
     torch.manual_seed(0)
     llama = tiny_llama()
     before = {name: value.clone() for name, value in llama.state_dict().items()}
@@ -162,7 +162,7 @@ def test_a_transformers_loop(broker: RunningBroker) -> None:
     assert falls(losses)
 
 
-def test_validation_while_training(broker: RunningBroker) -> None:
+def test_each_validation_reads_the_same_samples_while_training_goes_on(broker: RunningBroker) -> None:
     trained: list[Any] = []
     evaluated: list[Any] = []
     left = run(block("evaluate(batch)"), broker.trainers, update=trained.append, evaluate=evaluated.append)
@@ -178,7 +178,7 @@ def test_validation_while_training(broker: RunningBroker) -> None:
     assert sum(batch.num_samples for step in trained for batch in step) == SAMPLES
 
 
-def test_a_trainer_of_hugging_face(broker: RunningBroker, tmp_path: Path) -> None:
+def test_the_trainer_of_hugging_face_trains_on_a_broker_s_steps(broker: RunningBroker, tmp_path: Path) -> None:
     torch.manual_seed(0)
     from transformers import Trainer, TrainingArguments
 
@@ -204,7 +204,7 @@ class Stopped(Exception):
     """A trainer that ends in the middle."""
 
 
-def test_resuming_from_a_checkpoint(broker: RunningBroker) -> None:
+def test_a_loop_resumes_from_a_checkpoint_without_losing_a_sample(broker: RunningBroker) -> None:
     code = block("load_state_dict")
     model, saved, log = Tiny(), list[dict[str, Any]](), list[Any]()
     given = {"model": model, "device_mesh": None, "save": saved.append, "log": log}
@@ -227,7 +227,7 @@ def test_resuming_from_a_checkpoint(broker: RunningBroker) -> None:
     assert len(set(samples)) == len(samples) == SAMPLES
 
 
-def test_a_loop_of_padded_micro_batches(tmp_path: Path) -> None:
+def test_the_loop_of_padded_micro_batches_trains_a_model(tmp_path: Path) -> None:
     """Its losses are those of the samples one by one, each over its update's tokens."""
     torch.manual_seed(0)
     llama, optimizer = tiny_llama(), torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
@@ -282,7 +282,7 @@ def test_log_probs_of_forward_packs(broker: RunningBroker) -> None:
     assert changed(actor, before)
 
 
-def test_a_loss_of_each_sample(broker: RunningBroker) -> None:
+def test_the_loss_of_each_sample_gets_every_sample_alone_and_falls(broker: RunningBroker) -> None:
     """It is given every sample by itself, and falls."""
     torch.manual_seed(0)
     embed, head = torch.nn.Embedding(VOCABULARY, 24), torch.nn.Linear(8, VOCABULARY)
@@ -323,7 +323,7 @@ def test_the_readme_is_short() -> None:
     assert len(README.encode()) < 9000
 
 
-def test_without_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_packs_files_without_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
     write_jsonl(tmp_path / "data" / "a.jsonl", [{"text": "local" * (1 + i % 9)} for i in range(50)])
     monkeypatch.chdir(tmp_path)
@@ -333,7 +333,7 @@ def test_without_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(pack.num_samples for pack in packs) == 50
 
 
-def test_packing_a_step_and_going_back() -> None:
+def test_way_back_puts_values_of_packs_in_the_order_of_samples() -> None:
     lengths = [4000, 3000, 1192, 5000, 3192, 8, 9, 10, 11]
     given: dict[str, Any] = {"streampack": streampack, "lengths": lengths}
     given["forward"] = lambda packs: np.array([lengths[i] for pack in packs for i in pack])
@@ -342,7 +342,7 @@ def test_packing_a_step_and_going_back() -> None:
     assert given["in_order"].tolist() == lengths
 
 
-def test_a_pusher_that_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pusher_that_is_started_again_pushes_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It fails in the middle, then ends the partition, and is started once more after the end."""
     rollouts = {"pushed": True, "partitions": 1}
     settings = {
@@ -372,7 +372,7 @@ def test_a_pusher_that_is_started_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(made) == 51, "one was made twice"
 
 
-def test_a_rollout_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rollout_worker_of_the_page_pushes_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     broker = SmallBroker()
     monkeypatch.setenv("STREAMPACK_PRODUCERS", broker.endpoint)
     given = {"worker": 1, "updates": 2, "prompts": ["a", "bc"], "generate": lambda prompt: [[1], torch.arange(3)]}
@@ -396,7 +396,7 @@ def test_a_sample_with_an_image_reaches_a_trainer_of_the_page_s_broker(tmp_path:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers warns of names that TRL uses
-def test_a_trainer_of_trl_with_grpo(tmp_path: Path) -> None:
+def test_the_trainer_of_trl_trains_with_grpo(tmp_path: Path) -> None:
     from tests.integration.frameworks.grpo_trainers import trainer_of  # here: it imports TRL
 
     names: dict[str, Any] = {"streampack": streampack, "GRPOTrainer": lambda *_, **__: trainer_of(tmp_path)}
@@ -406,7 +406,7 @@ def test_a_trainer_of_trl_with_grpo(tmp_path: Path) -> None:
     assert any("streampack_share" in batch for batch in names["trainer"]._buffered_inputs)
 
 
-def test_pairs_of_preferences(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_pair_of_preferences_is_pushed_as_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
     broker = SmallBroker(terms={"stream": "pairs"})
     monkeypatch.setenv("STREAMPACK_PRODUCERS", broker.endpoint)
     given = {"worker": 1, "preferences": [([1, 2], [3]), (torch.arange(3), [4])]}

@@ -71,7 +71,7 @@ def test_views_are_made_with_their_packs(format: str) -> None:
         assert view.input_ids.flatten().tolist() == pack.input_ids.tolist()
 
 
-def test_they_are_a_sequence_of_packs_that_are_kept() -> None:
+def test_lazy_packs_are_a_sequence_of_packs_that_are_kept() -> None:
     step = step_of(MANY, [3, 7])
     last = step[-1]
     packs: list[Pack] = list(step)
@@ -97,7 +97,7 @@ def test_a_step_is_pickled_and_copied_with_its_packs_made() -> None:
         assert all(equal(a, b) for a, b in zip(step, other, strict=True))
 
 
-def test_who_goes_through_them_once_needs_the_memory_of_two_groups() -> None:
+def test_one_pass_over_lazy_packs_needs_the_memory_of_two_groups() -> None:
     slabs = Slabs()
     packs: Any = step_of(MANY, slabs=slabs).packs
     places, held = list[int](), None
@@ -149,7 +149,7 @@ def test_a_forked_child_has_those_that_were_made() -> None:
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_what_a_slow_trainer_asks_for_next_is_made_meanwhile(taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_packs_are_made_while_a_slow_trainer_works(taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the thread that is woken; a trainer that is fast would only wait for it, and makes it itself."""
     now, woken = [100.0], list[float]()
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
@@ -228,7 +228,7 @@ def test_a_message_is_let_go_with_its_last_pack() -> None:
         packs[5]
 
 
-def test_who_is_interrupted_may_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_caller_may_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And has missed nothing; nor does a group that could not be made ahead end anything."""
     texts = [f"text number {number} " * 3 for number in range(40)]
     with streampack.local(texts, budget=64, packs=8, format="numpy", repeat=True) as loader:
@@ -267,7 +267,7 @@ def test_packs_that_are_asked_for_in_inference_mode_may_be_trained_on() -> None:
         embedding(first.input_ids).sum().backward()
 
 
-def test_they_compare_as_tuples_do() -> None:
+def test_lazy_packs_compare_as_tuples_do() -> None:
     packs = step_of(MANY).packs
     whole = tuple(packs)
     assert packs == whole

@@ -436,7 +436,7 @@ def test_parts_of_two_steps_are_refused() -> None:
 # Golden packs
 
 
-def test_automodel_s_pack_of_twelve() -> None:
+def test_a_pack_of_twelve_is_laid_out_as_automodel_does() -> None:
     """Positions run on through alignment padding; labels are AutoModel's shifted by one."""
     (step,) = steps_of(Case([[[1, 2, 3], [4, 5, 6, 7, 8]]], 4, 12, 1), [1])
     pack = step[0]
@@ -448,7 +448,7 @@ def test_automodel_s_pack_of_twelve() -> None:
     assert pack.padding_mask.tolist() == [mark == "p" for mark in "...p.....ppp"]
 
 
-def test_nemo_rl_s_pack_over_two_ranks() -> None:
+def test_a_pack_over_two_ranks_is_cut_as_nemo_rl_does() -> None:
     """Lengths 5, 8, 1, 3; token 10 * i + j is token j of sample i, counted from 1."""
     samples = [[10 * i + j for j in range(1, n + 1)] for i, n in enumerate([5, 8, 1, 3], 1)]
     zero, one = (step[0] for step in steps_of(Case([samples], 4, 24, 2), [1]))

@@ -139,7 +139,7 @@ def test_the_way_back_is_the_identity(case: Case, min_packs: int, data: st.DataO
             assert np.array_equal(of_samples, pack.sample_ids)
 
 
-def test_packs_of_eight_joined_by_two() -> None:
+def test_packs_of_eight_are_joined_by_two() -> None:
     """Five micro-batches are two packs of 16 and one of 8: as many of as many tokens on every rank."""
     (step,) = steps_of(GOLDEN)
     forward = step.regroup(budget=23)
@@ -170,7 +170,7 @@ def test_a_smaller_budget_is_filled_in_order_and_padded_with_empty_packs() -> No
     assert len(step.regroup(np.int64(7), min_packs=torch.tensor(4))) == 4, "as ranks have agreed on it"
 
 
-def test_what_cannot_be_regrouped_is_said() -> None:
+def test_a_step_that_cannot_be_regrouped_is_refused_with_its_cause() -> None:
     (step,) = steps_of(GOLDEN)
     with pytest.raises(UserError, match=r"got a budget that holds 2 tokens, but sample \(0, 1099511627776, 0\) has 4 "):
         step.regroup(budget=3)

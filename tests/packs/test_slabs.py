@@ -20,7 +20,7 @@ def address_of(lent: Any) -> int:
 
 
 @given(st.lists(st.tuples(SIZES, st.integers(0, 4)), max_size=60))
-def test_what_is_lent_is_lent_once_and_idle_slabs_are_no_more_than_were_held(asked: list[tuple[int, int]]) -> None:
+def test_a_slab_is_lent_once_and_idle_slabs_are_no_more_than_were_held(asked: list[tuple[int, int]]) -> None:
     """Of each (size, kept): a slab is taken, and of those held only the last ``kept`` are kept."""
     slabs, held, most = Slabs(), list[tuple[int, Any]](), 0
     for number, (size, kept) in enumerate(asked):

@@ -94,7 +94,7 @@ def test_every_field_is_as_its_bytes_hold_it() -> None:
     assert batch.loss_tokens.tolist() == [2]
 
 
-def test_what_a_sample_comes_without_is_filled_in_where_that_means_something() -> None:
+def test_missing_fields_of_a_sample_are_filled_in_where_they_have_a_meaning() -> None:
     given_one = Field(name="weight", dtype="float16", default=1)
     positions = Field(name="position_ids", dtype="int32", shape=(3,))
     batch = one([5, 6, 7], {}, MASK, LABELS, given_one, positions)

@@ -73,7 +73,7 @@ def test_a_line_for_people_is_one_line_and_moves_no_cursor(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_is_below_the_level_is_not_shown_and_the_ring_has_all_but_details(
+def test_lines_below_the_level_are_not_shown_and_the_ring_has_all_but_details(
     level: logs.Level, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A traceback moves no cursor either."""

@@ -102,7 +102,9 @@ def a_state_that_diverged(lines: list[Line]) -> None:
     [another_token, another_digest, a_repeated_step_that_differs, a_step_too_few, no_end, the_same_pack_twice,
      a_state_that_diverged],
 )  # fmt: skip
-def test_what_is_wrong_is_found(damage: Callable[[list[Line]], None], job: Job, golden: Golden) -> None:
+def test_the_soak_s_accounts_find_every_kind_of_fault(
+    damage: Callable[[list[Line]], None], job: Job, golden: Golden
+) -> None:
     lines = lines_of_a_good_run(job, golden)
     damage(lines[-1])
     assert settled(job, golden, lines).wrong
@@ -228,7 +230,7 @@ def another_sample(lines: list[Line], results: list[Line]) -> None:
     "damage",
     [a_number_twice, a_step_twice, a_step_without_results, another_loss, a_sample_without_a_loss, another_sample],
 )
-def test_what_is_wrong_with_late_values_or_results_is_found(
+def test_the_soak_s_accounts_find_wrong_late_values_and_results(
     damage: Callable[[list[Line], list[Line]], None], tmp_path: Path
 ) -> None:
     job, lines, results = late_run(tmp_path)

@@ -60,7 +60,7 @@ def test_groups_side_by_side_are_their_product_the_last_one_fastest(groups: list
         ("{a..b,c}", ["a..b", "c"]),
     ],
 )
-def test_a_pattern_by_hand(pattern: str, names: list[str]) -> None:
+def test_a_pattern_expands_as_by_hand(pattern: str, names: list[str]) -> None:
     assert expand_braces(pattern) == names
 
 

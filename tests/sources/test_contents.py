@@ -181,7 +181,7 @@ NO_TEXT: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("unit", ["line", "paragraph", "file", "jsonl"])
 @pytest.mark.parametrize("kind", NO_TEXT)
-def test_what_is_no_text_is_refused_by_name(kind: str, unit: Unit, tmp_path: Path) -> None:
+def test_a_file_that_is_no_text_is_refused_by_name(kind: str, unit: Unit, tmp_path: Path) -> None:
     path = tmp_path / "part"
     write, expected = NO_TEXT[kind]
     write(path)

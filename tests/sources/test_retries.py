@@ -106,7 +106,7 @@ def test_a_wait_lasts_as_long_as_the_store_asks(kind: str, headers: Any, store: 
 
 @pytest.mark.parametrize("kind", ["listing", "HEAD", "range"])
 @pytest.mark.parametrize("status", [404, 410, 403])
-def test_what_is_gone_or_forbidden_is_named_at_once(kind: str, status: int, store: FaultyStore) -> None:
+def test_a_file_that_is_gone_or_forbidden_is_named_at_once(kind: str, status: int, store: FaultyStore) -> None:
     url = f"{store.url}/web/*.jsonl" if kind == "listing" else f"{store.url}/web/0.jsonl"
     began = time.monotonic()
     if kind == "range":

@@ -244,7 +244,7 @@ SEVERAL: list[tuple[Row, list[int] | None]] = [
 
 @pytest.mark.parametrize("kind", [*KINDS, "webdataset"])
 @pytest.mark.parametrize(("row", "tokens"), SEVERAL)
-def test_of_several_keys_ids_are_taken_first_and_the_rest_is_said(
+def test_ids_are_taken_first_of_several_keys_and_the_others_are_named(
     kind: str, row: Row, tokens: list[int], tmp_path: Path
 ) -> None:
     (record,) = open_source(write_rows(kind, tmp_path, [row]), PLAIN).read(0, 1, seed=0, passes=1)

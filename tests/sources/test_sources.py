@@ -230,7 +230,7 @@ def test_cursors_come_after_one_another(source: Source) -> None:
     assert cursors[-1] == (3, 0, 0) or cursors[-1][0] == 2
 
 
-def test_what_cannot_be_read_is_refused_at_once(source: Source) -> None:
+def test_a_source_that_cannot_be_read_is_refused_at_once(source: Source) -> None:
     with pytest.raises(UserError, match=r"partition: got 2 with 2 partitions, expected a number from 0 to 1"):
         source.read(2, 2, seed=0, passes=1)
     with pytest.raises(UserError, match="got skip=-1"):
@@ -427,7 +427,7 @@ def by_us(path: Path) -> list[tuple[str, str | None, str]]:
     return [(r.where.split(":", 1)[1], r.reason, text_of(r)) for r in source.read(0, 1, seed=0, passes=1)]
 
 
-def test_what_tarwriter_writes_is_read_as_webdataset_reads_it(tmp_path: Path) -> None:
+def test_a_tar_of_tarwriter_is_read_as_webdataset_reads_it(tmp_path: Path) -> None:
     wds = pytest.importorskip("webdataset")
     path = tmp_path / "web.tar"
     with wds.TarWriter(str(path)) as writer:
@@ -557,7 +557,7 @@ def test_a_tar_that_is_cut_anywhere_is_never_taken_for_a_shorter_one(tmp_path: P
 
 
 @given(st.integers(0, 9999), st.booleans())
-def test_what_comes_before_the_cut_and_after_its_file_is_read(
+def test_samples_before_a_cut_and_in_the_next_file_are_read(
     tmp_path_factory: pytest.TempPathFactory, cut: int, shuffle: bool
 ) -> None:
     """A damaged file keeps its place: it loses what is behind the damage, counted once, and no other file anything."""
@@ -630,7 +630,7 @@ def test_garbage_and_damage_say_where(tmp_path: Path) -> None:
     assert "at byte 1024: got b'c.txt" in stop_message("webdataset", path)
 
 
-def test_what_comes_after_the_end_of_a_tar_is_not_lost_in_silence(tmp_path: Path) -> None:
+def test_members_after_the_end_of_a_tar_are_not_lost_in_silence(tmp_path: Path) -> None:
     one = write_tar(tmp_path / "one.tar", [("a.txt", b"1")]).read_bytes()
     (tmp_path / "two.tar").write_bytes(one + one)
     assert "after the archive's end at byte 1024" in stop_message("webdataset", tmp_path / "two.tar")

@@ -375,7 +375,7 @@ def test_the_rows_of_an_array_are_items() -> None:
     assert batch.lengths.tolist() == [6] * 100
 
 
-def test_what_is_read_many_at_once_is_seldom_read_one_by_one(tmp_path: Path) -> None:
+def test_rows_that_are_read_many_at_once_are_seldom_read_one_by_one(tmp_path: Path) -> None:
     ids = [[5] * (1 + i % 7) for i in range(1000)]
     pq.write_table(pa.table({"input_ids": ids}), tmp_path / "a.parquet", row_group_size=250)
     write_tar(tmp_path / "a.tar", [("u2", 1 + i % 7) for i in range(1000)])
@@ -432,5 +432,5 @@ def test_a_file_that_cannot_be_mapped_is_read(tmp_path: Path) -> None:
     assert done.stdout.strip() == "[[7, 8], [9]]"
 
 
-def test_docstrings() -> None:
+def test_examples_in_docstrings_of_array_sources_run() -> None:
     assert sum(doctest.testmod(module).failed for module in (arrays, byte_source, listing)) == 0

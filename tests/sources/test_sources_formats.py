@@ -274,7 +274,9 @@ def _halves(items: list[str]) -> tuple[list[str], list[str]]:
     return items[: len(items) // 2], items[len(items) // 2 :]
 
 
-def test_digests_and_their_numbers_of_files(source: OpenedSource, request: pytest.FixtureRequest) -> None:
+def test_digests_and_numbers_of_files_are_those_of_the_source(
+    source: OpenedSource, request: pytest.FixtureRequest
+) -> None:
     name = request.node.callspec.params["source"]
     files = {"megatron": 2 * len(SIZES), "file": len(EVERY)}.get(name, 0 if "python" in name else len(SIZES))
     assert source.num_files == files
@@ -434,7 +436,7 @@ def test_only_the_columns_needed_are_read(tmp_path: Path, monkeypatch: pytest.Mo
 # Saved datasets
 
 
-def test_what_datasets_saves_is_read_in_its_order(tmp_path: Path) -> None:
+def test_a_dataset_that_datasets_saved_is_read_in_its_order(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = [{"text": f"row {i}", "meta": {"n": i}} for i in range(2500)]
     dataset = datasets.Dataset.from_list(rows)
@@ -548,7 +550,7 @@ def test_without_the_package_for_zstandard_its_name_is_said(tmp_path: Path, monk
 # Megatron: golden bytes
 
 
-def test_golden_bytes_of_a_megatron_index(tmp_path: Path) -> None:
+def test_the_golden_bytes_of_a_megatron_index_are_read(tmp_path: Path) -> None:
     (tmp_path / "code.bin").write_bytes(bytes.fromhex("0100 0200 ffff 0700"))
     (tmp_path / "code.idx").write_bytes(
         bytes.fromhex(
@@ -714,7 +716,7 @@ def test_items_are_texts_rows_or_ids(tmp_path: Path) -> None:
     ("failing", "raised RuntimeError: the store is down. Correct the code"),
     ("THINGS", "is a dict, expected a list"),
 ])  # fmt: skip
-def test_what_cannot_be_read_again_is_refused(name: str, expected: str) -> None:
+def test_an_object_that_cannot_be_read_again_is_refused(name: str, expected: str) -> None:
     assert expected in message(SourceSettings("python", path=f"{__name__}:{name}"))
 
 

@@ -112,7 +112,7 @@ def records(source: Source, **more: Any) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_server_gives_is_what_lies_on_the_disk(kind: str, tmp_path: Path, server: Server) -> None:
+def test_files_of_a_server_are_read_as_those_on_the_disk(kind: str, tmp_path: Path, server: Server) -> None:
     local = WRITERS[kind](tmp_path)
     here, there = open_source(local, PLAIN), open_source(settings_at(local, tmp_path, server.url), PLAIN)
     want = records(here)
@@ -123,7 +123,7 @@ def test_what_a_server_gives_is_what_lies_on_the_disk(kind: str, tmp_path: Path,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_store_gives_is_what_lies_on_the_disk(kind: str, tmp_path: Path) -> None:
+def test_files_of_a_store_are_read_as_those_on_the_disk(kind: str, tmp_path: Path) -> None:
     local = WRITERS[kind](tmp_path)
     bucket = f"bucket{next(_ids)}"
     store = fsspec.filesystem("memory")
@@ -196,7 +196,9 @@ def stop_message(settings: SourceSettings) -> str:
     return str(error.value)
 
 
-def test_what_cannot_be_read_is_one_line(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_that_cannot_be_read_is_refused_in_one_line(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(retries, "MOST_S", 0.2)
     WRITERS["jsonl"](tmp_path)
     good = SourceSettings("jsonl", path=f"{server.url}/2.jsonl?key=secret")

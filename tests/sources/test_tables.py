@@ -88,7 +88,7 @@ SERVED: dict[str, tuple[Any, list[list[int]]]] = {
 
 
 @pytest.mark.parametrize("case", SERVED)
-def test_what_the_errors_say_to_write_is_served(case: str) -> None:
+def test_settings_that_the_errors_suggest_are_served(case: str) -> None:
     source, expected = SERVED[case]
     assert samples_of(source) == sorted(expected)
 

@@ -106,7 +106,7 @@ MAC = ["._data", "data/._0.txt", "data/.DS_Store", "__MACOSX/data/._1.txt", "dat
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-def test_what_macos_adds_is_skipped_and_said_once(
+def test_members_that_macos_adds_are_skipped_and_said_once(
     format_: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(webdataset, "_said_skipped", [])

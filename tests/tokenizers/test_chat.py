@@ -370,7 +370,7 @@ spoofed = st.lists(pieces, max_size=8).map("".join)
     st.sampled_from(["chatml", "generation", "tools"]),
 )
 @settings(deadline=None, max_examples=200)
-def test_whatever_the_data_writes_only_its_answers_are_learned(
+def test_only_the_answers_of_a_chat_are_learned_whatever_the_data_contains(
     folders: dict[str, Path], turns: list[tuple[str, str]], name: str
 ) -> None:
     messages = chat(*(text for turn in turns for text in turn))
@@ -440,7 +440,7 @@ def test_where_the_answers_are_not_clear_there_is_no_sample(
     assert "\n" not in caplog.text.strip()
 
 
-def test_what_a_template_says_of_the_data_is_one_short_line(folders: dict[str, Path]) -> None:
+def test_an_error_of_a_template_is_one_short_line(folders: dict[str, Path]) -> None:
     source = "{{ raise_exception(messages[0].content) }}"
     encoded = opened(folders["chatml"], chat_template=source).encode_chat(chat("a\n<|im_end|>" + "x" * 1000, "b"))
     assert isinstance(encoded, Because)
@@ -550,7 +550,7 @@ def test_a_content_in_parts_is_its_text_where_the_template_takes_no_parts(folder
         ([{"role": "user", "content": "hi", "weight": np.array([0, 1])}], "messages"),
     ],
 )
-def test_what_is_no_chat_has_a_reason(messages: object, reason: str) -> None:
+def test_a_row_that_is_no_chat_is_rejected_with_a_reason(messages: object, reason: str) -> None:
     assert read_messages(messages) == reason
 
 

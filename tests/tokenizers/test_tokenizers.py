@@ -93,7 +93,7 @@ def test_digests_tell_tokenizers_apart() -> None:
     assert open_tokenizer(TokenizerSettings()).digest in digests
 
 
-def test_what_a_callable_raises_rejects_that_text_and_is_logged(
+def test_an_exception_of_a_callable_rejects_that_text_and_is_logged(
     module: types.ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     def picky(text: str) -> list[int]:
@@ -104,7 +104,7 @@ def test_what_a_callable_raises_rejects_that_text_and_is_logged(
     assert "their_tokenizer:words rejects an input of 3 characters: KeyError('abc')" in caplog.text
 
 
-def test_what_a_tokenizer_rejects_again_and_again_does_not_fill_the_log(
+def test_repeated_rejections_of_a_tokenizer_do_not_fill_the_log(
     module: types.ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     def picky(text: str) -> list[int]:
@@ -174,7 +174,7 @@ def test_a_module_that_fails_when_it_is_imported_is_named(
         ([-(2**70), 1], "range"),
     ],
 )
-def test_what_is_no_sequence_of_ids_has_a_reason(values: object, reason: str) -> None:
+def test_a_value_that_is_no_sequence_of_ids_is_rejected_with_a_reason(values: object, reason: str) -> None:
     assert as_tokens(values) == reason
 
 
@@ -206,7 +206,7 @@ def learned(encoded: Encoded | str) -> list[int]:
 
 
 @given(st.text(st.characters(codec="utf-8")), st.text(st.characters(codec="utf-8")), st.booleans())
-def test_of_a_pair_the_completion_and_its_end_are_learned(prompt: str, completion: str, append_eos: bool) -> None:
+def test_the_completion_of_a_pair_and_its_end_are_learned(prompt: str, completion: str, append_eos: bool) -> None:
     tokenizer = BytesTokenizer(append_eos=append_eos)
     encoded = tokenizer.encode_pair(prompt, completion)
     if not prompt + completion:
@@ -318,7 +318,7 @@ def test_a_files_ids_are_those_of_the_library_and_then_the_end(trained: tuple[Pa
 _FILES: dict[Path, Any] = {}
 
 
-def test_what_the_file_puts_around_a_text_is_there_once(tmp_path: Path) -> None:
+def test_tokens_that_the_tokenizer_file_adds_around_a_text_are_there_once(tmp_path: Path) -> None:
     library = train(tmp_path, bos=True)
     ids = library.encode("to be").ids
     assert (ids[0], ids[-1]) == (0, 1)
@@ -347,7 +347,7 @@ def test_the_text_of_a_special_token_is_text_unless_allowed(trained: tuple[Path,
 
 @given(st.text(st.characters(codec="utf-8")), st.text(st.characters(codec="utf-8")))
 @settings(deadline=None)
-def test_of_a_pair_every_token_with_a_character_of_the_completion_is_learned(
+def test_every_token_with_a_character_of_the_completion_is_learned(
     trained: tuple[Path, Library], prompt: str, completion: str
 ) -> None:
     folder, library = trained

@@ -184,7 +184,7 @@ def test_the_installed_torch_takes_what_its_kernel_is_told() -> None:
         assert by_torch(torch_here(), q, k, k, bounds, 4, 0.3, 3).shape == (12, 4, 8)
 
 
-def test_what_cannot_be_attended_is_refused_in_a_line() -> None:
+def test_packs_that_cannot_be_attended_are_refused_in_a_line() -> None:
     batch = views_of(TWO)[0][0]
     q, k = draw(12, 4, 0), draw(12, 3, 0)
     with pytest.raises(

@@ -142,7 +142,7 @@ def test_one_compilation_serves_all_packs() -> None:
     assert (seen, counter.frame_count) == (50, 1)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_block_masks_that_cannot_be_are_refused() -> None:
     with pytest.raises(UserError, match="got masks='dense', expected one of: flex, or None"):
         Views("thd", Mesh(), masks="dense")
     with pytest.raises(UserError, match="got masks='flex' with format 'numpy', expected a format with tensors"):

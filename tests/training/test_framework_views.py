@@ -100,7 +100,7 @@ def test_bshd_is_what_automodels_packer_and_collater_make_of_the_samples(
     assert (stack(batches)["seq_lens"] == SENTINEL).any(), "rows have different numbers of samples"
 
 
-def test_automodels_golden_pack() -> None:
+def test_the_view_of_automodel_is_its_own_golden_pack() -> None:
     """Samples of 3 and 5 tokens in slots of 4 and 8."""
     batch = seen(Case([[[1, 2, 3], [4, 5, 6, 7, 8]]], align=4, budget=12, cp=1), "bshd")[0]
     assert batch["input_ids"].tolist() == [[1, 2, 3, 0, 4, 5, 6, 7, 8, 0, 0, 0]]
@@ -155,7 +155,7 @@ def test_rows_of_padding_keep_automodels_own_split_from_losing_any(automodel: Si
     assert kept["padding_mask"].flatten()[:-48].tolist() == torch.cat([b.padding_mask for b in batches]).tolist()
 
 
-def test_lengths_without_the_sentinel() -> None:
+def test_strip_takes_the_sentinel_out_of_lengths() -> None:
     batch = stack(seen(TWO, "bshd"))
     assert batch["seq_lens"].tolist() == [[3, 2], [1, SENTINEL]]
     assert [row.tolist() for row in strip(batch["seq_lens"])] == [[3, 2], [1]]

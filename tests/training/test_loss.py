@@ -182,7 +182,7 @@ def test_a_sample_that_other_ranks_hold_is_passed_over() -> None:
     assert loss.item() == 1
 
 
-def test_what_cannot_be_cut_or_summed_is_refused_in_a_line() -> None:
+def test_values_that_cannot_be_cut_or_summed_are_refused_in_a_line() -> None:
     batch = views_of(Case([[[5, 6, 7], [8]]], 1, 6, 1))[0][0]
     with pytest.raises(
         UserError, match=r"got outputs of shape \[5, 2\], expected shape \[6, \.\.\.\] or \[1, 6, \.\.\.\]"

@@ -83,7 +83,7 @@ def test_every_view_has_the_masks_of_its_pack(format: str) -> None:
         assert torch.equal(document_ids(batch), document_ids(pack))
 
 
-def test_two_samples_and_a_tail() -> None:
+def test_two_samples_and_a_tail_have_the_mask_by_hand() -> None:
     batch = seen(Case([[[5, 6], [8]]], align=1, budget=5, cp=1), "thd")[0]
     assert document_ids(batch).tolist() == [0, 0, 1, 2, 2]
     assert block_causal_mask(batch)[0, 0].int().tolist() == [

@@ -91,7 +91,9 @@ def pushed(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Running
         yield broker, given
 
 
-def test_sft_by_tokens_and_by_samples(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_of_sft_averages_by_tokens_and_by_samples(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in TEXTS])
     source = open_source(convert({"source": "jsonl", "shards": str(file)}, SourceSettings))
     rules = {"budget": 128, "window": {"samples": 32}, "step": {"packs": 4}, "align": {"sample": 4, "pack": 8}}
@@ -119,7 +121,7 @@ def test_sft_by_tokens_and_by_samples(tmp_path: Path, capsys: Any, monkeypatch: 
         recipe.learns_as(net, 0.5, [partial(loss, net, samples, per) for samples in steps])
 
 
-def test_grpo_by_groups(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_of_grpo_trains_on_groups(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pushed("grpo", monkeypatch) as (broker, given):
         recipe = Recipe("grpo", broker, capsys, monkeypatch)
         steps = [[given[number] for number, _ in step] for _, step in zip(range(8), steps_of(broker), strict=False)]
@@ -145,7 +147,7 @@ def test_grpo_by_groups(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(low < 0.8 and high > 1.2 for low, high in ratios), "some are clipped, at both ends"
 
 
-def test_grpo_on_trees(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_of_grpo_trains_on_trees(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pushed("grpo_tree", monkeypatch) as (broker, given):
         recipe = Recipe("grpo_tree", broker, capsys, monkeypatch)
         steps = [[given[number] for number, _ in step] for _, step in zip(range(8), steps_of(broker), strict=False)]
@@ -170,7 +172,7 @@ def test_grpo_on_trees(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe.learns_as(net, 2.0, [partial(loss, samples) for samples in steps])
 
 
-def test_dpo_by_pairs(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_of_dpo_trains_on_pairs(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pushed("dpo", monkeypatch) as (broker, given):
         recipe = Recipe("dpo", broker, capsys, monkeypatch)
         steps = [sorted(number for number, _ in step) for step in steps_of(broker)]

@@ -49,7 +49,7 @@ def test_flops_are_those_that_torch_counts() -> None:
     assert model.flops(np.array([50])) - attention == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
-def test_it_runs_on_a_cpu_and_gives_no_mfu_there(capsys: Any) -> None:
+def test_the_benchmark_runs_on_a_cpu_and_gives_no_mfu_there(capsys: Any) -> None:
     main(["--quick", "--device", "cpu", "--json", "--budget", "256", "--updates", "2"])
     *lines, last = capsys.readouterr().out.splitlines()
     report = json.loads(last)

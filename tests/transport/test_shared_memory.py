@@ -140,7 +140,7 @@ def play(script: list[tuple[Any, ...]]) -> Pair:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(actions, max_size=60))
-def test_what_is_held_never_changes_and_all_comes_back_in_the_end(script: list[tuple[Any, ...]]) -> None:
+def test_held_memory_never_changes_and_all_comes_back_in_the_end(script: list[tuple[Any, ...]]) -> None:
     play(script)
 
 
@@ -204,7 +204,7 @@ def test_a_frame_that_was_written_in_place_is_not_copied() -> None:
     assert pair.sender.slots.num_free == NUM_TEST_SLOTS
 
 
-def test_what_is_read_cannot_be_written_to_and_lasts_as_long_as_an_array_of_it() -> None:
+def test_an_array_of_shared_memory_is_read_only_and_keeps_its_memory() -> None:
     pair = Pair()
     pair.agree()
     pair.send([LEAST_BYTES])

@@ -94,7 +94,7 @@ def test_hf_is_what_a_model_shifts_back_to_the_pack(case: Case) -> None:
             assert equal(batch.canonical, pack)
 
 
-def test_what_padding_holds_in_hf() -> None:
+def test_padding_counts_in_no_label_of_hf_and_the_tail_is_a_sequence() -> None:
     """Alignment padding goes on with its sample; the tail is a sequence of its own; no label counts in either."""
     first = seen(TWO, "hf")[0]
     assert first["input_ids"].tolist() == [[5, 6, 7, 0, 8, 9, 0, 0, 0, 0, 0, 0]]
@@ -214,7 +214,7 @@ def step_of_numpy() -> Step:
         ({"format": "thd", "device": 1.5}, r"got device=1\.5, which torch cannot use"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_formats_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Views(**{"mesh": Mesh(), **arguments})
 

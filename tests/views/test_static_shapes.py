@@ -151,7 +151,7 @@ def test_helpers_read_no_value_of_a_device() -> None:
         ("thd", {"max_samples_per_pack": None}, r"got static_shapes for a feed without `max_samples_per_pack`"),
     ],
 )
-def test_what_cannot_be_is_refused(format: str, changes: dict[str, Any], message: str) -> None:
+def test_static_shapes_that_cannot_be_are_refused(format: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Views(format, Mesh(), static_shapes=True).fit(changed(rules_of(TWO), **changes))
 

@@ -52,7 +52,7 @@ def test_the_dearest_goes_to_the_rank_with_the_least_load(step: tuple[I64, int])
             load[rank] += int(costs[row[rank]])
 
 
-def test_a_step_dealt_by_hand() -> None:
+def test_a_step_is_dealt_as_by_hand() -> None:
     """Packs 3, 0, 5 | 1, 4, 2 by cost 9, 7, 7 | 4, 2, 1; rank 2 has the least load, then 1 (7, before 0's 9)."""
     costs = np.array([7, 4, 1, 9, 2, 7])
     assert deal(costs, 3, "deal").tolist() == [[3, 0, 5], [2, 1, 4]]

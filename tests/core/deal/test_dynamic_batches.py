@@ -73,7 +73,7 @@ def test_a_micro_batch_is_closed_only_when_the_next_sample_would_not_fit(
         assert (stop - start + 1) * padded > settings["budget"]
 
 
-def test_rolls_example_within_its_budget() -> None:
+def test_the_example_of_roll_is_dealt_within_its_budget() -> None:
     """ROLL's documentation has three micro-batches, the first 2 x 6 = 12 tokens for a budget of 10, and 56 in all."""
     found = padded_batches([7, 6, 8, 5, 1, 3, 8, 6], budget=10, dp=2, length_round=2)
     assert found.lengths.tolist() == [4, 6, 8, 8]

@@ -199,7 +199,7 @@ def test_the_causes_of_waste_and_the_real_tokens_are_all_that_is_computed(drawn:
 
 @settings(max_examples=40, deadline=None)
 @given(served())
-def test_what_is_served_is_what_plan_step_plans(drawn: tuple[Formed, int, int, int]) -> None:
+def test_the_broker_serves_the_steps_that_plan_step_plans(drawn: tuple[Formed, int, int, int]) -> None:
     formed, dp, _, pp = drawn
     rules, batch = formed.rules, formed.rules.batch
     assert batch is not None
@@ -217,7 +217,7 @@ def test_what_is_served_is_what_plan_step_plans(drawn: tuple[Formed, int, int, i
     st.lists(st.integers(1, 200), min_size=1, max_size=20), st.integers(1, 12), st.integers(1, 8),
     st.sampled_from(["drop", "truncate", "split"]),
 )  # fmt: skip
-def test_what_the_over_long_policy_leaves_is_no_crash_once_it_is_padded(
+def test_samples_left_by_the_overlong_policy_are_padded_without_a_crash(
     lengths: list[int], align: int, units: int, policy: str
 ) -> None:
     left = apply_overlong(np.array(lengths, np.int64), align * units, policy).length
@@ -363,7 +363,7 @@ def test_a_feed_has_the_formats_of_its_kind() -> None:
         ("warmup", Warmup(init=2, steps=4)),
     ],
 )  # fmt: skip
-def test_what_speaks_of_packs_is_refused_beside_padded(key: str, value: Any) -> None:
+def test_keys_about_packs_are_refused_beside_padded(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"got `{'padded: true` without batches' if key == 'batch' else key}"):
         msgspec.structs.replace(rules_of(8), **{key: value})
 

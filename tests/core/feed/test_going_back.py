@@ -186,7 +186,7 @@ def do(live: Rollouts, what: str, n: int) -> None:
 
 @given(moves(), st.integers(0, 999))
 @settings(deadline=None)
-def test_what_was_pushed_since_is_dropped_and_counted_and_all_else_is_in_the_steps(
+def test_samples_pushed_since_are_dropped_and_counted_and_all_others_are_in_the_steps(
     story: list[tuple[str, int]], seed: int
 ) -> None:
     live = Rollouts(seed)
@@ -211,7 +211,9 @@ def check(live: Rollouts) -> None:
 
 @given(moves(), st.integers(0, 999))
 @settings(deadline=None)
-def test_so_they_are_where_the_log_loses_what_was_not_safe(story: list[tuple[str, int]], seed: int) -> None:
+def test_samples_pushed_since_are_dropped_and_counted_where_the_log_loses_unsafe_records(
+    story: list[tuple[str, int]], seed: int
+) -> None:
     live = Unsafe(seed)
     for what, n in [("push", 12), *story]:
         do(live, "back" if what == "torn" else what, n)

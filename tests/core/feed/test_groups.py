@@ -254,7 +254,7 @@ def test_a_window_counts_a_group_kept_in_one_pack_as_one_sample() -> None:
     assert [waiting.packs(step) for step in waiting.steps] == [[[6, 7, 4, 5]], [[2, 3, 0, 1]]]
 
 
-def test_what_no_pack_holds_together_is_no_group_and_nothing_breaks() -> None:
+def test_samples_that_no_pack_holds_together_are_no_group_and_nothing_breaks() -> None:
     """Nobody can push it; a snapshot that was made up may say so."""
     run = Run(Rules(budget=8, packs=1, window=2, batch=Batch(samples=3)), [("pack", [5, 5, 2]), ("", [1])])
     run.close()
@@ -375,7 +375,7 @@ def test_a_group_over_a_limit_for_media_is_dropped_whole_if_a_broker_knows_a_par
     st.lists(st.integers(0, 90), min_size=1, max_size=6), st.sampled_from(["drop", "truncate", "split"]),
     st.sampled_from([None, 2]), st.integers(0, 5), st.sampled_from([UNSET, "pack", "step"]),
 )  # fmt: skip
-def test_what_becomes_of_a_groups_rest_is_what_became_of_it_the_first_time(
+def test_the_rest_of_a_group_is_admitted_or_dropped_as_it_was_the_first_time(
     lengths: list[int], policy: Overlong, most: int | None, skip: int, keep: Any
 ) -> None:
     """It is read again from wherever the merge stood: a part of it that would fit is dropped with the whole."""

@@ -310,7 +310,7 @@ def test_the_order_is_that_of_completion() -> None:
 
 
 @pytest.mark.parametrize("default", [None, 0.5])
-def test_what_does_not_come_is_dropped_or_filled_in_and_said(default: float | None) -> None:
+def test_values_that_never_come_are_filled_in_or_their_samples_dropped(default: float | None) -> None:
     fields = (FIELDS[0], *(msgspec.structs.replace(each, default=default) for each in FIELDS[1:]))
     live = Late.__new__(Late)
     live.amend = lambda: None  # type: ignore[method-assign]

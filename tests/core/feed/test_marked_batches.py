@@ -119,7 +119,7 @@ def test_programs_may_wait_for_each_step_before_they_push_the_next_batch(
 
 @given(st.integers(1, 4), st.integers(1, 5), stories(), st.integers(0, 999))
 @settings(deadline=None, max_examples=40)
-def test_so_many_samples_are_a_step_as_soon_as_they_are_there(
+def test_a_step_is_formed_as_soon_as_its_number_of_samples_is_there(
     size: int, count: int, story: list[tuple[str, int]], seed: int
 ) -> None:
     live = Batches(Batch(samples=PARTITIONS * size), [(size, size)] * count, seed, marks=False, waits=True)

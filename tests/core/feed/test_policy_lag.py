@@ -47,7 +47,7 @@ class Policies(Rollouts):
 
 @given(st.integers(0, 4), st.tuples(*[st.integers(1, 9)] * 2), rollouts.moves(), st.integers(0, 999), st.booleans())
 @settings(deadline=None, max_examples=120)
-def test_what_is_dropped_follows_from_the_recorded_order_alone(
+def test_stale_samples_follow_from_the_recorded_order_alone(
     lag: int, pace: tuple[int, int], story: list[tuple[str, int]], seed: int, discards: bool
 ) -> None:
     live = Policies(lag, pace, seed, discards=discards)

@@ -180,7 +180,7 @@ MORE = (*STREAMS, StreamRules("d", 1.0, 1))
         ),
     ],
 )
-def test_what_is_wrong_with_a_snapshot_is_said(given_: Snapshot, expected: str) -> None:
+def test_a_wrong_snapshot_is_refused_naming_the_fault(given_: Snapshot, expected: str) -> None:
     core = broker()
     answer = said(core, attach(given_, GOOD.step))
     if not expected:

@@ -19,7 +19,7 @@ GUARD = 7777
 
 @pytest.mark.parametrize("kernel", [describe.dispatcher, describe.plain])
 @given(counts=st.lists(st.integers(0, 4), max_size=6), seed=st.integers(0, 2**32 - 1), align=st.integers(1, 9))
-def test_what_is_said_of_packs_is_the_sums_and_the_digests_of_their_rows(
+def test_packs_have_the_sums_and_the_digests_of_their_rows(
     kernel: Callable[..., Any], counts: list[int], seed: int, align: int
 ) -> None:
     rng, bounds = np.random.default_rng(seed), np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -49,7 +49,7 @@ def test_what_is_said_of_packs_is_the_sums_and_the_digests_of_their_rows(
 
 @pytest.mark.parametrize("kernel", [take_out.dispatcher, take_out.plain])
 @given(sizes=st.lists(st.integers(1, 3), max_size=8), data=st.data())
-def test_what_a_packer_chose_leaves_in_its_order_and_the_rest_stays_in_its_own(
+def test_chosen_samples_leave_in_their_order_and_the_rest_stays_in_its_own(
     kernel: Callable[..., Any], sizes: list[int], data: st.DataObject
 ) -> None:
     """Items of several samples, too; those behind what the packer was given are not seen, however old they are."""

@@ -343,7 +343,7 @@ def test_nothing_is_asked_again_until_something_new_could_come_of_it() -> None:
     assert run.form()
 
 
-def test_what_is_held_is_asked_for_until_it_gives_no_more_steps() -> None:
+def test_held_samples_are_asked_for_until_they_give_no_more_steps() -> None:
     run = Run(Rules(budget=8, packs=2, window=4), samples_of([4] * 40))
     run.admit(40)
     while run.form():
@@ -361,7 +361,7 @@ def test_a_sample_that_waits_grows_older_from_one_request_to_the_next(max_steps:
     assert [run.numbers(step) for step in run.steps[:5]] == [[[1]], [[2]], [[3]], [[0]], [[4]]]
 
 
-def test_what_is_queued_is_counted_in_real_tokens() -> None:
+def test_queued_samples_are_counted_in_real_tokens() -> None:
     rules = Rules(budget=16, packs=1, window=1, align=Align(sample=8, pack=8))
     run = Run(rules, samples_of([3, 9, 16]))
     run.admit(2)
@@ -386,7 +386,7 @@ def test_lengths_and_budget_reach_the_packer_in_units_of_the_alignment() -> None
 
 @pytest.mark.parametrize("packs", [1, 8, 64])
 @pytest.mark.parametrize("at_once", [1, 1000])
-def test_what_is_admitted_is_enough_for_a_step_in_one_choice(packs: int, at_once: int) -> None:
+def test_admitted_samples_are_enough_for_a_step_in_one_choice(packs: int, at_once: int) -> None:
     """A small step, too, whose samples are few beside the window."""
     rng = np.random.default_rng(packs)
     run = Run(Rules(budget=512, packs=packs, window=256), samples_of(rng.integers(1, 64, 20_000).tolist()))

@@ -13,7 +13,7 @@ from streampack.core.model.samples import MANY_HANDLES, SampleTable, index_of
 
 
 @given(st.data(), st.sampled_from([2, 4]), st.integers(100, 2000) | st.just(4_000_000))
-def test_what_waits_never_exceeds_the_quota_whatever_the_producer_sends(
+def test_waiting_samples_never_exceed_the_quota_whatever_the_producer_sends(
     data: st.DataObject, token_bytes: int, quota: int
 ) -> None:
     """A producer that obeys any grant it ever got in its session, however old, is never refused, and the

@@ -43,7 +43,7 @@ def test_every_token_is_kept_or_counted(lengths: I64, limit: int, policy: str) -
         assert kept == list(range(whole))
 
 
-def test_the_policies_by_hand() -> None:
+def test_the_policies_cut_lengths_as_by_hand() -> None:
     lengths = np.array([3, 10, 0, 4, 8])
     split = apply_overlong(lengths, 4, "split")
     assert split.source.tolist() == [0, 1, 1, 1, 2, 3, 4, 4]

@@ -38,7 +38,7 @@ def packs(draw: st.DrawFn, cp: int) -> tuple[Layout, int]:
 # Golden vectors
 
 
-def test_two_samples_of_eight_over_two_ranks() -> None:
+def test_two_samples_of_eight_are_cut_for_two_ranks_as_by_hand() -> None:
     assert held([0, 8, 16], 2, 0) == [0, 1, 6, 7, 8, 9, 14, 15]
     assert held([0, 8, 16], 2, 1) == [2, 3, 4, 5, 10, 11, 12, 13]
 

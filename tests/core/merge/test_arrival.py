@@ -175,7 +175,7 @@ def test_the_order_does_not_depend_on_when_or_how_much_is_taken(data: st.DataObj
 
 
 @given(st.data())
-def test_who_is_told_the_script_takes_the_same_in_whatever_order_samples_come_again(data: st.DataObject) -> None:
+def test_a_merge_with_the_script_takes_the_same_in_whatever_order_samples_come_again(data: st.DataObject) -> None:
     """Chunks are cut anew, and come by partition; half of the story is new, and joins the script's end."""
     story = data.draw(stories(3))
     known = data.draw(st.integers(0, len(story)))
@@ -262,7 +262,7 @@ def test_without_a_script_the_silent_partition_is_named() -> None:
     assert feed.merge.between_passes
 
 
-def test_what_was_sent_ahead_keeps_its_place_in_the_next_pass() -> None:
+def test_samples_sent_ahead_keep_their_place_in_the_next_pass() -> None:
     """Partition 0 is two marks ahead; the batches come in order, each as it arrived."""
     story: list[Event] = [
         ("push", 0, [[1]]), ("mark", 0, []), ("push", 0, [[1]]), ("push", 1, [[2]]), ("mark", 0, []),
@@ -297,7 +297,7 @@ def test_a_script_with_a_gap_is_refused() -> None:
 
 
 @given(st.data())
-def test_what_waits_can_be_dropped(data: st.DataObject) -> None:
+def test_waiting_samples_can_be_dropped(data: st.DataObject) -> None:
     story = data.draw(stories(2))
     feed = Feed(2)
     for event in story:

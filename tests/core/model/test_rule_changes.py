@@ -49,7 +49,7 @@ def test_streams_join_at_the_end_and_leave_in_place() -> None:
         (Restream(remove=("a",)), "got stream 'a', expected one of"),
     ],
 )
-def test_what_cannot_be_is_refused(ask: Reweigh | Restream, expected: str) -> None:
+def test_impossible_changes_are_refused(ask: Reweigh | Restream, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         apply_change(RULES, ask)
 
@@ -62,7 +62,7 @@ def test_weights_of_a_feed_that_takes_samples_as_they_come_are_refused() -> None
 
 
 @given(st.dictionaries(st.sampled_from(["web", "code", "x"]), st.floats(-1, 5000), max_size=3), st.data())
-def test_what_is_not_refused_is_what_a_merge_can_do(weights: dict[str, float], data: st.DataObject) -> None:
+def test_a_merge_can_do_every_change_that_is_not_refused(weights: dict[str, float], data: st.DataObject) -> None:
     added = tuple(StreamRules("new", data.draw(st.floats(0.001, 9)), 2) for _ in range(data.draw(st.integers(0, 1))))
     rules = RULES
     for ask in (Reweigh(weights), Restream(added)):
@@ -76,7 +76,7 @@ def test_what_is_not_refused_is_what_a_merge_can_do(weights: dict[str, float], d
         rules = after
 
 
-def test_what_was_asked_is_said_in_words() -> None:
+def test_a_change_is_described_in_words() -> None:
     asks: list[Ask] = [Reweigh({"a": 0.3, "b": 2}), Restream((StreamRules("c"),), ("a",)), Skip(120, 140)]
     assert [describe_change(ask) for ask in asks] == ["weights a=0.3 b=2", "streams +c -a", "skip steps 120-140"]
 

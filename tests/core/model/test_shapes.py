@@ -34,7 +34,7 @@ def lengths_of(shape: Shape) -> list[int]:
     return list(range(every, BUDGET + 1, every))
 
 
-def test_the_lengths_of_packs_by_hand() -> None:
+def test_packs_have_the_lengths_by_hand() -> None:
     slots = np.array([0, 1, 12, 13, 40, 48])
     found = [own_widths(slots, shape, BUDGET, ALIGN).tolist() for shape in SHAPES]
     assert found == [[48] * 6, [4, 4, 12, 16, 40, 48], [8, 8, 16, 16, 40, 48], [12, 12, 12, 20, 48, 48], [48] * 6]
@@ -103,7 +103,7 @@ def test_lengths_follow_from_the_step_and_the_mesh_and_form_sees_nothing_of_them
     st.lists(st.integers(0, 200), min_size=1, max_size=20), st.integers(1, 12), st.integers(1, 8),
     st.sampled_from(["drop", "truncate", "split", "error"]),
 )  # fmt: skip
-def test_what_the_over_long_policy_leaves_fits_padded_and_what_fits_is_left_alone(
+def test_the_overlong_policy_leaves_samples_that_fit_padded_and_changes_no_others(
     lengths: list[int], sample: int, units: int, policy: str
 ) -> None:
     rules = Rules(budget=2 * sample * units, align=Align(sample=sample, pack=2 * sample), shape="exact")

@@ -150,7 +150,7 @@ def test_a_short_stream_that_shifts_needs_no_more_packs_than_blocks_of_two_windo
 
 @given(stream=streams())
 @settings(max_examples=300, deadline=None)
-def test_what_a_window_holds_whole_needs_no_more_packs_than_first_fit_decreasing(stream: tuple[I64, int]) -> None:
+def test_a_window_that_holds_all_samples_needs_no_more_packs_than_first_fit_decreasing(stream: tuple[I64, int]) -> None:
     lengths, budget = stream
     fewest = len(first_fit_decreasing(lengths.tolist(), budget))
     assert len(pack_lengths(lengths, budget, window=len(lengths) + 1)) <= fewest

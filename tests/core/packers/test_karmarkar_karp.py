@@ -30,7 +30,7 @@ def test_every_item_is_in_one_part(costs: list[int], parts: int, equal_sizes: bo
         assert min(sizes) >= 1
 
 
-def test_a_partition_by_hand() -> None:
+def test_a_partition_is_the_one_by_hand() -> None:
     """8|7, 6|5 and 4: 4 meets 7 (11|8), then 5 and 6 (16|14). The best is 15|15: it is a heuristic."""
     assert karmarkar_karp([8, 7, 6, 5, 4], 2) == [[0, 2], [1, 3, 4]]
     assert karmarkar_karp([8, 7, 6, 5, 4, 3], 2, equal_sizes=True) in ([[0, 3, 5], [1, 2, 4]], [[0, 3, 4], [1, 2, 5]])

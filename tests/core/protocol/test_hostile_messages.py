@@ -54,7 +54,7 @@ def test_a_flipped_bit_is_noticed_in_every_type_of_message(kind: type[Message]) 
 
 
 @pytest.mark.parametrize("kind", ALL_MESSAGES, ids=lambda kind: kind.__name__)
-def test_what_is_cut_short_says_so_also_under_right_checksums(kind: type[Message]) -> None:
+def test_a_short_message_is_refused_as_short_also_under_right_checksums(kind: type[Message]) -> None:
     header, meta, *payload = frames_of(kind)
     for size in sorted({0, 1, len(meta) // 2, len(meta) - 1} - {len(meta)}):
         with pytest.raises(WireError):

@@ -127,7 +127,7 @@ def test_nobody_holds_or_sends_what_its_key_does_not_allow(
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(_EVENTS, max_size=30), st.lists(RIGHTS, min_size=3, max_size=3))
-def test_what_is_allowed_has_the_same_effects_as_without_keys(events: list[Any], rights: list[Rights]) -> None:
+def test_allowed_messages_have_the_same_effects_as_without_keys(events: list[Any], rights: list[Rights]) -> None:
     guarded, plain, now = Guarded(rights), Bench(), 0.0
     for event in events:
         peer, is_producer, envelope = peers(event)

@@ -126,7 +126,7 @@ def test_a_step_is_delivered_once_with_the_parts_of_one_attempt(seed: int, keeps
         assert np.frombuffer(found.seqs_u64, "<u8").tolist() == (index // 2).tolist()
 
 
-def test_one_that_subscribes_now_gets_what_comes_from_now_on() -> None:
+def test_a_subscriber_gets_values_reported_from_then_on() -> None:
     desk = Desk(True)
     for dp in range(DP):
         for cp in range(CP):

@@ -263,7 +263,7 @@ def test_ranks_that_nobody_holds_are_named_with_where_they_were() -> None:
     assert desk.readers.absent == "1 of 2 ranks are not there: dp=1 cp=0 tp=0 pp=0, which was at host-of-a1:1"
 
 
-def test_who_has_nothing_left_hears_at_once_what_is_missing_and_who_has_steps_in_hand_does_not() -> None:
+def test_a_rank_without_steps_hears_at_once_what_is_missing_and_one_with_steps_does_not() -> None:
     desk, upto = out_of_steps()
     fence = desk.attempt
     desk.say(b"a0", asking(upto, upto - 1), fence)
@@ -294,7 +294,7 @@ def test_the_word_for_a_wait_is_a_new_one_once_a_step_was_formed() -> None:
     assert desk.heard("a0", Wait)[-1].stream == "code"
 
 
-def test_those_that_have_nothing_hear_of_it_when_they_wait_for_something_else_and_only_then() -> None:
+def test_ranks_without_steps_hear_again_only_when_the_cause_of_their_wait_changes() -> None:
     desk, upto = out_of_steps()
     missing = Missing("forming", "of samples")
     desk.waiting_for = lambda: missing
@@ -340,7 +340,7 @@ def test_the_same_stream_is_named_again_after_each_step_that_was_waited_for() ->
         desk.ahead = 0
 
 
-def test_who_has_left_waits_for_nothing() -> None:
+def test_a_rank_that_has_left_waits_for_nothing() -> None:
     desk, upto = out_of_steps()
     desk.say(b"a0", asking(upto, upto), desk.attempt)
     desk.say(b"a0", Bye())
@@ -371,7 +371,7 @@ def test_a_rank_whose_holder_lives_is_refused_within_two_seconds_naming_both(rea
     assert desk.readers.num_readers == 1
 
 
-def test_who_was_refused_and_did_not_hear_it_is_refused_again() -> None:
+def test_a_refused_process_that_did_not_hear_it_is_refused_again() -> None:
     desk = Desk()
     desk.come("first")
     for _ in range(3):
@@ -458,7 +458,7 @@ def test_ranks_are_all_there_while_none_has_left() -> None:
     assert seen == [(False, False), (True, True), (False, True), (True, True)], "what is formed is still served"
 
 
-def test_what_a_process_has_waited_goes_on_where_it_comes_back_to_its_rank() -> None:
+def test_the_wait_of_a_process_goes_on_where_it_comes_back_to_its_rank() -> None:
     """Its counts are of its whole life: none falls to nothing, and none of them is counted again."""
     desk = reading()
     said = Starvation(causes_s={"stream": 40.0}, waits=[3])
@@ -520,7 +520,7 @@ def test_half_of_the_ranks_may_be_replaced_in_place_one_after_the_other() -> Non
     assert desk.attempt == 1
 
 
-def test_what_a_rank_that_went_back_returns_is_kept_for_those_that_have_not_come_back_yet() -> None:
+def test_steps_that_a_rank_went_back_over_are_kept_for_ranks_that_have_not_come_back_yet() -> None:
     """All were killed, and the first that is back is ahead of the others: its steps must not be gone for them."""
     desk = reading(dp=2)
     for name in ("a0", "a1"):
@@ -542,7 +542,7 @@ def test_what_a_rank_that_went_back_returns_is_kept_for_those_that_have_not_come
     assert desk.attempt == 1
 
 
-def test_who_lives_while_another_is_replaced_holds_nothing_back() -> None:
+def test_a_rank_that_lives_while_another_is_replaced_holds_nothing_back() -> None:
     desk = reading(dp=2)
     desk.die("a0")
     desk.wait(CLAIM_S + 1)
@@ -593,7 +593,7 @@ def test_the_earliest_step_that_a_rank_asks_for_is_where_all_begin_and_each_gets
     assert desk.steps("b1") == [2, 3]
 
 
-def test_of_the_snapshots_that_ranks_bring_the_nearest_is_taken_and_none_that_is_too_late() -> None:
+def test_the_nearest_snapshot_that_ranks_bring_is_taken_and_none_that_is_too_late() -> None:
     desk = Desk()
     nearest = snapshot_at(19)
     desk.come("b0", 21, dp=4, snapshot=snapshot_at(21))
@@ -812,7 +812,7 @@ def test_a_mesh_that_nobody_holds_any_more_gives_way_at_once() -> None:
 # Ready or not
 
 
-def test_who_is_not_ready_begins_no_attempt_and_is_sent_no_step() -> None:
+def test_a_rank_that_is_not_ready_begins_no_attempt_and_is_sent_no_step() -> None:
     desk = Desk()
     desk.come_all("a", ready=False)
     desk.wait(5.0)
@@ -831,7 +831,7 @@ def test_who_is_not_ready_begins_no_attempt_and_is_sent_no_step() -> None:
     assert desk.steps("a0") == [0, 1, 2]
 
 
-def test_who_is_not_ready_causes_no_rewind_and_holds_nobody_back() -> None:
+def test_a_rank_that_is_not_ready_causes_no_rewind_and_holds_nobody_back() -> None:
     desk = reading(upto=4)
     desk.die("a0")
     desk.wait(CLAIM_S + 1)
@@ -882,7 +882,7 @@ def test_attaches_that_come_again_late_or_in_another_order_change_nothing(data: 
     assert desk.attempt == 2
 
 
-def test_what_was_said_in_another_attempt_or_to_another_broker_changes_nothing() -> None:
+def test_messages_of_another_attempt_or_to_another_broker_change_nothing() -> None:
     desk = reading(upto=4)
     for fence, epoch in ((0, EPOCH), (desk.attempt + 1, EPOCH), (desk.attempt, EPOCH - 1)):
         before, told = desk.state(), len(desk.heard("a0", Attached))
@@ -1012,7 +1012,7 @@ def check(desk: Desk) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(_WORDS, max_size=40))
-def test_whatever_trainers_do_one_process_holds_a_rank_and_a_job_can_always_begin_again(words: list[Any]) -> None:
+def test_one_process_holds_a_rank_and_a_job_can_always_begin_again_whatever_trainers_do(words: list[Any]) -> None:
     desk = Desk()
     for kind, *rest in words:
         if kind == "attach":

@@ -202,7 +202,7 @@ def test_a_reader_that_waits_for_the_others_is_heard_every_second() -> None:
     assert len(pings) == 10
 
 
-def test_what_a_checkpoint_says_goes_to_a_new_broker_as_well() -> None:
+def test_the_state_of_a_checkpoint_goes_to_a_new_broker_as_well() -> None:
     session = client()
     session.handle(said(attached(), fence=0))
     session.handle(Begin(next_step=5, chain=b"c", iteration=2, lineage=1, snapshot=SNAPSHOT))
@@ -381,7 +381,7 @@ def test_an_iteration_ends_once_and_so_does_the_next() -> None:
         session.handle(Again())
 
 
-def test_what_comes_of_the_iteration_before_is_not_taken() -> None:
+def test_steps_of_the_iteration_before_are_not_taken() -> None:
     session = client(ready=True, prefetch=1)
     session.handle(said(attached()))
     session.handle(Again())

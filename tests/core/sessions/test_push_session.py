@@ -343,7 +343,7 @@ def faulty(world: World, seed: int, weights: dict[str, int]) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 1 << 32), end=st.booleans())
-def test_what_is_said_to_be_safe_is_in_the_log_once_and_in_order(seed: int, end: bool) -> None:
+def test_samples_said_to_be_safe_are_in_the_log_once_and_in_order(seed: int, end: bool) -> None:
     world = World()
     faulty(world, seed, WEIGHTS)
     world.settle()
@@ -547,7 +547,7 @@ def test_a_mark_and_an_end_are_said_until_they_are_known(bench: Bench) -> None:
     assert not any(isinstance(message, Eos) for message in bench.said)
 
 
-def test_what_was_sent_and_has_not_come_is_asked_for(bench: Bench) -> None:
+def test_samples_that_were_sent_and_did_not_come_are_asked_for(bench: Bench) -> None:
     bench.do(Push(chunk_of_ids([5])), Tick(1.0), Tick(2.0))
     (sent,) = [message for message in bench.said if isinstance(message, Sent)]
     assert sent.next_seq == 16
@@ -653,7 +653,7 @@ def test_a_lost_lease_is_asked_for_again(bench: Bench) -> None:
     assert bases(bench.said) == [15]
 
 
-def test_it_says_goodbye_and_why_it_failed(bench: Bench) -> None:
+def test_a_session_says_goodbye_and_why_it_failed(bench: Bench) -> None:
     bench.do(Failed("ValueError('no')"), Leave(), Tick(9.0))
     ping, bye = bench.said
     assert isinstance(ping, ProducerPing)

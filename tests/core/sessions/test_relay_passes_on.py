@@ -69,7 +69,7 @@ def test_a_question_that_the_relay_does_not_know_reaches_the_broker_and_its_answ
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_what_readers_do_not_send_through_relays_is_dropped(message: Message) -> None:
+def test_messages_that_readers_do_not_send_through_relays_are_dropped(message: Message) -> None:
     assert relay_of_one().handle(FromReader(b"1", said(message))) == []
 
 

@@ -277,7 +277,7 @@ def test_reads_are_pure() -> None:
     assert [part.step for part in first] == [0, 1]
 
 
-def test_what_was_said_in_another_attempt_changes_nothing_and_is_answered_with_this_one() -> None:
+def test_messages_of_another_attempt_change_nothing_and_are_answered_with_this_one() -> None:
     bench = Bench()
     serve_two_steps(bench)
     told = len(bench.heard(b"1", Attached))
@@ -377,7 +377,7 @@ def test_an_iteration_begins_when_the_last_rank_comes_to_it() -> None:
     assert [bench.heard(peer, Attached)[-1].iteration for peer in (b"0", b"1")] == [1, 1]
 
 
-def test_what_is_said_in_the_iteration_before_changes_nothing() -> None:
+def test_messages_of_the_iteration_before_change_nothing() -> None:
     bench = in_two()
     again(bench, 0)
     before = len(bench.heard(b"0", StepPart))

@@ -17,7 +17,7 @@ from tests.core.live import Live
 from tests.core.planned import Data
 
 
-def test_the_figures_of_a_worked_example() -> None:
+def test_the_figures_of_a_worked_example_are_those_by_hand() -> None:
     got = figures(np.array([10, 10, 4]), 10)
     assert (got.packs, got.tokens, got.theoretical_min_packs) == (3, 24, 3)
     assert got.utilization == pytest.approx(0.8)

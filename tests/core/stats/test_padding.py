@@ -40,7 +40,7 @@ from tests.core.model.test_shapes import BUDGET, SHAPES, formed, rules_of
         ),
     ],
 )  # fmt: skip
-def test_the_waste_of_a_step_by_hand(
+def test_the_padding_of_a_step_is_counted_as_by_hand(
     shape: Shape, pack: int, pp: int, widths: list[int], expected: dict[str, int]
 ) -> None:
     rules = Rules(budget=16, align=Align(sample=4, pack=pack), shape=shape)
@@ -111,7 +111,7 @@ def test_a_step_is_dealt_and_counted_by_the_rules_that_it_was_formed_under(
     assert of_feeds[0] == of_feeds[1]
 
 
-def test_the_load_of_ranks_by_hand() -> None:
+def test_the_load_of_ranks_is_counted_as_by_hand() -> None:
     figures = DealtFigures()
     figures.add(np.array([9, 1, 8, 2]), np.array([9, 1, 8, 2]), np.array([[0, 2], [1, 3]]))
     assert figures.cost_max_over_mean == pytest.approx((9 / 8.5 + 2 / 1.5) / 2)
@@ -126,7 +126,7 @@ def test_the_load_of_ranks_by_hand() -> None:
     assert figures.rank_tokens()["after"] == {"min": 5.0, "max": 6.0, "mean": 5.5, "spread": 1.0}
 
 
-def test_what_was_never_dealt_has_no_figures() -> None:
+def test_steps_that_were_never_dealt_have_no_figures() -> None:
     none = dict.fromkeys(("min", "max", "mean", "spread"), 0.0)
     assert DealtFigures().rank_tokens() == {"before": none, "after": none}
 
@@ -150,7 +150,7 @@ def test_a_number_s_bucket_begins_at_most_a_32nd_below_it(number: int) -> None:
     assert number - least_of(bucket) <= number // 32
 
 
-def test_of_a_hundred_waits_the_99th_and_the_longest_are_told() -> None:
+def test_the_99th_and_the_longest_of_a_hundred_waits_are_told() -> None:
     waits, nothing = Waits(make_packer("exact_fill"), 200, 1), np.zeros(0, np.int64)
     assert waits.p99 == 0
     waits.chosen(np.zeros(98, np.int64), 100)

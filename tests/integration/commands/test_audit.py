@@ -129,7 +129,7 @@ def test_a_rank_of_a_mesh_is_shown_its_packs_alone(state_dir: Path) -> None:
         assert [pack["micro_batch"] for pack in packs] == [0, 1]
 
 
-def test_what_a_running_broker_has_written_can_be_asked_for(run: Run, tmp_path: Path) -> None:
+def test_the_ledger_answers_from_records_of_a_running_broker(run: Run, tmp_path: Path) -> None:
     """Its lock is held; each question sees what came since the last."""
     folder = tmp_path / "state"
     config = write(tmp_path / "broker.yaml", {"state_dir": str(folder), "streams": {"web": {}, "code": {}}})
@@ -210,7 +210,7 @@ def test_rebuilding_keeps_what_the_log_has_no_more(run: Run, tmp_path: Path) -> 
     assert (found["exit"], found["good"]) == (1, False)
 
 
-def test_what_is_not_there_is_said_to_be_missing(run: Run, state_dir: Path, tmp_path: Path) -> None:
+def test_a_step_or_sample_that_is_not_there_is_said_to_be_missing(run: Run, state_dir: Path, tmp_path: Path) -> None:
     where = ("--state-dir", state_dir)
     config = write(tmp_path / "broker.yaml", {"streams": {"web": {}}})
     for arguments, said in (

@@ -154,7 +154,7 @@ def test_values_say_where_they_came_from(broker: Path) -> None:
     assert found["feeds.train.streams"] == (["web", "code"], "derived", None)
 
 
-def test_what_follows_is_what_the_broker_will_do(broker: Path) -> None:
+def test_check_shows_what_the_broker_will_do(broker: Path) -> None:
     found = {path: row["value"] for path, row in checked(broker).items()}
     assert found["feeds.train.step_tokens"] == 16 * 4096
     assert found["feeds.train.micro_batches"] == 4

@@ -116,7 +116,7 @@ def test_health_says_ready_and_ends_with_0(broker: RunningBroker) -> None:
     assert streampack("health", "--live", broker.http).stdout == "alive\n"
 
 
-def test_what_is_no_broker_is_said_to_be_none(broker: RunningBroker) -> None:
+def test_an_address_without_a_broker_is_said_to_have_none(broker: RunningBroker) -> None:
     line = the_error(streampack("status", broker.http + "/nowhere"), 1)
     assert "got HTTP status 404 from a program that is not a broker" in line
     assert "expected the broker's HTTP address" in the_error(in_process("status", "tcp://127.0.0.1:1"), 2)

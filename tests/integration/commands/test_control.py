@@ -90,7 +90,7 @@ def post(url: str, path: str, body: Any, **headers: str) -> tuple[int, dict[str,
          ("", Restream((StreamRules("c", 2.0, 3, None),), ("a",)), 4, "streams +c -a")),
     ],
 )  # fmt: skip
-def test_what_is_asked_comes_to_the_broker(desk: Desk, url: str, path: str, body: Any, expected: Asked) -> None:
+def test_requests_reach_the_broker(desk: Desk, url: str, path: str, body: Any, expected: Asked) -> None:
     code, said = post(url, f"/control/{path}", body)
     assert (code, said) == (200, {"feed": expected[0] or "train", "step": expected[2] or 17})
     assert desk.asked == [expected]
@@ -114,7 +114,7 @@ def test_what_is_asked_comes_to_the_broker(desk: Desk, url: str, path: str, body
         ("weights", b" " * (control.MAX_BODY_BYTES + 1), "got a request body of more than 65536 bytes"),
     ],
 )
-def test_what_cannot_be_read_does_not_come_to_the_broker(
+def test_requests_that_cannot_be_read_do_not_reach_the_broker(
     desk: Desk, url: str, path: str, body: Any, expected: str
 ) -> None:
     code, said = post(url, f"/control/{path}", body)
@@ -141,7 +141,7 @@ def test_pages_in_a_browser_change_nothing(desk: Desk, url: str) -> None:
 
 
 @pytest.mark.parametrize("client", ["10.0.0.7", "no address"])
-def test_who_comes_by_a_proxy_is_not_of_this_machine(desk: Desk, url: str, client: str) -> None:
+def test_a_request_through_a_proxy_is_not_of_this_machine(desk: Desk, url: str, client: str) -> None:
     code, said = post(url, "/control/skip", {"steps": "1"}, **{"X-Forwarded-For": client})
     assert code == 403
     assert said["error"].startswith(f"got a request from {client}. Send it from the broker's host")
@@ -190,7 +190,7 @@ def test_the_commands_say_from_which_step_it_holds(desk: Desk, url: str) -> None
     ]  # fmt: skip
 
 
-def test_what_the_commands_are_refused_is_one_line(desk: Desk, url: str) -> None:
+def test_a_refused_command_prints_one_line(desk: Desk, url: str) -> None:
     assert "Got 'code'. Pass a stream and its weight" in the_error(in_process("set", "weights", "code"), 2)
     assert "expected a range such as" in the_error(in_process("skip", "--steps", "x", "-e", url), 2)
     desk.refusal = "got stream 'code', expected one of: web"

@@ -54,7 +54,7 @@ def test_ones_own_configuration_takes_the_examples_place_but_for_where_things_ar
 
 
 @pytest.mark.parametrize("what", ["k8s", "compose", "systemd", "slurm"])
-def test_of_ones_own_files_no_word_is_taken_for_one_to_fill_in(what: str, mine: Path, tmp_path: Path) -> None:
+def test_no_word_of_the_user_s_own_files_is_filled_in(what: str, mine: Path, tmp_path: Path) -> None:
     """``memory: 3GiB`` holds what stands for a container's memory, paths and callables may hold the other words."""
     path = f"/opt/streampack/{RUN}/namespace: default/{IMAGE}"
     streams = {"code": {"source": "text", "shards": path}}
@@ -94,7 +94,7 @@ def test_a_standby_gets_the_places_addresses_and_keeps_what_it_does_on_loss(tmp_
     assert read_broker(kept).standby == read_broker(config).standby
 
 
-def test_what_will_not_work_there_is_said(mine: Path, tmp_path: Path) -> None:
+def test_export_names_settings_that_will_not_work_there(mine: Path, tmp_path: Path) -> None:
     text: dict[str, Any] = {"source": "text", "shards": ["/data/a", "data/*.txt"]}
     rows: dict[str, Any] = {"source": "jsonl", "path": "s3://x/y", "tokenizer": {"file": "/models/m"}}
     near = write(tmp_path / "near.yaml", {"streams": {"code": text | {"shards": ["/data/a", "/data/*.txt"]}}})
@@ -151,7 +151,7 @@ def test_nothing_is_written_over_unless_it_is_asked_for(tmp_path: Path) -> None:
     assert (tmp_path / "steps.sbatch").read_text() == (FILES / "slurm/steps.sbatch").read_text()
 
 
-def test_what_is_written_is_listed(tmp_path: Path) -> None:
+def test_export_lists_the_files_that_it_writes(tmp_path: Path) -> None:
     result = in_process("export", "alerts", tmp_path / "new", "--json")
     said = json.loads(result.stdout)
     assert set(said) == {"files", "next", "warnings"}
@@ -172,7 +172,7 @@ def test_what_is_written_is_listed(tmp_path: Path) -> None:
         (("slurm", "--config", "none.yaml"), "none.yaml"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_an_export_that_cannot_be_is_refused_in_one_line(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
     assert said in the_error(in_process("export", words[0], tmp_path / "out", *words[1:]), 2)
     assert not (tmp_path / "out").exists()
 

@@ -173,7 +173,7 @@ def test_samples_that_cannot_be_used_are_counted(tmp_path: Path) -> None:
     assert "data: all 3 samples were rejected ({'empty': 3})." in line
 
 
-def test_of_a_run_that_goes_on_nobody_knows_how_long_a_pass_is(files: Path) -> None:
+def test_a_run_that_goes_on_has_no_known_length_of_a_pass(files: Path) -> None:
     shards = str(files / "web-*.jsonl")
     with streampack.local(shards, budget=512, packs=4, overlong="split", repeat=True, http="127.0.0.1:0") as loader:
         for _ in zip(range(40), loader.steps(), strict=False):
@@ -325,7 +325,7 @@ def test_lengths_may_be_a_sample_of_a_pass(lengths: Path) -> None:
         ("5 \x00 6", "got '\\x00' for sample 1, expected"),
     ],
 )
-def test_what_is_no_length_is_named(tmp_path: Path, text: str, said: str) -> None:
+def test_a_value_that_is_no_length_is_named(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "lengths.txt").write_text(text)
     assert said in the_error(in_process("plan", tmp_path / "lengths.txt"), 2)
 
@@ -382,11 +382,11 @@ def test_overlong_samples_are_an_error_where_they_should_be(lengths: Path) -> No
         (("--budget", "134217728"), "expected less than 134217728 times with `packer: exact_fill`"),
     ],
 )
-def test_what_cannot_be_planned_is_said(lengths: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_a_plan_that_cannot_be_is_refused_with_its_cause(lengths: Path, arguments: tuple[str, ...], said: str) -> None:
     assert said in the_error(in_process("plan", lengths, *arguments), 2)
 
 
-def test_what_is_missing_is_said(files: Path, tmp_path: Path) -> None:
+def test_missing_arguments_are_named(files: Path, tmp_path: Path) -> None:
     assert "There are no lengths to plan for." in the_error(in_process("plan"), 2)
     assert "There are no lengths to plan for." in the_error(in_process("plan", "-c", files / "broker.yaml"), 2)
     assert "cannot be read" in the_error(in_process("plan", tmp_path / "no.npy"), 2)

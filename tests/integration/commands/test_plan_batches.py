@@ -138,7 +138,7 @@ def test_why_and_replay_deal_as_the_pipeline_had_it(files: Path, served: Served,
 
 
 @pytest.mark.parametrize("step", [{"packs": 3}, {"end_of_batch": True}])
-def test_what_marks_closed_is_compared_closed(step: dict[str, Any], tmp_path: Path) -> None:
+def test_batches_that_marks_closed_are_compared_closed(step: dict[str, Any], tmp_path: Path) -> None:
     """Of a stream that is cut into packs, too."""
     draws = np.random.default_rng(5)
     batches = [draws.integers(1, 60, count).tolist() for count in (14, 20, 9, 31)]
@@ -189,7 +189,7 @@ def test_how_large_batches_are_that_marks_close_is_to_be_said(files: Path, tmp_p
     assert "step: {end_of_batch: true, micro_batch_multiple: 2}" in found["broker_yaml"]
 
 
-def test_what_a_configuration_says_of_steps_is_kept_in_the_lines_for_broker_yaml(tmp_path: Path) -> None:
+def test_the_lines_for_broker_yaml_keep_the_steps_of_the_configuration(tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.random.default_rng(1).integers(1, 500, 900))
     rules = {
         "budget": 1024, "step": {"packs": 8}, "warmup": {"init": 512, "steps": 5}, "shape": {"buckets": [512]},
@@ -206,7 +206,7 @@ def test_what_a_configuration_says_of_steps_is_kept_in_the_lines_for_broker_yaml
     assert took["align"] == {"sample": 4, "pack": 4}
 
 
-def test_of_less_than_a_batch_that_is_said(tmp_path: Path) -> None:
+def test_lengths_of_less_than_a_batch_are_said_to_be_so(tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.arange(1, 10))
     found = ask("plan", tmp_path / "lengths.npy", "--batch", "10", "--budget", "64")
     assert found["notes"] == ["the lengths do not fill a batch, so the figures are for a batch of 9 samples"]

@@ -173,7 +173,7 @@ def test_every_rank_of_a_mesh_gets_its_part_of_the_same_packs(run: Run, tmp_path
     assert sorted(seen) == sorted([*whole, *whole])
 
 
-def test_what_cannot_be_replayed_is_one_line(run: Run, tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_replayed_is_refused_in_one_line(run: Run, tmp_path: Path) -> None:
     last = max(run.steps)
     elsewhere = write(tmp_path / "other.yaml", json.loads(run.where[1].read_text()) | {"seed": 5})  # type: ignore[union-attr]
     for arguments, said in (

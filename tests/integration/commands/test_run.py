@@ -226,7 +226,7 @@ def test_nothing_is_left_when_run_itself_is_killed(files: list[str], which: str)
         assert it.wait(PATIENCE_S) == (137 if which == "work" else -9)
 
 
-def test_what_cannot_be_is_said_before_anything_starts(files: list[str], tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_is_refused_before_anything_starts(files: list[str], tmp_path: Path) -> None:
     assert "The command 'no_such_program' was not found." in the_error(run(files, ["no_such_program"]), 2)
     bad = str(write(tmp_path / "bad.yaml", {"streams": {"web": {"wieght": 1}}}))
     assert "Did you mean 'weight'?" in the_error(run(["-c", bad], ["true"]), 2)

@@ -226,7 +226,7 @@ def test_a_source_that_gives_other_data_the_second_time_stops_the_run_naming_str
     assert [step.index for step in had] == list(range(20))
 
 
-def test_of_two_brokers_for_one_run_one_serves_and_a_stale_one_that_wakes_up_changes_nothing(
+def test_one_of_two_brokers_of_a_run_serves_and_a_stale_one_that_wakes_up_changes_nothing(
     job: Job, golden: Golden
 ) -> None:
     """The first hangs, the second takes its place (its address is routed there); then the first wakes up, and
@@ -420,7 +420,7 @@ def test_a_wall_clock_that_jumps_changes_nothing(job: Job, golden: Golden, monke
     assert the_golden_ones(golden, steps)
 
 
-def test_what_the_golden_run_has_is_what_its_samples_are(golden: Golden) -> None:
+def test_the_golden_run_delivers_its_samples(golden: Golden) -> None:
     """The yardstick itself: tokens of every pack are those of its samples, within the budget."""
     for step in golden.steps:
         for pack in step.packs:

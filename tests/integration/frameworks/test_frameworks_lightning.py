@@ -92,7 +92,7 @@ def test_a_batch_that_lightning_has_fetched_ahead_is_not_used_yet(
     assert last > 6
 
 
-def test_what_is_saved_when_a_fit_has_failed_goes_on_there(
+def test_a_checkpoint_saved_after_a_failed_fit_goes_on_there(
     fits: ModuleType, broker: RunningBroker, tmp_path: Path
 ) -> None:
     model = fits.Noting()
@@ -176,7 +176,7 @@ def test_batches_are_whole_where_lightning_converts_them(
         ({"format": "numpy"}, "got format 'numpy', expected thd or hf"),
     ],
 )
-def test_what_would_go_wrong_is_refused(
+def test_settings_that_would_go_wrong_are_refused(
     fits: ModuleType, broker: RunningBroker, settings: dict[str, Any], line: str
 ) -> None:
     with pytest.raises(UserError, match=line):

@@ -100,7 +100,7 @@ def test_the_first_tensor_rank_of_every_stage_reads(broker: RunningBroker, ranks
         train.close()
 
 
-def test_what_is_durable_is_committed_and_any_mesh_goes_on_from_what_rank_0_saved(
+def test_durable_checkpoints_are_committed_and_any_mesh_goes_on_from_what_rank_0_saved(
     broker: RunningBroker, tmp_path: Path
 ) -> None:
     train = train_iterator(broker, args := arguments(tmp_path))

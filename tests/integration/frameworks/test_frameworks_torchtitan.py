@@ -119,7 +119,7 @@ def test_a_checkpoint_within_a_step_is_refused(broker: RunningBroker) -> None:
     other.close()
 
 
-def test_what_would_train_on_other_updates_is_refused_at_once(broker: RunningBroker) -> None:
+def test_settings_that_would_train_on_other_updates_are_refused_at_once(broker: RunningBroker) -> None:
     with pytest.raises(
         UserError, match=r"got packs of 128 tokens, expected packs of seq_len=256 tokens. Set training.seq_len"
     ):
@@ -142,6 +142,6 @@ def test_packs_that_are_no_rows_are_refused() -> None:
             check_rules(Rules(budget=128, packs=4), 2, seq_len=128, rows=rows, snapshot=None)
 
 
-def test_rules_of_the_example() -> None:
+def test_the_rules_have_the_sizes_of_the_example() -> None:
     text = (EXAMPLES / "torchtitan_trainer.py").read_text()
     assert f"seq_len={RULES['budget']}, local_batch_size=1, global_batch_size={RULES['step']['packs']}" in text

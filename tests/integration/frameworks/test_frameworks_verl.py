@@ -94,7 +94,7 @@ def test_a_step_has_the_loss_that_it_has_with_verls_own_split(verl: Any) -> None
         torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_nested_batches_groups_and_multiples(verl: Any) -> None:
+def test_nested_batches_keep_groups_and_multiples(verl: Any) -> None:
     from tensordict import TensorDict
 
     adapter.install()

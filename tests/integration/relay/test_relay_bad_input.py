@@ -175,7 +175,7 @@ def test_a_relay_of_another_version_than_the_broker_ends_and_says_both(
     assert any("reads from the broker itself: the relay stops" in line for line in caplog.messages)
 
 
-def test_off_means_the_broker_and_a_wrong_address_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relay_off_means_the_broker_and_a_wrong_address_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with job(monkeypatch) as it, it.relaying():
         monkeypatch.setenv("STREAMPACK_RELAY", "tcp://127.0.0.1:7411")
         with pytest.raises(UserError, match=r"STREAMPACK_RELAY: got 'tcp://127.0.0.1:7411', expected ipc:///path"):

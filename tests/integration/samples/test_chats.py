@@ -59,7 +59,7 @@ def config(folder: Path, **more: Any) -> dict[str, Any]:
     return {"tokenizer": {"file": str(folder / "tokenizer")}, "streams": {"chats": stream}, **more}
 
 
-def test_what_a_trainer_learns_of_chats_and_pairs_is_the_answers(folder: Path) -> None:
+def test_a_trainer_learns_only_the_answers_of_chats_and_pairs(folder: Path) -> None:
     settings = {
         "rules": {"budget": 256, "window": {"samples": 8}, "step": {"packs": 2}},
         "memory": "64MiB",

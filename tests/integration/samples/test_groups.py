@@ -140,7 +140,7 @@ def test_a_pair_that_no_pack_holds_is_dropped_whole_and_counted_where_the_policy
     assert verified["feeds"]["train"]["streams"]["rollouts"]["rejected"] == 3
 
 
-def test_what_an_old_policy_made_is_dropped_and_counted_though_the_broker_is_killed() -> None:
+def test_samples_of_an_old_policy_are_dropped_and_counted_though_the_broker_is_killed() -> None:
     with folder() as path:
         rules = {"budget": 64, "window": {"samples": 8}, "step": {"packs": 2}, "overlong": "drop"}
         rules |= {"staleness": {"max_policy_lag": 1}}

@@ -228,7 +228,7 @@ def test_a_column_of_a_table_has_the_images_or_their_paths(tmp_path: Path, name:
 
 @pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("kept", ["saved", "parquet", "in memory"])
-def test_images_of_a_dataset_of_hugging_face(tmp_path: Path, kept: str, many: bool) -> None:
+def test_images_of_a_dataset_of_hugging_face_are_delivered(tmp_path: Path, kept: str, many: bool) -> None:
     images = [images_of(number)[: None if many else 1] for number in range(SAMPLES)]
     for image in itertools.chain(*images):
         (tmp_path / f"{image}.png").write_bytes(png(image))

@@ -42,7 +42,7 @@ def learned_of(source: Any, **settings: Any) -> dict[int, int]:
 
 @pytest.mark.parametrize("overlong", ["truncate", "split", "drop"])
 @pytest.mark.parametrize("kind", ["rows", "arrays"])
-def test_what_is_dropped_is_what_would_have_taught_nothing(overlong: str, kind: str) -> None:
+def test_only_samples_that_would_have_taught_nothing_are_dropped(overlong: str, kind: str) -> None:
     """The oracle is the run that trains on all: its labels, after every cut."""
     data: Any = rows(seed=len(overlong))
     data = datasets.Dataset.from_list(data) if kind == "arrays" else data

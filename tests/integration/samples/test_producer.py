@@ -111,7 +111,7 @@ def test_a_tokenizer_that_hangs_is_said_and_pings_keep_its_lease(
 
 
 @pytest.mark.parametrize(("policy", "kept"), [("truncate", 3), ("drop", 1)])
-def test_what_a_producer_cuts_is_counted(policy: str, kept: int, tmp_path: Path) -> None:
+def test_tokens_that_a_producer_cuts_are_counted(policy: str, kept: int, tmp_path: Path) -> None:
     files = write_jsonl(tmp_path / "text.jsonl", [{"tokens": [1] * n} for n in (100, 300, 1000)])
     source = open_source(convert({"source": "jsonl", "shards": str(files), "shuffle": False}, SourceSettings))
     settings = SETTINGS | {"rules": SETTINGS["rules"] | {"overlong": policy}, "limits": {"sample_tokens": 10}}

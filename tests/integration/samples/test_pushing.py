@@ -206,7 +206,7 @@ def test_a_field_that_the_run_does_not_declare_is_refused_where_it_is_named(star
             rollouts.send({"input_ids": [1, 2], "loss_mask": torch.tensor([0, 1])})
 
 
-def test_what_the_policies_drop_or_cut_keeps_its_number(start: Callable[..., SmallBroker]) -> None:
+def test_samples_that_policies_drop_or_cut_keep_their_numbers(start: Callable[..., SmallBroker]) -> None:
     broker = start(terms={"poison": "drop", "overlong": "truncate"})
     with producer(broker) as rollouts:
         assert rollouts.send([]) == 0
@@ -290,7 +290,7 @@ def fail_after(_: int) -> None:
     raise ZeroDivisionError("no reward")
 
 
-def test_one_that_fails_says_so_and_does_not_end(
+def test_a_pusher_that_fails_says_so_and_does_not_end_its_partition(
     start: Callable[..., SmallBroker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(push_thread, "LEAVE_S", 0.3)
@@ -304,7 +304,7 @@ def test_one_that_fails_says_so_and_does_not_end(
     assert not broker.ended
 
 
-def test_one_that_nobody_holds_is_closed_once_its_samples_are_safe(start: Callable[..., SmallBroker]) -> None:
+def test_a_pusher_without_references_is_closed_once_its_samples_are_safe(start: Callable[..., SmallBroker]) -> None:
     broker = start()
     rollouts = producer(broker)
     rollouts.send([1, 2])
@@ -385,7 +385,7 @@ def test_a_broker_that_does_not_answer_is_said(start: Callable[..., SmallBroker]
         producer(start(first_seq=1, safe=lambda taken: taken - 1), timeout_s=2.5)
 
 
-def test_it_pings_while_the_program_does_nothing(start: Callable[..., SmallBroker]) -> None:
+def test_a_pusher_pings_while_the_program_does_nothing(start: Callable[..., SmallBroker]) -> None:
     broker = start()
     with producer(broker):
         before = broker.heard_of(ProducerPing)

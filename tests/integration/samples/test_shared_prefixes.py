@@ -147,7 +147,7 @@ def broker() -> Iterator[RunningBroker]:
         ({"mesh": {"cp": 2, "cp_rank": 0}}, MeshError, "expected cp=1 or `cp_layout: whole`"),
     ],
 )
-def test_what_cannot_say_a_tree_is_refused(
+def test_streams_and_formats_that_cannot_hold_a_tree_are_refused(
     broker: RunningBroker, options: dict[str, Any], error: type[StreampackError], message: str
 ) -> None:
     given = {"format": "numpy", **options}

@@ -242,7 +242,7 @@ def test_a_message_of_many_frames_is_one_that_is_dropped_and_counted(broker: Run
         until(lambda: broker.status()["messages"]["damaged"] == before + 3)
 
 
-def test_of_a_message_of_many_frames_some_are_read_and_the_next_is_whole() -> None:
+def test_some_frames_of_an_oversized_message_are_read_and_the_next_message_is_whole() -> None:
     router = Router("tcp://127.0.0.1:*", 1 << 20)
     dealer = Dealer(router.endpoint, 1 << 20)
     try:

@@ -103,7 +103,7 @@ def test_names_of_this_machine_are_answered(open_one: str, host: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None])
-def test_what_a_page_may_post_to_another_site_is_refused(open_one: str, kind: str | None) -> None:
+def test_requests_that_a_page_may_post_to_another_site_are_refused(open_one: str, kind: str | None) -> None:
     status, _, text = ask(open_one, "/control/skip", "POST", **({"Content-Type": kind} if kind else {}))
     assert status == 415
     assert "expected application/json" in json.loads(text)["error"]
@@ -209,7 +209,7 @@ def test_a_token_is_made_for_its_user_alone(tmp_path: Path) -> None:
         (TOKEN + "\nand more", 0o600, "all of them letters, digits or"),
     ],
 )
-def test_what_is_no_secret_is_refused(tmp_path: Path, text: str, mode: int, expected: str) -> None:
+def test_a_token_that_is_no_secret_is_refused(tmp_path: Path, text: str, mode: int, expected: str) -> None:
     file = tmp_path / "token"
     file.write_text(text)
     file.chmod(mode)

@@ -61,7 +61,7 @@ def test_a_key_file_is_read_as_it_was_always_written(tmp_path: Path, monkeypatch
 
 
 @given(st.one_of(st.text(max_size=200), st.sampled_from([f"name: a\nsecret: {BOB}\n", f"secret: {BOB}", f"- {BOB}"])))
-def test_what_is_no_key_file_is_refused_and_not_shown(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+def test_a_file_that_is_no_key_is_refused_and_not_shown(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.getbasetemp() / "no.key"
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
@@ -97,7 +97,7 @@ def test_a_secret_that_others_could_read_is_none(
     assert BOB not in str(refused.value)
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_path_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(UserError, match="is not a regular file"):
         load_key(tmp_path / "pipe")

@@ -186,14 +186,14 @@ def test_a_producer_that_is_not_let_in_is_told_why(
     assert not broker.core.leases.num_producers
 
 
-def test_who_pushes_is_told_why_too(broker: BrokerService, keys: Path) -> None:
+def test_a_pusher_that_is_not_let_in_is_told_why(broker: BrokerService, keys: Path) -> None:
     with pytest.raises(Rejected, match="rejects key 'unknown'"):
         sp.Producer(broker.endpoints["producers"], stream="web", key_file=keys.parent / "unknown.key")
     with pytest.raises(Rejected, match="from key 'others', expected one of: code"):
         sp.Producer(broker.endpoints["producers"], stream="web", key_file=keys / "others.key")
 
 
-def test_who_looks_for_a_broker_believes_the_one_whose_key_it_has(broker: BrokerService, keys: Path) -> None:
+def test_a_client_that_looks_for_a_broker_believes_the_one_whose_key_it_has(broker: BrokerService, keys: Path) -> None:
     found = {**broker.endpoints, "epoch": broker.core.epoch, "attempt": ""}
     own = load_key(keys / "broker.key")
     until(lambda: not rendezvous.rejection(found, "", own))  # it waits for 2 s: a busy machine takes longer
@@ -223,7 +223,7 @@ def test_the_key_of_a_rank_is_of_no_use_for_another(
     until(lambda: broker.core.num_readers == 0)
 
 
-def test_who_is_revoked_is_sent_away_at_once(keys: Path, data: str) -> None:
+def test_a_peer_whose_key_is_revoked_is_sent_away_at_once(keys: Path, data: str) -> None:
     for name, role in (("leaver", "trainer"), ("stayer", "trainer"), ("sender", "producer")):
         new_key(keys, name, role, {})
     with serving(keys) as service, producing(service, data, load_key(keys / "sender.key")) as failed:
@@ -449,7 +449,7 @@ def _connect_as(dealer: Dealer, endpoint: str, key: Key, routing_id: bytes) -> N
         dealer.__init__(endpoint, 1 << 20, key=key)  # type: ignore[misc]
 
 
-def test_what_is_said_with_keys_cannot_be_read_on_the_way(keys: Path) -> None:
+def test_messages_with_keys_cannot_be_read_on_the_way(keys: Path) -> None:
     with router(keys) as (server, heard), Proxy(server.endpoint) as proxy:
         proxy.up.kept = []
         dealer = Dealer(proxy.endpoint, 1 << 20, key=load_key(keys / "trainers.key"))

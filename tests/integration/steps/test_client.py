@@ -87,7 +87,7 @@ def test_a_closed_client_says_so(broker: RunningBroker) -> None:
             pass
 
 
-def test_what_was_ready_is_not_given_after_close(broker: RunningBroker) -> None:
+def test_steps_that_were_ready_are_not_given_after_close(broker: RunningBroker) -> None:
     for taken in (1, 2):  # in the middle of a step, and between two
         loader = streampack.connect(broker.trainers, format="numpy")
         for _ in range(taken):

@@ -280,7 +280,7 @@ def test_a_broken_file_is_raised_where_packs_are_taken(tmp_path: Path) -> None:
         list(loader)
 
 
-def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_arguments_that_cannot_be_are_refused_before_anything_starts(tmp_path: Path) -> None:
     for wrong, kind, said in (
         ({"source": "no_such_file.jsonl"}, SourceError, "no_such_file.jsonl: the file cannot be read"),
         ({"source": "a text"}, UserError, "data: got 'a text', expected a file that ends in"),

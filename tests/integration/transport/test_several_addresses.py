@@ -480,7 +480,7 @@ def test_a_relay_moves_and_its_ranks_stay_with_it(golden: list[Read], monkeypatc
     assert [rank.read for rank in ranks.ranks] == golden
 
 
-def test_who_waits_in_vain_says_which_addresses_were_tried(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_waits_in_vain_names_the_addresses_that_it_tried(caplog: pytest.LogCaptureFixture) -> None:
     a, b = free_address(), free_address()
     vain = pytest.raises(Unreachable, match=f"^{a},{b}: got no answer in 6 s")
     with vain, streampack.connect(f"{a},{b}", format="numpy", timeout_s=6.0) as loader:

@@ -185,7 +185,7 @@ def test_a_peer_that_is_no_streampack_gets_plain_frames(router: Router, endpoint
     plain.close()
 
 
-def test_what_was_shared_with_peers_that_are_gone_is_given_up(router: Router, endpoint: str) -> None:
+def test_memory_shared_with_peers_that_are_gone_is_given_up(router: Router, endpoint: str) -> None:
     left = []
     for _ in range(5):
         dealer = Dealer(endpoint, 1 << 24)
@@ -197,7 +197,7 @@ def test_what_was_shared_with_peers_that_are_gone_is_given_up(router: Router, en
     assert left[1:] == left[:1] * 4
 
 
-def test_of_many_peers_the_first_are_lent_memory_and_the_others_are_sent_all(
+def test_the_first_of_many_peers_are_lent_memory_and_the_others_are_sent_all(
     router: Router, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links, "MOST_LINKS", 1)
@@ -227,7 +227,9 @@ def test_nothing_is_lent_over_tcp() -> None:
     router.close()
 
 
-def test_what_cannot_be_mapped_is_sent(router: Router, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_payload_that_cannot_be_mapped_is_sent(
+    router: Router, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Mapping, "__init__", _refuse)  # as /proc of another container does
     dealer = Dealer(endpoint, 1 << 24)
     for _ in range(3):

@@ -71,7 +71,7 @@ def peers() -> Iterator[Peers]:
 
 
 @pytest.mark.parametrize("how", ["closed", "cut", "its descriptor is another's"])
-def test_what_an_ended_connection_was_sent_does_not_wait(how: str, peers: Peers) -> None:
+def test_messages_to_an_ended_connection_do_not_wait(how: str, peers: Peers) -> None:
     """Its end is handled later. Until then, the other connections of its key got nothing."""
     for _ in range(3 * MOST // SIZE):
         assert peers.send(0)

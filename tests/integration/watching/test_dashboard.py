@@ -122,7 +122,7 @@ def test_panels_lie_beside_and_below_each_other_and_never_over() -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_what_few_runs_have_is_in_a_collapsed_row() -> None:
+def test_panels_that_few_runs_need_are_in_a_collapsed_row() -> None:
     hidden = {row["title"]: row["panels"] for row in ROWS if row["collapsed"]}
     rare = {"Late fields": r"streampack_late_", "Media": r"streampack_(media|arena_media)_"}
     assert list(hidden) == list(rare)

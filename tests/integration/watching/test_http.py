@@ -258,7 +258,7 @@ def test_the_last_events_say_what_they_are_about(served: RunningBroker) -> None:
     assert answer(served.http + "/events?since=-1")[0] == 400
 
 
-def test_probes_and_the_page_answer(served: RunningBroker) -> None:
+def test_probes_and_the_page_are_answered(served: RunningBroker) -> None:
     assert served.get("/livez") == "alive\n"
     assert served.get("/readyz") == "ready\n"
     page = served.get("/")

@@ -157,7 +157,7 @@ def test_the_figures_are_those_of_the_status(page: Page, four: Watched) -> None:
     assert "all 4 ranks are ready" in page.text("#events")
 
 
-def test_what_is_drawn_over_time_follows_from_what_the_broker_noted(page: Page, four: Watched) -> None:
+def test_charts_over_time_follow_from_what_the_broker_noted(page: Page, four: Watched) -> None:
     """A rate is over the last row that lies as far back as it is smoothed over, or the one before, or the first."""
     script = """import("/web/history.js").then(async ({ History }) => {
       const history = new History("train");
@@ -226,7 +226,7 @@ def test_the_steps_that_are_left_are_said_with_the_time_that_they_take(page: Pag
     ]  # fmt: skip
 
 
-def test_of_thousands_of_streams_those_that_are_not_heard_are_shown(page: Page, four: Watched) -> None:
+def test_the_page_shows_the_silent_ones_of_thousands_of_streams(page: Page, four: Watched) -> None:
     script = """Promise.all([import("/web/words.js"), fetch("/status").then((answer) => answer.json())]).then(
       ([{ showStreams }, { streams }]) => {
         const named = (n) => ({ ...streams[0], stream: `s${n}`, last_seen_s: n % 1000 ? 1 : null });

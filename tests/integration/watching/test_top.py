@@ -196,7 +196,7 @@ def test_a_page_fits_every_terminal(
     assert lines[0].plain.startswith("sft-8b")
 
 
-def test_of_more_streams_than_lines_those_that_are_not_heard_are_shown(snapshot: Tree) -> None:
+def test_top_shows_the_silent_streams_where_there_are_more_than_lines(snapshot: Tree) -> None:
     row = snapshot["streams"][0] | {"last_seen_s": 1.0, "ended_partitions": 0}
     rows = [row | {"stream": f"s{n}"} for n in range(1000)]
     rows[900] |= {"last_seen_s": 60.0}

@@ -69,7 +69,7 @@ def feed_of(simulated: SimulatedRanks) -> FeedStatus:
 # Bounds
 
 
-def test_of_8_ranks_all_are_listed_in_order_and_their_node(few: SimulatedRanks) -> None:
+def test_all_of_8_ranks_are_listed_in_order_with_their_node(few: SimulatedRanks) -> None:
     feed = feed_of(few)
     assert [row.tp_rank for row in feed.readers] == list(range(8))
     assert (feed.ranks.attached, feed.ranks.left_out, feed.ranks.nodes_left_out) == (8, 0, 0)

@@ -31,14 +31,14 @@ def test_shards_that_are_alike_are_known_from_two_of_them(each: int, opened: int
     assert variance == pytest.approx(0.0, abs=1e-3)
 
 
-def test_of_one_shard_among_many_nobody_knows_how_others_are() -> None:
+def test_the_sizes_of_other_shards_are_not_known_from_one() -> None:
     total, variance = size_left(size_of([100], 10), 1)
     assert total == 1000
     assert 2 * variance**0.5 > 1000
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**4), st.integers(1, 10**4))
-def test_what_is_known_for_sure_leaves_one_step_of_doubt(samples: int, held: int, of_step: int) -> None:
+def test_known_sizes_leave_one_step_of_doubt(samples: int, held: int, of_step: int) -> None:
     """The tail, and that the last packs are not quite as full."""
     steps, low, high = estimate([Left(samples, 0.0, 1.0, 10)], held, of_step, 0.0)
     assert steps == -(-(samples + held) // of_step)

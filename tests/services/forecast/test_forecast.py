@@ -134,7 +134,7 @@ def test_equal_samples_leave_no_doubt_about_the_steps_of_a_pass() -> None:
     assert (got.packs, got.steps, got.steps_low, got.steps_high) == (500, 125, 125, 125)
 
 
-def test_of_a_long_file_some_stretches_are_packed_and_all_tokens_are_counted() -> None:
+def test_some_stretches_of_a_long_file_are_packed_and_all_its_tokens_are_counted() -> None:
     lengths = np.tile([5, 5, 5, 5, 9], 2000)
     workload = of_lengths("lengths", lengths, 1600)
     rules = planned_rules(rules_of(10, 4), workload, "truncate")
@@ -153,7 +153,7 @@ def test_of_a_long_file_some_stretches_are_packed_and_all_tokens_are_counted() -
     st.sampled_from([None, Batch(samples=7), Batch(samples=5, micro_batch_multiple=2, min_micro_batches=3)]),
     st.sampled_from(["deal", "none"]), st.sampled_from([None, Warmup(8, 4)]),
 )  # fmt: skip
-def test_what_is_forecast_of_a_pass_is_what_a_broker_counts(
+def test_the_forecast_of_a_pass_is_what_a_broker_counts(
     lengths: list[int], shape: Shape, dp: int, pp: int, batch: Batch | None, kind: str, warmup: Warmup | None
 ) -> None:
     """Of whole steps on any mesh: batches whose packs are split or empty, too, shapes, and a budget that warms up."""
@@ -203,7 +203,7 @@ def test_steps_do_not_depend_on_how_many_samples_come_at_once(
     assert full == full_too
 
 
-def test_a_batch_by_hand() -> None:
+def test_the_forecast_of_a_batch_is_the_one_by_hand() -> None:
     """Batches of 4 1 3 2 and 1 3 4 5 in packs of 5, on two ranks: the second is three packs, and 1 3 is split."""
     got = predicted(GOLDEN, rules_of(5, 2, balance={"a": 0, "b": 1}, batch={"samples": 4}), dp=2)
     assert (got.packs, got.steps, got.micro_batches_low, got.micro_batches_high) == (6, 2, 1, 2)
@@ -224,7 +224,7 @@ def test_batches_with_too_few_samples_for_a_mesh_are_refused_where_they_are_an_e
         predicted(GOLDEN, rules_of(5, 1, batch={"samples": 9}, tail="drop"))
 
 
-def test_of_batches_a_pass_has_as_many_as_its_samples_make() -> None:
+def test_a_pass_has_as_many_batches_as_its_samples_make() -> None:
     lengths = np.tile([5, 5, 0, 9], 50)
     got = predicted(lengths, rules_of(10, 1, batch={"samples": 30}), total=4000)
     assert got.steps == 100, "three in four can be used"
@@ -245,7 +245,7 @@ def test_a_budget_that_warms_up_takes_more_steps(first: int, steps: int) -> None
     assert got.utilization == 1.0, "in the long run"
 
 
-def test_what_nobody_knows_the_size_of_has_no_steps() -> None:
+def test_a_stream_of_unknown_size_has_no_number_of_steps() -> None:
     workload = Workload("some", (StreamLengths("a", (np.full(100, 5),), (False,)),))
     rules = planned_rules(rules_of(10, 4), workload, "truncate")
     got = forecast(workload, order_of(workload, rules), rules, 1)

@@ -47,7 +47,7 @@ def test_the_last_rows_are_kept_as_they_came_and_those_before_leave_no_hole(gaps
 
 
 @given(st.lists(gaps_from(1), max_size=100), st.floats(-1, 500))
-def test_what_is_asked_for_is_what_came_after(gaps: list[float], second: float) -> None:
+def test_a_request_gets_only_the_points_after_its_time(gaps: list[float], second: float) -> None:
     timeline, _ = filled(gaps)
     assert timeline.since(second) == [row for row in timeline.since(-1) if row[0] > second]
 

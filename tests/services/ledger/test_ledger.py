@@ -293,7 +293,7 @@ def test_rejected_samples_are_said_to_be_with_their_reason(ended: Run) -> None:
             assert streams[name]["rejected"] == len(np.unique(np.concatenate(every)))
 
 
-def test_what_is_asked_wrongly_is_told_what_there_is(ended: Run) -> None:
+def test_a_wrong_question_is_answered_with_what_there_is(ended: Run) -> None:
     with ledger_of(ended.records) as ledger:
         for name, said in (("c:1", "expected one of: a, b"), ("a", "expected STREAM:INDEX"), ("a:-1", "STREAM:INDEX")):
             with pytest.raises(UserError, match=said):
@@ -322,7 +322,7 @@ def test_a_log_that_begins_with_a_checkpoint_knows_what_came_before(run: Run) ->
         assert found["feeds"][FEED]["steps"] == 0 or found["feeds"][FEED]["first_step"] == first
 
 
-def test_of_a_log_that_does_not_say_what_came_before_that_is_said(ended: Run) -> None:
+def test_a_cut_log_is_said_not_to_know_what_came_before(ended: Run) -> None:
     """A broker that goes on from a checkpoint alone: no sample is called lost before its first snapshot."""
     rest = [r for r in ended.records if not isinstance(r, StepFormed) or r.step > 3]
     with ledger_of([r for r in rest if not isinstance(r, SnapshotTaken)]) as ledger:

@@ -153,7 +153,9 @@ def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("durability", ["os", "process"])
-def test_what_is_appended_is_read_back_before_and_after_it_is_written(tmp_path: Path, durability: Durability) -> None:
+def test_appended_records_are_read_back_before_and_after_they_are_written(
+    tmp_path: Path, durability: Durability
+) -> None:
     bodies = some_bodies(100)
     with opened(tmp_path, durability) as log:
         for number, body in enumerate(bodies):

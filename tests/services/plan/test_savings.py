@@ -41,14 +41,14 @@ def served_by(what: str, lengths: I64, rules: Rules) -> Served:
     )  # fmt: skip
 
 
-def test_padding_to_the_longest_of_a_micro_batch() -> None:
+def test_padding_to_the_longest_of_a_micro_batch_is_counted() -> None:
     assert padded_slots(LENGTHS, 2, 1) == 2 * (4 + 3 + 3 + 5)
     assert padded_slots(LENGTHS, 3, 1) == 3 * 4 + 3 * 3 + 2 * 5
     assert padded_slots(LENGTHS, 3, 4) == 3 * 4 + 3 * 4 + 2 * 8
     assert padded_slots(LENGTHS, 100, 1) == 8 * 5
 
 
-def test_the_report_of_a_worked_example() -> None:
+def test_the_report_of_a_worked_example_has_the_figures_by_hand() -> None:
     run = served_by("eight", LENGTHS, RULES)
     found = savings.savings(run, None, savings.Rate(2, 0.25, "as given"))
     assert found["run"]["slots"] == 25, "23 tokens take five packs at least"
@@ -79,7 +79,7 @@ def test_other_ways_of_batching_have_the_shape_of_the_run_s_packs() -> None:
     assert found["others"]["padding"]["slots"] == 30
 
 
-def test_what_needs_fewer_slots_than_the_run_is_said_to_save_nothing() -> None:
+def test_a_plan_of_fewer_slots_than_the_run_saves_nothing() -> None:
     """One short sample: padded it is itself, and the run computes a whole pack."""
     found = savings.savings(served_by("one", np.array([4]), RULES), None, None)
     assert found["others"]["padding"]["saved_slots"] == -1

@@ -99,7 +99,7 @@ def test_an_entry_is_written_once_and_the_newest_is_read(kind: str, fresh: Calla
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_of_many_writers_of_one_entry_exactly_one_wins(kind: str, fresh: Callable[[str], Arbiter]) -> None:
+def test_exactly_one_of_many_writers_of_one_entry_wins(kind: str, fresh: Callable[[str], Arbiter]) -> None:
     names = [f"host{number}" for number in range(12)]
     arbiters = {name: fresh(kind) for name in names}
     ready = threading.Barrier(len(names))
@@ -118,7 +118,7 @@ def test_of_many_writers_of_one_entry_exactly_one_wins(kind: str, fresh: Callabl
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(moves=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 1), st.booleans()), max_size=12))
-def test_whatever_two_hosts_do_the_newest_entry_is_the_one_that_won(
+def test_the_newest_entry_is_the_one_that_won_whatever_two_hosts_do(
     kind: str, moves: list[tuple[str, int, bool]], fresh: Callable[[str], Arbiter], cluster: LeaseServer,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:  # fmt: skip
@@ -144,7 +144,7 @@ def test_whatever_two_hosts_do_the_newest_entry_is_the_one_that_won(
 # Folders and object stores
 
 
-def test_of_many_processes_exactly_one_wins(tmp_path: Path) -> None:
+def test_exactly_one_of_many_processes_wins(tmp_path: Path) -> None:
     words = [sys.executable, "-m", racing.__name__, str(tmp_path)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     racers = [subprocess.Popen([*words, name, "40"], **pipes) for name in "abc"]
@@ -253,7 +253,7 @@ def test_a_lease_shows_people_who_is_active(cluster: LeaseServer) -> None:
     assert list(cluster.leases) == ["training/my-run", "other/x"]
 
 
-def test_what_others_wrote_into_the_lease_stays(cluster: LeaseServer) -> None:
+def test_fields_that_others_wrote_into_the_lease_stay(cluster: LeaseServer) -> None:
     arbiter = lease(cluster)
     arbiter.probe()
     cluster.leases["training/my-run"]["metadata"]["labels"] = {"team": "x"}

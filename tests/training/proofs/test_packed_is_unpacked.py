@@ -167,7 +167,9 @@ def unmasked() -> dict[str, Alone]:
 @pytest.mark.parametrize(
     ("labels", "view"), [("derived", view) for view in VIEWS if view != "padded"] + [("sent", "thd"), ("sent", "hf")]
 )
-def test_so_it_has_without_masks_and_with_labels_of_its_own(unmasked: dict[str, Alone], labels: str, view: str) -> None:
+def test_a_step_without_masks_or_with_labels_of_its_own_has_the_loss_of_its_samples_alone(
+    unmasked: dict[str, Alone], labels: str, view: str
+) -> None:
     alone, (format, loss_of) = unmasked[labels], VIEWS[view]
     fields = {"row": FIELDS["row"]} | ({"labels": {}} if labels == "sent" else {})
     with local(alone.samples, fields, format) as loader:
