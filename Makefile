@@ -1,4 +1,4 @@
-# Every target makes what it needs: Python >= 3.11 and make are enough on a fresh machine.
+# Each target first makes what it needs. A fresh machine needs only Python >= 3.11 and make.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,8 +6,8 @@ DEV := $(VENV)/.dev
 SERVICE := $(VENV)/.service
 KERNELS := $(VENV)/.kernels
 DOCS := $(VENV)/.docs
-# By uv, in a third of pip's time, from where pip's environment says; by pip where there is no uv to be had. Modules are
-# compiled when they are first imported, and kept: most of torch's never are.
+# uv installs in a third of pip's time, from the index that pip is configured for. Without uv, pip installs. Modules are
+# compiled at their first import, because most modules of torch are never imported.
 PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
 UV := $(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
@@ -63,15 +63,15 @@ lint: $(DEV)
 	$(BIN)/codespell
 	$(BIN)/python -m tests.prose
 
-# Once, before many processes need them at the same time, which would each compile their own: modules and kernels.
+# Compile modules and kernels once. Otherwise each of the test processes would compile its own.
 kernels: $(KERNELS)
 $(KERNELS): $(DEV) $(wildcard $(addsuffix *.py,streampack/core/ streampack/core/*/ streampack/core/*/*/))
 	@$(BIN)/python -m compileall -q streampack services
 	@$(BIN)/streampack kernels
 	@touch $@
 
-# Five workers on the two cores of CI: tests of real processes, pages and alerts wait much of the time. Each takes
-# neighbors, which share what a module has started.
+# CI has two cores. Five workers keep them busy, because tests of processes, pages and alerts wait much of the time. A
+# worker takes neighboring tests, which share the fixtures of their module.
 test:
 	@$(MAKE) --no-print-directory -j 2 $(DEV) tools
 	@$(MAKE) --no-print-directory -j 2 lint kernels
@@ -84,11 +84,11 @@ fuzz: $(DEV)
 	@$(BIN)/python -m tests.fuzz --minutes $(or $(FUZZ_MINUTES),10) $(ARGS)
 	@$(if $(ARGS),,$(BIN)/python -m tests.fuzz.live --minutes $(or $(FUZZ_LIVE_MINUTES),2))
 
-# Ratios of ours to others' in the same run, held against benchmarks/bounds.yaml.
+# Compare ratios of our speed to that of others, in the same run, with the bounds in benchmarks/bounds.yaml.
 bench: $(KERNELS)
 	@$(BIN)/python benchmarks/guard.py $(ARGS)
 
-# mkdocs.yml makes every warning an error: a link, an anchor or a name that leads nowhere.
+# mkdocs.yml makes every warning an error, for example a broken link or anchor.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 docs: $(DOCS)
 	@$(MKDOCS) build --quiet
@@ -105,7 +105,7 @@ dist: $(DEV)
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
 
-# Nothing of this folder is importable there: the demo runs from the wheel alone.
+# The demo runs in an empty folder, so that it can import only the wheel.
 dist-check: dist
 	rm -rf build/empty && mkdir -p build/empty
 	$(PYTHON) -m venv build/empty/venv
