@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from streampack.client.state import Origin, load, save
 from streampack.core.feed.resume import snapshot
 from streampack.core.form.former import Former
-from streampack.core.journal.log_effects import Safe
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.samples import SampleTable
@@ -22,7 +21,7 @@ from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.trainer_messages import State
 from streampack.core.sessions.client_events import Begin
 from streampack.errors import StateError
-from tests.core.live import Live
+from tests.world.live import SlowDisk
 
 RULES = Rules(budget=4096, streams=(StreamRules("web", 0.7), StreamRules("code", 0.3)))
 ORIGIN = Origin(77, "train", RULES)
@@ -166,32 +165,13 @@ def test_anything_under_any_key_is_taken_or_refused_and_never_breaks(value: Any,
         load(save(ORIGIN, 0, of_step(3, EMPTY)) | {key: value}, ORIGIN)
 
 
-class Unsynced(Live):
-    """The log is safe some time after it was written to; a broker that is killed loses the rest."""
-
-    safe_upto = 0
-
-    def start_broker(self, lost: bool = False) -> None:
-        del self.disk.records[self.safe_upto :]
-        super().start_broker(lost)
-
-    def _safe(self) -> None:
-        if self.safe_upto < len(self.disk.records) and not self._links.get(b"disk"):
-            self._post(b"disk", self._written, None)
-
-    def _written(self, _: None) -> None:
-        self.safe_upto = self.rng.randint(self.safe_upto + 1, len(self.disk.records))
-        self._perform(self.broker.handle(Safe(self.safe_upto)))
-        self._safe()
-
-
 @given(st.integers(0, 999), st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=5))
 @settings(max_examples=40)
 def test_states_after_one_step_are_equal_though_the_broker_is_killed_between_two_calls(
     seed: int, story: list[tuple[int, bool]]
 ) -> None:
     """Each call is another rank's. What is not in the log yet is lost with the broker, as with the power."""
-    live = Unsynced(SMALL, {"web": [[7, 3, 12, 9, 5, 16, 2, 8] * 40]}, seed)
+    live = SlowDisk(SMALL, {"web": [[7, 3, 12, 9, 5, 16, 2, 8] * 40]}, seed)
     for count, kills in story:
         live.read(live.had + count)
         step = live.had

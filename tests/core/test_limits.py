@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,21 +17,21 @@ from streampack.core.model.capacity import Capacity, FeedPlan, needed_tokens
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.snapshot import Snapshot
-from streampack.core.protocol.effects import FromProducer, FromTrainer, SendProducer, SendTrainer
-from streampack.core.protocol.events import Effect, Tick
+from streampack.core.protocol.effects import FromProducer, FromTrainer
+from streampack.core.protocol.events import Tick
 from streampack.core.protocol.message import Bye, Envelope, Message, Reject
 from streampack.core.protocol.producer_messages import Hello, Lease, Offer
 from streampack.core.protocol.trainer_messages import AskSnapshot, Attach, Attached, Brought
 from streampack.core.serve.snapshot_requests import MOST_BROUGHT
 from streampack.errors import WireError
 from streampack.wire import frames as wire
-from tests.core.live import Live
+from tests.world.live import Live
+from tests.world.shell import Shell
 
 RUN, EPOCH, MOST = 9, 1000, 3
-M = TypeVar("M", bound=Message)
 
 
-class Bench:
+class Bench(Shell):
     """A broker that remembers ``MOST`` peers, of a stream that is read, ``a``, and one that is pushed, ``p``."""
 
     def __init__(self, most: int = MOST) -> None:
@@ -40,19 +40,15 @@ class Bench:
             streams=(StreamRules("a", 1.0, 2), StreamRules("p", 1.0, 1, pushed=True)),
         )  # fmt: skip
         plan = FeedPlan("train", self.rules, needed_tokens(self.rules, 32), max_readers=most)
-        self.core = Broker(run=RUN, epoch=EPOCH, feeds=[plan], capacity=Capacity(64, 32, 128, most))
-        self.effects: list[Effect] = self.core.begin()
+        super().__init__()
+        self.start(Broker(run=RUN, epoch=EPOCH, feeds=[plan], capacity=Capacity(64, 32, 128, most)))
 
     def say(
         self, side: type[FromProducer | FromTrainer], peer: bytes, message: Message, run: int = 0, epoch: int = 0
     ) -> None:
-        envelope = Envelope(run=run, epoch=epoch, fence=0, message=message)
-        self.effects = self.core.handle(side(peer, envelope))
-
-    def heard(self, peer: bytes, kind: type[M]) -> list[M]:
-        """In answer to what was said last."""
-        sent = [e for e in self.effects if isinstance(e, SendProducer | SendTrainer) and e.peer == peer]
-        return [e.envelope.message for e in sent if isinstance(e.envelope.message, kind)]
+        """Say something, and forget the answers to what was said before."""
+        self.said.clear()
+        self.handle(side(peer, Envelope(run=run, epoch=epoch, fence=0, message=message)))
 
 
 def hello(name: str, offer: Offer | None = None) -> Hello:
@@ -107,8 +103,9 @@ def test_the_most_ranks_that_may_come_can_restart_at_once(dp: int) -> None:
     for n in range(dp):
         bench.say(FromTrainer, b"new%d" % n, attach(f"new{n}", n, dp))
         assert not bench.heard(b"new%d" % n, Reject)
-    bench.core.handle(Tick(1.0))
-    bench.effects = bench.core.handle(Tick(10.0))
+    bench.handle(Tick(1.0))
+    bench.said.clear()
+    bench.handle(Tick(10.0))
     assert all(bench.heard(b"new%d" % n, Attached) for n in range(dp))
 
 
@@ -137,21 +134,19 @@ def test_snapshots_that_differ_are_held_for_a_few_readers_at_a_time() -> None:
     assert taken is not None
     some = [other(taken, n) for n in range(20)]
     plan = FeedPlan("train", rules, live.memory)
-    broker = Broker(run=RUN, epoch=EPOCH, feeds=[plan], capacity=Capacity(64, 16, 1 << 20))
-    broker.begin()
-    said: dict[bytes, Any] = {}
-    for n, given in enumerate([*some, *some[:MOST_BROUGHT]]):
+    bench = Shell()
+    bench.start(Broker(run=RUN, epoch=EPOCH, feeds=[plan], capacity=Capacity(64, 16, 1 << 20)))
+    snapshots = [*some, *some[:MOST_BROUGHT]]
+    for n, brought in enumerate(snapshots):
         peer = b"%d" % n
-        message = attach(f"reader{n}", n % 3, 4, next_step=3, snapshot_digest=given.digest)  # rank 3 never comes
-        effects = broker.handle(FromTrainer(peer, Envelope(run=0, epoch=0, fence=0, message=message)))
-        said[peer] = [e.envelope.message for e in effects if isinstance(e, SendTrainer)]
-        if any(isinstance(each, AskSnapshot) for each in said[peer]):
-            sent = Brought(feed="train", digest=given.digest, snapshot=given)
-            effects = broker.handle(FromTrainer(peer, Envelope(run=0, epoch=0, fence=0, message=sent)))
-            said[peer] += [e.envelope.message for e in effects if isinstance(e, SendTrainer)]
-    refused = [n for n, (peer, messages) in enumerate(said.items()) if any(isinstance(m, Reject) for m in messages)]
-    assert refused == list(range(MOST_BROUGHT, 20)), said
-    held = {id(reader.snapshot) for reader in broker.feeds["train"].readers.registry}
+        message = attach(f"reader{n}", n % 3, 4, next_step=3, snapshot_digest=brought.digest)  # rank 3 never comes
+        bench.handle(FromTrainer(peer, Envelope(run=0, epoch=0, fence=0, message=message)))
+        if bench.heard(peer, AskSnapshot):
+            sent = Brought(feed="train", digest=brought.digest, snapshot=brought)
+            bench.handle(FromTrainer(peer, Envelope(run=0, epoch=0, fence=0, message=sent)))
+    refused = [n for n in range(len(snapshots)) if bench.heard(b"%d" % n, Reject)]
+    assert refused == list(range(MOST_BROUGHT, 20)), bench.said
+    held = {id(reader.snapshot) for reader in bench.core.feeds["train"].readers.registry}
     assert len(held) == MOST_BROUGHT
 
 

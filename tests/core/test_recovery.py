@@ -13,8 +13,8 @@ from streampack.core.feed.resume import snapshot
 from streampack.core.form.former import Former
 from streampack.core.journal.history import ChunkPlace, History
 from streampack.core.journal.journal import Journal
-from streampack.core.journal.log_effects import Append, Cut, Recall, Recalled, Safe, WasCut
-from streampack.core.journal.log_records import Base, ChunkAdmitted, Record
+from streampack.core.journal.log_effects import Safe
+from streampack.core.journal.log_records import Base, ChunkAdmitted
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.capacity import Capacity, FeedPlan
 from streampack.core.model.mesh import Mesh
@@ -24,78 +24,48 @@ from streampack.core.model.samples import ROW, SampleTable
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.effects import (
     Change,
-    Form,
-    Formed,
     FromProducer,
     FromTrainer,
     SendProducer,
-    SendShard,
-    SendTrainer,
 )
-from streampack.core.protocol.events import Effect, Event, Tick
+from streampack.core.protocol.events import Tick
 from streampack.core.protocol.message import Bye, Envelope, Message, Reject
-from streampack.core.protocol.producer_messages import Eos, Flow, Hello, Lease, Offer, Samples
+from streampack.core.protocol.producer_messages import Eos, Flow, Hello, Lease, Offer
 from streampack.core.protocol.step_part import StepPart
 from streampack.core.protocol.trainer_messages import AskSnapshot, Attach, Brought, Commit, Committed, End, Get, Wait
-from streampack.wire import record_frames
+from tests.world.chunks import message_of
+from tests.world.disk import Disk
+from tests.world.shell import M, Sending, Shell
 
 LENGTH, CHAIN = 8, b"x" * 16
 CAPACITY = Capacity(1024, 64, 4096)
 
 
-class Desk:
-    """A broker whose log is a list, one producer of everything, one trainer; nothing happens that is not asked for."""
+class Desk(Shell):
+    """A broker, one producer of everything, one trainer. Its log, if there is one, is safe when ``safe`` says so."""
 
-    def __init__(self, *feeds: tuple[str, Rules], records: list[Record] | None = None) -> None:
-        plans = [FeedPlan(name, rules, 8192) for name, rules in feeds]
-        self.records = records
-        journal = Journal(records is not None)
-        self.core = Broker(run=1, epoch=2, feeds=plans, capacity=CAPACITY, journal=journal, run_name="run")
-        self.first_lsn = 0
-        self.leases: dict[tuple[str, int], tuple[Lease, int]] = {}
-        self.said: list[Message] = []
+    def __init__(self, *feeds: tuple[str, Rules], disk: Disk | None = None) -> None:
+        super().__init__(disk)
         self.fence = 0
-        self.events: list[Event] = []
+        self.start(broker_of(*feeds, keeps=disk is not None))
 
-    def start(self, first_lsn: int = 0) -> None:
-        """Recover from the records from ``first_lsn`` on, and begin."""
-        assert self.records is not None
-        self.first_lsn = first_lsn
-        for lsn, record in enumerate(self.records[first_lsn:], first_lsn):
-            self.core.recover(lsn, record)
-        self.core.journal.next_lsn = self.core.journal.safe_upto = len(self.records)
-        self.perform(self.core.begin())
+    @property
+    def leases(self) -> dict[tuple[str, int], tuple[Lease, int]]:
+        """The newest lease of each partition, and its session."""
+        leases = [(e.message, e.fence) for _, e in self.said if isinstance(e.message, Lease)]
+        return {(lease.stream, lease.partition): (lease, session) for lease, session in leases}
 
-    def handle(self, event: Event) -> None:
-        self.perform(self.core.handle(event))
+    def carry(self, effect: Sending, envelope: Envelope) -> bool:
+        if effect.peer == b"trainer":
+            self.fence = envelope.fence or self.fence
+        return super().carry(effect, envelope)
 
-    def perform(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, SendProducer) and isinstance(effect.envelope.message, Lease):
-                lease = effect.envelope.message
-                self.leases[lease.stream, lease.partition] = lease, effect.envelope.fence
-            elif isinstance(effect, SendTrainer | SendShard):
-                self.said.append(effect.envelope.message)
-                self.fence = effect.envelope.fence or self.fence
-            elif isinstance(effect, Append):
-                assert self.records is not None
-                body = b"".join(map(bytes, record_frames.encode_record(effect.record, effect.payload)))
-                self.records.append(record_frames.decode_record(effect.record.TYPE, body)[0])
-            elif isinstance(effect, Form):
-                self.events.append(Formed(effect.feed, effect.request.choose(), effect.request))
-            elif isinstance(effect, Recall):
-                assert self.records is not None
-                assert effect.lsn >= self.first_lsn
-                self.events.append(Recalled(effect.feed, effect.lsn, self.records[effect.lsn], ()))
-            elif isinstance(effect, Cut):
-                self.first_lsn = effect.lsn
-                self.events.append(WasCut(effect.lsn))
-        while self.events:
-            self.perform(self.core.handle(self.events.pop(0)))
+    def sync(self) -> None:
+        pass
 
     def safe(self, full: str = "") -> None:
-        assert self.records is not None
-        self.handle(Safe(len(self.records), full=full))
+        self.disk.safe_upto = len(self.disk.records)
+        self.handle(Safe(self.disk.safe_upto, full=full))
 
     def producer(self, message: Message, fence: int = 0, payload: tuple[Any, ...] = ()) -> None:
         of = Envelope(run=1, epoch=self.core.epoch, fence=fence, message=message, payload=payload)
@@ -110,12 +80,8 @@ class Desk:
 
     def send(self, stream: str, partition: int, base: int, count: int) -> None:
         session = self.leases[stream, partition][1]
-        ints = np.full(count, LENGTH, "<u4")
-        zeros = np.zeros(count, "<u4").tobytes()
-        message = Samples(
-            stream=stream, partition=partition, base_seq=base, lengths_u32=ints.tobytes(), crcs_u32=zeros,
-            loss_tokens_u32=zeros, cursor=(0, 0, base + count),
-        )  # fmt: skip
+        zeros = bytes(4 * count)
+        message = message_of((stream, partition), base, [LENGTH] * count, crcs_u32=zeros, loss_tokens_u32=zeros)
         self.producer(message, session, (bytes(4 * LENGTH * count),))
 
     def end(self, stream: str, partition: int, total: int) -> None:
@@ -123,17 +89,23 @@ class Desk:
 
     def attach(self, feed: str, step: int, given: Snapshot | None = None, reader: str = "r") -> None:
         mesh = Mesh()
-        digest, known = b"" if given is None else given.digest, len(self.heard(AskSnapshot))
+        digest, known = b"" if given is None else given.digest, len(self.told(AskSnapshot))
         attach = Attach(feed=feed, reader=reader, host="h", pid=1, mesh=mesh, next_step=step, snapshot_digest=digest)
         self.trainer(attach)
-        if given is not None and len(self.heard(AskSnapshot)) > known:
+        if given is not None and len(self.told(AskSnapshot)) > known:
             self.trainer(Brought(feed=feed, digest=digest, snapshot=given))
 
     def get(self, feed: str, start: int, stop: int, done: int) -> None:
         self.trainer(Get(feed=feed, lineage=0, start=start, stop=stop, done_upto=done, request=0))
 
-    def heard(self, kind: type[Any]) -> list[Any]:
-        return [message for message in self.said if isinstance(message, kind)]
+    def told(self, kind: type[M]) -> list[M]:
+        """Messages to the trainer."""
+        return self.heard(b"trainer", kind)
+
+
+def broker_of(*feeds: tuple[str, Rules], keeps: bool) -> Broker:
+    plans = [FeedPlan(name, rules, 8192) for name, rules in feeds]
+    return Broker(run=1, epoch=2, feeds=plans, capacity=CAPACITY, journal=Journal(keeps), run_name="run")
 
 
 def held_by(rules: Rules, changes: list[RulesChange] | None = None, merged: int = 2, step: int = 5) -> Snapshot:
@@ -178,8 +150,8 @@ def test_samples_that_are_held_are_read_again_when_another_stream_has_stopped_th
     desk.end("a", 0, 2)
     desk.send("b", 0, 0, 6)
     desk.get("train", 5, 60, 5)
-    assert [part.step for part in desk.heard(StepPart)] == [5, 6]
-    assert [end.num_steps for end in desk.heard(End)] == [7]
+    assert [part.step for part in desk.told(StepPart)] == [5, 6]
+    assert [end.num_steps for end in desk.told(End)] == [7]
     assert desk.core.leases.partitions.ended
 
 
@@ -192,8 +164,8 @@ def test_samples_of_a_removed_stream_that_are_held_are_read_again() -> None:
     desk.end("a", 0, 2)
     desk.send("b", 0, 0, 9)
     desk.get("train", 5, 60, 5)
-    assert [part.step for part in desk.heard(StepPart)] == [5, 6]
-    assert [end.num_steps for end in desk.heard(End)] == [7]
+    assert [part.step for part in desk.told(StepPart)] == [5, 6]
+    assert [end.num_steps for end in desk.told(End)] == [7]
     assert desk.core.leases.partitions.ended
 
 
@@ -205,13 +177,21 @@ def test_a_step_whose_samples_are_awaited_names_the_partition_and_who_should_sen
     desk.get("train", 5, 60, 5)
     desk.handle(Tick(1.0))
     desk.handle(Tick(2.0))
-    details = [wait.detail for wait in desk.heard(Wait)]
+    details = [wait.detail for wait in desk.told(Wait)]
     assert (
         "samples of step 7 are being read again from stream 'b' partition 0 of 1 (no producer offers it" in details[-1]
     )
 
 
 # What is kept for whom
+
+
+def begun(*feeds: tuple[str, Rules], offers: tuple[str, ...] = ("a",)) -> Desk:
+    """A broker with a log, to which both have come."""
+    desk = Desk(*feeds, disk=Disk())
+    desk.offer(*offers)
+    desk.attach("train", 0)
+    return desk
 
 
 def reading(desk: Desk, feed: str, stream: str, upto: int) -> None:
@@ -227,10 +207,7 @@ ARRIVAL = rules_of(StreamRules("a", 1.0, 1), merge="arrival")
 
 
 def test_a_checkpoint_committed_after_trainers_went_back_is_kept_though_later_steps_were_committed_before() -> None:
-    desk = Desk(("train", ARRIVAL), records=[])
-    desk.start()
-    desk.offer("a")
-    desk.attach("train", 0)
+    desk = begun(("train", ARRIVAL))
     reading(desk, "train", "a", 40)
     for step in (36, 37, 38):
         desk.trainer(Commit(feed="train", step=step))
@@ -240,15 +217,12 @@ def test_a_checkpoint_committed_after_trainers_went_back_is_kept_though_later_st
     desk.trainer(Commit(feed="train", step=4))
     desk.safe()
     assert desk.core.feeds["train"].history.commits == [37, 38, 4]
-    assert [said.step for said in desk.heard(Committed)] == [36, 37, 38, 4]
+    assert [said.step for said in desk.told(Committed)] == [36, 37, 38, 4]
     assert desk.core.feeds["train"].wanted_lsn <= desk.core.feeds["train"].history.lsn_of(4)
 
 
 def test_a_commit_of_a_step_that_was_never_formed_changes_nothing() -> None:
-    desk = Desk(("train", ARRIVAL), records=[])
-    desk.start()
-    desk.offer("a")
-    desk.attach("train", 0)
+    desk = begun(("train", ARRIVAL))
     reading(desk, "train", "a", 4)
     for step in (3, 2**60, 2**60 + 1, 2**60 + 2):
         desk.trainer(Commit(feed="train", step=step))
@@ -258,17 +232,14 @@ def test_a_commit_of_a_step_that_was_never_formed_changes_nothing() -> None:
 def test_a_feed_that_has_no_snapshot_does_not_keep_the_whole_log_for_ever() -> None:
     """One that nobody reads, or that ends before its first snapshot is due: all of it can be formed again."""
     train, valid = rules_of(StreamRules("a", 1.0, 1)), rules_of(StreamRules("v", 1.0, 1))
-    desk = Desk(("train", train), ("valid", valid), records=[])
-    desk.start()
-    desk.offer("a", "v")
-    desk.attach("train", 0)
+    desk = begun(("train", train), ("valid", valid), offers=("a", "v"))
     reading(desk, "train", "a", 60)
     desk.safe(full="the log has reached its retain.bytes")
     for now in range(1, 5):
         desk.handle(Tick(float(now)))
         desk.safe(full="the log has reached its retain.bytes")
-    assert desk.first_lsn > 60
-    bases = sum(isinstance(record, Base) for record in desk.records or ())
+    assert desk.disk.first_lsn > 60
+    bases = sum(isinstance(record, Base) for record in desk.records())
     assert bases <= 3, "it is said again once for what may go"
 
 
@@ -283,10 +254,7 @@ def test_a_stream_that_joined_later_keeps_the_records_that_it_needs() -> None:
 
 def test_a_log_that_was_cut_may_begin_with_chunks_of_a_stream_that_joined_before() -> None:
     """What says that it joined is said again behind them, in the next Base."""
-    desk = Desk(("train", ARRIVAL), records=[])
-    desk.start()
-    desk.offer("a")
-    desk.attach("train", 0)
+    desk = begun(("train", ARRIVAL))
     reading(desk, "train", "a", 3)
     desk.handle(Change(1, "train", Restream((StreamRules("late", 1.0, 1),)), 0))
     desk.offer("a", "late")
@@ -294,83 +262,65 @@ def test_a_log_that_was_cut_may_begin_with_chunks_of_a_stream_that_joined_before
     for at in range(0, 6, 2):
         desk.send("late", 0, at, 2)
         desk.send("a", 0, 8 + at, 2)
-    assert desk.records is not None
-    desk.records.append(desk.core.base())
-    first = [at for at, r in enumerate(desk.records) if isinstance(r, ChunkAdmitted) and r.stream == "late"][1]
-    again = Desk(("train", ARRIVAL), records=desk.records)
-    for lsn, record in enumerate(desk.records[first:], first):
-        again.core.recover(lsn, record)
-    history, late = again.core.feeds["train"].history, again.core.leases.partitions.find("late", 0)
+    desk.disk.append(desk.core.base())
+    records = desk.records()
+    first = [at for at, r in enumerate(records) if isinstance(r, ChunkAdmitted) and r.stream == "late"][1]
+    again = broker_of(("train", ARRIVAL), keeps=True)
+    for lsn, record in enumerate(records[first:], first):
+        again.recover(lsn, record)
+    history, late = again.feeds["train"].history, again.leases.partitions.find("late", 0)
     assert late is not None
-    assert again.core.leases.partitions.intakes[late].recorded.next_seq == 6
+    assert again.leases.partitions.intakes[late].recorded.next_seq == 6
     assert [place.lsn for place in history.order] == sorted(place.lsn for place in history.order)
-    assert len(history.order) == sum(isinstance(record, ChunkAdmitted) for record in desk.records[first:])
+    assert len(history.order) == sum(isinstance(record, ChunkAdmitted) for record in records[first:])
     assert history.is_cut
 
 
 def test_a_log_of_other_feeds_that_was_cut_is_refused_with_their_names() -> None:
-    desk = Desk(("train", ARRIVAL), records=[])
-    desk.start()
-    desk.offer("a")
-    desk.attach("train", 0)
+    desk = begun(("train", ARRIVAL))
     reading(desk, "train", "a", 3)
-    assert desk.records is not None
-    desk.records.append(desk.core.base())
-    other = Desk(("other", rules_of(StreamRules("b", 1.0, 1))), records=desk.records)
+    desk.disk.append(desk.core.base())
+    desk.disk.first_lsn = 3
     with pytest.raises(ValueError, match="got feeds other, expected train, the feeds in the log"):
-        other.start(3)
+        Desk(("other", rules_of(StreamRules("b", 1.0, 1))), disk=desk.disk)
 
 
 def test_a_log_that_is_whole_is_not_taken_for_one_that_was_cut() -> None:
-    desk = Desk(("train", ARRIVAL), records=[])
-    desk.start()
-    desk.offer("a")
-    desk.attach("train", 0)
+    desk = begun(("train", ARRIVAL))
     reading(desk, "train", "a", 40)
-    again = Desk(("train", ARRIVAL), records=desk.records)
-    again.start()
+    again = Desk(("train", ARRIVAL), disk=desk.disk)
     history = again.core.feeds["train"].history
     assert history.last_snapshot > 0
     assert history.oldest_step == 0
 
 
 def test_trainers_that_go_back_before_all_that_a_cut_log_knows_are_refused_naming_the_oldest_step() -> None:
-    desk = Desk(("train", ARRIVAL), records=[])
-    desk.start()
-    desk.offer("a")
-    desk.attach("train", 0)
+    desk = begun(("train", ARRIVAL))
     reading(desk, "train", "a", 60)
     for step in (55, 56, 57):
         desk.trainer(Commit(feed="train", step=step))
     for now in range(1, 5):
         desk.safe()
         desk.handle(Tick(float(now)))
-    assert desk.first_lsn > 0
+    assert desk.disk.first_lsn > 0
     oldest = desk.core.feeds["train"].history.oldest_step
     assert 0 < oldest <= 55
     desk.trainer(Bye())
     desk.attach("train", 3, reader="again")
-    [refusal] = desk.heard(Reject)
+    [refusal] = desk.told(Reject)
     assert refusal.code == "step_gone"
     assert f"expected step {oldest} or later" in refusal.detail
-    assert desk.records is not None
-    again = Desk(("train", ARRIVAL), records=desk.records)
-    again.start(desk.first_lsn)
+    again = Desk(("train", ARRIVAL), disk=desk.disk)
     again.attach("train", 3)
-    [refusal] = again.heard(Reject)
+    [refusal] = again.told(Reject)
     assert f"expected step {oldest} or later" in refusal.detail
 
 
 def test_a_base_says_what_was_returned_before_the_broker_was_started() -> None:
-    desk = Desk(("train", ARRIVAL), records=[])
-    desk.start()
-    desk.offer("a")
-    desk.attach("train", 0)
+    desk = begun(("train", ARRIVAL))
     reading(desk, "train", "a", 8)
-    again = Desk(("train", ARRIVAL), records=desk.records)
-    again.start()
-    assert desk.records is not None
-    last = [record for record in desk.records if isinstance(record, Base)][-1]
+    again = Desk(("train", ARRIVAL), disk=desk.disk)
+    last = [record for record in desk.records() if isinstance(record, Base)][-1]
     assert last.released["train"] == again.core.feeds["train"].readers.steps.released_upto > 0
 
 
@@ -386,15 +336,12 @@ def test_without_a_log_the_order_of_chunks_is_kept_no_longer_than_a_snapshot_nee
     assert history.oldest_step > 200
     desk.trainer(Bye())
     desk.attach("train", 3, reader="again")
-    assert [refusal.code for refusal in desk.heard(Reject)] == ["step_gone"]
+    assert [refusal.code for refusal in desk.told(Reject)] == ["step_gone"]
 
 
 def test_a_full_log_gives_credit_for_what_it_holds_already() -> None:
     """Else trainers that went back would wait for samples that nobody may send, and could commit no checkpoint."""
-    desk = Desk(("train", ARRIVAL), records=[])
-    desk.start()
-    desk.offer("a")
-    desk.attach("train", 0)
+    desk = begun(("train", ARRIVAL))
     reading(desk, "train", "a", 30)
     desk.safe(full="the log has reached its retain.bytes")
     desk.trainer(Bye())

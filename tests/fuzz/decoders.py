@@ -71,7 +71,7 @@ _HERE = Path(_FOLDER.name)
 
 def messages() -> list[Envelope]:
     """One of each type."""
-    said = [envelope for heard in honest().stage.said.values() for envelope in heard]
+    said = [envelope for heard in honest().stage.told.values() for envelope in heard]
     found = {type(envelope.message): envelope for envelope in said}
     for given in honest().said:
         if given[0] == "m":

@@ -17,7 +17,7 @@ from streampack.core.protocol.producer_messages import Eos, Flow, Hello, Lease, 
 from streampack.core.protocol.trainer_messages import AskState, Attach, Brought, Commit
 from streampack.core.sessions.client_events import Again, Ask, Begin, Deliver, Returned, Waiting
 from streampack.core.sessions.client_session import MOST_AHEAD, ClientSession
-from streampack.core.sessions.producer_base import Chunk, Failed
+from streampack.core.sessions.producer_base import Failed
 from streampack.core.sessions.producer_session import ProducerSession, Read
 from streampack.core.sessions.pushing.push_buffer import PushBuffer, size_of
 from streampack.core.sessions.pushing.push_session import PUSHED, EndBatch, Push, PushSession
@@ -27,7 +27,7 @@ from streampack.packs.slabs import Slabs
 from streampack.wire import frames as wire
 from tests.fuzz.engine import Target
 from tests.fuzz.forms import JSON, MSGPACK, packed, unpacked
-from tests.fuzz.stage import EPOCH, RUN, Honest, Stage, change, chunk_message, chunk_of, item, read_item
+from tests.fuzz.stage import EPOCH, RUN, Honest, Stage, change, chunk_event, chunk_message, chunk_of, item, read_item
 
 MOST_ITEMS = 200
 MOST_TIMES = 400
@@ -103,7 +103,7 @@ def _run_broker(data: bytes) -> None:
 
 def _happen(stage: Stage, given: list[Any]) -> None:
     what, *more = given
-    if what == "m" and (message := read_item(given, stage.told)) is not None:
+    if what == "m" and (message := read_item(given, stage.fences)) is not None:
         stage.hear(*message)
     elif what == "t":
         stage.tick(_seconds(more[0] if more else 0.5))
@@ -168,7 +168,7 @@ def _run_control(data: bytes) -> None:
 
 
 def _client_seeds() -> list[bytes]:
-    said = [_told(envelope) for envelope in honest().stage.said[b"2"]]
+    said = [_told(envelope) for envelope in honest().stage.told[b"2"]]
     where = [["t", 1.0], *said[:3], ["r", 1], *said[3:], ["r", 3], ["b", 0, 2], ["again"], ["ask", 2], *said[-3:]]
     return [packed([["t", 1.0], *said]), packed(where), packed([["again"], *where])]
 
@@ -244,8 +244,8 @@ def _run_step(data: bytes) -> None:
 
 
 def _producer_seeds() -> list[bytes]:
-    said = [item(0, 0, envelope) for peer in (b"0", b"1") for envelope in honest().stage.said[peer]]
-    lease = next(e.message for e in honest().stage.said[b"0"] if isinstance(e.message, Lease))
+    said = [item(0, 0, envelope) for peer in (b"0", b"1") for envelope in honest().stage.told[peer]]
+    lease = next(e.message for e in honest().stage.told[b"0"] if isinstance(e.message, Lease))
     mine = msgspec.structs.replace(lease, stream="p", partition=0)
     flow = Flow(stream="p", partition=0, expected_seq=3, grant_seq=100, grant_bytes=1 << 20, durable_seq=2)
     pushed = [
@@ -273,7 +273,9 @@ def _run_producer(data: bytes) -> None:
         elif what == "m" and (read := read_item(given, {})) is not None:
             event = FromBroker(msgspec.structs.replace(read[2], fence=abs(given[6])))
         elif what == "p":
-            if pushes.room(size_of(chunk := _pushed(abs(number) % 50))):
+            if pushes.room(
+                size_of(chunk := chunk_event(("p", 0), 0, [abs(number) % 50], cursor=(0, 0, 0), rejected={}))
+            ):
                 _sent(pushes.handle(Push(chunk)))
             continue
         elif what == "e":
@@ -287,15 +289,6 @@ def _run_producer(data: bytes) -> None:
         asked = [effect for effect in _sent(reads.handle(event)) if isinstance(effect, Read)]
         for effect in asked:
             _sent(reads.handle(chunk_of(effect)))
-
-
-def _pushed(length: int) -> Chunk:
-    message = chunk_message("p", 0, 0, [length]).message
-    return Chunk(
-        stream="p", partition=0, session=(0, 0), lengths_u32=message.lengths_u32, crcs_u32=message.crcs_u32,  # type: ignore[attr-defined]
-        loss_tokens_u32=message.loss_tokens_u32, num_bytes=4 * length, cursor=(0, 0, 0), rejected={},  # type: ignore[attr-defined]
-        payload=(bytes(4 * length),),
-    )  # fmt: skip
 
 
 def _sent(effects: list[Effect]) -> list[Effect]:

@@ -46,7 +46,7 @@ from streampack.core.standby.standby_events import FromPeer, LogState, Over, Sen
 from tests.fuzz.decoders import messages
 from tests.fuzz.engine import Target
 from tests.fuzz.forms import BYTES
-from tests.fuzz.stage import FEEDS, LATE, LENGTHS, PACED, PUSHED, QUOTA, RUN, SIDES, Stage, chunk_message, chunk_of
+from tests.fuzz.stage import FEEDS, LATE, LENGTHS, PACED, PUSHED, QUOTA, RUN, SIDES, Stage, chunk_event, chunk_of
 from tests.fuzz.vary import Vary
 
 SCENES: dict[str, dict[str, Rules]] = {
@@ -122,7 +122,7 @@ class World:
         rng = self.rng
         self.stage.tick(rng.choice((0.25, 0.5, 0.5, 1.0, 4.0)) if rng.random() < 0.97 else 17.0)
         if rng.random() < 0.02:
-            self.stage.start()
+            self.stage.restart()
             self.heard.clear()
         for peer in [*self.sessions]:
             self._act(peer, Tick(self.stage.now))
@@ -200,7 +200,7 @@ class World:
         )  # fmt: skip
         self._say(0, b"f", Envelope(run=RUN, epoch=self.stage.epoch, fence=0, message=follow))
         count = len(self.stage.disk.records)
-        self._ship(LogState(self.stage.first_lsn, count, count))
+        self._ship(LogState(self.stage.disk.first_lsn, count, count))
         self._ship(Tick(self.stage.now))
 
     def _ship(self, event: Event) -> None:
@@ -252,8 +252,8 @@ class World:
 
     def _listen(self) -> None:
         """Everybody hears what the broker has said to them."""
-        for peer in [*self.stage.said]:
-            news = self.stage.said[peer][self.heard.get(peer, 0) :]
+        for peer in [*self.stage.told]:
+            news = self.stage.told[peer][self.heard.get(peer, 0) :]
             self.heard[peer] = self.heard.get(peer, 0) + len(news)
             for envelope in news[-20:]:
                 self.pool.append(envelope)
@@ -296,7 +296,7 @@ class World:
             peer = relayed(rng.choice((peer, RELAY)), rng.choice((READER, "rank 0", "x")))
         if rng.random() < 0.8:
             key = peer, getattr(message, "stream", None), getattr(message, "partition", None)
-            fence = self.stage.told.get(peer, self.stage.told.get(key, changed.fence))
+            fence = self.stage.fences.get(peer, self.stage.fences.get(key, changed.fence))
             changed = replace(changed, run=RUN, epoch=self.stage.epoch, fence=fence)
         self._count(peer, changed)
         self._hear(side, peer, changed)
@@ -314,14 +314,9 @@ class World:
 
 
 def _chunk(session: PushSession, lengths: list[int]) -> Chunk:
-    message: Any = chunk_message("p", session.partition, 0, lengths).message
-    return Chunk(
-        stream="p", partition=session.partition, session=(0, 0), lengths_u32=message.lengths_u32,
-        crcs_u32=message.crcs_u32,
-        loss_tokens_u32=message.loss_tokens_u32, num_bytes=4 * sum(lengths),
-        cursor=(session.process, 0, session.buffer.next_seq + len(lengths)), rejected={},
-        payload=(bytes(4 * sum(lengths)),), policy_version=session.policy_version or 0,
-    )  # fmt: skip
+    cursor = session.process, 0, session.buffer.next_seq + len(lengths)
+    version = session.policy_version or 0
+    return chunk_event(("p", session.partition), 0, lengths, cursor=cursor, policy_version=version)
 
 
 def _values(partition: int, seqs: list[int], number: int) -> GiveValues:

@@ -7,36 +7,21 @@ says -1: nothing that is refused at once would find much.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
-from streampack_services.broker.arena import SLACK, Arena
 
 from streampack.core.broker import Broker
+from streampack.core.columns.chunk_body import chunk_as
 from streampack.core.journal.journal import Journal
-from streampack.core.journal.log_effects import Append, Cut, Recall, Recalled, Safe, WasCut
 from streampack.core.model.capacity import Capacity, FeedPlan, wanted_tokens
 from streampack.core.model.fields import Field
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Batch, Rules, StreamRules
-from streampack.core.protocol.effects import (
-    Answer,
-    Change,
-    Drain,
-    Form,
-    Formed,
-    FromProducer,
-    FromTrainer,
-    Release,
-    SendProducer,
-    SendShard,
-    SendTrainer,
-    Store,
-)
-from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick
+from streampack.core.protocol.effects import Change, Drain, FromProducer, FromTrainer
+from streampack.core.protocol.events import Event, FromBroker, Send, Tick
 from streampack.core.protocol.message import Envelope, Message
 from streampack.core.protocol.producer_messages import Eos, Lease, Mark, Offer, Samples, Sent
 from streampack.core.protocol.relay_messages import relay_of
@@ -50,7 +35,8 @@ from streampack.wire import bundles
 from streampack.wire import frames as wire
 from streampack.wire.frames import ALL_MESSAGES
 from tests.fuzz.forms import packed
-from tests.simulation.disk import Disk
+from tests.world.chunks import message_of
+from tests.world.shell import Sending, Shell, arena_for, held_tokens
 
 RUN, EPOCH, RIGHT = 9, 7, -1
 BUDGET, LONGEST, QUOTA, MOST_PEERS = 16, 24, 64, 8
@@ -70,52 +56,36 @@ LATE = Rules(
 )  # fmt: skip
 PACED = msgspec.structs.replace(LATE, batch=Batch(samples=4), max_policy_lag=1, paces=True)
 FEEDS = {"train": READ, "push": PUSHED}
-EXACT = msgspec.structs.replace
 
 
-class Stage:
-    """The broker and its shell; ``said`` is what it sent, by peer."""
+class Stage(Shell):
+    """The broker and its shell; ``told`` is what it sent, by peer."""
 
     def __init__(self, feeds: Mapping[str, Rules] = FEEDS) -> None:
+        super().__init__()
         self._plans = [
             FeedPlan(name, rules, wanted_tokens(rules, LONGEST), max_readers=MOST_PEERS)
             for name, rules in feeds.items()
         ]
-        partitions = sum(stream.partitions for plan in self._plans for stream in plan.rules.streams)
-        self.tokens = sum(plan.merged_tokens for plan in self._plans) + QUOTA * partitions
-        self.disk, self.now, self.epoch = Disk(), 0.0, EPOCH - 1
-        self.said: dict[bytes, list[Envelope]] = {}
-        self.told: dict[Any, int] = {}
+        self.tokens = held_tokens(self._plans, QUOTA)
+        self.now, self.epoch = 0.0, EPOCH - 1
+        self.told: dict[bytes, list[Envelope]] = {}
+        self.fences: dict[Any, int] = {}
         """Fences, by peer and partition."""
-        self.start()
+        self.restart()
 
-    def start(self) -> None:
-        """A broker with what the log holds, in the place of the one before: that was killed, if there was one."""
+    def restart(self) -> None:
+        """Start a broker with what the log holds. The one before was killed, if there was one."""
         self.epoch += 1
-        rules = self._plans[0].rules
-        size = (int(self.tokens * SLACK / LONGEST) + 4) * LONGEST * rules.token_bytes
-        self.arena = Arena(size, "int32", LONGEST, rules.fields)
-        self.core = Broker(
+        core = Broker(
             run=RUN, epoch=self.epoch, feeds=self._plans, capacity=Capacity(QUOTA, LONGEST, 4 * LONGEST, MOST_PEERS),
             steps_ahead=2, journal=Journal(keeps=True), run_name="fuzz",
         )  # fmt: skip
-        for lsn in range(self.first_lsn, len(self.disk.records)):
-            self.core.recover(lsn, self.disk.decode(lsn)[0])
-        self.core.journal.next_lsn = self.core.journal.safe_upto = len(self.disk.records)
-        self._events: deque[Event] = deque()
-        self.said.clear()
+        self.arena = arena_for(self.tokens, LONGEST, self._plans[0].rules)
         self.told.clear()
-        self._perform_all(self.core.begin())
+        self.fences.clear()
+        self.start(core, self.arena)
         self.tick(0.0)
-
-    first_lsn = 0
-    """Records below this number were deleted."""
-
-    def handle(self, event: Event) -> None:
-        """One event, and all that follows from it."""
-        self._perform_all(self.core.handle(event))
-        while self.core.journal.safe_upto < len(self.disk.records):
-            self._perform_all(self.core.handle(Safe(len(self.disk.records))))
 
     def hear(self, side: int, peer: bytes, envelope: Envelope) -> None:
         """A message of a peer, at the address of producers (0) or trainers (1)."""
@@ -133,45 +103,17 @@ class Stage:
         assert self.arena.live_tokens <= self.tokens
         assert all(feed.memory.held_tokens <= feed.memory.limit_tokens for feed in core.feeds.values())
 
-    def _perform_all(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            self._perform(effect)
-        while self._events:
-            for effect in self.core.handle(self._events.popleft()):
-                self._perform(effect)
-
-    def _perform(self, effect: Effect) -> None:
-        if isinstance(effect, Store):
-            self.arena.store(effect.handles, effect.offsets, effect.lengths, effect.rows, effect.payload)
-        elif isinstance(effect, Release):
-            self.arena.release(effect.handles)
-        elif isinstance(effect, SendShard):
-            payload = self.arena.gather(effect.contents, effect.frames, effect.cp, effect.cp_ranks, effect.layout)
-            self._send(effect.peer, EXACT(effect.envelope, payload=payload))
-        elif isinstance(effect, SendProducer | SendTrainer):
-            self._send(effect.peer, effect.envelope)
-        elif isinstance(effect, Append):
-            self.disk.append(effect.record, effect.payload)
-        elif isinstance(effect, Recall):
-            self._events.append(Recalled(effect.feed, effect.lsn, *self.disk.decode(effect.lsn)))
-        elif isinstance(effect, Cut):
-            self.first_lsn = effect.lsn
-            self._events.append(WasCut(effect.lsn))
-        elif isinstance(effect, Form):
-            self._events.append(Formed(effect.feed, effect.request.choose(), effect.request))
-        else:
-            assert isinstance(effect, Report | Answer), effect
-
-    def _send(self, peer: bytes, envelope: Envelope) -> None:
-        heard = wire.decode(wire.encode(envelope))  # what it says fits into what its type declares
+    def carry(self, effect: Sending, envelope: Envelope) -> bool:
+        peer, heard = effect.peer, wire.decode(wire.encode(envelope))  # it fits into what its type declares
         if (relay := relay_of(peer)) is not None:  # it fits into a bundle, as the service sends it
             bundles.encode_bundle([(relay[1], envelope)])
-        self.said.setdefault(peer, []).append(heard)
+        self.told.setdefault(peer, []).append(heard)
         message = heard.message
         if isinstance(message, Lease):
-            self.told[peer, message.stream, message.partition] = heard.fence
+            self.fences[peer, message.stream, message.partition] = heard.fence
         elif isinstance(message, Attached):
-            self.told[peer] = heard.fence
+            self.fences[peer] = heard.fence
+        return True
 
 
 # Inputs: lists of things that happen
@@ -184,7 +126,7 @@ def item(side: int, peer: int, envelope: Envelope) -> list[Any]:
     return ["m", side, peer, envelope.message.TYPE, RIGHT, RIGHT, RIGHT, plain, payload]
 
 
-def read_item(given: Any, told: dict[Any, int]) -> tuple[int, bytes, Envelope] | None:
+def read_item(given: Any, fences: dict[Any, int]) -> tuple[int, bytes, Envelope] | None:
     """(side, peer, message) of part of an input; None where it is none that decodes."""
     if not (isinstance(given, list) and len(given) == 9 and all(isinstance(each, int) for each in given[1:7])):
         return None
@@ -200,7 +142,7 @@ def read_item(given: Any, told: dict[Any, int]) -> tuple[int, bytes, Envelope] |
         key: Any = peer
         if isinstance(message, Samples | Eos | Sent | Mark):
             key = (peer, message.stream, message.partition)
-        fence = told.get(key, 0)
+        fence = fences.get(key, 0)
     if isinstance(message, Samples) and not payload:
         payload = [bytes(4 * min(sum(lengths_of(message)), 1 << 16))]
     numbers = [RUN if run == RIGHT else run, EPOCH if epoch == RIGHT else epoch, fence]
@@ -219,14 +161,16 @@ def lengths_of(message: Samples) -> list[int]:
 
 def chunk_message(stream: str, partition: int, base_seq: int, lengths: list[int], **more: Any) -> Envelope:
     """Samples as a producer sends them."""
-    column = np.array(lengths, np.int64)
-    message = Samples(
-        stream=stream, partition=partition, base_seq=base_seq, lengths_u32=column.astype("<u4").tobytes(),
-        crcs_u32=np.arange(len(lengths), dtype="<u4").tobytes(),
-        loss_tokens_u32=np.maximum(column - 1, 0).astype("<u4").tobytes(), cursor=(base_seq + len(lengths), 0, 0),
-        rejected={"empty": lengths.count(0)} if 0 in lengths else {}, **more,
-    )  # fmt: skip
+    message = message_of((stream, partition), base_seq, lengths, cursor=(base_seq + len(lengths), 0, 0), **more)
     return Envelope(run=RUN, epoch=EPOCH, fence=0, message=message, payload=(bytes(4 * sum(lengths)),))
+
+
+def chunk_event(key: tuple[str, int], base_seq: int, lengths: list[int], **more: Any) -> Chunk:
+    """The same samples, as a producer hands them to its session."""
+    envelope = chunk_message(*key, base_seq, lengths)
+    assert isinstance(envelope.message, Samples)
+    of = {"session": (0, 0), "num_bytes": 4 * sum(lengths), "payload": envelope.payload, "base_seq": 0, **more}
+    return chunk_as(Chunk, envelope.message, **of)
 
 
 # Honest peers
@@ -257,7 +201,7 @@ class Honest:
                 self._produce(peer, producer, Tick(self.stage.now))
             self._read(Tick(self.stage.now))
             for peer, heard in self._heard.items():
-                news = self.stage.said.get(peer, [])[heard:]
+                news = self.stage.told.get(peer, [])[heard:]
                 self._heard[peer] += len(news)
                 for envelope in news:
                     if peer in self.producers:
@@ -298,15 +242,7 @@ def chunk_of(read: Read) -> Chunk | EndOfPartition:
     key, count = (read.lease.stream, read.lease.partition), len(LENGTHS)
     if read.seq >= 4 * count:
         return EndOfPartition(key, read.session)
-    envelope = chunk_message(*key, read.seq, list(LENGTHS))
-    message = envelope.message
-    assert isinstance(message, Samples)
-    return Chunk(
-        stream=key[0], partition=key[1], session=read.session, lengths_u32=message.lengths_u32,
-        crcs_u32=message.crcs_u32,
-        loss_tokens_u32=message.loss_tokens_u32, num_bytes=4 * sum(LENGTHS), cursor=message.cursor,
-        rejected=message.rejected, payload=envelope.payload,
-    )  # fmt: skip
+    return chunk_event(key, read.seq, list(LENGTHS), session=read.session)
 
 
 def change(token: int, ask: Any, at_step: int | None = None, feed: str = "train") -> Change:

@@ -8,18 +8,13 @@ through the same phases with steps, producers and a log; some of the rarest tran
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections import deque
-from typing import Any
-
-import numpy as np
 
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import SampleTable
-from streampack.core.model.snapshot import FormState, MergeState, Snapshot
-from streampack.core.model.steps import PlannedPacks, PlannedStep
+from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.effects import SendShard, SendTrainer
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick
 from streampack.core.protocol.message import Bye, Envelope, Identity, Who
@@ -29,6 +24,7 @@ from streampack.core.serve.readers import Readers
 from streampack.core.sessions.client_events import Begin, Broken, Deliver, Detach, Ended, Returned
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.stats.data_wait import Missing
+from tests.world.made_up import chain_of, made_up_step, snapshot_at
 
 DP, STEPS, AHEAD = 2, 3, 2
 TICK_S = 0.5
@@ -39,22 +35,6 @@ MOVES = (
     ("deliver",) * 20 + ("tick",) * 20 + ("begin",),
 )
 """How often each move is made: under many faults, under few, and where links are slow and all processes live."""
-
-
-def _chain(step: int) -> bytes:
-    return hashlib.blake2b(b"before %d" % step, digest_size=16).digest() if step else bytes(16)
-
-
-def _step(number: int) -> PlannedStep:
-    sums = np.array([[0] * 4, [0] * 4, [0] * 4, range(4)], np.int64)
-    packs = PlannedPacks(np.zeros(0, np.int64), np.zeros(5, np.int64), sums, [b""] * 4)
-    return PlannedStep(number, packs, 10, 1, _chain(number), _chain(number + 1), Rules())
-
-
-def _snapshot(step: int) -> Snapshot:
-    empty: Any = []
-    merge = MergeState(empty, empty, empty, empty, empty, empty, empty, stopped=False)
-    return Snapshot("", merge, FormState(step, b"", False, b"", [], b"", []))
 
 
 class Feed:
@@ -136,12 +116,12 @@ class Walk:
     def _begin(self) -> None:
         """A trainer begins its first round, or breaks one off; mostly all ranks do."""
         step = self.rng.randint(0, STEPS)
-        snapshot = _snapshot(self.rng.randint(0, step)) if self.rng.random() < 0.6 else None
+        snapshot = snapshot_at(self.rng.randint(0, step)) if self.rng.random() < 0.6 else None
         chosen = self.ranks if self.rng.random() < 0.7 else [self.rng.choice(self.ranks)]
         newest = max(rank.session.iteration for rank in self.ranks)
         for rank in chosen:
             rank.had = step
-            self._to_client(rank, Begin(step, _chain(step) if step else b"", newest + 1, snapshot=snapshot))
+            self._to_client(rank, Begin(step, chain_of(step) if step else b"", newest + 1, snapshot=snapshot))
 
     def _return(self) -> None:
         rank = self.rng.choice(self.ranks)
@@ -199,9 +179,9 @@ class Walk:
             self._perform([SendTrainer(peer, Envelope(run=1, epoch=self.epoch, fence=0, message=Who()))])
         steps = self.readers.steps
         while steps.formed_upto < min(steps.released_upto + AHEAD, STEPS):
-            self._perform(self.readers.add(_step(steps.formed_upto)))
+            self._perform(self.readers.add(made_up_step(steps.formed_upto)))
         if steps.end is None and steps.formed_upto >= STEPS and self.rng.random() < 0.5:
-            self._perform(self.readers.finish(STEPS, _chain(STEPS)))
+            self._perform(self.readers.finish(STEPS, chain_of(STEPS)))
 
     def _perform(self, effects: list[Effect]) -> None:
         links = {rank.peer: rank for rank in [*self.ranks, *self.zombies]}

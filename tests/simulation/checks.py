@@ -57,10 +57,8 @@ class BrokerChecks:
         """Packs that went to a relay: by its peer, attempt, feed, number of the request and step."""
         self._peers: dict[str, tuple[int, bytes]] = {}
         """The newest way of each reader: its number and its peer."""
-        disk = process.disk
-        for lsn in range(len(disk.records) if disk is not None else 0):
-            assert disk is not None
-            self.appended(lsn, disk.decode(lsn)[0])
+        for lsn in range(len(process.disk.records)):
+            self.appended(lsn, process.disk.decode(lsn)[0])
 
     def appended(self, lsn: int, record: Record) -> None:
         """A record is in the log: the end is there once and nothing follows it (R8), a step is what it was."""
@@ -86,8 +84,7 @@ class BrokerChecks:
             known.append((lsn, stop))
 
     def _is_safe(self, lsn: int) -> bool:
-        disk = self._process.disk
-        return disk is not None and 0 <= lsn < disk.safe_upto
+        return 0 <= lsn < self._process.disk.safe_upto
 
     def before(self, event: Event) -> Any:
         """What a stale message must not change; None if the event is none."""
@@ -125,7 +122,7 @@ class BrokerChecks:
                 self._shard(effect)
             elif isinstance(effect, SendTrainer) and isinstance(effect.envelope.message, End):
                 end = effect.envelope.message
-                safe = self._process.disk is None or self._is_safe(self._ends.get(end.feed, -1))
+                safe = not self._core.journal.keeps or self._is_safe(self._ends.get(end.feed, -1))
                 assert safe, "R8: an end went out before the log had it"
             elif isinstance(effect, SendTrainer) and isinstance(effect.envelope.message, Attached):
                 self._attached(effect)
@@ -321,7 +318,7 @@ class BrokerChecks:
         records neither. The digest of the first step that is recorded covers them.
         """
         disk, world = self._process.disk, self._process.world
-        if disk is None or not world.lost_disk or not disk.first_lsn:
+        if not world.lost_disk or not disk.first_lsn:
             return False
         left = [number for (of, number), (lsn, _) in self._steps.items() if of == feed and lsn >= disk.first_lsn]
         return bool(left) and step < min(left)
@@ -337,7 +334,7 @@ class BrokerChecks:
             f"R5: attempt {envelope.fence} is of iteration {of} and of {readers.attempts.iteration}"
         )
         lsn, _ = self._steps.get((message.feed, message.step), (-1, b""))
-        safe = self._process.disk is None or self._is_safe(lsn) or self._is_before_log(message.feed, message.step)
+        safe = not self._core.journal.keeps or self._is_safe(lsn) or self._is_before_log(message.feed, message.step)
         assert safe, f"R2: step {message.step} went out before the log had it"
         if isinstance(message, NodePart):
             served = list(readers.receivers.relays[effect.peer].readers.values())

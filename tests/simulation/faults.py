@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from streampack.core.serve.rank_reader import Reader
 from tests.simulation.client import ClientProcess
-from tests.simulation.disk import Disk
 from tests.simulation.job import Job
 from tests.simulation.processes import Process
+from tests.world.disk import Disk
 
 if TYPE_CHECKING:
     from tests.simulation.world import AnyProducer, World

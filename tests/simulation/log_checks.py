@@ -10,8 +10,8 @@ import numpy as np
 from streampack.core.journal.log_records import FeedEnded, SamplesRejected, StepFormed, TailDropped
 from streampack.core.model.samples import MEDIA_ROW, ROW
 from tests.simulation.data import Case, Id
-from tests.simulation.disk import Disk
 from tests.simulation.offline import Reference
+from tests.world.disk import Disk
 
 
 def check_log(feed: str, case: Case, reference: Reference, disk: Disk) -> None:

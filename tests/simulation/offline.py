@@ -27,7 +27,7 @@ from streampack.core.model.samples import I64, KEEPS, PACK, Keep, SampleTable
 from streampack.core.model.steps import PlannedStep
 from streampack.core.trees.shared_prefixes import cut_trees, fit_trees
 from tests.simulation.data import BUDGET, Case, Id, Media, case
-from tests.simulation.disk import Disk
+from tests.world.disk import Disk
 
 
 @dataclass(frozen=True)

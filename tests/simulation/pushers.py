@@ -22,8 +22,8 @@ from tests.simulation.processes import Process, chunk_of
 
 if TYPE_CHECKING:
     from tests.simulation.data import Case
-    from tests.simulation.disk import Disk
     from tests.simulation.world import World
+    from tests.world.disk import Disk
 
 BUFFER_BYTES = 6 << 10
 SAMPLE_BYTES = 3 * 4

@@ -11,10 +11,8 @@ import random
 from streampack.core.model.rules import Batch
 from streampack.core.protocol.effects import Drain
 from streampack.core.protocol.events import Tick
-from streampack.core.sessions.pushing.push_buffer import PushBuffer
-from streampack.core.sessions.pushing.push_session import PushSession
-from tests.core.feed.test_going_back import PARTITIONS, Unsafe
-from tests.core.feed.test_marked_batches import Batches
+from tests.world.marked_rollouts import Batches
+from tests.world.rollouts import PARTITIONS, Unsafe, pusher
 
 MOVES = ("turn",) * 60 + ("lose",) * 12 + ("crash",) * 4 + ("drain",) + ("replace",) * 2
 """How often each move is made: a rare transition needs crashes and losses close together."""
@@ -47,14 +45,11 @@ class PushWalk(Unsafe, Batches):
 
     def _drain(self) -> None:
         """The broker begins to stop. A later crash ends it."""
-        self._handle(Drain())
+        self.handle(Drain())
 
     def _replace(self) -> None:
         """A program is started again. Its buffer is lost."""
         partition, self._names = self.rng.randrange(PARTITIONS), self._names + 1
         peer = b"push%d" % partition
-        self.pushers[partition] = self.producers[peer] = PushSession(
-            run=0, producer=f"again{self._names}", process=100 + self._names, host="host", pid=self._names,
-            stream="rollouts", partition=partition, buffer=PushBuffer(self.buffer_bytes),
-        )  # fmt: skip
+        self.pushers[partition] = self.producers[peer] = pusher(f"again{self._names}", partition, 100 + self._names)
         self._to_producer(peer, Tick(self.now))

@@ -19,11 +19,11 @@ from typing import Any
 from streampack.core.protocol.message import Envelope
 from streampack.wire.frames import encode
 from tests.simulation.data import MEDIA_CASES
-from tests.simulation.disk import Disk
 from tests.simulation.network import Network
 from tests.simulation.rl.cases import RL_CASES, RL_MEDIA
 from tests.simulation.rl.world import LoopWorld
 from tests.simulation.world import World
+from tests.world.disk import Disk
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "bytes.json"
 RUNS: dict[str, Callable[[], World]] = {

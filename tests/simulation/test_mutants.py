@@ -45,7 +45,6 @@ from streampack.core.model.samples import I64
 from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.effects import Formed, Store
 from streampack.core.protocol.events import Effect, FromBroker, Send
-from streampack.core.protocol.handlers import Handlers
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Eos, Flow, Hello, ProducerPing, Samples
 from streampack.core.protocol.step_part import StepPart
@@ -69,14 +68,13 @@ from tests.simulation.data import (
     MEDIA_CASES,
     NUM_CASES,
 )
+from tests.simulation.mutating import Patch, expect_failure, wrap
 from tests.simulation.world import World, run
 
-MAX_SEEDS = 150
 SLOW_S = 0.5
 ALL, ARRIVAL, PUSHED = range(FIRST_BATCH), range(FIRST_ARRIVAL, FIRST_BATCH), range(FIRST_PUSHED, FIRST_BATCH)
 GROUPS = range(FIRST_PUSHED, FIRST_READ_BATCH)
 BATCHES, PADDED = range(FIRST_BATCH, FIRST_PADDED), range(FIRST_PADDED, NUM_CASES)
-Patch = pytest.MonkeyPatch
 MUTANTS: list[Any] = []
 
 
@@ -102,32 +100,6 @@ def test_a_rule_that_is_taken_out_is_missed(
 ) -> None:
     patch(monkeypatch)
     expect_failure(patch.__name__, first, lambda seed: run(seed, cases[seed % len(cases)], work_s))
-
-
-def expect_failure(mutant: str, first: int, run_seed: Callable[[int], Any], seeds: int = MAX_SEEDS) -> None:
-    """Fail the test unless one of ``seeds`` seeds, from seed ``first`` on, fails with the mutant."""
-    for seed in range(first, first + seeds):
-        try:
-            run_seed(seed)
-        except AssertionError as error:
-            if isinstance(error.__cause__, TypeError | AttributeError | NameError):
-                raise  # the mutant does not fit the code any more, so it says nothing about the rule
-            print(f"{mutant}: seed {seed}: {str(error)[:160]}")
-            return
-    pytest.fail(f"{seeds} seeds passed without the rule")
-
-
-def wrap(patch: Patch, kind: type, name: str, around: Callable[..., Any]) -> None:
-    """Replace a method by ``around(original, self, *args)``."""
-    original = getattr(kind, name)
-
-    def replaced(self: Any, *args: Any, **more: Any) -> Any:
-        return around(original, self, *args, **more)
-
-    patch.setattr(kind, name, replaced)
-    for table in [each for base in kind.__mro__ for each in vars(base).values() if isinstance(each, Handlers)]:
-        for handled in [handled for handled, method in table.items() if method is original]:
-            patch.setitem(table, handled, replaced)
 
 
 def _without(effects: list[Effect], *kinds: type) -> list[Effect]:

@@ -22,7 +22,7 @@ from streampack.core.sessions.relaying.node_feed import NodeFeed
 from streampack.core.sessions.relaying.relay_requests import RelayRequests
 from streampack.core.sessions.relaying.relay_session import RelaySession
 from streampack.core.sessions.route import Route
-from tests.simulation.test_mutants import expect_failure, wrap
+from tests.simulation.mutating import expect_failure, wrap
 from tests.simulation.world import run
 
 Patch = pytest.MonkeyPatch

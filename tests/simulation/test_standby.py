@@ -18,8 +18,8 @@ from streampack.core.standby.arbiter_entries import CreateEntry, EntryWritten
 from streampack.core.standby.log_follower import FollowerPhase, LogFollower
 from streampack.core.standby.log_shipper import LogShipper
 from streampack.core.standby.standby_events import Discard, FromPeer, TakeOver, WriteRecords
+from tests.simulation.mutating import expect_failure, wrap
 from tests.simulation.standby import run_standby
-from tests.simulation.test_mutants import expect_failure, wrap
 from tests.simulation.world import run
 
 Patch = pytest.MonkeyPatch

@@ -24,13 +24,13 @@ from streampack.core.sessions.relaying.relay_events import ForReaders
 from tests.simulation.broker import FIRST_EPOCH, BrokerProcess
 from tests.simulation.client import Checkpoint, ClientProcess
 from tests.simulation.data import MEDIA_CASES, NUM_CASES, WIDE, beside, case
-from tests.simulation.disk import Disk
 from tests.simulation.faults import Faults
 from tests.simulation.job import Job
 from tests.simulation.network import Clock, Network, Weather
 from tests.simulation.processes import Process, ProducerProcess
 from tests.simulation.pushers import Births, PusherProcess
 from tests.simulation.relay import Relays
+from tests.world.disk import Disk
 
 if TYPE_CHECKING:
     from tests.simulation.rl.scorers import ScorerProcess

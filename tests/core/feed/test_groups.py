@@ -46,12 +46,12 @@ from streampack.core.packers.registry import PackerName
 from streampack.core.protocol.effects import Store
 from streampack.core.protocol.events import Tick
 from streampack.core.protocol.message import Envelope
-from streampack.core.protocol.producer_messages import Samples
-from streampack.core.sessions.pushing.push_buffer import PushBuffer, size_of
-from streampack.core.sessions.pushing.push_session import EndBatch, EndPartition, Push, PushSession
-from tests.core.feed import test_going_back as rollouts
-from tests.core.feed.test_going_back import PARTITIONS, Rollouts, chunk_of, length_of
-from tests.core.planned import tokens_of
+from streampack.core.sessions.producer_base import Chunk
+from streampack.core.sessions.pushing.push_session import EndBatch, EndPartition
+from tests.world.chunks import message_of
+from tests.world.planned import tokens_of
+from tests.world.rollouts import PARTITIONS, Rollouts, Story, length_of, pusher, rollout_chunk, stories
+from tests.world.rollouts import RULES as ROLLOUTS
 
 Group = tuple[str, list[int]]
 """What it is kept in, "" for single samples, and the lengths of its samples."""
@@ -307,11 +307,7 @@ def refused(terms: StreamTerms, keep: Keep, lengths: list[int]) -> tuple[str, st
     """What is said to a chunk of samples of such lengths."""
     merge = FeedMerge(Rules(streams=(StreamRules("s", 1.0, 1, pushed=True),), merge="arrival"))
     admission = Admission([terms], "int32", (), 1000, SampleTable(), merge)
-    column = np.array(lengths, "<u4").tobytes()
-    chunk = Samples(
-        stream="s", partition=0, base_seq=7, lengths_u32=column, crcs_u32=column, loss_tokens_u32=bytes(len(column)),
-        cursor=(0, 0, 0), keep=keep,
-    )  # fmt: skip
+    chunk = message_of(("s", 0), 7, lengths, keep=keep)
     envelope = Envelope(run=1, epoch=1, fence=1, message=chunk, payload=(memoryview(bytes(4 * sum(lengths))),))
     came = parse_chunk(envelope, chunk)
     assert isinstance(came, ReceivedChunk)
@@ -355,11 +351,8 @@ def test_a_group_over_a_limit_for_media_is_dropped_whole_if_a_broker_knows_a_par
     terms = replace(PUSHED, overlong="drop", media_fields=(pixels,), limits=MediaLimits(patches=5))
     merge = FeedMerge(Rules(streams=(StreamRules("s", 1.0, 1, pushed=True),), merge="arrival"))
     admission = Admission([terms], "int32", (), 1000, SampleTable(), merge)
-    column, media = np.full(3, 4, "<u4").tobytes(), encode((pixels,), np.array([2]), {"pixels": np.zeros(2)})
-    message = Samples(
-        stream="s", partition=0, base_seq=0, lengths_u32=column, crcs_u32=column, loss_tokens_u32=bytes(12),
-        cursor=(0, 0, 0), keep="pack",
-    )  # fmt: skip
+    media = encode((pixels,), np.array([2]), {"pixels": np.zeros(2)})
+    message = message_of(("s", 0), 0, [4, 4, 4], keep="pack")
     payload = bytes(48), np.full((3, 2), (1, len(media)), "<u4").tobytes(), 3 * media
     chunk = parse_chunk(Envelope(run=1, epoch=1, fence=1, message=message, payload=payload), message, terms)
     assert isinstance(chunk, ReceivedChunk)
@@ -405,31 +398,27 @@ class Pushed(Rollouts):
     def __init__(self, rules: Rules, keeps: list[Keep | None], seed: int, *, discards: bool, marks: bool) -> None:
         self.keeps, self.marks = keeps, marks
         self.sent = [0] * PARTITIONS
-        before = rollouts.RULES
-        streams = tuple(msgspec.structs.replace(stream, overlong="drop") for stream in before.streams)
-        rollouts.RULES = msgspec.structs.replace(rules, merge="arrival", streams=streams)
-        try:
-            super().__init__(seed, discards=discards)
-        finally:
-            rollouts.RULES = before
+        streams = tuple(msgspec.structs.replace(stream, overlong="drop") for stream in ROLLOUTS.streams)
+        rules = msgspec.structs.replace(rules, merge="arrival", streams=streams + rules.streams)
+        super().__init__(seed, rules, discards=discards)
 
-    def turn(self) -> None:
-        partition = self.rng.randrange(PARTITIONS)
-        session, peer = self.pushers[partition], b"push%d" % partition
-        first, sent = session.buffer.next_seq, self.sent[partition]
-        if not session.begun or session.end_requested:
-            pass
-        elif self.marks and session.buffer.next_mark < sent // 5:
-            self._to_producer(peer, EndBatch(sent // 5))
-        elif first < self.wanted:
-            keep = self.keeps[sent % len(self.keeps)]
-            chunk = chunk_of(partition, first, min(first + 1 + sent % 4, self.wanted))
-            if session.room(size_of(chunk)):
-                self._to_producer(peer, Push(msgspec.structs.replace(chunk, keep=keep or msgspec.UNSET)))
-                self.sent[partition] += 1
-        elif self.over:
-            self._to_producer(peer, EndPartition())
-        super(Rollouts, self).turn()
+    def work(self, partition: int) -> None:
+        sent = self.sent[partition]
+        session = self.pushers[partition]
+        if session.begun and not session.end_requested and self.marks and session.buffer.next_mark < sent // 5:
+            self.tell(partition, EndBatch(sent // 5))
+        else:
+            super().work(partition)
+
+    def next_chunk(self, partition: int, first: int) -> Chunk:
+        sent = self.sent[partition]
+        chunk = rollout_chunk(partition, first, min(first + 1 + sent % 4, self.wanted))
+        return msgspec.structs.replace(chunk, keep=self.keeps[sent % len(self.keeps)] or msgspec.UNSET)
+
+    def push(self, partition: int, chunk: Chunk) -> bool:
+        was_pushed = super().push(partition, chunk)
+        self.sent[partition] += was_pushed
+        return was_pushed
 
     def groups(self) -> list[tuple[ChunkAdmitted, list[int]]]:
         """Each chunk of the log and the indices of its samples."""
@@ -511,18 +500,15 @@ def live_rules() -> st.SearchStrategy[Rules]:
     return st.sampled_from([*stream, Rules(budget=32, packs=2, window=4, balance=joint), *batches, marks])
 
 
-@given(live_rules(), rollouts.moves(), st.integers(0, 999), st.booleans())
+@given(live_rules(), stories(), st.integers(0, 999), st.booleans())
 @settings(deadline=None, max_examples=150)
 def test_groups_that_are_pushed_are_never_torn_whoever_is_killed(
-    rules: Rules, story: list[tuple[str, int]], seed: int, discards: bool
+    rules: Rules, story: Story, seed: int, discards: bool
 ) -> None:
     keeps: list[Keep | None] = ["pack", None, "pack"] if rules.batch is None else ["pack", "step", None]
     marked = rules.batch is not None and rules.batch.samples is None
     live = Pushed(rules, keeps, seed, discards=discards, marks=marked or (rules.batch is None and seed % 2 == 0))
-    for what, n in [("push", 8), *story]:
-        rollouts.do(live, "back" if what == "torn" else what, n)
-    live.over = True
-    chains = live.finish()
+    chains = live.play([("push", 8), *story], torn=False)
     packs, rejected = live.packs(), live.rejected()
     assert sorted(packs) == list(range(len(chains)))
     places = {i: (s, p) for s, step in packs.items() for p, pack in enumerate(step) for i in pack}
@@ -549,16 +535,9 @@ class Leaving(Pushed):
     """Beside these programs there is one that pushes nothing to a stream of its own, ``spare``."""
 
     def __init__(self, seed: int) -> None:
-        self.spare = PushSession(
-            run=0, producer="spare", process=99, host="host", pid=99, stream="spare", partition=0,
-            buffer=PushBuffer(1 << 16),
-        )  # fmt: skip
-        before = rollouts.RULES
-        rollouts.RULES = msgspec.structs.replace(before, streams=(*before.streams, SPARE))
-        try:
-            super().__init__(RULES, ["pack"], seed, discards=False, marks=False)
-        finally:
-            rollouts.RULES = before
+        self.spare = pusher("spare", 0, 99, "spare")
+        rules = msgspec.structs.replace(RULES, streams=(SPARE,))
+        super().__init__(rules, ["pack"], seed, discards=False, marks=False)
 
     def start_broker(self, lost: bool = False) -> None:
         self.quota = 400  # so that more waits than is merged at once

@@ -13,10 +13,10 @@ from streampack.core.model.capacity import needed_tokens
 from streampack.core.model.rule_changes import Reweigh
 from streampack.core.model.rules import Batch, Rules, StreamRules
 from streampack.core.model.samples import ROW, Keep
-from streampack.core.sessions.pushing.push_buffer import PushBuffer, size_of
+from streampack.core.sessions.pushing.push_buffer import size_of
 from streampack.core.sessions.pushing.push_session import EndPartition, Push, PushSession
-from tests.core.feed.test_going_back import chunk_of
-from tests.core.live import Live
+from tests.world.live import Live
+from tests.world.rollouts import pusher, rollout_chunk
 
 STREAMS = ("rollouts", "others")
 RULES = Rules(
@@ -40,10 +40,7 @@ class TwoStreams(Live):
 
     def start_producer(self, streams: list[str]) -> bytes:
         for number, stream in enumerate(STREAMS):
-            self.pushers.append(PushSession(
-                run=0, producer=stream, process=number + 1, host="host", pid=number, stream=stream, partition=0,
-                buffer=PushBuffer(1 << 16),
-            ))  # fmt: skip
+            self.pushers.append(pusher(stream, 0, number + 1, stream))
             self.producers[stream.encode()] = self.pushers[-1]
         return b""
 
@@ -52,7 +49,7 @@ class TwoStreams(Live):
         session = self.rng.choice(self.pushers)
         first, peer = session.buffer.next_seq, session.stream.encode()
         if session.begun and first < self.size * self.wanted:
-            chunk = msgspec.structs.replace(chunk_of(0, first, first + self.next_size()), keep=self.keep)
+            chunk = msgspec.structs.replace(rollout_chunk(0, first, first + self.next_size()), keep=self.keep)
             if session.room(size_of(chunk)):
                 self._to_producer(peer, Push(chunk))
         elif session.begun and self.over and not session.end_requested:

@@ -20,9 +20,9 @@ from tests.fuzz.stage import RUN, Stage
 
 def answer(stage: Stage, message: Message, payload: tuple[bytes, ...] = ()) -> Noted | None:
     """Return the answer of the broker to a message of a trainer; None without one."""
-    stage.said.pop(b"z", None)
+    stage.told.pop(b"z", None)
     stage.hear(1, b"z", Envelope(run=RUN, epoch=stage.epoch, fence=0, message=message, payload=payload))
-    said = [each.message for each in stage.said.get(b"z", []) if isinstance(each.message, Noted)]
+    said = [each.message for each in stage.told.get(b"z", []) if isinstance(each.message, Noted)]
     return said[-1] if said else None
 
 
@@ -101,9 +101,9 @@ def test_a_trainer_has_at_most_one_policy_that_waits_for_the_log() -> None:
         effects += stage.core.handle(FromTrainer(b"z", envelope))
     assert sum(isinstance(effect, Append) for effect in effects) == 1
     for effect in effects:
-        stage._perform(effect)
+        stage.perform(effect)
     stage.handle(Safe(stage.core.journal.next_lsn))
-    assert [each.message for each in stage.said[b"z"]][-1] == Noted(number=107)
+    assert [each.message for each in stage.told[b"z"]][-1] == Noted(number=107)
     later = Publish(feed="train", number=1107, version=1107, step=0, attempt=attempt)
     assert answer(stage, later) == Noted(number=1107)
 
@@ -117,7 +117,7 @@ def test_a_log_with_a_policy_of_no_trainer_is_read_without_it(published: dict[st
     good = replace(PolicyPublished(feed="train", version=107, step=0, attempt=(stage.epoch, 1)))
     stage.disk.append(good)
     stage.disk.append(replace(good, **published))
-    stage.start()
+    stage.restart()
     feed = stage.core.feeds["train"]
     assert feed.history.published == good
     assert feed.history.facts().published == good, "nor do the facts have it, which replace the record"

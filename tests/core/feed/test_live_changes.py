@@ -9,8 +9,8 @@ from streampack.core.journal.history import KEPT_STEPS
 from streampack.core.model.rule_changes import Restream, Reweigh, Skip
 from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.protocol.effects import Answer
-from tests.core.live import Live
-from tests.core.planned import Data, planned
+from tests.world.live import Live
+from tests.world.planned import Data, planned
 
 DATA: Data = {
     "web": [[7, 3, 12, 9, 5, 16, 2, 8] * 12, [11, 4, 0, 6, 13] * 15],

@@ -4,76 +4,15 @@ from __future__ import annotations
 
 import re
 
-import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack.core.journal.log_records import StepFormed
 from streampack.core.model.capacity import needed_tokens, wanted_tokens
 from streampack.core.model.rules import Batch, Rules
-from streampack.core.model.samples import ROW
-from streampack.core.sessions.pushing.push_buffer import size_of
-from streampack.core.sessions.pushing.push_session import EndBatch, EndPartition, Push
-from tests.core.feed import test_going_back as rollouts
-from tests.core.feed.test_going_back import PARTITIONS, Rollouts, chunk_of
-
-Ids = set[tuple[int, int]]
-"""(partition, sequence number) of samples."""
-
-
-class Batches(Rollouts):
-    """Each partition pushes ``sizes[b][partition]`` samples to batch b, marks its end where ``marks``, and is over at
-    the end of the last. With ``waits`` nothing of batch b is pushed before the rank has had step b - 1.
-    """
-
-    def __init__(
-        self, batch: Batch, sizes: list[tuple[int, int]], seed: int, *, marks: bool, waits: bool, quota: int = 64
-    ) -> None:
-        self.sizes, self.marks, self.waits = sizes, marks, waits
-        before = rollouts.RULES
-        rollouts.RULES = msgspec.structs.replace(before, batch=batch)
-        try:
-            super().__init__(seed, discards=False, quota=quota)
-        finally:
-            rollouts.RULES = before
-
-    def turn(self) -> None:
-        partition = self.rng.randrange(PARTITIONS)
-        session, ends = self.pushers[partition], np.cumsum([size[partition] for size in self.sizes]).tolist()
-        peer, first = b"push%d" % partition, session.buffer.next_seq
-        marked = session.buffer.next_mark if self.marks else sum(end <= first for end in ends)
-        if not session.begun or session.end_requested or (self.waits and self.client is not None and marked > self.had):
-            pass
-        elif marked == len(ends):
-            self._to_producer(peer, EndPartition())
-        elif first < ends[marked]:
-            chunk = chunk_of(partition, first, min(first + self.rng.randint(1, 3), ends[marked]))
-            if session.room(size_of(chunk)):
-                self._to_producer(peer, Push(chunk))
-        elif self.marks:
-            self._to_producer(peer, EndBatch(marked))
-        super(Rollouts, self).turn()
-
-    def steps(self) -> list[Ids]:
-        """The samples of each step, as the log has them."""
-        found: dict[int, Ids] = {}
-        for record in self.records():
-            if isinstance(record, StepFormed):
-                rows = np.frombuffer(record.rows, ROW)
-                ids = [divmod(index, PARTITIONS)[::-1] for index in rows["index"].tolist()]
-                assert len(set(ids)) == len(ids)
-                assert found.setdefault(record.step, set(ids)) == set(ids), "the second time it is another"
-        return [found[step] for step in range(len(found))]
-
-    def batches(self) -> list[Ids]:
-        """The samples of each batch, as they are marked."""
-        ends = np.cumsum([(0, 0), *self.sizes], axis=0).tolist()
-        return [
-            {(p, seq) for p in range(PARTITIONS) for seq in range(ends[b][p], ends[b + 1][p])}
-            for b in range(len(self.sizes))
-        ]
+from streampack.core.sessions.pushing.push_session import EndBatch, EndPartition
+from tests.world.marked_rollouts import Batches, Ids
+from tests.world.rollouts import PARTITIONS, Rollouts, Story, rollout_chunk
 
 
 def sizes(least: int = 0) -> st.SearchStrategy[list[tuple[int, int]]]:
@@ -81,23 +20,17 @@ def sizes(least: int = 0) -> st.SearchStrategy[list[tuple[int, int]]]:
     return st.lists(st.tuples(size, size), min_size=1, max_size=6)
 
 
-def stories() -> st.SearchStrategy[list[tuple[str, int]]]:
+def batch_stories() -> st.SearchStrategy[Story]:
     return st.lists(st.tuples(st.sampled_from(["turns", "read", "kill", "back"]), st.integers(0, 6)), max_size=8)
 
 
-def tell(live: Batches, story: list[tuple[str, int]]) -> list[bytes]:
-    for what, n in story:
-        rollouts.do(live, what, n)
-    return live.finish()
-
-
-@given(sizes(), st.integers(1, 9), stories(), st.integers(0, 999))
+@given(sizes(), st.integers(1, 9), batch_stories(), st.integers(0, 999))
 @settings(deadline=None, max_examples=60)
 def test_a_step_is_what_was_marked_as_one_batch_and_small_ones_wait_for_the_next(
-    sizes: list[tuple[int, int]], least: int, story: list[tuple[str, int]], seed: int
+    sizes: list[tuple[int, int]], least: int, story: Story, seed: int
 ) -> None:
     live = Batches(Batch(min_samples=least), sizes, seed, marks=True, waits=False)
-    tell(live, story)
+    live.play(story)
     expected, held = list[Ids](), set[tuple[int, int]]()
     for batch in live.batches():
         held |= batch
@@ -107,34 +40,34 @@ def test_a_step_is_what_was_marked_as_one_batch_and_small_ones_wait_for_the_next
     assert live.steps() == expected + ([held] if held else [])
 
 
-@given(sizes(1), stories(), st.integers(0, 999))
+@given(sizes(1), batch_stories(), st.integers(0, 999))
 @settings(deadline=None, max_examples=40)
 def test_programs_may_wait_for_each_step_before_they_push_the_next_batch(
-    sizes: list[tuple[int, int]], story: list[tuple[str, int]], seed: int
+    sizes: list[tuple[int, int]], story: Story, seed: int
 ) -> None:
     live = Batches(Batch(), sizes, seed, marks=True, waits=True)
-    tell(live, story)
+    live.play(story)
     assert live.steps() == live.batches()
 
 
-@given(st.integers(1, 4), st.integers(1, 5), stories(), st.integers(0, 999))
+@given(st.integers(1, 4), st.integers(1, 5), batch_stories(), st.integers(0, 999))
 @settings(deadline=None, max_examples=40)
 def test_a_step_is_formed_as_soon_as_its_number_of_samples_is_there(
-    size: int, count: int, story: list[tuple[str, int]], seed: int
+    size: int, count: int, story: Story, seed: int
 ) -> None:
     live = Batches(Batch(samples=PARTITIONS * size), [(size, size)] * count, seed, marks=False, waits=True)
-    tell(live, story)
+    live.play(story)
     assert [len(step) for step in live.steps()] == [PARTITIONS * size] * count
     assert set().union(*live.steps()) == set().union(*live.batches())
 
 
-@given(sizes(), st.integers(1, 9), stories(), st.integers(0, 999))
+@given(sizes(), st.integers(1, 9), batch_stories(), st.integers(0, 999))
 @settings(deadline=None, max_examples=40)
 def test_a_mark_closes_a_batch_of_so_many_samples_too(
-    sizes: list[tuple[int, int]], size: int, story: list[tuple[str, int]], seed: int
+    sizes: list[tuple[int, int]], size: int, story: Story, seed: int
 ) -> None:
     live = Batches(Batch(samples=size), sizes, seed, marks=True, waits=False)
-    tell(live, story)
+    live.play(story)
     expected = [len(batch) for batch in live.batches()]
     assert [len(step) for step in live.steps()] == [
         n for total in expected for n in [size] * (total // size) + ([total % size] if total % size else [])
@@ -154,26 +87,22 @@ class OneThread(Batches):
         self.plan = [(0, 0), *(turn for pair in turns for turn in pair), (1, count - 1)]
         super().__init__(Batch(), sizes, seed, marks=True, waits=False, quota=1 << 14)
 
-    def turn(self) -> None:
+    def work(self, partition: int) -> None:
         if not self.plan:
-            for peer in (b"push0", b"push1"):
-                if not self.pushers[int(peer[-1:])].end_requested:
-                    self._to_producer(peer, EndPartition())
+            for program, session in enumerate(self.pushers):
+                if not session.end_requested:
+                    self.tell(program, EndPartition())
         elif self.pushers[self.plan[0][0]].begun:
-            self.push(*self.plan[0])
-        super(Rollouts, self).turn()
+            self.go_on(*self.plan[0])
 
-    def push(self, partition: int, batch: int) -> None:
+    def go_on(self, partition: int, batch: int) -> None:
         """Go on with a batch of a partition, if there is room."""
-        session, peer = self.pushers[partition], b"push%d" % partition
-        first, end = session.buffer.next_seq, sum(size[partition] for size in self.sizes[: batch + 1])
+        first, end = self.pushers[partition].buffer.next_seq, sum(size[partition] for size in self.sizes[: batch + 1])
         if first == end:
-            self._to_producer(peer, EndBatch(batch))
+            self.tell(partition, EndBatch(batch))
             self.plan.pop(0)
-            return
-        chunk = chunk_of(partition, first, min(first + 3, end))
-        if session.room(size_of(chunk)):
-            self._to_producer(peer, Push(chunk))
+        else:
+            self.push(partition, rollout_chunk(partition, first, min(first + 3, end)))
 
 
 @given(st.integers(20, 60), st.lists(st.integers(0, 9), min_size=2, max_size=4), st.integers(0, 999))

@@ -2,126 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack.core.journal.log_records import ChunkCompleted, StepFormed
 from streampack.core.model.rules import Batch, Rules
-from streampack.core.model.samples import ROW, index_of
-from streampack.core.protocol.effects import FromTrainer
 from streampack.core.protocol.events import Tick
-from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Start
-from streampack.core.protocol.result_messages import Publish
-from streampack.core.sessions.pushing.push_buffer import PushBuffer
 from streampack.core.sessions.pushing.push_session import (
-    BeginSamples,
-    EndPartition,
     GiveBack,
-    Push,
-    PushSession,
-    WantTickets,
 )
 from streampack.core.staging.tickets import InFlight, Tickets
-from tests.core.feed import test_going_back as rollouts
-from tests.core.feed.test_going_back import PARTITIONS, Rollouts, chunk_of
-
-
-class Paced(Rollouts):
-    """Programs that generate several samples at a time, some of them for long, and a trainer that publishes a policy
-    after each step.
-    """
-
-    def __init__(
-        self, seed: int, lag: int, batch: int, *, strands: int = 4, wanted: int = 30, quota: int = 400
-    ) -> None:  # fmt: skip
-        before = rollouts.RULES
-        rollouts.RULES = msgspec.structs.replace(before, batch=Batch(samples=batch), max_policy_lag=lag, paces=True)
-        self.strands = strands
-        self.generating: dict[int, list[tuple[int, int | None]]] = {p: [] for p in range(PARTITIONS)}
-        """Turns that each sample still takes, and the version of its policy."""
-        self.made: dict[tuple[int, int], int | None] = {}
-        self.begun, self.quit = Counter[int](), False
-        self.unpublished = deque[int]()
-        try:
-            super().__init__(seed, discards=False, quota=quota)
-        finally:
-            rollouts.RULES = before
-        self.wanted, self.over = wanted, True
-
-    def turn(self) -> None:
-        partition = self.rng.randrange(PARTITIONS)
-        session, peer, mine = self.pushers[partition], b"push%d" % partition, self.generating[partition]
-        if session.begun and peer in self.producers:
-            if self.begun[partition] < self.wanted and len(mine) < self.strands:
-                self.begin(partition)
-            mine[:] = [(left - 1, version) for left, version in mine]
-            for done in [each for each in mine if each[0] <= 0][:1]:
-                mine.remove(done)
-                first = session.buffer.next_seq
-                chunk = chunk_of(partition, first, first + 1)
-                chunk = msgspec.structs.replace(chunk, policy_version=msgspec.UNSET if done[1] is None else done[1])
-                self.made[partition, first] = done[1]
-                self._to_producer(peer, Push(chunk))
-            if session.buffer.next_seq >= self.wanted and not session.end_requested:
-                self._to_producer(peer, EndPartition())
-        while self.unpublished and self.broker.epoch == self.epoch:
-            version = self.unpublished.popleft()
-            message = Publish(feed="train", number=1, version=version, step=version, attempt=(1, 1))
-            self._handle(FromTrainer(b"pub", Envelope(run=0, epoch=0, fence=0, message=message)))
-        super(Rollouts, self).turn()
-
-    def begin(self, partition: int) -> None:
-        session, peer = self.pushers[partition], b"push%d" % partition
-        tickets = session.tickets
-        if tickets.granted > tickets.begun:
-            long = self.rng.random() < 0.15
-            turns = self.rng.randint(200, 600) if long else self.rng.randint(1, 30)
-            self.generating[partition].append((turns, session.policy_version))
-            self.begun[partition] += 1
-            self._to_producer(peer, BeginSamples(1))
-        elif tickets.asked <= tickets.begun:
-            self._to_producer(peer, WantTickets(tickets.begun + 1))
-
-    def _return(self, peer: bytes, upto: int) -> None:
-        super()._return(peer, upto)
-        self.unpublished.append(upto)
-
-    def _said(self, peer: bytes, envelope: Envelope) -> None:
-        if peer != b"pub":
-            super()._said(peer, envelope)
-
-
-def check(live: Paced, lag: int | None) -> None:
-    """All that was made was trained once, the oldest first; with a ``lag``, none when it was older."""
-    version_of: dict[int, int] = {}
-    admitted = Counter[int]()
-    trained = Counter[int]()
-    for record in live.records():
-        if isinstance(record, ChunkCompleted):
-            seqs = np.frombuffer(record.sent_u64, "<u8").tolist()
-            indices = np.asarray(index_of(record.base_seq + np.arange(len(seqs)), record.partition, PARTITIONS))
-            for seq, index in zip(seqs, indices.tolist(), strict=True):
-                version = live.made[record.partition, seq]
-                version_of[index] = -1 if version is None else version
-                admitted[record.partition] += 1
-            assert not record.rejected
-        elif isinstance(record, StepFormed):
-            indices = np.frombuffer(record.rows, ROW)["index"]
-            trained.update(indices.tolist())
-            for index in indices.tolist():
-                version = version_of[index]
-                if lag is not None and version >= 0:
-                    assert record.step - version <= lag, f"step {record.step} has a sample of policy {version}"
-    assert set(admitted.values()) == {live.wanted}
-    assert set(trained) == set(version_of)
-    assert set(trained.values()) == {1}
+from tests.world.paced_rollouts import Paced, check_paced
+from tests.world.rollouts import pusher
 
 
 @given(st.integers(0, 9999), st.integers(0, 3), st.integers(2, 9))
@@ -129,7 +24,7 @@ def check(live: Paced, lag: int | None) -> None:
 def test_no_sample_is_too_old_and_none_is_dropped(seed: int, lag: int, batch: int) -> None:
     live = Paced(seed, lag, batch)
     live.finish()
-    check(live, lag)
+    check_paced(live, lag)
 
 
 @given(st.integers(0, 9999), st.integers(0, 2), st.lists(st.integers(20, 900), max_size=3))
@@ -141,7 +36,7 @@ def test_a_broker_that_is_killed_goes_on_and_loses_nothing(seed: int, lag: int, 
             live.turn()
         live.start_broker()
     live.finish()
-    check(live, lag)
+    check_paced(live, lag)
 
 
 def test_a_program_that_dies_does_not_hold_up_the_others() -> None:
@@ -156,10 +51,7 @@ def test_a_program_that_takes_a_partition_over_gets_no_tickets_of_the_one_before
     live.until(lambda: live.pushers[0].tickets.begun > 5 and live.had > 2)
     before = live.pushers[0]
     del live.producers[b"push0"]
-    live.pushers[0] = live.producers[b"new0"] = PushSession(
-        run=0, producer="another", process=99, host="host", pid=9, stream="rollouts", partition=0,
-        buffer=PushBuffer(1 << 16),
-    )  # fmt: skip
+    live.pushers[0] = live.producers[b"new0"] = pusher("another", 0, 99)
     live.generating[0].clear()
     live._to_producer(b"new0", Tick(live.now))
     live.until(lambda: live.pushers[0].begun and live.pushers[0].lease is not None)
@@ -172,7 +64,7 @@ def test_samples_that_will_not_be_sent_are_given_back() -> None:
     live.until(lambda: len(live.generating[0]) >= 2)
     session, (_, version) = live.pushers[0], live.generating[0].pop()
     before, used = session.tickets.begun, session.tickets.used
-    live._to_producer(b"push0", GiveBack(1, version))
+    live.tell(0, GiveBack(1, version))
     live.begun[0] -= 1
     assert session.tickets.used == used + 1, "any program may get a ticket instead"
     live.until(lambda: session.tickets.begun > before + 3)

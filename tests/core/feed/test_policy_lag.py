@@ -12,10 +12,8 @@ from streampack.core.journal.history import ChunkPlace, History
 from streampack.core.journal.log_records import ChunkAdmitted, LineageBegan, SamplesRejected, StepFormed
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import ROW, index_of
-from streampack.core.sessions.pushing.push_buffer import size_of
-from streampack.core.sessions.pushing.push_session import EndPartition, Push
-from tests.core.feed import test_going_back as rollouts
-from tests.core.feed.test_going_back import PARTITIONS, Rollouts, chunk_of
+from streampack.core.sessions.producer_base import Chunk
+from tests.world.rollouts import PARTITIONS, Rollouts, Story, rules_with, stories
 
 
 class Policies(Rollouts):
@@ -23,38 +21,21 @@ class Policies(Rollouts):
 
     def __init__(self, lag: int, pace: tuple[int, int], seed: int, *, discards: bool) -> None:
         self.pace = pace
-        before = rollouts.RULES
-        rollouts.RULES = msgspec.structs.replace(before, max_policy_lag=lag)
-        try:
-            super().__init__(seed, discards=discards)
-        finally:
-            rollouts.RULES = before
+        super().__init__(seed, rules_with(max_policy_lag=lag), discards=discards)
 
-    def turn(self) -> None:
-        partition = self.rng.randrange(PARTITIONS)
-        session, peer = self.pushers[partition], b"push%d" % partition
-        first = session.buffer.next_seq
-        if session.begun and first < self.wanted:
-            chunk = chunk_of(partition, first, min(first + self.rng.randint(1, 3), self.wanted))
-            if session.room(size_of(chunk)):
-                if self.rng.random() < 0.8:
-                    chunk = msgspec.structs.replace(chunk, policy_version=first // self.pace[partition])
-                self._to_producer(peer, Push(chunk))
-        elif session.begun and self.over and not session.end_requested:
-            self._to_producer(peer, EndPartition())
-        super(Rollouts, self).turn()
+    def next_chunk(self, partition: int, first: int) -> Chunk:
+        chunk = super().next_chunk(partition, first)
+        version = first // self.pace[partition] if self.rng.random() < 0.8 else msgspec.UNSET
+        return msgspec.structs.replace(chunk, policy_version=version)
 
 
-@given(st.integers(0, 4), st.tuples(*[st.integers(1, 9)] * 2), rollouts.moves(), st.integers(0, 999), st.booleans())
+@given(st.integers(0, 4), st.tuples(*[st.integers(1, 9)] * 2), stories(), st.integers(0, 999), st.booleans())
 @settings(deadline=None, max_examples=120)
 def test_stale_samples_follow_from_the_recorded_order_alone(
-    lag: int, pace: tuple[int, int], story: list[tuple[str, int]], seed: int, discards: bool
+    lag: int, pace: tuple[int, int], story: Story, seed: int, discards: bool
 ) -> None:
     live = Policies(lag, pace, seed, discards=discards)
-    for what, n in [("push", 8), *story]:
-        rollouts.do(live, "back" if what == "torn" else what, n)
-    live.over = True
-    live.finish()
+    live.play([("push", 8), *story], torn=False)
     packed, rejected = set[int](), dict[int, set[str]]()
     came = list[tuple[int, int, set[int]]]()  # (record, version, samples) of what is not lost
     stale, lost = set[int](), set[int]()

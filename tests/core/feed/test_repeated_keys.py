@@ -17,10 +17,10 @@ from streampack.core.journal.log_records import ChunkAdmitted, KeysKept, Samples
 from streampack.core.model.capacity import Capacity, FeedPlan
 from streampack.core.model.samples import ROW, index_of
 from streampack.core.protocol.events import Tick
-from streampack.core.sessions.pushing.push_buffer import PushBuffer, size_of
+from streampack.core.sessions.pushing.push_buffer import size_of
 from streampack.core.sessions.pushing.push_session import EndPartition, EndWrite, Push, PushSession
-from tests.core.feed.test_going_back import PARTITIONS, RULES, Unsafe, chunk_of
-from tests.core.live import RUN, Live
+from tests.world.live import RUN
+from tests.world.rollouts import PARTITIONS, RULES, Unsafe, pusher, rollout_chunk
 
 KEYS = 12
 """Rows of each job."""
@@ -52,10 +52,7 @@ class Jobs(Unsafe):
         self.num_processes += 1
         self.sent[partition] = []
         peer = b"push%d" % self.num_processes
-        session = PushSession(
-            run=0, producer=f"pusher{self.num_processes}", process=self.num_processes, host="host",
-            pid=self.num_processes, stream="rollouts", partition=partition, buffer=PushBuffer(self.buffer_bytes),
-        )  # fmt: skip
+        session = pusher(f"pusher{self.num_processes}", partition, self.num_processes)
         self.peers = {**getattr(self, "peers", {}), partition: peer}
         self.producers[peer] = session
         self._to_producer(peer, Tick(self.now))
@@ -65,8 +62,7 @@ class Jobs(Unsafe):
         self.producers.pop(self.peers[partition], None)
         self.pushers[partition] = self.begin(partition)
 
-    def turn(self) -> None:
-        partition = self.rng.randrange(PARTITIONS)
+    def work(self, partition: int) -> None:
         session, peer = self.pushers[partition], self.peers[partition]
         for seq, write, key in list(self.sent[partition]):
             if seq < session.buffer.durable_seq:
@@ -78,7 +74,7 @@ class Jobs(Unsafe):
             keys = [self.rng.randrange(KEYS) for _ in range(count)]
             write = max(self.job - (self.rng.random() < 0.1), 0)  # a process of the last job may not be dead at all
             chunk = msgspec.structs.replace(
-                chunk_of(partition, first, first + count), keys=b"".join(map(digest, keys)), write=write
+                rollout_chunk(partition, first, first + count), keys=b"".join(map(digest, keys)), write=write
             )
             if len(self.sent[partition]) < 9 and session.room(size_of(chunk)):
                 self.sent[partition] += [(first + i, write, key) for i, key in enumerate(keys)]
@@ -90,7 +86,6 @@ class Jobs(Unsafe):
                     self._to_producer(peer, EndWrite(self.job))
         elif session.begun and not session.end_requested:
             self._to_producer(peer, EndPartition())
-        Live.turn(self)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["turns", "kill", "broker", "back"]), st.integers(0, 9)), max_size=14),
@@ -141,7 +136,7 @@ def test_each_key_of_a_write_is_admitted_once_and_none_that_was_durable_is_lost(
         "a committed job lacks rows"
     )
     assert (packed, rejected) == (kept, dropped), "steps hold what was admitted, and nothing is unaccounted for"
-    assert live.broker.leases.partitions.streams["rollouts"].keys.write == current
+    assert live.core.leases.partitions.streams["rollouts"].keys.write == current
 
 
 def test_some_jobs_are_committed_and_some_keys_repeated() -> None:
@@ -164,8 +159,8 @@ def test_keys_are_known_when_the_records_of_their_chunks_are_gone(seed: int, tur
     for _ in range(turns):
         live.turn()
     first = len(live.disk.records)
-    records = live.broker.leases.records
-    for effect in [*records.keep_keys(first), *live.broker.journal.append(live.broker.base())]:
+    records = live.core.leases.records
+    for effect in [*records.keep_keys(first), *live.core.journal.append(live.core.base())]:
         assert isinstance(effect, Append)
         live.disk.append(effect.record, effect.payload)
     other = Broker(
@@ -174,7 +169,7 @@ def test_keys_are_known_when_the_records_of_their_chunks_are_gone(seed: int, tur
     )  # fmt: skip
     for lsn, record in list(enumerate(live.records()))[first:]:
         other.recover(lsn, record)
-    before, after = (each.leases.partitions.streams["rollouts"].keys for each in (live.broker, other))
+    before, after = (each.leases.partitions.streams["rollouts"].keys for each in (live.core, other))
     assert (after.write, after._known) == (before.write, before._known)
     assert list(other.leases.records.keep_keys(first)) == [], "they are not recorded twice"
     assert not after._known or any(isinstance(record, KeysKept) for record in live.records()[first:])
@@ -198,7 +193,7 @@ def test_the_index_is_a_set_that_each_commit_empties(chunks: list[tuple[list[int
 
 def test_a_full_index_takes_no_more_until_the_write_is_committed() -> None:
     live = Jobs(1)
-    index = live.broker.leases.partitions.streams["rollouts"].keys
+    index = live.core.leases.partitions.streams["rollouts"].keys
     index.limit = KEYS // 2
     for _ in range(2000):
         live.turn()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from streampack.core.feed.planner import SNAPSHOT_WINDOWS
 from streampack.core.journal.log_records import SnapshotTaken, StepFormed
 from streampack.core.model.rules import Rules, StreamRules
-from tests.core.live import Live
-from tests.core.planned import Data
+from tests.world.live import Live
+from tests.world.planned import Data
 
 DATA: Data = {"web": [[7, 3, 12, 9, 5, 16, 2, 8] * 20, [11, 4, 0, 6, 13] * 24], "code": [[5, 9, 14, 3] * 50]}
 AT_HAND = 4096

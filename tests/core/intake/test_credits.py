@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,25 +9,28 @@ from streampack.core.broker import Broker
 from streampack.core.intake.intake import MAX_UNMERGED
 from streampack.core.model.capacity import Capacity, FeedPlan
 from streampack.core.model.rules import Rules, StreamRules
-from streampack.core.protocol.effects import Form, Formed, FromProducer, SendProducer
-from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick
+from streampack.core.protocol.effects import Form, FromProducer
+from streampack.core.protocol.events import Event, FromBroker, Send, Tick
+from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Flow, Offer, Samples
-from streampack.core.sessions.producer_base import Chunk
 from streampack.core.sessions.producer_session import ProducerSession, Read
+from tests.world.chunks import chunk_of
+from tests.world.shell import Sending, Shell, chosen
 
 PARTITIONS = 2
 BUDGET, MOST = 32, 64
 """Of a pack, and the tokens of the largest chunk."""
 
 
-class Row:
+class Row(Shell):
     """Two producers and a broker; messages come at once, nothing is repeated, and packs are chosen when told."""
 
     def __init__(self, quota_chunks: int, chunks: list[list[int]]) -> None:
         rules = Rules(budget=BUDGET, packs=2, streams=(StreamRules(name="s", partitions=PARTITIONS),))
         capacity = Capacity(quota_chunks * MOST, BUDGET, 4 * MOST)
         feed = FeedPlan("train", rules, 1 << 30)
-        self.broker = Broker(run=1, epoch=1, feeds=[feed], capacity=capacity, steps_ahead=1 << 30)
+        super().__init__()
+        self.start(Broker(run=1, epoch=1, feeds=[feed], capacity=capacity, steps_ahead=1 << 30))
         self.left, self.flows, self.sent = chunks, 0, 0
         self.reads: list[Read | None] = [None] * PARTITIONS
         self.holders = [0] * PARTITIONS
@@ -43,18 +45,18 @@ class Row:
         for effect in self.producers[number].handle(event):
             if isinstance(effect, Send):
                 self.sent += isinstance(effect.envelope.message, Samples)
-                self.perform(self.broker.handle(FromProducer(b"%d" % number, effect.envelope)))
+                self.handle(FromProducer(b"%d" % number, effect.envelope))
             elif isinstance(effect, Read):
                 self.reads[effect.lease.partition] = effect
                 self.holders[effect.lease.partition] = number
 
-    def perform(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, SendProducer):
-                self.flows += isinstance(effect.envelope.message, Flow)
-                self.to_producer(int(effect.peer), FromBroker(effect.envelope))
-            elif isinstance(effect, Form):
-                self.forms.append(effect)
+    def carry(self, effect: Sending, envelope: Envelope) -> bool:
+        self.flows += isinstance(envelope.message, Flow)
+        self.to_producer(int(effect.peer), FromBroker(envelope))
+        return True
+
+    def form(self, form: Form) -> None:
+        self.forms.append(form)
 
     def read(self, partition: int) -> bool:
         """The producer's next chunk of a partition, if it asked for one and there is any left."""
@@ -62,27 +64,20 @@ class Row:
         if asked is None or not self.left[partition]:
             return False
         self.reads[partition] = None
-        lengths = [1] * min(self.left[partition].pop(0), MOST)
-        column = np.array(lengths, "<u4").tobytes()
-        chunk = Chunk(
-            stream="s", partition=partition, session=asked.session, lengths_u32=column, crcs_u32=column,
-            loss_tokens_u32=bytes(len(column)), num_bytes=4 * len(lengths),
-            cursor=(0, 0, 0), rejected={}, payload=(memoryview(bytes(4 * len(lengths))),),
-        )  # fmt: skip
-        self.to_producer(self.holders[partition], chunk)
+        samples = [bytes(4)] * min(self.left[partition].pop(0), MOST)
+        self.to_producer(self.holders[partition], chunk_of(("s", partition), samples, (0, 0, 0), session=asked.session))
         return True
 
-    def form(self) -> bool:
+    def choose(self) -> bool:
         """A packer's choice, if one was asked for."""
         if not self.forms:
             return False
-        asked = self.forms.pop()
-        self.perform(self.broker.handle(Formed(asked.feed, asked.request.choose(), asked.request)))
+        self.handle(chosen(self.forms.pop()))
         return True
 
     def check(self) -> None:
         """Who is waited for has nothing that it may not send."""
-        blocked = self.broker.feeds["train"].planner.blocked
+        blocked = self.core.feeds["train"].planner.blocked
         if blocked is not None and not self.forms:
             held = self.producers[self.holders[blocked]].held["s", blocked]
             assert held.chunk is None, "it holds a chunk for want of credit"
@@ -98,9 +93,9 @@ def test_no_producer_that_is_waited_for_wants_credit(
 ) -> None:
     row = Row(quota, [list(each) for each in chunks])
     for word in script:
-        _ = row.form() if word == "form" else row.read(int(word))
+        _ = row.choose() if word == "form" else row.read(int(word))
         row.check()
-    while row.form() or row.read(0) or row.read(1):
+    while row.choose() or row.read(0) or row.read(1):
         row.check()
     assert not all(row.left), "one partition has been sent whole, and the other is waited for no more"
 
@@ -110,7 +105,7 @@ def test_credits_are_said_once_for_a_quarter_of_them(quota: int) -> None:
     count = 200
     row = Row(quota, [[MOST] * count, [MOST] * count])
     began = row.flows
-    while row.form() or row.read(0) or row.read(1):
+    while row.choose() or row.read(0) or row.read(1):
         row.check()
     assert row.sent == 2 * count
     granted = min(quota * MOST, MAX_UNMERGED) // 4

@@ -6,22 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import UNSET, UnsetType
 
 from streampack import pack_lengths
 from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.deal.step_cache import KeptSteps
-from streampack.core.form.former import Former
 from streampack.core.intake.overlong import apply_overlong
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Rules
-from streampack.core.model.samples import ROW, SampleTable
 from streampack.core.model.shapes import Shape, Sizes, check_widths, own_widths, step_widths, width_unit
-from streampack.core.model.steps import PlannedStep
 from streampack.errors import ConfigError, SampleError
+from tests.core.model.shape_cases import ALIGN, BUDGET, SHAPES, formed, rules_of_shape
 
-BUDGET, ALIGN = 48, 4
-SHAPES: list[Shape] = ["fixed", "exact", Sizes(multiple=8), Sizes(buckets=(12, 20)), Sizes(buckets=(48,))]
 SLOTS = st.lists(st.integers(0, BUDGET // ALIGN).map(lambda units: units * ALIGN), max_size=12)
 
 
@@ -60,31 +55,13 @@ def test_no_other_length_is_believed(width: int, shape: Shape) -> None:
             check_widths(np.array([BUDGET, width]), shape, BUDGET, ALIGN)
 
 
-def rules_of(shape: Shape) -> Rules:
-    return Rules(budget=BUDGET, packs=6, window=8, align=Align(sample=ALIGN, pack=ALIGN), shape=shape)
-
-
-def formed(rules: Rules, lengths: list[int], media: bytes | UnsetType = UNSET) -> tuple[SampleTable, list[PlannedStep]]:
-    """The steps of samples of these lengths, in order; ``media`` are their columns of ``MEDIA_ROW``."""
-    table = SampleTable(8)
-    rows = np.zeros(len(lengths), ROW)
-    rows["index"], rows["length"] = np.arange(len(lengths)), lengths
-    former = Former(rules, table)
-    former.admit(table.enter(rows, media=media), np.array(lengths, np.int64))
-    former.closed = True
-    steps: list[PlannedStep] = []
-    while (request := former.request()) is not None:
-        steps += former.apply(request.choose())
-    return table, steps + former.cut()
-
-
 @given(st.lists(st.integers(1, BUDGET), min_size=1, max_size=40), st.sampled_from(SHAPES), st.data())
 def test_lengths_follow_from_the_step_and_the_mesh_and_form_sees_nothing_of_them(
     lengths: list[int], shape: Shape, data: st.DataObject
 ) -> None:
-    rules = rules_of(shape)
+    rules = rules_of_shape(shape)
     table, steps = formed(rules, lengths)
-    assert [step.chain for step in steps] == [step.chain for step in formed(rules_of("fixed"), lengths)[1]]
+    assert [step.chain for step in steps] == [step.chain for step in formed(rules_of_shape("fixed"), lengths)[1]]
     kept = KeptSteps("train", rules, "zigzag", table)
     for step in steps:
         kept.add(step)
@@ -158,6 +135,6 @@ def test_a_budget_that_holds_a_sample_until_it_is_padded_is_refused() -> None:
 def test_a_mesh_whose_needs_do_not_divide_every_length_is_refused_naming_both(
     shape: Shape, layout: str, cp: int, refusal: str
 ) -> None:
-    found = mesh_refusal(Mesh(cp=cp), rules_of(shape), layout)
+    found = mesh_refusal(Mesh(cp=cp), rules_of_shape(shape), layout)
     assert found.startswith(refusal)
     assert bool(found) == bool(refusal)

@@ -117,7 +117,7 @@ def leased(stage: Stage) -> int:
     """A producer of stream ``a`` is there; its session of partition 0."""
     hello = Hello(producer="x", host="h", pid=1, offers=[Offer(stream="a", source_digest="d")])
     stage.hear(0, b"x", Envelope(run=0, epoch=0, fence=0, message=hello))
-    return stage.told[b"x", "a", 0]
+    return stage.fences[b"x", "a", 0]
 
 
 def test_samples_beyond_the_credit_are_not_taken() -> None:
@@ -126,7 +126,7 @@ def test_samples_beyond_the_credit_are_not_taken() -> None:
     tokens = 0
     for turn in range(200):
         chunk = chunk_message("a", 0, 4 * turn, [16, 16, 16, 16])
-        session = stage.told[b"x", "a", 0]
+        session = stage.fences[b"x", "a", 0]
         stage.hear(0, b"x", replace(chunk, fence=session))
         tokens += 64
     assert stage.arena.live_tokens <= 2 * QUOTA < tokens
@@ -163,16 +163,16 @@ def test_a_chunk_that_does_not_add_up_is_refused_and_costs_nothing(wrong: dict[s
 def test_a_rank_that_asks_for_all_steps_there_will_ever_be_gets_those_there_are() -> None:
     stage, said = Stage(), honest().said
     for given in said:
-        if given[0] == "m" and (read := read_item(given, stage.told)) is not None and read[0] == 0:
+        if given[0] == "m" and (read := read_item(given, stage.fences)) is not None and read[0] == 0:
             stage.hear(*read)
     attach = next(read_item(given, {}) for given in said if given[0] == "m" and given[3] == Attach.TYPE)
     assert attach is not None
     stage.hear(*attach)
-    before = len(stage.said[b"2"])
+    before = len(stage.told[b"2"])
     for request in range(50):
         get = Get(feed="train", lineage=0, start=0, stop=2**62 - 1, done_upto=0, request=request)
         stage.hear(1, b"2", Envelope(run=RUN, epoch=EPOCH, fence=1, message=get))
-    assert 0 < len(stage.said[b"2"]) - before <= 51 * 2, "as many as may be ahead, each time"
+    assert 0 < len(stage.told[b"2"]) - before <= 51 * 2, "as many as may be ahead, each time"
     for done in (2**62 - 1, 0):
         get = Get(feed="train", lineage=2**62 - 1, start=2**62 - 2, stop=2**62 - 1, done_upto=done, request=99)
         stage.hear(1, b"2", Envelope(run=RUN, epoch=EPOCH, fence=1, message=get))
@@ -181,7 +181,7 @@ def test_a_rank_that_asks_for_all_steps_there_will_ever_be_gets_those_there_are(
 
 def told(stage: Stage, peer: bytes) -> list[Reject]:
     """Return the reason why a peer was rejected."""
-    return [each.message for each in stage.said.get(peer, []) if isinstance(each.message, Reject)]
+    return [each.message for each in stage.told.get(peer, []) if isinstance(each.message, Reject)]
 
 
 @pytest.mark.parametrize("partition", [0, 1, 2, 2**20 - 1])
@@ -199,7 +199,7 @@ def test_a_producer_that_amends_names_no_partition_and_claims_none(partition: in
     assert "from a producer that amends, expected no partition" in told(stage, b"y")[0].detail
     honest = replace(amends, offers=[replace(offer, partition=None)])
     stage.hear(0, b"y", Envelope(run=RUN, epoch=EPOCH, fence=0, message=honest))
-    assert isinstance(stage.said[b"y"][-1].message, LateFields)
+    assert isinstance(stage.told[b"y"][-1].message, LateFields)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ALL_MESSAGES if not kind.RELAYED], ids=lambda kind: kind.__name__)
@@ -248,7 +248,7 @@ def paced(stage: Stage) -> int:
     """A program of a paced stream is there; its session."""
     hello = Hello(producer="x", host="h", pid=1, offers=[Offer(stream="p", source_digest=PUSHED, partition=0)])
     stage.hear(0, b"x", Envelope(run=RUN, epoch=EPOCH, fence=0, message=hello))
-    return stage.told[b"x", "p", 0]
+    return stage.fences[b"x", "p", 0]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from streampack.core.protocol.result_messages import AskResults, Publish, Report
 from streampack.core.protocol.rights import KEY_DIGITS, NO_RIGHTS, Rights, Side, key_of
 from streampack.core.protocol.trainer_messages import Attach
 from streampack.wire import frames as wire
-from tests.core.sessions.test_sessions import _EVENTS, EPOCH, RUN, Bench, attach, fill, hello
+from tests.core.sessions.any_messages import EVENTS
+from tests.core.sessions.bench import EPOCH, RUN, Bench, attach, fill, hello
 
 KEYS = (b"a" * KEY_DIGITS, b"b" * KEY_DIGITS, b"c" * KEY_DIGITS)
 RIGHTS = st.builds(
@@ -81,7 +82,7 @@ def peers(event: Any) -> tuple[bytes, bool, Envelope]:
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(_EVENTS, max_size=30), st.lists(RIGHTS, min_size=3, max_size=3), st.integers(0, 3))
+@given(st.lists(EVENTS, max_size=30), st.lists(RIGHTS, min_size=3, max_size=3), st.integers(0, 3))
 def test_nobody_holds_or_sends_what_its_key_does_not_allow(
     events: list[Any], rights: list[Rights], chunks: int
 ) -> None:
@@ -91,7 +92,7 @@ def test_nobody_holds_or_sends_what_its_key_does_not_allow(
         fill(bench, KEYS[0] + b"1", chunks)
     for event in events:
         peer, is_producer, envelope = peers(event)
-        before, stored = bench.holders(), len(bench.stored)
+        before, stored = bench.holders(), len(bench.stores)
         side: Side = "producer" if is_producer else "trainer"
         own = bench.rights[key_of(peer)]
         may = spelled_out(own, envelope.message, side, relay_of(peer) is not None)
@@ -99,7 +100,7 @@ def test_nobody_holds_or_sends_what_its_key_does_not_allow(
         was_forbidden = bench.say(peer, envelope, is_producer)
         assert was_forbidden or may
         if not may:
-            assert len(bench.stored) == stored
+            assert len(bench.stores) == stored
             assert {who: key for who, key in bench.holders().items() if key != key_of(peer)} == {
                 who: key for who, key in before.items() if key != key_of(peer)
             }
@@ -126,7 +127,7 @@ def test_nobody_holds_or_sends_what_its_key_does_not_allow(
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(_EVENTS, max_size=30), st.lists(RIGHTS, min_size=3, max_size=3))
+@given(st.lists(EVENTS, max_size=30), st.lists(RIGHTS, min_size=3, max_size=3))
 def test_allowed_messages_have_the_same_effects_as_without_keys(events: list[Any], rights: list[Rights]) -> None:
     guarded, plain, now = Guarded(rights), Bench(), 0.0
     for event in events:
@@ -155,7 +156,7 @@ def test_allowed_messages_have_the_same_effects_as_without_keys(events: list[Any
     }
 
 
-@given(RIGHTS, st.builds(lambda event: peers(event)[2].message, _EVENTS), st.sampled_from(get_args(Side)))
+@given(RIGHTS, st.builds(lambda event: peers(event)[2].message, EVENTS), st.sampled_from(get_args(Side)))
 def test_a_key_may_say_what_its_rights_spell_out(rights: Rights, message: Message, side: Side) -> None:
     for for_rank in (False, True):
         may = forbidden(rights, message, side, for_rank) == ""

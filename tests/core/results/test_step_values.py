@@ -11,94 +11,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack.core.journal.journal import Journal
-from streampack.core.journal.log_effects import Append, Recall, Recalled
+from streampack.core.journal.log_effects import Recall, Recalled
 from streampack.core.journal.log_records import ValuesReported
-from streampack.core.model.samples import I64
 from streampack.core.protocol.effects import FromTrainer, SendTrainer
-from streampack.core.protocol.events import Effect, Report
-from streampack.core.protocol.message import Envelope, Identity
-from streampack.core.protocol.result_messages import AskResults, Noted, ReportValues, Results
+from streampack.core.protocol.events import Report
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.result_messages import AskResults, Noted, Results
 from streampack.core.results.pending_steps import MOST_NAMES
 from streampack.core.results.step_ranges import StepRanges
-from streampack.core.results.step_values import StepValues
 from streampack.core.results.subscribers import KEPT_STEPS
-from tests.core.feed.test_going_back import Rollouts
-
-STEPS, DP, CP, SAMPLES = 4, 2, 2, 3
-
-
-def where(ids: I64) -> tuple[I64, I64]:
-    return ids[:, 1] % 2, ids[:, 1] // 2
-
-
-def part_of(step: int, attempt: int, dp: int, cp: int) -> tuple[ReportValues, tuple[bytes, ...]]:
-    """Return what a rank reports. Both context-parallel ranks have the same samples."""
-    index = (step * DP + dp) * SAMPLES + np.arange(SAMPLES)
-    zeros = np.zeros(SAMPLES, "<u4").tobytes()
-    message = ReportValues(
-        feed="train", number=step * 100 + dp * 10 + cp, lineage=0, step=step, attempt=(1, attempt), part=dp * CP + cp,
-        parts=DP * CP, names=("loss",), streams_u32=zeros, indices_u64=index.astype("<u8").tobytes(), parts_u32=zeros,
-    )  # fmt: skip
-    return message, ((index * 1.0 + 1000 * attempt + cp).astype("<f8").tobytes(),)
-
-
-class Desk:
-    """The log, and a subscriber that asks for the next step once it has one."""
-
-    def __init__(self, keeps: bool) -> None:
-        self.keeps, self.log = keeps, list[bytes]()
-        self.safe_upto, self.cursor = 0, 0
-        self.had: list[tuple[Results, list[float]]] = []
-        self.noted: list[int] = []
-        self.start()
-
-    def start(self) -> None:
-        """Another broker, which knows what is in the log."""
-        self.log = self.log[: self.safe_upto] if self.keeps else self.log
-        self.journal = Journal(self.keeps, len(self.log) if self.keeps else 0)
-        self.values = StepValues(Identity(1, 1), "train", self.journal, where)
-        self.values.subscribers.streams = ["rollouts"]
-        for lsn, record in enumerate(self.log if self.keeps else []):
-            self.values.add(lsn, msgspec.msgpack.decode(record, type=ValuesReported))
-
-    def perform(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, Append):
-                self.log.append(msgspec.msgpack.encode(effect.record))
-            elif isinstance(effect, Recall):
-                record = msgspec.msgpack.decode(self.log[effect.lsn], type=ValuesReported)
-                self.perform(self.values.subscribers.recalled(Recalled("train", effect.lsn, record)))
-            elif isinstance(effect, SendTrainer):
-                self.hear(effect.envelope)
-
-    def hear(self, envelope: Envelope) -> None:
-        if isinstance(envelope.message, Results):
-            assert envelope.message.cursor > self.cursor
-            self.cursor = envelope.message.cursor
-            self.had.append((envelope.message, np.frombuffer(envelope.payload[0], "<f8").tolist()))
-        else:
-            assert isinstance(envelope.message, Noted)
-            assert not envelope.message.refusal
-            self.noted.append(envelope.message.number)
-
-    def sync(self) -> None:
-        """All that was written is safe."""
-        self.safe_upto = len(self.log)
-        if self.keeps:
-            self.journal.safe(len(self.log))
-        self.perform(self.values.safe())
-
-    def ask(self) -> None:
-        self.perform(
-            self.values.subscribers.ask(b"s", AskResults(feed="train", number=len(self.had), cursor=self.cursor), 0.0)
-        )
+from tests.core.results.values_desk import CP, DP, SAMPLES, STEPS, ValuesDesk, part_of
+from tests.world.rollouts import Rollouts
 
 
 @given(st.integers(0, 9999), st.booleans(), st.booleans())
 @settings(deadline=None)
 def test_a_step_is_delivered_once_with_the_parts_of_one_attempt(seed: int, keeps: bool, killed: bool) -> None:
-    rng, desk = Random(seed), Desk(keeps)
+    rng, desk = Random(seed), ValuesDesk(keeps)
     parts = [(step, dp, cp) for step in range(STEPS) for dp in range(DP) for cp in range(CP)]
     first = rng.sample(parts, rng.randrange(len(parts)))  # then the trainers are started again, and report all
     again = [part_of(step, 2, dp, cp) for step, dp, cp in parts]
@@ -127,7 +56,7 @@ def test_a_step_is_delivered_once_with_the_parts_of_one_attempt(seed: int, keeps
 
 
 def test_a_subscriber_gets_values_reported_from_then_on() -> None:
-    desk = Desk(True)
+    desk = ValuesDesk(True)
     for dp in range(DP):
         for cp in range(CP):
             desk.perform(desk.values.report(b"t", *part_of(0, 1, dp, cp), 0, STEPS))
@@ -147,7 +76,7 @@ def test_a_subscriber_gets_values_reported_from_then_on() -> None:
 
 def test_one_step_at_a_time_is_read_for_a_subscriber() -> None:
     """A flood of requests takes the memory of one step, and the newest request is answered in the end."""
-    desk = Desk(True)
+    desk = ValuesDesk(True)
     for dp in range(DP):
         for cp in range(CP):
             desk.perform(desk.values.report(b"t", *part_of(0, 1, dp, cp), 0, STEPS))
@@ -182,7 +111,7 @@ def test_a_part_counts_in_a_new_attempt_once_its_rank_is_done_with_the_step(
     keeps: bool, killed: bool, late: bool
 ) -> None:
     """The broker restarts while some ranks have reported a step, or while their reports are on their way."""
-    desk, places = Desk(keeps), [(dp, cp) for dp in range(DP) for cp in range(CP)]
+    desk, places = ValuesDesk(keeps), [(dp, cp) for dp in range(DP) for cp in range(CP)]
     reports = [(1, place) for place in places[:2]] + [(2, place) for place in places[2:]]
     for attempt, place in sorted(reports, reverse=late):
         desk.perform(desk.values.report(b"t", *part_of(0, attempt, *place), 0, STEPS))
@@ -209,7 +138,7 @@ def test_a_part_counts_in_a_new_attempt_once_its_rank_is_done_with_the_step(
 
 
 def test_a_part_of_another_mesh_does_not_count_in_a_new_attempt() -> None:
-    desk = Desk(True)
+    desk = ValuesDesk(True)
     message, payload = part_of(0, 1, 0, 0)
     desk.perform(desk.values.report(b"t", msgspec.structs.replace(message, parts=3), payload, 0, STEPS))
     for dp, cp in ((0, 1), (1, 0), (1, 1)):
@@ -221,7 +150,7 @@ def test_a_part_of_another_mesh_does_not_count_in_a_new_attempt() -> None:
 
 
 def test_a_broker_that_was_replaced_does_not_answer_a_report_about_a_step_of_its_successor() -> None:
-    desk = Desk(True)
+    desk = ValuesDesk(True)
     message, payload = part_of(STEPS, 1, 0, 0)
     assert not desk.values.report(b"t", msgspec.structs.replace(message, attempt=(2, 1)), payload, 0, STEPS)
     assert not desk.log
@@ -236,14 +165,14 @@ def test_a_new_broker_takes_values_of_steps_that_an_earlier_one_has_served() -> 
     message, payload = part_of(live.had - 1, 1, 0, 0)
     told = Envelope(run=0, epoch=0, fence=0, message=message, payload=payload)
     answers = [
-        effect.envelope.message for effect in live.broker.handle(FromTrainer(b"pub", told))
+        effect.envelope.message for effect in live.core.handle(FromTrainer(b"pub", told))
         if isinstance(effect, SendTrainer) and effect.peer == b"pub"
     ]  # fmt: skip
     assert not any(isinstance(answer, Noted) and answer.refusal for answer in answers)
 
 
 def test_steps_whose_records_were_deleted_are_skipped() -> None:
-    desk = Desk(True)
+    desk = ValuesDesk(True)
     for step in range(STEPS):
         for dp in range(DP):
             for cp in range(CP):
@@ -256,7 +185,7 @@ def test_steps_whose_records_were_deleted_are_skipped() -> None:
 
 
 def test_a_report_that_contradicts_itself_is_refused() -> None:
-    desk = Desk(True)
+    desk = ValuesDesk(True)
     message, payload = part_of(0, 1, 0, 0)
     wrong = [
         (msgspec.structs.replace(message, streams_u32=b"\0\0"), payload),
@@ -278,7 +207,7 @@ def test_a_report_that_contradicts_itself_is_refused() -> None:
 @pytest.mark.parametrize("keeps", [False, True])
 def test_trainers_that_go_back_over_many_steps_do_not_deliver_a_step_again(keeps: bool) -> None:
     """More steps than a broker without a log keeps; with a log, the records of most steps were deleted."""
-    desk, steps = Desk(keeps), KEPT_STEPS + 40
+    desk, steps = ValuesDesk(keeps), KEPT_STEPS + 40
     for attempt in (1, 2):
         for step in range(steps + attempt):
             for dp in range(DP):
@@ -306,7 +235,7 @@ def test_ranges_of_steps_are_a_set(steps: list[int]) -> None:
 
 def test_the_values_of_the_newest_steps_are_kept_however_large_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streampack.core.results.pending_steps.PENDING_BYTES", 1)
-    desk = Desk(True)
+    desk = ValuesDesk(True)
     for step in range(40):
         message, payload = part_of(step, 1, 0, 0)
         desk.values.report(b"t", message, payload, 0, 40)
@@ -315,7 +244,7 @@ def test_the_values_of_the_newest_steps_are_kept_however_large_they_are(monkeypa
 
 def test_values_of_a_stream_that_does_not_exist_are_refused() -> None:
     """Also for a step whose samples are not known any more: subscribers of it failed."""
-    desk = Desk(True)
+    desk = ValuesDesk(True)
     message, payload = part_of(0, 1, 0, 0)
     message = msgspec.structs.replace(message, streams_u32=np.full(SAMPLES, 1, "<u4").tobytes())
     (answer,) = desk.values.report(b"t", message, payload, 0, STEPS)
@@ -327,7 +256,7 @@ def test_values_of_a_stream_that_does_not_exist_are_refused() -> None:
 def test_steps_that_are_never_complete_take_a_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that reported alone, or invented names, took gigabytes."""
     monkeypatch.setattr("streampack.core.results.pending_steps.PENDING_BYTES", 1500)
-    desk = Desk(True)
+    desk = ValuesDesk(True)
     warned: list[str] = []
     for step in range(STEPS):
         for number in range(MOST_NAMES + 1):

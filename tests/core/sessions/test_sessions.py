@@ -5,8 +5,7 @@ No socket, clock or thread: events go in, effects come out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,29 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack.core.broker import Broker
-from streampack.core.feed.resume import snapshot
-from streampack.core.form.former import Former
 from streampack.core.intake.intake import MAX_UNMERGED
 from streampack.core.intake.leases import PRODUCER_SILENT_S
-from streampack.core.merge.schedule import merge_of
-from streampack.core.model.capacity import Capacity, FeedPlan, needed_tokens
+from streampack.core.model.capacity import FeedPlan, needed_tokens
 from streampack.core.model.keys.stream_keys import Overlong
-from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules, StreamRules
-from streampack.core.model.samples import SampleTable
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.effects import (
     Drain,
-    Form,
-    Formed,
     FromProducer,
     FromTrainer,
-    Release,
-    SendProducer,
-    SendShard,
-    SendTrainer,
-    Store,
 )
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick
 from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who
@@ -52,126 +38,16 @@ from streampack.core.protocol.producer_messages import (
     Samples,
     Sent,
 )
-from streampack.core.protocol.result_messages import AskResults, Results
 from streampack.core.protocol.step_part import StepPart
-from streampack.core.protocol.trainer_messages import AskSnapshot, Attach, Attached, Brought, End, Get, ReaderPing, Wait
+from streampack.core.protocol.trainer_messages import AskSnapshot, Attached, Brought, End, ReaderPing, Wait
 from streampack.core.sessions.producer_base import PING_S, Chunk, Failed, Finish, Leave
 from streampack.core.sessions.producer_session import EndOfPartition, Forget, ProducerSession, Read
 from streampack.errors import InternalError
 from streampack.wire import frames as wire
-from streampack.wire.frames import ALL_MESSAGES
-
-RUN, EPOCH, BUDGET, QUOTA, MAX_SAMPLE = 9, 4, 16, 64, 32
-M = TypeVar("M", bound=Message)
-
-
-class Bench:
-    """A broker with streams ``a`` (2 partitions) and ``b`` (1), and what it said, by peer."""
-
-    def __init__(self, *, overlong: Overlong = "error", merged: int = 0, more: Sequence[FeedPlan] = ()) -> None:
-        self.rules = Rules(
-            budget=BUDGET, packs=4, window=4,
-            streams=(StreamRules("a", 1.0, 2, overlong=overlong), StreamRules("b", 1.0, 1, overlong=overlong)),
-        )  # fmt: skip
-        plan = FeedPlan("train", self.rules, merged or needed_tokens(self.rules, MAX_SAMPLE))
-        self.core = Broker(
-            run=RUN, epoch=EPOCH, feeds=[plan, *more], capacity=Capacity(QUOTA, MAX_SAMPLE, 4 * MAX_SAMPLE)
-        )
-        self.feed = self.core.feeds["train"]
-        self.said: list[tuple[bytes, Envelope]] = []
-        self.stored: list[Store] = []
-        self.live: set[int] = set()
-        """Handles that an arena would hold."""
-
-    def handle(self, event: Event) -> None:
-        """Feed an event, perform what an arena would, note what is said, form at once."""
-        effects = self.core.handle(event)
-        for effect in effects:
-            if isinstance(effect, SendProducer | SendTrainer | SendShard):
-                wire.decode(wire.encode(effect.envelope))
-                self.said.append((effect.peer, effect.envelope))
-            if isinstance(effect, Store):
-                self._store(effect)
-            elif isinstance(effect, Release):
-                gone = set(effect.handles.tolist())
-                assert gone <= self.live, "a sample was released twice"
-                self.live -= gone
-            elif isinstance(effect, SendShard):
-                assert self.live.issuperset(effect.contents.handles.tolist())
-        for form in [e for e in effects if isinstance(e, Form)]:
-            self.handle(Formed(form.feed, form.request.choose(), form.request))
-
-    def _store(self, store: Store) -> None:
-        fresh = set(store.handles.tolist())
-        assert not self.live & fresh, "a handle was given out twice"
-        assert (store.offsets >= 0).all()
-        assert ((store.offsets + store.lengths) * 4 <= len(store.payload[0])).all()
-        self.live |= fresh
-        self.stored.append(store)
-
-    def produce(self, peer: bytes, message: Message, session: int = 0, payload: bytes | None = None) -> None:
-        """A message of a producer."""
-        frames = () if payload is None else (payload,)
-        self.handle(FromProducer(peer, Envelope(run=RUN, epoch=EPOCH, fence=session, message=message, payload=frames)))
-
-    def read(self, peer: bytes, message: Message, fence: int | None = None) -> None:
-        """A message of a client."""
-        fence = self.feed.readers.attempts.number if fence is None else fence
-        self.handle(FromTrainer(peer, Envelope(run=RUN, epoch=EPOCH, fence=fence, message=message)))
-
-    def heard(self, peer: bytes, kind: type[M]) -> list[M]:
-        """What ``peer`` was told of a kind, oldest first."""
-        return [e.message for to, e in self.said if to == peer and isinstance(e.message, kind)]
-
-    def sessions(self, peer: bytes) -> dict[tuple[str, int], int]:
-        """The newest session of each partition that a producer was leased."""
-        leases = [(e.message, e.fence) for to, e in self.said if to == peer and isinstance(e.message, Lease)]
-        return {(lease.stream, lease.partition): session for lease, session in leases}
-
-    def samples(self, peer: bytes, key: tuple[str, int], base: int, lengths: list[int], session: int) -> None:
-        """A chunk whose tokens are their places in it."""
-        self.produce(peer, samples(key, base, lengths), session, np.arange(sum(lengths), dtype="<i4").tobytes())
-
-    @property
-    def taken(self) -> list[int]:
-        return [intake.expected_seq for intake in self.core.leases.partitions.intakes]
-
-
-def samples(key: tuple[str, int], base: int, lengths: list[int]) -> Samples:
-    column = np.array(lengths, "<u4").tobytes()
-    loss = np.array([max(length - 1, 0) for length in lengths], "<u4").tobytes()
-    return Samples(
-        stream=key[0], partition=key[1], base_seq=base, lengths_u32=column, crcs_u32=column, loss_tokens_u32=loss,
-        cursor=(0, 0, base + len(lengths)),
-    )  # fmt: skip
-
-
-def hello(name: str, *streams: str, digest: str = "same") -> Hello:
-    offers = [Offer(stream=stream, source_digest=digest) for stream in streams]
-    return Hello(producer=name, host=f"{name}-host", pid=1, offers=offers)
-
-
-def attach(
-    name: str, *, feed: str = "train", next_step: int = 0, chain: bytes = b"", iteration: int = 0, **mesh: int
-) -> Attach:
-    return Attach(
-        feed=feed, reader=name, host=f"{name}-host", pid=1, mesh=Mesh(**mesh), next_step=next_step, chain=chain,
-        iteration=iteration,
-    )  # fmt: skip
-
-
-def get(stop: int, *, start: int = 0, done: int = 0, request: int = 0) -> Get:
-    return Get(feed="train", lineage=0, start=start, stop=stop, done_upto=done, request=request)
-
-
-def fill(bench: Bench, peer: bytes = b"p", chunks: int = 6) -> None:
-    """Send chunks of every partition in turn, and the end of each: 288 tokens, 5 steps."""
-    for n in range(chunks):
-        for key, session in sorted(bench.sessions(peer).items()):
-            bench.samples(peer, key, 4 * n, [4, 5, 3, 4], session)
-    for key, session in sorted(bench.sessions(peer).items()):
-        bench.produce(peer, Eos(stream=key[0], partition=key[1], total=4 * chunks), session)
-
+from tests.core.sessions.any_messages import EVENTS, SNAPSHOTS
+from tests.core.sessions.bench import BUDGET, EPOCH, MAX_SAMPLE, QUOTA, RUN, Bench, attach, fill, get, hello
+from tests.world.chunks import message_of
+from tests.world.shell import M
 
 # Readers
 
@@ -561,15 +437,15 @@ def test_two_hundred_iterations_leave_nothing_behind() -> None:
         broken_off = iteration % 3
         again(bench, iteration % 2, iteration)
         again(bench, (iteration + 1) % 2, iteration)
-        bench.stored.clear()
+        bench.stores.clear()
         fill(bench)
         for peer in (b"0", b"1"):
             bench.read(peer, get(8))
             bench.read(peer, get(8, start=5, done=(5, 2, 1)[broken_off]))
-        assert bench.feed.memory.held_tokens == int(bench.core.table.length[sorted(bench.live)].sum())
+        assert bench.feed.memory.held_tokens == int(bench.core.table.length[sorted(bench.handles.live)].sum())
         bench.said = [said for said in bench.said if isinstance(said[1].message, Lease)][-3:]
         if broken_off == 0:
-            assert not bench.live, "all of it was returned"
+            assert not bench.handles.live, "all of it was returned"
         if iteration % 21 == 0:
             extents.append(extent(bench.core, set()))
     assert len(extents) == 10
@@ -726,7 +602,7 @@ def test_messages_of_an_older_broker_change_nothing() -> None:
     bench = Bench()
     bench.produce(b"1", hello("one", "b"))
     old = Envelope(
-        run=RUN, epoch=EPOCH - 1, fence=bench.sessions(b"1")["b", 0], message=samples(("b", 0), 0, [1]),
+        run=RUN, epoch=EPOCH - 1, fence=bench.sessions(b"1")["b", 0], message=message_of(("b", 0), 0, [1]),
         payload=(bytes(4),),
     )  # fmt: skip
     bench.handle(FromProducer(b"1", old))
@@ -797,8 +673,8 @@ def test_a_partial_overlap_of_a_chunk_is_cut() -> None:
     bench.samples(b"1", ("b", 0), 0, [3, 4], session)
     bench.samples(b"1", ("b", 0), 1, [4, 5, 6], session)
     assert bench.taken[2] == 4
-    assert bench.stored[-1].lengths.tolist() == [5, 6]
-    assert bench.stored[-1].offsets.tolist() == [4, 9]
+    assert bench.stores[-1].lengths.tolist() == [5, 6]
+    assert bench.stores[-1].offsets.tolist() == [4, 9]
     bench.samples(b"1", ("b", 0), 0, [3, 4], session)
     assert bench.taken[2] == 4
 
@@ -854,7 +730,7 @@ def test_an_over_long_sample_meets_the_policy(policy: Overlong, lengths: list[in
     bench = Bench(overlong=policy)
     bench.produce(b"1", hello("one", "b"))
     bench.samples(b"1", ("b", 0), 0, [3, 20, 4], bench.sessions(b"1")["b", 0])
-    stored = [length for store in bench.stored for length in store.lengths.tolist()]
+    stored = [length for store in bench.stores for length in store.lengths.tolist()]
     assert stored == lengths
     if policy == "error":
         (refused,) = bench.heard(b"1", Reject)
@@ -885,11 +761,11 @@ def test_a_malformed_chunk_is_refused_and_changes_nothing(changes: dict[str, Any
     bench.samples(b"1", ("b", 0), 0, [3, 4, 3, 4], session)
     if "base_seq" in changes:
         bench.produce(b"1", Eos(stream="b", partition=0, total=4), session)
-    chunk = msgspec.structs.replace(samples(("b", 0), 4, [3, 4]), **changes)
+    chunk = msgspec.structs.replace(message_of(("b", 0), 4, [3, 4]), **changes)
     bench.produce(b"1", chunk, session, np.arange(7, dtype="<i4").tobytes())
     assert said in bench.heard(b"1", Reject)[-1].detail
     assert bench.taken[2] == 4
-    assert len(bench.stored) == 1
+    assert len(bench.stores) == 1
 
 
 def test_a_chunk_beyond_the_credits_is_not_taken() -> None:
@@ -897,7 +773,7 @@ def test_a_chunk_beyond_the_credits_is_not_taken() -> None:
     bench.produce(b"1", hello("one", "b"))
     bench.samples(b"1", ("b", 0), 0, [1] * (QUOTA + 1), bench.sessions(b"1")["b", 0])
     assert bench.taken[2] == 0
-    assert not bench.stored
+    assert not bench.stores
 
 
 def read_to_the_end(bench: Bench, peer: bytes) -> None:
@@ -1099,144 +975,11 @@ def test_a_producer_that_leaves_or_is_refused_does_nothing_more() -> None:
 
 # Hostile peers
 
-_SMALL = st.integers(0, 6)
-_COUNTS = st.one_of(_SMALL, _SMALL, st.sampled_from([63, 2**20 - 1, 2**31, 2**32, 2**62 - 1]))
-_NAMES = st.sampled_from(["a", "b", "p", "q", "train", "zz"])
-_LENGTHS = st.lists(st.sampled_from([0, 1, 4, 5, 16, 17, 40, 2**32 - 1]), max_size=6)
-
-
-def _snapshots() -> list[Snapshot]:
-    """What checkpoints may hold: the beginning, a place between steps, and what no feed can go on from."""
-    bench = Bench()
-    start = snapshot(bench.rules, merge_of(bench.rules), Former(bench.rules, SampleTable()), [(0, None)] * 3)
-    bench.produce(b"p", hello("p", "a", "b"))
-    bench.read(b"1", attach("r"))
-    fill(bench, chunks=4)
-    planner = bench.feed.planner
-    between = snapshot(bench.rules, planner.merge.current, planner.former, [(0, None)] * 3)
-    assert between.step > 0
-    return [start, between, msgspec.structs.replace(between, rules="other")]
-
-
-_SNAPSHOTS = _snapshots()
-
-
-def _column(values: list[int]) -> bytes:
-    return np.array(values, "<u4").tobytes()
-
-
-@st.composite
-def _messages(draw: st.DrawFn) -> tuple[Message, bytes]:
-    """A message that decodes, of any type, with fields that are likely to hit; and its payload."""
-    often: list[type[Message]] = [
-        Hello, Samples, Samples, Samples, Eos, Sent, Attach, Attach, Brought, Get, Get,
-    ]  # fmt: skip
-    kind = draw(st.sampled_from([*often, *ALL_MESSAGES]))
-    if kind is Samples:
-        lengths = draw(_LENGTHS)
-        size = 4 * sum(lengths)
-        column = _column(lengths)
-        other = draw(st.sampled_from([column, column, column, b"", column + b"\0"]))
-        message = Samples(
-            stream=draw(_NAMES), partition=draw(_SMALL), base_seq=draw(_COUNTS), lengths_u32=column, crcs_u32=other,
-            loss_tokens_u32=column, cursor=(0, 0, 0), rejected=draw(st.dictionaries(_NAMES, _COUNTS, max_size=2)),
-            keep=draw(st.sampled_from([msgspec.UNSET, msgspec.UNSET, "pack", "step"])),
-            shared_u32=draw(st.one_of(st.just(msgspec.UNSET), st.just(other), st.just(_column([0, 1, 2])))),
-        )  # fmt: skip
-        return message, bytes(size if size < 4096 and draw(st.integers(0, 9)) else draw(_SMALL))
-    known: dict[type, Any] = {str: _NAMES, int: _COUNTS, bytes: st.binary(max_size=8), bool: st.booleans()}
-    fields: dict[str, Any] = {}
-    for field in msgspec.structs.fields(kind):
-        is_bool = field.type in (bool, bool | msgspec.UnsetType)
-        fields[field.encode_name] = draw(known[bool] if is_bool else _field(kind, field.encode_name, known))
-    return msgspec.convert(fields, kind), b""
-
-
-def _field(kind: type[Message], name: str, known: dict[type, Any]) -> Any:
-    if name == "offers":
-        return st.lists(st.builds(lambda s, d: {"stream": s, "source_digest": d}, _NAMES, st.just("d")), max_size=3)
-    if name == "frames":
-        return st.lists(_NAMES, max_size=3)
-    if name == "open":
-        return st.lists(st.tuples(_SMALL, _SMALL), max_size=3)
-    if name == "attempt":
-        return st.tuples(_SMALL, _SMALL)
-    if name == "streams":
-        return st.lists(_NAMES, max_size=3)
-    if name == "names":
-        return st.lists(_NAMES, max_size=3)
-    if name == "media":
-        return st.sampled_from([{"items_u32": b"", "bytes_u32": b""}, {"items_u32": _column([1]), "bytes_u32": b"\0"}])
-    if name == "media_fields":
-        return st.sampled_from([(), [{"name": "a", "dtype": "int8", "axis": "item"}]])
-    if name in ("fields", "late_fields"):
-        return st.sampled_from([(), [{"name": "a", "dtype": "int8"}]])
-    if name == "mesh":
-        sizes = st.sampled_from([1, 1, 1, 2, 3, 4096])
-        return st.builds(lambda d, c, t: {"dp": d, "cp": c, "tp": t, "dp_rank": d - 1}, sizes, sizes, sizes)
-    if name == "readers":
-        return st.sampled_from([{}, {}, {"tp": [0]}, {"pp": [-1], "tp": [1, 9]}])
-    if name == "share":
-        return st.just("prefix")
-    if name == "refused":
-        return st.dictionaries(_NAMES, st.binary(max_size=8), max_size=2)
-    if name == "ping_s":
-        return st.sampled_from([0.1, 1.0, 60.0])
-    if name in ("dp_ranks", "cp_ranks"):
-        return st.lists(_SMALL, max_size=3)
-    if name in ("rank_part", "rank_parts"):
-        return _SMALL
-    if name == "cp":
-        return st.integers(1, 4096)
-    if name == "done":
-        return st.lists(st.tuples(_NAMES, _COUNTS), max_size=3)
-    if name == "ranks":
-        report = {"reader": _NAMES, "fence": _SMALL, "done_upto": _COUNTS, "have_upto": _COUNTS}
-        return st.lists(st.fixed_dictionaries(report), max_size=3)
-    if name == "silent_s":
-        return st.sampled_from([0.0, 1e9])
-    if name in ("rejected", "stats", "refused"):
-        return st.just({})
-    if name == "sizes":
-        size = {"shards": 2**62 - 1, "opened": 1, "samples": 2**62 - 1, "squares": 1e36}
-        return st.sampled_from([{}, {"a": size, "zz": size}])
-    if name == "starvation":
-        waits = {"causes_s": {"zz": 1e12, "stream": 2.0}, "streams_s": {"a": 1.0}, "waits": [2**62 - 1] * 64}
-        return st.sampled_from([None, {}, waits])
-    if name == "cursor" and kind in (AskResults, Results):
-        return known[int]
-    if name == "cursor":
-        return st.none() if known is None else st.just((0, 0, 0))
-    if name == "rules":
-        return st.just({})
-    if name == "feed":
-        return st.sampled_from(["train", "train", "train", "zz"])
-    if name == "snapshot":
-        return st.sampled_from(_SNAPSHOTS)
-    if name == "snapshot_digest" or (name == "digest" and kind in (AskSnapshot, Brought)):
-        return st.sampled_from([b"", b"of none", *[snapshot.digest for snapshot in _SNAPSHOTS]])
-    if name in ("partition", "partitions", "part", "parts", "first", "micro_batches", "iteration"):
-        return _SMALL
-    if name.endswith(("_u32", "_u64")) or name in ("digest", "chain", "kinds", "config_digest"):
-        return known[bytes]
-    if name in (
-        "stream", "producer", "host", "failure", "reason", "dtype", "overlong", "poison", "code", "detail", "reader",
-        "layout", "name", "process", "producers", "trainers", "refusal", "waiting", "no_loss_tokens",
-    ):  # fmt: skip
-        return known[str]
-    return known[int]
-
-
-_EVENTS = st.tuples(
-    st.sampled_from([b"1", b"2", b"3"]), st.booleans(), st.integers(0, 5), st.sampled_from([EPOCH, EPOCH, EPOCH, 0, 5]),
-    st.sampled_from([RUN, RUN, RUN, 0, 3]), _messages(), st.sampled_from([0.0, 0.0, 0.3, 20.0]),
-)  # fmt: skip
-
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.lists(_EVENTS, max_size=40), st.sampled_from(["error", "truncate", "drop", "split"]), st.integers(0, 4),
-    st.sampled_from([None, *_SNAPSHOTS]),
+    st.lists(EVENTS, max_size=40), st.sampled_from(["error", "truncate", "drop", "split"]), st.integers(0, 4),
+    st.sampled_from([None, *SNAPSHOTS]),
 )  # fmt: skip
 def test_no_sequence_of_messages_breaks_the_broker_or_moves_its_memory_beyond_its_bounds(
     events: list[Any], overlong: Overlong, chunks: int, awaited: Snapshot | None
@@ -1268,6 +1011,8 @@ def test_no_sequence_of_messages_breaks_the_broker_or_moves_its_memory_beyond_it
     waiting = [intake.kept_tokens - intake.merged_tokens for intake in leases.partitions.intakes]
     assert all(0 <= tokens <= QUOTA for tokens in waiting)
     assert 0 <= bench.feed.memory.held_tokens <= bench.feed.plan.merged_tokens
-    assert int(bench.core.table.length[sorted(bench.live)].sum()) == sum(waiting) + bench.feed.memory.held_tokens
+    assert (
+        int(bench.core.table.length[sorted(bench.handles.live)].sum()) == sum(waiting) + bench.feed.memory.held_tokens
+    )
     assert leases.num_producers <= 3
     assert bench.feed.readers.num_readers <= 3

@@ -10,15 +10,14 @@ from msgspec import UNSET
 
 from streampack.core.intake.intake import Intake
 from streampack.core.journal.log_records import ChunkStaged
-from streampack.core.protocol.effects import SendProducer
 from streampack.core.protocol.events import Effect
+from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Flow
 from streampack.core.staging.staged_chunk import StagedChunk
 from streampack.core.staging.staged_partition import StagedPartition
-from tests.core.feed.test_going_back import do
-from tests.core.feed.test_late_fields import FIELDS, Late, check, value_of
-from tests.core.feed.test_pacing import Paced
-from tests.core.feed.test_pacing import check as check_paced
+from tests.world.late_rollouts import FIELDS, Late, check_late, value_of
+from tests.world.paced_rollouts import Paced, check_paced
+from tests.world.shell import Sending
 
 STORIES = (
     [("push", 10), ("turns", 60)],
@@ -31,16 +30,18 @@ STORIES = (
 class CheckedCredit(Late):
     """A run in which no credit is taken back, and no partition has more memory than it may have."""
 
-    def _perform(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, SendProducer) and isinstance(flow := effect.envelope.message, Flow):
-                key = effect.envelope.epoch, flow.partition, effect.envelope.fence
-                before = self.granted.get(key, (0, 0))
-                assert flow.grant_seq >= before[0], "a grant of samples was taken back"
-                assert flow.grant_bytes >= before[1], "a grant of bytes was taken back"
-                self.granted[key] = flow.grant_seq, flow.grant_bytes
-        super()._perform(effects)
-        for intake in self.broker.leases.partitions.intakes:
+    def carry(self, effect: Sending, envelope: Envelope) -> bool:
+        if isinstance(flow := envelope.message, Flow):
+            key = envelope.epoch, flow.partition, envelope.fence
+            before = self.granted.get(key, (0, 0))
+            assert flow.grant_seq >= before[0], "a grant of samples was taken back"
+            assert flow.grant_bytes >= before[1], "a grant of bytes was taken back"
+            self.granted[key] = flow.grant_seq, flow.grant_bytes
+        return super().carry(effect, envelope)
+
+    def perform_all(self, effects: list[Effect]) -> None:
+        super().perform_all(effects)
+        for intake in self.core.leases.partitions.intakes:
             assert (intake.kept_tokens - intake.merged_tokens) * intake.token_bytes <= intake.quota_bytes
 
     @property
@@ -54,11 +55,8 @@ class CheckedCredit(Late):
 @pytest.mark.parametrize("seed", range(8))
 def test_credit_is_never_taken_back_however_late_values_come(story: list[tuple[str, int]], seed: int) -> None:
     live = CheckedCredit(seed)
-    for what, n in story:
-        do(live, what, n)
-    live.over = True
-    live.finish()
-    check(live)
+    live.play(story)
+    check_late(live)
 
 
 def chunk_of_ten() -> tuple[StagedChunk, StagedPartition]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streampack.client.reading_stats import ReadingFigures
 from streampack.core.serve.readers import READER_SILENT_S
 from streampack.core.stats.data_wait import CAUSES, WAIT_BOUNDS_S, NextWaits, Starvation, bucket_of, cause_of
-from tests.core.serve.test_attempts import Desk, ping
+from tests.core.serve.desk import Desk, ping
 
 # What a client adds up
 

@@ -13,8 +13,8 @@ from streampack.core.journal.log_records import StepFormed, TailDropped
 from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.samples import ROW
 from streampack.core.stats.fill import Figures, figures, from_moments
-from tests.core.live import Live
-from tests.core.planned import Data
+from tests.world.live import Live
+from tests.world.planned import Data
 
 
 def test_the_figures_of_a_worked_example_are_those_by_hand() -> None:

@@ -14,7 +14,7 @@ from streampack.core.model.rules import Align, Rules
 from streampack.core.model.samples import MEDIA_ROW
 from streampack.core.stats.media_figures import AXES
 from tests.core.media.media_cases import GRID
-from tests.core.model.test_shapes import formed
+from tests.core.model.shape_cases import formed
 
 BUDGET = 32
 LIMITS = [None, MediaLimits(), MediaLimits(patches=12), MediaLimits(items=3), MediaLimits(patches=9, items=4)]

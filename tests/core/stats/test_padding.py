@@ -20,7 +20,7 @@ from streampack.core.model.shapes import Shape, Sizes
 from streampack.core.packers import make_packer
 from streampack.core.stats.length_histogram import BUCKETS, bucket_of, least_of
 from streampack.core.stats.padding import CAUSES, depends_on_mesh, padding_of
-from tests.core.model.test_shapes import BUDGET, SHAPES, formed, rules_of
+from tests.core.model.shape_cases import BUDGET, SHAPES, formed, rules_of_shape
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_the_parts_of_the_waste_add_up_to_what_was_delivered(
     """Batches whose packs a mesh needs split, or empty ones beside, too; steps that nobody asked for yet count where no
     mesh has a say. Each step adds to what was counted before and takes nothing away, on another mesh neither.
     """
-    rules = msgspec.structs.replace(rules_of(shape), batch=batch)
+    rules = msgspec.structs.replace(rules_of_shape(shape), batch=batch)
     table, steps = formed(rules, lengths)
     kept, figures, delivered, real = KeptSteps("train", rules, "zigzag", table), FormedFigures(rules), 0, np.zeros(2)
     for step in steps:
@@ -95,8 +95,8 @@ def test_a_step_is_dealt_and_counted_by_the_rules_that_it_was_formed_under(
     lengths: list[int], first: Shape, later: Shape, pp: int
 ) -> None:
     """In a feed that began with other rules, steps are what they are in a feed that began with theirs."""
-    began = msgspec.structs.replace(rules_of(first), budget=2 * BUDGET, packs=4)
-    rules = rules_of(later)
+    began = msgspec.structs.replace(rules_of_shape(first), budget=2 * BUDGET, packs=4)
+    rules = rules_of_shape(later)
     table, steps = formed(rules, lengths)
     of_feeds = []
     for of_feed in (began, rules):
@@ -132,7 +132,7 @@ def test_steps_that_were_never_dealt_have_no_figures() -> None:
 
 
 def test_tokens_of_skipped_steps_are_counted_once() -> None:
-    rules = rules_of("fixed")
+    rules = rules_of_shape("fixed")
     table, steps = formed(rules, [BUDGET] * 18)
     kept = KeptSteps("train", rules, "zigzag", table)
     for step in steps:
@@ -167,7 +167,7 @@ def test_the_99th_and_the_longest_of_a_hundred_waits_are_told() -> None:
 )  # fmt: skip
 def test_every_pack_is_counted_once_by_how_full_it_is(lengths: list[int], batch: Batch | None, counted: int) -> None:
     """However often someone asks meanwhile."""
-    rules = msgspec.structs.replace(rules_of("fixed"), batch=batch)
+    rules = msgspec.structs.replace(rules_of_shape("fixed"), batch=batch)
     table, steps = formed(rules, lengths)
     figures, shares = FormedFigures(rules), []
     for step in steps:

@@ -25,8 +25,8 @@ from streampack.core.packers import PACKERS
 from streampack.core.stats.fill import Totals
 from streampack.core.stats.padding import CAUSES
 from streampack.errors import UserError
-from tests.core.model.test_shapes import BUDGET, SHAPES, formed
-from tests.core.model.test_shapes import rules_of as rules_of_shape
+from tests.core.model.shape_cases import BUDGET, SHAPES, formed
+from tests.core.model.shape_cases import rules_of_shape as rules_of_shape
 
 GOLDEN = np.array([4, 1, 3, 2, 1, 3, 4, 5])
 """By next fit into 5: packs of 5, 5, 4, 4 and 5 tokens, with 17, 13, 10, 16 and 25 as sums of squares."""

@@ -30,12 +30,11 @@ from streampack.core.model.fields import Field
 from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.samples import ROW
 from streampack.errors import LedgerDamaged, UserError
-from tests.core.feed import test_going_back as rollouts
-from tests.core.feed.test_going_back import PARTITIONS
-from tests.core.feed.test_late_fields import NAMES, Late, run
-from tests.core.feed.test_pacing import Paced
-from tests.core.results.test_step_values import CP, DP, SAMPLES, STEPS, Desk, part_of
+from tests.core.results.values_desk import CP, DP, SAMPLES, STEPS, ValuesDesk, part_of
 from tests.services.recorded import entries, with_values
+from tests.world.late_rollouts import NAMES, Late, played
+from tests.world.paced_rollouts import Paced
+from tests.world.rollouts import PARTITIONS, Story, stories
 
 WAITED = f"its late fields ({', '.join(NAMES)})"
 
@@ -81,12 +80,12 @@ def check(records: list[Record], waited: str) -> None:
             assert "has not come yet" in after["why"] or f"ended after {came[partition]} samples" in after["why"]
 
 
-@given(rollouts.moves(), st.integers(0, 999), st.booleans(), st.floats(0, 1))
+@given(stories(), st.integers(0, 999), st.booleans(), st.floats(0, 1))
 @settings(deadline=None, max_examples=40)
 def test_a_sample_is_found_by_the_number_that_it_was_sent_with(
-    story: list[tuple[str, int]], seed: int, discards: bool, part: float
+    story: Story, seed: int, discards: bool, part: float
 ) -> None:
-    records = run(Late(seed, discards=discards), story).records()
+    records = played(Late(seed, discards=discards), story).records()
     first = next((lsn for lsn, record in enumerate(records) if isinstance(record, ChunkStaged)), 0)
     check(records[: max(first, round(part * len(records)))], WAITED)
     check(records, WAITED)
@@ -155,7 +154,7 @@ def test_numbers_that_name_no_sample_are_refused() -> None:
 @settings(deadline=None, max_examples=60)
 def test_the_reported_values_are_those_that_subscribers_get(seed: int) -> None:
     """Ranks report in any order, some of them in two attempts; some steps are never complete."""
-    rng, desk = Random(seed), Desk(True)
+    rng, desk = Random(seed), ValuesDesk(True)
     parts = [(step, dp, cp) for step in range(STEPS) for dp in range(DP) for cp in range(CP)]
     for attempt in (1, 2):
         for step, dp, cp in rng.sample(parts, rng.randrange(len(parts) + 1)):
@@ -176,10 +175,10 @@ def test_the_reported_values_are_those_that_subscribers_get(seed: int) -> None:
                 assert list(by_sample) == [(0, index, 0) for index in range(first, first + DP * SAMPLES)]
 
 
-@given(rollouts.moves(), st.integers(0, 99))
+@given(stories(), st.integers(0, 99))
 @settings(deadline=None, max_examples=10)
-def test_why_shows_the_values_of_each_step(story: list[tuple[str, int]], seed: int) -> None:
-    live = run(Late(seed, discards=True), story)
+def test_why_shows_the_values_of_each_step(story: Story, seed: int) -> None:
+    live = played(Late(seed, discards=True), story)
     with ledger_of(with_values(live.records(), {"entropy": 0.5, "loss": float("nan")})) as ledger:
         for partition in range(PARTITIONS):
             for sent in range(live.wanted):
@@ -197,7 +196,7 @@ def test_why_shows_the_values_of_each_step(story: list[tuple[str, int]], seed: i
 
 
 def test_values_that_some_ranks_have_not_reported_are_not_shown_as_the_values() -> None:
-    live = run(Late(4), [])
+    live = played(Late(4), [])
     records = [
         msgspec.structs.replace(record, parts=2) if isinstance(record, ValuesReported) else record
         for record in with_values(live.records(), {"loss": 1.0})
@@ -220,7 +219,7 @@ def test_values_that_some_ranks_have_not_reported_are_not_shown_as_the_values() 
 )  # fmt: skip
 def test_a_damaged_row_of_a_sample_that_waited_is_never_used(statement: str, tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    ledger_of(with_values(run(Late(4), []).records(), {"loss": 1.0}), path).close()
+    ledger_of(with_values(played(Late(4), []).records(), {"loss": 1.0}), path).close()
     with sqlite3.connect(path) as db:
         db.execute(statement)
     db.close()

@@ -31,8 +31,8 @@ from streampack.core.journal.log_records import (
 from streampack.core.model.rules import Align, Rules, RulesChange, StreamRules
 from streampack.core.model.samples import MEDIA_ROW, ROW
 from streampack.errors import LedgerDamaged, UserError
-from tests.core.live import Live
 from tests.services.recorded import FEED, Run, doubling, entries, resealed, rows_in, with_rows, without
+from tests.world.live import Live
 
 PACKERS = ("exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative")
 Actions = list[tuple[str, int, int]]

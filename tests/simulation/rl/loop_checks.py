@@ -10,10 +10,10 @@ import numpy as np
 from streampack.core.journal.log_records import ChunkAdmitted, ChunkCompleted, ChunkStaged, StepFormed, ValuesReported
 from streampack.core.model.samples import ROW, index_of
 from tests.simulation.data import Case, Id
-from tests.simulation.disk import Disk
 from tests.simulation.offline import samples_of
 from tests.simulation.pushers import Births
 from tests.simulation.rl.trainers import LIFE, loss_of
+from tests.world.disk import Disk
 
 if TYPE_CHECKING:
     from tests.simulation.job import Job

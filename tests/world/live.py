@@ -9,54 +9,41 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import numpy as np
-from crc32c import crc32c
-
 from streampack.core.broker import Broker
 from streampack.core.journal.journal import Journal
-from streampack.core.journal.log_effects import Append, Cut, Recall, Recalled, Safe
+from streampack.core.journal.log_effects import Cut, Safe
 from streampack.core.journal.log_records import Record, RulesChanged
 from streampack.core.model.capacity import Capacity, FeedPlan
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rule_changes import Ask
 from streampack.core.model.rules import Rules, RulesChange
 from streampack.core.model.snapshot import Snapshot
-from streampack.core.protocol.effects import (
-    Answer,
-    Change,
-    Form,
-    Formed,
-    FromProducer,
-    FromTrainer,
-    Release,
-    SendProducer,
-    SendShard,
-    SendTrainer,
-    Store,
-)
-from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick
+from streampack.core.protocol.effects import Answer, Change, Form, FromProducer, FromTrainer, SendProducer
+from streampack.core.protocol.events import Event, FromBroker, Send, Tick
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Offer
 from streampack.core.protocol.step_part import StepPart
 from streampack.core.protocol.trainer_messages import State
 from streampack.core.sessions.client_events import Broken, Deliver, Detach, Ended, Returned
 from streampack.core.sessions.client_session import ClientSession
-from streampack.core.sessions.producer_base import Chunk, Finish
+from streampack.core.sessions.producer_base import Finish
 from streampack.core.sessions.producer_session import EndOfPartition, ProducerSession, Read
 from streampack.core.sessions.pushing.push_session import PushSession
-from tests.core.planned import Data, tokens_of
-from tests.simulation.disk import Disk
+from tests.world.chunks import chunk_of
+from tests.world.disk import Disk
+from tests.world.planned import Data, tokens_of
+from tests.world.shell import Sending, Shell, chosen
 
 RUN = 9
 FORM = b"form"
 """The link from the packer."""
 
 
-class Live:
+class Live(Shell):
     """One run over ``data``; ``seed`` draws what happens next. ``chains`` are of the steps that the rank has had, by
     lineage and step: had twice, a step must be the same.
     """
@@ -73,13 +60,11 @@ class Live:
         partitions = sum(stream.partitions for stream in rules.streams)
         self.memory = 40 * rules.budget * rules.packs + partitions if memory is None else memory
         self.rng = random.Random(seed)
-        self.disk = Disk()
+        super().__init__(Disk())
         self._decoded: list[tuple[object, Record]] = []
         """The bytes of each record of the log when it was last read, and the record."""
         self.chains: dict[tuple[int, int], bytes] = {}
         self.skipped: set[int] = set()
-        self.answers: list[Answer] = []
-        self.errors: list[str] = []
         self._again: list[list[str]] = []
         self.refused: list[str] = []
         """What producers were told that offered a stream which is not known."""
@@ -105,16 +90,10 @@ class Live:
             self.disk = Disk()
         self.epoch += 1
         plan = FeedPlan("train", self.rules, self.memory, discards=self.discards)
-        self.broker = Broker(
+        self.start(Broker(
             run=RUN, epoch=self.epoch, feeds=[plan], capacity=Capacity(self.quota, self.rules.budget, 1 << 20),
             steps_ahead=3, journal=Journal(keeps=True), run_name="live",
-        )  # fmt: skip
-        self.stored: set[int] = set()
-        for lsn, record in enumerate(self.records()):
-            self.broker.recover(lsn, record)
-        self.broker.journal.next_lsn = self.broker.journal.safe_upto = len(self.disk.records)
-        self._perform(self.broker.begin())
-        self._safe()
+        ))  # fmt: skip
 
     def start_producer(self, streams: list[str]) -> bytes:
         """A producer that reads some streams."""
@@ -141,7 +120,7 @@ class Live:
 
     def ask(self, ask: Ask, at_step: int | None = None) -> Answer:
         """A change, and what is said to it."""
-        self._handle(Change(1, "train", ask, at_step))
+        self.handle(Change(1, "train", ask, at_step))
         return self.answers.pop()
 
     def read(self, upto: int) -> None:
@@ -182,7 +161,7 @@ class Live:
             if isinstance(state, State):
                 found.append(state)
             else:
-                self._perform(state)
+                self.perform_all(state)
             return bool(found)
 
         self.until(known)
@@ -190,7 +169,7 @@ class Live:
 
     @property
     def feed(self) -> Any:
-        return self.broker.feeds["train"]
+        return self.core.feeds["train"]
 
     @property
     def is_attached(self) -> bool:
@@ -202,6 +181,9 @@ class Live:
         """Steps before are the rank's."""
         assert self.client is not None
         return self.client.arrivals.have_upto
+
+    def recorded(self) -> Iterable[tuple[int, Record]]:
+        return enumerate(self.records())
 
     def records(self) -> list[Record]:
         """The log; records that are there still are decoded once."""
@@ -235,7 +217,7 @@ class Live:
         self.now += 0.25
         while self._again:
             self.start_producer(self._again.pop())
-        self._handle(Tick(self.now))
+        self.handle(Tick(self.now))
         for peer in list(self.producers):
             self._to_producer(peer, Tick(self.now))
         self._to_client(Tick(self.now))
@@ -243,51 +225,22 @@ class Live:
     def _post(self, name: bytes, deliver: Callable[[Any], None], what: Any) -> None:
         self._links.setdefault(name, deque()).append((deliver, what))
 
-    def _handle(self, event: Event) -> None:
-        self._perform(self.broker.handle(event))
-        self._safe()
+    def carry(self, effect: Sending, envelope: Envelope) -> bool:
+        hear = self._hear if isinstance(effect, SendProducer) else self._said
+        self._post(b"s" + effect.peer, partial(hear, effect.peer), envelope)
+        return True
 
-    def _safe(self) -> None:
-        if self.broker.journal.safe_upto < len(self.disk.records):
-            self._perform(self.broker.handle(Safe(len(self.disk.records))))
-            self._safe()
+    def cut(self, cut: Cut) -> None:
+        """Keep all records, so that trainers may go back to any step."""
 
-    def _perform(self, effects: list[Effect]) -> None:
-        recalls = list[Recall]()
-        for effect in effects:
-            if isinstance(effect, SendProducer):
-                peer = effect.peer
-                self._post(b"s" + peer, partial(self._hear, peer), effect.envelope)
-            elif isinstance(effect, SendTrainer | SendShard):
-                if isinstance(effect, SendShard):
-                    assert self.stored.issuperset(effect.contents.handles.tolist()), "no payload is there"
-                peer = effect.peer
-                self._post(b"s" + peer, partial(self._said, peer), effect.envelope)
-            elif isinstance(effect, Append):
-                self.disk.append(effect.record, effect.payload)
-            elif isinstance(effect, Form):
-                self._post(FORM, self._handle, Formed(effect.feed, effect.request.choose(), effect.request))
-            elif isinstance(effect, Recall):
-                recalls.append(effect)
-            elif isinstance(effect, Store):
-                self.stored.update(effect.handles.tolist())
-            elif isinstance(effect, Release):
-                self.stored.difference_update(effect.handles.tolist())
-            elif isinstance(effect, Answer):
-                self.answers.append(effect)
-            elif isinstance(effect, Report):
-                self.errors += [effect.text] if effect.level == "error" else []
-            else:
-                assert isinstance(effect, Cut), effect
-        for recall in recalls:  # events follow the effects: a handle among them may be another sample's afterwards
-            record, payload = self.disk.decode(recall.lsn)
-            self._perform(self.broker.handle(Recalled(recall.feed, recall.lsn, record, payload)))
+    def form(self, form: Form) -> None:
+        self._post(FORM, self.handle, chosen(form))
 
     def _from_producer(self, peer: bytes, envelope: Envelope) -> None:
-        self._handle(FromProducer(peer, envelope))
+        self.handle(FromProducer(peer, envelope))
 
     def _from_trainer(self, peer: bytes, envelope: Envelope) -> None:
-        self._handle(FromTrainer(peer, envelope))
+        self.handle(FromTrainer(peer, envelope))
 
     # Producers
 
@@ -331,16 +284,9 @@ class Live:
         if read.seq >= len(lengths):
             self._to_producer(peer, EndOfPartition(key, read.session))
             return
-        mine = lengths[read.seq : stop]
-        samples = [tokens_of(*key, seq, length) for seq, length in enumerate(mine, read.seq)]
-        column, empty = np.array(mine), mine.count(0)
-        self._to_producer(peer, Chunk(
-            stream=key[0], partition=key[1], session=read.session, lengths_u32=column.astype("<u4").tobytes(),
-            crcs_u32=np.array([crc32c(sample) for sample in samples], "<u4").tobytes(),
-            loss_tokens_u32=np.maximum(column - 1, 0).astype("<u4").tobytes(),
-            num_bytes=4 * sum(mine), cursor=(stop, 0, 0), rejected={"empty": empty} if empty else {},
-            payload=(b"".join(samples),), pass_ended=stop % pass_samples == 0,
-        ))  # fmt: skip
+        samples = [tokens_of(*key, seq, lengths[seq]) for seq in range(read.seq, stop)]
+        cursor, ends = (stop, 0, 0), stop % pass_samples == 0
+        self._to_producer(peer, chunk_of(key, samples, cursor, session=read.session, pass_ended=ends))
 
     # The trainer
 
@@ -370,3 +316,19 @@ class Live:
             else:
                 assert isinstance(effect, Broken), effect
                 raise AssertionError(f"{effect.code}: {effect.detail}")
+
+
+class SlowDisk(Live):
+    """The log is safe some time after it was written to. A broker that is killed loses the rest."""
+
+    def start_broker(self, lost: bool = False) -> None:
+        del self.disk.records[self.disk.safe_upto :]
+        super().start_broker(lost)
+
+    def sync(self) -> None:
+        if self.disk.safe_upto < len(self.disk.records) and not self._links.get(b"disk"):
+            self._post(b"disk", self._written, None)
+
+    def _written(self, _: None) -> None:
+        self.disk.safe_upto = self.rng.randint(self.disk.safe_upto + 1, len(self.disk.records))
+        self.handle(Safe(self.disk.safe_upto))
