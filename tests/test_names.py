@@ -1,4 +1,4 @@
-"""One name, one class: no class name is defined in two places, so that a search for it finds the one that is meant."""
+"""Names lead to one place: no class name is defined twice, and no test module is imported by another."""
 
 from __future__ import annotations
 
@@ -28,3 +28,15 @@ def test_no_class_name_is_defined_twice() -> None:
     found = {name: files for name, files in defined_classes().items() if len(files) > 1}
     assert {name: files for name, files in found.items() if name not in TWICE} == {}
     assert TWICE.keys() <= found.keys(), "take names that are defined once out of the list"
+
+
+def test_no_test_module_imports_another() -> None:
+    """Code that two of them need is in a module that has no tests, or in a conftest."""
+    importers = dict[str, list[str]]()
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(module.rpartition(".")[2].startswith("test_") for module in modules):
+                importers.setdefault(str(path.relative_to(ROOT)), []).append(ast.unparse(node))
+    assert importers == {}

@@ -21,8 +21,8 @@ from streampack.errors import InvariantError
 from streampack.packs.pack import Pack
 from streampack.packs.step import Step
 from streampack.views.formats import Views
-from tests.packs.test_packs import Case, attached, cases
-from tests.views.test_formats import steps_of
+from tests.packs.cases import Case, attached, cases
+from tests.views.shown import steps_of
 
 PADDED = Case([[[5, 6, 7], [8, 9], [4]], [[3] * 8]], align=4, budget=16, cp=1)
 """A pack with alignment and tail padding, and one of both."""

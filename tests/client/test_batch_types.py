@@ -15,8 +15,8 @@ from streampack.core.model.mesh import Mesh
 from streampack.packs.pack import Pack
 from streampack.views.formats import FORMATS, Views
 from streampack.views.view import View
-from tests.packs.test_packs import Case, attached, cases
-from tests.views.test_formats import steps_of
+from tests.packs.cases import Case, attached, cases
+from tests.views.shown import steps_of
 
 ROOT = Path(__file__).parents[2]
 USE = """

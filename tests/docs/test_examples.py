@@ -10,7 +10,6 @@ import doctest
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,11 @@ from docs.generate.hooks import filled
 from streampack.config.typed_yaml import convert
 from streampack.sources import SourceSettings, open_source
 from tests.docs.pages import BLOCKS, PAGES, ROOT, Block
+from tests.docs.pasted import CODE, SAMPLES, SETTINGS, VALID, VOCABULARY, Tiny, tiny_llama
 from tests.integration.running import RunningBroker, producing_here, running_broker, write_jsonl
 from tests.integration.small_broker import SmallBroker
 
 README = (ROOT / "README.md").read_text()
-CODE = [block for block in BLOCKS if block.language == "python" and block.reason is None]
-VOCABULARY, SAMPLES, VALID = 257, 400, 30
-SETTINGS: dict[str, Any] = {
-    "tokens": "uint16",
-    "rules": {"budget": 256, "window": {"samples": 32}, "step": {"packs": 2}},
-    "streams": {"web": {"weight": 0.7}, "code": {"weight": 0.3}, "val": {}},
-    "fields": {"advantages": {"dtype": "float32", "align": "target", "default": 1}},
-    "feeds": {"train": {"streams": ["web", "code"]}, "valid": {"streams": ["val"]}},
-}
 
 
 TESTED = (
@@ -67,46 +58,6 @@ def block(starts: str) -> str:
     found = [each.code for each in CODE if starts in each.code]
     assert found, f"no example holds {starts!r}: mend the test, or take it out of TESTED"
     return found[0]
-
-
-def tiny_llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM  # here: seconds, for every worker that collects
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=256,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
-    """A broker of two feeds, and a producer of all their streams."""
-    sources, folder = {}, tmp_path_factory.mktemp("data")
-    for name, count in (("web", SAMPLES // 2), ("code", SAMPLES // 2), ("val", VALID)):
-        files = write_jsonl(folder / f"{name}.jsonl", [{"text": name * (1 + i * 7 % 30)} for i in range(count)])
-        sources[name] = open_source(convert({"source": "jsonl", "shards": str(files)}, SourceSettings))
-    with running_broker(SETTINGS) as running, producing_here(running.producers, sources):
-        yield running
-
-
-class Tiny(torch.nn.Module):
-    """A model that keeps packed samples apart by their boundaries: attention over each alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(VOCABULARY, 16)
-        self.places = torch.nn.Embedding(256, 16)
-        self.head = torch.nn.Linear(16, VOCABULARY)
-
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed(input_ids) + self.places(position_ids)
-        pieces = [
-            torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True)[0]
-            for x in hidden.split(cu_seqlens.diff().tolist())
-        ]
-        logits: torch.Tensor = self.head(torch.cat(pieces))
-        return logits
 
 
 def run(code: str, endpoint: str, **names: Any) -> dict[str, Any]:

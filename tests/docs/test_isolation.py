@@ -21,10 +21,9 @@ from torch.nn.functional import cross_entropy
 
 import streampack
 from streampack.views.view import View
-from tests.docs import test_examples
 from tests.docs.leaks import exchanged, watched
 from tests.docs.pages import BLOCKS, ROOT, Block
-from tests.docs.test_examples import Tiny, tiny_llama
+from tests.docs.pasted import Tiny, tiny_llama
 from tests.integration.forked import Command
 from tests.integration.frameworks.example_runs import serving
 from tests.integration.running import RunningBroker, forked, running_broker
@@ -32,7 +31,6 @@ from tests.integration.running import RunningBroker, forked, running_broker
 CALLS = re.compile(r"\.backward\(|\.train\(|trainer\.fit\(|attend\(|evaluate\(batch|get_forward_backward_func\(")
 """Text of blocks and scripts that call a model with batches."""
 HERE = "tcp://node0:7402"
-broker = test_examples.broker
 
 
 def block(text: str) -> Block:
@@ -83,10 +81,10 @@ def of_padded_rows(text: str, broker: RunningBroker, attention: str | None, path
 
 
 def of_images(text: str, broker: RunningBroker, attention: str | None, path: Path) -> None:
-    from tests.training.hf.test_vlm import FIELDS, sample, small_model
+    from tests.training.hf.small_vlm import FIELDS, small_model, vlm_sample
 
     model = small_model()
-    samples = [sample(model, number) for number in range(20)]
+    samples = [vlm_sample(model, number) for number in range(20)]
 
     def connect(endpoint: str, **given: Any) -> Any:
         return streampack.local(samples, budget=160, fields=FIELDS, **given)
@@ -211,7 +209,7 @@ def test_the_test_fails_where_samples_see_each_other(broker: RunningBroker, tmp_
 
 @pytest.mark.filterwarnings("ignore")  # of flex attention without a compiler
 def test_flex_attention_on_a_page_keeps_samples_apart(broker: RunningBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and values of a sample change. The block attends for one pack of several samples."""
+    """Keys and values of a vlm_sample change. The block attends for one pack of several samples."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 256, 8).unbind(0)
     connect = streampack.connect

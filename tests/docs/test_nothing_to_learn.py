@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import streampack
 from streampack.sources import SourceSettings, open_source
 from tests.docs.pages import Block
-from tests.docs.test_examples import CODE, SETTINGS, VOCABULARY, Tiny, tiny_llama
+from tests.docs.pasted import CODE, SETTINGS, VOCABULARY, Tiny, tiny_llama
 from tests.integration.frameworks.example_runs import EXAMPLES, Run, run
 from tests.integration.running import RunningBroker, forked, producing_here, running_broker, write_jsonl
 

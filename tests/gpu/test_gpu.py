@@ -16,11 +16,10 @@ import streampack
 from benchmarks.training.train_gpu import main
 from streampack.core.model.mesh import Mesh
 from streampack.views.formats import Views
-from tests.packs.test_packs import Case
-from tests.packs.test_tree_packs import prompts
-from tests.packs.tree_chain import Chain, rules_of
-from tests.training.test_attention import by_hand
-from tests.training.test_loss import views_of
+from tests.packs.cases import Case
+from tests.packs.tree_chain import Chain, prompts, rules_of
+from tests.training.references import attention_by_hand
+from tests.views.shown import views_of
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -52,7 +51,7 @@ def test_packed_attention_in_bf16_is_that_of_each_sample_alone(
         assert found.isfinite().all()
         exact = [each.float().requires_grad_() for each in (q, k, v)]
         cut = zip(*(streampack.per_sample(each, batch) for each in exact), strict=True)
-        alone = [by_hand(of_q, of_k, of_v, scale, window) for of_q, of_k, of_v in cut]
+        alone = [attention_by_hand(of_q, of_k, of_v, scale, window) for of_q, of_k, of_v in cut]
         for one, other in zip(streampack.per_sample(found, batch), alone, strict=True):
             torch.testing.assert_close(one.float(), other, rtol=2e-2, atol=2e-2)
         together = torch.autograd.grad((found * weights).sum(dtype=torch.float32), halves)

@@ -18,7 +18,7 @@ import streampack
 from streampack.core.media.references import Reference
 from streampack.errors import ConfigError, MediaError
 from streampack.media.read_bytes import WrongBytes, read_bytes
-from tests.integration.samples.test_media_references import FIELDS, decode, image, store
+from tests.media.stored_images import FIELDS, decode, image, store
 
 MEMBERS = 40
 

@@ -26,7 +26,7 @@ from streampack.packs.slabs import Slabs
 from streampack.packs.step import Step, uncounted
 from streampack.views.formats import Views
 from streampack.views.view import View
-from tests.packs.test_packs import Case, attached, cases, equal, parts
+from tests.packs.cases import Case, attached, cases, equal, parts
 
 MANY = Case([[[number + 1] * 5, [number + 2] * 2] for number in range(10)], align=4, budget=16, cp=1)
 

@@ -26,7 +26,7 @@ from streampack.packs import regroup
 from streampack.packs.pack import Pack
 from streampack.packs.step import Step
 from streampack.views.formats import FORMATS, Views, shown, view
-from tests.packs.test_packs import Case, attached, built, cases, check_counts, check_fields, naive, parts, reassembled
+from tests.packs.cases import Case, attached, built, cases, check_counts, check_fields, naive, parts, reassembled
 
 REGROUPED = cases().filter(lambda case: case.cp == 1 or case.layout in ("zigzag", "whole"))
 GOLDEN = Case([[[5, 6, 7], [8, 9]], [[3]], [], [[1, 2, 3, 4]], [[9]]], align=2, budget=8, cp=1)

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from streampack.batch_checks.step_check import verify
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.samples import IGNORE_INDEX
-from streampack.core.protocol.producer_messages import Lease
 from streampack.errors import InvariantError, UserError
 from streampack.packs import regroup
 from streampack.packs.pack import Pack
 from streampack.producer.pushed_samples import chunk_of_group
-from tests.packs.tree_chain import Chain, Sample, groups, lease_of, rules_of
+from tests.packs.tree_chain import Chain, Sample, groups, prompts, rules_of
 
 
 def check_sample(pack: Pack, i: int, given_: Sample, kept: int) -> None:
@@ -71,21 +70,6 @@ def test_every_sample_is_in_a_pack_as_it_was_pushed(
                 found.add(number)
                 check_sample(pack, i, chain.given[number], len(chain.given[number]["input_ids"]))
     assert found == set(chain.given)
-
-
-def prompts(count: int, prompt: int = 30, answer: int = 10) -> list[Sample]:
-    """Answers to one prompt."""
-    draw = np.random.default_rng(count)
-    start = draw.integers(1, 40, prompt)
-    return [
-        {
-            "input_ids": np.concatenate([start, [i + 50], draw.integers(1, 40, answer - 1)]).astype(np.int32),
-            "loss_mask": np.concatenate([np.zeros(prompt), np.ones(answer)]).astype(np.uint8),
-            "advantage": draw.normal(size=prompt + answer), "segment": np.zeros(prompt + answer, np.int32),
-            "reward": float(i),
-        }
-        for i in range(count)
-    ]  # fmt: skip
 
 
 def test_a_prompt_is_sent_and_computed_once() -> None:
@@ -151,7 +135,7 @@ def test_tokens_that_differ_in_a_field_that_the_model_reads_are_not_shared() -> 
 
 
 def test_a_run_that_does_not_let_samples_share_refuses_trees() -> None:
-    lease: Lease = msgspec.structs.replace(lease_of(rules_of()), share=msgspec.UNSET)
+    lease = msgspec.structs.replace(Chain(rules_of()).lease, share=msgspec.UNSET)
     with pytest.raises(UserError, match="Set `share: prefix` under `rules`"):
         chunk_of_group(prompts(2), lease, 0, None, None, "prefix")
     with pytest.raises(UserError, match="expected 'prefix' or None"):

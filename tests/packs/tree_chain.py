@@ -9,27 +9,23 @@ import numpy as np
 from hypothesis import strategies as st
 from streampack_services.broker.arena import Arena
 
-from streampack.core.deal.step_cache import KeptSteps
-from streampack.core.form.former import Former
-from streampack.core.intake.admission import Admission
-from streampack.core.intake.chunk_check import ReceivedChunk, parse_chunk
-from streampack.core.intake.intake import Intake
-from streampack.core.merge.feed_merge import FeedMerge
+from streampack.core.broker import Broker
+from streampack.core.columns.chunk_body import chunk_as
+from streampack.core.model.capacity import Capacity, FeedPlan
 from streampack.core.model.fields import Field
-from streampack.core.model.lease_terms import terms_of
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Batch, Rules, StreamRules
-from streampack.core.model.samples import Keep, SampleTable
-from streampack.core.protocol.effects import Store
-from streampack.core.protocol.message import Envelope
-from streampack.core.protocol.producer_messages import Lease, Samples
+from streampack.core.model.samples import Keep
+from streampack.core.protocol.effects import FromProducer
+from streampack.core.protocol.message import Envelope, Message, Reject
+from streampack.core.protocol.producer_messages import Eos, Hello, Lease, Offer, Samples
 from streampack.core.protocol.trainer_messages import Attached
-from streampack.core.sessions.producer_base import Chunk
 from streampack.packs.build import build_step
 from streampack.packs.slabs import Slabs
 from streampack.packs.step import Step
 from streampack.producer.pushed_samples import chunk_of_group
 from streampack.wire import frames as wire
+from tests.world.shell import Shell
 
 Sample = Mapping[str, Any]
 LONGEST = 512
@@ -50,67 +46,52 @@ def rules_of(budget: int = 96, batch: int | None = None, fields: tuple[Field, ..
     )  # fmt: skip
 
 
-def lease_of(rules: Rules) -> Lease:
-    """The lease of the one partition."""
-    return Lease(
-        stream="rollouts", partition=0, partitions=1, first_seq=0, cursor=None, seed=0, passes=1, dtype=rules.tokens,
-        fields=rules.fields, overlong=rules.streams[0].overlong, poison="error", max_sample_tokens=LONGEST,
-        max_chunk_bytes=1 << 20, batches=rules.batch is not None, share="prefix",
-    )  # fmt: skip
-
-
-class Chain:
-    """One feed, from ``send_group`` to steps; messages are encoded and decoded on the way."""
+class Chain(Shell):
+    """A program that pushes groups to a broker, and the steps as a rank gets them; messages are encoded on the way."""
 
     def __init__(self, rules: Rules, part_bytes: int = 1 << 20) -> None:
-        self.rules, self.table = rules, SampleTable(8)
-        self.merge = FeedMerge(rules)
-        self.admission = Admission(terms_of(rules), rules.tokens, rules.fields, LONGEST, self.table, self.merge)
-        self.intake = Intake(1 << 40, self.admission.token_bytes)
-        self.arena = Arena(64 * 4096 * rules.token_bytes, rules.tokens, 4096, rules.fields)
-        self.former = Former(rules, self.table)
-        self.kept = KeptSteps("train", rules, "zigzag", self.table)
-        self.kept.part_bytes = part_bytes
-        self.sent_bytes = 0
+        super().__init__()
+        self.rules, self.next_seq, self.sent_bytes = rules, 0, 0
         self.given: dict[int, Sample] = {}
         """Samples by their number in the partition."""
+        plan, capacity = FeedPlan("train", rules, 1 << 30), Capacity(1 << 24, LONGEST, 1 << 20)
+        core = Broker(run=1, epoch=1, feeds=[plan], capacity=capacity, steps_ahead=1 << 30)
+        self.arena = Arena(64 * 4096 * rules.token_bytes, rules.tokens, 4096, rules.fields)
+        self.start(core, self.arena)
+        self.kept = core.feeds["train"].readers.steps.kept
+        self.kept.part_bytes = part_bytes
+        self._hello()
+
+    def _hello(self) -> None:
+        offer = Offer(stream="rollouts", source_digest="pushed", partition=0)
+        self.said.clear()
+        self._say(Hello(producer="p", host="h", pid=1, offers=[offer]))
+        (self.lease,) = self.heard(b"p", Lease)
+
+    def _say(self, message: Message, payload: Sequence[Any] = ()) -> None:
+        fence = next((envelope.fence for _, envelope in self.said if isinstance(envelope.message, Lease)), 0)
+        sent = wire.encode(Envelope(run=1, epoch=1, fence=fence, message=message, payload=tuple(payload)))
+        self.handle(FromProducer(b"p", wire.decode([memoryview(bytes(frame)) for frame in sent])))
 
     def send(self, group: Sequence[Sample], keep: Keep | None = None, share: bool = True) -> list[int]:
-        """Push a group; return its samples' numbers."""
-        first = self.intake.expected_seq
-        how = ("prefix",) if share else ()
-        chunk, places = chunk_of_group(group, lease_of(self.rules), first, keep, None, *how)
-        message = Samples(
-            stream="rollouts", partition=0, base_seq=first, lengths_u32=chunk.lengths_u32, crcs_u32=chunk.crcs_u32,
-            loss_tokens_u32=chunk.loss_tokens_u32, cursor=(0, 0, first + chunk.num_samples), keep=chunk.keep,
-            shared_u32=chunk.shared_u32,
-        )  # fmt: skip
-        sent = wire.encode(Envelope(run=1, epoch=1, fence=1, message=message, payload=chunk.payload))
-        self.sent_bytes += chunk_bytes(chunk)
-        envelope = wire.decode([memoryview(bytes(frame)) for frame in sent])
-        assert isinstance(envelope.message, Samples)
-        received = parse_chunk(envelope, envelope.message)
-        assert isinstance(received, ReceivedChunk), received
-        assert self.admission.refusal(0, self.intake, received) is None
-        for effect in self.admission.admit(0, 0, self.intake, received)[0]:
-            if isinstance(effect, Store):
-                self.arena.store(effect.handles, effect.offsets, effect.lengths, effect.rows, effect.payload)
+        """Push a group; return its samples' numbers. AssertionError: the broker refused it."""
+        first = self.next_seq
+        chunk, places = chunk_of_group(group, self.lease, first, keep, None, *(("prefix",) if share else ()))
+        payload: Sequence[Any] = chunk.payload
+        self._say(chunk_as(Samples, chunk, base_seq=first), payload)
+        if self.heard(b"p", Reject):
+            self._hello()
+            raise AssertionError
+        self.sent_bytes += sum(memoryview(frame).nbytes for frame in payload)
+        self.next_seq += chunk.num_samples
         numbers = [first + place for place in places]
         self.given |= dict(zip(numbers, group, strict=True))
         return numbers
 
     def steps(self, mesh: Mesh | None = None) -> list[Step]:
         """End the partition; return all steps as one rank gets them."""
-        mesh, numbers = mesh or Mesh(), list[int]()
-        self.merge.current.end(0)
-        taken = self.merge.current.take(1 << 40)
-        self.former.admit(taken.handles, self.table.own_lengths(taken.handles))
-        self.former.closed = True
-        while (request := self.former.request()) is not None:
-            for step in [*self.former.apply(request.choose()), *self.former.cut()]:
-                self.kept.add(step)
-                numbers.append(step.number)
-        return [self.step(number, mesh) for number in numbers]
+        self._say(Eos(stream="rollouts", partition=0, total=self.next_seq))
+        return [self.step(number, mesh or Mesh()) for number in range(self.core.feeds["train"].steps.formed_upto)]
 
     def step(self, number: int, mesh: Mesh) -> Step:
         """One step as a rank gets it."""
@@ -125,12 +106,6 @@ class Chain:
             envelopes.append(wire.decode([memoryview(bytes(frame)) for frame in sent]))
         attached = Attached(feed="train", reader="r", lineage=0, next_step=0, rules=self.rules, layout="whole")
         return build_step(envelopes, attached, mesh, Slabs())
-
-
-def chunk_bytes(chunk: Chunk) -> int:
-    """Bytes of a chunk's payload."""
-    payload: tuple[Any, ...] = chunk.payload
-    return sum(memoryview(frame).nbytes for frame in payload)
 
 
 @st.composite
@@ -158,3 +133,18 @@ def groups(draw: st.DrawFn, max_rows: int = 16, vocabulary: int = 40) -> list[Sa
         }
         for row in draw(st.permutations(rows))
     ]
+
+
+def prompts(count: int, prompt: int = 30, answer: int = 10) -> list[Sample]:
+    """Answers to one prompt."""
+    draw = np.random.default_rng(count)
+    start = draw.integers(1, 40, prompt)
+    return [
+        {
+            "input_ids": np.concatenate([start, [i + 50], draw.integers(1, 40, answer - 1)]).astype(np.int32),
+            "loss_mask": np.concatenate([np.zeros(prompt), np.ones(answer)]).astype(np.uint8),
+            "advantage": draw.normal(size=prompt + answer), "segment": np.zeros(prompt + answer, np.int32),
+            "reward": float(i),
+        }
+        for i in range(count)
+    ]  # fmt: skip

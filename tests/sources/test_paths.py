@@ -26,7 +26,7 @@ from streampack.sources import SourceSettings, TokenizerSettings, open_source, o
 from streampack.transport.keys import find_key
 from tests.integration.running import STREAMPACK, executed, running, write, write_jsonl
 from tests.sources.faulty_store import FaultyStore, faulty_store
-from tests.sources.test_sources_formats import WRITERS
+from tests.sources.writers import WRITERS
 
 ROWS = [{"text": f"sample {number}"} for number in range(40)]
 

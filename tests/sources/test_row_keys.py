@@ -14,8 +14,7 @@ from streampack.core.model.fields import Field
 from streampack.errors import SampleError
 from streampack.sources import RawSample, SourceSettings, open_source
 from streampack.sources.row_keys import KNOWN
-from tests.sources.test_sources_formats import PLAIN
-from tests.sources.test_sources_rows import npy, write_members, write_rows
+from tests.sources.writers import PLAIN, npy, write_members, write_rows
 
 MASK = Field(name="loss_mask", dtype="uint8", align="target")
 LABELS = Field(name="labels", dtype="int32", align="target", pad=-100)

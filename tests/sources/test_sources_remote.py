@@ -1,5 +1,7 @@
 """URLs: what is read through fsspec is what lies on the disk, with ranges, a bounded cache, and a few tries."""
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import json
@@ -7,7 +9,6 @@ import logging
 import re
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,70 +22,17 @@ from streampack.sources import RawSample, Source, SourceSettings, open_source
 from streampack.sources.files import remote, retries
 from streampack.sources.files.byte_source import File
 from streampack.sources.files.listing import measure
-from tests.sources.test_sources_formats import PLAIN, WRITERS
+from tests.sources.http_server import FileServer
+from tests.sources.writers import PLAIN, WRITERS
 
 KINDS = ["jsonl", "webdataset", "parquet", "text", "megatron", "huggingface"]
 _ids = itertools.count()
 
 
-class Server(ThreadingHTTPServer):
-    """Files of a folder with ranges; ``failures`` requests are answered 503, ``plain``: ranges are not known."""
-
-    daemon_threads = True
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.folder = folder
-        self.failures = 0
-        self.plain = self.sizeless = False
-        self.ranges: list[tuple[int, int]] = []
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args: Any) -> None: ...
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        path = self.server.folder / self.path.partition("?")[0].lstrip("/")
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if self.server.failures and asked:
-            self.server.failures -= 1
-            return self._answer(503, b"")
-        if not path.is_file():
-            return self._answer(404, b"")
-        data = path.read_bytes()
-        if self.server.sizeless:
-            self.close_connection = True
-            self.send_response(200)
-            self.end_headers()
-            return None
-        if asked is None or self.server.plain:
-            return self._answer(200, data)
-        begin, end = int(asked[1]), min(int(asked[2]) + 1, len(data))
-        self.server.ranges.append((begin, end))
-        return self._answer(206, data[begin:end], f"bytes {begin}-{end - 1}/{len(data)}")
-
-    def _answer(self, status: int, body: bytes, of: str = "") -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Accept-Ranges", "none" if self.server.plain else "bytes")
-        if of:
-            self.send_header("Content-Range", of)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path: Path) -> Iterator[FileServer]:
     pytest.importorskip("aiohttp")
-    found = Server(tmp_path)
+    found = FileServer(tmp_path)
     thread = threading.Thread(target=found.serve_forever, daemon=True)
     thread.start()
     yield found
@@ -112,7 +60,7 @@ def records(source: Source, **more: Any) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_of_a_server_are_read_as_those_on_the_disk(kind: str, tmp_path: Path, server: Server) -> None:
+def test_files_of_a_server_are_read_as_those_on_the_disk(kind: str, tmp_path: Path, server: FileServer) -> None:
     local = WRITERS[kind](tmp_path)
     here, there = open_source(local, PLAIN), open_source(settings_at(local, tmp_path, server.url), PLAIN)
     want = records(here)
@@ -136,7 +84,7 @@ def test_files_of_a_store_are_read_as_those_on_the_disk(kind: str, tmp_path: Pat
     assert there.digest == here.digest
 
 
-def test_braces_and_queries_are_urls_too(tmp_path: Path, server: Server) -> None:
+def test_braces_and_queries_are_urls_too(tmp_path: Path, server: FileServer) -> None:
     WRITERS["jsonl"](tmp_path)
     braces = open_source(SourceSettings("jsonl", server.url + "/{0..4}.jsonl?secret=1"), PLAIN)
     plain = open_source(SourceSettings("jsonl", str(tmp_path / "{0..4}.jsonl")), PLAIN)
@@ -167,7 +115,7 @@ def test_any_reads_give_the_bytes_of_the_file_and_hold_few(
 
 
 def test_a_shuffled_shard_crosses_the_network_once(
-    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, server: FileServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "_BLOCK_BYTES", 1000)
     size = (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "x" * 90}) + "\n" for _ in range(300)))
@@ -177,7 +125,7 @@ def test_a_shuffled_shard_crosses_the_network_once(
 
 
 def test_failures_that_pass_are_one_line_in_the_log(
-    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, server: FileServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     WRITERS["jsonl"](tmp_path)
     settings = SourceSettings("jsonl", path=f"{server.url}/2.jsonl")
@@ -197,7 +145,7 @@ def stop_message(settings: SourceSettings) -> str:
 
 
 def test_a_url_that_cannot_be_read_is_refused_in_one_line(
-    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, server: FileServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retries, "MOST_S", 0.2)
     WRITERS["jsonl"](tmp_path)
@@ -216,7 +164,9 @@ def test_a_url_that_cannot_be_read_is_refused_in_one_line(
     assert "does not report the file's size" in stop_message(good)
 
 
-def test_a_server_without_ranges_is_refused(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_ranges_is_refused(
+    tmp_path: Path, server: FileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(remote, "_BLOCK_BYTES", 16)
     WRITERS["webdataset"](tmp_path)
     server.plain = True
@@ -225,7 +175,7 @@ def test_a_server_without_ranges_is_refused(tmp_path: Path, server: Server, monk
     assert "ranges" in said or "cannot be read" in said
 
 
-def test_a_file_that_changes_is_noticed_when_its_turn_comes(tmp_path: Path, server: Server) -> None:
+def test_a_file_that_changes_is_noticed_when_its_turn_comes(tmp_path: Path, server: FileServer) -> None:
     WRITERS["jsonl"](tmp_path)
     source = open_source(SourceSettings("jsonl", path=f"{server.url}/2.jsonl"), PLAIN)
     (tmp_path / "2.jsonl").write_text("{}")

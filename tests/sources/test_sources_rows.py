@@ -1,8 +1,7 @@
 """Rows: which key is the sample, what chats and prompts become, and fields of every shape in every format."""
 
-import io
-import json
-import tarfile
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from streampack.errors import ConfigError
 from streampack.sources import RawSample, SourceSettings, open_source
 from streampack.sources.formats.rows import RowReader, as_field
 from streampack.tokenizers.bytes_tokenizer import BytesTokenizer
-from tests.sources.test_sources_formats import PLAIN, arrow_stream
+from tests.sources.writers import PLAIN, npy, write_members, write_rows
 
 ADVANTAGES = Field(name="advantages", dtype="float32", align="target")
 REWARD = Field(name="reward", dtype="float64", axis="sample")
@@ -26,42 +25,6 @@ MASK = Field(name="loss_mask", dtype="bool", align="target")
 ROUTES = Field(name="routes", dtype="uint8", shape=(2, 3))
 FIELDS = (ADVANTAGES, REWARD, ROUTES)
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-rows_here: list[Any] = []
-
-
-def write_rows(kind: str, folder: Path, rows: list[dict[str, Any]], **more: Any) -> SourceSettings:
-    """The rows as a source of this kind, in their order."""
-    path = folder / "a"
-    keys = {key for row in rows for key in row}
-    table = [{key: row.get(key) for key in keys} for row in rows]  # its columns are the first row's
-    if kind == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    elif kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(table), path)
-    elif kind == "huggingface":
-        path.mkdir()
-        arrow_stream(path / "d.arrow", pa.Table.from_pylist(table))
-        (path / "state.json").write_text('{"_data_files": [{"filename": "d.arrow"}]}')
-    elif kind == "webdataset":
-        write_members(path, [(f"{i}.json", json.dumps(row).encode()) for i, row in enumerate(rows)])
-    else:
-        rows_here[:] = rows
-        return SourceSettings("python", path=f"{__name__}:rows_here", shuffle=False, **more)
-    return SourceSettings(kind, path=str(path), shuffle=False, **more)  # type: ignore[arg-type]
-
-
-def write_members(path: Path, members: list[tuple[str, bytes]]) -> None:
-    with tarfile.open(path, "w") as archive:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-
-
-def npy(values: Any) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, np.asarray(values))
-    return buffer.getvalue()
 
 
 def read(settings: SourceSettings, fields: tuple[Field, ...] = ()) -> list[RawSample]:

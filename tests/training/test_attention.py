@@ -14,21 +14,12 @@ from hypothesis import strategies as st
 import streampack
 from streampack.errors import UserError
 from streampack.training.attention import by_flash, by_torch, first_that_takes, one_by_one
-from tests.packs.test_packs import Case, cases
-from tests.training.test_loss import views_of
+from tests.packs.cases import Case, cases
+from tests.training.references import attention_by_hand
+from tests.views.shown import views_of
 
 TWO = Case([[[5, 6, 7], [8, 9]], [[3]]], align=4, budget=12, cp=1)
 SHARED = Case([[[5, 6, 7], [8, 9]], [[3]]], align=4, budget=12, cp=2)
-
-
-def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, window: int | None) -> torch.Tensor:
-    """Of one sample, [n, H, D]: softmax of what a token may see."""
-    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
-    scores = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    places = torch.arange(len(q), device=q.device)
-    back = places[:, None] - places
-    seen = (back >= 0) & (back < (window or len(q)))
-    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
 def draw(count: int, heads: int, seed: int) -> torch.Tensor:
@@ -52,7 +43,7 @@ def test_packed_attention_and_its_gradients_are_those_of_each_sample_alone(
         weights = draw(len(q), 2 * grouped, 9).detach()
         together = torch.autograd.grad((found * weights)[~batch.padding_mask].sum(), (q, k, v))
         cut = (streampack.per_sample(each, batch) for each in (q, k, v))
-        alone = [by_hand(of_q, of_k, of_v, scale, window) for of_q, of_k, of_v in zip(*cut, strict=True)]
+        alone = [attention_by_hand(of_q, of_k, of_v, scale, window) for of_q, of_k, of_v in zip(*cut, strict=True)]
         for one, other in zip(streampack.per_sample(found, batch), alone, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
         if alone:
@@ -157,7 +148,7 @@ def test_a_sample_that_fills_its_pack_is_a_row_as_others(monkeypatch: pytest.Mon
     full, part = views_of(case)[0]
     q, k, v = (draw(12, 2, seed) for seed in range(3))
     found = streampack.varlen_attention(q, k, v, full)
-    torch.testing.assert_close(found, by_hand(q, k, v, None, None), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found, attention_by_hand(q, k, v, None, None), rtol=1e-9, atol=1e-12)
     assert asked == []
     streampack.varlen_attention(q, k, v, full, backend="torch")
     streampack.varlen_attention(q, k, v, full, window=3)

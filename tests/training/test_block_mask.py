@@ -20,9 +20,9 @@ from streampack.errors import UserError
 from streampack.packs.block_tables import BlockTables, fill_block_tables
 from streampack.training.masks import block_causal_mask, block_causal_mask_mod
 from streampack.views.formats import Views
-from tests.core.trees.test_prefix_tree import groups
-from tests.packs.test_packs import Case, attached
-from tests.views.test_formats import TWO, seen, steps_of
+from tests.core.trees.prefix_groups import groups
+from tests.packs.cases import Case, attached
+from tests.views.shown import TWO, seen, steps_of
 
 COUNTS = ["kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"]
 LENGTHS = [700, 1, 33, 128, 128, 5, 500, 129]

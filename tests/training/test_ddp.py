@@ -15,10 +15,11 @@ import streampack
 from streampack.config.typed_yaml import convert
 from streampack.sources import SourceSettings, open_source
 from tests.integration.running import PATIENCE_S, producing_here, running_broker, write_jsonl
+from tests.training.tiny_gradients import gradients, model
 
 SCRIPT = """
 import json, sys, torch, torch.distributed as dist, streampack
-from tests.training.test_ddp import gradients, model
+from tests.training.tiny_gradients import gradients, model
 
 dist.init_process_group("gloo")
 ddp = torch.nn.parallel.DistributedDataParallel(model())
@@ -31,20 +32,6 @@ del ddp  # it holds the process group: gloo's threads must end before the interp
 dist.destroy_process_group()
 """
 RULES: dict[str, Any] = {"budget": 256, "window": {"samples": 32}, "step": {"packs": 4}}
-
-
-def model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Embedding(257, 8), torch.nn.Linear(8, 257))
-
-
-def gradients(net: torch.nn.Module, step: streampack.Step, ranks: int) -> list[float]:
-    """Of one step: the norm of each parameter's."""
-    net.zero_grad()
-    for batch in step:
-        loss = torch.nn.functional.cross_entropy(net(batch.input_ids), batch.labels, reduction="sum")
-        (loss / step.num_loss_tokens * ranks).backward()  # type: ignore[no-untyped-call]
-    return [float(each.grad.norm()) for each in net.parameters() if each.grad is not None]
 
 
 def test_two_ranks_have_the_gradients_of_one(tmp_path: Path) -> None:

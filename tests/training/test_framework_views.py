@@ -21,8 +21,8 @@ from streampack.training.masks import block_causal_mask
 from streampack.views.bshd import SENTINEL, stack, strip, thd_chunks
 from streampack.views.megatron import packed_seq_params
 from streampack.views.view import View
-from tests.packs.test_packs import Case
-from tests.views.test_formats import TWO, seen
+from tests.packs.cases import Case
+from tests.views.shown import TWO, seen
 
 IGNORED = -100
 

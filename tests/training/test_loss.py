@@ -11,23 +11,15 @@ import torch
 from hypothesis import given, settings
 
 import streampack
-from streampack.core.model.mesh import Mesh
 from streampack.errors import UserError
 from streampack.training.loss import reduce_metrics
-from streampack.views.formats import Views
 from streampack.views.view import View
-from tests.packs.test_packs import Case, attached, cases
-from tests.views.test_formats import steps_of
+from tests.packs.cases import Case, cases
+from tests.views.shown import steps_of, views_of
 
 Learned = tuple[float, list[torch.Tensor]]
 """A loss, and the gradient of each parameter."""
 TWO = Case([[[5, 6, 7], [8, 9]], [[3]]], align=4, budget=12, cp=2)
-
-
-def views_of(case: Case, format: str = "thd") -> list[list[Any]]:
-    """Of each context-parallel rank, its packs."""
-    rules = attached(case).rules
-    return [list(Views(format, Mesh()).make(step, rules)) for step in steps_of(case)]
 
 
 @given(cases())

@@ -17,8 +17,8 @@ from streampack.errors import UserError
 from streampack.training.masks import block_causal_mask, block_causal_mask_mod, document_ids
 from streampack.views.formats import Views
 from streampack.views.view import View
-from tests.packs.test_packs import Case, attached, cases
-from tests.views.test_formats import TWO, seen, steps_of
+from tests.packs.cases import Case, attached, cases
+from tests.views.shown import TWO, seen, steps_of
 
 SHARDED = Case([[[5, 6, 7, 8, 9, 10], [1, 2, 3]]], align=8, budget=24, cp=2)
 TENSORS = ("thd", "hf", "hf_shifted", "megatron", "bshd", "torchtitan")

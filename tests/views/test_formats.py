@@ -14,32 +14,19 @@ from hypothesis import given
 
 from streampack.core.model.mesh import Mesh
 from streampack.errors import UserError
-from streampack.packs.build import build_step
 from streampack.packs.slabs import Slabs
 from streampack.packs.step import Step
 from streampack.views.device import SideStream
 from streampack.views.formats import Views, view
 from streampack.views.view import View
-from tests.packs.test_packs import Case, attached, cases, equal, parts
+from tests.packs.cases import Case, attached, cases, equal
+from tests.views.shown import TWO, seen, steps_of
 
 IGNORED = -100
 HF_KEYS = [
     "input_ids", "labels", "position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
 ]  # fmt: skip
 SLABS = Slabs()
-TWO = Case([[[5, 6, 7], [8, 9]], [[3]]], align=4, budget=12, cp=1)
-
-
-def steps_of(case: Case, slabs: Slabs = SLABS) -> list[Step]:
-    """The step as each context-parallel rank gets it."""
-    meshes = [Mesh(cp=case.cp, cp_rank=rank) for rank in range(case.cp)]
-    sizes = [len(case.packs)]
-    return [build_step(parts(case, mesh.cp_rank, sizes), attached(case), mesh, slabs) for mesh in meshes]
-
-
-def seen(case: Case, format: str) -> list[Any]:
-    """The packs of the first rank in a format."""
-    return list(Views(format, Mesh()).make(steps_of(case)[0], attached(case).rules))
 
 
 def halves(case: Case) -> set[str]:

@@ -21,11 +21,10 @@ from streampack.core.model.rules import Rules
 from streampack.errors import InvariantError, UserError
 from streampack.views.device import SideStream, _moved
 from streampack.views.formats import Views
-from tests.packs.test_packs import Case, attached, cases
-from tests.packs.test_tree_packs import prompts
-from tests.packs.tree_chain import Chain
+from tests.packs.cases import Case, attached, cases
+from tests.packs.tree_chain import Chain, prompts
 from tests.packs.tree_chain import rules_of as rules_of_trees
-from tests.views.test_formats import TWO, steps_of
+from tests.views.shown import TWO, steps_of
 
 MOST = 5
 """The most samples of a pack of ``cases``: some packs have them all, and a tail."""

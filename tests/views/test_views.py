@@ -19,8 +19,8 @@ from streampack.packs.pack import Pack
 from streampack.packs.slabs import Slabs
 from streampack.views.formats import Views
 from streampack.views.view import View
-from tests.packs.test_packs import Case, attached, cases, equal, parts
-from tests.views.test_formats import steps_of
+from tests.packs.cases import Case, attached, cases, equal, parts
+from tests.views.shown import steps_of
 
 IGNORED = -100
 WHOLE = cases().filter(lambda case: case.cp == 1 or case.layout == "whole")

@@ -30,7 +30,7 @@ from streampack.core.protocol.trainer_messages import Attached
 from streampack.errors import WireError
 from streampack.packs.build import build_step
 from streampack.packs.slabs import Slabs
-from tests.packs.test_packs import fields, shapes
+from tests.packs.cases import fields, shapes
 
 Frames = tuple[bytes, ...]
 Message = tuple[StepPart, Frames]

@@ -17,7 +17,7 @@ from streampack.core.trees.shared_prefixes import (
     prefix_order,
     segments_of,
 )
-from tests.core.trees.test_prefix_tree import common, groups
+from tests.core.trees.prefix_groups import common, groups
 
 
 def in_order(rows: list[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:

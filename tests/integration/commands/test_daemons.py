@@ -28,6 +28,7 @@ from streampack_services.daemons.signals import ending_signals
 import streampack as sp
 from streampack.errors import PeerError
 from streampack.producer.loop import StreamProgress
+from tests.integration.commands.endless_run import ENDLESS, RULES, producer_config
 from tests.integration.running import (
     PATIENCE_S,
     Daemon,
@@ -42,19 +43,8 @@ from tests.integration.running import (
     write_jsonl,
 )
 
-RULES = {"budget": 256, "window": {"samples": 64}, "step": {"packs": 4}}
-ENDLESS = {"rules": RULES, "streams": {"web": {"partitions": 2, "repeat": True}}}
 FOR_EVER = {"drain_timeout_s": 10 * PATIENCE_S}
 """What ends nevertheless did not wait until it was over."""
-
-
-def producer_config(path: Path, broker: str, processes: int = 1) -> Path:
-    """producer.yaml for a stream ``web`` of 2 files, 300 samples of 1 to 97 tokens each."""
-    for number in range(2):
-        rows = [{"tokens": [number] * (1 + 31 * i % 97)} for i in range(300)]
-        write_jsonl(path / f"{number}.jsonl", rows)
-    source = {"source": "jsonl", "shards": str(path / "?.jsonl")}
-    return write(path / "producer.yaml", {"broker": broker, "processes": processes, "streams": {"web": source}})
 
 
 def readiness(broker: RunningBroker) -> int:

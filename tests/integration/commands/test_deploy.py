@@ -27,18 +27,14 @@ from streampack_services.standby.shipping import advertised
 
 from streampack.config.config_files import read_broker, read_producer
 from streampack.config.daemon_settings import BrokerConfig
+from tests.integration.commands.manifests import Tree, addresses, loaded, merged, two_brokers
 from tests.integration.programs import program
 from tests.integration.running import in_process
 
-Tree = dict[str, Any]
 ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
 KUBERNETES = "1.33"
 """Where native sidecars are stable."""
-
-
-def loaded(path: Path) -> list[Any]:
-    return list(yaml.safe_load_all(path.read_text()))
 
 
 def exported(what: str, folder: Path, *options: str | Path) -> Path:
@@ -89,16 +85,6 @@ def kubernetes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return exported("k8s", tmp_path_factory.mktemp("k8s"))
 
 
-def merged(tree: Any, patch: Any) -> Any:
-    """As kustomize does it for a kind that it knows: lists of things with names are merged by name."""
-    if isinstance(tree, dict) and isinstance(patch, dict):
-        return tree | {key: merged(tree[key], value) if key in tree else value for key, value in patch.items()}
-    if isinstance(tree, list) and tree and isinstance(tree[0], dict) and "name" in tree[0]:
-        by_name = {each["name"]: each for each in tree}
-        return list(merged(by_name, {each["name"]: each for each in patch}).values())
-    return patch
-
-
 @pytest.fixture(scope="module")
 def sidecar(kubernetes: Path) -> Tree:
     """The example's Job with the sidecar patched in."""
@@ -126,12 +112,6 @@ def trainers(kubernetes: Path, component: str) -> Tree:
     (job,) = loaded(kubernetes / "trainers/job.yaml")
     (patch,) = loaded(kubernetes / f"components/{component}/job.yaml")
     return dict(merged(job, patch | {"metadata": {}}))
-
-
-def two_brokers(kubernetes: Path) -> Tree:
-    """The StatefulSet of a broker and its standby."""
-    (tree,), (patch,) = (loaded(kubernetes / f"{top}/statefulset.yaml") for top in ("standalone", "standby"))
-    return dict(merged(tree, patch))
 
 
 def containers(pod: Tree) -> list[Tree]:
@@ -300,15 +280,6 @@ def test_a_trainer_finds_its_relay_and_both_find_the_broker(kubernetes: Path, co
     assert volumes[0] == volumes[1]
     memory = float(relay["resources"]["limits"]["memory"].removesuffix("Gi"))
     assert memory >= 1 + float(str(parse(relay["args"])[1]["memory"]).removesuffix("GiB"))
-
-
-def addresses(kubernetes: Path, folder: str) -> str:
-    """The brokers' addresses for trainers and relays, of ``standalone`` or ``standby``."""
-    (tree,) = loaded(kubernetes / folder / "kustomization.yaml")
-    (made,) = (each for each in tree["configMapGenerator"] if each["name"] == "streampack-addresses")
-    (literal,) = made["literals"]
-    assert made["options"] == {"disableNameSuffixHash": True}, "Jobs of other kustomizations name it"
-    return str(literal.removeprefix("trainers="))
 
 
 def test_two_brokers_are_on_two_nodes_and_clients_have_both_addresses(kubernetes: Path) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.integration.commands import test_plan, test_plan_media
+from tests.integration.commands.planned_media import make_media_files
+from tests.integration.commands.planned_run import RULES, make_files
 from tests.integration.running import in_process, write, write_jsonl
 
 GOLDEN = Path(__file__).parents[2] / "fixtures" / "reports" / "plan.txt"
@@ -48,7 +49,7 @@ def make_inputs(folder: Path) -> None:
     }  # fmt: skip
     mesh = {"dp": 2, "cp": 2, "tp": 2}
     write(folder / "warmup.yaml", {"rules": rules, "planned_mesh": mesh, "streams": {"web": {}}})
-    marks = {**test_plan.RULES, "step": {"end_of_batch": True, "micro_batch_multiple": 2}}
+    marks = {**RULES, "step": {"end_of_batch": True, "micro_batch_multiple": 2}}
     pushed = {"rollouts": {"pushed": True}}
     write(folder / "marks.yaml", {"rules": marks, "merge": "arrival", "state_dir": "x", "streams": pushed})
     write_jsonl(folder / "rejected.jsonl", [{"text": "x" * (i % 7)} for i in range(70)])
@@ -56,9 +57,9 @@ def make_inputs(folder: Path) -> None:
     write(folder / "rejected.yaml", {"streams": {"data": stream}})
     for name in ("text", "media", "tight"):
         (folder / name).mkdir()
-    test_plan.make_files(folder / "text")
-    test_plan_media.make_files(folder / "media")
-    test_plan_media.make_files(folder / "tight", limits={"patches": 45}, balance={"hidden_size": 64})
+    make_files(folder / "text")
+    make_media_files(folder / "media")
+    make_media_files(folder / "tight", limits={"patches": 45}, balance={"hidden_size": 64})
 
 
 def outputs() -> str:

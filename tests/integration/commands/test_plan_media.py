@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 import streampack
 from streampack.sources import SourceSettings, open_source
+from tests.integration.commands.planned_media import RULES, make_media_files
+from tests.integration.commands.planned_run import ask
 from tests.integration.running import (
     RunningBroker,
     in_process,
@@ -22,65 +23,12 @@ from tests.integration.running import (
     the_error,
     until,
     write,
-    write_jsonl,
 )
-
-SAMPLES = 240
-RULES: dict[str, Any] = {
-    "budget": 512, "window": {"samples": 64}, "step": {"packs": 4}, "overlong": "drop",
-    "limits": {"patches": 130, "items": 8}, "balance": {"a": 100, "b": 1, "patches": [900, 7], "items": 50},
-}  # fmt: skip
-FIELDS = {
-    "image_grid_thw": {"dtype": "int32", "axis": "item", "shape": [3]},
-    "pixel_values": {"dtype": "reference", "axis": "item"},
-}
-
-
-def rows(seed: int, count: int) -> list[dict[str, Any]]:
-    """Samples of up to 700 tokens with up to four images; some exceed a limit alone, and one has no sizes."""
-    draws = np.random.default_rng(seed)
-    found = []
-    for number, length in enumerate(np.clip(draws.lognormal(4.3, 1.0, count), 1, 700).astype(int).tolist()):
-        patches = [200] if number % 11 == 7 else draws.integers(1, 31, number % 5).tolist()
-        row: dict[str, Any] = {"input_ids": [1] * length}
-        if patches:
-            row |= {"patches": patches, "images": [f"{number}-{i}.png" for i in range(len(patches))]}
-            row |= {"image_grid_thw": [[1, 1, each] for each in patches]}
-        found.append(row)
-    found[count // 2 + 1].pop("image_grid_thw")
-    return found
-
-
-def ask(*arguments: str | Path) -> dict[str, Any]:
-    """Run a command, and return the JSON that it prints."""
-    result = in_process(*arguments, "--json")
-    assert result.returncode == 0, result.stderr
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
-
-
-def make_files(folder: Path, **rules: Any) -> Path:
-    """broker.yaml, producer.yaml and the data of two streams, three files each."""
-    streams = {"chats": {"weight": 0.6, "partitions": 3}, "captions": {"weight": 0.4, "partitions": 2}}
-    for at, name in enumerate(streams):
-        for number in range(3):
-            write_jsonl(folder / f"{name}-{number}.jsonl", rows(3 * at + number, SAMPLES // 6))
-    sources = {
-        name: {"source": "jsonl", "shards": str(folder / f"{name}-*.jsonl"), "fields": {"pixel_values": "images"}}
-        for name in streams
-    }
-    write(folder / "producer.yaml", {"streams": sources})
-    broker = {
-        "run": "planned", "rules": RULES | {"poison": "drop"} | rules, "planned_mesh": {"dp": 2}, "streams": streams,
-        "fields": FIELDS, "state_dir": str(folder / "state"),
-    }  # fmt: skip
-    write(folder / "broker.yaml", broker)
-    return folder
 
 
 @pytest.fixture(scope="module", params=["deal", "joint"])
 def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_files(tmp_path_factory.mktemp("data"), balance=RULES["balance"] | {"kind": request.param})
+    return make_media_files(tmp_path_factory.mktemp("data"), balance=RULES["balance"] | {"kind": request.param})
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +103,7 @@ def test_costs_of_a_log_are_those_of_other_factors_too(files: Path, served: Runn
 
 
 def test_patches_that_fill_most_packs_are_counted(tmp_path: Path) -> None:
-    make_files(tmp_path, limits={"patches": 45}, balance={"hidden_size": 64})
+    make_media_files(tmp_path, limits={"patches": 45}, balance={"hidden_size": 64})
     both = ("-c", tmp_path / "producer.yaml", "-c", tmp_path / "broker.yaml")
     found = ask("plan", *both)
     take = found["take"]
@@ -166,7 +114,7 @@ def test_patches_that_fill_most_packs_are_counted(tmp_path: Path) -> None:
 
 
 def test_limits_that_bind_rarely_bring_no_advice(tmp_path: Path) -> None:
-    make_files(tmp_path, limits={"patches": 100_000})
+    make_media_files(tmp_path, limits={"patches": 100_000})
     found = ask("plan", "-c", tmp_path / "producer.yaml", "-c", tmp_path / "broker.yaml")
     assert found["take"]["bound_by"] == {"tokens": 1.0, "patches": 0.0}
     assert found["take"]["unfit"] == 0
@@ -183,7 +131,7 @@ def test_media_of_a_part_of_a_source_are_an_estimate(files: Path, served: Runnin
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate", "split"])
 def test_each_policy_for_long_samples_with_media_is_that_of_a_broker(tmp_path: Path, overlong: str) -> None:
-    make_files(tmp_path, overlong=overlong, budget=256)
+    make_media_files(tmp_path, overlong=overlong, budget=256)
     found = ask("plan", "-c", tmp_path / "producer.yaml", "-c", tmp_path / "broker.yaml")
     base, config = found["settings"][0], json.loads((tmp_path / "broker.yaml").read_text())
     sources = json.loads((tmp_path / "producer.yaml").read_text())["streams"]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import streampack
-from tests.integration.commands.test_plan import ask
+from tests.integration.commands.planned_run import ask
 from tests.integration.running import RunningBroker, running, running_broker, until, write, write_jsonl
 
 BUDGET, SAMPLES, PACKS = 128, 3000, 8

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.integration.commands.test_deploy import addresses, two_brokers
+from tests.integration.commands.manifests import addresses, two_brokers
 from tests.integration.running import PATIENCE_S, folder, in_process, until, write, write_jsonl
 from tests.services.standby import lease_server
 from tests.soak.host_loss import ADDRESSES, three_hosts

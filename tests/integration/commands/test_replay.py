@@ -35,7 +35,7 @@ from tests.integration.running import (
     write,
     write_jsonl,
 )
-from tests.integration.samples import test_pushed
+from tests.integration.samples.pushed_run import pushed_group, pushed_settings
 from tests.soak.job import fixed_listen
 
 STREAMS, PARTITIONS = ("web", "code"), (3, 1)
@@ -239,7 +239,7 @@ def test_steps_of_pushed_samples_need_no_producer(tmp_path: Path) -> None:
     """Also of a lineage that counts no more: trainers went back, and what was pushed since was dropped."""
     with folder() as path:
         feeds = {"train": {"on_rewind": "discard"}}
-        broker = RunningBroker(path, test_pushed.settings(path, feeds=feeds))
+        broker = RunningBroker(path, pushed_settings(path, feeds=feeds))
         first: dict[int, Step] = {}
         second: dict[int, Step] = {}
         try:
@@ -250,8 +250,8 @@ def test_steps_of_pushed_samples_need_no_producer(tmp_path: Path) -> None:
 
                 def push(numbers: range) -> None:
                     for number in numbers:
-                        one.send_group(test_pushed.group(number))
-                        two.send_group(test_pushed.group(number + 100))
+                        one.send_group(pushed_group(number))
+                        two.send_group(pushed_group(number + 100))
                     one.flush()
                     two.flush()
 
@@ -328,12 +328,12 @@ def test_steps_that_only_the_ledger_still_has_are_formed_from_the_first_sample_o
 def test_the_oldest_step_is_named_where_the_log_has_lost_what_was_pushed(tmp_path: Path) -> None:
     with folder() as path, folder() as other:
         streams = {"rollouts": {"pushed": True, "partitions": 1}}
-        broker = RunningBroker(path, test_pushed.settings(path, streams=streams))
+        broker = RunningBroker(path, pushed_settings(path, streams=streams))
         steps: dict[int, Step] = {}
         try:
             with sp.Producer(broker.producers, stream="rollouts") as rollouts:
                 for number in range(200):
-                    rollouts.send_group(test_pushed.group(number))
+                    rollouts.send_group(pushed_group(number))
                 rollouts.close(end=True)
             with sp.connect(broker.trainers, format="numpy") as loader:
                 steps.update({step.index: step for step in loader.steps()})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.faults.test_log_disk import mounts
+from tests.integration.faults.small_disks import mounts
 from tests.integration.running import PATIENCE_S
 
 PRELUDE = """

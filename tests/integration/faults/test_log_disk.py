@@ -1,21 +1,22 @@
 """The log on real disks, in real processes: full ones, failing ones, and writers that are killed."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import textwrap
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
 import pytest
 from streampack_services.log.log import Log
 
+from tests.integration.faults.small_disks import mounts
 from tests.integration.running import PATIENCE_S
 
 PRELUDE = """
@@ -48,18 +49,6 @@ SEGMENT = 1 << 18
 folder = Path(sys.argv[1]) / "log"
 log = reopen()
 """
-
-
-@cache
-def mounts() -> list[str]:
-    """The command before one that may mount, as root of its own or of this machine; none where neither can."""
-    for how in (["unshare", "-rm"], ["unshare", "-m"]):
-        if shutil.which("unshare") is None:
-            break
-        probe = [*how, "sh", "-c", "mount -t tmpfs none /mnt"]
-        if subprocess.run(probe, capture_output=True, timeout=30, check=False).returncode == 0:
-            return how
-    return []
 
 
 def python(script: str, folder: Path, *before: str) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ import streampack
 from streampack.client.connect import Client
 from streampack.errors import StreampackError
 from tests.integration.running import PATIENCE_S, RunningBroker, folder, until
-from tests.integration.samples.test_pushed import settings
+from tests.integration.samples.pushed_run import pushed_settings
 
 SAMPLES = 300
 
@@ -41,7 +41,7 @@ def test_trainers_hear_that_the_log_was_lost(step: int, pushed_again: bool, capl
     how much there was, the trainer waits and says so.
     """
     with folder() as path, ThreadPoolExecutor(1) as pool:
-        config = settings(path, streams={"rollouts": {"pushed": True, "partitions": 1}})
+        config = pushed_settings(path, streams={"rollouts": {"pushed": True, "partitions": 1}})
         broker = RunningBroker(path, config)
         push(broker, 0)
         state = state_at(broker, step)

@@ -17,7 +17,7 @@ from streampack_services.broker.authorization import new_key
 
 from streampack.transport.keys import load_key
 from tests.integration.running import Daemon, folder, in_process, the_error, until, write
-from tests.integration.security.test_security import KeyPeer
+from tests.integration.security.keyed import KeyPeer
 from tests.soak.job import fixed_listen
 
 SETTINGS: dict[str, Any] = {

@@ -13,7 +13,7 @@ import pytest
 import streampack
 from streampack.errors import Rejected, UserError
 from tests.integration.running import PATIENCE_S, RunningBroker, folder, in_process, running_broker, until
-from tests.integration.samples.test_pushed import settings
+from tests.integration.samples.pushed_run import pushed_settings
 
 WORKERS, GROUPS = 2, 30
 Packs = list[list[int]]
@@ -58,7 +58,7 @@ def read(endpoint: str, dp: int, rank: int, together: Barrier | None = None) -> 
 def test_no_group_is_torn_though_the_broker_is_killed(step: dict[str, Any]) -> None:
     """Killed while workers push, and again when all is safe; two ranks read what DEAL makes of it."""
     with folder() as path, ThreadPoolExecutor(WORKERS + 2) as pool:
-        config = settings(path, rules={"budget": 64, "window": {"samples": 8}, "step": step})
+        config = pushed_settings(path, rules={"budget": 64, "window": {"samples": 8}, "step": step})
         broker = RunningBroker(path, config)
         try:
             workers = [pool.submit(work, broker.producers, worker) for worker in range(WORKERS)]
@@ -102,7 +102,7 @@ def why(path: Path, step: int) -> list[list[Any]]:
 
 
 def test_a_group_that_cannot_be_kept_together_is_refused_and_says_what_to_do() -> None:
-    with folder() as path, running_broker(settings(path)) as broker:
+    with folder() as path, running_broker(pushed_settings(path)) as broker:
         with streampack.Producer(broker.producers, stream="rollouts") as rollouts:
             with pytest.raises(UserError, match=r"expected keep='pack' or no keep\. For batches, set"):
                 rollouts.send_group([[1], [2]], keep="step")
@@ -125,7 +125,7 @@ def of_the_stream(broker: RunningBroker, name: str) -> Any:
 def test_a_pair_that_no_pack_holds_is_dropped_whole_and_counted_where_the_policy_says_so() -> None:
     with folder() as path:
         rules = {"budget": 64, "window": {"samples": 8}, "step": {"packs": 2}, "overlong": "drop"}
-        with running_broker(settings(path, rules=rules)) as broker:
+        with running_broker(pushed_settings(path, rules=rules)) as broker:
             with streampack.Producer(broker.producers, stream="rollouts") as rollouts:
                 rollouts.send_group([[1] * 40, [1] * 25], keep="pack")
                 rollouts.send_group([[2] * 40, [2] * 24], keep="pack")
@@ -144,7 +144,7 @@ def test_samples_of_an_old_policy_are_dropped_and_counted_though_the_broker_is_k
     with folder() as path:
         rules = {"budget": 64, "window": {"samples": 8}, "step": {"packs": 2}, "overlong": "drop"}
         rules |= {"staleness": {"max_policy_lag": 1}}
-        config = settings(path, rules=rules)
+        config = pushed_settings(path, rules=rules)
         broker = RunningBroker(path, config)
         try:
             with streampack.Producer(broker.producers, stream="rollouts") as rollouts:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,30 +14,9 @@ import streampack
 from streampack.errors import DataStall, Rejected, SampleError, UserError
 from tests.integration.running import PATIENCE_S, RunningBroker, folder, in_process, running_broker, until
 from tests.integration.running import streampack as command
+from tests.integration.samples.late_run import late_settings, rollout
 
 GROUPS, MEMBERS = 60, 4
-
-
-def settings(path: Path, **changes: Any) -> dict[str, Any]:
-    sides = {side: f"ipc://{path}/{side}" for side in ("producers", "trainers")}
-    return {
-        "run": "late",
-        "listen": {**sides, "http": "127.0.0.1:0"},
-        "merge": "arrival",
-        "state_dir": str(path / "state"),
-        "rules": {"budget": 128, "window": {"samples": 16}, "step": {"packs": 2}},
-        "streams": {"rollouts": {"pushed": True, "partitions": 1}},
-        "fields": {
-            "logprobs": {"dtype": "float32", "align": "target"},
-            "advantages": {"dtype": "bfloat16", "align": "target", "late": True},
-            "reward": {"dtype": "float64", "axis": "sample", "late": True},
-        },
-    } | changes
-
-
-def rollout(number: int) -> dict[str, Any]:
-    ids = np.random.default_rng(number).integers(1, 1000, 5 + number % 20)
-    return {"input_ids": ids, "logprobs": np.full(len(ids), number, np.float32)}
 
 
 def score(endpoint: str, ids: Any, numbers: list[int], twice: bool = False) -> None:
@@ -101,7 +79,7 @@ def check(found: list[tuple[list[int], float, list[float], list[float]]]) -> Non
 def test_values_come_with_their_samples_whoever_is_killed() -> None:
     """The broker is killed twice with samples that wait for values."""
     with folder() as path, ThreadPoolExecutor() as pool:
-        config = settings(path)
+        config = late_settings(path)
         broker = RunningBroker(path, config)
         try:
             worker = pool.submit(generate, broker.producers)
@@ -133,7 +111,7 @@ def test_values_come_with_their_samples_whoever_is_killed() -> None:
 
 
 def test_why_tells_of_a_sample_that_waits() -> None:
-    with folder() as path, running_broker(settings(path)) as broker:
+    with folder() as path, running_broker(late_settings(path)) as broker:
         with streampack.Producer(broker.producers, stream="rollouts", timeout_s=PATIENCE_S) as rollouts:
             seq = rollouts.send(rollout(1))
             rollouts.amend(seq, reward=[1.5])
@@ -146,8 +124,8 @@ def test_why_tells_of_a_sample_that_waits() -> None:
 @pytest.fixture(scope="module")
 def broker() -> Iterator[RunningBroker]:
     with folder() as path:
-        rules = settings(path)["rules"] | {"late_timeout_s": 2}
-        with running_broker(settings(path, rules=rules)) as running:
+        rules = late_settings(path)["rules"] | {"late_timeout_s": 2}
+        with running_broker(late_settings(path, rules=rules)) as running:
             yield running
 
 

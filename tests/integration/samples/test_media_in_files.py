@@ -24,7 +24,7 @@ from streampack.core.media.references import reference_of
 from streampack.errors import MediaError, SampleError, SourceError
 from streampack.media.read_bytes import WrongBytes, read_bytes
 from tests.integration.running import in_process, the_error, write
-from tests.sources.test_sources_remote import Handler, Server
+from tests.sources.http_server import FileHandler, FileServer
 
 SAMPLES, WIDTH = 12, 4
 GRID = {"image_grid_thw": {"dtype": "int64", "axis": "item", "shape": [3]}}
@@ -167,7 +167,7 @@ def test_a_sample_whose_images_a_damaged_tar_may_lack_is_refused(tmp_path: Path)
     check(str(path), [[4]], IMAGES, poison="drop")
 
 
-class Signed(Handler):
+class Signed(FileHandler):
     """Serves files only to those who know the key."""
 
     def do_GET(self) -> None:
@@ -179,7 +179,7 @@ def test_members_of_a_tar_at_a_url_are_ranges_of_it(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp")
     every = [each for sample in range(4) for each in members(sample, images_of(sample))]
     write_tar(tmp_path / "images.tar", every)
-    with Server(tmp_path) as server:
+    with FileServer(tmp_path) as server:
         server.RequestHandlerClass = Signed
         threading.Thread(target=server.serve_forever, daemon=True).start()
         shards = {"shards": f"{server.url}/images.tar?key=secret"}

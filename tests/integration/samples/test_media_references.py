@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,19 +15,9 @@ import streampack
 from streampack.errors import MediaError, SampleError, UserError
 from tests.integration.proxy import Proxy
 from tests.integration.running import PATIENCE_S, folder, running_broker, until
+from tests.media.stored_images import FIELDS, WIDTH, ImageStore, decode, image, store
 
-SAMPLES, WIDTH = 36, 8
-FIELDS = {"pixel_values": {"dtype": "reference", "axis": "item"}}
-
-
-def image(number: int) -> bytes:
-    """An image of up to six patches, each of ``WIDTH`` bytes."""
-    draw = np.random.default_rng(number)
-    return draw.integers(0, 256, int(draw.integers(1, 7)) * WIDTH, dtype=np.uint8).tobytes()
-
-
-def decode(data: bytes, reference: streampack.Reference) -> np.ndarray:
-    return np.frombuffer(data, np.uint8).reshape(-1, WIDTH)
+SAMPLES = 36
 
 
 def sample(number: int, place: str, images: int | None = None) -> dict[str, Any]:
@@ -49,45 +34,6 @@ def sample(number: int, place: str, images: int | None = None) -> dict[str, Any]
         found["patches"] = [len(one) // WIDTH for one in data]
         found["images"] = mine
     return found
-
-
-class Store(BaseHTTPRequestHandler):
-    """Serves images by their number; the first tries of some fail in one of three ways."""
-
-    asked: ClassVar[Counter[str]] = Counter()
-    faulty = True
-
-    def do_GET(self) -> None:
-        self.asked[self.path] += 1
-        number, tries = int(self.path.strip("/")), self.asked[self.path]
-        data = image(number)
-        if self.faulty and tries == 1 and number % 4 == 1:
-            self.close_connection = True  # dropped
-            return
-        if self.faulty and tries == 1 and number % 4 == 2:
-            time.sleep(0.3)
-        if self.faulty and tries == 1 and number % 4 == 3:
-            data = bytes([data[0] ^ 1]) + data[1:]
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-@contextmanager
-def store(**attributes: Any) -> Iterator[str]:
-    handler = type("OneStore", (Store,), {"asked": Counter(), **attributes})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-    store.asked = handler.asked  # type: ignore[attr-defined]
 
 
 def check(batches: Any, sent: list[dict[str, Any]]) -> list[int]:
@@ -205,7 +151,7 @@ def test_a_decoder_that_fails_is_named_with_sample_and_place(function: Any, said
 
 
 def test_a_store_that_never_answers_ends_the_trainer_after_its_time() -> None:
-    class Silent(Store):
+    class Silent(ImageStore):
         def do_GET(self) -> None:
             time.sleep(5.0)
 

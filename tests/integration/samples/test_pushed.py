@@ -22,27 +22,9 @@ from streampack.errors import Rejected
 from streampack.wire.record_frames import decode_record
 from tests.integration.running import PATIENCE_S, RunningBroker, folder, until
 from tests.integration.running import streampack as command
+from tests.integration.samples.pushed_run import SAMPLES, pushed_group, pushed_settings, samples_of
 
-BATCHES, GROUPS, SAMPLES = 3, 12, 3
-
-
-def settings(path: Path, **changes: Any) -> dict[str, Any]:
-    """Of a run in ``path``: a broker that is started again listens where the first one did."""
-    sides = {side: f"ipc://{path}/{side}" for side in ("producers", "trainers")}
-    return {
-        "run": "grpo",
-        "listen": {**sides, "http": "127.0.0.1:0"},
-        "merge": "arrival",
-        "state_dir": str(path / "state"),
-        "rules": {"budget": 64, "window": {"samples": 16}, "step": {"packs": 2}},
-        "streams": {"rollouts": {"pushed": True, "partitions": 2}},
-        "fields": {"group": {}, "policy_version": {}},
-    } | changes
-
-
-def group(number: int) -> list[list[int]]:
-    """Samples that say whose they are."""
-    return [[number] * (3 + number % 7 + i) for i in range(SAMPLES)]
+BATCHES, GROUPS = 3, 12
 
 
 def work(endpoint: str, worker: int) -> None:
@@ -51,7 +33,7 @@ def work(endpoint: str, worker: int) -> None:
         for batch in range(BATCHES):
             for i in range(GROUPS):
                 number = 1000 * worker + batch * GROUPS + i
-                rollouts.send_group(group(number), policy_version=batch)
+                rollouts.send_group(pushed_group(number), policy_version=batch)
             rollouts.end_of_batch(batch)
         rollouts.close(end=True)
 
@@ -68,18 +50,6 @@ def connect(broker: RunningBroker) -> streampack.Client:
     return streampack.connect(broker.trainers, format="numpy", verify=True, stall_timeout_s=PATIENCE_S)
 
 
-def samples_of(step: streampack.Step) -> list[tuple[int, int, int]]:
-    """(token, group, policy version) of each; all of it is checked to be whole."""
-    samples = []
-    for pack in step:
-        starts, lengths = pack.cu_seqlens_padded[:-1].tolist(), np.diff(pack.cu_seqlens).tolist()
-        for i in range(pack.num_samples):
-            ids = pack.input_ids[starts[i] : starts[i] + lengths[i]].tolist()
-            assert len(set(ids)) == 1
-            samples.append((ids[0], int(pack["group"][i]), int(pack["policy_version"][i])))
-    return samples
-
-
 def check(steps: list[list[tuple[int, int, int]]]) -> None:
     """Every sample once, none beside others of another batch, groups as their numbers say."""
     assert all(len({version for *_, version in step}) == 1 for step in steps if step)
@@ -91,7 +61,7 @@ def check(steps: list[list[tuple[int, int, int]]]) -> None:
 
 def test_every_rollout_is_in_one_step_of_its_batch() -> None:
     with folder() as path:
-        broker = RunningBroker(path, settings(path))
+        broker = RunningBroker(path, pushed_settings(path))
         try:
             with ThreadPoolExecutor() as pool:
                 workers = [pool.submit(work, broker.producers, worker) for worker in range(2)]
@@ -106,7 +76,7 @@ def test_every_rollout_is_in_one_step_of_its_batch() -> None:
 def test_a_broker_that_is_killed_loses_no_rollout(durability: str) -> None:
     """Killed while both workers push, and once more when all is safe and they have gone."""
     with folder() as path, ThreadPoolExecutor() as pool:
-        config = settings(path, durability=durability)
+        config = pushed_settings(path, durability=durability)
         broker = RunningBroker(path, config)
         try:
             workers = [pool.submit(work, broker.producers, worker) for worker in range(2)]
@@ -142,7 +112,7 @@ def started(endpoint: str, first: int, count: int) -> subprocess.Popen[str]:
 
 def test_a_worker_that_is_killed_loses_nothing_that_it_flushed() -> None:
     with folder() as path, ThreadPoolExecutor() as pool:
-        config = settings(path, streams={"rollouts": {"pushed": True, "partitions": 1}})
+        config = pushed_settings(path, streams={"rollouts": {"pushed": True, "partitions": 1}})
         broker = RunningBroker(path, config)
         safe: list[int] = []
         try:
@@ -161,12 +131,12 @@ def test_a_worker_that_is_killed_loses_nothing_that_it_flushed() -> None:
             broker.kill()
         found = Counter(token for step in steps for token, *_ in step)
         assert set(safe) <= set(found)
-        assert set(found.values()) == {3}, "half a group, or one twice"
+        assert set(found.values()) == {3}, "half a pushed_group, or one twice"
 
 
 def test_a_worker_that_was_stopped_is_told_that_another_took_its_partition() -> None:
     with folder() as path:
-        broker = RunningBroker(path, settings(path, streams={"rollouts": {"pushed": True, "partitions": 1}}))
+        broker = RunningBroker(path, pushed_settings(path, streams={"rollouts": {"pushed": True, "partitions": 1}}))
         try:
             with started(broker.producers, 0, 10**6) as stopped:
                 assert stopped.stdout is not None
@@ -187,7 +157,7 @@ def test_a_worker_that_was_stopped_is_told_that_another_took_its_partition() -> 
 
 def test_a_partition_that_has_ended_takes_no_more() -> None:
     with folder() as path:
-        broker = RunningBroker(path, settings(path))
+        broker = RunningBroker(path, pushed_settings(path))
         try:
             with streampack.Producer(broker.producers, stream="rollouts", partition=1) as first:
                 assert (first.ended, first.next_seq) == (False, 0)
@@ -232,7 +202,7 @@ with streampack.Producer(sys.argv[1], stream="rollouts", timeout_s=60) as rollou
 def test_a_supervised_pusher_goes_on_and_ends_with_code_0_whenever_it_is_killed() -> None:
     """Killed before, within and after ``close(end=True)``; the broker is killed, too."""
     with folder() as path:
-        config = settings(path, streams={"rollouts": {"pushed": True, "partitions": 1}})
+        config = pushed_settings(path, streams={"rollouts": {"pushed": True, "partitions": 1}})
         broker = RunningBroker(path, config)
         try:
             for last in ("40", "90", "120", "closing", "closing"):
@@ -291,7 +261,7 @@ def test_trainers_that_go_back_have_what_came_since_again_or_never(on_rewind: st
     """And the broker that is killed afterwards knows of it."""
     discards = on_rewind == "discard"
     with folder() as path:
-        config = settings(path, feeds={"train": {"on_rewind": on_rewind}})
+        config = pushed_settings(path, feeds={"train": {"on_rewind": on_rewind}})
         broker = RunningBroker(path, config)
         first: list[streampack.Step] = []
         second: list[streampack.Step] = []
@@ -306,7 +276,7 @@ def test_trainers_that_go_back_have_what_came_since_again_or_never(on_rewind: st
                 def push(begin: int, end: int) -> None:
                     for worker, producer in enumerate(producers):
                         for number in range(begin, end):
-                            producer.send_group(group(number + 1000 * worker))
+                            producer.send_group(pushed_group(number + 1000 * worker))
                     for producer in producers:
                         producer.flush()
 

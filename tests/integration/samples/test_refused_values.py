@@ -12,14 +12,14 @@ import streampack
 from streampack.errors import ValuesRejected
 from streampack.producer.late_values import SampleId
 from tests.integration.running import PATIENCE_S, RunningBroker, folder, running_broker, until
-from tests.integration.samples.test_late_fields import rollout, settings
+from tests.integration.samples.late_run import late_settings, rollout
 
 REWARD = {"reward": {"dtype": "float64", "axis": "sample", "late": True}}
 
 
 def config(path: Path, fields: dict[str, Any] | None = None, **rules: Any) -> dict[str, Any]:
-    """The settings of a run whose samples wait for a reward, for at most a second."""
-    before = settings(path)
+    """The late_settings of a run whose samples wait for a reward, for at most a second."""
+    before = late_settings(path)
     return before | {"fields": fields or REWARD, "rules": before["rules"] | {"late_timeout_s": 1} | rules}
 
 

@@ -15,7 +15,7 @@ import streampack
 from streampack.sources import SourceSettings
 from tests.integration.running import RunningBroker, running, running_broker, the_error, write
 from tests.integration.running import streampack as command
-from tests.sources.test_sources_formats import EVERY, WRITERS
+from tests.sources.writers import EVERY, WRITERS
 
 KINDS = ["jsonl", "webdataset", "parquet", "text", "paragraph", "file", "megatron", "huggingface"]
 RULES = {"budget": 128, "window": {"samples": 64}, "step": {"packs": 2}}

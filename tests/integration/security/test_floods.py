@@ -35,7 +35,7 @@ from streampack.transport.keys import load_key
 from streampack.transport.sockets import Dealer, Poller, drain
 from streampack.wire import frames as wire
 from tests.integration.running import until
-from tests.integration.security.test_security import KeyPeer, running, serving
+from tests.integration.security.keyed import KeyPeer, running, serving
 
 FLOOD_S = 8.0
 MORE_BYTES = 128 << 20

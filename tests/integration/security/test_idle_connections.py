@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import pytest
 
 import streampack as sp
-from tests.integration.commands.test_daemons import ENDLESS, producer_config
+from tests.integration.commands.endless_run import ENDLESS, producer_config
 from tests.integration.running import (
     PATIENCE_S,
     STREAMPACK,

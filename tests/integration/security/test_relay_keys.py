@@ -16,7 +16,7 @@ import streampack as sp
 from streampack.errors import Rejected
 from streampack.transport.keys import load_key
 from tests.integration.running import PATIENCE_S, folder, until, write_jsonl
-from tests.integration.security.test_security import producing, serving, trained
+from tests.integration.security.keyed import producing, serving, trained
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 
 import streampack
 from tests.integration.running import PATIENCE_S, RunningBroker, folder, in_process, the_error, until, write
-from tests.integration.samples.test_pushed import samples_of, settings
+from tests.integration.samples.pushed_run import pushed_settings, samples_of
 
 BATCHES, WORKERS, SAMPLES = 4, 2, 3
 Step = tuple[int, int, int, list[tuple[int, int, int]]]
@@ -85,7 +85,7 @@ def check(ranks: list[list[Step]]) -> None:
 @pytest.mark.parametrize(("dp", "padded"), [(2, False), (4, False), (2, True)])
 def test_a_batch_for_a_policy_is_one_step_on_every_rank_though_the_broker_is_killed(dp: int, padded: bool) -> None:
     with folder() as path, ThreadPoolExecutor(WORKERS + dp) as pool:
-        config = settings(path, rules={"budget": 64, "step": {"end_of_batch": True}, "padded": padded})
+        config = pushed_settings(path, rules={"budget": 64, "step": {"end_of_batch": True}, "padded": padded})
         running, policy = [RunningBroker(path, config)], Policy(dp)
         try:
             where, killed = (running[0].producers, running[0].trainers), threading.Event()
@@ -128,7 +128,7 @@ def why(path: Path, step: int, *mesh: str) -> list[dict[str, Any]]:
 def test_a_batch_of_so_many_samples_comes_as_soon_as_they_are_there() -> None:
     """Nobody marks anything, and no sample behind a batch is needed to close it."""
     with folder() as path:
-        config = settings(path, rules={"budget": 64, "step": {"samples": 8, "micro_batch_multiple": 2}})
+        config = pushed_settings(path, rules={"budget": 64, "step": {"samples": 8, "micro_batch_multiple": 2}})
         broker = RunningBroker(path, config)
         try:
             with (
@@ -156,7 +156,7 @@ def test_a_rank_that_waits_for_a_batch_is_no_warning(caplog: pytest.LogCaptureFi
 
     caplog.set_level(logging.INFO, "streampack.client")
     with folder() as path, ThreadPoolExecutor(1) as pool:
-        broker = RunningBroker(path, settings(path, rules={"budget": 64, "step": {"end_of_batch": True}}))
+        broker = RunningBroker(path, pushed_settings(path, rules={"budget": 64, "step": {"end_of_batch": True}}))
         try:
             with ExitStack() as stack:
                 workers = [
@@ -199,7 +199,7 @@ def push_until_told(endpoint: str) -> None:
 
 def test_a_batch_that_memory_cannot_hold_is_said_to_its_trainers() -> None:
     with folder() as path:
-        config = settings(
+        config = pushed_settings(
             path, rules={"budget": 4096, "step": {"end_of_batch": True}}, memory="4MiB",
             limits={"chunk": "16KiB", "sample_tokens": 4096},
         )  # fmt: skip

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 from types import TracebackType
+
+from streampack.transport.sockets import Poller, Router, drain
 
 MORE, LONG, COMMAND = 1, 2, 4
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -74,3 +77,19 @@ class RawPeer:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def take_all(poller: Poller, sock: Router) -> int:
+    """Take what has come; the number of messages."""
+    poller.wait(0.01)
+    return sum(1 for _ in drain(sock, 1000))
+
+
+def shaken(sock: Router, poller: Poller) -> RawPeer:
+    """A raw peer that was let in: the router answers its handshake from another thread's turn."""
+    found: list[RawPeer] = []
+    thread = threading.Thread(target=lambda: found.append(RawPeer(sock.endpoint)))
+    thread.start()
+    while thread.is_alive():
+        take_all(poller, sock)
+    return found[0]

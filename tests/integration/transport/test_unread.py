@@ -8,7 +8,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +22,7 @@ from streampack.transport.keys import Key
 from streampack.transport.sockets import Dealer, Poller, Router, drain
 from streampack.transport.unread import ADMITTED, HANDSHAKE_BYTES, MEMORY_SLACK, Connection, Unread, bytes_read
 from tests.integration.running import PATIENCE_S, until
-from tests.integration.transport.raw_peer import COMMAND, MORE, RawPeer, frame
+from tests.integration.transport.raw_peer import COMMAND, MORE, RawPeer, frame, shaken, take_all
 
 LIMIT = 1 << 20
 BROKER, FRIEND = curve.new_secret(), curve.new_secret()
@@ -54,7 +53,7 @@ def test_bytes_that_were_taken_are_those_that_the_kernel_counted(secured: bool, 
         count = connection.messages + len(messages)
         for sizes in messages:
             assert dealer.send([bytes(size) for size in sizes])
-        until(lambda: _take(poller, sock) == 0 and connection.messages == count)
+        until(lambda: take_all(poller, sock) == 0 and connection.messages == count)
         assert bytes_read(connection.fd) - connection.taken == before
 
 
@@ -64,14 +63,8 @@ def _dealer(sock: Router, secured: bool) -> Dealer:
 
 def _say(dealer: Dealer, word: bytes, poller: Poller, sock: Router) -> None:
     """Send a message once the dealer was let in, and take it."""
-    until(lambda: _take(poller, sock) == 0 and dealer.send([word]))
-    until(lambda: _take(poller, sock) == 1)
-
-
-def _take(poller: Poller, sock: Router) -> int:
-    """Take what has come; the number of messages."""
-    poller.wait(0.01)
-    return sum(1 for _ in drain(sock, 1000))
+    until(lambda: take_all(poller, sock) == 0 and dealer.send([word]))
+    until(lambda: take_all(poller, sock) == 1)
 
 
 @pytest.mark.parametrize("secured", [False, True])
@@ -108,24 +101,14 @@ def _is(frames: list[bytes], said: bytes) -> bool:
 def test_strangers_that_never_end_a_message_are_cut_while_they_are_small() -> None:
     with router(False) as (sock, unread):
         poller = Poller([sock])
-        peer = _shaken(sock, poller)
+        peer = shaken(sock, poller)
         with peer:
             deadline = time.monotonic() + PATIENCE_S
             while peer.send(frame(b"x", MORE) * 10_000):
-                _take(poller, sock)
+                take_all(poller, sock)
                 assert time.monotonic() < deadline
-        until(lambda: bool(_take(poller, sock)) or bool(sock.take_cuts()))
-        until(lambda: _take(poller, sock) == 0 and not unread.connections)
-
-
-def _shaken(sock: Router, poller: Poller) -> RawPeer:
-    """A raw peer that was let in: the router answers its handshake from another thread's turn."""
-    found: list[RawPeer] = []
-    thread = threading.Thread(target=lambda: found.append(RawPeer(sock.endpoint)))
-    thread.start()
-    while thread.is_alive():
-        _take(poller, sock)
-    return found[0]
+        until(lambda: bool(take_all(poller, sock)) or bool(sock.take_cuts()))
+        until(lambda: take_all(poller, sock) == 0 and not unread.connections)
 
 
 def test_no_more_connections_are_let_in_than_were_drained() -> None:
@@ -146,14 +129,14 @@ def test_memory_that_grows_while_nothing_is_unread_is_nobodys_fault() -> None:
         grown = bytearray(4 * MEMORY_SLACK)
         grown[::4096] = b"x" * len(grown[::4096])
         for _ in range(30):  # as in a broker that runs on
-            assert _take(poller, sock) == 0
+            assert take_all(poller, sock) == 0
         dealer.send([bytes(LIMIT // 2)])
         deadline = time.monotonic() + 0.5
         while time.monotonic() < deadline:
             poller.wait(0.01)  # nothing is taken meanwhile
             time.sleep(0.01)
         assert not sock.take_cuts()
-        assert _take(poller, sock) == 1
+        assert take_all(poller, sock) == 1
         assert len(grown)
 
 

@@ -24,8 +24,7 @@ from streampack.transport.unread import (
     Unread,
 )
 from tests.integration.running import until
-from tests.integration.transport.raw_peer import frame
-from tests.integration.transport.test_unread import _shaken
+from tests.integration.transport.raw_peer import frame, shaken
 
 MOST = 1 << 20
 SIZE = 200_000
@@ -98,7 +97,7 @@ def test_messages_that_zeromq_does_not_take_do_not_wait() -> None:
     unread = Unread(1 << 30)
     router = Router("tcp://127.0.0.1:*", 1 << 24, None, unread)
     poller, received = Poller([router]), list[Any]()
-    with contextlib.closing(router), _shaken(router, poller) as peer:
+    with contextlib.closing(router), shaken(router, poller) as peer:
         peer.send(frame(b"hello"))
 
         def has_come() -> bool:

@@ -15,7 +15,7 @@ from streampack.producer.loop import ProducerLoop
 from streampack.sources import SourceSettings, TokenizerSettings, open_source, open_tokenizer
 from streampack.wire import frames as wire
 from tests.integration.running import PATIENCE_S, RunningBroker, folder, write_jsonl
-from tests.integration.samples.test_pushed import settings
+from tests.integration.samples.pushed_run import pushed_settings
 
 SOON_S = 5.0
 
@@ -24,7 +24,7 @@ SOON_S = 5.0
 def broker() -> Iterator[RunningBroker]:
     with folder() as path:
         streams = {"rollouts": {"pushed": True, "partitions": 2}, "web": {}}
-        found = RunningBroker(path, settings(path, streams=streams))
+        found = RunningBroker(path, pushed_settings(path, streams=streams))
         yield found
         found.kill()
 

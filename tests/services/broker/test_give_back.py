@@ -11,7 +11,7 @@ from streampack.config.rules_settings import RulesSettings, StepSettings
 from streampack.config.service_settings import Listen
 from streampack.config.stream_settings import StreamSettings
 from tests.integration.running import until
-from tests.integration.security.test_security import running
+from tests.integration.security.keyed import running
 
 MIB = 1 << 20
 
