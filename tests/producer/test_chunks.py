@@ -1,5 +1,7 @@
 """Records to chunks to the broker's books: fields, their defaults, what is refused, and the labels that count."""
 
+from __future__ import annotations
+
 import io
 import json
 import tarfile
@@ -18,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from streampack.core.columns.chunk_body import chunk_as
 from streampack.core.intake.admission import Admission
 from streampack.core.intake.chunk_check import ReceivedChunk, parse_chunk
 from streampack.core.intake.intake import Intake
@@ -231,10 +234,7 @@ def test_pieces_keep_their_own_labels_and_bytes(
     terms = StreamTerms("s", partitions=1, limit=LIMIT, overlong=policy, poison="drop")
     admission = Admission([terms], "int32", fields, 1000, table, merge)
     intake = Intake(1 << 20, admission.token_bytes)
-    message = Samples(
-        stream="s", partition=0, base_seq=0, lengths_u32=chunk.lengths_u32, crcs_u32=chunk.crcs_u32,
-        loss_tokens_u32=chunk.loss_tokens_u32, cursor=chunk.cursor, rejected=chunk.rejected,
-    )  # fmt: skip
+    message = chunk_as(Samples, chunk)
     envelope = Envelope(run=1, epoch=1, fence=1, message=message, payload=tuple(map(memoryview, chunk.payload)))  # type: ignore[arg-type]
     came = parse_chunk(envelope, message)
     assert isinstance(came, ReceivedChunk)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
+from streampack_services.ledger.ledger import Ledger
 from streampack_services.log.log import LogEntry
 
 from streampack.core.feed.resume import restore, snapshot
@@ -228,3 +230,9 @@ def resealed(records: list[Record]) -> list[Record]:
             record = replace(record, chain=chains[record.num_steps - 1])
         found.append(record)
     return found
+
+
+def ledger_of(records: list[Record], path: Path | str = ":memory:") -> Ledger:
+    ledger = Ledger(Path(path))
+    ledger.update(entries(records))
+    return ledger

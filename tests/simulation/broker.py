@@ -13,12 +13,13 @@ from streampack.core.journal.journal import Journal
 from streampack.core.journal.log_effects import Append, Safe
 from streampack.core.model.capacity import Capacity, FeedPlan, wanted_tokens
 from streampack.core.protocol.effects import Form, FromProducer, FromTrainer, SendProducer, SendShard, SendTrainer
-from streampack.core.protocol.events import Effect, Event, Tick
+from streampack.core.protocol.events import Effect, Event
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Flow
 from streampack.core.protocol.trainer_messages import Committed, End
 from tests.simulation.checks import BrokerChecks
 from tests.simulation.data import BATCH, BUDGET, MAX_MEDIA, MAX_SAMPLE, Case
+from tests.simulation.processes import Mortal
 from tests.world.disk import Disk
 from tests.world.shell import Sending, Shell, arena_for, chosen, held_tokens
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 RUN, FIRST_EPOCH = 77, 5
-TICK_S = 0.25
 
 
 def merged_tokens(this: Case) -> int:
@@ -41,16 +41,14 @@ def merged_tokens(this: Case) -> int:
     return times * (3 * (BATCH * partitions + this.rules.batch.min_samples) * BUDGET + MAX_SAMPLE)
 
 
-class BrokerProcess(Shell):
+class BrokerProcess(Mortal, Shell):
     """A broker with a real arena, and a log on ``disk`` if there is one; ``Form`` takes a while."""
 
     def __init__(self, world: World, epoch: int, disk: Disk | None = None) -> None:
-        super().__init__(disk)
-        self.world, self.alive = world, True
+        Mortal.__init__(self, world)
+        Shell.__init__(self, disk)
         self.is_replaced = False
         """A standby has taken over: nothing more is safe here."""
-        self._frozen = False
-        self._inbox: list[Event] = []
         train = world.jobs["train"].case
         quota = 2 * train.chunk_bytes // train.token_bytes
         plans = [
@@ -84,20 +82,6 @@ class BrokerProcess(Shell):
             self.world.clock.after(self.world.standby.uniform(0.0, 5.0), self._standby_came)
         super().begin_broker()
 
-    def kill(self) -> None:
-        self.alive = False
-
-    def freeze(self, seconds: float) -> None:
-        """Do nothing for a while; messages wait."""
-        self._frozen = True
-        self.world.clock.after(seconds, self._thaw)
-
-    def _thaw(self) -> None:
-        self._frozen = False
-        waiting, self._inbox = self._inbox, []
-        for event in waiting:
-            self.handle(event)
-
     def replace(self) -> None:
         """A standby takes over with the log, and this broker does not know it."""
         self.is_replaced, self.disk = True, self.disk.copy()
@@ -107,11 +91,7 @@ class BrokerProcess(Shell):
         self.handle(kind(peer, envelope))
 
     def handle(self, event: Event) -> None:
-        if not self.alive:
-            return
-        if self._frozen:
-            if not isinstance(event, Tick):
-                self._inbox.append(event)
+        if not self.acts_on(event):
             return
         effects = self.decide(event)
         self.perform_all(effects)
@@ -152,11 +132,6 @@ class BrokerProcess(Shell):
         if self.alive and self.core.journal.keeps and not self.is_replaced:
             self._waits_for_standby = False
             self.handle(Safe(self.disk.safe_upto))
-
-    def _tick(self) -> None:
-        self.handle(Tick(self.world.clock.now))
-        if self.alive:
-            self.world.clock.after(TICK_S, self._tick)
 
     def carry(self, effect: Sending, envelope: Envelope) -> bool:
         is_connected = self.world.to_peer(effect.peer, envelope)

@@ -37,3 +37,16 @@ def wrap(patch: Patch, kind: type, name: str, around: Callable[..., Any]) -> Non
     for table in [each for base in kind.__mro__ for each in vars(base).values() if isinstance(each, Handlers)]:
         for handled in [handled for handled, method in table.items() if method is original]:
             patch.setitem(table, handled, replaced)
+
+
+def registry(mutants: list[Any]) -> Callable[..., Callable[[Callable[[Patch], None]], Callable[[Patch], None]]]:
+    """Return a decorator that adds a mutant to a list. The search begins at seed ``first``, one that showed it."""
+
+    def mutant(first: int = 0) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+        def register(patch: Callable[[Patch], None]) -> Callable[[Patch], None]:
+            mutants.append(pytest.param(patch, first, id=patch.__name__))
+            return patch
+
+        return register
+
+    return mutant

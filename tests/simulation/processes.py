@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Offer
@@ -21,6 +19,7 @@ from streampack.core.sessions.pushing.push_session import PushSession
 from streampack.core.sessions.relaying.relay_session import RelaySession
 from streampack.core.sessions.telling_session import TellingSession
 from tests.simulation.data import Case
+from tests.world.chunks import columns
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -29,17 +28,53 @@ TICK_S = 0.25
 Machine = ProducerSession | PushSession | AmendSession | ClientSession | RelaySession | TellingSession
 
 
-class Process:
-    """What producers and clients share: a peer name, life and death, and freezing (SIGSTOP, a hung host)."""
+class Mortal:
+    """What all processes share: life and death, freezing (SIGSTOP, a hung host), and ticks."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.alive, self.frozen = True, False
+        self._inbox: list[Event] = []
+
+    def handle(self, event: Event) -> None:
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        self.alive = False
+
+    def freeze(self, seconds: float) -> None:
+        """Do nothing for a while; messages wait."""
+        self.frozen = True
+        self.world.clock.after(seconds, self._thaw)
+
+    def acts_on(self, event: Event) -> bool:
+        """Is the process there to handle an event? If it is frozen, the event waits."""
+        if self.alive and self.frozen and not isinstance(event, Tick):
+            self._inbox.append(event)
+        return self.alive and not self.frozen
+
+    def _thaw(self) -> None:
+        self.frozen = False
+        waiting, self._inbox = self._inbox, []
+        for event in waiting:
+            self.handle(event)
+
+    def _tick(self) -> None:
+        self.handle(Tick(self.world.clock.now))
+        if self.alive:
+            self.world.clock.after(TICK_S, self._tick)
+
+
+class Process(Mortal):
+    """What producers and clients share: a state machine and a peer name."""
 
     kind = ""
 
     name = ""
 
     def __init__(self, world: World, machine: Machine) -> None:
-        self.world, self._machine = world, machine
-        self.alive, self.frozen = True, False
-        self._inbox: list[Event] = []
+        super().__init__(world)
+        self._machine = machine
         self.reconnect()
         world.clock.after(world.rng.random() * TICK_S, self._tick)
 
@@ -49,20 +84,11 @@ class Process:
         self.peer = self.world.connect(self)
 
     def kill(self) -> None:
-        self.alive = False
+        super().kill()
         self.world.disconnect(self)
 
-    def freeze(self, seconds: float) -> None:
-        """Do nothing for a while; messages wait."""
-        self.frozen = True
-        self.world.clock.after(seconds, self._thaw)
-
     def handle(self, event: Event) -> None:
-        if not self.alive:
-            return
-        if self.frozen:
-            if not isinstance(event, Tick):
-                self._inbox.append(event)
+        if not self.acts_on(event):
             return
         stale = isinstance(event, FromBroker) and event.envelope.epoch < self._machine.epoch
         before = repr(self._machine) if stale else ""
@@ -84,17 +110,6 @@ class Process:
 
     def perform(self, effect: Effect) -> None:
         raise NotImplementedError
-
-    def _tick(self) -> None:
-        self.handle(Tick(self.world.clock.now))
-        if self.alive:
-            self.world.clock.after(TICK_S, self._tick)
-
-    def _thaw(self) -> None:
-        self.frozen = False
-        waiting, self._inbox = self._inbox, []
-        for event in waiting:
-            self.handle(event)
 
 
 class ProducerProcess(Process):
@@ -170,12 +185,9 @@ def chunk_of(case: Case, key: PartitionKey, session: Session, start: int, stop: 
         for field in case.sent_fields
     )
     media, offsets = case.media_frames(stream, partition, range(start, stop)), case.byte_offsets(stream, partition)
-    payload, empty = (b"".join(samples), *fields, *media), int((lengths == 0).sum())
     return Chunk(
-        stream=key[0], partition=key[1], session=session, lengths_u32=lengths.astype("<u4").tobytes(),
-        crcs_u32=np.array([case.sent_crc(stream, partition, seq) for seq in range(start, stop)], "<u4").tobytes(),
-        loss_tokens_u32=np.maximum(lengths - 1, 0).astype("<u4").tobytes(),
-        num_bytes=offsets[stop] - offsets[start], cursor=(stop, 0, 0),
-        rejected={"empty": empty} if empty else {}, payload=payload,
+        stream=key[0], partition=key[1], session=session, num_bytes=offsets[stop] - offsets[start], cursor=(stop, 0, 0),
+        **columns(lengths.tolist(), [case.sent_crc(stream, partition, seq) for seq in range(start, stop)]),
+        payload=(b"".join(samples), *fields, *media),
         pass_ended=stop % case.pass_samples == 0 or stop == len(case.lengths(stream, partition)),
     )  # fmt: skip

@@ -5,40 +5,31 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from tests.simulation.data import MEDIA_CASES, MEDIA_LIMITS, case
 from tests.simulation.offline import reference
+from tests.simulation.seeds import of_seeds
 from tests.simulation.world import run
-
-CHUNK = 6
-
-
-def _chunks(default: int) -> list[range]:
-    first, _, stop = os.environ.get("SIM_SEEDS", f"{default}").rpartition(":")
-    begin, end = int(first or 0), int(stop)
-    return [range(at, min(at + CHUNK, end)) for at in range(begin, end, CHUNK)]
 
 
 def _case_of(seed: int) -> int:
     return MEDIA_CASES[seed % len(MEDIA_CASES)]
 
 
-@pytest.mark.parametrize("seeds", _chunks(12), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+@of_seeds(12, 6)
 def test_ranks_get_exactly_the_media_of_their_samples_whatever_fails(seeds: range) -> None:
     for seed in seeds:
         run(seed, _case_of(seed))
 
 
-@pytest.mark.parametrize("seeds", _chunks(3), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+@of_seeds(3, 6)
 def test_ranks_behind_relays_get_exactly_the_media_of_their_samples(seeds: range) -> None:
     for seed in seeds:
         run(seed, _case_of(seed), relays=True)
 
 
-@pytest.mark.parametrize("seeds", _chunks(3), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+@of_seeds(3, 6)
 def test_a_broker_that_waits_for_its_standby_keeps_media(seeds: range) -> None:
     for seed in seeds:
         run(seed, _case_of(seed), standby=True)

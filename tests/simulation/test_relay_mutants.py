@@ -22,21 +22,11 @@ from streampack.core.sessions.relaying.node_feed import NodeFeed
 from streampack.core.sessions.relaying.relay_requests import RelayRequests
 from streampack.core.sessions.relaying.relay_session import RelaySession
 from streampack.core.sessions.route import Route
-from tests.simulation.mutating import expect_failure, wrap
+from tests.simulation.mutating import Patch, expect_failure, registry, wrap
 from tests.simulation.world import run
 
-Patch = pytest.MonkeyPatch
 MUTANTS: list[Any] = []
-
-
-def mutant(first: int = 0) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
-    """Register a mutant; the search begins at seed ``first``, one that showed it, and goes on from there."""
-
-    def register(patch: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        MUTANTS.append(pytest.param(patch, first, id=patch.__name__))
-        return patch
-
-    return register
+mutant = registry(MUTANTS)
 
 
 @pytest.mark.parametrize(("patch", "first"), MUTANTS)

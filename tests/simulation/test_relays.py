@@ -5,27 +5,19 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from tests.simulation.data import WIDE
+from tests.simulation.seeds import of_seeds
 from tests.simulation.world import run
 
-CHUNK = 10
 KEPT = (152, 328, 640, 827, 1087, 1094, 1109, 1442)
 """Seeds that once failed. A relay kept steps for a process that was replaced, or that had requested nothing; it got
 parts after its goodbye; a middle pipeline stage got a part each two seconds; a relay asked again for steps that a rank
 had from the broker."""
 
 
-def _chunks(default: int) -> list[range]:
-    first, _, stop = os.environ.get("SIM_SEEDS", f"{default}").rpartition(":")
-    begin, end = int(first or 0), int(stop)
-    return [range(at, min(at + CHUNK, end)) for at in range(begin, end, CHUNK)]
-
-
-@pytest.mark.parametrize("seeds", _chunks(60), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+@of_seeds(60, 10)
 def test_ranks_behind_relays_get_exactly_the_offline_steps_whatever_fails(seeds: range) -> None:
     for seed in seeds:
         run(seed, relays=True)
@@ -36,7 +28,7 @@ def test_a_seed_that_once_failed_passes(seed: int) -> None:
     run(seed, relays=True)
 
 
-@pytest.mark.parametrize("seeds", _chunks(10), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+@of_seeds(10, 10)
 def test_32_ranks_on_four_hosts_get_the_offline_steps(seeds: range) -> None:
     """Dp = 8, cp = 2, tp = 2; the arrays of every rank are compared."""
     for seed in seeds:

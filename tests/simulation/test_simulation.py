@@ -15,19 +15,12 @@ import pytest
 from tests.simulation.checks import BrokerChecks
 from tests.simulation.data import FIRST_ARRIVAL, FIRST_READ_BATCH, NUM_CASES, case
 from tests.simulation.offline import reference
+from tests.simulation.seeds import of_seeds
 from tests.simulation.world import run
 from tests.soak.simulated import run_every
 
-CHUNK = 20
 
-
-def _chunks() -> list[range]:
-    first, _, stop = os.environ.get("SIM_SEEDS", "200").rpartition(":")
-    begin, end = int(first or 0), int(stop)
-    return [range(at, min(at + CHUNK, end)) for at in range(begin, end, CHUNK)]
-
-
-@pytest.mark.parametrize("seeds", _chunks(), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+@of_seeds(200, 20)
 def test_every_rank_gets_exactly_the_offline_steps_whatever_fails(seeds: range) -> None:
     for seed in seeds:
         run(seed)

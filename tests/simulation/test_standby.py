@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,22 +17,16 @@ from streampack.core.standby.arbiter_entries import CreateEntry, EntryWritten
 from streampack.core.standby.log_follower import FollowerPhase, LogFollower
 from streampack.core.standby.log_shipper import LogShipper
 from streampack.core.standby.standby_events import Discard, FromPeer, TakeOver, WriteRecords
-from tests.simulation.mutating import expect_failure, wrap
+from tests.simulation.mutating import Patch, expect_failure, registry, wrap
+from tests.simulation.seeds import of_seeds
 from tests.simulation.standby import run_standby
 from tests.simulation.world import run
 
-Patch = pytest.MonkeyPatch
-CHUNK = 100
 MUTANTS: list[Any] = []
+mutant = registry(MUTANTS)
 
 
-def _chunks(default: int) -> list[range]:
-    first, _, stop = os.environ.get("STANDBY_SEEDS", f"{default}").rpartition(":")
-    begin, end = int(first or 0), int(stop)
-    return [range(at, min(at + CHUNK, end)) for at in range(begin, end, CHUNK)]
-
-
-@pytest.mark.parametrize("seeds", _chunks(1000), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+@of_seeds(1000, 100, "STANDBY_SEEDS")
 def test_a_run_has_one_history_whichever_host_is_lost(seeds: range) -> None:
     for seed in seeds:
         run_standby(seed)
@@ -48,16 +41,6 @@ def test_a_broker_that_waits_for_its_standby_serves_the_same_steps(seeds: range)
 
 def test_a_seed_happens_the_same_way_twice() -> None:
     assert run_standby(5) == run_standby(5)
-
-
-def mutant(first: int = 0) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
-    """Register a mutant; the search begins at seed ``first``, one that showed it, and goes on from there."""
-
-    def register(patch: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        MUTANTS.append(pytest.param(patch, first, id=patch.__name__))
-        return patch
-
-    return register
 
 
 @pytest.mark.parametrize(("patch", "first"), MUTANTS)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from streampack.core.columns.chunk_body import chunk_as
 from streampack.core.model.fields import Field
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Lease, Samples
@@ -132,11 +133,7 @@ def test_a_chunk_is_the_same_message_whoever_computes_its_checksums() -> None:
     assert fast == slow
     frames = []
     for chunk in (slow, fast):
-        samples = Samples(
-            stream="s", partition=0, base_seq=0, lengths_u32=chunk.lengths_u32, crcs_u32=chunk.crcs_u32,
-            loss_tokens_u32=chunk.loss_tokens_u32, cursor=chunk.cursor,
-        )  # fmt: skip
-        envelope = Envelope(run=1, epoch=2, fence=3, message=samples, payload=chunk.payload)
+        envelope = Envelope(run=1, epoch=2, fence=3, message=chunk_as(Samples, chunk), payload=chunk.payload)
         frames.append([bytes(frame) for frame in wire.encode(envelope)])
     assert frames[0] == frames[1]
 

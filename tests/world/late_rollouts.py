@@ -103,19 +103,19 @@ class Late(Unsafe):
             self._check_answer(session.open[answer.number].message, answer)
         super()._to_producer(peer, event)
 
-    def _check_answer(self, given: Amend, answer: Amended) -> None:
+    def _check_answer(self, amend: Amend, answer: Amended) -> None:
         """The log has every value that was not refused; a sample that was refused was dropped."""
         for reason, seqs in (getattr(answer, "refused", None) or {}).items():
             assert reason in ("late_timeout", "discarded"), reason
-            self.not_stored |= {(given.partition, seq): reason for seq in np.frombuffer(seqs, "<u8").tolist()}
+            self.not_stored |= {(amend.partition, seq): reason for seq in np.frombuffer(seqs, "<u8").tolist()}
         missing = {
-            (seq, name) for seq in np.frombuffer(given.seqs_u64, "<u8").tolist() for name in given.names
-            if (given.partition, seq) not in self.not_stored
+            (seq, name) for seq in np.frombuffer(amend.seqs_u64, "<u8").tolist() for name in amend.names
+            if (amend.partition, seq) not in self.not_stored
         }  # fmt: skip
         for record in reversed(self.records()):
             if not missing:
                 return
-            if isinstance(record, SamplesAmended) and record.partition == given.partition:
+            if isinstance(record, SamplesAmended) and record.partition == amend.partition:
                 missing -= {
                     (seq, name) for seq in np.frombuffer(record.seqs_u64, "<u8").tolist() for name in record.names
                 }
@@ -125,15 +125,14 @@ class Late(Unsafe):
         """Give values to some samples of a partition; sometimes such as they have already."""
         number, partition = self.rng.randrange(2), self.rng.randrange(PARTITIONS)
         session, durable = self.amenders[number], self.pushers[partition].buffer.durable_seq
-        mine = [seq for p, seq in self.left if p == partition and seq < durable + 2 and self.left[p, seq]]
+        lacking = [seq for p, seq in self.left if p == partition and seq < durable + 2 and self.left[p, seq]]
         if self.rng.random() < 0.1:
-            mine = list(range(min(durable, self.wanted)))
-        if not mine or not session.terms:
+            lacking = list(range(min(durable, self.wanted)))
+        if not lacking or not session.terms:
             return
-        seqs = self.rng.sample(mine, min(len(mine), self.rng.randint(1, 4)))
+        seqs = self.rng.sample(lacking, min(len(lacking), self.rng.randint(1, 4)))
         names = self.rng.choice([NAMES, NAMES[:1], NAMES[1:], NAMES[::-1]])
-        given = amend_of(partition, seqs, names, session.open.take_number())
-        self._to_producer(b"amend%d" % number, given)
+        self._to_producer(b"amend%d" % number, amend_of(partition, seqs, names, session.open.take_number()))
         for seq in seqs:
             self.left[partition, seq] -= set(names)
 

@@ -131,8 +131,8 @@ class Live(Shell):
         """To the end: the chain of every step, as the lineages have it."""
         self.until(lambda: self.ended is not None)
         assert self.ended is not None
-        found = {step: chain for (_, step), chain in sorted(self.chains.items())}
-        return [found[step] for step in range(self.ended)]
+        newest = {step: chain for (_, step), chain in sorted(self.chains.items())}
+        return [newest[step] for step in range(self.ended)]
 
     def stop_trainer(self) -> None:
         """It says goodbye."""
@@ -154,18 +154,18 @@ class Live(Shell):
 
     def state(self, step: int) -> State:
         """What a checkpoint that begins at ``step`` holds, there and back."""
-        found: list[State] = []
+        states: list[State] = []
 
         def known() -> bool:
             state = self.feed.state_of(step)
             if isinstance(state, State):
-                found.append(state)
+                states.append(state)
             else:
                 self.perform_all(state)
-            return bool(found)
+            return bool(states)
 
         self.until(known)
-        return found[0]
+        return states[0]
 
     @property
     def feed(self) -> Any:
@@ -270,8 +270,8 @@ class Live(Shell):
         lease = read.lease
         key = (lease.stream, lease.partition)
         producer = self.producers.get(peer)
-        held = producer.held.get(key) if isinstance(producer, ProducerSession) else None
-        if held is None or held.session != read.session or held.ended:
+        reading = producer.held.get(key) if isinstance(producer, ProducerSession) else None
+        if reading is None or reading.session != read.session or reading.ended:
             return
         lengths = self.data[lease.stream][lease.partition]
         if lease.cursor is not None:

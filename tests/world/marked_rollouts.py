@@ -40,14 +40,14 @@ class Batches(Rollouts):
 
     def steps(self) -> list[Ids]:
         """The samples of each step, as the log has them."""
-        found: dict[int, Ids] = {}
+        by_step: dict[int, Ids] = {}
         for record in self.records():
             if isinstance(record, StepFormed):
                 rows = np.frombuffer(record.rows, ROW)
                 ids = [divmod(index, PARTITIONS)[::-1] for index in rows["index"].tolist()]
                 assert len(set(ids)) == len(ids)
-                assert found.setdefault(record.step, set(ids)) == set(ids), "the second time it is another"
-        return [found[step] for step in range(len(found))]
+                assert by_step.setdefault(record.step, set(ids)) == set(ids), "the second time it is another"
+        return [by_step[step] for step in range(len(by_step))]
 
     def batches(self) -> list[Ids]:
         """The samples of each batch, as they are marked."""

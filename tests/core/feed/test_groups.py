@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -48,6 +47,7 @@ from streampack.core.protocol.events import Tick
 from streampack.core.protocol.message import Envelope
 from streampack.core.sessions.producer_base import Chunk
 from streampack.core.sessions.pushing.push_session import EndBatch, EndPartition
+from tests.core.form.forming import Forming
 from tests.world.chunks import message_of
 from tests.world.planned import tokens_of
 from tests.world.rollouts import PARTITIONS, Rollouts, Story, length_of, pusher, rollout_chunk, stories
@@ -58,12 +58,11 @@ Group = tuple[str, list[int]]
 WITH_CAP = {"exact_fill", "sliding_ffd", "concatenative", "buffer_first_fit", "first_fit_decreasing", "karmarkar_karp"}
 
 
-class Run:
+class Run(Forming):
     """A former fed with groups, as a merge gives them: any number of samples at a time."""
 
     def __init__(self, rules: Rules, groups: list[Group]) -> None:
-        self.rules, self.table, self.steps = rules, SampleTable(8), list[PlannedStep]()
-        self.former, self.admitted = Former(rules, self.table), 0
+        super().__init__(rules, SampleTable(8))
         self.samples = [
             (number, length, 0 if at == len(lengths) - 1 or not keep else KEEPS[keep])  # type: ignore[index]
             for number, (keep, lengths) in enumerate(groups)
@@ -79,24 +78,6 @@ class Run:
         handles = self.table.enter(rows, keeps=bytes(keep for _, _, keep in some))
         self.former.admit(handles, rows["length"].astype(np.int64))
         self.admitted += len(some)
-
-    def form(self, max_steps: int = 1, meanwhile: Callable[[], None] = lambda: None) -> bool:
-        request = self.former.request(max_steps)
-        if request is None:
-            return False
-        choice = request.choose()
-        meanwhile()
-        self.steps += self.former.apply(choice)
-        return True
-
-    def close(self) -> list[bytes]:
-        self.admit(len(self.samples))
-        self.former.closed = True
-        while self.form():
-            pass
-        self.steps += self.former.cut()
-        assert self.former.finished
-        return [step.digest for step in self.steps]
 
     def packs(self, step: PlannedStep) -> list[list[int]]:
         """Sample numbers by pack."""

@@ -1,8 +1,9 @@
 """FORM: steps depend on what was admitted and on the rules, never on how it came."""
 
+from __future__ import annotations
+
 import hashlib
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -12,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack.core.form.former import Former
 from streampack.core.model.keys.planning_keys import Balance, Warmup
 from streampack.core.model.rules import Align, Rules
 from streampack.core.model.samples import I64, ROW, SampleTable
 from streampack.core.model.steps import PlannedStep
 from streampack.core.packers.joint.joint_bounds import held_tokens
 from streampack.core.packers.registry import PackerName
+from tests.core.form.forming import Forming
 
 PACKERS = get_args(PackerName)
 
@@ -39,41 +40,21 @@ def samples_of(lengths: list[int]) -> list[Sample]:
     return [Sample(i % 3, i // 3, i % 2, n, n - 1, 7919 * i + 1) for i, n in enumerate(lengths)]
 
 
-class Run:
+class Run(Forming):
     """A former and its table, fed as a test likes; handles differ from sample numbers on purpose."""
 
     def __init__(self, rules: Rules, samples: list[Sample]) -> None:
+        super().__init__(rules, SampleTable(len(samples) + 3))
         self.samples = samples
-        self.table = SampleTable(len(samples) + 3)
         self.table.take(3)
         self.handles = self.table.take(len(samples))[::-1].copy()
         for name in ("stream", "index", "part", "length", "loss_tokens", "crc"):
             getattr(self.table, name)[self.handles] = [getattr(sample, name) for sample in samples]
-        self.former = Former(rules, self.table)
-        self.admitted = 0
-        self.steps: list[PlannedStep] = []
 
     def admit(self, count: int) -> None:
         handles = self.handles[self.admitted : self.admitted + count]
         self.former.admit(handles, self.table.length[handles].astype(np.int64))
         self.admitted += len(handles)
-
-    def form(self, max_steps: int = 1, meanwhile: Callable[[], None] = lambda: None) -> bool:
-        request = self.former.request(max_steps)
-        if request is None:
-            return False
-        choice = request.choose()
-        meanwhile()
-        self.steps += self.former.apply(choice)
-        return True
-
-    def close(self) -> None:
-        self.admit(len(self.samples))
-        self.former.closed = True
-        while self.form():
-            pass
-        self.steps += self.former.cut()
-        assert self.former.finished
 
     def numbers(self, step: PlannedStep) -> list[list[int]]:
         """Sample numbers by pack."""

@@ -57,18 +57,14 @@ def test_a_step_is_delivered_once_with_the_parts_of_one_attempt(seed: int, keeps
 
 def test_a_subscriber_gets_values_reported_from_then_on() -> None:
     desk = ValuesDesk(True)
-    for dp in range(DP):
-        for cp in range(CP):
-            desk.perform(desk.values.report(b"t", *part_of(0, 1, dp, cp), 0, STEPS))
+    desk.report_step(0)
     desk.sync()
     (effect,) = desk.values.subscribers.ask(b"s", AskResults(feed="train", number=0), 0.0)
     assert isinstance(effect, SendTrainer)
     assert isinstance(effect.envelope.message, Results)
     desk.cursor = effect.envelope.message.cursor
     for step in (2, 1):
-        for dp in range(DP):
-            for cp in range(CP):
-                desk.perform(desk.values.report(b"t", *part_of(step, 1, dp, cp), 0, STEPS))
+        desk.report_step(step)
         desk.sync()
         desk.ask()
     assert [message.step for message, _ in desk.had] == [2, 1], "in the order in which they were complete"
@@ -77,9 +73,7 @@ def test_a_subscriber_gets_values_reported_from_then_on() -> None:
 def test_one_step_at_a_time_is_read_for_a_subscriber() -> None:
     """A flood of requests takes the memory of one step, and the newest request is answered in the end."""
     desk = ValuesDesk(True)
-    for dp in range(DP):
-        for cp in range(CP):
-            desk.perform(desk.values.report(b"t", *part_of(0, 1, dp, cp), 0, STEPS))
+    desk.report_step(0)
     desk.sync()
     flood = [AskResults(feed="train", number=number // 2, cursor=0) for number in range(100)]
     effects = [effect for each in flood for effect in desk.values.subscribers.ask(b"s", each, 0.0)]
@@ -174,9 +168,7 @@ def test_a_new_broker_takes_values_of_steps_that_an_earlier_one_has_served() -> 
 def test_steps_whose_records_were_deleted_are_skipped() -> None:
     desk = ValuesDesk(True)
     for step in range(STEPS):
-        for dp in range(DP):
-            for cp in range(CP):
-                desk.perform(desk.values.report(b"t", *part_of(step, 1, dp, cp), 0, STEPS))
+        desk.report_step(step)
     desk.sync()
     desk.values.forget_below(6)
     for _ in range(STEPS):

@@ -62,6 +62,12 @@ class ValuesDesk:
             elif isinstance(effect, SendTrainer):
                 self.hear(effect.envelope)
 
+    def report_step(self, step: int) -> None:
+        """Report all parts of a step, in the first attempt."""
+        for dp in range(DP):
+            for cp in range(CP):
+                self.perform(self.values.report(b"t", *part_of(step, 1, dp, cp), 0, STEPS))
+
     def hear(self, envelope: Envelope) -> None:
         if isinstance(envelope.message, Results):
             assert envelope.message.cursor > self.cursor

@@ -89,8 +89,7 @@ class Desk:
         self.perform(self.readers.receive(peer, Envelope(run=1, epoch=epoch, fence=fence, message=message), self.now))
         for to, envelope in self.said[known:]:
             if isinstance(asked := envelope.message, AskSnapshot) and self.brings:
-                given = Brought(feed="train", digest=asked.digest, snapshot=SNAPSHOTS[asked.digest])
-                self.say(to, given)
+                self.say(to, Brought(feed="train", digest=asked.digest, snapshot=SNAPSHOTS[asked.digest]))
         self.form()
 
     def fence(self, peer: bytes) -> int:

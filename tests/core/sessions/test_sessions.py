@@ -46,7 +46,7 @@ from streampack.errors import InternalError
 from streampack.wire import frames as wire
 from tests.core.sessions.any_messages import EVENTS, SNAPSHOTS
 from tests.core.sessions.bench import BUDGET, EPOCH, MAX_SAMPLE, QUOTA, RUN, Bench, attach, fill, get, hello
-from tests.world.chunks import message_of
+from tests.world.chunks import chunk_of, message_of
 from tests.world.shell import M
 
 # Readers
@@ -847,11 +847,7 @@ def flow(grant_bytes: int, *, expected: int = 0, ended: bool = False) -> Flow:
 
 
 def chunk(num: int = 2, session: int = 1, epoch: int = EPOCH) -> Chunk:
-    column = np.full(num, 4, "<u4").tobytes()
-    return Chunk(
-        stream="b", partition=0, session=(epoch, session), lengths_u32=column, crcs_u32=column, loss_tokens_u32=column,
-        num_bytes=16 * num, cursor=(0, 0, num), rejected={}, payload=(bytes(16 * num),),
-    )  # fmt: skip
+    return chunk_of(("b", 0), [bytes(16)] * num, (0, 0, num), session=(epoch, session))
 
 
 def sent(effects: list[Effect], kind: type[M]) -> list[M]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec import UNSET
 
 from streampack.core.intake.intake import Intake
 from streampack.core.journal.log_records import ChunkStaged
@@ -15,6 +14,7 @@ from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Flow
 from streampack.core.staging.staged_chunk import StagedChunk
 from streampack.core.staging.staged_partition import StagedPartition
+from tests.world.chunks import columns
 from tests.world.late_rollouts import FIELDS, Late, check_late, value_of
 from tests.world.paced_rollouts import Paced, check_paced
 from tests.world.shell import Sending
@@ -61,11 +61,7 @@ def test_credit_is_never_taken_back_however_late_values_come(story: list[tuple[s
 
 def chunk_of_ten() -> tuple[StagedChunk, StagedPartition]:
     """Ten samples of 4 tokens, and their partition."""
-    ones = np.ones(10, "<u4").tobytes()
-    record = ChunkStaged(
-        stream="s", partition=0, base_seq=0, lengths_u32=np.full(10, 4, "<u4").tobytes(), crcs_u32=ones,
-        loss_tokens_u32=ones, cursor=(1, 0, 10), keep=UNSET,
-    )  # fmt: skip
+    record = ChunkStaged(stream="s", partition=0, base_seq=0, cursor=(1, 0, 10), **columns([4] * 10, [1] * 10))
     staged = StagedPartition("s", 0, FIELDS)
     chunk = StagedChunk(record, 5, 0.0, 0, staged.by_sample)
     chunk.read((np.arange(40, dtype="<i4").tobytes(), np.arange(40, dtype="<f4").tobytes()))

@@ -13,6 +13,7 @@ from streampack.core.media.media_counts import read_media
 from streampack.core.media.media_format import encode
 from streampack.core.model.fields import Field
 from streampack.core.staging.staged_partition import StagedPartition, time_out
+from tests.world.chunks import columns
 
 REWARD = Field(name="reward", dtype="float32", axis="sample", late=True)
 MEDIA = (Field(name="dots", dtype="uint8", axis="patch"),)
@@ -36,11 +37,8 @@ def test_each_sample_keeps_its_media_however_late_its_values_come(
     counts = np.array([[len(patches), len(each)] for patches, each in zip(items, data, strict=True)], "<u4")
     tokens = np.repeat(np.arange(count, dtype="<i4"), lengths)
     payload = (tokens.tobytes(), counts.tobytes(), b"".join(data))
-    ones = np.ones(count, "<u4").tobytes()
-    record = ChunkStaged(
-        stream="s", partition=0, base_seq=0, lengths_u32=lengths.tobytes(), crcs_u32=ones, loss_tokens_u32=ones,
-        cursor=(1, 0, count),
-    )  # fmt: skip
+    of = columns(lengths.tolist(), [1] * count)
+    record = ChunkStaged(stream="s", partition=0, base_seq=0, cursor=(1, 0, count), **of)
     staged = StagedPartition("s", 0, (REWARD,), has_extra=True)
     chunk = staged.new_chunk(record, 5, 0.0)
     chunk.read(payload)
@@ -76,11 +74,8 @@ def test_each_sample_keeps_its_media_however_late_its_values_come(
 
 def test_samples_that_the_producer_rejected_are_counted_with_themselves() -> None:
     """Not with the chunk's first sample, which may be admitted later and be dropped for another reason."""
-    lengths = np.array([3, 0], "<u4").tobytes()
-    record = ChunkStaged(
-        stream="s", partition=0, base_seq=0, lengths_u32=lengths, crcs_u32=lengths, loss_tokens_u32=lengths,
-        cursor=(1, 0, 2), rejected={"empty": 1}, lost_tokens=5,
-    )  # fmt: skip
+    of = columns([3, 0], [3, 0])
+    record = ChunkStaged(stream="s", partition=0, base_seq=0, cursor=(1, 0, 2), lost_tokens=5, **of)
     staged = StagedPartition("s", 0, (REWARD,))
     chunk = staged.new_chunk(record, 5, 0.0)
     chunk.read((np.arange(3, dtype="<i4").tobytes(),))

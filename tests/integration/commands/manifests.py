@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from tests.integration.running import in_process
+
 Tree = dict[str, Any]
 
 
@@ -37,3 +39,9 @@ def merged(tree: Any, patch: Any) -> Any:
         by_name = {each["name"]: each for each in tree}
         return list(merged(by_name, {each["name"]: each for each in patch}).values())
     return patch
+
+
+def exported(what: str, folder: Path, *options: str | Path) -> Path:
+    result = in_process("export", what, folder, *options)
+    assert result.returncode == 0, result.stderr
+    return folder

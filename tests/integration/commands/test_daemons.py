@@ -13,6 +13,7 @@ import socket
 import time
 import urllib.error
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -206,33 +207,37 @@ def test_a_broker_ends_by_itself_when_all_is_delivered(tmp_path: Path) -> None:
 # The producers
 
 
-def test_sigterm_ends_every_producer_process(tmp_path: Path, manager: Manager) -> None:
+@contextmanager
+def two_processes(path: Path) -> Iterator[tuple[RunningBroker, Daemon]]:
+    """A broker and a producer of two processes, which are connected."""
     with running_broker(ENDLESS) as broker:
-        config = producer_config(tmp_path, broker.producers, processes=2)
+        config = producer_config(path, broker.producers, processes=2)
         with running("producer", "produce", "-c", config) as producer:
             until(lambda: broker.status()["producers"] == 2)
-            mine = children(producer)
-            assert len(mine) == 2
-            manager.wait_for("STATUS=web ")
-            producer.signal(signal.SIGTERM)
-            assert producer.end() == 0
-            assert "stopped: " in producer.said
-            manager.wait_for("STOPPING=1\nSTATUS=stopping")
-            until(lambda: broker.status()["producers"] == 0)
-            assert not psutil.wait_procs(mine, PATIENCE_S)[1]
+            yield broker, producer
+
+
+def test_sigterm_ends_every_producer_process(tmp_path: Path, manager: Manager) -> None:
+    with two_processes(tmp_path) as (broker, producer):
+        mine = children(producer)
+        assert len(mine) == 2
+        manager.wait_for("STATUS=web ")
+        producer.signal(signal.SIGTERM)
+        assert producer.end() == 0
+        assert "stopped: " in producer.said
+        manager.wait_for("STOPPING=1\nSTATUS=stopping")
+        until(lambda: broker.status()["producers"] == 0)
+        assert not psutil.wait_procs(mine, PATIENCE_S)[1]
 
 
 def test_ctrl_c_ends_every_producer_process_and_says_130(tmp_path: Path) -> None:
-    with running_broker(ENDLESS) as broker:
-        config = producer_config(tmp_path, broker.producers, processes=2)
-        with running("producer", "produce", "-c", config) as producer:
-            until(lambda: broker.status()["producers"] == 2)
-            mine = children(producer)
-            for pid in [producer.process.pid, *(child.pid for child in mine)]:  # as a terminal does
-                os.kill(pid, signal.SIGINT)
-            assert producer.end() == 130
-            assert not psutil.wait_procs(mine, PATIENCE_S)[1]
-            assert "Traceback" not in producer.said
+    with two_processes(tmp_path) as (_, producer):
+        mine = children(producer)
+        for pid in [producer.process.pid, *(child.pid for child in mine)]:  # as a terminal does
+            os.kill(pid, signal.SIGINT)
+        assert producer.end() == 130
+        assert not psutil.wait_procs(mine, PATIENCE_S)[1]
+        assert "Traceback" not in producer.said
 
 
 def test_a_killed_producer_process_is_started_again_and_no_step_differs(
@@ -286,30 +291,24 @@ def restarted(producer: Daemon, times: int) -> bool:
 
 
 def test_producer_processes_that_are_killed_again_and_again_are_given_up(tmp_path: Path) -> None:
-    with running_broker(ENDLESS) as broker:
-        config = producer_config(tmp_path, broker.producers, processes=2)
-        with running("producer", "produce", "-c", config) as producer:
-            until(lambda: broker.status()["producers"] == 2)
-            for number in range(RESTARTS_A_MINUTE + 1):
-                mine = children(producer)
-                mine[-1].kill()
-                until(partial(restarted, producer, number + 1))
-            assert producer.end() == 1
-            assert (
-                f"killed, perhaps because memory was short, after {RESTARTS_A_MINUTE} restarts within a min"
-                in producer.said
-            )
-            assert not psutil.wait_procs(mine, PATIENCE_S)[1]
+    with two_processes(tmp_path) as (_, producer):
+        for number in range(RESTARTS_A_MINUTE + 1):
+            mine = children(producer)
+            mine[-1].kill()
+            until(partial(restarted, producer, number + 1))
+        assert producer.end() == 1
+        assert (
+            f"killed, perhaps because memory was short, after {RESTARTS_A_MINUTE} restarts within a min"
+            in producer.said
+        )
+        assert not psutil.wait_procs(mine, PATIENCE_S)[1]
 
 
 def test_producer_processes_do_not_outlive_their_parent(tmp_path: Path) -> None:
-    with running_broker(ENDLESS) as broker:
-        config = producer_config(tmp_path, broker.producers, processes=2)
-        with running("producer", "produce", "-c", config) as producer:
-            until(lambda: broker.status()["producers"] == 2)
-            mine = children(producer)
-            producer.process.kill()
-            assert not psutil.wait_procs(mine, PATIENCE_S)[1]
+    with two_processes(tmp_path) as (_, producer):
+        mine = children(producer)
+        producer.process.kill()
+        assert not psutil.wait_procs(mine, PATIENCE_S)[1]
 
 
 def test_a_failing_stream_ends_every_process_with_its_line(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from streampack_services.standby.shipping import advertised
 
 from streampack.config.config_files import read_broker, read_producer
 from streampack.config.daemon_settings import BrokerConfig
-from tests.integration.commands.manifests import Tree, addresses, loaded, merged, two_brokers
+from tests.integration.commands.manifests import Tree, addresses, exported, loaded, merged, two_brokers
 from tests.integration.programs import program
 from tests.integration.running import in_process
 
@@ -35,12 +35,6 @@ ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
 KUBERNETES = "1.33"
 """Where native sidecars are stable."""
-
-
-def exported(what: str, folder: Path, *options: str | Path) -> Path:
-    result = in_process("export", what, folder, *options)
-    assert result.returncode == 0, result.stderr
-    return folder
 
 
 def run_tool(*words: str | Path) -> None:

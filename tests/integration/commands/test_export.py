@@ -12,16 +12,11 @@ from streampack_services.broker.memory_plan import plan
 from streampack_services.export import FILES, IMAGE, PLACES, RUN, limit_gib
 
 from streampack.config.config_files import read_broker, read_producer
+from tests.integration.commands.manifests import exported
 from tests.integration.running import in_process, the_error, write
 
 ROOT = Path(__file__).parents[3]
 FILLED = {"image": "other:1", "namespace": "other", "prefix": "/other", "run": "other"}
-
-
-def exported(what: str, folder: Path, *options: str | Path) -> Path:
-    result = in_process("export", what, folder, *options)
-    assert result.returncode == 0, result.stderr
-    return folder
 
 
 @pytest.fixture

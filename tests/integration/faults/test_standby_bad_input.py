@@ -47,6 +47,14 @@ class Pair:
         self.daemons[name] = daemon = Daemon(self.path, name, "broker", "-c", config, *arguments)
         return daemon
 
+    def start_both(self) -> tuple[Daemon, Daemon]:
+        """The active broker ``a``, and its standby ``b``, which has the log."""
+        first = self.start("a")
+        second = self.start("b", "--standby")
+        second.wait_for("standby: has every safe record of a")
+        first.wait_for(" broker: ready\n")
+        return first, second
+
 
 @contextmanager
 def pair(**standby: Any) -> Iterator[Pair]:
@@ -61,9 +69,7 @@ def pair(**standby: Any) -> Iterator[Pair]:
 
 def test_a_standby_joins_takes_over_and_the_other_one_follows() -> None:
     with pair() as found:
-        first = found.start("a")
-        second = found.start("b", "--standby")
-        second.wait_for("standby: has every safe record of a")
+        first, second = found.start_both()
         first.kill()
         second.wait_for("this broker is active, with entry 3")
         second.wait_for(" broker: ready\n")
@@ -77,10 +83,7 @@ def test_a_standby_joins_takes_over_and_the_other_one_follows() -> None:
 
 def test_a_broker_that_is_stopped_hands_over_at_once() -> None:
     with pair(takeover_s=120) as found:
-        first = found.start("a")
-        second = found.start("b", "--standby")
-        second.wait_for("standby: has every safe record of a")
-        first.wait_for(" broker: ready\n")
+        first, second = found.start_both()
         first.signal(signal.SIGTERM)
         assert first.end() == 0
         assert "stopping: the standby takes over, and producers and trainers move to it" in first.said
@@ -115,10 +118,7 @@ def test_a_standby_with_other_rules_or_a_third_one_is_told_why() -> None:
 
 def test_an_arbiter_that_is_gone_is_named_on_both_sides_and_nobody_takes_over() -> None:
     with pair() as found:
-        first = found.start("a")
-        second = found.start("b", "--standby")
-        second.wait_for("standby: has every safe record of a")
-        first.wait_for(" broker: ready\n")
+        first, second = found.start_both()
         (found.path / "arbiter").rename(found.path / "gone")
         first.kill()
         second.wait_for("cannot reach the arbiter")
@@ -129,10 +129,7 @@ def test_an_arbiter_that_is_gone_is_named_on_both_sides_and_nobody_takes_over() 
 
 def test_an_active_broker_that_loses_standby_and_arbiter_ends_and_follows_later() -> None:
     with pair() as found:
-        first = found.start("a")
-        second = found.start("b", "--standby")
-        second.wait_for("standby: has every safe record of a")
-        first.wait_for(" broker: ready\n")
+        first, second = found.start_both()
         (found.path / "arbiter").rename(found.path / "gone")
         second.kill()
         first.wait_for("neither the standby nor the arbiter answers")

@@ -31,18 +31,12 @@ from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.samples import ROW
 from streampack.errors import LedgerDamaged, UserError
 from tests.core.results.values_desk import CP, DP, SAMPLES, STEPS, ValuesDesk, part_of
-from tests.services.recorded import entries, with_values
+from tests.services.recorded import entries, ledger_of, with_values
 from tests.world.late_rollouts import NAMES, Late, played
 from tests.world.paced_rollouts import Paced
 from tests.world.rollouts import PARTITIONS, Story, stories
 
 WAITED = f"its late fields ({', '.join(NAMES)})"
-
-
-def ledger_of(records: list[Record], path: Path | str = ":memory:") -> Ledger:
-    ledger = Ledger(Path(path))
-    ledger.update(entries(records))
-    return ledger
 
 
 def check(records: list[Record], waited: str) -> None:

@@ -31,7 +31,7 @@ from streampack.core.journal.log_records import (
 from streampack.core.model.rules import Align, Rules, RulesChange, StreamRules
 from streampack.core.model.samples import MEDIA_ROW, ROW
 from streampack.errors import LedgerDamaged, UserError
-from tests.services.recorded import FEED, Run, doubling, entries, resealed, rows_in, with_rows, without
+from tests.services.recorded import FEED, Run, doubling, entries, ledger_of, resealed, rows_in, with_rows, without
 from tests.world.live import Live
 
 PACKERS = ("exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative")
@@ -57,12 +57,6 @@ def run_of(rules: Rules, lengths: list[list[int]], actions: Actions, *, finish: 
     if finish:
         run.finish()
     return run
-
-
-def ledger_of(records: list[Record], path: Path | str = ":memory:") -> Ledger:
-    ledger = Ledger(Path(path))
-    ledger.update(entries(records))
-    return ledger
 
 
 lengths = st.lists(st.integers(0, 150), max_size=50)

@@ -5,41 +5,30 @@
 
 from __future__ import annotations
 
-import os
-
-import pytest
-
 from tests.simulation.rl.cases import RL_CASES, RL_MEDIA, TIMED, rl_case
 from tests.simulation.rl.world import LoopWorld, checked, run_loop
-
-CHUNK = 6
-
-
-def _chunks(default: int) -> list[range]:
-    first, _, stop = os.environ.get("SIM_SEEDS", f"{default}").rpartition(":")
-    begin, end = int(first or 0), int(stop)
-    return [range(at, min(at + CHUNK, end)) for at in range(begin, end, CHUNK)]
+from tests.simulation.seeds import of_seeds
 
 
-@pytest.mark.parametrize("seeds", _chunks(18), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+@of_seeds(18, 6)
 def test_an_rl_loop_keeps_its_promises_whatever_fails(seeds: range) -> None:
     for seed in seeds:
         run_loop(seed)
 
 
-@pytest.mark.parametrize("seeds", _chunks(6), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+@of_seeds(6, 6)
 def test_an_rl_loop_with_relays_and_standbys_keeps_its_promises(seeds: range) -> None:
     for seed in seeds:
         run_loop(seed, relays=True, standby=bool(seed % 2))
 
 
-@pytest.mark.parametrize("seeds", _chunks(2), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+@of_seeds(2, 6)
 def test_an_rl_loop_with_media_keeps_its_promises(seeds: range) -> None:
     for seed in seeds:
         run_loop(seed, [*RL_MEDIA][seed % len(RL_MEDIA)])
 
 
-@pytest.mark.parametrize("seeds", _chunks(6), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+@of_seeds(6, 6)
 def test_an_rl_loop_names_the_samples_whose_values_come_too_late(seeds: range) -> None:
     worlds = [checked(LoopWorld(seed, TIMED, standby=bool(seed % 2))) for seed in seeds]
     assert any(world.too_late for world in worlds)

@@ -13,9 +13,9 @@ import numpy as np
 
 from streampack.core.journal.log_records import SamplesAmended
 from streampack.core.staging.tickets import LEARN_S
-from tests.simulation.broker import TICK_S
 from tests.simulation.faults import Faults
 from tests.simulation.job import Job
+from tests.simulation.processes import TICK_S
 from tests.simulation.rl.cases import PACED, PACED_LATE, RL_CASES, RL_MEDIA, rl_case
 from tests.simulation.rl.generators import GeneratorProcess
 from tests.simulation.rl.loop_checks import check_ages, check_results, check_staged, has_results
