@@ -43,7 +43,7 @@ def pusher(
 ) -> PushSession:
     """A program that pushes a partition."""
     return PushSession(
-        run=0, producer=name, process=number, host="host", pid=number, stream=stream, partition=partition,
+        run=0, producer=name, process=number, host="host", pid=partition, stream=stream, partition=partition,
         buffer=PushBuffer(buffer_bytes),
     )  # fmt: skip
 
