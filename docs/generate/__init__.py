@@ -10,6 +10,7 @@
 - ``sample_warnings``: the table of warnings about samples.
 - ``figures``: diagrams as SVG; packing figures are computed by ``streampack.pack_lengths``.
 - ``row_keys``: the table of the keys of rows that streampack knows.
+- ``dashboard``: the Grafana dashboard in ``deploy/``, from the declared figures. It is not a part of the site.
 - ``notebooks``: the page of the quickstart, from its notebook.
 - ``repository``: links from pages to files of the repository outside ``docs/``.
 """

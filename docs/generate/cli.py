@@ -53,17 +53,17 @@ def _option(param: Any, context: Any) -> str:
 
 def _paragraphs(command: Any) -> list[str]:
     """The help of a command as Markdown; ``Example:`` and its lines become a code block."""
-    found = list[str]()
+    blocks = list[str]()
     for text in re.split(r"\n\s*\n", inspect.cleandoc(command.help or "").strip()):
         literal, text = text.startswith("\b"), text.removeprefix("\b").strip("\n")
         head, _, rest = text.partition("\n")
         if literal and re.fullmatch(r"Examples?:", head.strip()):
-            found.append(f"{head.strip()}\n\n```bash\n{inspect.cleandoc(rest)}\n```")
+            blocks.append(f"{head.strip()}\n\n```bash\n{inspect.cleandoc(rest)}\n```")
         elif literal:
-            found.append(f"```text\n{text}\n```")
+            blocks.append(f"```text\n{text}\n```")
         else:
-            found.append(_prose(" ".join(text.split())))
-    return found
+            blocks.append(_prose(" ".join(text.split())))
+    return blocks
 
 
 def _prose(text: str) -> str:

@@ -32,8 +32,8 @@ def tables() -> str:
         sections = dict.fromkeys(path.rpartition(".")[0] for path, _ in rows if path not in FEW_NEED)
         parts.append(f"\n## {file}\n")
         for section in sections:
-            mine = [row for path, row in rows if path.rpartition(".")[0] == section and path not in FEW_NEED]
-            parts.append(_table(f"`{section}`" if section else f"At the top of {file}", mine))
+            section_rows = [row for path, row in rows if path.rpartition(".")[0] == section and path not in FEW_NEED]
+            parts.append(_table(f"`{section}`" if section else f"At the top of {file}", section_rows))
         parts.append(_table("Keys that few runs need", [row for path, row in rows if path in FEW_NEED]))
     return "".join(parts)
 
@@ -67,12 +67,12 @@ def _values(schema: Tree) -> str:
         return ", ".join(f"`{each}`" for each in schema["enum"])
     words = {"string": "text", "integer": "whole number", "number": "number", "boolean": "`true`, `false`",
              "array": "list", "object": "mapping"}  # fmt: skip
-    found = words.get(schema.get("type", ""), "")
+    kind = words.get(schema.get("type", ""), "")
     bounds = [f"from {schema['minimum']}"] if "minimum" in schema else []
     bounds += [f"above {schema['exclusiveMinimum']:g}"] if "exclusiveMinimum" in schema else []
     most = schema.get("maximum")
     bounds += [f"to {most:,}".removesuffix(".0")] if most is not None and most < 2**31 else []
-    return " ".join([found, *bounds])
+    return " ".join([kind, *bounds])
 
 
 def _yaml(value: Any) -> str:

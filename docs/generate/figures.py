@@ -34,9 +34,9 @@ def all_figures() -> dict[str, str]:
 def inlined(html: str) -> str:
     """Return a page's HTML with the figures themselves in place of the images that name them."""
 
-    def figure(found: re.Match[str]) -> str:
-        path = ASSETS / f"{found['name']}.svg"
-        return f"<figure>{path.read_text()}</figure>" if path.exists() else found[0]
+    def figure(match: re.Match[str]) -> str:
+        path = ASSETS / f"{match['name']}.svg"
+        return f"<figure>{path.read_text()}</figure>" if path.exists() else match[0]
 
     return re.sub(r'<p><img\b[^>]*\bsrc="[^"]*assets/(?P<name>\w+)\.svg"[^>]*></p>', figure, html)
 
@@ -135,11 +135,11 @@ def dataflow() -> str:
 
 def lengths(number: int, stride: int) -> list[int]:
     """Return lognormal lengths, the same on every machine: quantiles, in an order of ``stride`` apart."""
-    found = [
+    quantiles = [
         min(4096, max(16, round(math.exp(6.6 + 0.9 * NormalDist().inv_cdf((index + 0.5) / number)))))
         for index in range(number)
     ]
-    return [found[index * stride % number] for index in range(number)]
+    return [quantiles[index * stride % number] for index in range(number)]
 
 
 def packs() -> str:
@@ -151,13 +151,13 @@ def packs() -> str:
         ("streampack", streampack.pack_lengths(samples, budget), budget),
     ]
     parts = list[str]()
-    for column, (name, found, capacity) in enumerate(ways):
+    for column, (name, bins, capacity) in enumerate(ways):
         left, width = 8 + column * 255, 232
-        filled = sum(samples) / (capacity * len(found))
+        filled = sum(samples) / (capacity * len(bins))
         parts += [_text(left, 24, name, 20, anchor="start", bold=True)]
         parts += [_text(left, 50, f"{filled:.0%} real tokens", 20, anchor="start", color="quiet")]
         height = 9 if column == 0 else 22
-        for row, members in enumerate(found):
+        for row, members in enumerate(bins):
             top = 58 + row * (height + 3)
             scale = width / capacity
             parts.append(_box(left, top, width, height, fill="card", line="warm", radius=2))

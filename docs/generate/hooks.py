@@ -59,7 +59,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 def filled(markdown: str) -> str:
     """Return a page's text with its generated parts."""
-    return _MARK.sub(lambda found: GENERATED[found[1]](), markdown)
+    return _MARK.sub(lambda match: GENERATED[match[1]](), markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:

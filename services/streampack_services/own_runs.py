@@ -45,11 +45,11 @@ def _folder(make: bool = False) -> Path:
 @contextlib.contextmanager
 def noted(run: str, http: str, state_dir: str | None) -> Iterator[None]:
     """Let other processes find this broker until the end of the block; do nothing if there is no folder for it."""
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             path = _folder(make=True) / f"{socket.gethostname()}-{secrets.token_hex(8)}.json"
-            file = held.enter_context(open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "w"))
-            held.callback(path.unlink, missing_ok=True)
+            file = stack.enter_context(open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "w"))
+            stack.callback(path.unlink, missing_ok=True)
             fcntl.flock(file, fcntl.LOCK_EX)
             own = OwnRun(run, http, str(Path(state_dir).resolve()) if state_dir else "")
             file.write(json.dumps(own._asdict()))
@@ -83,14 +83,14 @@ def claim_port(port: int) -> contextlib.ExitStack | None:
 
     Returns None if another run has claimed it. Programs that do not ask here may use the port.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
             path = _folder(make=True) / f"{port}.lock"
-            lock = held.enter_context(open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)))
+            lock = stack.enter_context(open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return None
-        return held.pop_all()
+        return stack.pop_all()
 
 
 def listed(but: str = "") -> str:

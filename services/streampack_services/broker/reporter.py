@@ -87,26 +87,22 @@ STALLED_AFTER_S = 5.0
 
 @dataclass(slots=True)
 class Counters:
-    """Counters of the service. The service writes them and the reporter reads them, in the broker's thread."""
+    """Counters of the service. The service writes them and the reporter reads them, in the broker's thread.
+
+    Fields without a description are figures of ``BrokerStatus`` and ``MessageCounts``.
+    """
 
     started: float
     """When the broker began, by the monotonic clock."""
     ready: bool = False
-    """True while the broker serves: not while it starts or drains."""
     stopping: bool = False
     """True once the broker was asked to stop."""
     damaged: int = 0
-    """Messages that cannot be decoded."""
     unsent: int = 0
-    """Messages that could not be sent."""
     cut: int = 0
-    """Connections that were cut."""
     strangers: int = 0
-    """Connections of peers whose key is not allowed."""
     form_seconds: float = 0.0
-    """Time spent in FORM, in seconds."""
     sent_tokens: int = 0
-    """Tokens sent to trainers, padding included."""
 
 
 @dataclass(slots=True)
@@ -117,7 +113,7 @@ class _Watch:
     """Steps formed and returned, at the last progress."""
     since: float = 0.0
     """Time of the last progress."""
-    said: float = 0.0
+    logged: float = 0.0
     """Time of the last log line."""
     every: float = LOG_AFTER_S
     """Seconds until the next log line."""
@@ -350,12 +346,12 @@ class Reporter:
             return
         if (starved := feed.readers.steps.any_starved) != watch.starved:
             watch.starved, watch.every = starved, LOG_AFTER_S
-        if reasons is None or now - watch.said < watch.every:
+        if reasons is None or now - watch.logged < watch.every:
             return
         ready_s = all_still_s if reasons[0] in ("peers", "memory") else LOG_BUSY_AFTER_S
         if ready_s < (LOG_BUSY_AFTER_S if feed.readers.steps.all_there else LOG_AFTER_S):
             return  # normal: trainers read another feed
-        watch.said = now
+        watch.logged = now
         watch.every = min(2 * watch.every, LOG_AT_MOST_EVERY_S) if starved else LOG_IDLE_EVERY_S
         of = f"feed {feed.name!r}: " if len(self._watches) > 1 else ""
         about = {"about": {"feed": feed.name, "step": feed.readers.steps.formed_upto}}

@@ -22,7 +22,10 @@ from streampack_services.figure import Series, counter, gauge, histogram
 
 State = Literal["starting", "serving", "waiting", "draining", "ended"]
 FeedState = Literal["serving", "waiting", "ended"]
-_WAITS_FOR = {"peers": "trainers", "join": "ranks", "stream": "samples", "memory": "room", "forming": "the packer"}
+WAITS_FOR = {"peers": "trainers", "join": "ranks", "stream": "samples", "memory": "room", "forming": "the packer"}
+"""Words for reasons of a wait, if they differ from their keys."""
+PADDING_LABELS = {"pack_tail": "end of pack", "empty_pack": "empty packs"}
+"""Words for causes of padding, if they differ from their keys."""
 
 
 class WaitingFor(Struct, frozen=True, kw_only=True):
@@ -44,7 +47,7 @@ class WaitingFor(Struct, frozen=True, kw_only=True):
             return self.detail
         if self.batch:
             return f"waiting for {self.detail}"
-        return f"waiting for {_WAITS_FOR.get(self.reason, self.reason)}: {self.detail}"
+        return f"waiting for {WAITS_FOR.get(self.reason, self.reason)}: {self.detail}"
 
 
 class StepCounts(Struct, frozen=True, kw_only=True):
@@ -141,16 +144,16 @@ class FeedFigures(PackFigures, frozen=True, kw_only=True):
     packing_efficiency: Annotated[
         float, gauge("packing_efficiency_ratio", "Packing efficiency: fewest packs for the tokens / packs formed.")
     ]
-    bin_balance: Annotated[
-        float, gauge("bin_balance_ratio", "Bin balance: 1 - standard deviation / mean of tokens per pack; may be < 0.")
-    ]
+    bin_balance: Annotated[float, gauge(
+        "bin_balance_ratio", "Bin balance: 1 - standard deviation / mean of tokens per pack; may be < 0.",
+        unit="quotient")]  # fmt: skip
     cost_max_over_mean: Annotated[float, gauge(
         "cost_max_over_mean_ratio", "Load imbalance: max / mean cost over the packs of a micro-batch, mean over "
-        "micro-batches; 1.0 is perfect.")]  # fmt: skip
+        "micro-batches; 1.0 is perfect.", unit="quotient")]  # fmt: skip
     """Cost of the most expensive pack / mean of its micro-batch; mean over all micro-batches dealt; 0 before one."""
     step_cost_max_over_mean: Annotated[float, gauge(
         "step_cost_max_over_mean_ratio", "Load imbalance: max / mean cost over the ranks of a step, mean over steps; "
-        "1.0 is perfect.")]  # fmt: skip
+        "1.0 is perfect.", unit="quotient")]  # fmt: skip
     """Cost of a step's most expensive rank / mean over its ranks; mean over all steps dealt; 0 before one."""
 
 
@@ -414,13 +417,14 @@ class StreamStatus(Struct, frozen=True, kw_only=True):
     feed: str
     """Name of its feed."""
     weight: Annotated[float, gauge(
-        "stream_weight", "Weight of a stream among the streams of its feed; 0 after its removal.")]  # fmt: skip
+        "stream_weight", "Weight of a stream among the streams of its feed; 0 after its removal.", unit="weight",
+        label="weight")]  # fmt: skip
     partitions: int
     """Partitions of the stream."""
     ended_partitions: int
     """Partitions that have ended."""
-    samples: Annotated[int, counter("received_samples", "Samples received from producers.")]
-    tokens: Annotated[int, counter("received_tokens", "Tokens received from producers and kept.")]
+    samples: Annotated[int, counter("received_samples", "Samples received from producers.", label="samples")]
+    tokens: Annotated[int, counter("received_tokens", "Tokens received from producers and kept.", label="tokens")]
     overlong: Annotated[int, counter(
         "overlong_samples", "Samples that the over-long policy truncated, split or dropped.")]  # fmt: skip
     lost_tokens: Annotated[int, counter("lost_tokens", "Tokens that the over-long policy truncated or dropped.")]
@@ -581,7 +585,7 @@ class BrokerStatus(Struct, frozen=True, kw_only=True):
     """The feeds, by name."""
     streams: Annotated[list[StreamStatus], Series("stream")]
     """The streams of all feeds."""
-    producers: Annotated[int, gauge("producers_connected", "Producers connected.")]
+    producers: Annotated[int, gauge("producers_connected", "Producers connected.", label="producers")]
     vanished_producers: Annotated[int, counter(
         "vanished_producers", "Producers that disconnected without notice: silent or restarted.")]  # fmt: skip
     relays: RelaysStatus

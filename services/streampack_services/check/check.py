@@ -6,7 +6,7 @@ from the broker's own planning. A producer's first rows are read, too. Nothing i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from inspect import cleandoc
 from itertools import groupby
@@ -23,13 +23,13 @@ from streampack.config.config_files import read_either
 from streampack.config.daemon_settings import BrokerConfig, ProducerConfig
 from streampack.core.deal.assignment import packs_of_mesh
 from streampack.core.deal.mesh_validation import mesh_refusal
+from streampack.core.model.capacity import FeedPlan
 from streampack.core.model.keys.key_groups import values_of
 from streampack.core.model.keys.stream_keys import SamplePolicies
 from streampack.core.model.mesh import Mesh
-from streampack.core.model.rules import Rules
 from streampack.errors import UserError
 from streampack.producer.first_rows import FirstWarning, check_rows, known_keys
-from streampack.sources import open_tokenizer
+from streampack.sources import OpenedSource, open_tokenizer
 from streampack.sources.row_keys import KNOWN, MEANINGS
 from streampack.transport.endpoints import check_endpoint, split_endpoints
 from streampack.transport.keys import find_key, load_key
@@ -71,19 +71,23 @@ def check(file: Path) -> Tree:
     config, warnings = read_either(file), list[FirstWarning]()
     lines = key_lines(file.read_text(encoding="utf-8"))
     if isinstance(config, BrokerConfig):
-        found = plan(config)
+        broker = plan(config)
         for endpoint in (config.listen.producers, config.listen.trainers):
             check_endpoint(endpoint)
         parse_address(config.listen.http)
         _check_keys(config.listen.keys)
-        resolved: Struct = _resolved_broker(config, found)
-        follows = list(_follows(config, found))
+        resolved: Struct = _resolved_broker(config, broker)
+        follows = list(_follows(config, broker))
     else:
         if not config.broker.startswith("file://"):
             split_endpoints(config.broker)
         find_key(config.key_file)
         resolved = _resolved_producer(config)
-        follows = list(_follows_producer(config))
+        follows = [
+            value
+            for name, source in open_sources(config).items()
+            for value in _derived(f"streams.{name}", _of_source(config, name, source))
+        ]
         warnings = check_rows(config)
     return {
         "file": str(file),
@@ -99,10 +103,10 @@ def check_all(files: Sequence[Path]) -> Tree:
 
     Raises UserError for two broker.yaml files, and the errors of ``check`` and ``compare``.
     """
-    found = {"files": [check(file) for file in files], "warnings": list[str]()}
+    result = {"files": [check(file) for file in files], "warnings": list[str]()}
     configs = [(file, read_either(file)) for file in files]
     if len(files) == 1:
-        return {"files": found["files"]}
+        return {"files": result["files"]}
     brokers = [(file, each) for file, each in configs if isinstance(each, BrokerConfig)]
     producers = [(file, each) for file, each in configs if isinstance(each, ProducerConfig)]
     if len(brokers) > 1:
@@ -110,8 +114,8 @@ def check_all(files: Sequence[Path]) -> Tree:
             f"Got {len(brokers)} broker.yaml files: {', '.join(str(file) for file, _ in brokers)}. Pass one."
         )
     if brokers and producers:
-        found["warnings"] = compare(RunFiles(*brokers[0], producers))
-    return found
+        result["warnings"] = compare(RunFiles(*brokers[0], producers))
+    return result
 
 
 def _check_keys(folder: str | None) -> None:
@@ -126,7 +130,7 @@ def _check_keys(folder: str | None) -> None:
 
 def key_lines(text: str) -> dict[str, int]:
     """Return the line of every key of a YAML text, from 1, by the key's path: ``streams.web.weight``."""
-    found: dict[str, int] = {}
+    lines: dict[str, int] = {}
 
     def walk(node: yaml.Node, path: str) -> None:
         """Add the lines of all keys below ``node``, whose own path is ``path``."""
@@ -139,27 +143,27 @@ def key_lines(text: str) -> dict[str, int]:
         for key, value in node.value:
             if key.value != "<<":
                 here = f"{path}.{key.value}" if path else str(key.value)
-                found[here] = key.start_mark.line + 1
+                lines[here] = key.start_mark.line + 1
                 walk(value, here)
 
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if root is not None:
         walk(root, "")
-    return found
+    return lines
 
 
 # Every value
 
 
-def _values(given: Any, resolved: Any, lines: dict[str, int], path: str = "") -> Iterator[Value]:
+def _values(written: Any, resolved: Any, lines: dict[str, int], path: str = "") -> Iterator[Value]:
     """Yield the value of every key of a struct and of the structs in it.
 
-    ``given``: the struct as read from the file. ``resolved``: the same with derived values filled in. ``lines``: line
+    ``written``: the struct as read from the file. ``resolved``: the same with derived values filled in. ``lines``: line
     of each key in the file. ``path``: dotted path of the struct.
     """
     for name in resolved.__struct_fields__:
         here, value = f"{path}.{name}" if path else name, getattr(resolved, name)
-        before = getattr(given, name, None)
+        before = getattr(written, name, None)
         if isinstance(value, Struct):
             yield from _values(before, value, lines, here)
         elif isinstance(value, dict) and value and all(isinstance(each, Struct) for each in value.values()):
@@ -221,10 +225,10 @@ def json_schema() -> Tree:
     }
 
 
-def _resolved_broker(config: BrokerConfig, found: Plan) -> BrokerConfig:
+def _resolved_broker(config: BrokerConfig, broker: Plan) -> BrokerConfig:
     """Return a broker's settings with all derived values filled in."""
-    replace, rules = msgspec.structs.replace, found.rules
-    recorded = {stream.name: stream for feed in found.feeds for stream in feed.rules.streams}
+    replace, rules = msgspec.structs.replace, broker.rules
+    recorded = {stream.name: stream for feed in broker.feeds for stream in feed.rules.streams}
     streams = {
         name: replace(stream, **values_of(recorded[name], SamplePolicies)) for name, stream in config.streams.items()
     }
@@ -234,9 +238,9 @@ def _resolved_broker(config: BrokerConfig, found: Plan) -> BrokerConfig:
     }
     fields = {}
     for field in rules.fields:
-        given = config.fields[field.name]
-        keys = (key for key in given.__struct_fields__ if getattr(given, key) is None)
-        fields[field.name] = replace(given, **{key: getattr(field, key) for key in keys})
+        written = config.fields[field.name]
+        keys = (key for key in written.__struct_fields__ if getattr(written, key) is None)
+        fields[field.name] = replace(written, **{key: getattr(field, key) for key in keys})
     align = replace(config.rules.align or AlignSettings(), sample=rules.align.sample, pack=rules.align.pack)
     rules_settings = replace(config.rules, align=align, balance=rules.balance, **config.rules.packing)
     return replace(config, durability=config.safely, fields=fields, rules=rules_settings, streams=streams, feeds=feeds)
@@ -253,135 +257,118 @@ def _resolved_producer(config: ProducerConfig) -> ProducerConfig:
 
 # Derived values
 
-
-def _derived(path: str, value: Any, meaning: str) -> Value:
-    """Return a ``Value`` that is derived and so has no line in the file."""
-    return Value(path, value, "derived", None, meaning)
+Row = tuple[str, Any, str]
+"""Last part of a path, value and meaning of a derived value."""
 
 
-def _follows(config: BrokerConfig, found: Plan) -> Iterator[Value]:
+def _derived(path: str, rows: Iterable[Row]) -> Iterator[Value]:
+    """Yield derived values below ``path``; they have no line in the file."""
+    for name, value, meaning in rows:
+        yield Value(f"{path}.{name}", value, "derived", None, meaning)
+
+
+def _follows(config: BrokerConfig, broker: Plan) -> Iterator[Value]:
     """Yield what follows from a broker's settings: figures of each feed, the parts of memory, the process's memory."""
-    for feed in found.feeds:
-        yield from _follows_feed(f"feeds.{feed.name}", config, feed.rules, feed.layout)
-        if feed.rules.batch is not None:
-            largest = feed.merged_tokens - found.capacity.max_sample_tokens
-            yield _derived(f"feeds.{feed.name}.batch_tokens", largest, "largest batch that fits in memory, in tokens")
-        if len(found.feeds) > 1:
-            held = feed.merged_tokens * found.token_bytes
-            yield _derived(f"feeds.{feed.name}.merged_bytes", held, "part of memory that this feed can use")
-    capacity, size = found.capacity, found.token_bytes
+    for feed in broker.feeds:
+        yield from _derived(f"feeds.{feed.name}", _of_feed(config, broker, feed))
+    yield from _derived("memory", _of_memory(config, broker))
+    yield from _derived("process", _of_process(config, broker))
+
+
+def _of_memory(config: BrokerConfig, broker: Plan) -> Iterator[Row]:
+    """Yield the parts of the arena."""
+    size, partition_bytes = broker.token_bytes, broker.capacity.quota_tokens * broker.token_bytes
     partitions = sum(stream.partitions for stream in config.streams.values())
-    merged, waiting = sum(feed.merged_tokens for feed in found.feeds) * size, partitions * capacity.quota_tokens * size
-    share = "part of memory: {}"
-    yield _derived("memory.token_bytes", size, "size of one token with all its fields")
-    step_tokens = [feed.rules.packs * feed.rules.budget for feed in found.feeds if feed.rules.batch is None]
+    merged, waiting = sum(feed.merged_tokens for feed in broker.feeds) * size, partitions * partition_bytes
+    share = "part of memory: {}".format
+    yield "token_bytes", size, "size of one token with all its fields"
+    step_tokens = [feed.rules.packs * feed.rules.budget for feed in broker.feeds if feed.rules.batch is None]
     if step_tokens:
         meaning = "tokens of a whole step; the option --memory of a relay must hold its host's share"
-        yield _derived("memory.step_bytes", max(step_tokens) * size, meaning)
-    yield _derived(
-        "memory.merged_bytes", merged, share.format("the window, and steps that some rank has not returned yet")
-    )
-    yield _derived("memory.waiting_bytes", waiting, share.format("samples that wait for their turn in the merge"))
-    each = capacity.quota_tokens * size
-    yield _derived("memory.partition_bytes", each, f"memory for waiting samples of each of the {partitions} partitions")
-    spare = found.memory_bytes - merged - waiting
-    yield _derived("memory.spare_bytes", spare, share.format("room to move samples together"))
-    yield from _follows_peak(config, found)
+        yield "step_bytes", max(step_tokens) * size, meaning
+    yield "merged_bytes", merged, share("the window, and steps that some rank has not returned yet")
+    yield "waiting_bytes", waiting, share("samples that wait for their turn in the merge")
+    yield "partition_bytes", partition_bytes, f"memory for waiting samples of each of the {partitions} partitions"
+    yield "spare_bytes", broker.memory_bytes - merged - waiting, share("room to move samples together")
 
 
-def _follows_peak(config: BrokerConfig, found: Plan) -> Iterator[Value]:
+def _of_process(config: BrokerConfig, broker: Plan) -> Iterator[Row]:
     """Yield the parts of the broker process's memory at its peak, and their sum."""
-    parts, most = peak(config, found), peak(config, found, None).total
-    for part, meaning in {
-        "libraries": "the interpreter, libraries and compiled kernels",
-        "arena": "the part of memory that is in use",
-        "arriving": f"chunks that are not admitted yet, up to {found.arriving} per producer",
-        "leaving": f"packs that are not sent yet, up to {PREFETCH + 1} steps per rank",
-        "tables": "metadata of the samples in memory",
-    }.items():
-        yield _derived(f"process.{part}_bytes", getattr(parts, part), meaning)
+    parts, most = peak(config, broker), peak(config, broker, None).total
+    yield "libraries_bytes", parts.libraries, "the interpreter, libraries and compiled kernels"
+    yield "arena_bytes", parts.arena, "the part of memory that is in use"
+    arriving = f"chunks that are not admitted yet, up to {broker.arriving} per producer"
+    yield "arriving_bytes", parts.arriving, arriving
+    yield "leaving_bytes", parts.leaving, f"packs that are not sent yet, up to {PREFETCH + 1} steps per rank"
+    yield "tables_bytes", parts.tables, "metadata of the samples in memory"
     full = f"peak of the process if trainers are slower than producers and a sample has {MEAN_TOKENS} tokens on average"
-    yield _derived("process.peak_bytes", parts.total, full)
-    yield _derived(
-        "process.most_bytes", most, "peak of the process with the longest samples; set this size as a container's limit"
-    )
+    yield "peak_bytes", parts.total, full
+    yield "most_bytes", most, "peak of the process with the longest samples; set this size as a container's limit"
 
 
-def _follows_feed(path: str, config: BrokerConfig, rules: Rules, layout: str) -> Iterator[Value]:
+def _of_feed(config: BrokerConfig, broker: Plan, feed: FeedPlan) -> Iterator[Row]:
     """Yield the figures of one feed: tokens per step, possible meshes, padding, delays, shares of streams."""
-    mesh, align = config.planned_mesh, rules.align.sample
-    yield _derived(
-        f"{path}.digest", rules.digest, "digest of the rules; runs with equal digests and samples form equal steps"
-    )
-    dps = [dp for dp in range(1, MAX_RANKS + 1) if not mesh_refusal(Mesh(dp=dp), rules, layout)]
+    rules, dp, align = feed.rules, config.planned_mesh.dp, feed.rules.align.sample
+    yield "digest", rules.digest, "digest of the rules; runs with equal digests and samples form equal steps"
+    dps = [size for size in range(1, MAX_RANKS + 1) if not mesh_refusal(Mesh(dp=size), rules, feed.layout)]
+    sizes = f"possible sizes of dp, up to {MAX_RANKS}"
     if rules.batch is None:
-        yield _derived(f"{path}.step_tokens", rules.packs * rules.budget, "tokens per step: packs times budget")
-        micro = rules.packs // mesh.dp
-        yield _derived(f"{path}.micro_batches", micro, f"micro-batches per rank and step with the planned dp={mesh.dp}")
-        yield _derived(
-            f"{path}.dp", dps, f"possible sizes of dp, up to {MAX_RANKS}: the divisors of the packs per step"
-        )
+        yield "step_tokens", rules.packs * rules.budget, "tokens per step: packs times budget"
+        micro, sizes = rules.packs // dp, f"{sizes}: the divisors of the packs per step"
+        yield "micro_batches", micro, f"micro-batches per rank and step with the planned dp={dp}"
     else:
-        least = packs_of_mesh(rules, 1, mesh.dp, 1) // mesh.dp
-        yield _derived(
-            f"{path}.micro_batches", least, f"fewest micro-batches per rank and step with the planned dp={mesh.dp}"
-        )
+        least = packs_of_mesh(rules, 1, dp, 1) // dp
+        yield "micro_batches", least, f"fewest micro-batches per rank and step with the planned dp={dp}"
         how = "rows of padding are added" if rules.padded else "packs are split and empty packs are added"
-        said = f"possible sizes of dp, up to {MAX_RANKS}; {how} until all ranks have the same number"
-        yield _derived(f"{path}.dp", dps, said)
-    cps = [cp for cp in range(1, MAX_RANKS + 1) if not mesh_refusal(Mesh(cp=cp), rules, layout)]
+        sizes = f"{sizes}; {how} until all ranks have the same number"
+    yield "dp", dps, sizes
+    cps = [size for size in range(1, MAX_RANKS + 1) if not mesh_refusal(Mesh(cp=size), rules, feed.layout)]
     why = f"possible sizes of cp, up to {MAX_RANKS}; samples align to {align} tokens and packs to {rules.align.pack}"
-    yield _derived(f"{path}.cp", cps, why)
+    yield "cp", cps, why
     pad = (align - 1) / 2
     per_cent = f"{pad / (500 + pad):.1%} if a sample has 500 tokens on average"
-    yield _derived(f"{path}.padding", pad, f"expected padding tokens per sample for alignment ({per_cent})")
+    yield "padding", pad, f"expected padding tokens per sample for alignment ({per_cent})"
     if rules.batch is None:
         packer = rules.new_packer()
         packs = packer.max_wait(rules.window, rules.window) or 2 * rules.window
-        steps = -(-packs // rules.packs)
         waits = f"a sample waits at most about this many steps; the limit in packs is twice the window ({rules.window})"
-        waits += packer.wait_note
-        yield _derived(f"{path}.patience", steps, waits)
+        yield "patience", -(-packs // rules.packs), waits + packer.wait_note
     total = sum(stream.weight for stream in rules.streams)
     for stream in rules.streams:
         share = f"share of the feed's {rules.weight_unit} from this stream, until a stream of the feed ends"
-        yield _derived(f"{path}.share.{stream.name}", round(stream.weight / total, 6), share)
+        yield f"share.{stream.name}", round(stream.weight / total, 6), share
     partitions = sum(stream.partitions for stream in rules.streams)
-    yield _derived(f"{path}.producers", partitions, "largest useful number of producer processes: one per partition")
+    yield "producers", partitions, "largest useful number of producer processes: one per partition"
+    if rules.batch is not None:
+        largest = feed.merged_tokens - broker.capacity.max_sample_tokens
+        yield "batch_tokens", largest, "largest batch that fits in memory, in tokens"
+    if len(broker.feeds) > 1:
+        yield "merged_bytes", feed.merged_tokens * broker.token_bytes, "part of memory that this feed can use"
 
 
-def _follows_producer(config: ProducerConfig) -> Iterator[Value]:
-    """Yield what follows from a producer's settings: files, shards, digest and tokenizer of each stream."""
-    for name, source in open_sources(config).items():
-        path = f"streams.{name}"
-        yield _derived(f"{path}.files", source.num_files, "files found")
-        yield _derived(
-            f"{path}.num_shards",
-            source.num_shards,
-            "number of files or parts of files; set at most this number of partitions",
-        )
-        yield _derived(
-            f"{path}.digest", source.digest, "digest of file names, file sizes and tokenizer; the same on every host"
-        )
-        for kind, keys in groupby(known_keys(config.streams[name]), KNOWN.__getitem__):
-            yield _derived(f"{path}.keys.{kind}", list(keys), MEANINGS[kind])
-        tokenizer = open_tokenizer(config.streams[name].tokenizer or config.tokenizer)
-        path += ".tokenizer"
-        yield _derived(
-            f"{path}.vocab_size", tokenizer.vocab_size, "number of token ids; `tokens: uint16` holds up to 65536"
-        )
-        yield _derived(f"{path}.end_of_text", tokenizer.eos_token, "token after each text, with append_eos")
-        yield _derived(f"{path}.has_chat_template", tokenizer.has_chat_template, "whether it can encode chats")
+def _of_source(config: ProducerConfig, name: str, source: OpenedSource) -> Iterator[Row]:
+    """Yield what follows from the settings of a producer's stream: files, shards, digest and tokenizer."""
+    yield "files", source.num_files, "files found"
+    shards = "number of files or parts of files; set at most this number of partitions"
+    yield "num_shards", source.num_shards, shards
+    yield "digest", source.digest, "digest of file names, file sizes and tokenizer; the same on every host"
+    for kind, keys in groupby(known_keys(config.streams[name]), KNOWN.__getitem__):
+        yield f"keys.{kind}", list(keys), MEANINGS[kind]
+    tokenizer = open_tokenizer(config.streams[name].tokenizer or config.tokenizer)
+    ids = "number of token ids; `tokens: uint16` holds up to 65536"
+    yield "tokenizer.vocab_size", tokenizer.vocab_size, ids
+    yield "tokenizer.end_of_text", tokenizer.eos_token, "token after each text, with append_eos"
+    yield "tokenizer.has_chat_template", tokenizer.has_chat_template, "whether it can encode chats"
 
 
 # Output
 
 
-def show_check(found: Tree, whole: bool) -> None:
+def show_check(result: Tree, whole: bool) -> None:
     """Print the result of ``check_all`` in a few lines, or with ``whole`` every value."""
     console = new_console()
     lines = []
-    for each in found["files"]:
+    for each in result["files"]:
         if whole:
             console.print(_table("setting", each["values"]))
             console.print()
@@ -389,10 +376,10 @@ def show_check(found: Tree, whole: bool) -> None:
             console.print()
         else:
             lines += summary(each)
-    of_rows = [_warned(warning) for each in found["files"] for warning in each["warnings"]]
-    warnings = [line for text in [*of_rows, *found.get("warnings", ())] for line in warned(text)]
-    names = " and ".join(Path(each["file"]).name for each in found["files"])
-    uses = " and ".join(dict.fromkeys(each["command"] for each in found["files"]))
+    of_rows = [_warned(warning) for each in result["files"] for warning in each["warnings"]]
+    warnings = [line for text in [*of_rows, *result.get("warnings", ())] for line in warned(text)]
+    names = " and ".join(Path(each["file"]).name for each in result["files"])
+    uses = " and ".join(dict.fromkeys(each["command"] for each in result["files"]))
     last = f"good: streampack {uses} can use {names}"
     if not whole:
         lines = fitted([*lines, "--all shows every value and its meaning"], len(warnings) + 1)

@@ -47,22 +47,22 @@ def preview(files: Sequence[Path], samples: int) -> dict[str, list[Tree]]:
     configs = [config for file in files if isinstance(config := read_either(file), ProducerConfig)]
     if not configs:
         raise UserError(f"{files[0]} is a broker.yaml, but only producers read samples. Pass a producer.yaml.")
-    found: dict[str, list[Tree]] = {}
+    streams: dict[str, list[Tree]] = {}
     for config in configs:
         for name, shown in _preview(config, samples).items():
-            found.setdefault(name, []).extend(shown)
-    return found
+            streams.setdefault(name, []).extend(shown)
+    return streams
 
 
 def _preview(config: ProducerConfig, samples: int) -> dict[str, list[Tree]]:
     """Return the first samples of each stream of one producer.yaml."""
-    found = {}
+    streams = {}
     shown, applied = _first_samples(config, samples, _not_applied), _first_samples(config, samples, lambda _: {})
     for name, stream in config.streams.items():
         tokenizer = open_tokenizer(stream.tokenizer or config.tokenizer)
         pairs = zip(shown[name], applied[name], strict=True)
-        found[name] = [_sample(*pair, tokenizer, list(stream.fields)) for pair in pairs]
-    return found
+        streams[name] = [_sample(*pair, tokenizer, list(stream.fields)) for pair in pairs]
+    return streams
 
 
 def _first_samples(
@@ -152,20 +152,20 @@ def _place(reference: Reference) -> Tree:
     return {"uri": reference.uri, "offset": reference.offset, "size": reference.size}
 
 
-def show_preview(found: dict[str, list[Tree]]) -> None:
+def show_preview(streams: dict[str, list[Tree]]) -> None:
     """Print the result of ``preview``: learned text green, special tokens reversed, and the rest dim.
 
     Without colors, learned text is in ``[[ ]]``, and runs of special tokens are in ``{{ }}``.
     """
     console = new_console()
     plain = not console.color_system
-    for name, samples in found.items():
+    for name, samples in streams.items():
         for sample in samples:
             console.print()
             counts, media = f"{sample['num_tokens']} tokens, {sample['num_learned']} learned", sample["media"]
             counts += f", {media_text(media['items'], media['patches'])}" if media else ""
-            said = f"rejected: {sample['reason']}" if sample["reason"] else counts
-            console.print(Text(f"{name}  {sample['where']}  {said}", style="bold"), soft_wrap=True)
+            about = f"rejected: {sample['reason']}" if sample["reason"] else counts
+            console.print(Text(f"{name}  {sample['where']}  {about}", style="bold"), soft_wrap=True)
             for sentence in (*map(advice, sample["warnings"]), *filter(None, [sample["undeclared"]])):
                 console.print(f"warning: {sentence}", style="yellow", soft_wrap=True)
             text = Text()

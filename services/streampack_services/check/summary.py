@@ -19,15 +19,15 @@ _INDENT = 14
 Tree = dict[str, Any]
 
 
-def summary(found: Tree) -> list[str]:
-    """Return the lines about one file; ``found`` is the result of ``check`` for it."""
-    file = found["file"]
+def summary(checked: Tree) -> list[str]:
+    """Return the lines about one file; ``checked`` is the result of ``check`` for it."""
+    file = checked["file"]
     lines = [file if len(file) <= WIDTH else f"...{file[3 - WIDTH :]}"]
-    for title, text in _set(found["values"]):
+    for title, text in _set(checked["values"]):
         lines += _wrapped(title, text)
-    follows = {each["path"]: each["value"] for each in found["follows"]}
+    follows = {each["path"]: each["value"] for each in checked["follows"]}
     lines.append("  what follows")
-    for title, text in _of_broker(follows) if found["command"] == "broker" else _of_producer(follows):
+    for title, text in _of_broker(follows) if checked["command"] == "broker" else _of_producer(follows):
         lines += _wrapped(title, text)
     return lines
 

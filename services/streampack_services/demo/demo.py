@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -83,29 +84,24 @@ def run_demo(options: DemoOptions) -> int:
     quiet = options.json or options.quiet
     console = Console(stderr=quiet, quiet=quiet)
     folder = Path(tempfile.mkdtemp(prefix="streampack-demo-"))
-    processes: list[subprocess.Popen[bytes]] = []
+    daemons = _Daemons(folder)
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        found = _run(options, folder, processes, console)
+        result = _run(options, daemons, console)
     finally:
         signal.signal(signal.SIGTERM, previous)
-        _stop(processes)
+        daemons.stop()
         shutil.rmtree(folder, ignore_errors=True)
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
     else:
-        Console().print(_table(found, options))
-    return 0 if found["ok"] else 1
+        Console().print(_table(result, options))
+    return 0 if result["ok"] else 1
 
 
-def _run(
-    options: DemoOptions, folder: Path, processes: list[subprocess.Popen[bytes]], console: Console
-) -> dict[str, Any]:
-    """Run broker, producers and ranks to the end of the source, and return the figures of the demo's table.
-
-    Append every process that is started to ``processes``, so that the caller can stop them.
-    """
-    packs = options.dp * MICRO_BATCHES
+def _run(options: DemoOptions, daemons: _Daemons, console: Console) -> dict[str, Any]:
+    """Run broker, producers and ranks to the end of the source, and return the figures of the demo's table."""
+    packs, folder = options.dp * MICRO_BATCHES, daemons.folder
     broker = _broker_tree(options, folder, packs)
     rules = checked(convert(broker, BrokerConfig)).plan()
     pattern = options.source
@@ -125,31 +121,30 @@ def _run(
     if options.keys:
         new_key(folder / "keys", "demo", "trainer", {})
         key_file = str(folder / "keys" / "broker.key")
-    _start(processes, folder, "broker", broker, "broker", "--exit-when-finished")
+    daemons.start("broker", "broker", "--exit-when-finished", config=broker)
     with console.status("starting the broker (the first start on a machine compiles kernels)"):
-        endpoint = _wait_for_broker(rendezvous, processes[0], folder)
-    http = read_rendezvous(rendezvous, "http")
+        daemons.wait_for("broker", rendezvous.exists)
+    endpoint, http = read_rendezvous(rendezvous, "trainers"), read_rendezvous(rendezvous, "http")
     console.print(f"the broker serves its metrics at {http}/metrics")
     producer = {"broker": f"file://{rendezvous}", "key_file": key_file, "streams": {"text": source}}
     for i in range(PRODUCERS):
-        _start(processes, folder, f"producer-{i}", producer, "produce")
+        daemons.start(f"producer-{i}", "produce", config=producer)
     relay = f"ipc://{folder}/relay" if options.relay else OFF
     if options.relay:
-        words = ["--broker", endpoint, "--listen", relay, "--log-json", *(["--key-file", key_file] if key_file else [])]
-        _start_words(processes, folder, "relay", "relay", *words)
-        _wait_for_relay(relay, processes[-1], folder)
+        key = ["--key-file", key_file] if key_file else []
+        daemons.start("relay", "relay", "--broker", endpoint, "--listen", relay, "--log-json", *key)
+        daemons.wait_for("relay", lambda: is_served(relay))
     with _bar(console) as bar:
         task = bar.add_task("reading and checking", total=steps)
-        reports, seconds = _train(
-            options, endpoint, key_file, relay, processes, folder, lambda n: bar.update(task, completed=n)
-        )
+        reports, seconds = _train(options, endpoint, key_file, relay, daemons, lambda n: bar.update(task, completed=n))
         bar.update(task, completed=max(report.steps for report in reports))
     console.print()
-    found = judged(reports, expected, rules, Mesh(dp=options.dp, cp=options.cp, tp=options.tp), seconds)
+    result = judged(reports, expected, rules, Mesh(dp=options.dp, cp=options.cp, tp=options.tp), seconds)
     if options.relay:
-        _stop(processes[-1:])
-        found |= _relayed(folder / "relay.log")
-    return found | {"metrics": f"{http}/metrics"}
+        daemons.stop("relay")
+        figures = json.loads(daemons.last_line("relay"))["figures"]
+        result |= {f"relay_{key}": figures[key] for key in ("received_bytes", "sent_bytes")}
+    return result | {"metrics": f"{http}/metrics"}
 
 
 # The processes
@@ -178,70 +173,58 @@ def _broker_tree(options: DemoOptions, folder: Path, packs: int) -> dict[str, An
     }  # fmt: skip
 
 
-def _start(
-    processes: list[subprocess.Popen[bytes]], folder: Path, name: str, tree: dict[str, Any], *command: str
-) -> None:
-    """Start ``streampack COMMAND`` with ``tree`` as its configuration; append the process to ``processes``.
+class _Daemons:
+    """Processes that run commands of streampack, by name, with their configurations and logs in a folder."""
 
-    The configuration is ``NAME.yaml`` in ``folder``, and the process logs to ``NAME.log`` there.
-    """
-    config = folder / f"{name}.yaml"
-    config.write_text(json.dumps(tree))  # JSON is YAML
-    _start_words(processes, folder, name, command[0], "-c", str(config), *command[1:])
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
-
-def _start_words(processes: list[subprocess.Popen[bytes]], folder: Path, name: str, *command: str) -> None:
-    """Start ``streampack COMMAND``, which logs to ``NAME.log`` in ``folder``; append the process to ``processes``."""
-    with (folder / f"{name}.log").open("wb") as log:
+    def start(self, name: str, *command: str, config: dict[str, Any] | None = None) -> None:
+        """Start ``streampack COMMAND``, which logs to ``NAME.log``; ``config`` is written to ``NAME.yaml``."""
         words = [sys.executable, "-P", "-m", "streampack", *command]
-        processes.append(subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
+        if config is not None:
+            file = self.folder / f"{name}.yaml"
+            file.write_text(json.dumps(config))  # JSON is YAML
+            words += ["-c", str(file)]
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self._processes[name] = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
+    def wait_for(self, name: str, is_ready: Callable[[], bool]) -> None:
+        """Wait until a process is ready. Raises StreampackError if it ends, or does not start in START_TIMEOUT_S."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not is_ready():
+            if self._processes[name].poll() is not None or time.monotonic() > deadline:
+                raise StreampackError(f"The {name} did not start. Its last log line: {self.last_line(name)}")
+            time.sleep(0.02)
 
-def _wait_for_relay(relay: str, process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Wait until the relay listens. Raises StreampackError if it ends, or does not start in time."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not is_served(relay):
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise StreampackError(f"The relay did not start. Its last log line: {last_line(folder / 'relay.log')}")
-        time.sleep(0.02)
+    def check(self) -> None:
+        """Raise StreampackError if a process has failed."""
+        for name, process in self._processes.items():
+            if process.poll() not in (None, 0):
+                raise StreampackError(f"The process {name} failed. Its last log line: {self.last_line(name)}")
 
+    def last_line(self, name: str) -> str:
+        """Return the last line of a process's log."""
+        return last_line(self.folder / f"{name}.log")
 
-def _relayed(log: Path) -> dict[str, int]:
-    """Return the bytes that a stopped relay received from the broker, and those that its ranks got, from its log."""
-    figures = json.loads(last_line(log))["figures"]
-    return {"relay_received_bytes": figures["received_bytes"], "relay_sent_bytes": figures["sent_bytes"]}
-
-
-def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Terminate all processes; kill those that have not ended after 5 seconds."""
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    for process in processes:
-        try:
-            process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _wait_for_broker(rendezvous: Path, broker: subprocess.Popen[bytes], folder: Path) -> str:
-    """Wait until the broker has written its rendezvous file; return the trainers' endpoint from it.
-
-    Raises StreampackError if the broker ends, or does not start within START_TIMEOUT_S seconds.
-    """
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not rendezvous.exists():
-        if broker.poll() is not None or time.monotonic() > deadline:
-            raise StreampackError(f"The broker did not start. Its last log line: {last_line(folder / 'broker.log')}")
-        time.sleep(0.02)
-    return read_rendezvous(rendezvous, "trainers")
+    def stop(self, *names: str) -> None:
+        """Terminate processes, by default all; kill those that have not ended after 5 seconds."""
+        processes = [self._processes[name] for name in names or self._processes]
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in processes:
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _train(
-    options: DemoOptions, endpoint: str, key_file: str, relay: str, daemons: list[subprocess.Popen[bytes]],
-    folder: Path, progress: Any,
-) -> tuple[list[RankReport], float]:  # fmt: skip
+    options: DemoOptions, endpoint: str, key_file: str, relay: str, daemons: _Daemons, progress: Callable[[int], None]
+) -> tuple[list[RankReport], float]:
     """Run a process per rank of the mesh; return the ranks' reports and the time from the first step on, in seconds.
 
     ``progress`` is called with the number of steps that a rank has read so far.
@@ -265,7 +248,7 @@ def _train(
             near.close()
             far.close()
     try:
-        return _gather(pipes, daemons, folder, progress)
+        return _gather(pipes, daemons, progress)
     finally:
         for rank in ranks:
             rank.join(timeout=5)
@@ -274,7 +257,7 @@ def _train(
 
 
 def _gather(
-    pipes: list[Connection], daemons: list[subprocess.Popen[bytes]], folder: Path, progress: Any
+    pipes: list[Connection], daemons: _Daemons, progress: Callable[[int], None]
 ) -> tuple[list[RankReport], float]:
     """Receive the progress and the report of every rank; return the reports and the time in seconds.
 
@@ -288,21 +271,18 @@ def _gather(
         for pipe in wait(open_, timeout=1.0):
             assert isinstance(pipe, Connection)
             try:
-                said = pipe.recv()
+                message = pipe.recv()
             except EOFError:
-                said = RankReport(error="a rank's process ended without a report")
-            if isinstance(said, int):
+                message = RankReport(error="a rank's process ended without a report")
+            if isinstance(message, int):
                 first = first or time.monotonic()
-                progress(said)
+                progress(message)
                 continue
-            reports.append(said)
+            reports.append(message)
             open_.remove(pipe)
-            if said.error:
+            if message.error:
                 return reports, 0.0
-        failed = [process for process in daemons if process.poll() not in (None, 0)]
-        if failed:
-            name = ["broker", *(f"producer-{i}" for i in range(PRODUCERS)), "relay"][daemons.index(failed[0])]
-            raise StreampackError(f"The process {name} failed. Its last log line: {last_line(folder / f'{name}.log')}")
+        daemons.check()
     return reports, time.monotonic() - (first or began)
 
 
@@ -317,38 +297,38 @@ def _bar(console: Console) -> Progress:
     )  # fmt: skip
 
 
-def _table(found: dict[str, Any], options: DemoOptions) -> Table:
+def _table(result: dict[str, Any], options: DemoOptions) -> Table:
     """Return the demo's figures as a table that fits a terminal of 80 columns."""
-    verdict = "every sample arrived exactly once" if found["ok"] else f"FAILED {found['error']}".strip()
-    style = "bold green" if found["ok"] else "bold red"
-    caption = f"The demo served its metrics for Prometheus at {found['metrics']}"
+    verdict = "every sample arrived exactly once" if result["ok"] else f"FAILED {result['error']}".strip()
+    style = "bold green" if result["ok"] else "bold red"
+    caption = f"The demo served its metrics for Prometheus at {result['metrics']}"
     table = Table(title=f"streampack demo: {verdict}", title_style=style, caption=caption)
     table.add_column("figure", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("meaning", style="dim")
     percent = "{:.3%}".format
-    padding = found["waste"]
-    bad = ", ".join(str(found[f"samples_{what}"]) for what in ("lost", "duplicated", "damaged"))
+    padding = result["waste"]
+    bad = ", ".join(str(result[f"samples_{what}"]) for what in ("lost", "duplicated", "damaged"))
     rows = [
-        ("samples delivered", f"{found['samples_delivered']:,}", f"of {found['samples_produced']:,} in the source"),
+        ("samples delivered", f"{result['samples_delivered']:,}", f"of {result['samples_produced']:,} in the source"),
         ("lost, repeated, damaged", bad, "by id and checksum"),
-        ("steps", f"{found['steps']:,}", f"{options.dp * MICRO_BATCHES} packs; same on all ranks"),
-        ("packs", f"{found['packs']:,}", f"of {options.budget:,} tokens"),
-        ("tokens", f"{found['tokens']:,}", "without padding"),
-        ("utilization", percent(found["utilization"]), "tokens / (packs x budget)"),
+        ("steps", f"{result['steps']:,}", f"{options.dp * MICRO_BATCHES} packs; same on all ranks"),
+        ("packs", f"{result['packs']:,}", f"of {options.budget:,} tokens"),
+        ("tokens", f"{result['tokens']:,}", "without padding"),
+        ("utilization", percent(result["utilization"]), "tokens / (packs x budget)"),
         ("padding: alignment", percent(padding["alignment"]), f"samples padded for cp={options.cp}"),
         ("padding: pack tails", percent(padding["pack_tail"]), "space after the last sample"),
         ("padding: empty packs", percent(padding["empty_packs"]), "complete the last step"),
-        ("packing efficiency", percent(found["packing_efficiency"]), "fewest possible packs / packs"),
-        ("bin balance", f"{found['bin_balance']:.4f}", "1.0: all packs equally full"),
-        ("load imbalance", f"{found['cost_max_over_mean']:.4f}", "max / mean cost; 1.0 is best"),
-        ("tokens/s", f"{found['tokens_per_second']:,.0f}", f"each pack takes {options.work_ms:g} ms of work"),
-        ("next() p50, p99", f"{found['next_p50_ms']:.3f}, {found['next_p99_ms']:.3f} ms", "after the second step"),
-        ("data wait", percent(found["starved_fraction"]), "share of time, worst rank"),
-        ("shards verified", f"{found['shards_verified']:,}", "labels, positions, boundaries"),
+        ("packing efficiency", percent(result["packing_efficiency"]), "fewest possible packs / packs"),
+        ("bin balance", f"{result['bin_balance']:.4f}", "1.0: all packs equally full"),
+        ("load imbalance", f"{result['cost_max_over_mean']:.4f}", "max / mean cost; 1.0 is best"),
+        ("tokens/s", f"{result['tokens_per_second']:,.0f}", f"each pack takes {options.work_ms:g} ms of work"),
+        ("next() p50, p99", f"{result['next_p50_ms']:.3f}, {result['next_p99_ms']:.3f} ms", "after the second step"),
+        ("data wait", percent(result["starved_fraction"]), "share of time, worst rank"),
+        ("shards verified", f"{result['shards_verified']:,}", "labels, positions, boundaries"),
     ]  # fmt: skip
     if options.relay:
-        received, sent = found["relay_received_bytes"], found["relay_sent_bytes"]
+        received, sent = result["relay_received_bytes"], result["relay_sent_bytes"]
         rows.append(("bytes to the relay", f"{received / 1e6:,.1f} MB", "from the broker, each once"))
         rows.append(("bytes to the ranks", f"{sent / 1e6:,.1f} MB", f"{options.tp} tp ranks share a copy"))
     for row in rows:

@@ -48,30 +48,30 @@ class RankReport:
 
 
 def run_rank(
-    endpoint: str, key_file: str, relay: str, mesh: Mesh, work_ms: float, peers: list[Connection], report: Connection
+    endpoint: str, key_file: str, relay: str, mesh: Mesh, work_ms: float, peers: list[Connection], pipe: Connection
 ) -> None:
-    """Read and check all steps as one rank, in a process of its own; send a RankReport through ``report``.
+    """Read and check all steps as one rank, in a process of its own; send a RankReport through ``pipe``.
 
     ``relay``: the address of the relay to read through, or ``off``.
     ``peers``: on rank 0 of a context-parallel group, the pipes to all other ranks of the group; on the other ranks, the
     pipe to rank 0.
     """
     os.environ[ENVIRONMENT] = relay
-    found = RankReport(tp_rank=mesh.tp_rank)
+    report = RankReport(tp_rank=mesh.tp_rank)
     try:
         with connect(endpoint, mesh=mesh, format="numpy", key_file=key_file) as loader:
-            _train(loader, mesh, work_ms / 1000, peers, report, found)
+            _train(loader, mesh, work_ms / 1000, peers, pipe, report)
     except (StreampackError, AssertionError, EOFError, BrokenPipeError) as error:
-        found.error = f"rank {mesh}: {error or type(error).__name__}"
-    report.send(found)
-    report.close()
+        report.error = f"rank {mesh}: {error or type(error).__name__}"
+    pipe.send(report)
+    pipe.close()
 
 
 def _train(
-    loader: Client, mesh: Mesh, work_s: float, peers: list[Connection], report: Connection, found: RankReport
+    loader: Client, mesh: Mesh, work_s: float, peers: list[Connection], pipe: Connection, report: RankReport
 ) -> None:
-    """Read and check all steps of ``loader`` into ``found``; send the number of steps to ``report`` now and then."""
-    said = 0.0
+    """Read and check all steps of ``loader`` into ``report``; send the number of steps to ``pipe`` now and then."""
+    sent_at = 0.0
     steps = loader.steps()
     while True:
         began = time.perf_counter()
@@ -79,29 +79,29 @@ def _train(
         waited = time.perf_counter() - began
         if step is None:
             break
-        if found.steps >= 2:
-            found.next_ms += [waited * 1000] + [0.0] * (len(step) - 1)  # a step's other packs need no wait
+        if report.steps >= 2:
+            report.next_ms += [waited * 1000] + [0.0] * (len(step) - 1)  # a step's other packs need no wait
         for pack in step:
             busy = time.perf_counter()
-            _check(pack, step, mesh, peers, found)
+            _check(pack, step, mesh, peers, report)
             time.sleep(max(0.0, work_s - (time.perf_counter() - busy)))
-        found.steps += 1
-        found.chain = step.chain
-        if time.monotonic() - said > REPORT_EVERY_S:
-            said = time.monotonic()
-            report.send(found.steps)
-    found.stats = loader.stats()
+        report.steps += 1
+        report.chain = step.chain
+        if time.monotonic() - sent_at > REPORT_EVERY_S:
+            sent_at = time.monotonic()
+            pipe.send(report.steps)
+    report.stats = loader.stats()
 
 
-def _check(pack: Pack, step: Step, mesh: Mesh, peers: list[Connection], found: RankReport) -> None:
-    """Send the pack's shard to rank 0 of the group; on rank 0, collect the shards, check the pack, add it to ``found``.
+def _check(pack: Pack, step: Step, mesh: Mesh, peers: list[Connection], report: RankReport) -> None:
+    """Send the pack's shard to rank 0 of the group, which collects the shards and adds the checked pack to ``report``.
 
     Raises AssertionError if the ranks read different packs or the pack is wrong.
     """
     shard: Shard = (pack.positions(), pack.input_ids, pack.labels, pack.position_ids)
     if mesh.cp_rank:
         peers[0].send((step.index, pack.micro_batch, step.digest, shard))
-        found.shards_verified += 1
+        report.shards_verified += 1
         return
     shards = [shard]
     for peer in peers:
@@ -111,10 +111,10 @@ def _check(pack: Pack, step: Step, mesh: Mesh, peers: list[Connection], found: R
             "the ranks of a group read different packs",
         )
         shards.append(theirs)
-    found.samples += _reassemble(pack, shards)
-    found.packs.append((step.index, pack.micro_batch, int(pack.cu_seqlens[-1]), pack.pack))
-    found.slots.append(np.diff(pack.cu_seqlens_padded)[: pack.num_samples].tolist())
-    found.shards_verified += 1
+    report.samples += _reassemble(pack, shards)
+    report.packs.append((step.index, pack.micro_batch, int(pack.cu_seqlens[-1]), pack.pack))
+    report.slots.append(np.diff(pack.cu_seqlens_padded)[: pack.num_samples].tolist())
+    report.shards_verified += 1
 
 
 def _reassemble(pack: Pack, shards: list[Shard]) -> list[tuple[int, int, int, int]]:

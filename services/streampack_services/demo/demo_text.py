@@ -67,16 +67,16 @@ def write_shards(folder: Path, num_tokens: int, max_bytes: int) -> tuple[str, in
 
 def _pieces(text: str, max_bytes: int) -> Iterator[str]:
     """Yield a module's text, cut before each definition and after at most ``max_bytes`` bytes; drop longer lines."""
-    held: list[str] = []
+    lines: list[str] = []
     size = 0
     for line in text.splitlines(keepends=True):
         length = len(line.encode())
         if length > max_bytes:
             continue
-        if held and (size + length > max_bytes or line.startswith(_DEFINES)):
-            yield "".join(held)
-            held, size = [], 0
-        held.append(line)
+        if lines and (size + length > max_bytes or line.startswith(_DEFINES)):
+            yield "".join(lines)
+            lines, size = [], 0
+        lines.append(line)
         size += length
-    if held:
-        yield "".join(held)
+    if lines:
+        yield "".join(lines)

@@ -50,16 +50,16 @@ def expected_samples(settings: dict[str, Any], budget: int, partitions: int, see
     named = settings.pop("tokenizer", None)
     tokenizer = open_tokenizer(convert(named, TokenizerSettings, "tokenizer")) if named else _NoTokenizer()
     source = open_source(convert(settings, SourceSettings), tokenizer)
-    found = {}
+    expected = {}
     for partition in range(partitions):
         for seq, record in enumerate(source.read(partition, partitions, seed=seed, passes=1)):
             if record.reason is None:
                 tokens = record.tokens[:budget]
                 index = int(index_of(seq, partition, partitions))
-                found[0, index, 0] = crc32c(tokens.astype("<i4").tobytes()), len(tokens)
-    if not found:
+                expected[0, index, 0] = crc32c(tokens.astype("<i4").tobytes()), len(tokens)
+    if not expected:
         raise UserError(f"{settings['shards']} has no valid sample. Pass files with valid samples to --source.")
-    return found
+    return expected
 
 
 def judged(reports: list[RankReport], expected: Expected, rules: Rules, mesh: Mesh, seconds: float) -> dict[str, Any]:

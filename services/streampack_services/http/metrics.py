@@ -4,8 +4,8 @@ Names follow https://prometheus.io/docs/practices/naming: one prefix, base units
 Counts of tokens, samples, packs and steps have no unit. Ratios are fractions, not percent. Each scrape reads the last
 snapshot, so there is no second copy of a counter.
 
-Metrics are declared in ``broker.status``; ``streampack_services.figure`` says how to add one. This module finds the
-declarations, and writes the series that they describe. ``deploy/prometheus/METRICS.md`` lists all metrics;
+Metrics are declared in ``broker.status``; ``streampack_services.figure`` says how to add one. This module
+writes the series that the declarations describe. ``deploy/prometheus/METRICS.md`` lists all metrics;
 ``python -m streampack_services.http.metrics`` prints it.
 """
 
@@ -13,81 +13,86 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from functools import cache, lru_cache
-from types import UnionType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from functools import lru_cache
+from itertools import chain
+from typing import Any
 
-import msgspec
+from msgspec import Struct
+from msgspec.structs import asdict
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, ProcessCollector, generate_latest
 
 from streampack_services.broker.status import BrokerStatus, Histogram
-from streampack_services.figure import Computed, Declared, Figure, Series
+from streampack_services.figure import Figure, figures_of, members
 from streampack_services.standby.following import FollowingStatus
 
-Labels = tuple[str, ...]
-Rows = list[tuple[Labels, float | Histogram]]
-"""(label values, value) of each series."""
+Lines = dict[str, list[str]]
+"""Lines of each metric, by its whole name."""
 
 
-def figures_of(struct: type, *labels: str) -> Iterator[Figure]:
-    """Yield the figures that are declared in a struct and in the structs in it, with all their labels.
+def _collect(struct: Struct, labels: str, lines: Lines) -> None:
+    """Add the series of a struct's figures to the lines of each metric.
 
-    ``labels``: the names of the labels of each such struct.
+    ``labels``: the struct's labels as Prometheus writes them, without the last brace; empty without labels.
     """
-    for _, kind, declared in _members(struct):
+    for member in members(type(struct)):
+        value, declared = member.read(struct), member.declared
+        if value is None:
+            continue
         if isinstance(declared, Figure):
-            yield Figure(declared.kind, declared.name, declared.text, *labels, *declared.labels)
-        else:
-            yield from figures_of(kind, *labels, *declared.labels)
-
-
-@cache
-def _members(struct: type) -> list[tuple[str, Any, Declared]]:
-    """Return name, type and declaration of a struct's attributes; a single struct counts as a series without labels."""
-    hints = get_type_hints(struct, include_extras=True)
-    hints |= {name: each.hint for name, each in vars(struct).items() if isinstance(each, Computed)}
-    members = []
-    for name, hint in hints.items():
-        parts = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        kinds = [kind for kind in (*get_args(parts[0]), parts[0]) if _is_struct(kind)]
-        declared = next((each for each in parts[1:] if isinstance(each, Declared)), None)
-        if declared is not None or (kinds and get_origin(parts[0]) in (None, UnionType)):
-            members.append((name, kinds[0] if kinds else None, declared or Series()))
-    return members
-
-
-def _is_struct(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-
-
-def _collect(struct: msgspec.Struct, labels: Labels, rows: dict[str, Rows]) -> None:
-    """Add the series of a struct's figures to those of each metric; ``labels``: the values of the struct's labels."""
-    for name, _, declared in _members(type(struct)):
-        value = getattr(struct, name)
-        if isinstance(declared, Figure):
-            _add(labels, value, rows[declared.name])
+            _add(declared.metric, labels, declared.labels, value, lines[declared.metric])
         elif isinstance(value, dict):
             for key, part in value.items():
-                _collect(part, (*labels, key), rows)
-        elif value is not None:
+                _collect(part, _with(labels, declared.labels, (key,)), lines)
+        else:
             for part in value if isinstance(value, list) else [value]:
-                _collect(part, (*labels, *(str(getattr(part, label)) for label in declared.labels)), rows)
+                own = tuple([str(getattr(part, label)) for label in declared.labels])
+                _collect(part, _with(labels, declared.labels, own), lines)
 
 
-def _add(labels: Labels, value: Any, rows: Rows) -> None:
-    """Add the series of a value: one for each key of a dict, pair of a list, or field of a struct; none for None."""
-    if isinstance(value, float | int):
-        rows.append((labels, float(value)))
-    elif isinstance(value, Histogram):
-        rows.append((labels, value))
+def _add(metric: str, labels: str, names: tuple[str, ...], value: Any, lines: list[str]) -> None:
+    """Add the series of a value: one for each key of a dict, pair of a list, or field of a struct.
+
+    ``labels``: the labels so far, as in ``_collect``. ``names``: the names of the others.
+    """
+    if isinstance(value, _NUMBER):
+        lines.append(f"{metric}{labels}}} {float(value)}" if labels else f"{metric} {float(value)}")
     elif isinstance(value, str):
-        rows.append((labels, float(value != "")))
-    elif value is not None:
-        parts = msgspec.structs.asdict(value) if isinstance(value, msgspec.Struct) else value
+        _add(metric, labels, names, value != "", lines)
+    elif isinstance(value, Histogram):
+        _add_histogram(metric, labels, value, lines)
+    else:
+        parts = asdict(value) if isinstance(value, Struct) else value
         for key, part in parts.items() if isinstance(parts, dict) else parts:
-            _add(labels + (key if isinstance(key, tuple) else (key,)), part, rows)
+            keys = key if isinstance(key, tuple) else (key,)
+            _add(metric, _with(labels, names[: len(keys)], keys), names[len(keys) :], part, lines)
 
 
+_NUMBER = (float, int)
+"""Not ``float | int``: that would be made anew for each of thousands of values."""
+
+
+def _add_histogram(metric: str, labels: str, histogram: Histogram, lines: list[str]) -> None:
+    """Add the lines of one histogram: the number of values up to each bound, their sum and their number."""
+    upto, closed = 0, f"{labels}}}" if labels else ""
+    for bound, count in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
+        upto += count
+        lines.append(f"{metric}_bucket{_with(labels, ('le',), (str(bound),))}}} {upto}")
+    lines += [f"{metric}_sum{closed} {histogram.sum!r}", f"{metric}_count{closed} {upto}"]
+
+
+def _with(labels: str, names: tuple[str, ...], values: tuple[str, ...]) -> str:
+    """Return labels with more of them."""
+    pairs = _pairs(names, values)
+    return f"{labels},{pairs}" if labels and pairs else f"{{{pairs}" if pairs else labels
+
+
+@lru_cache(maxsize=1 << 14)
+def _pairs(names: tuple[str, ...], values: tuple[str, ...]) -> str:
+    """Return labels as Prometheus writes them, escaped: ``name="value",name="value"``."""
+    return ",".join([f'{name}="{value.translate(_ESCAPES)}"' for name, value in zip(names, values, strict=True)])
+
+
+_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 _ORDER = (
     "build_info", "run_info", "ready", "received_samples", "received_tokens", "overlong_samples", "lost_tokens",
     "stream_last_seen_timestamp_seconds", "stream_weight", "stream_producers", "stream_granted_tokens",
@@ -127,48 +132,19 @@ def exposition(status: BrokerStatus) -> bytes:
     return series(METRICS, status) + generate_latest(_process)
 
 
-def series(metrics: Iterable[Figure], status: msgspec.Struct) -> bytes:
+def series(metrics: Iterable[Figure], status: Struct) -> bytes:
     """Return every series of these metrics, whose values are in ``status``, in Prometheus' text format."""
-    lines = []
-    rows: dict[str, Rows] = {metric.name: [] for metric in metrics}
-    _collect(status, (), rows)
-    for metric in metrics:
-        name = f"streampack_{metric.name}{_ENDS[metric.kind]}"
-        lines += [f"# HELP {name} {metric.text}", f"# TYPE {name} {metric.kind}"]
-        for labels, value in rows[metric.name]:
-            if isinstance(value, Histogram):
-                lines += _histogram(name, metric, labels, value)
-            else:
-                lines.append(f"{name}{_labels(metric.labels, labels)} {value!r}")
-    return "\n".join([*lines, ""]).encode()
+    lines = {
+        metric.metric: [f"# HELP {metric.metric} {metric.text}", f"# TYPE {metric.metric} {metric.kind}"]
+        for metric in metrics
+    }
+    _collect(status, "", lines)
+    return "\n".join([*chain.from_iterable(lines.values()), ""]).encode()
 
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-_ENDS = {"counter": "_total", "gauge": "", "histogram": ""}
 _process = CollectorRegistry()
 ProcessCollector(registry=_process)
-
-
-def _histogram(name: str, metric: Figure, labels: Labels, histogram: Histogram) -> Iterator[str]:
-    """Yield the lines of one histogram: the number of values up to each bound, their sum and their number."""
-    names, upto = (*metric.labels, "le"), 0
-    for bound, count in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
-        upto += count
-        yield f"{name}_bucket{_labels(names, (*labels, str(bound)))} {upto}"
-    yield f"{name}_sum{_labels(metric.labels, labels)} {histogram.sum!r}"
-    yield f"{name}_count{_labels(metric.labels, labels)} {upto}"
-
-
-@lru_cache(maxsize=1 << 16)
-def _labels(names: tuple[str, ...], values: tuple[str, ...]) -> str:
-    """Return labels as Prometheus writes them: ``{name="value"}``, escaped; empty without labels."""
-    if not names:
-        return ""
-    pairs = (f'{name}="{value.translate(_ESCAPES)}"' for name, value in zip(names, values, strict=True))
-    return f"{{{','.join(pairs)}}}"
-
-
-_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 def text() -> str:
@@ -181,8 +157,7 @@ def _table(metrics: Iterable[Figure]) -> Iterator[str]:
     yield "| metric | kind | labels | description |"
     yield "|---|---|---|---|"
     for metric in metrics:
-        name = f"streampack_{metric.name}{_ENDS[metric.kind]}"
-        yield f"| `{name}` | {metric.kind} | {', '.join(metric.labels)} | {metric.text} |"
+        yield f"| `{metric.metric}` | {metric.kind} | {', '.join(metric.labels)} | {metric.text} |"
 
 
 _HEAD = """# Metrics

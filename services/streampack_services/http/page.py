@@ -1,5 +1,8 @@
 """The live page: the static files of ``web/`` at ``/`` and ``/web/``, and the rows that it draws at ``/history``.
 
+``/web/declared.js`` has what ``broker.status`` declares: words for causes, and the figures that are ``shown``. Each
+figure has its path in ``/status``, its label and its unit.
+
 Files are read once and served from memory, each with its digest as ``ETag``, so that an unchanged file is not sent
 again. Nothing else is served from a disk. The header Content-Security-Policy makes the browser load nothing from other
 servers. The page consists of plain JavaScript modules without a build step.
@@ -8,7 +11,9 @@ servers. The page consists of plain JavaScript modules without a build step.
 from __future__ import annotations
 
 import hashlib
+import json
 import mimetypes
+from collections.abc import Iterator
 from importlib import resources
 from importlib.resources.abc import Traversable
 
@@ -16,6 +21,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from streampack.core.stats.data_wait import CAUSES as STARVED_BY
+from streampack.core.stats.padding import CAUSES
+from streampack_services.broker.status import PADDING_LABELS, WAITS_FOR, BrokerStatus, FeedStatus, StreamStatus
+from streampack_services.figure import shown_in
 from streampack_services.http.history import Timelines
 
 HEADERS = {
@@ -39,23 +48,32 @@ def routes(history: Timelines) -> list[Route]:
             return PlainTextResponse(f"feed: got {str(feed)[:100]!r}, expected the name of a feed in /status\n", 404)
         return Response(rows, media_type="application/json", headers={"cache-control": "no-store"})
 
-    files = [_route(path, file) for path, file in _files(resources.files("streampack_services") / "web", "/web/")]
-    index = next(Route("/", each.endpoint) for each in files if each.path == "/web/index.html")
-    return [index, *files, Route("/history", since)]
+    files = dict(_files(resources.files("streampack_services") / "web", "/web/"))
+    files |= {"/web/declared.js": declared().encode(), "/": files["/web/index.html"]}
+    return [*(_route(path, content) for path, content in files.items()), Route("/history", since)]
 
 
-def _files(folder: Traversable, path: str) -> list[tuple[str, Traversable]]:
-    """Return (path in the URL, file) for all files below a folder; ``path`` is the folder's, with a slash."""
-    files = []
-    for each in sorted(folder.iterdir(), key=lambda each: each.name):
-        files += [(path + each.name, each)] if each.is_file() else _files(each, f"{path}{each.name}/")
-    return files
+def declared() -> str:
+    """Return the JavaScript module with what is declared."""
+    kinds = {"broker": BrokerStatus, "feed": FeedStatus, "stream": StreamStatus}
+    figures = {key: [(path, each.label, each.unit) for path, each in shown_in(kind)] for key, kind in kinds.items()}
+    padding = [(cause, PADDING_LABELS.get(cause, cause)) for cause in CAUSES]
+    words = {"PADDING": padding, "WAITS": STARVED_BY, "WAITS_FOR": WAITS_FOR, "FIGURES": figures}
+    return "".join(f"export const {name} = {json.dumps(value)};\n" for name, value in words.items())
 
 
-def _route(path: str, file: Traversable) -> Route:
-    """Read a file, and return a route that serves it from memory."""
-    content = file.read_bytes()
-    kind = mimetypes.guess_type(path)[0] or "text/plain"
+def _files(folder: Traversable, path: str) -> Iterator[tuple[str, bytes]]:
+    """Yield (path in the URL, content) of all files below a folder; ``path`` is the folder's, with a slash."""
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.is_file():
+            yield path + entry.name, entry.read_bytes()
+        else:
+            yield from _files(entry, f"{path}{entry.name}/")
+
+
+def _route(path: str, content: bytes) -> Route:
+    """Return a route that serves a file's content from memory."""
+    kind = mimetypes.guess_type("index.html" if path == "/" else path)[0] or "text/plain"
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
     def serve(request: Request) -> Response:

@@ -175,20 +175,7 @@ class AppServer:
 
 
 class HttpServer(AppServer):
-    """Serves ``make_app`` in a thread of its own.
-
-    Args:
-        address: ``host:port`` to listen on; port 0 takes any free port.
-        snapshot: Returns the broker's last snapshot, in any thread.
-        ask_broker: Asks the broker for a change; None: changes over HTTP are off.
-        any_host: Accept changes from other machines, too.
-        ring: The last log events.
-        token: Token that requests must have; None for no token.
-        rank_page: Returns some ranks, for ``/status?node=`` and ``/status?ranks=``.
-
-    Raises:
-        UserError: The address cannot be used.
-    """
+    """Serves ``make_app`` with a history; the arguments are those of ``make_app`` and ``AppServer``."""
 
     def __init__(
         self, address: str, snapshot: Callable[[], BrokerStatus], ask_broker: AskBroker | None = None,

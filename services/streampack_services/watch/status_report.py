@@ -12,21 +12,26 @@ from rich.text import Text
 
 from streampack.core.stats.sample_warnings import advice
 from streampack_services.amounts import count_text, counted, duration_text, size_text, state_text
-from streampack_services.broker.status import BrokerStatus, FeedStatus, PackFigures, StandbyStatus
+from streampack_services.broker.status import PADDING_LABELS, BrokerStatus, FeedStatus, PackFigures, StandbyStatus
+from streampack_services.figure import row_of, shown_rows
+from streampack_services.terminal import new_console
 from streampack_services.watch.top_ranks import rank_lines
 from streampack_services.watch.top_text import printable
-from streampack_services.watch.top_view import PADDING_LABELS, late_lines, media_lines, stream_lines
+from streampack_services.watch.top_view import late_lines, media_lines, stream_lines
 from streampack_services.watch.view_model import FeedView, StreamView, Watch
 
-STREAM_COLUMNS = ("weight", "samples", "tokens", "buffered", "lag", "heard", "ended", "over-long", "lost", "rejected")
-"""Columns of the table of streams."""
+STREAM_COLUMNS = (
+    "stream_weight", "received_samples", "received_tokens", "buffered", "lag", "heard", "ended", "over-long", "lost",
+    "rejected",
+)  # fmt: skip
+"""Columns of the table of streams, for ``stream_lines``."""
 
 
 def show_status(status: BrokerStatus) -> None:
     """Print a broker's status: the broker, then each feed with its streams and ranks."""
     watch = Watch()
     watch.add(status)
-    console, view = _console(), watch.view()
+    console, view = new_console(), watch.view()
     state = state_text(status.state, status.stalled_s)
     about = f"  {state}  up {duration_text(status.uptime_s)}  streampack {status.version}"
     console.print(Text.assemble((status.run, "bold"), about))
@@ -45,9 +50,9 @@ def show_status(status: BrokerStatus) -> None:
     facts.add_row(
         "bad messages", ", ".join(f"{what} {count}" for what, count in msgspec.structs.asdict(status.messages).items())
     )
-    facts.add_row("producers", str(status.producers))
-    if status.relays.text:
-        facts.add_row("relays", status.relays.text)
+    for label, text in (row_of(status, "producers_connected"), ("relays", status.relays.text), *shown_rows(status)):
+        if text:
+            facts.add_row(label, text)
     console.print(facts)
     for feed in view.feeds:
         _show_feed(console, feed)
@@ -61,7 +66,7 @@ def show_status(status: BrokerStatus) -> None:
 def show_standby(tree: dict[str, Any]) -> None:
     """Print the status of a broker that is not active, as its ``/status`` has it."""
     standby = tree["standby"]
-    console = _console()
+    console = new_console()
     console.print(printable(Text.assemble((str(tree["run"]), "bold"), f"  standby on {standby['name']}")))
     facts = Table.grid(padding=(0, 2))
     facts.add_row("state", str(standby["waits_for"]))
@@ -97,7 +102,7 @@ def _show_feed(console: Console, view: FeedView) -> None:
     if feed.waiting_for:
         console.print(feed.waiting_for.text)
     facts = Table.grid(padding=(0, 2))
-    for name, text in (*_progress(feed), *_packing(feed), *_tokens(feed), *_waits(view)):
+    for name, text in (*_progress(feed), *_packing(feed), *_tokens(feed), *_waits(view), *shown_rows(feed)):
         if text:
             facts.add_row(name, text)
     console.print(facts)
@@ -141,7 +146,7 @@ def _packing(feed: FeedStatus) -> Facts:
         ("packed", f"{packed}, {count_text(feed.tokens_per_s)} tokens/s"),
         ("shared prefixes", sharing if totals.shared_tokens else ""),
         ("utilization", f"{_filled(figures)}; with alignment {_filled(feed.padded_figures)}"),
-        ("bin balance", f"{figures.bin_balance:.3f}"),
+        row_of(figures, "bin_balance_ratio"),
         ("removed padding", removed),
         ("load imbalance", f"{cost or '-'}; 1.0 is perfect"),  # no step was dealt yet
         ("tokens per rank", ", ".join(ranks)),
@@ -202,8 +207,3 @@ def _warnings(streams: Sequence[StreamView]) -> list[Text]:
         for row in (stream.status for stream in streams)
         for word, count in row.warnings.items()
     ]
-
-
-def _console() -> Console:
-    """Return a console that prints text as it is: brackets and colons have no special meaning."""
-    return Console(highlight=False, markup=False, emoji=False)

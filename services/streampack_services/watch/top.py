@@ -25,6 +25,7 @@ from rich.live import Live
 
 from streampack.errors import StreampackError
 from streampack_services.http import http_client
+from streampack_services.terminal import new_console
 from streampack_services.watch.top_text import plain
 from streampack_services.watch.top_view import PageOptions, page
 from streampack_services.watch.view_model import HISTORY_S, SMOOTH_S, BrokerView, Watch, as_tree
@@ -108,7 +109,7 @@ def top(
     """
     poller = StatusPoller(endpoint, interval_s, timeout_s, node)
     poller.fetch()
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = new_console()
     with contextlib.suppress(KeyboardInterrupt):
         if as_json:
             _print_json(poller, interval_s, once)
@@ -118,7 +119,7 @@ def top(
             poller.start()
             for name in ("COLUMNS", "LINES"):  # set by the shell at its start: the terminal may have grown since
                 os.environ.pop(name, None)
-            console = Console(highlight=False, markup=False, emoji=False)
+            console = new_console()
             try:
                 _Screen(console, poller).show()
             finally:
@@ -163,19 +164,17 @@ class _Screen:
         with (
             _cbreak(self._look.keys),
             _on(signal.SIGWINCH, lambda *_: os.write(tell, b"r")),
-            _on(
-                signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-            ),  # leaves the block, which restores the terminal
-            _on(signal.SIGHUP, lambda *_: sys.exit(128 + signal.SIGHUP)),
+            _on(signal.SIGTERM, _exit),
+            _on(signal.SIGHUP, _exit),
             Live(console=self._console, screen=True, auto_refresh=False) as live,
         ):
             keyboard = [sys.stdin.fileno()] if self._look.keys else []
             while True:
                 live.update(self._drawn(), refresh=True)
                 ready, _, _ = select.select([resized, self._poller.news, *keyboard], [], [])
-                for each in ready:
-                    pressed = os.read(each, 1024)
-                    if each in keyboard and not self._press(pressed):
+                for fd in ready:
+                    pressed = os.read(fd, 1024)
+                    if fd in keyboard and not self._press(pressed):
                         return
 
     def _press(self, pressed: bytes) -> bool:
@@ -196,6 +195,11 @@ class _Screen:
             raise self._poller.bug
         options = replace(self._look, trouble=self._poller.trouble)
         return _lines(self._console, self._poller.view, options, self._console.height)
+
+
+def _exit(number: int, _: object) -> None:
+    """Exit with the code of a signal; on the way out, the blocks restore the terminal."""
+    sys.exit(128 + number)
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ def _node_lines(feed: FeedView, missing: str, width: int, room: int | None) -> l
     rows: list[list[Cell]] = [
         [
             node.host, (f"{node.attached} of {node.ranks}", "" if node.attached == node.ranks else "bold red"),
-            (share_text(node.data_wait), shade(node.data_wait, "waits")[1]) if node.data_wait is not None else "-",
+            _cell(node.data_wait, "waits"),
             (f"stream {node.stream}" if node.cause == "stream" and node.stream else node.cause)
             if (node.data_wait or 0) >= LEAST else "",
             "-" if node.done_upto is None else f"{node.done_upto:,}",
@@ -84,9 +84,10 @@ def shade(value: float | None, measure: Measure) -> tuple[str, str]:
     return _SHADES[n], _COLOURS[n]
 
 
-def share_text(value: float | None) -> str:
-    """Return a share as percent, ``-`` if it is not known."""
-    return "-" if value is None else f"{value:.1%}"
+def _cell(value: float | None, measure: Measure) -> tuple[str, str]:
+    """Return a figure as text in its style; ``-`` if it is not known."""
+    text = "-" if value is None else f"{value:.1%}" if measure == "waits" else f"{value:.3f}"
+    return text, shade(value, measure)[1]
 
 
 def _value(rank: Rank, measure: Measure) -> float | None:
@@ -100,8 +101,7 @@ def _table(ranks: tuple[Rank, ...], width: int) -> list[Text]:
     rows: list[list[Cell]] = [
         [
             rank.name, rank.where, f"{rank.step:,}", str(rank.ahead),
-            (share_text(rank.waits), shade(rank.waits, "waits")[1]), rank.cause if (rank.waits or 0) >= LEAST else "",
-            ("-" if rank.cost is None else f"{rank.cost:.3f}", shade(rank.cost, "cost")[1]),
+            _cell(rank.waits, "waits"), rank.cause if (rank.waits or 0) >= LEAST else "", _cell(rank.cost, "cost"),
             "-" if rank.p99_ms is None else f"{rank.p99_ms:.1f} ms",
         ]
         for rank in ranks
@@ -148,17 +148,11 @@ def _legend(measure: Measure, each: int, width: int) -> Text:
 def _worst(feed: FeedView, measure: Measure, width: int) -> list[Text]:
     """Return a line for each of the ranks with the largest values of ``measure``, worst first."""
     if measure == "cost":
-        costly = sorted(((rank.cost, rank) for rank in feed.ranks if rank.cost is not None), key=lambda each: -each[0])
-        rows: list[list[Cell]] = [
-            [rank.name, (f"{cost:.3f}", shade(cost, "cost")[1]), rank.where] for cost, rank in costly
-        ]
+        costly = sorted((rank for rank in feed.ranks if rank.cost is not None), key=lambda rank: -(rank.cost or 0.0))
+        rows: list[list[Cell]] = [[rank.name, _cell(rank.cost, measure), rank.where] for rank in costly]
     else:
-        rows = [
-            [rank.name, (share_text(rank.waits), shade(rank.waits, "waits")[1]), rank.cause, rank.where]
-            for rank in feed.worst
-        ]
+        rows = [[rank.name, _cell(rank.waits, measure), rank.cause, rank.where] for rank in feed.worst]
         if (least := feed.waited_for) is not None:
-            rows.insert(
-                0, [least.name, (share_text(least.waits), "bold"), "other ranks wait for this rank", least.where]
-            )
+            text = (_cell(least.waits, measure)[0], "bold")
+            rows.insert(0, [least.name, text, "other ranks wait for this rank", least.where])
     return table(("", "", "", "")[: len(rows[0])], rows, width, left=(0, 2, 3))[1:] if rows else []

@@ -16,6 +16,8 @@ from rich.text import Text
 from streampack.core.model.keys.planning_keys import MediaLimits
 from streampack.core.staging.staged_chunk import LATE_TIMEOUT
 from streampack_services.amounts import count_text, counted, duration_text, size_text, state_text
+from streampack_services.broker.status import StreamStatus
+from streampack_services.figure import places_in, row_of, shown_in, shown_rows
 from streampack_services.watch.top_ranks import MOST_ROWS, Measure, rank_lines
 from streampack_services.watch.top_text import Cell, bar, chart, fitted, printable, row, spark, table, title
 from streampack_services.watch.view_model import HISTORY_S, BrokerView, FeedView, StreamView, rates_of
@@ -38,8 +40,6 @@ LEVELS = {"info": "", "warning": "yellow", "error": "bold red", "critical": "bol
 STATES = {"serving": "bold green", "ended": "bold cyan"} | dict.fromkeys(
     ("draining", "starting", "waiting"), "bold yellow"
 )
-PADDING_LABELS = {"pack_tail": "end of pack", "empty_pack": "empty packs"}
-"""Words for causes of padding, if they differ from their keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def page(view: BrokerView, options: PageOptions, width: int, height: int | None 
     room = None if height is None else max(height - len(head) - len(foot), 0)
     wide = (width - GAP) * 11 // 20 if width >= WIDE else width
     narrow = width - wide - GAP if width >= WIDE else width
-    facts = _Block(lambda _: _facts(view, feed, wide), 6)
+    facts = _Block(lambda _: _facts(view, feed, wide), 6 + len(_shown(view, feed)))
     chart = _Block(lambda _: _chart(feed, wide), 0, extra=True)
     ranks = _Block(lambda lines: rank_lines(feed, options.measure, wide, lines), 6)
     streamed = _Block(
@@ -102,12 +102,12 @@ def _stacked(blocks: Sequence[_Block], room: int | None) -> list[Text]:
     if room is None:
         return [line for block in blocks if not block.extra for line in block.make(None)]
     wanted = [len(block.make(room)) for block in blocks]
-    given = [min(want, block.least) for want, block in zip(wanted, blocks, strict=True)]
+    sizes = [min(want, block.least) for want, block in zip(wanted, blocks, strict=True)]
     for n in sorted(range(len(blocks)), key=lambda n: blocks[n].extra):
-        more = wanted[n] - given[n]
-        left = room - sum(given)
-        given[n] += (more if more <= left else 0) if blocks[n].extra else max(min(more, left), 0)
-    return [line for block, lines in zip(blocks, given, strict=True) if lines for line in block.make(lines)[:lines]]
+        more = wanted[n] - sizes[n]
+        left = room - sum(sizes)
+        sizes[n] += (more if more <= left else 0) if blocks[n].extra else max(min(more, left), 0)
+    return [line for block, lines in zip(blocks, sizes, strict=True) if lines for line in block.make(lines)[:lines]]
 
 
 def _beside(left: list[Text], right: list[Text], width: int) -> list[Text]:
@@ -168,10 +168,9 @@ def _keys(view: BrokerView, feed: FeedView, options: PageOptions) -> Text:
 
 
 def _facts(view: BrokerView, feed: FeedView, width: int) -> list[Text]:
-    """Return six lines: throughput, utilization, padding, data wait, load imbalance and memory."""
+    """Return six lines: throughput, utilization, padding, data wait, load imbalance and memory; then ``_shown``."""
     rest = width - LABEL
     rates = rates_of(feed.rates, max(min(rest - 18, 60), 10))
-    padding = [_share(PADDING_LABELS.get(cause, cause), share) for cause, share in feed.padding.items() if share]
     now, waits = feed.status, feed.waits_by_cause
     cost = f"{now.figures.cost_max_over_mean:.3f} max / mean cost" if now.figures.cost_max_over_mean else "-"
     oldest = f", oldest {counted(now.window.oldest_steps, 'step')}" if now.window.oldest_steps else ""
@@ -180,13 +179,19 @@ def _facts(view: BrokerView, feed: FeedView, width: int) -> list[Text]:
         ("tokens/s", row((count_text(now.tokens_per_s).rjust(6), "bold"), spark(rates), f"{HISTORY_S / 60:.0f} min")),
         ("utilization", row(bar(now.figures.utilization, BAR), f"{now.figures.utilization:.2%}",
                             f"packing efficiency {now.figures.packing_efficiency:.2%}")),
-        ("padding", Text(", ".join(padding) or "none")),
+        ("padding", Text(", ".join(_share(*each) for each in feed.padding_by_cause) or "none")),
         ("data wait", Text(", ".join(_share(*each) for each in waits) or ("none" if feed.ranks else "-"),
                          style="yellow" if max(feed.starved.values(), default=0.0) >= 0.05 else "")),
         ("load imbalance", row(cost, window)),
         ("memory", _storage(view)),
+        *((label, Text(text)) for label, text in _shown(view, feed)),
     ]  # fmt: skip
-    return [fitted(Text.assemble((label.ljust(LABEL), "dim"), text), width) for label, text in rows]
+    return [fitted(Text.assemble((label.ljust(LABEL - 1) + " ", "dim"), text), width) for label, text in rows]
+
+
+def _shown(view: BrokerView, feed: FeedView) -> list[tuple[str, str]]:
+    """Return (label, text) of each figure of the broker and of a feed that is declared to have a row of its own."""
+    return [*shown_rows(view.status), *shown_rows(feed.status)]
 
 
 def _share(what: str, share: float) -> str:
@@ -210,12 +215,10 @@ def _chart(feed: FeedView, width: int) -> list[Text]:
 
 def _shares(feed: FeedView, width: int) -> list[Text]:
     """Return bars of data wait by cause and of padding by cause."""
-    padding = [(PADDING_LABELS.get(cause, cause), share) for cause, share in feed.padding.items() if share]
-    padding.sort(key=lambda each: -each[1])
     lines = []
     for name, note, shares in (
         ("data wait", "share of all ranks' time", feed.waits_by_cause),
-        ("padding", "share of delivered tokens", padding),
+        ("padding", "share of delivered tokens", sorted(feed.padding_by_cause, key=lambda each: -each[1])),
     ):
         rows: list[list[Cell]] = [
             [cause, f"{share:.2%}", bar(share, max(width - 30, 10), "magenta")] for cause, share in shares[:5]
@@ -246,25 +249,39 @@ def _storage(view: BrokerView) -> Text:
     return line
 
 
+def _heard(stream: StreamView) -> Cell:
+    """Return the time since the broker heard a producer of the stream."""
+    seen = stream.status.last_seen_s
+    if stream.ended:
+        return "ended"
+    if seen is None:
+        return "never", "yellow"
+    return (f"{duration_text(seen)} ago", "bold red" if stream.is_silent else "")
+
+
+def _warned(count: int) -> Cell:
+    """Return a count that a person should look at; empty for 0."""
+    return (f"{count:,}", "yellow") if count else ""
+
+
 _CELLS: dict[str, Callable[[StreamView], Cell]] = {
-    "weight": lambda stream: f"{stream.status.weight:g}",
-    "samples": lambda stream: count_text(stream.status.samples),
-    "tokens": lambda stream: count_text(stream.status.tokens),
     "tokens/s": lambda stream: "-" if stream.tokens_per_s is None else count_text(stream.tokens_per_s),
     "buffered": lambda stream: (
         f"{stream.buffered:.0%}", "yellow" if stream.buffered < LOW and not stream.ended else "",
     ),
     "lag": lambda stream: count_text(stream.status.lag.tokens),
-    "heard": lambda stream: _heard(stream),
+    "heard": _heard,
     "ended": lambda stream: f"{stream.status.ended_partitions} of {stream.status.partitions}",
     "over-long": lambda stream: str(stream.status.overlong or ""),
     "lost": lambda stream: count_text(stream.status.lost_tokens) if stream.status.lost_tokens else "",
-    "rejected": lambda stream: (f"{stream.rejected:,}", "yellow") if stream.rejected else "",
-    "warnings": lambda stream: (f"{stream.warnings:,}", "yellow") if stream.warnings else "",
+    "rejected": lambda stream: _warned(stream.rejected),
+    "warnings": lambda stream: _warned(stream.warnings),
     "hosts": lambda stream: ", ".join(stream.status.hosts),
 }  # fmt: skip
-"""The cell of a stream in each column of the table of streams."""
-STREAM_COLUMNS = ("weight", "tokens", "tokens/s", "buffered", "lag", "heard", "rejected", "warnings", "hosts")
+"""The cell of a stream in each column of the table of streams that is not one declared figure."""
+STREAM_COLUMNS = (
+    "stream_weight", "received_tokens", "tokens/s", "buffered", "lag", "heard", "rejected", "warnings", "hosts",
+)  # fmt: skip
 
 
 def stream_lines(
@@ -274,7 +291,7 @@ def stream_lines(
 
     Args:
         streams: The streams.
-        columns: Names of the columns.
+        columns: Names of the columns, keys of ``_CELLS`` or names of figures. Figures that are ``shown`` follow.
         note: Text at the right of the title.
         width: Most characters of a line.
         room: Most lines; None for any number.
@@ -283,9 +300,16 @@ def stream_lines(
     if room is not None and every + 2 > room:
         streams = sorted(streams, key=lambda stream: not stream.is_silent)[: max(room - 3, 1)]
         note = f"{every - len(streams)} more, {note}"
-    rows = [[stream.status.stream, *(_CELLS[name](stream) for name in columns)] for stream in streams]
-    left = [n for n, name in enumerate(("", *columns)) if name in ("", "hosts")]
-    return [title(counted(every, "stream"), note, width), *table(("", *columns), rows, width, left)]
+    columns = [*columns, *(place.figure.name for place in shown_in(StreamStatus))]
+    rows = [[stream.status.stream, *(_cell(stream, name) for name in columns)] for stream in streams]
+    header = ["", *(name if name in _CELLS else places_in(StreamStatus)[name].figure.label for name in columns)]
+    left = [n for n, name in enumerate(header) if name in ("", "hosts")]
+    return [title(counted(every, "stream"), note, width), *table(header, rows, width, left)]
+
+
+def _cell(stream: StreamView, name: str) -> Cell:
+    """Return the cell of a stream in the column ``name``."""
+    return _CELLS[name](stream) if name in _CELLS else row_of(stream.status, name)[1]
 
 
 def late_lines(streams: Sequence[StreamView], width: int, room: int | None = None) -> list[Text]:
@@ -302,7 +326,7 @@ def late_lines(streams: Sequence[StreamView], width: int, room: int | None = Non
     rows: list[list[Cell]] = [
         [
             stream.status.stream, f"{late.samples:,}", duration_text(late.oldest_s) if late.samples else "-",
-            ", ".join(late.fields), (f"{dropped:,}", "yellow") if (dropped := _timed_out(stream)) else "",
+            ", ".join(late.fields), _warned(stream.status.rejected.get(LATE_TIMEOUT, 0)),
         ]
         for stream, late in shown
     ]  # fmt: skip
@@ -313,11 +337,6 @@ def late_lines(streams: Sequence[StreamView], width: int, room: int | None = Non
     )
     header = ("", "samples", "oldest", "lacks", "dropped")
     return [title("late fields", note, width), *table(header, rows, width, left=(0, 3))]
-
-
-def _timed_out(stream: StreamView) -> int:
-    """Return the number of samples that were dropped because a late field did not come."""
-    return stream.status.rejected.get(LATE_TIMEOUT, 0)
 
 
 def media_lines(feed: FeedView, held_bytes: int, width: int) -> list[Text]:
@@ -348,16 +367,6 @@ def media_lines(feed: FeedView, held_bytes: int, width: int) -> list[Text]:
         reasons = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in media.dropped.items())
         lines.append(Text(f"{sum(media.dropped.values()):,} items dropped by trainers: {reasons}", style="yellow"))
     return lines
-
-
-def _heard(stream: StreamView) -> Cell:
-    """Return the time since the broker heard a producer of the stream."""
-    seen = stream.status.last_seen_s
-    if stream.ended:
-        return "ended"
-    if seen is None:
-        return "never", "yellow"
-    return (f"{duration_text(seen)} ago", "bold red" if stream.is_silent else "")
 
 
 def _events(view: BrokerView, width: int, room: int | None) -> list[Text]:

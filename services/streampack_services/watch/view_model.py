@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from streampack_services.broker.ranks.rank_status import RankStatus
-from streampack_services.broker.status import BrokerStatus, FeedStatus, StreamStatus
+from streampack_services.broker.status import PADDING_LABELS, BrokerStatus, FeedStatus, StreamStatus
 
 Tree = dict[str, Any]
 Point = tuple[float, float]
@@ -112,6 +112,11 @@ class FeedView:
         """Padding by cause, as a share of the tokens delivered."""
         delivered = max(self.status.delivered_tokens, 1)
         return {cause: tokens / delivered for cause, tokens in self.status.waste_tokens.items()}
+
+    @property
+    def padding_by_cause(self) -> list[tuple[str, float]]:
+        """(label of a cause, padding as a share of the tokens delivered) of each cause with padding."""
+        return [(PADDING_LABELS.get(cause, cause), share) for cause, share in self.padding.items() if share]
 
     @property
     def waits_by_cause(self) -> list[tuple[str, float]]:
@@ -243,19 +248,14 @@ def _feed_view(
     """Return the view of a feed: its status ``now``, with differences to ``then``, so many seconds before."""
     changes = [_Waited(row, before) for row, before in _same_ranks(now, then)]
     if now.ranks.left_out:
-        starved, by_stream = _shares_of_all(now, then, seconds), dict[str, float]()
+        waited = _increase(now.ranks.starved_s, then.ranks.starved_s if then else {})
+        starved, by_stream = _shares([waited], max(now.ranks.attached * seconds, 1e-9)), dict[str, float]()
     else:
         whole = sum(each.seconds for each in changes)
         starved, by_stream = (
             _shares((getattr(each, part) for each in changes), whole) for part in ("causes", "streams")
         )
     return FeedView(name, now, rates, starved, by_stream, _rank_views(now.readers, changes))
-
-
-def _shares_of_all(now: FeedStatus, then: FeedStatus | None, seconds: float) -> dict[str, float]:
-    """Return the data wait of all ranks by cause, as a share of their time in the last ``seconds``, without 0."""
-    waited = _increase(now.ranks.starved_s, then.ranks.starved_s if then else {})
-    return _shares([waited], max(now.ranks.attached * seconds, 1e-9))
 
 
 class _Waited:

@@ -50,6 +50,17 @@ export function duration(seconds) {
   return said.join(" ");
 }
 
+const FORMATS = {
+  tokens: short, samples: count, bytes, seconds: duration, ratio: percent, quotient: (value) => value.toFixed(4), weight: short, count,
+};
+
+// A value of a declared figure in its unit, or "key value" of each key; "" if there is none.
+export function inUnit(value, unit) {
+  if (value === null || value === undefined) return "";
+  if (typeof value === "object") return Object.entries(value).map(([key, part]) => `${key} ${inUnit(part, unit)}`).join(", ");
+  return typeof value === "number" ? FORMATS[unit](value) : String(value);
+}
+
 // Seconds of the wall clock -> "14:05:09"
 export const clock = (second) => new Date(second * 1000).toLocaleTimeString("en-GB");
 

@@ -1,11 +1,11 @@
 // The notice above all figures: the cause of a wait and its duration, or an error. In a busy pipeline the cause changes
 // with every step, so a wait is shown only after some seconds.
 
+import { WAITS_FOR } from "./declared.js";
 import { clock, count, duration } from "./format.js";
 
 const LASTS_S = 5;
 const HANGS_S = 30; // a trainer's step may take as long
-const WAITS_FOR = { peers: "trainers", join: "ranks", stream: "samples", memory: "room", forming: "the packer" };
 
 // The time since the cause of a feed's wait has not changed.
 export class Waits {

@@ -1,10 +1,9 @@
 // The charts: their series, labels and data.
 
+import { PADDING, WAITS } from "./declared.js";
 import { byId, setText } from "./dom.js";
 import { count, duration, fewPercent, percent, short } from "./format.js";
 
-const PADDING = [["alignment", "alignment"], ["pack_tail", "end of pack"], ["shape", "shape"], ["pipeline", "pipeline"], ["empty_pack", "empty packs"]];
-const WAITS = ["stream", "peers", "join", "memory", "forming", "log", "network", "relay"];
 const series = (labels) => labels.map((label, index) => ({ label, color: `--c${index + 1}` }));
 
 export const CHARTS = {

@@ -1,11 +1,13 @@
 // The page's texts, tiles and tables, from the broker's status.
 
+import { FIGURES } from "./declared.js";
 import { byId, fill, fillChoices, fillTable, make, setAttribute, setText } from "./dom.js";
-import { bytes, clock, count, duration, percent, short } from "./format.js";
+import { bytes, clock, count, duration, inUnit, percent, short } from "./format.js";
 import { namer } from "./heat.js";
 
 const MAX_EVENTS = 50;
 const MAX_STREAMS = 100;
+const STREAM_COLUMNS = 10; // of the table in index.html; figures that are declared to be shown follow
 const STREAM_SILENT_S = 10;
 
 export function showHead(status, gone) {
@@ -57,6 +59,9 @@ function sharedTile({ tokens, shared_tokens: shared }) {
   if (!shared) return [];
   return [["shared", "shared prefixes", percent(shared / (tokens + shared)), `${short(shared)} tokens are not computed again`]];
 }
+
+// The figures of the broker, a feed or a stream that are declared to be shown: [[label, text], ...].
+const shownOf = (kind, row) => FIGURES[kind].map(([path, label, unit]) => [label, inUnit(path.reduce((value, name) => value?.[name], row), unit)]);
 
 // [[key, label, value, note], ...]
 function tiles(list, rows) {
@@ -116,6 +121,8 @@ export function showStreams(streams) {
   const shown = streams.length > MAX_STREAMS ? [...streams].sort((a, b) => isSilent(b) - isSilent(a)).slice(0, MAX_STREAMS) : streams;
   setText(byId("about-streams"), shown === streams ? "" : `${count(MAX_STREAMS)} of ${count(streams.length)} streams, silent streams first. /status lists all streams.`);
   showWarnings(shown);
+  const heads = byId("streams").tHead.rows[0];
+  for (const [, label] of FIGURES.stream.slice(heads.cells.length - STREAM_COLUMNS)) heads.append(make("th", { className: "n", textContent: label }));
   fillTable(byId("streams"), shown.map((row) => {
     const rejected = Object.entries(row.rejected);
     const number = rejected.reduce((sum, [, some]) => sum + some, 0);
@@ -125,7 +132,7 @@ export function showStreams(streams) {
       [`${short(row.lag.samples)} samples`, "n"], [count(row.producers), row.producers ? "n" : "n bad"],
       [row.last_seen_s === null ? "never" : `${duration(row.last_seen_s)} ago`, "n"],
       [number ? `${count(number)} (${rejected.map(([reason]) => reason).join(", ")})` : "0", number ? "n bad" : "n"],
-      [`${row.ended_partitions} of ${row.partitions}`, "n"],
+      [`${row.ended_partitions} of ${row.partitions}`, "n"], ...shownOf("stream", row).map(([, text]) => [text, "n"]),
     ];
   }));
 }
@@ -203,6 +210,7 @@ export function showRoom(status, feed) {
   rows.push(["bad messages", bad.join(", ") || "none", null]);
   const lost = Object.entries(feed.lost_tokens).filter(([, tokens]) => tokens).map(([why, tokens]) => `${short(tokens)} ${why.replace("_", " ")}`);
   rows.push(["tokens left out", lost.join(", ") || "none", null]);
+  rows.push(...[...shownOf("broker", status), ...shownOf("feed", feed)].map((row) => [...row, null]));
   fill(byId("room"), rows, () => make("div", {}, make("dt"), make("dd"), make("meter", { max: 1 })), (line, [label, value, share]) => {
     setText(line.children[0], label);
     setText(line.children[1], value);

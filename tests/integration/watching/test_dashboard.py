@@ -17,6 +17,7 @@ import pytest
 import yaml
 from streampack_services.http.metrics import METRICS
 
+from docs.generate.dashboard import text
 from tests.integration.programs import program
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
@@ -86,6 +87,10 @@ def test_alerts_and_panels_are_of_metrics_that_the_broker_has() -> None:
 
 def test_the_dashboard_is_written_with_an_indent_of_two_so_that_a_change_shows_as_few_lines() -> None:
     assert FILE.read_text() == json.dumps(DASHBOARD, indent=2) + "\n"
+
+
+def test_the_dashboard_is_what_the_declared_figures_and_its_rows_make() -> None:
+    assert FILE.read_text() == text(), "write it anew: python -m docs.generate.dashboard"
 
 
 def test_every_series_of_a_panel_is_of_the_brokers_and_feeds_that_the_reader_chose() -> None:

@@ -191,11 +191,12 @@ def test_metrics_keep_prometheus_rules(served: RunningBroker) -> None:
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_any_name_is_read_back_as_it_is(name: str) -> None:
     """Of the snapshot's streams and hosts, which users and clients choose."""
-    line = f"x{metrics._labels(('stream', 'host'), (name, 'a'))} 1.0\n"
+    streams = [blank(StreamStatus, stream=name, rejected={name: 1})]
+    text = metrics.exposition(blank(BrokerStatus, streams=streams)).decode()
+    (line,) = [line for line in text.split("\n") if line.startswith("streampack_rejected_samples_total{")]
     if not set(name) & set("\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"):  # what only this client's parser takes for line ends
-        (family,) = text_string_to_metric_families(f"# TYPE x gauge\n{line}")
-        assert family.samples[0].labels == {"stream": name, "host": "a"}
-    assert line.count("\n") == 1
+        (family,) = text_string_to_metric_families(f"# TYPE streampack_rejected_samples_total gauge\n{line}\n")
+        assert family.samples[0].labels == {"stream": name, "reason": name}
 
 
 def test_when_a_stream_was_heard_and_whether_a_feed_has_ended_by_hand() -> None:
