@@ -51,7 +51,7 @@ def build_batches(
     numbers = np.frombuffer(slabs.take(4 * widths[-1]), np.int32)
     _number(bounds, numbers)
     sent = of_packs["position_ids"]
-    of_media = [field.name for field in rules.media_fields if field.name in of_packs]
+    of_media = [field.name for field in rules.all_fields if field.of_media and field.name in of_packs]
     with_items = [bool(items[-1]) for items in of_packs[CU_ITEMS]] if of_media else []
     keys = {
         **tokens,

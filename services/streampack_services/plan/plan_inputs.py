@@ -110,7 +110,7 @@ def _noted(workload: Workload, base: PlanOptions) -> Workload:
 def _of_producer(given: PlanInputs, producer: ProducerConfig, base: PlanOptions) -> Workload:
     """Read and tokenize samples of the streams in producer.yaml; return their lengths, and the sizes of their media."""
     import_from_here()
-    declared = base.rules.media_fields
+    declared = [field for field in base.rules.all_fields if field.of_media]
     media = {field.name for field in declared}
     partitions = {stream.name: stream.partitions for stream in base.rules.streams if stream.name in producer.streams}
     partitions = partitions or dict.fromkeys(producer.streams, PARTITIONS)
