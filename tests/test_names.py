@@ -1,4 +1,4 @@
-"""Names lead to one place: no class name is defined twice, and no test module is imported by another."""
+"""Names lead to one place and say what they name; no test module is imported by another."""
 
 from __future__ import annotations
 
@@ -28,6 +28,16 @@ def test_no_class_name_is_defined_twice() -> None:
     found = {name: files for name, files in defined_classes().items() if len(files) > 1}
     assert {name: files for name, files in found.items() if name not in TWICE} == {}
     assert TWICE.keys() <= found.keys(), "take names that are defined once out of the list"
+
+
+def test_locals_say_what_they_hold() -> None:
+    """A result is not called ``found``: the name tells nothing, and hundreds of functions had it."""
+    nameless = list[str]()
+    for path in (*(ROOT / "streampack").rglob("*.py"), *(ROOT / "services").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == "found":
+                nameless.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert nameless == []
 
 
 def test_no_test_module_imports_another() -> None:

@@ -198,7 +198,7 @@ def figures_of(struct: type, *labels: str) -> Iterator[Figure]:
             yield from figures_of(member.kind, *of_all)
 
 
-class Place(NamedTuple):
+class FigurePlace(NamedTuple):
     """A figure of a struct, or of a single struct in it, and the path of attributes to its value."""
 
     path: tuple[str, ...]
@@ -206,18 +206,18 @@ class Place(NamedTuple):
 
 
 @cache
-def places_in(struct: type) -> dict[str, Place]:
+def places_in(struct: type) -> dict[str, FigurePlace]:
     """Return the figures of a struct, and of single structs in it, by name."""
-    places: dict[str, Place] = {}
+    places: dict[str, FigurePlace] = {}
     for name, kind, declared, single, _ in members(struct):
         if isinstance(declared, Figure):
-            places[declared.name] = Place((name,), declared)
+            places[declared.name] = FigurePlace((name,), declared)
         elif single:
-            places |= {key: Place((name, *path), figure) for key, (path, figure) in places_in(kind).items()}
+            places |= {key: FigurePlace((name, *path), figure) for key, (path, figure) in places_in(kind).items()}
     return places
 
 
-def shown_in(struct: type) -> list[Place]:
+def shown_in(struct: type) -> list[FigurePlace]:
     """Return the figures of ``places_in`` that are ``shown``."""
     return [place for place in places_in(struct).values() if place.figure.shown]
 

@@ -30,7 +30,10 @@ class OwnRun(NamedTuple):
 
 
 def _folder(make: bool = False) -> Path:
-    """Return the user's folder. Raises OSError if it is missing, or not the user's alone."""
+    """Return the folder with the files of this user's brokers. Raises OSError if it is missing or unsafe.
+
+    A folder is unsafe if another user owns it or may write to it. With ``make``, a missing folder is made.
+    """
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     path = Path(base) / f"streampack-{os.getuid()}-runs"
     if make:

@@ -194,9 +194,12 @@ def _mapping_of(kind: Any, path: str, value: Any) -> str:
 
 
 def _value_at(tree: Any, path: str) -> Any:
-    """Return the value at ``path``, or ``_UNKNOWN_VALUE`` if it is not found, since a name may contain dots."""
-    for step in filter(None, path.split(".")):
-        tree = tree.get(step, _UNKNOWN_VALUE) if isinstance(tree, dict) else _UNKNOWN_VALUE
+    """Return the value in ``tree`` at a ``path`` of names that dots separate; ``_UNKNOWN_VALUE`` if it has none.
+
+    A name that contains a dot is split, too, so its value is not known.
+    """
+    for name in filter(None, path.split(".")):
+        tree = tree.get(name, _UNKNOWN_VALUE) if isinstance(tree, dict) else _UNKNOWN_VALUE
     return tree
 
 

@@ -367,8 +367,8 @@ def _rewind_to_step(trainer: Any, batches_a_step: int) -> None:
     loop._batches_that_stepped -= bool(over)  # the loggers' step: Lightning has counted the unfinished step as over
 
 
-def _whole(batch: Any, given: Any) -> Any:
-    """Return ``batch`` with the attributes of the view ``given``, unless ``batch`` has them."""
-    if not (isinstance(batch, View) and isinstance(given, View)) or batch.canonical is not None:
+def _whole(batch: Any, fetched: Any) -> Any:
+    """Return ``batch`` with the attributes of ``fetched``, if both are views and ``batch`` has lost its own."""
+    if not (isinstance(batch, View) and isinstance(fetched, View)) or batch.canonical is not None:
         return batch
-    return View(batch, given.canonical, given.rest, given.rules, given.copied)
+    return View(batch, fetched.canonical, fetched.rest, fetched.rules, fetched.copied)

@@ -298,7 +298,10 @@ def start() -> None:
 
 
 def _after_fork() -> None:
-    """Begin anew in a child, which has no thread."""
+    """Give a forked child a new compiler, because the thread of the old one does not run in the child.
+
+    Kernels that were asked for and are missing are asked for again at their next call.
+    """
     global compiler
     for kernel in compiler.missing:
         kernel.asked.clear()

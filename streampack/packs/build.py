@@ -145,11 +145,11 @@ def _content(
     depths = depths_of(part, rules, parts)
     own = lengths if depths is None else lengths - depths
     laid, bounds, widest = _lay_out(own, counts, part.aligns(rules), part.widths(rules))
-    mine = cut(laid, mesh.cp, mesh.cp_rank, layout)
+    slices = cut(laid, mesh.cp, mesh.cp_rank, layout)
     frames = dict(zip(expected, payload, strict=True))
     tokens: _Tokens | TreeTokens
     if depths is None:
-        tokens = _tokens(frames, rules, laid, mine, parts, slabs)
+        tokens = _tokens(frames, rules, laid, slices, parts, slabs)
         if MEDIA in frames:
             tokens = replace(tokens, media=pack_media(part, frames[MEDIA], rules, laid, tokens.bounds, fetcher))
     else:
@@ -172,7 +172,7 @@ def _content(
         "num_micro_batches": [part.micro_batches] * num_packs,
         "dp_rank": [mesh.dp_rank] * num_packs,
         "pack": _array(part.packs_u32, "<u4", num_packs).tolist(),
-        "slices": Column(np.stack([mine.start, mine.stop], axis=1), mine.first.tolist()),
+        "slices": Column(np.stack([slices.start, slices.stop], axis=1), slices.first.tolist()),
         "layout": [layout] * num_packs,
         "cp": [mesh.cp] * num_packs,
         "cp_rank": [mesh.cp_rank] * num_packs,
@@ -272,10 +272,12 @@ class _Tokens:
         return Column(kept, came.bounds)
 
 
-def _tokens(frames: Mapping[str, Any], rules: Rules, laid: Layouts, mine: Slices, parts: int, slabs: Slabs) -> _Tokens:
+def _tokens(
+    frames: Mapping[str, Any], rules: Rules, laid: Layouts, slices: Slices, parts: int, slabs: Slabs
+) -> _Tokens:
     """Check the payload frames of a message and return its tokens, for a rank that holds 1 / ``parts`` of each pack.
 
-    ``laid``: layout of the packs. ``mine``: slices that this rank holds. Raises ValueError for frames of another size.
+    ``laid``: layout of the packs. ``slices``: those that this rank holds. Raises ValueError for frames of another size.
     """
     widths = laid.stop[laid.first_segment[1:] - 1]
     whole, bounds = ([0, *np.cumsum(widths // share).tolist()] for share in (1, parts))
@@ -290,9 +292,9 @@ def _tokens(frames: Mapping[str, Any], rules: Rules, laid: Layouts, mine: Slices
             fields.append((field, Column(values, at)))
     return _Tokens(
         input_ids=_array(frames[INPUT_IDS], rules.tokens, bounds[-1]) if INPUT_IDS in frames else None,
-        fields=fields, bounds=bounds, first_slice=mine.first.tolist(),
-        places=(mine.start - laid.start[mine.segment], mine.stop - mine.start, laid.real[mine.segment]),
-        edges=_array(frames[EDGES], "<i4", len(mine.start)) if EDGES in frames else _NO_EDGES, slabs=slabs,
+        fields=fields, bounds=bounds, first_slice=slices.first.tolist(),
+        places=(slices.start - laid.start[slices.segment], slices.stop - slices.start, laid.real[slices.segment]),
+        edges=_array(frames[EDGES], "<i4", len(slices.start)) if EDGES in frames else _NO_EDGES, slabs=slabs,
     )  # fmt: skip
 
 

@@ -174,11 +174,11 @@ def _rules_of(width: int, rules: Rules) -> Rules:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """The partition of a rank's samples into packs and into forward packs.
+    """Two ways to divide a rank's samples: into packs, and into forward packs. Both keep the samples' order.
 
     - ``counts``: pack m holds samples counts[m] to counts[m + 1].
     - ``bounds``: forward pack i holds samples bounds[i] to bounds[i + 1].
-    - ``ends``: these samples are tokens ends[i] to ends[i + 1] of all samples, padded and without tails.
+    - ``ends``: forward pack i holds tokens ends[i] to ends[i + 1] of all samples, which are padded and without tails.
     - ``widths``: tokens of each forward pack, tail padding included.
     - ``parts``: this rank holds 1 / parts of each pack.
     - ``of_packs``: forward pack i holds packs of_packs[i] to of_packs[i + 1]; None if packs are cut.

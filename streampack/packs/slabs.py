@@ -52,11 +52,11 @@ class Slabs:
         """
         while self._returned:
             self._idle.append(self._returned.popleft())
-        at, found = -1, 2 * size + 1
+        at, smallest = -1, 2 * size + 1
         for place, memory in enumerate(self._idle):
-            if size <= len(memory) <= found:
-                at, found = place, len(memory)
-        if found <= 2 * size:
+            if size <= len(memory) <= smallest:
+                at, smallest = place, len(memory)
+        if smallest <= 2 * size:
             return self._idle.pop(at)
         if self._idle:
             del self._idle[0]

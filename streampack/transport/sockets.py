@@ -447,15 +447,15 @@ class Dealer(_Socket):
         return self._send(b"", frames)
 
     def check(self, hangs: bool = False) -> bool:
-        """Look after the connection; call it a few times a second. Return True once after a move to another address.
+        """Notice a refusal, and move to another address if that is due; call it a few times a second.
 
-        ``hangs``: the broker owes an answer for so long that another address should be tried. Raises Rejected if the
-        broker does not admit this process.
+        Returns True once after the first connection at another address. ``hangs``: the broker owes an answer for so
+        long that another address should be tried. Raises Rejected if the broker does not admit this process.
         """
         if why := self._watch.refusal(self.endpoint):
             raise Rejected("key", f"{self.endpoint}: {why}")
-        came, self._came = self._came, False
-        if came and self.endpoint != self._addresses.settled:
+        has_moved, self._came = self._came, False
+        if has_moved and self.endpoint != self._addresses.settled:
             log.info("connected to %s, as %s does not answer", self.endpoint, self._addresses.settled)
             self._addresses.settled = self.endpoint
         now = time.monotonic()
@@ -463,7 +463,7 @@ class Dealer(_Socket):
             self._addresses.hangs(now)
         if self._addresses.is_move_due(now):
             self._move()
-        return came
+        return has_moved
 
     def leave(self) -> None:
         """Move to the next address at the next ``check``: the broker at this address is not the newest."""

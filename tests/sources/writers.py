@@ -1,7 +1,5 @@
 """The same texts as files of every format, and as objects of Python; rows as files."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -36,7 +36,7 @@ from streampack.core.sessions.pushing.push_session import PushSession
 from tests.world.chunks import chunk_of
 from tests.world.disk import Disk
 from tests.world.planned import Data, tokens_of
-from tests.world.shell import Sending, Shell, chosen
+from tests.world.shell import RestoredHandles, Sending, Shell, chosen
 
 RUN = 9
 FORM = b"form"
@@ -90,10 +90,11 @@ class Live(Shell):
             self.disk = Disk()
         self.epoch += 1
         plan = FeedPlan("train", self.rules, self.memory, discards=self.discards)
-        self.start(Broker(
+        core = Broker(
             run=RUN, epoch=self.epoch, feeds=[plan], capacity=Capacity(self.quota, self.rules.budget, 1 << 20),
             steps_ahead=3, journal=Journal(keeps=True), run_name="live",
-        ))  # fmt: skip
+        )  # fmt: skip
+        self.start(core, RestoredHandles())
 
     def start_producer(self, streams: list[str]) -> bytes:
         """A producer that reads some streams."""

@@ -61,6 +61,14 @@ class Handles:
         return ()
 
 
+class RestoredHandles(Handles):
+    """Handles of a run that goes back: samples of a snapshot may be released before their payload has come again."""
+
+    def release(self, handles: I64) -> None:
+        """Free samples, as an arena does: those without a payload change nothing."""
+        self.live.difference_update(handles.tolist())
+
+
 class Shell:
     """A broker, and a disk for its log if it keeps one.
 

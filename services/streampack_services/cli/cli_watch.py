@@ -55,12 +55,12 @@ def status(
         print_result(snapshot, as_json, status_report.show_standby)
         return
     if node is None:
-        print_result(snapshot, as_json, lambda found: status_report.show_status(http_client.parse_status(found)))
+        print_result(snapshot, as_json, lambda tree: status_report.show_status(http_client.parse_status(tree)))
         return
     pages = http_client.fetch_node(endpoint, snapshot["feeds"], node, timeout)
     print_result(
         pages, as_json,
-        lambda found: status_report.show_status(http_client.of_node(http_client.parse_status(snapshot), found)),
+        lambda node: status_report.show_status(http_client.of_node(http_client.parse_status(snapshot), node)),
     )  # fmt: skip
 
 

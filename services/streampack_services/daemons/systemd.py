@@ -52,7 +52,7 @@ class Systemd:
             self._send("\n".join(lines))
 
     def tell_of_broker(self, broker: BrokerStatus) -> None:
-        """Tell systemd the state of a broker; the thread that takes its snapshots calls it."""
+        """Tell systemd the state of a broker. The thread that takes the broker's snapshots calls this method."""
         stopping = broker.state == "draining"
         self.tell(ready=broker.ready or stopping, stopping=stopping, status=in_a_line(broker))
 

@@ -62,9 +62,10 @@ def _stream(
     fields: Sequence[Field],
     say: Callable[[int], None],
 ) -> tuple[StreamLengths, Counter[str]]:
-    """Read up to ``most`` samples, one of each partition in turn; count rejected ones by reason.
+    """Read up to ``most`` samples of a source, one of each partition in turn.
 
-    ``say`` is called with the number of samples that are read so far.
+    ``say`` is called with the number of samples that are read so far. Returns the lengths of the samples, and the
+    number of rejected ones by reason.
     """
     count = _partitions(source, partitions, most, seed, fields)
     lengths: list[list[int]] = [[] for _ in range(count)]
@@ -73,8 +74,8 @@ def _stream(
     live: dict[int, Iterator[RawSample]] = {
         p: source.read(p, count, seed=seed, passes=1, fields=fields) for p in range(count)
     }
-    num = 0
-    while live and num < most:
+    num_read = 0
+    while live and num_read < most:
         for p in list(live):
             record = next(live[p], None)
             if record is None:
@@ -88,18 +89,19 @@ def _stream(
             media[p].append(sizes)
             if reason is not None:
                 rejected[reason] += 1
-            num += 1
-            if num % SAY_EVERY == 0:
-                say(num)
-    if sum(rejected.values()) == num:
+            num_read += 1
+            if num_read % SAY_EVERY == 0:
+                say(num_read)
+    if sum(rejected.values()) == num_read:
         raise SourceError(
-            f"{name}: all {num} samples were rejected ({dict(rejected)}). Correct the files or the stream's settings."
+            f"{name}: all {num_read} samples were rejected ({dict(rejected)}). Correct the files or the stream's "
+            f"settings."
         )
-    total, counted = _total(source, num, whole=not live)
+    total, shard_samples = _total(source, num_read, whole=not live)
     ended = tuple(p not in live for p in range(count))
     sizes_read = tuple(np.array(each, np.int64).reshape(-1, len(NO_MEDIA)) for each in media) if fields else None
     return StreamLengths(
-        name, tuple(np.array(each, np.int64) for each in lengths), ended, total, counted, media=sizes_read
+        name, tuple(np.array(each, np.int64) for each in lengths), ended, total, shard_samples, media=sizes_read
     ), rejected
 
 

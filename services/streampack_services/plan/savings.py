@@ -70,20 +70,20 @@ def padded_slots(lengths: I64, micro_batch: int, align: int, bounds: I64 | None 
 
 
 def packed_slots(lengths: I64, rules: Rules, packer: str, bounds: I64 | None = None) -> int:
-    """Return the slots (tokens and padding) of all packs with samples that ``packer`` forms of ``lengths``.
+    """Return the slots (tokens and padding) of the packs that ``packer`` forms of samples with these ``lengths``.
 
-    Each pack is as long as the rules' shape makes it. Samples between two of ``bounds``, int64 [batches + 1], are
-    packed by themselves; if steps are batches, in one window.
+    Each pack is as long as the rules' shape makes it. The samples between two of ``bounds``, int64 [batches + 1], are
+    packed without the others. If steps are batches, one window holds all samples of a batch.
     """
     window = rules.window if rules.batch is None else max(len(lengths), 1)
     rules = with_packer(rules, packer, batch=None, warmup=None, window=window)
-    chosen, align, slots = rules.new_packer(), rules.align.sample, 0
+    chooser, align, slots = rules.new_packer(), rules.align.sample, 0
     units = -(-lengths // align)
     for begin, end in pairwise([0, len(lengths)] if bounds is None else bounds.tolist()):
         sizes, ages = units[begin:end], np.full(end - begin, -1, np.int64)
-        choice = chosen.choose(sizes, ages, rules.budget // align, end - begin, True, window=window)
-        upto = np.concatenate([[0], np.cumsum(sizes[choice.indices])])[choice.bounds]
-        slots += int(rules.own_widths(np.diff(upto) * align).sum())
+        choice = chooser.choose(sizes, ages, rules.budget // align, end - begin, True, window=window)
+        pack_ends = np.concatenate([[0], np.cumsum(sizes[choice.indices])])[choice.bounds]
+        slots += int(rules.own_widths(np.diff(pack_ends) * align).sum())
     return slots
 
 

@@ -66,11 +66,12 @@ FORMAT_OF_EXTENSION = {
 def open_local(source: Any, options: dict[str, Any]) -> LocalLoader[Any]:
     """Start a broker, a producer and a client for ``source``, and return the loader.
 
-    ``options``: keyword arguments of ``local``. Raises UserError or ConfigError for wrong arguments, SourceError.
+    ``options``: keyword arguments of ``local``. Raises UserError or ConfigError for wrong arguments, and SourceError
+    for data that cannot be read.
     """
-    own = defaults_of(LocalArguments)
-    chosen = own | {name: value for name, value in options.items() if name in own}
-    client = {name: value for name, value in options.items() if name not in own}
+    defaults = defaults_of(LocalArguments)
+    chosen = defaults | {name: value for name, value in options.items() if name in defaults}
+    client = {name: value for name, value in options.items() if name not in defaults}
     for name in ("endpoint", "feed", "mesh", "key_file"):
         if name in client:
             raise UserError(
@@ -84,17 +85,17 @@ def open_local(source: Any, options: dict[str, Any]) -> LocalLoader[Any]:
         log.warning(
             "WORLD_SIZE is above 1, but each local loader reads all data; use 'streampack run' to divide the data"
         )
-    given = source if isinstance(source, Mapping) else {"data": source}
-    refuse_columns_as_streams(given, _is_files)
-    if unknown := set(weights) - set(given):
-        raise UserError(f"weights: got {', '.join(sorted(unknown))}, expected streams: {', '.join(given)}")
+    by_stream = source if isinstance(source, Mapping) else {"data": source}
+    refuse_columns_as_streams(by_stream, _is_files)
+    if unknown := set(weights) - set(by_stream):
+        raise UserError(f"weights: got {', '.join(sorted(unknown))}, expected streams: {', '.join(by_stream)}")
     of_streams = _keys(chosen, StreamSettings) | {key: chosen[key] for key in ("shuffle", "text_key", "tokens_key")}
     run = _settings_of_run(chosen)
     sources: dict[str, Source] = {}
     streams: dict[str, dict[str, Any]] = {}
     masked = list[bool]()
-    for name, each in given.items():
-        sources[name], streams[name], has_mask = open_stream(name, each, of_streams, chosen["tokenizer"])
+    for name, data in by_stream.items():
+        sources[name], streams[name], has_mask = open_stream(name, data, of_streams, chosen["tokenizer"])
         masked.append(has_mask)
         if name in weights:
             streams[name]["weight"] = weights[name]

@@ -157,7 +157,10 @@ class LeaseArbiter:
         return status in (200, 201)
 
     def _entry(self, lease: dict[str, Any]) -> Entry | None:
-        """Return the entry of a Lease. Raises UserError if it cannot be decoded."""
+        """Return the entry of a Lease; None if there is neither entry nor holder.
+
+        Raises UserError for an entry that cannot be decoded.
+        """
         text = (lease["metadata"].get("annotations") or {}).get(ENTRY)
         if text is None and not (lease.get("spec") or {}).get("holderIdentity"):
             return None

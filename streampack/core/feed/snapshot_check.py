@@ -126,8 +126,8 @@ def problem(taken: Snapshot, rules: Rules, max_tokens: int, max_partitions: int)
     wrong = _wrong_changes(taken, rules, max_partitions)
     if wrong:
         return wrong
-    now = taken.changes[taken.applied - 1].rules if taken.applied else rules
-    return _wrong_merge(taken, now) or _wrong_form(taken, now, max_tokens)
+    rules_in_force = taken.changes[taken.applied - 1].rules if taken.applied else rules
+    return _wrong_merge(taken, rules_in_force) or _wrong_form(taken, rules_in_force, max_tokens)
 
 
 def _wrong_changes(taken: Snapshot, rules: Rules, max_partitions: int) -> str:

@@ -136,12 +136,12 @@ class Rebalancer:
             load[least].append(move.p)
             moves.append(move)
 
-    def _move_pushed(self, mine: range, named: dict[int | None, str]) -> list[Move]:
+    def _move_pushed(self, partitions: range, named: dict[int | None, str]) -> list[Move]:
         """Return the moves that give each partition of a pushed stream to the producer that names it.
 
         Args:
-            mine: Numbers of the stream's partitions.
+            partitions: Numbers of the stream's partitions.
             named: Producer that names each partition, by its number in the stream.
         """
-        to = {p: named.get(p - mine.start) for p in mine}
-        return [Move(p, name) for p, name in to.items() if name != self._producers.holder[p]]
+        holders = {p: named.get(p - partitions.start) for p in partitions}
+        return [Move(p, name) for p, name in holders.items() if name != self._producers.holder[p]]

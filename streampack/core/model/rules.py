@@ -322,7 +322,7 @@ class Rules(
 
     @property
     def has_extra_bytes(self) -> bool:
-        """True if samples may have bytes that their tokens do not count: media."""
+        """True if samples may have media, whose bytes come on top of those of their tokens."""
         return bool(self.media_fields)
 
     def without_media(self) -> Rules:

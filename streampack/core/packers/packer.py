@@ -6,7 +6,7 @@ lengths, their order and ages, and on whether more samples may come. So packs ar
 They do not depend on the number of packs requested at once, or on the progress of producers.
 
 To add a packer, write one file with a class that keeps the ``Packer`` protocol. Then add one entry to ``registry``. A
-parameter of its own needs a line in ``PACKER_KEYS`` and ``Rules`` (``model.rules``), and one in ``config``.
+parameter of its own is a key, and needs one line in ``model.keys.planning_keys``.
 ``Capped`` and ``blocks.tumbling.Tumbling`` are base classes for the common cases. A packer that keeps limits of other
 units, such as those of media, sets ``keeps_limits``, and finds the limits in ``Extra``.
 """

@@ -28,17 +28,17 @@ ONE = np.uint64(1)
 
 def _sort_in_plainly(by_length, num_sorted, lengths, gone, start, stop):  # type: ignore[no-untyped-def]
     """Update ``by_length``: drop samples that are gone, merge in positions start..stop. Return the new count."""
-    held = by_length[:num_sorted]
-    held = held[~gone[held]]
+    kept = by_length[:num_sorted]
+    kept = kept[~gone[kept]]
     fresh = start + np.flatnonzero(~gone[start:stop])
     fresh = fresh[np.argsort(-lengths[fresh], kind="mergesort")]
-    old, end = len(held), len(held) + len(fresh)
+    old, end = len(kept), len(kept) + len(fresh)
     for k in range(len(fresh) - 1, -1, -1):
-        at = _first_that_fits(held, 0, old, lengths, lengths[fresh[k]] - 1)
-        by_length[at + k + 1 : old + k + 1] = held[at:old]
+        at = _first_that_fits(kept, 0, old, lengths, lengths[fresh[k]] - 1)
+        by_length[at + k + 1 : old + k + 1] = kept[at:old]
         by_length[at + k] = fresh[k]
         old = at
-    by_length[:old] = held[:old]
+    by_length[:old] = kept[:old]
     return end
 
 

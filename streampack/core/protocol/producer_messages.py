@@ -139,18 +139,18 @@ class Amend(ProducerMessage, frozen=True, kw_only=True):
 
 
 class Start(ProducerMessage, frozen=True, kw_only=True):
-    """Counts of a program that asks before it generates samples: see ``core.staging.tickets``.
+    """Counts of the tickets of a program, which asks before it generates samples: see ``core.staging.tickets``.
 
     The program repeats its counts. They only grow while it holds the partition, except for ``open``.
 
     Attributes:
         asked: Number of tickets that it wants in all.
-        granted: Number of tickets that it knows to be given.
+        granted: Number of tickets that it knows that it was given.
         used: Number of tickets that it has used: their samples are safe, or were given back.
         open: (version of the policy, number) of the samples that it generates now, or may begin with a ticket that it
             has. Version 0 stands for an unknown policy.
-        together: Number of tickets with which no sample was begun, and which the program must have before it begins
-            more. Absent if it uses tickets one by one.
+        together: Number of tickets without a begun sample that the program must have before it begins more samples.
+            Absent if it uses tickets one by one.
         number: Number of the message in its session. A message that comes after a later one is out of date.
     """
 

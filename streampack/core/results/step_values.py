@@ -44,8 +44,9 @@ class StepValues:
         self.pending = PendingSteps()
         self.subscribers = Subscribers(identity, feed, journal, locate)
         self._answers: deque[tuple[int, bytes, Noted]] = deque()
+        """The answers that wait: (number of records that must be safe first, the trainer's connection, the answer)."""
         self._unanswered: set[bytes] = set()
-        """Connections of trainers with an answer in ``_answers``."""
+        """Connections of the trainers that an answer waits for."""
 
     def report(
         self, peer: bytes, message: ReportValues, payload: tuple[Any, ...], lineage: int, upto: int,

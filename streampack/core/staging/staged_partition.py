@@ -222,7 +222,10 @@ class StagedPartition:
             self.chunks.remove(chunk)
 
     def admitted(self, seqs: Sequence[int]) -> None:
-        """Forget samples that an earlier broker has admitted."""
+        """Mark samples as admitted, because an earlier broker has admitted them; forget a chunk without other samples.
+
+        ``seqs``: numbers with which the samples came.
+        """
         for seq in seqs:
             place = self.find(seq)
             if place is None:

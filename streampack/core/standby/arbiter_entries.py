@@ -48,18 +48,18 @@ class CreateEntry(Effect, frozen=True):
 class EntryWritten(Event, frozen=True):
     """The answer to ``CreateEntry`` of ``entry``.
 
-    ``found`` is the entry that has this number now, be it ``entry`` or another's. It is None if the arbiter cannot be
+    ``present`` is the entry that has this number now, be it ``entry`` or another's. It is None if the arbiter cannot be
     reached, for the reason ``why``; the entry may have been written then or not.
     """
 
     entry: Entry
-    found: Entry | None
+    present: Entry | None
     why: str = ""
 
     @property
     def won(self) -> bool:
         """True if the entry was written."""
-        return self.found == self.entry
+        return self.present == self.entry
 
 
 class ReadNewest(Effect, frozen=True):

@@ -178,7 +178,7 @@ class LogFollower:
         if event.entry != self._asked or self.phase is not FollowerPhase.ASKING:
             return []
         self.unreachable = event.why
-        if event.found is None:
+        if event.present is None:
             self._look_at = self._now + LOOK_S
             return []
         self._asked = None
@@ -187,7 +187,7 @@ class LogFollower:
             return [TakeOver(event.entry)]
         self.phase, self.leader, self.is_member, self._waits = FollowerPhase.LOOKING, None, False, True
         self._looks = True
-        return [Report("info", f"the broker of {event.found.active} is active")]
+        return [Report("info", f"the broker of {event.present.active} is active")]
 
     # The active broker
 

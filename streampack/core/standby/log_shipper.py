@@ -66,9 +66,12 @@ class LogShipper:
         """Reason why the arbiter cannot be reached; empty if it can."""
         self.over = False
         self._process, self._peer = "", b""
+        """The standby's process, and its connection."""
         self._first_lsn = self._next_lsn = self._local_safe = 0
+        """The own log's first record and its next one; the records before the last number are safe on its disk."""
         self._safe_upto = 0
         self._sent_upto = self._have_upto = 0
+        """Every record before the first number was shipped; the standby has every record before the second."""
         self._copies_from = -1
         """First record of the copy that the standby must begin with; -1 once it has begun."""
         self._shipped: list[int] = []
@@ -80,8 +83,11 @@ class LogShipper:
         self._again_at = 0.0
         """Time at which the pending entry is tried again."""
         self._now = self._led_at = 0.0
+        """The time now, and that of the last sign of life for the standby."""
         self._silent_s = 0.0
+        """Seconds since the standby's last message."""
         self._stuck_s = 0.0
+        """Seconds for which the standby has received none of the records on their way."""
         self._asked_at: float | None = None
         """Time at which the newest entry was asked for, while the standby is silent."""
         self._behind_s = 0.0
@@ -292,11 +298,11 @@ class LogShipper:
         if event.entry != self._pending:
             return []
         self.unreachable = event.why
-        if event.found is None:
+        if event.present is None:
             self._again_at = self._now + RETRY_S
             return []
         if not event.won:
-            return self._end(event.found)
+            return self._end(event.present)
         self.entry, self._pending, self._gated_at = event.entry, None, None
         members = " and ".join(self.entry.members)
         return [Report("info", f"entry {self.entry.number} of the arbiter: {members} have every record")]
@@ -343,7 +349,10 @@ class LogShipper:
         return effects
 
     def _note_lost(self, passed_s: float) -> list[Effect]:
-        """Deal with a standby that is silent, for ``passed_s`` more seconds."""
+        """Forget a lost standby that is no member; for a lost member, write an entry without it or ask the arbiter.
+
+        ``passed_s``: seconds since the last call. Ends this broker if the arbiter has not answered for long, either.
+        """
         self._shipped.clear()
         if not self.is_member:
             lost, self.standby, self._process, self._gated_at = self.standby, "", "", None

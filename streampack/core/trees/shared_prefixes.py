@@ -175,12 +175,18 @@ def cut_trees(source: I64, length: I64, part: I64, shared: I64, budget: int, mos
 
 
 def _tokens_of_packs(pieces: SharedPieces, length: I64, budget: int) -> int:
-    """Return the tokens of packs that runs of pieces take, times 2**20, as ``cut_trees`` estimates them."""
+    """Return an estimate of the tokens of packs that the runs of ``pieces`` take, times 2**20; see ``cut_trees``.
+
+    ``length``: int64 [n], tokens of each piece; 0 for a dropped sample.
+    """
     kept = length > 0
     own, ends = (length - pieces.shared)[kept], np.flatnonzero(~pieces.joined[kept])
     sizes = np.diff(np.append(0, np.cumsum(own)[ends]))
-    taken: int = ((budget << 20) // np.maximum(budget // np.maximum(sizes, 1), 1)).sum().item() if len(sizes) else 0
-    return taken
+    if not len(sizes):
+        return 0
+    runs_in_pack = np.maximum(budget // np.maximum(sizes, 1), 1)
+    tokens: int = ((budget << 20) // runs_in_pack).sum().item()
+    return tokens
 
 
 def path_index(shared: I64, lengths: I64, starts: I64) -> I64:

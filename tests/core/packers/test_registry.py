@@ -25,7 +25,7 @@ class Toy(Capped):
     def max_wait(self, window: int, held: int) -> int:
         return held
 
-    def choose(self, lengths, ages, budget, count, closed, *, window, sizes=None) -> Choice:
+    def choose(self, lengths, ages, budget, count, closed, *, window, sizes=None, extra=None) -> Choice:
         return choice_of([[i] for i in range(len(lengths))], ages)
 '''
 USE = """

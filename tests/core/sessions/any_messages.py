@@ -65,7 +65,7 @@ def _messages(draw: st.DrawFn) -> tuple[Message, bytes]:
     fields: dict[str, Any] = {}
     for field in msgspec.structs.fields(kind):
         is_bool = field.type in (bool, bool | msgspec.UnsetType)
-        fields[field.name] = draw(known[bool] if is_bool else _field(kind, field.name, known))
+        fields[field.encode_name] = draw(known[bool] if is_bool else _field(kind, field.encode_name, known))
     return msgspec.convert(fields, kind), b""
 
 

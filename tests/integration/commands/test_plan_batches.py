@@ -82,7 +82,7 @@ def test_the_batches_predicted_from_the_sources_are_those_of_a_real_broker(
     files: Path, served: Served, snapshot: dict[str, Any]
 ) -> None:
     found = ask("plan", "-c", files / "producer.yaml", "-c", files / "broker.yaml", *MESH, "--samples", "5000")
-    base, totals = found["pushed_settings"][0], snapshot["totals"]
+    base, totals = found["settings"][0], snapshot["totals"]
     assert (base["steps"], base["step_samples"], base["step_packs"]) == (served.num_steps, 37, None)
     assert base["utilization"] == pytest.approx(snapshot["figures"]["utilization"])
     for name in ("cost_max_over_mean", "bin_balance"):
@@ -92,8 +92,8 @@ def test_the_batches_predicted_from_the_sources_are_those_of_a_real_broker(
     assert waste["pipeline"], "stages exchange one shape"
     assert base["waste"] == pytest.approx({cause: tokens / delivered for cause, tokens in waste.items()})
     assert base["filled"] == pytest.approx(totals["tokens"] / delivered)
-    assert "window" not in {row["axis"] for row in found["pushed_settings"]}
-    assert "joint" not in {row["packer"] for row in found["pushed_settings"]}
+    assert "window" not in {row["axis"] for row in found["settings"]}
+    assert "joint" not in {row["packer"] for row in found["settings"]}
     assert "step: {samples: 37, min_micro_batches: 2}" in found["broker_yaml"]
     assert "shape: exact" in found["broker_yaml"]
     assert "pp" not in found["broker_yaml"]
@@ -155,7 +155,7 @@ def test_batches_that_marks_closed_are_compared_closed(step: dict[str, Any], tmp
             num_steps = sum(1 for _ in loader.steps())
         until(lambda: is_over(broker, num_steps))
     found = ask("report", state)
-    mean = ask("plan", state)["pushed_settings"][0]["step_samples"]
+    mean = ask("plan", state)["settings"][0]["step_samples"]
     assert found["batches"] == len(batches)
     for name, packer in (("greedy", "concatenative"), ("first_fit_decreasing", "first_fit_decreasing")):
         packs = sum(len(streampack.pack_lengths(batch, 64, packer)) for batch in batches)
@@ -165,7 +165,7 @@ def test_batches_that_marks_closed_are_compared_closed(step: dict[str, Any], tmp
 
 def test_a_running_broker_s_batches_are_planned(served: Served, snapshot: dict[str, Any]) -> None:
     """Its lengths have no order, and its ranks have left."""
-    base = ask("plan", served.broker.http, *MESH)["pushed_settings"][0]
+    base = ask("plan", served.broker.http, *MESH)["settings"][0]
     assert (base["step_samples"], base["shape"], base["mesh"]["pp"]) == (37, "exact", 2)
     assert abs(base["steps"] - served.num_steps) <= 1, "pieces of split samples are samples here"
     assert base["waste"]["pipeline"] > 0.05
@@ -180,7 +180,7 @@ def test_how_large_batches_are_that_marks_close_is_to_be_said(files: Path, tmp_p
     assert "With `step: {end_of_batch: true}`, the size of a batch is not known." in line
     assert "Pass its number of samples with --batch." in line
     found = ask("plan", tmp_path / "lengths.npy", "-c", config, "--batch", "90", "--mesh", "dp=2")
-    base = found["pushed_settings"][0]
+    base = found["settings"][0]
     assert (base["steps"], base["step_samples"]) == (10, 90)
     assert base["micro_batches_low"] % 2 == base["micro_batches_high"] % 2 == 0
     assert found["notes"] == [
@@ -200,7 +200,7 @@ def test_the_lines_for_broker_yaml_keep_the_steps_of_the_configuration(tmp_path:
     found = ask("plan", tmp_path / "lengths.npy", "-c", config)
     file = tmp_path / "again.yaml"
     file.write_text(found["broker_yaml"] + "\nstreams: {web: {}}\n")
-    took, again = found["take"], ask("plan", tmp_path / "lengths.npy", "-c", file)["pushed_settings"][0]
+    took, again = found["take"], ask("plan", tmp_path / "lengths.npy", "-c", file)["settings"][0]
     for key in ("steps", "useful", "waste", "align", "shape", "packer", "window", "budget", "step_packs"):
         assert again[key] == took[key], key
     assert took["align"] == {"sample": 4, "pack": 4}
@@ -228,7 +228,7 @@ def test_shapes_and_stages_show_what_they_cost(tmp_path: Path) -> None:
         "multiple=128",
     )
     found = ask("plan", *common, *meshes)
-    of = {(row["axis"], str(row["shape"]), row["mesh"]["pp"]): row for row in found["pushed_settings"]}
+    of = {(row["axis"], str(row["shape"]), row["mesh"]["pp"]): row for row in found["settings"]}
     exact, fixed = of["shape", "exact", 1], of["shape", "fixed", 1]
     multiple, stages = of["shape", "{'multiple': 128}", 1], of["mesh", "exact", 2]
     assert exact["filled"] == 1.0
@@ -242,7 +242,7 @@ def test_precision_asks_for_its_multiples(tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.random.default_rng(1).integers(1, 500, 900))
     options = ("--mesh", "dp=2,cp=2,tp=2", "--precision", "mxfp8")
     found = ask("plan", tmp_path / "lengths.npy", *options, "--shape", "exact", "--batch", "64")
-    rows = {row["axis"]: row for row in found["pushed_settings"]}
+    rows = {row["axis"]: row for row in found["settings"]}
     assert rows["base"]["align"] == {"sample": 8, "pack": 256}
     assert rows["mesh"]["align"] == {"sample": 4, "pack": 128}, "tight, too"
     assert rows["base"]["waste"]["pack_tail"] > 0

@@ -90,14 +90,14 @@ def _best_swap(i, pack, length, size, room, free):  # type: ignore[no-untyped-de
 
     ``room`` and ``free`` are the tokens and samples that each pack may still take.
     """
-    here, best, found = pack[i], 0, -1
+    here, best, partner = pack[i], 0, -1
     for j in range(len(pack)):
         there, more, also = pack[j], length[i] - length[j], size[i] - size[j]
         if there != here and -room[here] <= more <= room[there] and -free[here] <= also <= free[there]:
             gain = more * (room[here] - room[there] + more)
             if gain > best:
-                best, found = gain, j
-    return found
+                best, partner = gain, j
+    return partner
 
 
 @kernel

@@ -396,9 +396,10 @@ def _drop(positions, count, gone):  # type: ignore[no-untyped-def]
 
 @kernel
 def _fill(left, num_left, gone, rest, lengths, counts, p, room, free, rows, barren, indices, end):  # type: ignore[no-untyped-def]
-    """Append samples of ``left`` that fill the ``room`` of pack p to ``indices``. Return the new end.
+    """Choose samples of ``left`` that fill the ``room`` of pack p, and append them to ``indices``. Return the new end.
 
-    The pack takes at most ``free`` of each unit. If the exact fill needs more, the longest that fit are taken instead.
+    The pack takes at most ``free`` of each unit. If the samples of an exact fill need more, the longest that fit are
+    taken instead.
     """
     for most in (FEW, MAX_TRIED):
         num_rest = 0

@@ -49,7 +49,7 @@ NOTHING = Share((0, 0), ())
 
 @dataclass(slots=True)
 class _Step:
-    """The parts of one step that have come, by pair and number of the part, and their bytes."""
+    """The parts of one step that have come, and their bytes: by (dp rank, cp rank), then by the number of the part."""
 
     parts: dict[Pair, dict[int, RankPart]] = field(default_factory=dict)
     num_bytes: int = 0
