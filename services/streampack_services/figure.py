@@ -2,13 +2,15 @@
 
 To add a figure:
 
-1. Count it in the core, as an attribute of an object that the ``reporter`` hands to ``filled``. Test it there.
+1. Count it in the core, as an attribute of an object that the ``reporter`` hands to ``filled``. For ``FeedStatus``
+   these are the feed, its readers, attempts, history, memory and flows; for ``PackTotals`` the ``Totals``. Test it
+   there.
 2. Declare a field of the same name in the struct of ``broker.status`` that it belongs to:
    ``window_tokens: Annotated[int, gauge("window_tokens", "Tokens of the samples in the window.")]``.
    A figure that follows from other fields is a method under ``@gauge(...)``, and reads as an attribute.
 3. Write the recorded figures anew: ``python -m streampack_services.http.metrics > deploy/prometheus/METRICS.md``,
-   ``python -m docs.generate.dashboard``, ``python -m tests.services.http.test_same_figures`` and
-   ``python -m tests.services.watch.test_command_texts``.
+   ``python -m docs.generate.dashboard``, ``python -m tests.services.http.test_same_figures``,
+   ``python -m tests.services.watch.test_command_texts`` and ``python -m tests.integration.watching.test_status_json``.
 
 ``/status`` has it under the field's name, ``/metrics`` and METRICS.md under the figure's. A dict has a series for each
 key, a struct of numbers for each field: the declaration ends with the names of these labels. None has no series. A text

@@ -52,11 +52,11 @@ def test_top_has_a_row_or_a_column() -> None:
 
 def test_the_page_knows_the_path_the_label_and_the_unit() -> None:
     lines = dict(line.removeprefix("export const ").split(" = ") for line in declared().splitlines())
-    assert json.loads(lines["FIGURES"].rstrip(";")) == {
-        "broker": [[["vanished_producers"], "vanished producers", "count"]],
-        "feed": [[["dealt", "split_packs"], "split packs", "count"]],
-        "stream": [[["lost_tokens"], "lost tokens", "tokens"]],
-    }
+    figures = json.loads(lines["FIGURES"].rstrip(";"))
+    assert figures.keys() == {"broker", "feed", "stream"}
+    assert [["vanished_producers"], "vanished producers", "count"] in figures["broker"]
+    assert [["dealt", "split_packs"], "split packs", "count"] in figures["feed"]
+    assert [["lost_tokens"], "lost tokens", "tokens"] in figures["stream"]
 
 
 def test_the_dashboard_has_a_panel_at_the_end_of_a_row() -> None:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from streampack_services.amounts import media_text
 from streampack_services.audit.named_media import reference_text
+from streampack_services.audit.why import OTHER_COLUMNS
 from streampack_services.terminal import add_numbers, new_console, new_table
 
 Tree = dict[str, Any]
@@ -135,8 +136,8 @@ def show_sample(report: Tree) -> None:
     if places[-1]["items"]:
         console.print(f"has {media_text(places[-1]['items'], places[-1]['patches'])}")
     table = new_table()
-    trees = ("shared",) if any(place["shared"] for place in places) else ()
-    numbers = ("step", "lineage", "pack", "part", "offset", "length", *trees, "loss_tokens")
+    others = [name for name in OTHER_COLUMNS if any(place[name] for place in places)]
+    numbers = ("step", "lineage", "pack", "part", "offset", "length", *others, "loss_tokens")
     add_numbers(table, (*numbers[:-1], "loss", "crc32c", "digest"))
     table.add_column("", overflow="fold")
     for place in places:

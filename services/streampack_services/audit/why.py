@@ -29,6 +29,9 @@ Tree = dict[str, Any]
 Reported = list[ReportedValues]
 NOT_SHOWN = ("keep", "extra_bytes", "extra_cost")
 """Columns of ``samples.EXTRAS`` that are left out of a sample's tree."""
+SHOWN_COLUMNS = tuple(name for name in EXTRA_ROW.names or () if name not in NOT_SHOWN)
+OTHER_COLUMNS = tuple(name for name in SHOWN_COLUMNS if name not in ("items", "patches"))
+"""Columns of a sample beside its media that a report shows where one is not 0."""
 
 
 def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | None = None, pp_size: int = 1) -> Tree:
@@ -205,7 +208,7 @@ def sample_tree(feed: FeedHistory, step: StepRows, reported: Reported, row: int,
         "offset": offset,
         "length": int(facts["length"]),
         "loss_tokens": int(facts["loss_tokens"]),
-        **{name: int(step.extras[name][row]) for name in EXTRA_ROW.names or () if name not in NOT_SHOWN},
+        **{name: int(step.extras[name][row]) for name in SHOWN_COLUMNS},
         "crc": int(facts["crc"]),
         "values": {name: _number(value) for named in of_sample for name, value in sorted(named.items())},
     }

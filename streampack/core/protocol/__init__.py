@@ -24,6 +24,7 @@ To add a question of a trainer, such as ``AskState``:
 2. In ``serve.readers``, register a method for the question, ``@_from_readers.of(MyQuestion)``, and let it return the
    answer. A kind without a method fails at import.
 3. Relays and sessions need no line: they pass on what they do not treat. The program sends ``Ask(MyQuestion(...))``.
+4. For a method of the loader, ask in ``client.reader`` by ``self._prefetching.ask``, and add the method to ``Client``.
 
 Any other message of a reader is a ``ReaderMessage``. A message of the broker needs a method in ``client_session``.
 Test the message with a relay and without one, and add an example to ``tests/fuzz/decoders.py``.
