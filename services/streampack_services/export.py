@@ -160,8 +160,8 @@ def _check(name: str, place: Place, options: Options) -> None:
     """Raise UserError for an option that the place does not have, a wrong value, or a relative path."""
     for key, value in asdict(options).items():
         if value is not None and key not in place.options:
-            known = ", ".join(f"--{option}" for option in place.options) or "no option"
-            raise UserError(f"The export {name} does not have the option --{key}. Its options are: {known}.")
+            options_text = ", ".join(f"--{option}" for option in place.options) or "no option"
+            raise UserError(f"The export {name} does not have the option --{key}. Its options are: {options_text}.")
         pattern, expected = _WORDS.get(key, ("", ""))
         if isinstance(value, str) and not re.fullmatch(pattern, value):
             raise UserError(f"--{key}: got {value!r}, expected {expected}")

@@ -56,7 +56,7 @@ class Case:
 
     @property
     def align_pack(self) -> int:
-        """What the length of a pack is a multiple of."""
+        """The length of a pack is a multiple of this number of tokens."""
         return self.align if self.layout in ("zigzag", "whole") else int(np.lcm(2 * self.cp, self.align))
 
     @property

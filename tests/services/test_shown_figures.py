@@ -7,7 +7,7 @@ import json
 import pytest
 from msgspec.structs import replace
 from streampack_services.broker.status import BrokerStatus, FeedStatus, StreamStatus
-from streampack_services.figure import places_in
+from streampack_services.figure import figures_of, places_in
 from streampack_services.http.page import declared
 from streampack_services.watch.status_report import show_status
 from streampack_services.watch.top_view import PageOptions, page
@@ -54,6 +54,7 @@ def test_the_page_knows_the_path_the_label_and_the_unit() -> None:
     lines = dict(line.removeprefix("export const ").split(" = ") for line in declared().splitlines())
     figures = json.loads(lines["FIGURES"].rstrip(";"))
     assert figures.keys() == {"broker", "feed", "stream"}
+    assert sum(map(len, figures.values())) == sum(figure.shown for figure in figures_of(BrokerStatus))
     assert [["vanished_producers"], "vanished producers", "count"] in figures["broker"]
     assert [["dealt", "split_packs"], "split packs", "count"] in figures["feed"]
     assert [["lost_tokens"], "lost tokens", "tokens"] in figures["stream"]

@@ -6,6 +6,7 @@ links of its ``World``; none decides anything. What they see is checked in ``che
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick
@@ -28,16 +29,17 @@ TICK_S = 0.25
 Machine = ProducerSession | PushSession | AmendSession | ClientSession | RelaySession | TellingSession
 
 
-class Mortal:
-    """What all processes share: life and death, freezing (SIGSTOP, a hung host), and ticks."""
+class Mortal(ABC):
+    """A process that can be killed, and frozen as by SIGSTOP or a hung host. It gets ticks."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.alive, self.frozen = True, False
         self._inbox: list[Event] = []
 
+    @abstractmethod
     def handle(self, event: Event) -> None:
-        raise NotImplementedError
+        """Handle an event."""
 
     def kill(self) -> None:
         self.alive = False
@@ -108,8 +110,9 @@ class Process(Mortal):
     def send(self, envelope: Envelope) -> None:
         self.world.to_broker(self, envelope)
 
+    @abstractmethod
     def perform(self, effect: Effect) -> None:
-        raise NotImplementedError
+        """Perform an effect that sends nothing."""
 
 
 class ProducerProcess(Process):

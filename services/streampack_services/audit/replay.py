@@ -88,10 +88,10 @@ def _wanted(ledger: Ledger, options: ReplayOptions) -> Wanted:
         rows = step
     else:
         why.raise_if_damaged(ledger, "steps")
-        known = [str(other.lineage) for other in ledger.records_of(feed.name, options.step)]
+        lineages = [str(other.lineage) for other in ledger.records_of(feed.name, options.step)]
         raise UserError(
             f"Step {options.step} of feed {feed.name!r} is not recorded in lineage {options.lineage}. Lineages "
-            f"with this step: {', '.join(known) or 'none'}."
+            f"with this step: {', '.join(lineages) or 'none'}."
         )
     effective = feed.effective(rows.step) == rows.lineage
     streams = [stream.name for stream in feed.rules_at(rows.step, rows.lsn).streams]

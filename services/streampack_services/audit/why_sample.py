@@ -30,9 +30,9 @@ def why_sample(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource] = 
             f"got sample {name!r}, expected STREAM:INDEX, such as web:1234, STREAM:PARTITION:SEQ, or FILE:ROW"
         )
     if feed is None:
-        known = [name for history in ledger.history.feeds.values() for name in history.streams]
+        streams = [name for history in ledger.history.feeds.values() for name in history.streams]
         raise UserError(
-            f"got stream {stream!r}, expected one of: {', '.join(known)}. To look up a row of a file, pass the "
+            f"got stream {stream!r}, expected one of: {', '.join(streams)}. To look up a row of a file, pass the "
             f"producer.yaml of its stream with -p."
         )
     partitions = feed.streams[stream].partitions

@@ -68,7 +68,7 @@ def test_samples_pushed_since_are_dropped_and_counted_and_all_others_are_in_the_
 
 
 def check(live: Rollouts, chains: list[bytes]) -> None:
-    """What was dropped is counted, all else is in the steps."""
+    """Every dropped sample is counted, and all others are in the steps."""
     assert all("after the end of the partition" in error for error in live.errors), "one whose end was safe asks again"
     chunks, dropped = recorded(live)
     lost = [index_of(np.arange(first, first + count), p, PARTITIONS) for p, first, count, gone in chunks if gone]

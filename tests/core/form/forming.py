@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from streampack.core.form.former import Former
@@ -10,7 +11,7 @@ from streampack.core.model.samples import SampleTable
 from streampack.core.model.steps import PlannedStep
 
 
-class Forming:
+class Forming(ABC):
     """A former, its table, and the steps that it has formed."""
 
     def __init__(self, rules: Rules, table: SampleTable) -> None:
@@ -18,9 +19,9 @@ class Forming:
         self.admitted = 0
         self.steps: list[PlannedStep] = []
 
+    @abstractmethod
     def admit(self, count: int) -> None:
         """Admit the next samples."""
-        raise NotImplementedError
 
     def form(self, max_steps: int = 1, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Form steps, if there are enough samples."""

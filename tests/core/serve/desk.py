@@ -25,7 +25,7 @@ M = TypeVar("M", bound=Message)
 
 
 SNAPSHOTS: dict[bytes, Snapshot] = {}
-"""Of checkpoints that processes attach with."""
+"""The checkpoints that processes attach with, by process."""
 
 
 class Desk:
@@ -73,7 +73,7 @@ class Desk:
                 assert isinstance(effect, Release), effect
 
     def form(self) -> None:
-        """As many steps as may be kept."""
+        """Form as many steps as may be kept."""
         readers = self.readers
         while readers.steps.formed_upto < readers.steps.released_upto + self.ahead and not readers.steps.draining:
             number = readers.steps.formed_upto

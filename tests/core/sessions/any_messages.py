@@ -27,7 +27,7 @@ _LENGTHS = st.lists(st.sampled_from([0, 1, 4, 5, 16, 17, 40, 2**32 - 1]), max_si
 
 
 def _snapshots() -> list[Snapshot]:
-    """What checkpoints may hold: the beginning, a place between steps, and what no feed can go on from."""
+    """Return snapshots of the beginning, of a place between steps, and one that no feed can go on from."""
     bench = Bench()
     start = snapshot(bench.rules, merge_of(bench.rules), Former(bench.rules, SampleTable()), [(0, None)] * 3)
     bench.produce(b"p", hello("p", "a", "b"))

@@ -20,7 +20,7 @@ BROKER = {"rules": RULES, "planned_mesh": {"dp": 2, "cp": 2}, "streams": STREAMS
 
 
 def ask(*arguments: str | Path) -> dict[str, Any]:
-    """What a command says as JSON."""
+    """Return the JSON answer of a command."""
     result = in_process(*arguments, "--json")
     assert result.returncode == 0, result.stderr
     found: dict[str, Any] = json.loads(result.stdout)

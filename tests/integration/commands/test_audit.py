@@ -39,7 +39,7 @@ def open_log(folder: Path) -> Log:
 
 
 def ask(*arguments: str | Path) -> dict[str, Any]:
-    """What a command says as JSON, and its exit code as ``exit``."""
+    """Return the JSON answer of a command, with its exit code as ``exit``."""
     result = in_process(*arguments, "--json")
     assert not result.stderr
     return {**json.loads(result.stdout), "exit": result.returncode}

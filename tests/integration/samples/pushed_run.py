@@ -13,7 +13,7 @@ SAMPLES = 3
 
 
 def pushed_settings(path: Path, **changes: Any) -> dict[str, Any]:
-    """Of a run in ``path``: a broker that is started again listens where the first one did."""
+    """Return the settings of a run in ``path``. A broker that is started again listens where the first one did."""
     sides = {side: f"ipc://{path}/{side}" for side in ("producers", "trainers")}
     return {
         "run": "grpo",
