@@ -86,23 +86,18 @@ class ResultRequests:
     def _on_publish(self, message: Publish, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
         """Record the version of a policy, unless it is known; answer once that is safe.
 
-        Trainers that go back to a checkpoint begin a new attempt, whose versions may be lower.
+        Trainers that go back to a checkpoint begin a new attempt, whose versions may be lower. A process that takes a
+        rank over stays in the attempt. It publishes again what was published at the steps that it repeats, and these
+        versions change nothing.
         """
         if (refused := self._refuse_attempt(peer, message)) is not None:
             return refused
         if message.attempt[0] > self._identity.epoch:
             return []  # a standby has taken over. The rank repeats its message until it knows
-        known, effects = self._history.published, list[Effect]()
-        if message.version > MOST_VERSION:
-            text = f"got policy version {message.version}, expected at most {MOST_VERSION}"
+        if text := self._impossible(message):
             return self._results.refuse(peer, message.number, text)
-        if known is not None and message.attempt == known.attempt and message.version < known.version:
-            text = (
-                f"got policy version {message.version}, but version {known.version} is published, expected a version "
-                f"that is not lower. To publish a lower one, restart all ranks"
-            )
-            return self._results.refuse(peer, message.number, text)
-        if known is None or (message.attempt, message.version) > (known.attempt, known.version):
+        effects, last = list[Effect](), self._history.published
+        if last is None or (message.attempt, message.version) > (last.attempt, last.version):
             record = PolicyPublished(
                 feed=self._feed, version=message.version, step=message.step, attempt=message.attempt
             )
@@ -111,6 +106,23 @@ class ResultRequests:
             self._credits.publish(record)
         self._results.note(peer, message.number)
         return effects + self._safe(self._journal.safe_upto) + self._credits.tell_published()
+
+    def _impossible(self, message: Publish) -> str:
+        """Return why no trainer can publish this version now; empty if one can."""
+        if message.version > MOST_VERSION:
+            return f"got policy version {message.version}, expected at most {MOST_VERSION}"
+        attempts, last = self._readers.attempts, self._history.published
+        upto = max(attempts.known_upto, self._history.num_steps)
+        if message.attempt == (self._identity.epoch, attempts.number) and attempts.number and message.step > upto:
+            return f"got a policy version for step {message.step}, expected at most step {upto}, which is formed next"
+        if last is None or message.attempt != last.attempt or message.version >= last.version:
+            return ""
+        if message.step <= last.step:
+            return ""
+        return (
+            f"got policy version {message.version}, but version {last.version} is published, expected a version "
+            f"that is not lower. To publish a lower one, restart all ranks"
+        )
 
     def _refuse_attempt(self, peer: bytes, message: Publish | ReportValues) -> list[Effect] | None:
         """Return the answer to a message that cannot be of the present attempt yet; None for any other message."""

@@ -69,7 +69,8 @@ def test_values_of_another_ranks_samples_are_refused() -> None:
         ({"version": 2**61}, "got policy version"),
         ({"attempt": (0, 2**61)}, "got attempt"),
         ({"attempt": (2**61, 2**61)}, None),
-        ({"version": 3}, "but version 107 is published"),
+        ({"version": 3, "step": 1}, "but version 107 is published"),
+        ({"version": 108, "step": 2**40}, "expected at most step"),
     ],
     ids=str,
 )
@@ -88,6 +89,19 @@ def test_a_policy_that_trainers_cannot_have_is_refused(change: dict[str, object]
     assert feed.history.published is not None
     assert feed.history.published.version == 107
     assert answer(stage, replace(publish, number=8, version=108)) == Noted(number=8)
+
+
+def test_a_rank_that_repeats_steps_publishes_their_versions_again() -> None:
+    """A process that took its rank over, from an older checkpoint, was refused in the same attempt."""
+    stage = running().stage
+    feed = stage.core.feeds["train"]
+    attempt = stage.epoch, feed.readers.attempts.number
+    last = feed.readers.attempts.known_upto
+    for number, step in enumerate([last, 0, last - 1, last]):
+        publish = Publish(feed="train", number=number, version=100 + step, step=step, attempt=attempt)
+        assert answer(stage, publish) == Noted(number=number)
+        assert feed.history.published is not None
+        assert feed.history.published.version == 100 + last, "a repeated version changes nothing"
 
 
 def test_a_trainer_has_at_most_one_policy_that_waits_for_the_log() -> None:
