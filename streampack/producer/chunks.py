@@ -131,7 +131,7 @@ def chunk_of(batch: TokenChunk, lease: Lease, session: Session, crcs_of: CrcsOf 
             "the source yield smaller batches, or, if the batch has too many bytes, raise limits.chunk in broker.yaml, "
             "or `chunk` of streampack.local"
         )
-    crcs = crcs_of(columns)
+    crcs, payload_crc = crcs_of(columns)
     loss = loss_tokens(None, batch.lengths.astype(np.int64)) if batch.loss_tokens is None else batch.loss_tokens
     further: dict[str, Any] = {
         name: values.astype(f"<u{SAMPLE_BYTES[name]}").tobytes() for name, values in batch.columns.items()
@@ -141,7 +141,7 @@ def chunk_of(batch: TokenChunk, lease: Lease, session: Session, crcs_of: CrcsOf 
         lengths_u32=batch.lengths.astype("<u4").tobytes(), crcs_u32=crcs.astype("<u4").tobytes(),
         loss_tokens_u32=loss.astype("<u4").tobytes(), num_bytes=num_bytes, cursor=batch.cursor, rejected=batch.rejected,
         lost_tokens=batch.lost_tokens, pass_ended=batch.pass_ended, payload=tuple(data.data for data, _ in columns),
-        warnings=_sent(batch.warnings),
+        payload_crc=payload_crc, warnings=_sent(batch.warnings),
         **further,
     )  # fmt: skip
 

@@ -57,7 +57,7 @@ def tree_of(batch: TokenChunk, lease: Lease) -> Tree:
         for (once, width), frame in zip(columns, whole.payload, strict=True)
     )
     places = np.argsort(order).tolist()
-    return Tree(msgspec.structs.replace(whole, payload=payload), places)
+    return Tree(msgspec.structs.replace(whole, payload=payload, payload_crc=None), places)
 
 
 def _keys(batch: TokenChunk, lease: Lease) -> NDArray[Any]:

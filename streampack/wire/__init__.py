@@ -4,7 +4,7 @@
 - ``bundles``: several messages in one, between a relay and the broker.
 - ``record_frames``: encodes and decodes records of the log and snapshots.
 - ``checksums``: CRC32C of bytes.
-- ``sample_checksums``: CRC32C of every sample of a chunk.
+- ``sample_checksums``: CRC32C of every sample of a chunk in one pass.
 - ``crc_kernels``: compiled code for ``sample_checksums``, for x86-64.
 
 Sockets give and take the frames of a message, the log the bytes of a record. ``decode`` verifies sizes and checksums

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from streampack.core.model.samples import I64
 
-__all__ = ["Column", "CrcsOf", "crc32c"]
+__all__ = ["Column", "Crcs", "CrcsOf", "crc32c"]
 
 Column = tuple[NDArray[np.uint8], I64]
 """The bytes of a column, uint8 [m], and where each sample begins in it, int64 [samples + 1]."""
-CrcsOf = Callable[[Sequence[Column]], NDArray[np.uint32]]
-"""Returns the checksum of every sample, uint32 [samples]."""
+Crcs = tuple[NDArray[np.uint32], int | None]
+"""The checksum of every sample, uint32 [samples]; and that of all columns, one after another, or None."""
+CrcsOf = Callable[[Sequence[Column]], Crcs]

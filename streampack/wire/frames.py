@@ -79,9 +79,15 @@ def encode(envelope: Envelope, version: int | None = None) -> list[Any]:
     if len(payload) > MAX_PAYLOAD_FRAMES:
         raise WireError(f"got {len(payload)} payload frames, expected at most {MAX_PAYLOAD_FRAMES}")
     meta, num_bytes = _encoder.encode(envelope.message), sum(memoryview(frame).nbytes for frame in payload)
+    if envelope.payload_crc is None:
+        crc = checksum([meta, *payload])
+    else:
+        from streampack.wire.crc_kernels import joined  # imports numba; payload_crc comes from there
+
+        crc = joined(crc32c(meta), envelope.payload_crc, num_bytes)
     head = _HEADER.pack(
         MAGIC, VERSION if version is None else version, envelope.message.TYPE, len(payload), envelope.run,
-        envelope.epoch, envelope.fence, len(meta), checksum([meta, *payload]), num_bytes, 0,
+        envelope.epoch, envelope.fence, len(meta), crc, num_bytes, 0,
     )  # fmt: skip
     return [head + _CRC.pack(crc32c(head)), meta, *payload]
 

@@ -69,7 +69,7 @@ class Vary:
                 message, payload = self._length(message, payload)
             if rng.random() < 0.1:
                 payload = self._payload(payload)
-            changed = replace(envelope, message=message, payload=tuple(payload))
+            changed = replace(envelope, message=message, payload=tuple(payload), payload_crc=None)
             for name in ("run", "epoch", "fence"):
                 if rng.random() < 0.05:
                     changed = replace(changed, **{name: self._number(getattr(envelope, name), 0, 2**62 - 1)})

@@ -89,6 +89,7 @@ class Envelope(Struct, frozen=True, kw_only=True):
         run: Number of the run; 0 from a peer that has had no message of the broker yet.
         epoch: The broker's epoch, which rises at each start.
         fence: The producer's session for a partition, or the trainers' attempt.
+        payload_crc: CRC32C of the payload's concatenated frames, if the sender knows it.
     """
 
     run: Count
@@ -96,6 +97,7 @@ class Envelope(Struct, frozen=True, kw_only=True):
     fence: Count
     message: Message
     payload: tuple[Any, ...] = ()
+    payload_crc: int | None = None
 
     def is_foreign(self, run: int, epoch: int) -> bool:
         """Return whether another run's broker or one older than ``epoch`` sent this; ``run`` is 0 if not known yet."""

@@ -44,12 +44,14 @@ class Chunk(SentChunk, Event, frozen=True, kw_only=True):
         num_bytes: Bytes of the tokens and of the fields that have a value for each token; credit counts these. The
             payload of a chunk with shared tokens is smaller.
         payload: The tokens and each field, concatenated over the samples.
+        payload_crc: CRC32C of the payload's concatenated frames, if known.
     """
 
     base_seq: int = 0
     session: Session
     num_bytes: int
     payload: tuple[object, ...]
+    payload_crc: int | None = None
 
     @property
     def key(self) -> PartitionKey:
@@ -274,5 +276,9 @@ class Sender(ABC):
 
     def _send(self, message: Message, session: Session = (0, 0), chunk: Chunk | None = None) -> Send:
         """Return the effect that sends a message in a session, with a chunk's payload if there is one."""
-        payload = () if chunk is None else chunk.payload
-        return Send(Envelope(run=self.run, epoch=self.epoch, fence=session[1], message=message, payload=payload))
+        payload, crc = ((), None) if chunk is None else (chunk.payload, chunk.payload_crc)
+        return Send(
+            Envelope(
+                run=self.run, epoch=self.epoch, fence=session[1], message=message, payload=payload, payload_crc=crc
+            )
+        )  # fmt: skip

@@ -66,7 +66,7 @@ from streampack.wire import crc_kernels
 crcs_of, bounds = compiled(), np.array([0, 40, 100])
 crcs_of([(np.zeros(100, np.uint8), bounds)])
 crcs_of([(np.frombuffer(bytes(100), np.uint8), bounds)])
-print(len(crc_kernels._continue.signatures))
+print(len(crc_kernels._pieces.signatures))
 """
 EVERYWHERE = """
 import numpy as np

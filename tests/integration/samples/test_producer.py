@@ -17,17 +17,15 @@ from streampack_services.daemons.progress import Overall
 import streampack
 from streampack.config.typed_yaml import convert
 from streampack.core.protocol.message import Envelope
-from streampack.core.protocol.producer_messages import Lease, ProducerPing
-from streampack.core.sessions.producer_base import Chunk, Session
+from streampack.core.protocol.producer_messages import Lease, ProducerPing, Samples
 from streampack.producer import loop as producer
 from streampack.producer.chunk import TokenChunk
-from streampack.producer.chunks import CHUNK_S, batches, chunk_of
+from streampack.producer.chunks import CHUNK_S, batches
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Cursor, SourceSettings, open_source, open_tokenizer
 from streampack.tokenizers.base import TokenizerSettings
 from streampack.wire import frames as wire
-from streampack.wire.checksums import CrcsOf
-from streampack.wire.sample_checksums import compiled, plain
+from streampack.wire.sample_checksums import compiled
 from tests.integration.running import PATIENCE_S, running_broker, until, write_jsonl
 
 SETTINGS: dict[str, Any] = {
@@ -177,13 +175,13 @@ class Counting:
 def test_samples_come_whole_before_and_after_their_checksums_are_computed_by_a_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    by_kernel: list[bool] = []
+    known: list[bool] = []
 
-    def noted(batch: TokenChunk, lease: Lease, session: Session, crcs_of: CrcsOf) -> Chunk:
-        by_kernel.append(crcs_of is not plain)
-        return chunk_of(batch, lease, session, crcs_of)
+    def noted(envelope: Envelope) -> list[Any]:
+        known.extend([envelope.payload_crc is not None] if isinstance(envelope.message, Samples) else [])
+        return wire.encode(envelope)
 
-    monkeypatch.setattr(producer, "chunk_of", noted)
+    monkeypatch.setattr(producer, "wire", SimpleNamespace(encode=noted, decode=wire.decode))
     monkeypatch.setattr(producer, "FAST_BYTES_S", 1e-9)
     count = 2 * producer.COMPILED_AFTER
     with running_broker(SETTINGS) as broker:
@@ -197,4 +195,4 @@ def test_samples_come_whole_before_and_after_their_checksums_are_computed_by_a_k
             )
         thread.join(PATIENCE_S)
     assert seen == [(i, [i] * 3) for i in range(2 * count)]
-    assert by_kernel == [False] * producer.COMPILED_AFTER + [compiled() is not None] * producer.COMPILED_AFTER
+    assert known == [False] * producer.COMPILED_AFTER + [compiled() is not None] * producer.COMPILED_AFTER
