@@ -255,7 +255,8 @@ ROWS = (
               decimals=2),
         Panel("Memory", {BROKER: "process_resident_memory_bytes{broker}"}, "Resident memory of the broker.", "bytes"),
         Panel("Tokens sent", "sent_tokens"),
-        Panel("Bad messages", "bad_messages", "Messages and connections that went wrong, per second, by reason."),
+        Panel("Bad messages", "bad_messages", "Messages and connections that went wrong, per second, by reason. "
+              "Foreign ones are of another run, strangers have no allowed key, and peers of unsent ones were gone."),
         Panel("Open files", {BROKER: "process_open_fds{broker}"}, "Files and sockets that the broker has open.",
               "none"),
         Panel("Uptime", {BROKER: "time() - process_start_time_seconds{broker}"},

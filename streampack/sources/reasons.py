@@ -40,7 +40,8 @@ EXPECTED_OF_KEY = {
     "packed": "one sample in each row, but {key} says that this row holds several. Give the samples before they are "
     "packed (`packing=False`), or split the rows. Streampack packs them",
     "unread": "no {key}, which streampack does not read, because libraries do not agree on its meaning. If it says "
-    "which tokens to learn, write `loss_mask` (1: learned). Else declare a field with the name {key}, or remove {key}",
+    "which tokens count in the loss, write `loss_mask`, with 1 for these. Else declare a field with the name {key}, or "
+    "remove {key}",
     "text": "no {key} beside a text, because it is about token ids, which the sample does not have. Give the ids in "
     "`input_ids`, or remove {key}",
     "shifted": "labels that are not shifted: the label of a token is the token itself, or -100. Shift them back by one",

@@ -59,7 +59,7 @@ KNOWN: dict[str, Kind] = {
 MEANINGS: dict[Kind, str] = {
     "labels": "Label of each token, not shifted: -100 for a token that is not learned, else the token itself. Other "
     "labels need the declared field `labels`",
-    "learned": "1 for a token to learn, 0 for another one",
+    "learned": "1 for a token that counts in the loss, 0 for another one",
     "real": "0 for padding at the beginning or the end, which is cut off; 1 for all other tokens",
     "positions": "Not read: the row is rejected unless the values are 0, 1, 2 and so on",
     "segments": "Not read: the row is rejected unless all values are equal, because it holds several samples",

@@ -83,7 +83,7 @@ class TokenizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         dict[str, str],
         Meta(
             description="Roles in the data and the role that the chat template gets for each, such as `{model: "
-            "assistant}`. Only messages of the `assistant` are learned"
+            "assistant}`. Only messages of the `assistant` count in the loss"
         ),
     ] = {}
     date: Annotated[

@@ -500,6 +500,13 @@ class StandbyStatus(Struct, frozen=True, kw_only=True):
     """Number of the newest entry of the arbiter."""
 
 
+BAD_MESSAGES = {
+    "damaged": "damaged", "refused": "from refused peers", "foreign": "of another run",
+    "strangers": "from peers without an allowed key", "cut": "connections cut",
+}  # fmt: skip
+"""Words for the counts of ``MessageCounts`` that are faults of peers. A peer that is gone causes ``unsent`` ones."""
+
+
 class MessageCounts(Struct, frozen=True, kw_only=True):
     """Messages and connections that went wrong."""
 
@@ -515,6 +522,17 @@ class MessageCounts(Struct, frozen=True, kw_only=True):
     """Connections of peers whose key is not allowed."""
     cut: int
     """Connections that the broker cut because the peer sent too much."""
+
+    @property
+    def bad(self) -> int:
+        """Number of messages and connections that peers are at fault for."""
+        return sum(getattr(self, reason) for reason in BAD_MESSAGES)
+
+    @property
+    def bad_text(self) -> str:
+        """Numbers of bad messages by reason, such as '3 damaged, 1 of another run'; 'none' without any."""
+        counts = ((getattr(self, reason), words) for reason, words in BAD_MESSAGES.items())
+        return ", ".join(f"{count:,} {words}" for count, words in counts if count) or "none"
 
 
 class RelayStatus(Struct, frozen=True, kw_only=True):
@@ -597,8 +615,8 @@ class BrokerStatus(Struct, frozen=True, kw_only=True):
     standby: StandbyStatus | None
     """The standby; None without ``standby`` in broker.yaml."""
     messages: Annotated[MessageCounts, counter(
-        "bad_messages", "Messages that cannot be decoded (damaged), belong to another run (foreign) or were not sent "
-        "(unsent). Also peers rejected or without an allowed key (strangers), "
+        "bad_messages", "Messages that cannot be decoded (damaged), are of another run (foreign), or were not sent "
+        "because the peer was gone (unsent). Also peers that were refused, peers without an allowed key (strangers), "
         "and connections cut.", "reason")]  # fmt: skip
     form_seconds: Annotated[float, counter("form_seconds", "Time spent in FORM, which packs samples.")]
     sent_tokens: Annotated[int, counter("sent_tokens", "Tokens sent to trainers, padding included.")]

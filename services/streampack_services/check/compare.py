@@ -104,8 +104,8 @@ def _check_samples(
         for record in _peek(replace(stream, fields={}), producer, (MASK,))
     ):
         raise ConfigError(
-            f"{where}: rows say which tokens are learned, and {files.path} declares no field for it, so the model "
-            f"would be trained on prompts. Add `fields: {{loss_mask: {{default: 1}}}}` to {files.path.name}"
+            f"{where}: rows say which tokens count in the loss, and {files.path} declares no field for it, so the "
+            f"model would be trained on prompts. Add `fields: {{loss_mask: {{default: 1}}}}` to {files.path.name}"
         )
     needed = [
         field.name

@@ -162,7 +162,7 @@ def show_preview(streams: dict[str, list[Tree]]) -> None:
     for name, samples in streams.items():
         for sample in samples:
             console.print()
-            counts, media = f"{sample['num_tokens']} tokens, {sample['num_learned']} learned", sample["media"]
+            counts, media = f"{sample['num_tokens']} tokens, {sample['num_learned']} in the loss", sample["media"]
             counts += f", {media_text(media['items'], media['patches'])}" if media else ""
             about = f"rejected: {sample['reason']}" if sample["reason"] else counts
             console.print(Text(f"{name}  {sample['where']}  {about}", style="bold"), soft_wrap=True)

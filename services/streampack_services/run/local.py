@@ -100,7 +100,7 @@ def open_local(source: Any, options: dict[str, Any]) -> LocalLoader[Any]:
         if name in weights:
             streams[name]["weight"] = weights[name]
     if any(masked) and not {LOSS_MASK, LABELS} & set(run["fields"]):
-        log.info("the rows say which tokens are learned; streampack.local declares the field loss_mask")
+        log.info("the rows say which tokens count in the loss; streampack.local declares the field loss_mask")
         run = {**run, "fields": {**run["fields"], LOSS_MASK: {"default": 1}}}
     config = with_enough_memory(checked(convert({"run": "local", **run, "streams": streams}, BrokerConfig, "local")))
     with contextlib.ExitStack() as stack:

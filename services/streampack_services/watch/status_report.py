@@ -47,9 +47,9 @@ def show_status(status: BrokerStatus) -> None:
             facts.add_row("", log.warning)
     if (standby := status.standby) is not None:
         facts.add_row("standby", standby_text(standby))
-    facts.add_row(
-        "bad messages", ", ".join(f"{what} {count}" for what, count in msgspec.structs.asdict(status.messages).items())
-    )
+    facts.add_row("bad messages", status.messages.bad_text)
+    if unsent := status.messages.unsent:
+        facts.add_row("not sent", f"{counted(unsent, 'message')} to peers that were gone")
     for label, text in (row_of(status, "producers_connected"), ("relays", status.relays.text), *shown_rows(status)):
         if text:
             facts.add_row(label, text)

@@ -158,7 +158,7 @@ class BrokerView:
     @property
     def bad_messages(self) -> int:
         """Number of bad messages and connections."""
-        return sum(msgspec.structs.astuple(self.status.messages))
+        return self.status.messages.bad
 
     def streams_of(self, feed: FeedView) -> list[StreamView]:
         """Return the streams of a feed."""

@@ -1,6 +1,6 @@
 // The page's texts, tiles and tables, from the broker's status.
 
-import { FIGURES } from "./declared.js";
+import { BAD_MESSAGES, FIGURES } from "./declared.js";
 import { byId, fill, fillChoices, fillTable, make, setAttribute, setText } from "./dom.js";
 import { bytes, clock, count, duration, inUnit, percent, short } from "./format.js";
 import { namer } from "./heat.js";
@@ -206,8 +206,9 @@ export function showRoom(status, feed) {
   if (status.standby) rows.push(["standby", aboutStandby(status.standby), null]);
   const relays = aboutRelays(status.relays);
   if (relays) rows.push(["relays", relays, null]);
-  const bad = Object.entries(messages).filter(([, number]) => number).map(([why, number]) => `${count(number)} ${why}`);
+  const bad = Object.entries(BAD_MESSAGES).filter(([why]) => messages[why]).map(([why, words]) => `${count(messages[why])} ${words}`);
   rows.push(["bad messages", bad.join(", ") || "none", null]);
+  if (messages.unsent) rows.push(["not sent", `${count(messages.unsent)} messages to peers that were gone`, null]);
   const lost = Object.entries(feed.lost_tokens).filter(([, tokens]) => tokens).map(([why, tokens]) => `${short(tokens)} ${why.replace("_", " ")}`);
   rows.push(["tokens left out", lost.join(", ") || "none", null]);
   rows.push(...[...shownOf("broker", status), ...shownOf("feed", feed)].map((row) => [...row, null]));

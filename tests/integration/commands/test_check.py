@@ -269,7 +269,7 @@ def test_check_shows_how_the_keys_of_rows_are_read_and_what_they_reject(tmp_path
     assert sorted(warnings) == ["position_ids: packed", "seq_lengths: packed"]
     assert warnings["seq_lengths: packed"].startswith("unless broker.yaml declares the field seq_lengths, rows are")
     shown = " ".join(in_process("check", path, "--samples", "1").stdout.split())
-    assert "a.jsonl:line 1 2 tokens, 1 learned" in shown or "a.jsonl:line 2 2 tokens, 2 learned" in shown
+    assert "a.jsonl:line 1 2 tokens, 1 in the loss" in shown or "a.jsonl:line 2 2 tokens, 2 in the loss" in shown
     previewed = json.loads(in_process("check", path, "--samples", "2", "--json").stdout)["samples"]["web"]
     assert sorted(sample["undeclared"] for sample in previewed) == sorted(warnings.values())
     sentences = " ".join(in_process("check", path, "--samples", "2").stdout.split())

@@ -187,7 +187,7 @@ def test_check_says_what_matters_in_40_lines_of_80_columns(
 def test_check_compares_masks_and_missing_streams(files: Path) -> None:
     write_jsonl(files / "web.jsonl", [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}])
     error = the_error(in_process("check", "broker.yaml", "producer.yaml"), 2)
-    assert "rows say which tokens are learned" in error
+    assert "rows say which tokens count in the loss" in error
     assert "Add `fields: {loss_mask: {default: 1}}` to broker.yaml" in error
     (files / "broker.yaml").write_text(BROKER + "  code: {}\nfields: {loss_mask: {default: 1}}\n")
     done = in_process("check", "broker.yaml", "producer.yaml")

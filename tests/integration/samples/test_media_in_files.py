@@ -339,7 +339,7 @@ def test_check_shows_the_members_of_a_tar_that_are_media(tmp_path: Path) -> None
             assert data[place["offset"] : place["offset"] + place["size"]] == png(image)
     shown = in_process("check", path, "--samples", "99").stdout
     patches = sum(sizes_of(images_of(6))["patches"])
-    assert f"images.tar:0006  3 tokens, 3 learned, 12 media items with {patches} patches" in shown
+    assert f"images.tar:0006  3 tokens, 3 in the loss, 12 media items with {patches} patches" in shown
     assert f"  pixel_values: {tar} at byte " in shown
     assert "  pixel_values: 8 more" in shown
 
