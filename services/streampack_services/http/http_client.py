@@ -6,6 +6,7 @@ It sends the token of the environment (STREAMPACK_HTTP_TOKEN, or the file that S
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import urllib.error
@@ -162,8 +163,9 @@ def _fetch(base: str, path: str, timeout_s: float, body: bytes | None = None) ->
     """Send a request (POST if there is a ``body``), and return (HTTP status, text). Proxies are not used.
 
     Raises:
+        PeerError: The answer is not HTTP.
         Rejected: The broker requires a token that the environment does not have.
-        Unreachable: There is no answer.
+        Unreachable: There is no answer, or it was cut off.
     """
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(base + path, body, {} if body is None else {"Content-Type": "application/json"})
@@ -178,6 +180,16 @@ def _fetch(base: str, path: str, timeout_s: float, body: bytes | None = None) ->
         if error.code == 401:
             raise Rejected("token", f"{base}: {_NO_TOKEN if token is None else _OTHER_TOKEN}") from None
         return error.code, error.read().decode("utf-8", "replace")
+    except http.client.IncompleteRead as error:
+        raise Unreachable(
+            f"{base}{path}: the answer was cut off after {len(error.partial):,} bytes. The broker may be stopping, or "
+            f"a proxy ended the connection. Try again"
+        ) from None
+    except http.client.HTTPException:
+        raise PeerError(
+            f"{base}: got an answer that is not HTTP. Pass the address in listen.http, not that of producers or "
+            f"trainers"
+        ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         what = getattr(reason, "strerror", None) or str(reason)
@@ -191,16 +203,21 @@ def _fetch(base: str, path: str, timeout_s: float, body: bytes | None = None) ->
         raise Unreachable(f"{base}: got no answer ({what.lower()}). {advice}") from None
 
 
+def _parsed(text: str) -> Any:
+    """Return what a JSON text holds; None if it is not valid."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
 def fetch_status(endpoint: str | None, timeout_s: float) -> Tree:
     """Return the JSON of the broker's status. Raise Unreachable, or PeerError if another program answers."""
     base = _base(endpoint, timeout_s)
     code, text = _fetch(base, "/status", timeout_s)
-    try:
-        status = json.loads(text)
-        if code == 200 and isinstance(status, dict) and "run" in status:
-            return status
-    except ValueError:
-        pass
+    status = _parsed(text)
+    if code == 200 and isinstance(status, dict) and "run" in status:
+        return status
     raise PeerError(f"{base}/status: got HTTP status {code} from a program that is not a broker. Check the address")
 
 
@@ -246,7 +263,8 @@ def fetch_node(endpoint: str | None, feeds: Iterable[str], node: str, timeout_s:
     for feed in feeds:
         query = urllib.parse.urlencode({"feed": feed, "node": node})
         code, text = _fetch(base, f"/status?{query}", timeout_s)
-        if code == 200 and "readers" in (page := json.loads(text)):
+        page = _parsed(text) if code == 200 else None
+        if isinstance(page, dict) and "readers" in page:
             pages[feed] = page
     if not pages:
         raise UserError(f"got node {node!r}, but no rank is on a host with this name. 'streampack status' lists hosts")
@@ -267,7 +285,7 @@ def of_node(status: BrokerStatus, pages: Mapping[str, Tree]) -> BrokerStatus:
 def fetch_events(endpoint: str | None, since: int, timeout_s: float) -> list[Tree]:
     """Return the events after number ``since`` that the broker still has, oldest first. Raise Unreachable."""
     code, text = _fetch(_base(endpoint, timeout_s), f"/events?since={since}", timeout_s)
-    events = json.loads(text) if code == 200 else []
+    events = _parsed(text) if code == 200 else []
     return events if isinstance(events, list) else []
 
 
@@ -305,10 +323,7 @@ def ask_change(base: str, path: str, body: Tree, timeout_s: float) -> Tree:
         Unreachable: There is no answer in time.
     """
     code, text = _fetch(base, path, timeout_s, json.dumps(body).encode())
-    try:
-        answer = json.loads(text)
-    except ValueError:
-        answer = None
+    answer = _parsed(text)
     if code == 200 and isinstance(answer, dict) and "step" in answer:
         return answer
     if not isinstance(answer, dict) or "error" not in answer:

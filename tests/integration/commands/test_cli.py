@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,6 +122,35 @@ def test_an_address_without_a_broker_is_said_to_have_none(broker: RunningBroker)
     line = the_error(streampack("status", broker.http + "/nowhere"), 1)
     assert "got HTTP status 404 from a program that is not a broker" in line
     assert "expected the broker's HTTP address" in the_error(in_process("status", "tcp://127.0.0.1:1"), 2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 90\r\n\r\n" + b'{"run": "sft", "epoch": ', "cut off after 24 bytes"),
+        (b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00NULL", "Pass the address in listen.http"),
+    ],
+    ids=["an answer that is cut off", "an address of producers"],
+)
+def test_an_answer_that_no_status_is_in_is_one_line(answer: bytes, error: str) -> None:
+    """Each was called a bug of streampack, with a traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            for _ in range(3):
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        for command in (["status"], ["top", "--once"], ["health"]):
+            result = in_process(*command, address)
+            lines = (result.stdout + result.stderr).splitlines()
+            assert result.returncode in (1, 75)
+            assert len(lines) == 1
+            assert error in lines[0]
 
 
 def test_a_tokenizer_may_be_a_module_of_the_current_folder(tmp_path: Path) -> None:
