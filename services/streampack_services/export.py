@@ -2,8 +2,9 @@
 
 The files work unchanged, with default names such as ``my-run``; these words are replaced by the user's. A user's
 broker.yaml replaces the example's, except for the keys with addresses and folders (``_WHERE``), which stay the place's.
-Most files are copied by name. Two kinds are made from others: alerts as a PrometheusRule for Prometheus' operator,
-and copies of the dashboards. Kustomize needs the copies, because it mounts only files below its folder.
+Numbers follow from the user's files (``export_limits``). Most files are copied by name. Two kinds are made from others:
+alerts as a PrometheusRule for Prometheus' operator, and copies of the dashboards. Kustomize needs the copies, because
+it mounts only files below its folder.
 """
 
 from __future__ import annotations
@@ -21,17 +22,14 @@ from urllib.parse import unquote, urlsplit
 import yaml
 
 from streampack.config.config_files import read_broker, read_producer
-from streampack.config.daemon_settings import BrokerConfig, ProducerConfig
+from streampack.config.daemon_settings import ProducerConfig
 from streampack.config.typed_yaml import parse_tree, read_tree
 from streampack.errors import UserError
 from streampack.version import __version__
-from streampack_services.broker.memory_peak import peak
-from streampack_services.broker.memory_plan import plan
+from streampack_services.export_limits import numbers
 
 IMAGE, RUN, EXAMPLE_STREAM = "streampack:latest", "my-run", "web"
 FILES = Path(__file__).parent / "deploy"
-COMPILING_BYTES = 512 << 20
-"""Memory of the process that compiles kernels: measured when it compiles all of them."""
 _WHERE = {"broker.yaml": ("listen", "rendezvous", "state_dir", "standby"), "producer.yaml": ("broker",)}
 _KEPT = {"listen": ("token_file", "keys"), "standby": ("on_loss", "takeover_s")}
 """Keys of ``_WHERE``'s sections that stay the user's."""
@@ -79,7 +77,8 @@ PLACES: dict[str, Place] = {
         ("kubernetes", "RUNBOOK.md"),
         "kubectl apply -k {dir}/standalone, or {dir}/standby for two brokers. For a sidecar, put your Job into "
         "{dir}/sidecar/job.yaml "
-        "and apply {dir}/sidecar. Trainers in several Pods: put your Job into {dir}/trainers/job.yaml",
+        "and apply {dir}/sidecar. Trainers in several Pods: put your Job into {dir}/trainers/job.yaml. To apply a "
+        "changed Job or producer.yaml, first run kubectl delete job NAME, such as streampack-producers",
         "kubernetes", ("image", "namespace", *_RUN),
     ),
     "systemd": Place(
@@ -213,14 +212,18 @@ def _paths(config: ProducerConfig) -> Iterator[tuple[str, str]]:
     yield from ((f"{key}.file", tokenizer.file) for key, tokenizer in tokenizers.items() if tokenizer.file)
 
 
-def _files(place: Place, options: Options, words: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
+def _files(place: Place, options: Options, words: dict[str, str]) -> Iterator[tuple[Path, str]]:
     """Yield (path in the target folder, text) of every file of a place, with names filled in."""
+    broker = None if options.config is None else read_broker(options.config)
+    producer = None if options.produce is None else read_producer(options.produce)
+    filled = [numbers(broker, producer, in_trainers_pod=each) | words for each in (False, True)]
     for part in place.parts:
         source = FILES / part
         for path in sorted(source.rglob("*")) if source.is_dir() else [source]:
             if path.is_file():
                 base = FILES / place.top
-                yield path.relative_to(base if path.is_relative_to(base) else FILES), _configured(path, options, words)
+                text = _configured(path, options, filled[path.parent.name == "sidecar"])
+                yield path.relative_to(base if path.is_relative_to(base) else FILES), text
     if place.top == "kubernetes":
         monitoring = Path("components/monitoring")
         yield monitoring / "prometheus-rule.yaml", _rule((FILES / "prometheus/alerts.yaml").read_text())
@@ -267,9 +270,8 @@ def _words(options: Options) -> dict[str, str]:
     texts = {IMAGE: options.image, RUN: options.run, "/opt/streampack": options.prefix and options.prefix.rstrip("/")}
     if options.namespace is not None:
         texts["namespace: default"] = f"namespace: {options.namespace}"
-    if options.config is not None:
-        limit = limit_gib(read_broker(options.config))
-        texts |= {"memory: 3Gi": f"memory: {limit}Gi", "mem_limit: 3g": f"mem_limit: {limit}g"}
+    if options.config is not None and read_broker(options.config).listen.keys is not None:
+        texts["# - ../components/keys"] = "- ../components/keys"
     return {word: text for word, text in texts.items() if text is not None}
 
 
@@ -302,9 +304,3 @@ def _image_of(folder: Path) -> _Image:
     elif not file.is_dir():
         words["streampack[service] @ file:///src"] = f"streampack[service] @ file:///src/{file.name}"
     return _Image(context, words)
-
-
-def limit_gib(config: BrokerConfig) -> int:
-    """Return the memory limit of a broker's container in GiB: its peak with the longest samples, plus compilation."""
-    most = peak(config, plan(config), mean_tokens=None).total + COMPILING_BYTES
-    return -(-most // (1 << 30))

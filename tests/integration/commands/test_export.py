@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from streampack_services.broker.memory_peak import peak
 from streampack_services.broker.memory_plan import plan
-from streampack_services.export import FILES, IMAGE, PLACES, RUN, limit_gib
+from streampack_services.export import FILES, IMAGE, PLACES, RUN
+from streampack_services.export_limits import limit_gib
 
 from streampack.config.config_files import read_broker, read_producer
 from tests.integration.commands.manifests import exported
@@ -44,8 +45,8 @@ def test_ones_own_configuration_takes_the_examples_place_but_for_where_things_ar
     text = "".join(path.read_text() for path in folder.rglob("*") if path.is_file())
     assert RUN not in text.replace("my-run reads", "")
     limit = limit_gib(read_broker(mine))
-    assert f"memory: {limit}Gi" in text or what != "k8s"
-    assert f"mem_limit: {limit}g" in text or what != "compose"
+    words = {"k8s": f"memory: {limit}Gi", "compose": f"&broker-memory {limit}g", "systemd": f"MemoryMax={limit}G"}
+    assert words.get(what, "") in text
 
 
 @pytest.mark.parametrize("what", ["k8s", "compose", "systemd", "slurm"])
@@ -124,7 +125,7 @@ def test_options_are_filled_in_everywhere(tmp_path: Path) -> None:
     assert IMAGE not in text
     assert RUN not in text
     assert text.count("image: registry:5000/streampack:1.0") == 12
-    assert text.count("namespace: training") == 8
+    assert text.count("namespace: training") == 9
     assert text.count("run: sft") == 3
 
 
