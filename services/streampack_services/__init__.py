@@ -8,7 +8,8 @@
 - ``http/``, ``watch/``: the status of a broker, over HTTP and in a terminal.
 - ``forecast/``, ``plan/``, ``check/``: what a configuration does, before a run.
 - ``demo/``: the whole service on one machine.
-- ``export``: files to run the service elsewhere; ``export_limits``: their numbers, such as memory.
+- ``export``: files to run the service elsewhere; ``export_limits``: their numbers, such as memory; ``export_warnings``:
+  settings that do not work there.
 - ``figure``: how a status declares a figure, and how to add one.
 - ``logs``, ``amounts``: log lines, and numbers as text; ``terminal``: consoles and tables of reports.
 - ``own_runs``: the brokers of a user on this host.

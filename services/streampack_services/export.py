@@ -2,13 +2,15 @@
 
 The files work unchanged, with default names such as ``my-run``; these words are replaced by the user's. A user's
 broker.yaml replaces the example's, except for the keys with addresses and folders (``_WHERE``), which stay the place's.
-Numbers follow from the user's files (``export_limits``). Most files are copied by name. Two kinds are made from others:
-alerts as a PrometheusRule for Prometheus' operator, and copies of the dashboards. Kustomize needs the copies, because
-it mounts only files below its folder.
+Numbers follow from the user's files (``export_limits``); settings that will not work there are reported
+(``export_warnings``). Most files are copied by name. Two kinds are made from others: alerts as a PrometheusRule for
+Prometheus' operator, and copies of the dashboards. Kustomize needs the copies, because it mounts only files below its
+folder.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import textwrap
@@ -22,19 +24,18 @@ from urllib.parse import unquote, urlsplit
 import yaml
 
 from streampack.config.config_files import read_broker, read_producer
-from streampack.config.daemon_settings import ProducerConfig
 from streampack.config.typed_yaml import parse_tree, read_tree
 from streampack.errors import UserError
 from streampack.version import __version__
+from streampack_services.amounts import counted
 from streampack_services.export_limits import numbers
+from streampack_services.export_warnings import CONTAINERS, Files, extras, key_file, named_files, warnings
 
-IMAGE, RUN, EXAMPLE_STREAM = "streampack:latest", "my-run", "web"
+IMAGE, RUN = "streampack:latest", "my-run"
 FILES = Path(__file__).parent / "deploy"
 _WHERE = {"broker.yaml": ("listen", "rendezvous", "state_dir", "standby"), "producer.yaml": ("broker",)}
 _KEPT = {"listen": ("token_file", "keys"), "standby": ("on_loss", "takeover_s")}
 """Keys of ``_WHERE``'s sections that stay the user's."""
-_CONTAINERS = ("k8s", "compose")
-"""Places where the broker does not see the user's folders."""
 _WORDS = {
     "image": (r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "letters, digits and . _ - / : @"),
     "run": (
@@ -71,7 +72,8 @@ PLACES: dict[str, Place] = {
     ),
     "compose": Place(
         ("compose.yaml", "compose", "docker", "prometheus", "grafana", "RUNBOOK.md"),
-        "docker compose -f {dir}/compose.yaml up --build", "", ("image", *_RUN),
+        "docker compose -f {dir}/compose.yaml up --build; with DATA=FOLDER in front, producers read FOLDER at /data",
+        "", ("image", *_RUN),
     ),
     "k8s": Place(
         ("kubernetes", "RUNBOOK.md"),
@@ -84,7 +86,7 @@ PLACES: dict[str, Place] = {
     "systemd": Place(
         ("systemd",),
         "copy *.service to /etc/systemd/system and *.yaml to /etc/streampack/{run}, then run "
-        "systemctl enable --now streampack-broker@{run}", "systemd", ("prefix", *_RUN),
+        "systemctl enable --now streampack-broker@{run} streampack-producer@{run}", "systemd", ("prefix", *_RUN),
     ),
     "slurm": Place(
         ("slurm",),
@@ -128,35 +130,66 @@ class Exported(NamedTuple):
 
 
 def export(name: str, folder: Path, options: Options, *, force: bool = False) -> Exported:
-    """Write the files of the place ``name`` to ``folder``; ``force``: overwrite files that exist.
+    """Write the files of the place ``name`` to ``folder``; ``force``: overwrite other files, and keep each as NAME.old.
 
-    Raises UserError for wrong options or files that exist, ConfigError for a wrong configuration; both before anything
-    is written. Raises UserError if a file cannot be written.
+    Raises UserError for wrong options or files with other contents, ConfigError for a wrong configuration; both before
+    anything is written. Raises UserError if a file cannot be written.
     """
     place = PLACES.get(name)
     if place is None:
         raise UserError(f"got {name!r}, expected one of {', '.join(PLACES)}")
-    if options.config is not None and options.run is None and "run" in place.options:
-        options = replace(options, run=read_broker(options.config).run)
-    _check(name, place, options)
-    image = _image_of(folder / ("docker" if name == "compose" else ""))
-    words = _words(options) | image.words
-    files = {folder / path: text for path, text in _files(place, options, words)}
-    there = [str(path) for path in files if path.exists()]
-    if there and not force:
-        raise UserError(f"{there[0]} exists already. Choose another folder, or overwrite it with --force.")
+    read = Files.read(options.config, options.produce) if "config" in place.options else Files()
+    if read.broker is not None and options.run is None:
+        options = replace(options, run=read.broker.run)
+    _check_names(name, place, options)
+    _check_paths(name, read)
+    more = extras(read.producer) if read.producer is not None else []
+    image = _image_of(folder / ("docker" if name == "compose" else ""), more)
+    words = _words(options, read) | image.words
+    files = {folder / path: text for path, text in _files(place, options, words, read)}
+    others = [path for path, text in files.items() if path.exists() and not _has(path, text)]
+    if others and not force:
+        exist = "exist" if others[1:] else "exists"
+        raise UserError(
+            f"{_first(others)} {exist} already. Choose another folder, or overwrite with --force, which keeps what is "
+            "there as NAME.old."
+        )
     for path, text in files.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if path in others:
+                path.rename(_old(path))
             path.write_text(text)
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}. Choose another folder.") from None
-    names = {"dir": folder, "context": image.context, "run": options.run or RUN, "image": options.image or IMAGE}
-    return Exported(list(files), place.then.format(**names), list(_warnings(place, options)))
+    run = options.run or RUN
+    names = {"dir": folder, "context": image.context, "run": run, "image": options.image or IMAGE}
+    faults = warnings(name, read, run) if "config" in place.options else ()
+    kept = [f"{_first(others)} had other contents, kept as NAME.old: copy your changes from there"] if others else []
+    return Exported(list(files), place.then.format(**names), [*kept, *faults])
 
 
-def _check(name: str, place: Place, options: Options) -> None:
-    """Raise UserError for an option that the place does not have, a wrong value, or a relative path."""
+def _first(paths: list[Path]) -> str:
+    """Return the first path, and the number of the others."""
+    return f"{paths[0]}" + (f" and {counted(len(paths) - 1, 'more file')}" if paths[1:] else "")
+
+
+def _has(path: Path, text: str) -> bool:
+    """Return whether a file that exists has this text."""
+    try:
+        return path.read_bytes() == text.encode()
+    except OSError:
+        return False
+
+
+def _old(path: Path) -> Path:
+    """Return a path beside ``path`` for its old contents, at which no file exists."""
+    names = (path.with_name(f"{path.name}.old{number or ''}") for number in itertools.count())
+    return next(each for each in names if not each.exists())
+
+
+def _check_names(name: str, place: Place, options: Options) -> None:
+    """Raise UserError for an option that the place does not have, or a wrong value."""
     for key, value in asdict(options).items():
         if value is not None and key not in place.options:
             options_text = ", ".join(f"--{option}" for option in place.options) or "no option"
@@ -164,59 +197,30 @@ def _check(name: str, place: Place, options: Options) -> None:
         pattern, expected = _WORDS.get(key, ("", ""))
         if isinstance(value, str) and not re.fullmatch(pattern, value):
             raise UserError(f"--{key}: got {value!r}, expected {expected}")
-    if options.produce is not None:
-        for key, path in _paths(read_producer(options.produce)):
+
+
+def _check_paths(name: str, read: Files) -> None:
+    """Raise UserError for a relative path in the user's files, if the exported process runs in another folder."""
+    if read.producer is not None:
+        for key, path in (*named_files(read.producer), *key_file(read.producer)):
             if not path.startswith("/") and "://" not in path:
                 raise UserError(
-                    f"{options.produce}: {key} is the relative path {path}, but exported producers run elsewhere. "
+                    f"{read.produce}: {key} is the relative path {path}, but exported producers run elsewhere. "
                     "Use an absolute path."
                 )
-    if options.config is not None and name in _CONTAINERS:
-        listen = read_broker(options.config).listen
+    if read.broker is not None and name in CONTAINERS:
+        listen = read.broker.listen
         for key, named in (("listen.keys", listen.keys), ("listen.token_file", listen.token_file)):
             if named is not None and not named.startswith("/"):
                 raise UserError(
-                    f"{options.config}: {key} is the relative path {named}, but the exported broker runs in a "
+                    f"{read.config}: {key} is the relative path {named}, but the exported broker runs in a "
                     "container. Use an absolute path, and mount it there."
                 )
 
 
-def _warnings(place: Place, options: Options) -> Iterator[str]:
-    """Yield a warning for streams that the broker does not know, and for a standby that the place does not have."""
-    broker = read_broker(options.config) if options.config is not None else None
-    streams = set(broker.streams) if broker is not None else {EXAMPLE_STREAM}
-    if broker is not None and broker.standby is not None and place.top != "systemd":
-        with_one = {"kubernetes": "only the folder standby has one", "slurm": "the folder standby has its own"}
-        yield (
-            f"{options.config} has a standby, whose addresses and arbiter are left out: "
-            f"{with_one.get(place.top, 'this place has one host')}"
-        )
-    producer = read_producer(options.produce) if options.produce is not None else None
-    sent = {EXAMPLE_STREAM} if producer is None else set(producer.streams)
-    if "produce" in place.options and not sent <= streams:
-        whose = "the producer.yaml of the example" if producer is None else str(options.produce)
-        names = ", ".join(sorted(streams))
-        yield f"{whose} has the streams {', '.join(sorted(sent))}, but broker.yaml has the streams {names}"
-
-
-def _paths(config: ProducerConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, path) of every file that a producer.yaml names."""
-    tokenizers = {"tokenizer": config.tokenizer}
-    for name, stream in config.streams.items():
-        if stream.tokenizer is not None:
-            tokenizers[f"streams.{name}.tokenizer"] = stream.tokenizer
-        if stream.source != "python":
-            shards = [stream.shards] if isinstance(stream.shards, str) else stream.shards or []
-            yield from ((f"streams.{name}.shards", path) for path in shards)
-            yield from ((f"streams.{name}.path", path) for path in (stream.path,) if path)
-    yield from ((f"{key}.file", tokenizer.file) for key, tokenizer in tokenizers.items() if tokenizer.file)
-
-
-def _files(place: Place, options: Options, words: dict[str, str]) -> Iterator[tuple[Path, str]]:
+def _files(place: Place, options: Options, words: dict[str, str], read: Files) -> Iterator[tuple[Path, str]]:
     """Yield (path in the target folder, text) of every file of a place, with names filled in."""
-    broker = None if options.config is None else read_broker(options.config)
-    producer = None if options.produce is None else read_producer(options.produce)
-    filled = [numbers(broker, producer, in_trainers_pod=each) | words for each in (False, True)]
+    filled = [numbers(read.broker, read.producer, in_trainers_pod=each) | words for each in (False, True)]
     for part in place.parts:
         source = FILES / part
         for path in sorted(source.rglob("*")) if source.is_dir() else [source]:
@@ -265,12 +269,12 @@ def _configured(path: Path, options: Options, words: Mapping[str, str]) -> str:
     return head + yaml.safe_dump(tree, sort_keys=False, width=110)
 
 
-def _words(options: Options) -> dict[str, str]:
+def _words(options: Options, read: Files) -> dict[str, str]:
     """Return the texts to fill in, by the words of deploy/ that they replace."""
     texts = {IMAGE: options.image, RUN: options.run, "/opt/streampack": options.prefix and options.prefix.rstrip("/")}
     if options.namespace is not None:
         texts["namespace: default"] = f"namespace: {options.namespace}"
-    if options.config is not None and read_broker(options.config).listen.keys is not None:
+    if read.broker is not None and read.broker.listen.keys is not None:
         texts["# - ../components/keys"] = "- ../components/keys"
     return {word: text for word, text in texts.items() if text is not None}
 
@@ -287,8 +291,10 @@ class _Image(NamedTuple):
     words: dict[str, str]
 
 
-def _image_of(folder: Path) -> _Image:
+def _image_of(folder: Path, more: list[str]) -> _Image:
     """Return the folder and texts to build an image of the installed streampack, with a Dockerfile in ``folder``.
+
+    ``more`` are the package's extras that the image needs beside ``service``.
 
     The image gets the checkout or wheel that streampack was installed from (PEP 610), else the package of this version
     from the package index.
@@ -299,8 +305,11 @@ def _image_of(folder: Path) -> _Image:
     context = folder if file is None else file if file.is_dir() else file.parent
     words = {"context: .., dockerfile: deploy/docker/Dockerfile":
              f"context: {context.absolute()}, dockerfile: {folder.absolute() / 'Dockerfile'}"}  # fmt: skip
+    package = f"streampack[{','.join(['service', *more])}]"
+    source = f"{package} @ file:///src"
     if file is None:
-        words["streampack[service] @ file:///src"] = f"streampack[service]=={__version__}"
+        source = f"{package}=={__version__}"
     elif not file.is_dir():
-        words["streampack[service] @ file:///src"] = f"streampack[service] @ file:///src/{file.name}"
+        source += f"/{file.name}"
+    words["streampack[service] @ file:///src"] = source
     return _Image(context, words)

@@ -41,7 +41,9 @@ def export(
         Path | None,
         typer.Option("--produce", "-p", metavar="FILE", help="Your producer.yaml, which replaces the example."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite files with other contents, and keep each as NAME.old.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Write deployment files, dashboards or alert rules for a cluster.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from streampack_services.export import FILES, IMAGE, PLACES, RUN
 from streampack_services.export_limits import limit_gib
 
 from streampack.config.config_files import read_broker, read_producer
-from tests.integration.commands.manifests import exported
+from tests.integration.commands.manifests import Tree, exported
 from tests.integration.running import in_process, the_error, write
 
 ROOT = Path(__file__).parents[3]
@@ -91,19 +92,37 @@ def test_a_standby_gets_the_places_addresses_and_keeps_what_it_does_on_loss(tmp_
 
 
 def test_export_names_settings_that_will_not_work_there(mine: Path, tmp_path: Path) -> None:
+    numbers = itertools.count()
     text: dict[str, Any] = {"source": "text", "shards": ["/data/a", "data/*.txt"]}
     rows: dict[str, Any] = {"source": "jsonl", "path": "s3://x/y", "tokenizer": {"file": "/models/m"}}
     near = write(tmp_path / "near.yaml", {"streams": {"code": text | {"shards": ["/data/a", "/data/*.txt"]}}})
     far = write(tmp_path / "far.yaml", {"streams": {"code": rows}})
 
     def warned(what: str, *options: str | Path) -> list[str]:
-        said = in_process("export", what, tmp_path / "x", "--json", "--force", *options).stdout
+        said = in_process("export", what, tmp_path / f"x{next(numbers)}", "--json", *options).stdout
         return list(json.loads(said)["warnings"])
 
+    def unsent(name: str, config: str | Path) -> str:
+        return (
+            f"no producer sends the stream {name} of {config}, so the broker waits for it. Write in producer.yaml, "
+            f'under streams: {name}: {{source: jsonl, shards: "/data/{name}/*.jsonl"}}'
+        )
+
+    def unknown(whose: str | Path, name: str, config: str | Path) -> str:
+        return (
+            f"{whose} sends the stream {name}, which {config} does not have. Write there, under streams: {name}: {{}}"
+        )
+
     assert warned("k8s") == []
-    of_example = "the producer.yaml of the example has the streams web, but broker.yaml has the streams code"
-    assert warned("k8s", "-c", mine) == [of_example]
-    assert warned("slurm", "-p", near) == [f"{near} has the streams code, but broker.yaml has the streams web"]
+    of_example = unknown("the producer.yaml of the example", "web", mine)
+    token = "kubectl create secret generic streampack-http --from-file=http.token=/run/mine.token"
+    no_token = (
+        f"{mine}: listen.token_file is /run/mine.token, which the Pods do not have. Write token_file: "
+        f"/etc/streampack-keys/http.token, and run {token}"
+    )
+    assert warned("k8s", "-c", mine) == [of_example, unsent("code", mine), no_token]
+    its_config = "the broker.yaml of the example"
+    assert warned("slurm", "-p", near) == [unknown(near, "code", its_config), unsent("web", its_config)]
     for what in ("k8s", "slurm"):
         for tree, key, path in (
             ({"streams": {"code": text}}, "streams.code.shards", "data/*.txt"),
@@ -113,8 +132,8 @@ def test_export_names_settings_that_will_not_work_there(mine: Path, tmp_path: Pa
             line = the_error(in_process("export", what, tmp_path / "none", "-c", mine, "-p", relative), 2)
             assert f"{relative}: {key} is the relative path {path}, but exported producers run elsewhere" in line
             assert not (tmp_path / "none").exists()
-    assert warned("k8s", "-c", mine, "-p", near) == []
-    assert warned("systemd", "-c", mine, "-p", far) == []
+    assert warned("k8s", "-c", mine, "-p", near) == [no_token]
+    assert warned("slurm", "-c", mine, "-p", far) == []
     assert f"warning: {of_example}" in in_process("export", "slurm", tmp_path / "y", "-c", mine).stdout
 
 
@@ -145,6 +164,117 @@ def test_nothing_is_written_over_unless_it_is_asked_for(tmp_path: Path) -> None:
     assert not (tmp_path / "run.sbatch").exists()
     exported("slurm", tmp_path, "--force")
     assert (tmp_path / "steps.sbatch").read_text() == (FILES / "slurm/steps.sbatch").read_text()
+    assert (tmp_path / "steps.sbatch.old").read_text() == "mine"
+    assert exported("slurm", tmp_path), "the same files are no difference"
+
+
+def test_edits_of_an_earlier_export_are_kept(tmp_path: Path) -> None:
+    """A folder that an older version has written, with a Job that the user has put there, and with a file of theirs."""
+    kubernetes = exported("k8s", tmp_path)
+    job, limits, notes = kubernetes / "sidecar/job.yaml", kubernetes / "relays/daemonset.yaml", kubernetes / "notes.txt"
+    for path in (job, limits, notes):
+        path.write_text("first")
+    line = the_error(in_process("export", "k8s", tmp_path), 2)
+    assert f"{limits} and 1 more file exist already. Choose another folder, or overwrite with --force" in line
+    for text in ("first", "second"):
+        for path in (job, limits):
+            path.write_text(text)
+        result = in_process("export", "k8s", tmp_path, "--force", "--json")
+        (warning,) = json.loads(result.stdout)["warnings"]
+        assert warning.startswith(f"{limits} and 1 more file had other contents, kept as NAME.old")
+    assert job.read_text() == (FILES / "kubernetes/sidecar/job.yaml").read_text()
+    assert [path.read_text() for path in sorted(job.parent.glob("job.yaml.old*"))] == ["first", "second"]
+    assert notes.read_text() == "first"
+    limits.unlink()
+    limits.mkdir()
+    assert "exists already" in the_error(in_process("export", "k8s", tmp_path), 2)
+
+
+PRODUCER: dict[str, Any] = {
+    "key_file": "/srv/p.key",
+    "tokenizer": {"file": "/models/llama"},
+    "streams": {
+        "web": {"source": "parquet", "shards": ["/mnt/{0..9}/a.parquet", "s3://x/y", "/data", "file:///data/w"]},
+        "books": {"source": "jsonl", "path": "/home/u/books.jsonl"},
+        "made": {"source": "python", "path": "mine.rows:all"},
+    },
+}
+LISTEN = {"keys": "/srv/keys", "token_file": "/srv/http.token"}
+
+
+@pytest.mark.parametrize(
+    ("what", "lines"),
+    [
+        ("k8s", {
+            "streams.web.shards is /mnt/{0..9}/a.parquet": "- {name: data, mountPath: /mnt, readOnly: true}",
+            "streams.books.path is /home/u/books.jsonl": "- {name: data, mountPath: /home/u, readOnly: true}",
+            "tokenizer.file is /models/llama": "- {name: data, mountPath: /models/llama, readOnly: true}",
+            "key_file is /srv/p.key": "Remove the line",
+            "streams.made.path is in the Python module mine.rows": "COPY mine* /var/lib/streampack/",
+            "producer.yaml needs tokenizers, parquet, remote": "'streampack[service,tokenizers,parquet,remote] @ ",
+            "listen.keys is /srv/keys": "Write keys: /etc/streampack-keys",
+            "listen.token_file is /srv/http.token": "--from-file=http.token=/srv/http.token",
+        }),
+        ("compose", {
+            "streams.web.shards is /mnt/{0..9}/a.parquet": "under volumes of producer: - /mnt:/mnt:ro",
+            "streams.books.path is /home/u/books.jsonl": "- /home/u:/home/u:ro",
+            "tokenizer.file is /models/llama": "- /models/llama:/models/llama:ro",
+            "key_file is /srv/p.key": "under volumes of producer: - /srv/p.key:/srv/p.key:ro. Its user is 10001",
+            "streams.made.path is in the Python module mine.rows": "COPY mine* /var/lib/streampack/",
+            "listen.keys is /srv/keys": "under volumes of broker: - /srv/keys:/srv/keys:ro. Its user is 10001",
+            "listen.token_file is /srv/http.token": "- /srv/http.token:/srv/http.token:ro",
+        }),
+        ("systemd", {
+            "streams.books.path is /home/u/books.jsonl": "ProtectHome=tmpfs and BindReadOnlyPaths=/home/u",
+            "key_file is /srv/p.key": "LoadCredential=producers.key:/srv/p.key",
+            "listen.keys is /srv/keys": "LoadCredential=broker.key:/srv/keys/broker.key",
+            "listen.token_file is /srv/http.token": "LoadCredential=http.token:/srv/http.token",
+        }),
+        ("slurm", {}),
+    ],
+)  # fmt: skip
+def test_export_names_what_a_place_does_not_see_and_the_line_to_write(
+    what: str, lines: dict[str, str], tmp_path: Path
+) -> None:
+    config = write(tmp_path / "mine.yaml", {"listen": LISTEN, "streams": {"web": {}, "books": {}, "made": {}}})
+    producer = write(tmp_path / "producer.yaml", PRODUCER)
+    said = in_process("export", what, tmp_path / "out", "--json", "-c", config, "-p", producer)
+    warnings = json.loads(said.stdout)["warnings"]
+    assert len(warnings) == len(lines), warnings
+    for start, line in lines.items():
+        assert [line in each for each in warnings if start in each] == [True], (start, warnings)
+    if what == "compose":
+        text = (tmp_path / "out/docker/Dockerfile").read_text()
+        assert 'STREAMPACK="streampack[service,tokenizers,parquet,remote]' in text
+
+
+@pytest.mark.parametrize(
+    ("streams", "sources", "said"),
+    [
+        ({"web": {}}, None, ["the producer.yaml of the example sends the stream web, since --produce names no file"]),
+        ({"rl": {"pushed": True}}, None, ["programs push every stream"]),
+        ({"web": {}, "rl": {"pushed": True}}, {"web": {}}, []),
+        ({"rl": {"pushed": True}}, {"rl": {}}, ["has a source for the stream rl, which programs push"]),
+    ],
+)
+def test_streams_without_a_producer_are_named_unless_programs_push_them(
+    streams: Tree, sources: Tree | None, said: list[str], tmp_path: Path
+) -> None:
+    rest = {"state_dir": "x", "merge": "arrival"} if any(each.get("pushed") for each in streams.values()) else {}
+    options: list[str | Path] = ["-c", write(tmp_path / "mine.yaml", rest | {"streams": streams})]
+    if sources is not None:
+        tree = {name: {"source": "jsonl", "shards": "/data/*.jsonl"} for name in sources}
+        options += ["-p", write(tmp_path / "p.yaml", {"streams": tree})]
+    warnings = json.loads(in_process("export", "k8s", tmp_path / "out", "--json", *options).stdout)["warnings"]
+    assert len(warnings) == len(said), warnings
+    assert all(text in warning for text, warning in zip(said, warnings, strict=True))
+
+
+def test_a_step_beyond_the_memory_of_relays_is_named(tmp_path: Path) -> None:
+    large = {"memory": "256GiB", "rules": {"budget": 1 << 20, "step": {"packs": 1024}}, "streams": {"web": {}}}
+    config = write(tmp_path / "mine.yaml", large)
+    said = json.loads(in_process("export", "k8s", tmp_path / "out", "--json", "-c", config).stdout)["warnings"]
+    assert f"a step of {config} has up to 4.0 GiB, but relays have --memory 2GiB" in said[-1]
 
 
 def test_export_lists_the_files_that_it_writes(tmp_path: Path) -> None:
