@@ -394,6 +394,34 @@ class Client(Generic[BatchT]):
         """
         return self._reading.stats()
 
+    def mixture(self) -> dict[str, dict[str, Any]]:
+        """Return how the feed's streams are mixed, over all ranks, as the broker has it now.
+
+        Any rank may call it at any time. The call waits for the broker's answer, and takes no step.
+
+        Returns:
+            For each stream, by name, a dict:
+
+            - ``weight``: its latest weight; 0 after its removal.
+            - ``share``: share of the next tokens (or samples, with ``weight_unit: samples``) that the weights in force
+              give it. Weights of ended streams go to the others. None with ``merge: arrival``.
+            - ``ended``: True after all its samples are merged.
+            - ``passes``: whole passes over its data that producers have sent; None for a pushed stream.
+            - ``trained_samples``, ``trained_tokens``: its samples and tokens in the steps that every rank has returned.
+              Each recorded step counts once, over the life of the run's log, also if it is read again. A step is
+              returned when its trainer asks for the next one.
+            - ``trained_share``: its share of the trained tokens; None before the first.
+            - ``rejected``: bad samples that were dropped since the broker started, by reason.
+
+        Raises:
+            DataStall: The broker did not answer.
+
+        Example:
+            >>> loader.mixture()["web"]["trained_share"]  # doctest: +SKIP
+            0.3001
+        """
+        return self._reading.mixture()
+
     def close(self) -> None:
         """Release the rank and end the client's thread.
 

@@ -27,7 +27,8 @@ from streampack.client.reading_stats import ReadingFigures
 from streampack.client.reporting import Reporting
 from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.rules import Rules
-from streampack.core.protocol.trainer_messages import AskState, Commit, State
+from streampack.core.model.samples import I64
+from streampack.core.protocol.trainer_messages import AskMixture, AskState, Commit, Mixture, State
 from streampack.core.sessions.client_events import Again, Begin, Returned
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.patience import Patience
@@ -90,6 +91,7 @@ class Reading:
     def _begin_as(self, views: Views) -> None:
         """Adapt ``views`` to the feed's rules; warn that padded micro-batches vary in shape. Raises UserError."""
         assert self._prefetching.attached is not None  # __init__ has waited for it
+        self._stream_names = [stream.name for stream in self.rules.streams]
         views.fit(self.rules, self._prefetching.attached.layout)
         if self.rules.padded and not any(self._session.mesh.ranks):
             log.warning(
@@ -169,7 +171,7 @@ class Reading:
             return None
         step = self._views.arrive(step)
         self._in_use, self._counted = step.index, CountedPacks(step.packs)
-        step = replace(step, packs=self._counted, reporting=self._report)
+        step = replace(step, packs=self._counted, reporting=self._report, naming=self._name_streams)
         self._figures.note_step(len(step), step.num_tokens)
         self._advise()
         return step
@@ -192,6 +194,23 @@ class Reading:
             "('streampack relay') would save about %.1f MB/s. So would readers={'tp': [0]}, if the framework "
             "broadcasts batches", self._session.feed, mesh.tp, saved / 1e6,
         )  # fmt: skip
+
+    # Streams
+
+    def mixture(self) -> dict[str, dict[str, Any]]:
+        """Return the feed's streams as the broker has them now; see ``Client.mixture``."""
+        self._prefetching.check_usable()
+        answer = self._prefetching.ask(AskMixture(feed=self._session.feed))
+        assert isinstance(answer, Mixture)
+        self._stream_names = [row.stream for row in answer.streams]
+        return {row.pop("stream"): row for row in msgspec.to_builtins(answer.streams)}
+
+    def _name_streams(self, numbers: I64) -> list[str]:
+        """Return the names of streams, int64 [n]; ask the broker if a stream was added after the run began."""
+        if len(numbers) and numbers.max() >= len(self._stream_names):
+            self.mixture()
+        names = self._stream_names
+        return [names[number] for number in numbers.tolist()]
 
     # Results
 

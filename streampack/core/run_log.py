@@ -88,7 +88,7 @@ class RunLog:
         """Return the record of all facts that must survive when the earlier records are deleted."""
         return Base(
             run=self._identity.run, run_name=self._run_name, epoch=self._identity.epoch,
-            feeds={name: feed.history.facts() for name, feed in self._feeds.items()},
+            feeds={name: feed.history.facts(feed.readers.steps.released_upto) for name, feed in self._feeds.items()},
             streams=self._leases.records.facts(),
             released={name: feed.readers.steps.released_upto for name, feed in self._feeds.items()},
         )  # fmt: skip

@@ -37,12 +37,13 @@ class Step(Generic[BatchT]):
     packs: Sequence[BatchT]
     """The rank's packs, or views in the format of ``connect``; made on first use. For a tuple, call ``tuple(step)``."""
     num_tokens: int
-    """Real tokens of this rank's packs; with context parallelism, of the whole packs."""
+    """Real tokens of this rank's packs alone; ``num_samples`` and ``num_loss_tokens`` are of all ranks. With context
+    parallelism, of the whole packs."""
     num_loss_tokens: int
     """Loss tokens over all ranks and micro-batches: the denominator of the summed loss. At least 1: a step without any
     has the loss 0 / 1, and gradients 0."""
     num_samples: int
-    """Samples over all ranks and micro-batches."""
+    """Samples over all ranks and micro-batches. This rank alone has ``len(step.sample_ids)``."""
     digest: str
     """32 hex digits that identify the step's samples, equal on all ranks, meshes and restarts."""
     chain: str
@@ -53,6 +54,8 @@ class Step(Generic[BatchT]):
         default=None, repr=False, compare=False
     )
     """Function for ``report``; internal."""
+    naming: Callable[[I64], list[str]] | None = dataclass_field(default=None, repr=False, compare=False)
+    """Function for ``sample_streams``; internal."""
 
     def report(self, values: Mapping[str, Any], *, reduce: Literal["sum", "same"] = "sum") -> None:
         """Report values of this rank's samples, such as rewards or losses, and wait until they are durable.
@@ -114,6 +117,22 @@ class Step(Generic[BatchT]):
         return np.concatenate(
             [np.zeros((0, 3), np.int64), *(np.asarray(cast(Any, pack).sample_ids) for pack in uncounted(self.packs))]
         )
+
+    @property
+    def sample_streams(self) -> list[str]:
+        """Names of the streams of the samples in this rank's packs: one for each row of ``sample_ids``.
+
+        Raises:
+            UserError: The step was not made by a loader.
+            DataStall: A stream was added during the run, and the broker did not answer what its name is.
+
+        Example:
+            >>> step.sample_streams[:3]  # doctest: +SKIP
+            ['web', 'web', 'code']
+        """
+        if self.naming is None:
+            raise UserError("got a step that was not made by a loader, expected a step from loader.steps()")
+        return self.naming(self.sample_ids[:, 0])
 
     def __repr__(self) -> str:
         """Describe the step in one line, without making packs."""

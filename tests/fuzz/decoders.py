@@ -42,12 +42,14 @@ from streampack.core.protocol.result_messages import AskResults, Noted, Publish,
 from streampack.core.protocol.standby_messages import Follow, HandOver, Lead, LogRecords, Replaced
 from streampack.core.protocol.step_part import StepPart
 from streampack.core.protocol.trainer_messages import (
+    AskMixture,
     AskSnapshot,
     AskState,
     Brought,
     Commit,
     Committed,
     Fenced,
+    Mixture,
     Probe,
     State,
 )
@@ -90,7 +92,9 @@ def messages() -> list[Envelope]:
         LateFields(stream="p", partitions=2, fields=(Field(name="reward", dtype="float32", late=True),),
                    max_chunk_bytes=1 << 20),
         Reject(code="mesh", detail="no"), Done(), AskState(feed="train", step=2), Commit(feed="train", step=2),
-        Committed(feed="train", step=2), Fenced(feed="train", detail="over"), Bye(reason="goodbye"),
+        Committed(feed="train", step=2), AskMixture(feed="train"),
+        Mixture(feed="train", streams=honest().stage.core.feeds["train"].mixture()),
+        Fenced(feed="train", detail="over"), Bye(reason="goodbye"),
         NodeGet(feed="train", lineage=0, start=2, stop=5, request=1, done=(("r", 2),)), Elsewhere(detail="it stops"),
         NodePing(feed="train", have_upto=3, ranks=(ReaderReport(reader="r", fence=1, done_upto=2, have_upto=3),)),
         Follow(name="b", process="b-1", log_epoch=7, have_upto=3, safe_upto=2, config_digest=b"d"),

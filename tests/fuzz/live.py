@@ -43,6 +43,7 @@ from streampack.core.protocol.producer_messages import (
 from streampack.core.protocol.relay_messages import NodeGet, NodePing
 from streampack.core.protocol.result_messages import AskResults, Publish, ReportValues
 from streampack.core.protocol.trainer_messages import (
+    AskMixture,
     AskState,
     Attach,
     Attached,
@@ -72,7 +73,7 @@ SETTINGS: dict[str, Any] = {
 }
 ROLES = {"pusher": "producers", "reader": "producers", "trainer": "trainers", "relay": "trainers", "bundle": "trainers"}
 _OF_PRODUCERS = (Hello, Samples, Eos, Sent, Mark, CommitWrite, Amend, Start, ProducerPing)
-_OF_TRAINERS = (Attach, Get, ReaderPing, AskState, Commit, Brought, Publish, ReportValues, AskResults)
+_OF_TRAINERS = (Attach, Get, ReaderPing, AskState, AskMixture, Commit, Brought, Publish, ReportValues, AskResults)
 REQUESTS: dict[str, tuple[type[Message], ...]] = {
     "pusher": _OF_PRODUCERS, "reader": _OF_PRODUCERS, "trainer": _OF_TRAINERS,
     "relay": (NodeGet, NodePing, *_OF_TRAINERS), "bundle": tuple(kind for kind in (Bye, *_OF_TRAINERS) if kind.RELAYED),

@@ -14,7 +14,7 @@ from streampack.core.protocol.effects import Drain
 from streampack.core.protocol.events import Effect, Event, FromBroker, Tick
 from streampack.core.protocol.message import Envelope, Who
 from streampack.core.protocol.producer_messages import Eos, Flow, Hello, Lease, Mark, Offer, ProducerPing, Revoke
-from streampack.core.protocol.trainer_messages import AskState, Attach, Brought, Commit
+from streampack.core.protocol.trainer_messages import AskMixture, AskState, Attach, Brought, Commit
 from streampack.core.sessions.client_events import Again, Ask, Begin, Deliver, Returned, Waiting
 from streampack.core.sessions.client_session import MOST_AHEAD, ClientSession
 from streampack.core.sessions.producer_base import Failed
@@ -66,7 +66,7 @@ def _broker_seeds() -> list[bytes]:
             snapshot_digest=snapshot.digest if snapshot is not None else b""),
         *([Brought(feed="train", digest=snapshot.digest, snapshot=snapshot)] if snapshot is not None else []),
         replace(attach, reader="v", mesh=Mesh(cp=2, tp=2)), AskState(feed="train", step=2),
-        Commit(feed="train", step=2),
+        Commit(feed="train", step=2), AskMixture(feed="train"),
     ]  # fmt: skip
     offers = [Offer(stream="p", source_digest=PUSHED, partition=0)]
     pushed = [

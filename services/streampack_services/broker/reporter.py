@@ -272,7 +272,7 @@ class Reporter:
         """Return a row for each stream of a feed."""
         leases, counted = self._core.leases, feed.planner.admission.counts
         rows = []
-        for stream, counts in zip(feed.latest_rules.streams, counted, strict=False):
+        for stream, counts, mixed in zip(feed.latest_rules.streams, counted, feed.mixture(), strict=False):
             every, seen = leases.partitions, leases.seen(stream.name)
             credits = every.granted(stream.name)
             rows.append(
@@ -280,12 +280,11 @@ class Reporter:
                     StreamStatus,
                     counts,
                     seen,
-                    stream=stream.name,
+                    mixed,
                     feed=feed.name,
-                    weight=stream.weight,
                     partitions=stream.partitions,
                     ended_partitions=sum(every.intakes[p].ended for p in every.of_stream(stream.name)),
-                    rejected=dict(counts.rejected),
+                    rejected=mixed.rejected,
                     warnings=dict(counts.warnings),
                     last_seen_s=seen.last_s,
                     credits=filled(StreamCredits, credits),

@@ -392,7 +392,7 @@ class StreamLag(Struct, frozen=True, kw_only=True):
     """Credit of a stream: samples and tokens that producers may still send."""
 
     samples: Annotated[int, gauge("stream_lag_samples", "Samples that producers have credit for but have not sent.")]
-    tokens: int
+    tokens: Annotated[int, gauge("stream_lag_tokens", "Tokens that producers have credit for but have not sent.")]
     """Tokens that have not come: ``granted_tokens`` - ``used_tokens``."""
 
 
@@ -419,12 +419,31 @@ class StreamStatus(Struct, frozen=True, kw_only=True):
     weight: Annotated[float, gauge(
         "stream_weight", "Weight of a stream among the streams of its feed; 0 after its removal.", unit="weight",
         label="weight")]  # fmt: skip
+    share: Annotated[float | None, gauge(
+        "stream_share_ratio", "Share of the next samples that the weights in force give to the stream. Weights of "
+        "streams that have ended or wait for the next pass go to the others.", label="share")]  # fmt: skip
+    """In tokens, or in samples with ``weight_unit: samples``; None with ``merge: arrival``, which has no weights."""
+    ended: Annotated[bool, gauge("stream_ended", "1 after all samples of the stream are merged, else 0.")]
+    passes: Annotated[int | None, gauge(
+        "stream_passes", "Whole passes over the data of the stream that producers have sent.",
+        label="passes")]  # fmt: skip
+    """None for a pushed stream."""
+    trained_samples: Annotated[int, gauge(
+        "trained_samples", "Samples of the stream in steps that every rank has returned. Each recorded step counts "
+        "once, over the life of the log.")]  # fmt: skip
+    trained_tokens: Annotated[int, gauge(
+        "trained_tokens", "Tokens of the stream in steps that every rank has returned. Each recorded step counts "
+        "once, over the life of the log.")]  # fmt: skip
+    """Each sample counts with all its tokens, also with shared ones. ``core.stats.trained_samples`` has the rules."""
+    trained_share: Annotated[float | None, gauge(
+        "trained_ratio", "Trained tokens of the stream / trained tokens of all streams of its feed.")]  # fmt: skip
+    """None before a step was returned."""
     partitions: int
     """Partitions of the stream."""
     ended_partitions: int
     """Partitions that have ended."""
     samples: Annotated[int, counter("received_samples", "Samples received from producers.", label="samples")]
-    tokens: Annotated[int, counter("received_tokens", "Tokens received from producers and kept.", label="tokens")]
+    tokens: Annotated[int, counter("received_tokens", "Tokens received from producers and kept.", label="received")]
     overlong: Annotated[int, counter(
         "overlong_samples", "Samples that the over-long policy truncated, split or dropped.")]  # fmt: skip
     lost_tokens: Annotated[int, counter("lost_tokens", "Tokens that the over-long policy truncated or dropped.")]

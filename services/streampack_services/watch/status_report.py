@@ -20,11 +20,13 @@ from streampack_services.watch.top_text import printable
 from streampack_services.watch.top_view import late_lines, media_lines, stream_lines
 from streampack_services.watch.view_model import FeedView, StreamView, Watch
 
-STREAM_COLUMNS = (
-    "stream_weight", "received_samples", "received_tokens", "buffered", "lag", "heard", "ended", "over-long", "lost",
-    "rejected",
+MIXTURE_COLUMNS = (
+    "stream_weight", "share", "trained_ratio", "trained_tokens", "trained_samples", "stream_passes"
 )  # fmt: skip
-"""Columns of the table of streams, for ``stream_lines``."""
+STREAM_COLUMNS = (
+    "received_samples", "received_tokens", "buffered", "lag", "heard", "ended", "over-long", "lost", "rejected",
+)  # fmt: skip
+"""Columns of both tables of streams, for ``stream_lines``."""
 
 
 def show_status(status: BrokerStatus) -> None:
@@ -58,8 +60,12 @@ def show_status(status: BrokerStatus) -> None:
         _show_feed(console, feed)
         _print(console, media_lines(feed, status.held_media_bytes or 0, console.width))
         streams = view.streams_of(feed)
-        lines = stream_lines(streams, STREAM_COLUMNS, "lag: tokens that producers have not sent yet", console.width)
-        _print(console, lines, _rejected(streams), _warnings(streams), late_lines(streams, console.width))
+        for columns, note in (
+            (MIXTURE_COLUMNS, "trained: in steps that every rank has returned"),
+            (STREAM_COLUMNS, "lag: tokens (samples) that producers have not sent yet"),
+        ):
+            _print(console, stream_lines(streams, columns, note, console.width))
+        _print(console, _rejected(streams), _warnings(streams), late_lines(streams, console.width))
         _print(console, rank_lines(feed, "waits", console.width, None))
 
 

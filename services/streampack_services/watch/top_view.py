@@ -259,6 +259,11 @@ def _heard(stream: StreamView) -> Cell:
     return (f"{duration_text(seen)} ago", "bold red" if stream.is_silent else "")
 
 
+def _share_now(stream: StreamView) -> Cell:
+    """Return the share that the weights in force give a stream; ``ended`` once all its samples are merged."""
+    return ("ended", "bold cyan") if stream.status.ended else row_of(stream.status, "stream_share_ratio")[1]
+
+
 def _warned(count: int) -> Cell:
     """Return a count that a person should look at; empty for 0."""
     return (f"{count:,}", "yellow") if count else ""
@@ -269,7 +274,8 @@ _CELLS: dict[str, Callable[[StreamView], Cell]] = {
     "buffered": lambda stream: (
         f"{stream.buffered:.0%}", "yellow" if stream.buffered < LOW and not stream.ended else "",
     ),
-    "lag": lambda stream: count_text(stream.status.lag.tokens),
+    "share": _share_now,
+    "lag": lambda stream: f"{count_text(stream.status.lag.tokens)} ({count_text(stream.status.lag.samples)})",
     "heard": _heard,
     "ended": lambda stream: f"{stream.status.ended_partitions} of {stream.status.partitions}",
     "over-long": lambda stream: str(stream.status.overlong or ""),
@@ -280,7 +286,8 @@ _CELLS: dict[str, Callable[[StreamView], Cell]] = {
 }  # fmt: skip
 """The cell of a stream in each column of the table of streams that is not one declared figure."""
 STREAM_COLUMNS = (
-    "stream_weight", "received_tokens", "tokens/s", "buffered", "lag", "heard", "rejected", "warnings", "hosts",
+    "stream_weight", "share", "trained_ratio", "buffered", "heard", "tokens/s", "rejected", "warnings", "lag",
+    "trained_tokens", "received_tokens", "hosts",
 )  # fmt: skip
 
 

@@ -369,8 +369,10 @@ def _stream_tree(stream: StreamView) -> Tree:
     """Return a stream as a tree for JSON."""
     row = stream.status
     return {
-        "name": row.stream, "feed": row.feed, "weight": row.weight, "tokens": row.tokens,
-        "tokens_per_s": stream.tokens_per_s, "buffered": stream.buffered, "lag_tokens": row.lag.tokens,
+        "name": row.stream, "feed": row.feed, "weight": row.weight, "share": row.share, "passes": row.passes,
+        "trained_share": row.trained_share, "trained_tokens": row.trained_tokens,
+        "trained_samples": row.trained_samples, "tokens": row.tokens, "tokens_per_s": stream.tokens_per_s,
+        "buffered": stream.buffered, "lag_tokens": row.lag.tokens, "lag_samples": row.lag.samples,
         "last_seen_s": row.last_seen_s, "producers": row.producers, "hosts": row.hosts, "rejected": stream.rejected,
         "warnings": stream.warnings,
         "ended": stream.ended, "late": msgspec.to_builtins(row.late),

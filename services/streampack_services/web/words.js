@@ -7,7 +7,7 @@ import { namer } from "./heat.js";
 
 const MAX_EVENTS = 50;
 const MAX_STREAMS = 100;
-const STREAM_COLUMNS = 10; // of the table in index.html; figures that are declared to be shown follow
+const STREAM_COLUMNS = 14; // of the table in index.html; figures that are declared to be shown follow
 const STREAM_SILENT_S = 10;
 
 export function showHead(status, gone) {
@@ -116,8 +116,9 @@ function causeOf(cause, row) {
   return cause === "stream" && streams.length ? `stream ${streams[0][0]}` : cause;
 }
 
+const shareOf = (share) => (share === null ? "" : percent(share, 2));
+
 export function showStreams(streams) {
-  const all = streams.reduce((sum, row) => sum + row.tokens, 0);
   const shown = streams.length > MAX_STREAMS ? [...streams].sort((a, b) => isSilent(b) - isSilent(a)).slice(0, MAX_STREAMS) : streams;
   setText(byId("about-streams"), shown === streams ? "" : `${count(MAX_STREAMS)} of ${count(streams.length)} streams, silent streams first. /status lists all streams.`);
   showWarnings(shown);
@@ -127,9 +128,11 @@ export function showStreams(streams) {
     const rejected = Object.entries(row.rejected);
     const number = rejected.reduce((sum, [, some]) => sum + some, 0);
     return [
-      row.stream, [all ? percent(row.tokens / all, 1) : "", "n"], [count(row.samples), "n"], [count(row.tokens), "n"],
+      row.stream, [short(row.weight), "n"], [row.ended ? "ended" : shareOf(row.share), "n"], [shareOf(row.trained_share), "n"],
+      [count(row.trained_tokens), "n"], [count(row.tokens), "n"], [count(row.samples), "n"],
+      [row.passes === null ? "" : count(row.passes), "n"],
       [row.credits.granted_tokens ? percent(row.credits.used_tokens / row.credits.granted_tokens, 0) : "", "n"],
-      [`${short(row.lag.samples)} samples`, "n"], [count(row.producers), row.producers ? "n" : "n bad"],
+      [`${short(row.lag.tokens)} (${short(row.lag.samples)} samples)`, "n"], [count(row.producers), row.producers ? "n" : "n bad"],
       [row.last_seen_s === null ? "never" : `${duration(row.last_seen_s)} ago`, "n"],
       [number ? `${count(number)} (${rejected.map(([reason]) => reason).join(", ")})` : "0", number ? "n bad" : "n"],
       [`${row.ended_partitions} of ${row.partitions}`, "n"], ...shownOf("stream", row).map(([, text]) => [text, "n"]),

@@ -8,6 +8,7 @@ Admitted samples pass the files in this order:
 - ``pacing``: gives tickets to programs that generate samples, if the rules pace them.
 - ``stream_waits``: the causes for which the merge waits for a partition.
 - ``outbox``: holds formed steps until their records are safe (R2) and their payload has come; then readers get them.
+- ``mixture``: the weights in force, and what was trained of each stream.
 
 These files are used when trainers report results, change the rules, keep checkpoints or go back:
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from streampack.core.feed.checkpoints import Checkpoints
 from streampack.core.feed.merged_memory import MergedMemory
+from streampack.core.feed.mixture import FeedMixture
 from streampack.core.feed.outbox import Outbox
 from streampack.core.feed.pacing import Pacing
 from streampack.core.feed.planner import Planner
@@ -46,7 +47,7 @@ from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.effects import Formed, Release
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.message import Identity
-from streampack.core.protocol.trainer_messages import State
+from streampack.core.protocol.trainer_messages import MixedStream, State
 from streampack.core.results.step_values import StepValues
 from streampack.core.serve.readers import Readers
 from streampack.core.stats.data_wait import Missing
@@ -87,6 +88,7 @@ class Feed:
         self.results = StepValues(identity, name, journal, lambda ids: leases.partitions.sent_as(name, ids))
         """Values that trainers report for samples of steps."""
         self._pacing = Pacing(name, rules, self.planner, self.history, self.memory, self.steps, leases)
+        self._mixture = FeedMixture(self.planner, self.history, self.steps, leases)
         self._stream_waits = StreamWaits(name, rules, self.planner, self.steps, leases)
         self.result_requests = ResultRequests(
             identity, name, self.planner.live, self.history, self.readers, self.results, journal, leases, self.safe
@@ -441,6 +443,10 @@ class Feed:
     def state_of(self, step: int) -> State | list[Effect]:
         """Return the state of a checkpoint at ``step``, or the effects that fetch it; an empty list if unknown."""
         return self._checkpoints.state_of(step)
+
+    def mixture(self) -> list[MixedStream]:
+        """Return the streams, and how they are mixed now and in the steps that every rank has returned."""
+        return self._mixture.streams()
 
     def commit(self, step: int) -> list[Effect]:
         """Record that the checkpoint at ``step`` is durable, and confirm it once the record is safe."""

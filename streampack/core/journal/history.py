@@ -19,6 +19,7 @@ from streampack.core.model.bounded import MOST_VERSION
 from streampack.core.model.rules import Rules, RulesChange
 from streampack.core.model.samples import I64
 from streampack.core.model.snapshot import Snapshot
+from streampack.core.stats.trained_samples import TrainedSamples
 
 DIGEST_BYTES = 16
 KEPT_STEPS = 16
@@ -96,6 +97,7 @@ class History:
         newest_version: Newest version of the policies that made samples in ``order``; -1 if unknown.
         published: The newest policy that trainers have published; None without one.
         is_cut: True if the first records were deleted from the log.
+        trained: Samples and tokens of each stream in the recorded steps.
     """
 
     rules: Rules
@@ -112,6 +114,7 @@ class History:
     newest_version: int = -1
     published: PolicyPublished | None = None
     is_cut: bool = False
+    trained: TrainedSamples = field(default_factory=TrainedSamples)
     _first: int = 0
     """The first step that is known."""
     _chains: bytearray = field(default_factory=bytearray)
@@ -180,6 +183,14 @@ class History:
     def is_skipped(self, step: int) -> bool:
         """Return whether ``step`` is skipped."""
         return any(first <= step <= last for first, last in self.skips)
+
+    def trained_before(self, returned: int) -> I64:
+        """Return the samples and tokens of each stream in the recorded steps before ``returned``, int64 [2, streams].
+
+        Every rank has returned these steps. ``TrainedSamples`` says which steps count.
+        """
+        self.trained.count(returned, self.is_skipped)
+        return self.trained.sums
 
     # Snapshots
 
@@ -341,6 +352,7 @@ class History:
             self._places.pop()
         self.end = None
         self.tails = {tail for tail in self.tails if tail[0] < step}
+        self.trained.branch(step)
 
     def begin_of(self, step: int) -> int:
         """Return the LSN after the record of step ``step - 1``; if unknown, the LSN of the snapshot at ``step``."""
@@ -359,12 +371,15 @@ class History:
             self.newest_version = max(self.newest_version, facts.newest_version)
         if facts.published is not UNSET:
             self.published = facts.published
+        if facts.trained is not UNSET:
+            self.trained.recover(*facts.trained)
 
-    def facts(self) -> FeedFacts:
-        """Return the facts of this feed that must survive when records of the log are deleted."""
+    def facts(self, released: int) -> FeedFacts:
+        """Return the facts that must survive when records of the log are deleted; arguments as for ``recover``."""
+        self.trained_before(released)
         return FeedFacts(
             rules=self.rules, lineage=self.lineage, lineage_step=self.lineage_step, changes=self.changes,
             skips=self.skips, commits=self.commits,
             newest_version=UNSET if self.newest_version < 0 else self.newest_version,
-            published=UNSET if self.published is None else self.published,
+            published=UNSET if self.published is None else self.published, trained=self.trained.facts(),
         )  # fmt: skip

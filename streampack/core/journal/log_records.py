@@ -70,6 +70,8 @@ class FeedFacts(Struct, frozen=True, kw_only=True):
         commits: Steps of the checkpoints that are kept.
         newest_version: Newest version of the policies that made samples; absent if unknown.
         published: The newest policy that trainers have published; absent without one.
+        trained: (number of steps counted, (samples, tokens) of each stream in them): see ``TrainedSamples``. Absent in
+            older logs.
     """
 
     rules: Rules
@@ -80,6 +82,7 @@ class FeedFacts(Struct, frozen=True, kw_only=True):
     commits: list[int] = []
     newest_version: Count | UnsetType = msgspec.UNSET
     published: PolicyPublished | UnsetType = msgspec.UNSET
+    trained: tuple[Count, list[tuple[Count, Count]]] | UnsetType = msgspec.UNSET
 
 
 class Base(Record, frozen=True, kw_only=True):

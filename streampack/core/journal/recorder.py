@@ -6,6 +6,8 @@ written again.
 
 from __future__ import annotations
 
+import numpy as np
+
 from streampack.core.journal.history import History
 from streampack.core.journal.journal import Journal
 from streampack.core.journal.log_records import (
@@ -41,13 +43,16 @@ class Recorder:
         if history.is_gone(step.number) or history.chain_after(step.number) is not None:
             return []
         history.add_step(step.number, step.chain, self._journal.next_lsn)
+        handles, table = step.packs.handles, self._table
+        history.trained.add(step.number, table.stream[handles], table.length[handles])
+        history.trained_before(released)
         if not self._journal.keeps:
             return self._journal.pass_over()
-        handles, counts = step.packs.handles, step.packs.counts.astype("<u4")
+        counts = step.packs.counts.astype("<u4")
         record = StepFormed(
             feed=self._feed, lineage=history.lineage, step=step.number, digest=step.digest, chain=step.chain,
             num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples, counts_u32=counts.tobytes(),
-            rows=self._table.rows(handles).tobytes(), released=released, **self._table.extras(handles),
+            rows=table.rows(handles).tobytes(), released=released, **table.extras(handles),
         )  # fmt: skip
         return self._journal.append(record)
 
@@ -102,6 +107,9 @@ class Recorder:
         if isinstance(record, StepFormed):
             history.add_step(record.step, record.chain, lsn)
             history.released = max(history.released, record.released)
+            samples = np.frombuffer(record.rows, ROW)
+            history.trained.add(record.step, samples["stream"], samples["length"])
+            history.trained_before(record.released)
         elif isinstance(record, SnapshotTaken):
             history.add_snapshot(record.snapshot, lsn, keep=False)
         elif isinstance(record, FeedEnded):

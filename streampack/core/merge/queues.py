@@ -178,6 +178,16 @@ class Queues:
         return np.concatenate(waiting)
 
     @property
+    def ended_streams(self) -> NDArray[np.bool_]:
+        """True for each stream of which no more sample will be merged, bool [streams]."""
+        return np.logical_and.reduceat(self._done, self._first[:-1]) | self.stopped
+
+    @property
+    def giving_streams(self) -> NDArray[np.bool_]:
+        """True for each stream that may give more samples in this pass, bool [streams]."""
+        return np.logical_or.reduceat(~(self._done | self._at_barrier), self._first[:-1]) & (not self.stopped)
+
+    @property
     def _done(self) -> NDArray[np.bool_]:
         """True for each partition that has ended and whose entries are all merged; bool [partitions]."""
         is_finished: NDArray[np.bool_] = self._ended & (self._queues.head == self._queues.tail)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from streampack.core.model.bounded import Digest, Host, Name, PingS, Small, Text
 from streampack.core.model.mesh import Mesh, ReadBy
@@ -123,6 +123,12 @@ class Commit(Question, frozen=True, kw_only=True):
 
     TYPE: ClassVar[int] = 24
     step: Count
+
+
+class AskMixture(Question, frozen=True, kw_only=True):
+    """Ask for the mixture of the feed's streams; repeated until ``Mixture`` comes."""
+
+    TYPE: ClassVar[int] = 44
 
 
 class Brought(ReaderMessage, frozen=True, kw_only=True):
@@ -245,6 +251,45 @@ class Committed(ReaderAnswer, frozen=True, kw_only=True):
         return isinstance(question, Commit) and question.step == self.step
 
 
+class MixedStream(Struct, frozen=True, kw_only=True):
+    """One stream of a mixture.
+
+    Attributes:
+        stream: Name of the stream.
+        weight: Its latest weight, also before a requested change takes effect; 0 after its removal.
+        share: Share of the next merged tokens that it gets, or of samples with ``weight_unit: samples``. Weights of
+            streams that have ended, or are at the end of a pass, go to the others. None where samples are merged in the
+            order of arrival.
+        ended: True if no more sample of it will be merged.
+        passes: Whole passes over its data that producers have sent; None for a pushed stream.
+        trained_samples, trained_tokens: Samples and tokens in the recorded steps that every rank has returned:
+            see ``stats.trained_samples``.
+        trained_share: Its share of the trained tokens of all streams of the feed; None before the first.
+        rejected: Samples that could not be used and were dropped since the broker started, by reason.
+    """
+
+    stream: Name
+    weight: float
+    share: float | None
+    ended: bool
+    passes: int | None
+    trained_samples: int
+    trained_tokens: int
+    trained_share: float | None
+    rejected: dict[str, int]
+
+
+class Mixture(ReaderAnswer, frozen=True, kw_only=True):
+    """The streams of a feed, in the order of their numbers."""
+
+    TYPE: ClassVar[int] = 45
+    streams: list[MixedStream]
+
+    def answers(self, question: Question) -> bool:
+        """Return whether the question asks for the mixture."""
+        return isinstance(question, AskMixture)
+
+
 class Fenced(FeedMessage, frozen=True, kw_only=True):
     """This reader has lost its rank to another process for good; ``detail`` names that process."""
 
@@ -253,8 +298,8 @@ class Fenced(FeedMessage, frozen=True, kw_only=True):
 
 
 TRAINER_MESSAGES: tuple[type[Message], ...] = (
-    Attach, Get, ReaderPing, AskState, Commit, Brought, Attached, StepPart, Wait, End, State, Committed, Fenced, Probe,
-    AskSnapshot,
+    Attach, Get, ReaderPing, AskState, Commit, Brought, AskMixture, Attached, StepPart, Wait, End, State, Committed,
+    Mixture, Fenced, Probe, AskSnapshot,
 )  # fmt: skip
 FROM_READERS = tuple(kind for kind in TRAINER_MESSAGES if issubclass(kind, ReaderMessage))
 TO_READERS = tuple(kind for kind in TRAINER_MESSAGES if not issubclass(kind, ReaderMessage))

@@ -17,11 +17,13 @@ from streampack.core.protocol.message import Bye, Envelope, Identity, Message, W
 from streampack.core.protocol.relay_messages import NodeGet, NodePing, ReaderReport, relayed
 from streampack.core.protocol.trainer_messages import (
     FROM_READERS,
+    AskMixture,
     AskState,
     Attach,
     Brought,
     Commit,
     Get,
+    Mixture,
     ReaderPing,
 )
 from streampack.core.serve.attaching import Attaching
@@ -60,7 +62,7 @@ class Readers:
         self, identity: Identity, feed: str, rules: Rules, layout: str, table: SampleTable, source: StepSource,
         max_readers: int = MAX_PEERS, leaving_bytes: int = 64 << 20,
     ) -> None:  # fmt: skip
-        self._feed, self._identity = feed, identity
+        self._feed, self._identity, self._source = feed, identity, source
         self.link = link = ReaderLink(identity, feed)
         self.registry = registry = RankRegistry()
         self.steps = steps = ServedSteps(feed, rules, layout, table, registry)
@@ -134,6 +136,11 @@ class Readers:
     def _on_commit(self, message: Commit, reader: Reader, envelope: Envelope) -> list[Effect]:
         """Record that a checkpoint is durable; the answer comes once the record is safe."""
         return self.questions.commit(reader, message.step)
+
+    @_from_readers.of(AskMixture)
+    def _on_ask_mixture(self, message: AskMixture, reader: Reader, envelope: Envelope) -> list[Effect]:
+        """Tell a reader how the feed's streams are mixed."""
+        return self.link.send(reader, Mixture(feed=self._feed, streams=self._source.mixture()))
 
     @_from_readers.of(Get)
     def _on_get(self, message: Get, reader: Reader, envelope: Envelope) -> list[Effect]:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.events import Effect
-from streampack.core.protocol.trainer_messages import State
+from streampack.core.protocol.trainer_messages import MixedStream, State
 from streampack.core.stats.data_wait import Missing
 
 
@@ -31,6 +31,9 @@ class StepSource(Protocol):
 
     def state_of(self, step: int) -> State | list[Effect]:
         """Return the state of a checkpoint at ``step``, or the effects that fetch it for ``Readers.tell_states``."""
+
+    def mixture(self) -> list[MixedStream]:
+        """Return the streams, and how they are mixed now and in the steps that every rank has returned."""
 
     def commit(self, step: int) -> list[Effect]:
         """Record that the checkpoint at ``step`` is durable; ``Readers.committed`` follows once the record is safe."""

@@ -134,7 +134,7 @@ def test_a_log_with_a_policy_of_no_trainer_is_read_without_it(published: dict[st
     stage.restart()
     feed = stage.core.feeds["train"]
     assert feed.history.published == good
-    assert feed.history.facts().published == good, "nor do the facts have it, which replace the record"
+    assert feed.history.facts(0).published == good, "nor do the facts have it, which replace the record"
     publish = Publish(feed="train", number=5, version=2, step=0, attempt=(stage.epoch, 0))
     assert answer(stage, publish) == Noted(number=5)
     assert feed.history.published.version == 2

@@ -76,9 +76,9 @@ def test_a_version_that_lags_by_as_much_as_is_allowed_is_taken() -> None:
 
 def test_the_newest_version_is_known_when_the_records_that_said_it_are_gone() -> None:
     history = History(Rules(max_policy_lag=2), 1)
-    assert history.facts().newest_version is msgspec.UNSET, "and logs without versions are as they were"
+    assert history.facts(0).newest_version is msgspec.UNSET, "and logs without versions are as they were"
     history.add_chunk(ChunkPlace(0, 0, 1, 0, version=7))
-    facts = msgspec.msgpack.decode(msgspec.msgpack.encode(history.facts()), type=type(history.facts()))
+    facts = msgspec.msgpack.decode(msgspec.msgpack.encode(history.facts(0)), type=type(history.facts(0)))
     other = History(Rules(max_policy_lag=2), 1)
     other.recover(facts, 0)
     assert other.is_stale(4)

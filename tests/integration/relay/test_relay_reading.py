@@ -48,6 +48,10 @@ def test_a_checkpoint_is_taken_and_read_through_a_relay(monkeypatch: pytest.Monk
             assert states == [states[0]] * 4
             ranks.ranks[1].loader.commit(6)
             until(lambda: it.broker.feed()["committed"] == 6)
+            mixtures = [rank.loader.mixture() for rank in ranks.ranks]
+            assert [list(mixture) for mixture in mixtures] == [
+                [row["stream"] for row in it.broker.status()["streams"]]
+            ] * 4
             before = [rank.read[7:10] for rank in ranks.ranks]
             assert ranks.all_by_relay()
         state = json.loads(json.dumps(states[0]))

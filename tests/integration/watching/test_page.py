@@ -132,7 +132,10 @@ def test_the_figures_are_those_of_the_status(page: Page, four: Watched) -> None:
     assert float(tile(page, "utilization").rstrip("%")) == pytest.approx(100 * feed["figures"]["utilization"], abs=5e-4)
     assert f"{feed['totals']['packs']:,} packs" in page.text("[data-figure=utilization] .note")
     assert page.text("[data-figure=data_wait] .note") == "as a share of that rank's time since the start"
-    assert page.text("#streams th:nth-child(2)") == "share of tokens"
+    heads = [page.text(f"#streams th:nth-child({n})") for n in range(2, 8)]
+    assert heads == [
+        "weight", "share now", "share trained", "tokens trained", "tokens received", "samples received"
+    ]  # fmt: skip
     assert page.text("#longest-waits caption") == "Ranks with the longest data wait since the start"
     assert tile(page, "ranks") == "4"
     assert page.text("[data-figure=ranks] .note") == "of 4 ranks that read the feed"
@@ -145,9 +148,13 @@ def test_the_figures_are_those_of_the_status(page: Page, four: Watched) -> None:
     assert feed["waiting_for"]["detail"] in page.text("#notice")
     cells = "[...document.querySelectorAll('#streams tbody tr')].map((row) => [...row.cells].map((c) => c.textContent))"
     rows = page.value(cells)
-    assert [(row[0], row[2], row[3]) for row in rows] == [
-        (row["stream"], f"{row['samples']:,}", f"{row['tokens']:,}") for row in now["streams"]
+    assert [(row[0], *row[4:7]) for row in rows] == [
+        (row["stream"], *(f"{row[key]:,}" for key in ("trained_tokens", "tokens", "samples"))) for row in now["streams"]
     ]
+    shares = [float(row[3].rstrip("%")) for row in rows]
+    assert shares == pytest.approx([100 * row["trained_share"] for row in now["streams"]], abs=5e-3)
+    assert {row[2] for row in rows} <= {"ended", *(f"{100 * row['share']:g}%" for row in now["streams"])}
+    assert all("samples)" in row[9] for row in rows), "lag: tokens, with samples beside them"
     room = page.text("#room")
     assert f"{now['log']['records']:,} records" in room
     assert f"{feed['window']['samples']:,} samples" in room

@@ -18,7 +18,7 @@ from streampack.core.protocol.events import Event
 from streampack.core.protocol.message import Envelope, Reject
 from streampack.core.protocol.relay_messages import relay_of, relayed
 from streampack.core.protocol.result_messages import AskResults
-from streampack.core.protocol.trainer_messages import AskState
+from streampack.core.protocol.trainer_messages import AskMixture, AskState
 from streampack.errors import WireError
 from streampack.transport.sockets import drain
 from streampack.transport.unread import ANSWERS_WAIT, MESSAGES_WAIT
@@ -109,7 +109,7 @@ class MessageReader:
         rights = self._allowed.rights(peer) if self._allowed is not None else None
         self._reports.speaking = peer
         for address, envelope in received:
-            if isinstance(envelope.message, AskResults | AskState) and not side.router.takes_answers(peer):
+            if isinstance(envelope.message, AskResults | AskState | AskMixture) and not side.router.takes_answers(peer):
                 side.router.note_dropped(peer, 1, ANSWERS_WAIT)  # the answer takes long to make, and would be dropped
             else:
                 yield side.event(address, envelope, rights)

@@ -1,0 +1,57 @@
+"""Samples and tokens of each stream in the steps that every rank has returned: the mixture that was trained.
+
+A recorded step counts once, when every rank has returned it; a skipped step never counts. Trainers that go back to a
+checkpoint, or iterate a finite feed again, get recorded steps, which do not count again. A new lineage has other steps
+under known numbers: they count, and the steps that they replace stay counted, because they were trained, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streampack.core.model.samples import I64
+
+
+class TrainedSamples:
+    """Sums over the steps that were returned, and those of recorded steps that were not returned yet."""
+
+    def __init__(self) -> None:
+        self.upto = 0
+        """The steps before this one are counted."""
+        self.sums: I64 = np.zeros((2, 0), np.int64)
+        """Samples and tokens of each stream, int64 [2, streams]; streams without a sample may be missing at the end."""
+        self._waiting: dict[int, I64] = {}
+        """The same of each recorded step that is not counted yet, by its number."""
+
+    def add(self, step: int, streams: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
+        """Add a recorded step, with the stream and the tokens of each sample, both [n]; ignore a step that counts."""
+        if step >= self.upto:
+            self._waiting[step] = np.stack([np.bincount(streams), np.bincount(streams, lengths)]).astype(np.int64)
+
+    def count(self, returned: int, is_skipped: Callable[[int], bool]) -> None:
+        """Count the recorded steps before ``returned``, which every rank has returned."""
+        for step in [step for step in self._waiting if step < returned]:
+            sums = self._waiting.pop(step)
+            self.upto = max(self.upto, step + 1)
+            if not is_skipped(step):
+                missing = max(sums.shape[1] - self.sums.shape[1], 0)
+                self.sums = np.pad(self.sums, ((0, 0), (0, missing)))
+                self.sums[:, : sums.shape[1]] += sums
+
+    def branch(self, step: int) -> None:
+        """Forget the recorded steps from ``step`` on that are not counted; other steps follow under their numbers."""
+        self._waiting = {number: sums for number, sums in self._waiting.items() if number < step}
+        self.upto = min(self.upto, step)
+
+    def facts(self) -> tuple[int, list[tuple[int, int]]]:
+        """Return ``upto``, and (samples, tokens) of each stream."""
+        return self.upto, [(samples, tokens) for samples, tokens in self.sums.T.tolist()]
+
+    def recover(self, upto: int, sums: list[tuple[int, int]]) -> None:
+        """Begin with the values that ``facts`` returned, in place of what was counted so far."""
+        self.upto = upto
+        self.sums = np.array(sums, np.int64).reshape(-1, 2).T.copy()
+        self._waiting = {number: waits for number, waits in self._waiting.items() if number >= upto}
