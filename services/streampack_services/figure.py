@@ -18,7 +18,7 @@ counts as 1 unless it is empty.
 
 A figure that is declared with ``shown=True`` has a row of its own, under its ``label``, in ``streampack status``,
 ``streampack top`` and the live page. A figure of a stream has a column there. In Grafana, it has a panel. Other figures
-are in the texts and panels that name them.
+are in the texts and panels that name them. The page reads ``/status``, so only a field can be ``shown``.
 """
 
 from __future__ import annotations
@@ -104,6 +104,15 @@ class Figure(Declared):
         self.metric = f"streampack_{name}_total" if kind == "counter" else f"streampack_{name}"
         self.unit = unit or (last if last in UNITS else "count")
         self.label = label or (stem if last in ("bytes", "seconds", "ratio") else name).replace("_", " ")
+
+    def __call__(self, read: Callable[[Any], T]) -> Computed[T]:
+        """Return the attribute of a struct that ``read`` computes; raise TypeError if the figure is ``shown``."""
+        if self.shown:
+            raise TypeError(
+                f"{self.name}: got shown=True over a method, expected it over a field, because /status has fields "
+                f"alone and the live page reads it. Declare a field, and fill it in the reporter."
+            )
+        return super().__call__(read)
 
     def labeled(self, *labels: str) -> Figure:
         """Return the same figure with these labels."""
