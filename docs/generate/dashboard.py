@@ -1,7 +1,8 @@
 """The Grafana dashboard, from the declared figures: ``python -m docs.generate.dashboard`` writes it.
 
 ``ROWS`` places the figures. A panel that names a figure takes its expression, unit, legend and description from the
-declaration. A figure that is declared with ``shown=True`` and that no panel names has a panel without a line here.
+declaration. A figure that is declared with ``shown=True`` and that no panel names has a panel without a line here. The
+last panel is the runbook. A panel of an alert's figures has a link that opens it.
 
 In expressions, ``{broker`` begins the labels of the chosen brokers, and ``{feed`` those of the chosen feeds. ``[~]`` is
 the range that fits the time shown, ``(RANK)`` the labels of a rank.
@@ -21,10 +22,13 @@ from typing import Any, Literal
 from streampack_services.broker.status import BrokerStatus
 from streampack_services.figure import UNITS, Figure, figures_of
 
-FILE = Path(__file__).parents[2] / "deploy/grafana/dashboards/streampack.json"
+DEPLOY = Path(__file__).parents[2] / "deploy"
+FILE = DEPLOY / "grafana/dashboards/streampack.json"
 GRID = 24
 """Columns of Grafana's grid."""
 HEIGHTS = {"stat": 4, "timeseries": 8, "table": 10}
+RUNBOOK = 1000
+"""Id of the panel with the runbook, which the links of other panels open; it stays when panels come and go."""
 Json = dict[str, Any]
 SOURCE = {"datasource": {"type": "prometheus", "uid": "${datasource}"}}
 SHORT = {
@@ -61,6 +65,7 @@ class Panel:
         stacked: The series are stacked.
         words: Words for the values 0, 1, ...
         units: Units of a table's columns.
+        alert: Alert whose section of the runbook a link of the panel names.
     """
 
     title: str
@@ -75,6 +80,7 @@ class Panel:
     stacked: bool = False
     words: tuple[str, ...] = ()
     units: tuple[str, ...] = ()
+    alert: str = ""
 
     @property
     def named(self) -> dict[str, str]:
@@ -110,39 +116,48 @@ ROWS = (
     Row("Overview", 3, [
         _stat("Broker", "ready", "max(streampack_ready{broker})",
               "Ready while the broker serves; not ready while it starts or drains.",
-              limits=(1,), falling=True, words=("not ready", "serving")),
+              limits=(1,), falling=True, words=("not ready", "serving"), alert="BrokerDown"),
         _stat("Alerts", "alerts", 'count(ALERTS{alertstate="firing",run=~"$run"}) or vector(0)',
               "Alerts of this run that fire now.", limits=(1, 2)),
         _stat("Tokens packed per second", "packed", f"sum({PACKED})", "Real tokens packed per second.", "si:tok/s"),
         _stat("Utilization", "real", f"1 - sum(sum by (feed) ({PADDED})) / sum({DELIVERED})",
               "Real tokens / tokens delivered, lately.", "percentunit", decimals=2, limits=(0.9, 0.95), falling=True),
         _stat("Longest data wait", "starved", f"max({WAITED}) or max(streampack_longest_data_wait_ratio{{feed}})",
-              "Longest data wait of a rank, as a share of its time.", "percentunit", decimals=2, limits=(0.05, 0.1)),
+              "Longest data wait of a rank, as a share of its time.", "percentunit", decimals=2, limits=(0.05, 0.1),
+              alert="TrainerStarved"),
         _stat("Ranks", "ranks", f"sum({RANKS})",
-              "Ranks attached. No step is served until every rank of the mesh is attached."),
+              "Ranks attached. No step is served until every rank of the mesh is attached.", alert="RankMissing"),
         _stat("Last checkpoint", "step", "max(streampack_committed_step{feed})",
               "Step at which the last durable checkpoint begins."),
         _stat("Steps left", "steps", 'max(streampack_steps_left{feed,bound="estimate"})',
               "Estimate of the steps left of this iteration; empty if a stream repeats forever."),
     ]),
     Row("Flow by stream", 6, [
+        Panel("Share trained and share now", {"trained": "trained_ratio", "now": "stream_share_ratio"},
+              "Share of a stream in the tokens that were trained, and the share that the weights in force give it now. "
+              "The weight of a stream that has ended goes to the others."),
+        Panel("Tokens trained", "trained_tokens"),
+        Panel("Weights", "stream_weight"),
+        Panel("Passes and ends", {"passes": "stream_passes", "ended": "stream_ended"},
+              "Whole passes over the data that producers have sent, and 1 once all samples of a stream are merged."),
         Panel("Tokens received", "received_tokens"),
         Panel("Samples received", "received_samples"),
         Panel("Credits used", {STREAM: "sum by (stream) (streampack_stream_used_tokens{broker}) / "
                                        "sum by (stream) (streampack_stream_granted_tokens{broker} > 0)"},
               "Tokens that wait for the merge / tokens that may wait. The other streams wait for a stream near 0.",
               "percentunit"),
-        Panel("Lag", "stream_lag_samples"),
+        Panel("Lag", {"": "stream_lag_tokens", "samples": "stream_lag_samples"},
+              "Tokens and samples that producers have credit for but have not sent.", "short"),
         Panel("Time since last heard",
               {STREAM: "max by (stream) (time() - streampack_stream_last_seen_timestamp_seconds{broker})"},
-              "Time since the broker heard a producer of the stream.", "s", limits=(60,)),
+              "Time since the broker heard a producer of the stream.", "s", limits=(60,), alert="StreamSilent"),
         Panel("Producers", {"": "stream_producers",
                             "vanished": "sum(increase(streampack_vanished_producers_total{broker}[~]))"},
               "Producers that offer the stream, and producers that left without a goodbye (vanished)."),
         Panel("Rejected", {f"{STREAM} {{{{reason}}}}":
                            "sum by (stream, reason) (rate(streampack_rejected_samples_total{broker}[~])) "
                            "or on (stream) 0 * sum by (stream) (streampack_stream_producers{broker})"},
-              "Samples that could not be used and were dropped, by reason.", "si:smp/s"),
+              "Samples that could not be used and were dropped, by reason.", "si:smp/s", alert="RejectsHigh"),
         Panel("Tokens not trained", "untrained_tokens"),
     ], "stream"),
     Row("Late fields", 8, [
@@ -169,7 +184,8 @@ ROWS = (
     Row("Padding and packing", 6, [
         Panel("Padding by cause",
               {"{{cause}}": f"sum by (cause) ({PADDED}) / on () group_left () sum({DELIVERED})"},
-              "Padding as a share of delivered tokens, by cause.", "percentunit", limits=(0.05,), stacked=True),
+              "Padding as a share of delivered tokens, by cause.", "percentunit", limits=(0.05,), stacked=True,
+              alert="WasteHigh"),
         Panel("Packed and delivered", {"packed": "packed_tokens", "delivered": "delivered_tokens"},
               "Real tokens packed, and tokens delivered with padding."),
         Panel("Utilization, efficiency, balance",
@@ -194,7 +210,7 @@ ROWS = (
               {f"{FEED}: {{{{cause}}}}": "sum by (feed, cause) (rate(streampack_starved_seconds_total{feed}[~])) "
                                          f"/ on (feed) group_left () {RANKS}"},
               "Data wait by cause, as a share of a rank's time, mean over ranks.", "percentunit", limits=(0.1,),
-              stacked=True),
+              stacked=True, alert="TrainerStarved"),
         Panel("Data wait by stream",
               {f"{FEED}: {STREAM}": 'sum by (feed, stream) (rate(streampack_reader_starved_seconds_total{feed,'
                                     f'cause="stream"}}[~])) / on (feed) group_left () {RANKS}'},
@@ -206,14 +222,14 @@ ROWS = (
               "hosts.", "percentunit", limits=(0.1,)),
         Panel("Load imbalance", {"micro-batch": "cost_max_over_mean_ratio", "step": "step_cost_max_over_mean_ratio"},
               "Max / mean cost over the ranks of a micro-batch, and of a step; 1.0 is perfect. Mean since the broker "
-              "began.", least=1.0, decimals=3, limits=(1.1,)),
+              "began.", least=1.0, decimals=3, limits=(1.1,), alert="CostImbalance"),
         Panel("Ten ranks with the slowest waits for a step",
               {RANK: "topk(10, streampack_reader_next_p99_seconds{feed})"},
               f"99th percentile of a rank's wait for a step, for the ten ranks with the longest. Empty {MANY}", "s"),
         Panel("Waits for a step", _quantiles("next_wait_seconds", 0.5, 0.99, 0.999),
               "Wait of all ranks for a step: 50th, 99th and 99.9th percentile.", "s"),
         Panel("Ranks attached", {"": "readers_connected", "mesh": "readers_expected"},
-              "Ranks attached, and ranks of the mesh that read."),
+              "Ranks attached, and ranks of the mesh that read.", alert="RankMissing"),
         Panel("Steps returned",
               {f"{FEED}: {which} rank": f"{end} by (feed) (streampack_reader_returned_steps{{feed}}) or "
                                         f"{end} by (feed) (streampack_node_returned_steps{{feed}})"
@@ -243,13 +259,23 @@ ROWS = (
     ]),
     Row("Log and disk", 8, [
         Panel("Log", "log_bytes", "Size of the log's files. The limit is retain.bytes."),
-        Panel("Free disk space", "log_disk_free_bytes"),
-        Panel("Log stalled", "log_stalled", limits=(1,)),
+        Panel("Free disk space", "log_disk_free_bytes", alert="DiskLow"),
+        Panel("Log stalled", "log_stalled", limits=(1,), alert="LogStalled"),
         Panel("Records appended", "log_records", "Records appended to the log per second."),
         Panel("Records not durable yet", "log_unsafe_records",
               "Records that are not yet as safe as durability asks. A step is sent once its record is safe."),
         Panel("Time syncing", "log_sync_seconds", "Share of time that the log's thread waits for the disk."),
     ]),
+    Row("Relays", 8, [
+        Panel("Relays connected", "relay_up", limits=(1,), falling=True, alert="RelayDown"),
+        Panel("Ranks that read through relays", "relay_ranks"),
+        Panel("Bytes on the way to relays", "relay_queued_bytes"),
+    ], collapsed=True),
+    Row("Standby", 8, [
+        Panel("Standby may take over", "standby_member", limits=(1,), falling=True, alert="StandbyLost"),
+        Panel("Records that the standby lacks", "standby_lag_records"),
+        Panel("Steps that wait for the standby", "standby_stalled", limits=(1,), alert="StandbyLost"),
+    ], collapsed=True),
     Row("Broker process", 8, [
         Panel("CPU", {BROKER: "rate(process_cpu_seconds_total{broker}[~])"}, "Cores that the broker uses.", "none",
               decimals=2),
@@ -334,6 +360,11 @@ def _panels(figures: Mapping[str, Figure]) -> Iterator[Json]:
         yield heading | {"panels": below if row.collapsed else []}
         yield from [] if row.collapsed else below
         y = y + 1 if row.collapsed else end
+    content = (DEPLOY / "RUNBOOK.md").read_text()
+    yield {"id": RUNBOOK - 1, "type": "row", "title": "Runbook", "collapsed": False, "panels": [],
+           "gridPos": {"x": 0, "y": y, "w": GRID, "h": 1}}  # fmt: skip
+    yield {"id": RUNBOOK, "type": "text", "title": "Runbook", "gridPos": {"x": 0, "y": y + 1, "w": GRID, "h": 20},
+           "options": {"mode": "markdown", "content": content}}  # fmt: skip
 
 
 def _unplaced(row: Row, figures: Mapping[str, Figure]) -> Iterator[Panel]:
@@ -378,8 +409,15 @@ def _panel(panel: Panel, number: int, figures: Mapping[str, Figure]) -> Json:
             {"refId": letter, **SOURCE, "editorMode": "code", "expr": query, "legendFormat": legend, **now}
             for letter, (legend, query) in zip(letters, queries, strict=True)
         ],
+        **_links(panel),
         **kinds[panel.kind](panel, _defaults(panel, panel.unit or of_figure)),
     }  # fmt: skip
+
+
+def _links(panel: Panel) -> Json:
+    """Return the link of a panel that opens the runbook."""
+    link = {"title": f"Runbook: {panel.alert}", "url": f"/d/streampack?viewPanel={RUNBOOK}"}
+    return {"links": [link]} if panel.alert else {}
 
 
 def _defaults(panel: Panel, unit: str) -> Json:

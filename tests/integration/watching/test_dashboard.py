@@ -26,7 +26,7 @@ ALERTS: dict[str, Any] = {rule["alert"]: rule for group in RULES for rule in gro
 FILE = DEPLOY / "grafana/dashboards/streampack.json"
 DASHBOARD: dict[str, Any] = json.loads(FILE.read_text())
 ROWS: list[Any] = [panel for panel in DASHBOARD["panels"] if panel["type"] == "row"]
-PANELS: list[Any] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+PANELS: list[Any] = [panel for panel in DASHBOARD["panels"] if panel["type"] not in ("row", "text")]
 PANELS += [panel for row in ROWS for panel in row["panels"]]
 """All of them: Grafana has the panels of a collapsed row in the row."""
 GRID = 24
@@ -123,13 +123,24 @@ def test_panels_lie_beside_and_below_each_other_and_never_over() -> None:
             below = a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
             assert beside or below
         assert all(place["x"] + place["w"] <= GRID for place in places)
-    ids = [panel["id"] for panel in (*ROWS, *PANELS)]
+    ids = [panel["id"] for panel in (*DASHBOARD["panels"], *(each for row in ROWS for each in row["panels"]))]
     assert len(set(ids)) == len(ids)
+
+
+def test_each_alert_has_a_panel_with_a_link_that_opens_the_runbook() -> None:
+    (runbook,) = [panel for panel in DASHBOARD["panels"] if panel["type"] == "text"]
+    assert runbook["options"] == {"mode": "markdown", "content": (DEPLOY / "RUNBOOK.md").read_text()}
+    links = [link for panel in PANELS for link in panel.get("links", ())]
+    assert {link["url"] for link in links} == {f"/d/{DASHBOARD['uid']}?viewPanel={runbook['id']}"}
+    assert {link["title"] for link in links} == {f"Runbook: {name}" for name in ALERTS}
 
 
 def test_panels_that_few_runs_need_are_in_a_collapsed_row() -> None:
     hidden = {row["title"]: row["panels"] for row in ROWS if row["collapsed"]}
-    rare = {"Late fields": r"streampack_late_", "Media": r"streampack_(media|arena_media)_"}
+    rare = {
+        "Late fields": r"streampack_late_", "Media": r"streampack_(media|arena_media)_",
+        "Relays": r"streampack_relay_", "Standby": r"streampack_standby_",
+    }  # fmt: skip
     assert list(hidden) == list(rare)
     shown = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
     for title, names in rare.items():
