@@ -367,7 +367,7 @@ class Client(Generic[BatchT]):
         self._reading.publish(version)
 
     def stats(self) -> dict[str, float]:
-        """Return this rank's counts and times since ``connect``.
+        """Return this rank's counts and times since ``connect``. ``mixture`` has figures by stream, over all ranks.
 
         Returns:
             A dict of numbers by name:

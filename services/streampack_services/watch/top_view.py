@@ -287,7 +287,7 @@ _CELLS: dict[str, Callable[[StreamView], Cell]] = {
 """The cell of a stream in each column of the table of streams that is not one declared figure."""
 STREAM_COLUMNS = (
     "stream_weight", "share", "trained_ratio", "buffered", "heard", "tokens/s", "rejected", "warnings", "lag",
-    "trained_tokens", "received_tokens", "hosts",
+    "trained_tokens", "hosts",
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import pytest
 from streampack_services.broker import status
 from streampack_services.broker.ranks import rank_status
 from streampack_services.broker.status import BrokerStatus, FeedRules, WaitingFor
-from streampack_services.figure import Figure
+from streampack_services.figure import Figure, gauge
 
 from streampack.core.model.rules import Rules
 from tests.blank import blank
@@ -47,6 +47,11 @@ def test_every_field_is_described(module: ModuleType) -> None:
                     hint = hints[ast.unparse(field.target)]
                     declared = any(isinstance(each, Figure) for each in getattr(hint, "__metadata__", ()))
                     assert told or declared, f"{node.name}: {ast.unparse(field)}"
+
+
+def test_a_figure_over_a_method_cannot_be_shown_because_the_page_would_have_no_value() -> None:
+    with pytest.raises(TypeError, match="fill it in the reporter"):
+        gauge("wait_ratio", "Share of time.", shown=True)(lambda struct: 0.5)
 
 
 def test_structs_are_frozen_and_read_back_as_they_were() -> None:
