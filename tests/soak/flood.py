@@ -57,6 +57,9 @@ def main() -> None:
     folder, draw = Path(settings["folder"]), random.Random(f"{settings['seed']} {os.getpid()}")
     number = 0
     while (folder / "fire").exists():
+        if not Path(settings["rendezvous"]).exists():  # the broker starts
+            time.sleep(0.1)
+            continue
         number += 1
         name = f"flood-{os.getpid()}-{number}"
         line = flood(Path(settings["keys"]), Path(settings["rendezvous"]), draw.choice(KINDS), name, draw)
