@@ -235,10 +235,11 @@ ROWS = (
                                         f"{end} by (feed) (streampack_node_returned_steps{{feed}})"
                for which, end in (("first", "max"), ("last", "min"))},
               "Steps of this iteration returned by the first and by the last rank.", "none"),
+        Panel("Slow ranks", "slow_ranks", limits=(1,)),
         Panel("All ranks",
               {"waits": WAITED,
                "trains": "sum by (RANK) (rate(streampack_reader_trainer_seconds_total{feed}[~]))",
-               "a step": "max by (RANK) (streampack_reader_step_seconds{feed})",
+               "a step takes": "max by (RANK) (streampack_reader_work_seconds{feed})",
                "wait, p99": "max by (RANK) (streampack_reader_next_p99_seconds{feed})",
                "steps returned": "max by (RANK) (streampack_reader_returned_steps{feed})",
                "silent": "max by (RANK) (streampack_reader_silent_seconds{feed})"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def counted(number: int, what: str) -> str:
     """Return ``1 rank`` or ``2 ranks``."""
@@ -27,6 +29,17 @@ def size_text(value: float) -> str:
         if value >= size:
             return f"{value / size:.1f} {unit}"
     return f"{value:.0f} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a short time in seconds with two digits, as ``1.0 s``, ``0.10 s`` or ``12 s``."""
+    digits = 1 - math.floor(math.log10(seconds)) if seconds > 0 else 0
+    return f"{seconds:.{min(max(digits, 0), 4)}f} s"
+
+
+def share_text(share: float) -> str:
+    """Return a share in percent, with three digits, as ``5.25%`` or ``25.0%``."""
+    return f"{share:.2%}" if share < 0.1 else f"{share:.1%}"
 
 
 def duration_text(seconds: float) -> str:

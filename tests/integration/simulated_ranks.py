@@ -56,6 +56,8 @@ class SimulatedRanks:
         self.waits = waits or few_wait
         self.second = 0.0
         """Time since the ranks attached, in seconds."""
+        self.now = time.monotonic()
+        """The broker's time, in seconds of the monotonic clock."""
         self._stats = ReadingFigures().counts(0) | {"starved_fraction": 0.01, "next_p99_ms": 1.5}
 
     @property
@@ -89,6 +91,7 @@ class SimulatedRanks:
                              next_step=0),
             )  # fmt: skip
         self.tick(0.0)
+        self.snapshot()  # as in the broker's loop, which sees ranks before their first report
 
     def deal(self) -> None:
         """Deal a step whose packs have costs of their own."""
@@ -116,13 +119,14 @@ class SimulatedRanks:
     def tick(self, seconds: float) -> None:
         """Let time pass for the broker."""
         self.second += seconds
+        self.now += seconds
         self.core.handle(Tick(self.second))
 
     def snapshot(self) -> BrokerStatus:
         """Return a snapshot after at least one whole pass over the ranks."""
-        now = time.monotonic()
-        for turn in range(2 + 2 * -(-self.ranks // RANKS_A_TURN)):
-            found = self.service._reporter.take(now + 1000 + turn)
+        for _ in range(2 + 2 * -(-self.ranks // RANKS_A_TURN)):
+            self.now += 1.0
+            found = self.service._reporter.take(self.now)
         self.service.snapshot = found
         return found
 

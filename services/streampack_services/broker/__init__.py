@@ -12,8 +12,9 @@ The core decides; this package performs. Its files:
 - ``memory_peak``: an estimate of the memory of the whole process, for a container's limit.
 - ``log_keeper``: the broker's log: appends and reads records, tells the core which are safe, deletes old ones.
 - ``status``: the types of the broker's snapshot: every field with its unit.
-- ``reporter``, ``steps_left``: take the snapshot twice a second, and log long waits.
+- ``reporter``, ``steps_left``: take the snapshot twice a second.
 - ``ranks``: a folder: the part of the snapshot about ranks.
+- ``causes``: a folder: the cause that delays training, as all views show it, and log lines about long waits.
 - ``report_limit``: limits the log lines that peers can cause.
 
 One thread owns the sockets, the arena and the core; a second runs FORM. HTTP and metrics read the snapshot, so the

@@ -1,4 +1,4 @@
-"""Take snapshots of a broker (``status``) twice a second, and log the cause of long waits.
+"""Take snapshots of a broker (``status``) twice a second, and have long waits logged.
 
 The broker's thread takes the snapshots. All other threads read them: HTTP, metrics, history. A snapshot is frozen
 and replaced whole, so readers never see a state between two events and never make the broker wait.
@@ -7,7 +7,6 @@ and replaced whole, so readers never see a state between two events and never ma
 from __future__ import annotations
 
 import heapq
-import logging
 import math
 import time
 from collections import deque
@@ -20,12 +19,15 @@ from streampack.core.broker import Broker
 from streampack.core.feed.feed import Feed
 from streampack.core.form.form_stats import FILL_BOUNDS, ValueCounts
 from streampack.core.model.rules import Rules
-from streampack.core.stats.data_wait import Missing, NextWaits
+from streampack.core.stats.data_wait import NextWaits
 from streampack.core.stats.fill import from_moments
 from streampack.core.stats.media_figures import MEDIA_DROPPED
 from streampack.core.stats.padding import CAUSES
 from streampack.version import __version__
 from streampack_services.broker.arena import Arena
+from streampack_services.broker.causes.feed_waits import FeedWaits, waiting_for
+from streampack_services.broker.causes.headline import HeadlineFacts, headline_of
+from streampack_services.broker.causes.waiting_for import WaitingFor
 from streampack_services.broker.log_keeper import Keeper
 from streampack_services.broker.memory_plan import Plan
 from streampack_services.broker.ranks.rank_status import NodeStatus, RankPage, RanksStatus
@@ -41,6 +43,7 @@ from streampack_services.broker.status import (
     Histogram,
     Histograms,
     LateStatus,
+    LogStatus,
     LostTokens,
     MediaStatus,
     MemoryStatus,
@@ -55,14 +58,11 @@ from streampack_services.broker.status import (
     StreamLag,
     StreamStatus,
     TokenSpread,
-    WaitingFor,
     WindowStatus,
     WindowWaits,
 )
 from streampack_services.broker.steps_left import steps_left
 from streampack_services.figure import filled
-
-log = logging.getLogger("streampack.broker")
 
 EVERY_S = 0.5
 """Time between two snapshots, in seconds."""
@@ -71,18 +71,10 @@ ROW_S = 0.002
 the broker's time."""
 RATE_OVER_S = 5.0
 """Time over which ``tokens_per_s`` is the mean, in seconds."""
+STREAM_SILENT_S = 15.0
+"""A stream has no producer if none was heard for this time: by then, a silent one has lost its leases."""
 MOST_RELAYS = 64
 """Most relays that a snapshot lists."""
-LOG_AFTER_S = 5.0
-"""A wait for a step is logged after this time, in seconds."""
-LOG_BUSY_AFTER_S = 60.0
-"""A wait for training, which is normal while every rank is attached, is logged after this time, in seconds."""
-LOG_AT_MOST_EVERY_S = 30.0
-"""Longest time between two lines about the same wait, in seconds."""
-LOG_IDLE_EVERY_S = 3600.0
-"""Time between two lines about a feed that no rank waits for, in seconds."""
-STALLED_AFTER_S = 5.0
-"""A feed that a rank waits for is stalled after this time without a step."""
 
 
 @dataclass(slots=True)
@@ -105,22 +97,6 @@ class Counters:
     sent_tokens: int = 0
 
 
-@dataclass(slots=True)
-class _Watch:
-    """Times of a feed's last progress and last log line, in seconds of the monotonic clock."""
-
-    steps: int = -1
-    """Steps formed and returned, at the last progress."""
-    since: float = 0.0
-    """Time of the last progress."""
-    logged: float = 0.0
-    """Time of the last log line."""
-    every: float = LOG_AFTER_S
-    """Seconds until the next log line."""
-    starved: bool = False
-    """True if a rank waited for the feed at the last look."""
-
-
 class Reporter:
     """Takes snapshots and logs long waits; the broker's thread calls it."""
 
@@ -132,7 +108,7 @@ class Reporter:
         self._plan, self._arena, self._keeper, self._counters = plan, arena, keeper, counters
         self._taken = 0.0
         self._rates: dict[str, deque[tuple[float, int]]] = {name: deque() for name in core.feeds}
-        self._watches = {name: _Watch() for name in core.feeds}
+        self._waits = FeedWaits(core.feeds)
         self._ranks = {name: RankTable(feed) for name, feed in core.feeds.items()}
         self._streams = {name: _StreamRows(self._stream_rows) for name in core.feeds}
         self._rules = {name: _feed_rules(feed.rules) for name, feed in core.feeds.items()}
@@ -155,13 +131,21 @@ class Reporter:
         if now - self._taken < EVERY_S:
             return None
         self._taken = now
-        self._log_waits(now)
+        self._waits.note(now, self._core.draining)
         return self.take(now)
 
     def take(self, now: float) -> BrokerStatus:
         """Return a snapshot of the broker; ``now``: seconds of the monotonic clock."""
         core, counters = self._core, self._counters
-        feeds = {name: self._feed_status(now, feed) for name, feed in core.feeds.items()}
+        log, standby = (None, None) if self._keeper is None else (self._keeper.status(), self._keeper.standby_status())
+        faults = () if log is None else (("log", _log_fault(log)),)
+        if standby is not None and standby.stalled:
+            faults = (*faults, ("standby", f"No new steps are served. Cause: {standby.stalled}"))
+        streams = {name: self._streams[name].at(now, feed) for name, feed in core.feeds.items()}
+        feeds = {
+            name: self._feed_status(now, feed, faults, self._silent(now, streams[name]))
+            for name, feed in core.feeds.items()
+        }
         stalled_s = max((feed.stalled_s for feed in feeds.values() if feed.stalled_s is not None), default=None)
         return filled(
             BrokerStatus,
@@ -175,7 +159,7 @@ class Reporter:
             state=self._state(stalled_s),
             stalled_s=stalled_s,
             feeds=feeds,
-            streams=[row for name, feed in core.feeds.items() for row in self._streams[name].at(now, feed)],
+            streams=[row for rows in streams.values() for row in rows],
             producers=core.leases.num_producers,
             vanished_producers=core.leases.rebalancer.vanished,
             relays=_relays_status(core.feeds.values()),
@@ -186,18 +170,38 @@ class Reporter:
                 arena_bytes=self._plan.memory_bytes,
                 partition_limit_tokens=self._plan.capacity.quota_tokens,
             ),
-            log=self._keeper.status() if self._keeper is not None else None,
-            standby=self._keeper.standby_status() if self._keeper is not None else None,
+            log=log,
+            standby=standby,
             messages=filled(MessageCounts, counters, core),
         )
 
-    def _feed_status(self, now: float, feed: Feed) -> FeedStatus:
-        """Return the snapshot of one feed; ``now``: seconds of the monotonic clock."""
+    def _silent(self, now: float, rows: list[StreamStatus]) -> dict[str, float]:
+        """Return the streams that have no producer, with the seconds since one was heard or since the broker began."""
+        up_s = now - self._counters.started
+        silent = {
+            row.stream: up_s if row.last_seen_s is None else row.last_seen_s
+            for row in rows
+            if row.weight and row.credits.granted_tokens and row.ended_partitions < row.partitions
+        }
+        return {name: seconds for name, seconds in silent.items() if seconds >= STREAM_SILENT_S}
+
+    def _feed_status(
+        self, now: float, feed: Feed, faults: tuple[tuple[str, str], ...], silent: dict[str, float]
+    ) -> FeedStatus:  # fmt: skip
+        """Return the snapshot of one feed.
+
+        Args:
+            now: Seconds of the monotonic clock.
+            feed: The feed.
+            faults: (cause, text) of faults of the log and the standby.
+            silent: Seconds since a producer was heard, for each stream that has none.
+        """
         steps, former, formed = feed.readers.steps, feed.planner.former, feed.figures
         budget = feed.rules.budget
         counted = formed.totals if steps.dealt.padded is None else steps.dealt.padded_totals
         reasons = waiting_for(feed)
-        stalled_s = self._stalled_s(now, feed, reasons)
+        stalled_s = self._waits.stalled_s(now, feed, reasons)
+        waiting = filled(WaitingFor, reasons) if reasons else None
         table = self._ranks[feed.name]
         table.turn(now)
         figures = table.figures
@@ -211,7 +215,24 @@ class Reporter:
             feed.readers.receivers.flows,
             state="ended" if steps.end is not None else "serving" if stalled_s is None else "waiting",
             stalled_s=stalled_s,
-            waiting_for=filled(WaitingFor, reasons) if reasons else None,
+            waiting_for=waiting,
+            headline=headline_of(
+                HeadlineFacts(
+                    "serving" if self._counters.ready else "starting",
+                    faults,
+                    waiting,
+                    self._waits.still_s(now, feed),
+                    stalled_s,
+                    steps.released_upto,
+                    steps.end.num_steps if steps.end is not None else None,
+                    steps.all_there,
+                    silent,
+                    figures.slow,
+                    figures.recent_waits,
+                    figures.recent_streams,
+                    figures.recent_s,
+                )
+            ),
             round=feed.readers.attempts.iteration,
             steps=StepCounts(
                 formed=steps.formed_upto,
@@ -300,13 +321,6 @@ class Reporter:
         waits = staging.waiting(self._core.leases.partitions.of_stream(stream))
         return None if waits is None else filled(LateStatus, waits, oldest_s=round(waits.oldest_s, 3))
 
-    def _stalled_s(self, now: float, feed: Feed, reasons: Missing | None) -> float | None:
-        """Return the seconds since the feed's last step; None if no rank waits for data, for these ``reasons``."""
-        still_s = now - self._watches[feed.name].since
-        if still_s < STALLED_AFTER_S or feed.readers.steps.end is not None or reasons is None:
-            return None
-        return still_s if reasons.reason not in ("peers", "memory") and feed.readers.steps.any_starved else None
-
     def _state(self, stalled_s: float | None) -> State:
         """Return the broker's state; ``stalled_s``: the longest stall of a feed in seconds, None if no feed stalls."""
         core = self._core
@@ -326,50 +340,6 @@ class Reporter:
             rates.popleft()
         (then, before), seconds = rates[0], now - rates[0][0]
         return (tokens - before) / seconds if seconds > 0 and then < now else 0.0
-
-    def _log_waits(self, now: float) -> None:
-        """Log the feeds that make no progress: at least every 30 s while a rank waits for data, else hourly."""
-        core = self._core
-        for name, feed in core.feeds.items():
-            moved = feed.figures.totals.steps + feed.readers.steps.released_upto
-            if moved != self._watches[name].steps or core.draining:
-                self._watches[name] = _Watch(moved, now, now)
-        all_still = now - max(watch.since for watch in self._watches.values())
-        for name, feed in core.feeds.items():
-            self._log_wait(now, feed, self._watches[name], all_still)
-
-    def _log_wait(self, now: float, feed: Feed, watch: _Watch, all_still_s: float) -> None:
-        """Log the wait of one feed if a log line is due; ``all_still_s``: seconds since any feed made progress."""
-        reasons = waiting_for(feed)
-        if now - watch.since < LOG_AFTER_S:
-            return
-        if (starved := feed.readers.steps.any_starved) != watch.starved:
-            watch.starved, watch.every = starved, LOG_AFTER_S
-        if reasons is None or now - watch.logged < watch.every:
-            return
-        ready_s = all_still_s if reasons[0] in ("peers", "memory") else LOG_BUSY_AFTER_S
-        if ready_s < (LOG_BUSY_AFTER_S if feed.readers.steps.all_there else LOG_AFTER_S):
-            return  # normal: trainers read another feed
-        watch.logged = now
-        watch.every = min(2 * watch.every, LOG_AT_MOST_EVERY_S) if starved else LOG_IDLE_EVERY_S
-        of = f"feed {feed.name!r}: " if len(self._watches) > 1 else ""
-        about = {"about": {"feed": feed.name, "step": feed.readers.steps.formed_upto}}
-        wanted = feed.readers.steps.all_there and reasons[0] in ("stream", "memory", "log") and not reasons.batch
-        level = logging.WARNING if wanted else logging.INFO
-        log.log(level, "%sno step for %.0f s: %s", of, now - watch.since, filled(WaitingFor, reasons).text, extra=about)
-
-
-def waiting_for(feed: Feed) -> Missing | None:
-    """Return the reason why the feed's next step is not formed or read; None at the end and while the feed drains."""
-    readers = feed.readers
-    if readers.steps.draining:
-        return None
-    if readers.num_readers and not readers.steps.joined:
-        return Missing("join", readers.absent or f"all {readers.num_ranks} ranks are connected, but some are not ready")
-    if readers.steps.end is not None:
-        left = readers.steps.end.num_steps - readers.steps.released_upto
-        return Missing("peers", f"{left} last steps are not returned: {readers.steps.slowest}") if left else None
-    return feed.waiting_for()
 
 
 class _StreamRows:
@@ -429,7 +399,13 @@ def _ranks_status(now: float, feed: Feed, table: RankTable) -> RanksStatus:
         nodes_left_out=figures.num_nodes - len(figures.nodes),
         age_s=max(now - figures.began, 0.0) if figures.attached else 0.0,
         starved_s=table.waited_s,
+        trainer_s=table.trainer_s,
     )
+
+
+def _log_fault(log: LogStatus) -> str:
+    """Return the fault of the log as text; empty without one."""
+    return f"The log has stopped accepting records. Cause: {log.stalled}" if log.stalled else log.warning
 
 
 def _feed_rules(rules: Rules) -> FeedRules:

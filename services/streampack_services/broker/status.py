@@ -17,37 +17,15 @@ from msgspec import Struct
 
 from streampack.core.model.rules import Rules
 from streampack_services.amounts import counted
+from streampack_services.broker.causes.headline import Headline
+from streampack_services.broker.causes.waiting_for import WaitingFor
 from streampack_services.broker.ranks.rank_status import RanksStatus, RankStatus
 from streampack_services.figure import Series, counter, gauge, histogram
 
 State = Literal["starting", "serving", "waiting", "draining", "ended"]
 FeedState = Literal["serving", "waiting", "ended"]
-WAITS_FOR = {"peers": "trainers", "join": "ranks", "stream": "samples", "memory": "room", "forming": "the packer"}
-"""Words for reasons of a wait, if they differ from their keys."""
 PADDING_LABELS = {"pack_tail": "end of pack", "empty_pack": "empty packs"}
 """Words for causes of padding, if they differ from their keys."""
-
-
-class WaitingFor(Struct, frozen=True, kw_only=True):
-    """The reason that a feed's next step is missing."""
-
-    reason: str
-    """One of ``core.stats.data_wait.CAUSES``, or another word, such as ``failed``."""
-    detail: str
-    """A description for a person."""
-    stream: str | None
-    """The stream whose samples are missing; None for other reasons."""
-    batch: bool
-    """True while a program that pushes has not ended its batch, which is normal in on-policy training."""
-
-    @property
-    def text(self) -> str:
-        """One line: ``waiting for trainers: no rank is attached``."""
-        if self.reason == "failed":
-            return self.detail
-        if self.batch:
-            return f"waiting for {self.detail}"
-        return f"waiting for {WAITS_FOR.get(self.reason, self.reason)}: {self.detail}"
 
 
 class StepCounts(Struct, frozen=True, kw_only=True):
@@ -305,7 +283,10 @@ class FeedStatus(Struct, frozen=True, kw_only=True):
     stalled_s: float | None
     """Seconds since the last step, if a rank waits for data for 5 s or more; else None."""
     waiting_for: WaitingFor | None
-    """The cause that delays the next step; None at the end of the feed and while the broker drains."""
+    """The reason that the next step is missing; None at the end of the feed and while the broker drains. In a busy
+    pipeline it changes with every step."""
+    headline: Headline
+    """The cause that delays training, or that there is none, as ``status``, ``top`` and the page show it."""
     round: Annotated[int, gauge("round", "Number of the current iteration over the feed, from 0.")]
     steps: StepCounts
     """Steps of this iteration."""
@@ -369,6 +350,11 @@ class FeedStatus(Struct, frozen=True, kw_only=True):
     """The rules that the feed began with."""
     media: MediaStatus | None = None
     """Media in the packs formed; None for a feed without fields of axis item or patch."""
+
+    @gauge("delayed", "1 while something delays the feed's training; the label names the cause, as `streampack status` "
+           "does.", "cause")  # fmt: skip
+    def delays(self) -> dict[str, int]:
+        return {self.headline.cause: 1} if self.headline.cause else {}
 
     @gauge("ended", "1 after all ranks have returned the last step of this iteration, else 0.")
     def has_ended(self) -> bool:

@@ -72,5 +72,5 @@ def in_a_line(broker: BrokerStatus) -> str:
 
 def _feed(name: str, feed: FeedStatus) -> str:
     """Return a feed's state as text: ``train step 120, 3.2M tokens/s``."""
-    why = f", {feed.waiting_for.text}" if feed.waiting_for is not None and not feed.tokens_per_s else ""
+    why = f"; {feed.headline.text}" if feed.headline.cause or not feed.tokens_per_s else ""
     return f"{name} step {feed.steps.formed}, {count_text(feed.tokens_per_s)} tokens/s{why}"

@@ -23,14 +23,7 @@ from starlette.routing import Route
 
 from streampack.core.stats.data_wait import CAUSES as STARVED_BY
 from streampack.core.stats.padding import CAUSES
-from streampack_services.broker.status import (
-    BAD_MESSAGES,
-    PADDING_LABELS,
-    WAITS_FOR,
-    BrokerStatus,
-    FeedStatus,
-    StreamStatus,
-)
+from streampack_services.broker.status import BAD_MESSAGES, PADDING_LABELS, BrokerStatus, FeedStatus, StreamStatus
 from streampack_services.figure import shown_in
 from streampack_services.http.history import Timelines
 
@@ -65,13 +58,7 @@ def declared() -> str:
     kinds = {"broker": BrokerStatus, "feed": FeedStatus, "stream": StreamStatus}
     figures = {key: [(path, each.label, each.unit) for path, each in shown_in(kind)] for key, kind in kinds.items()}
     padding = [(cause, PADDING_LABELS.get(cause, cause)) for cause in CAUSES]
-    words = {
-        "PADDING": padding,
-        "WAITS": STARVED_BY,
-        "WAITS_FOR": WAITS_FOR,
-        "FIGURES": figures,
-        "BAD_MESSAGES": BAD_MESSAGES,
-    }
+    words = {"PADDING": padding, "WAITS": STARVED_BY, "FIGURES": figures, "BAD_MESSAGES": BAD_MESSAGES}
     return "".join(f"export const {name} = {json.dumps(value)};\n" for name, value in words.items())
 
 

@@ -105,8 +105,7 @@ def _show_feed(console: Console, view: FeedView) -> None:
     console.print()
     again = f", iteration {feed.round}" if feed.round else ""
     console.print(Text.assemble((f"feed {view.name}", "bold"), f"  {state_text(feed.state, feed.stalled_s)}{again}"))
-    if feed.waiting_for:
-        console.print(feed.waiting_for.text)
+    console.print(feed.headline.text, style="" if feed.headline.kind == "good" else "yellow")
     facts = Table.grid(padding=(0, 2))
     for name, text in (*_progress(feed), *_packing(feed), *_tokens(feed), *_waits(view), *shown_rows(feed)):
         if text:
@@ -177,12 +176,11 @@ def _tokens(feed: FeedStatus) -> Facts:
 def _waits(view: FeedView) -> Facts:
     """Return rows about the waits of ranks and of samples."""
     feed, waits = view.status, view.status.waits
-    data_wait = ", ".join(f"{cause} {share:.2%}" for cause, share in view.waits_by_cause)
     bound = "" if waits.bound_steps is None else f", bound {waits.bound_steps}"
     longest = f"p99 {counted(waits.p99_steps, 'step')}, longest {waits.longest_steps}{bound}"
     outliers = "" if waits.outliers is None else f"; {counted(waits.outliers, 'outlier')} waiting now"
     return (
-        ("data wait", f"{data_wait} of all ranks' time since the start" if data_wait else "none"),
+        ("data wait", view.waits_text(" of all ranks' time") if view.ranks else "-"),
         ("window", f"{feed.window.samples} samples, {count_text(feed.window.tokens)} tokens"),
         ("window waits", f"{longest}{outliers}"),
         ("held", f"{count_text(feed.held_tokens)} of {count_text(feed.held_limit_tokens)} tokens"),

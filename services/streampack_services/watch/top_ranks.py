@@ -6,7 +6,7 @@ from typing import Literal
 
 from rich.text import Text
 
-from streampack_services.amounts import counted, duration_text
+from streampack_services.amounts import counted, duration_text, seconds_text
 from streampack_services.watch.top_text import Cell, fitted, table, title
 from streampack_services.watch.view_model import FeedView, Rank
 
@@ -19,7 +19,7 @@ _SHADES = ("·", "░", "▒", "▓", "█")
 _COLOURS = ("green", "green", "yellow", "dark_orange", "red")
 _BOUNDS: dict[Measure, tuple[float, ...]] = {"waits": (0.01, 0.05, 0.15, 0.40), "cost": (0.95, 1.02, 1.05, 1.15)}
 """Least value for each shade of a cell but the first."""
-_TITLES = {"waits": "data wait, share of time", "cost": "cost of the last step / mean of all ranks"}
+_TITLES = {"waits": "data wait, share of the last minute", "cost": "cost of the last step / mean of all ranks"}
 _WORST = 8
 
 
@@ -44,7 +44,7 @@ def rank_lines(feed: FeedView, measure: Measure, width: int, room: int | None) -
     if not ranks:
         return [title(name, "", width)]
     if len(ranks) <= MOST_ROWS and (room is None or len(ranks) + 2 <= room):
-        return [title(name, "data wait: share of time", width), *_table(ranks, width)]
+        return [title(name, "data wait: share of the last minute", width), *_table(ranks, width)]
     head = title(name, _TITLES[measure], width)
     left = None if room is None else room - 1
     worst = _worst(feed, measure, width)[: _WORST if left is None else max(min(_WORST, left // 2), 1)]
@@ -97,16 +97,24 @@ def _value(rank: Rank, measure: Measure) -> float | None:
 
 def _table(ranks: tuple[Rank, ...], width: int) -> list[Text]:
     """Return the lines of a table with a row for each rank."""
-    header = ("rank", "host:pid", "step", "ahead", "data wait", "cause", "cost", "next() p99")
+    header = ("rank", "host:pid", "step", "ahead", "data wait", "cause", "a step takes", "cost", "next() p99")
     rows: list[list[Cell]] = [
         [
             rank.name, rank.where, f"{rank.step:,}", str(rank.ahead),
-            _cell(rank.waits, "waits"), rank.cause if (rank.waits or 0) >= LEAST else "", _cell(rank.cost, "cost"),
+            _cell(rank.waits, "waits"), _cause(rank), "-" if rank.work_s is None else seconds_text(rank.work_s),
+            _cell(rank.cost, "cost"),
             "-" if rank.p99_ms is None else f"{rank.p99_ms:.1f} ms",
         ]
         for rank in ranks
     ]  # fmt: skip
     return table(header, rows, width, left=(0, 1, 5))
+
+
+def _cause(rank: Rank) -> Cell:
+    """Return the cause of a rank's wait, or that the others wait for the rank."""
+    if rank.is_slow:
+        return f"slow: {seconds_text(rank.work_s or 0.0)} a step", "bold red"
+    return rank.cause if (rank.waits or 0) >= LEAST else ""
 
 
 def _map(ranks: tuple[Rank, ...], measure: Measure, width: int, room: int | None) -> list[Text]:
@@ -154,5 +162,5 @@ def _worst(feed: FeedView, measure: Measure, width: int) -> list[Text]:
         rows = [[rank.name, _cell(rank.waits, measure), rank.cause, rank.where] for rank in feed.worst]
         if (least := feed.waited_for) is not None:
             text = (_cell(least.waits, measure)[0], "bold")
-            rows.insert(0, [least.name, text, "other ranks wait for this rank", least.where])
+            rows.insert(0, [least.name, text, _cause(least), least.where])
     return table(("", "", "", "")[: len(rows[0])], rows, width, left=(0, 2, 3))[1:] if rows else []

@@ -7,6 +7,7 @@ sign of a state.
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from streampack.core.model.keys.planning_keys import MediaLimits
 from streampack.core.staging.staged_chunk import LATE_TIMEOUT
-from streampack_services.amounts import count_text, counted, duration_text, size_text, state_text
+from streampack_services.amounts import count_text, counted, duration_text, share_text, size_text, state_text
 from streampack_services.broker.status import StreamStatus
 from streampack_services.figure import places_in, row_of, shown_in, shown_rows
 from streampack_services.watch.top_ranks import MOST_ROWS, Measure, rank_lines
@@ -30,6 +31,8 @@ LABEL = 16
 """Characters of the labels at the left."""
 BAR = 12
 """Characters of a bar."""
+HEADLINE = 4
+"""Most lines of the headline."""
 CHART = 6
 """Lines of the chart of tokens/s."""
 AT_ONCE = 10
@@ -37,6 +40,8 @@ AT_ONCE = 10
 FULL, LOW, LOW_BYTES = 0.9, 0.05, 2 << 30
 """Memory that is fuller than this, streams with a smaller buffered share, and disks with fewer bytes are marked."""
 LEVELS = {"info": "", "warning": "yellow", "error": "bold red", "critical": "bold red"}
+KINDS = {"good": "dim", "waiting": "yellow", "bad": "bold red"}
+"""Styles of headlines."""
 STATES = {"serving": "bold green", "ended": "bold cyan"} | dict.fromkeys(
     ("draining", "starting", "waiting"), "bold yellow"
 )
@@ -125,7 +130,7 @@ def _beside(left: list[Text], right: list[Text], width: int) -> list[Text]:
 
 
 def _head(view: BrokerView, feed: FeedView, options: PageOptions, width: int) -> list[Text]:
-    """Return three lines: the broker and its state, the feed and its steps, and the cause of a wait."""
+    """Return lines: the broker and its state, the feed and its steps, and the headline, in up to ``HEADLINE`` lines."""
     now, served = view.status, feed.status
     state = (
         ("lost", "bold red")
@@ -148,12 +153,10 @@ def _head(view: BrokerView, feed: FeedView, options: PageOptions, width: int) ->
         steps.append(f"about {served.steps_left.estimate:,.0f} left")
     again = f"iteration {served.round}" if served.round else ""
     second = row((f"feed {feed.name}", "bold"), again, "steps " + ", ".join(steps))
-    waits = served.waiting_for
-    why = options.trouble or (waits.text if waits else "")
-    # waiting for training or for FORM is normal while all ranks are attached
-    busy = waits is not None and waits.reason in ("peers", "forming") and served.all_ranks_attached
-    third = Text(why, style="bold red" if options.trouble else "dim" if busy else "yellow")
-    return [first, second, third]
+    kind = "bad" if options.trouble else served.headline.kind
+    text = printable(Text(options.trouble or served.headline.text)).plain
+    told = textwrap.wrap(text, max(width, 1), max_lines=HEADLINE, placeholder="…") or [""]
+    return [first, second, *(Text(line, style=KINDS[kind]) for line in told)]
 
 
 def _keys(view: BrokerView, feed: FeedView, options: PageOptions) -> Text:
@@ -171,7 +174,7 @@ def _facts(view: BrokerView, feed: FeedView, width: int) -> list[Text]:
     """Return six lines: throughput, utilization, padding, data wait, load imbalance and memory; then ``_shown``."""
     rest = width - LABEL
     rates = rates_of(feed.rates, max(min(rest - 18, 60), 10))
-    now, waits = feed.status, feed.waits_by_cause
+    now = feed.status
     cost = f"{now.figures.cost_max_over_mean:.3f} max / mean cost" if now.figures.cost_max_over_mean else "-"
     oldest = f", oldest {counted(now.window.oldest_steps, 'step')}" if now.window.oldest_steps else ""
     window = f"window {counted(now.window.samples, 'sample')}{oldest}"
@@ -179,8 +182,8 @@ def _facts(view: BrokerView, feed: FeedView, width: int) -> list[Text]:
         ("tokens/s", row((count_text(now.tokens_per_s).rjust(6), "bold"), spark(rates), f"{HISTORY_S / 60:.0f} min")),
         ("utilization", row(bar(now.figures.utilization, BAR), f"{now.figures.utilization:.2%}",
                             f"packing efficiency {now.figures.packing_efficiency:.2%}")),
-        ("padding", Text(", ".join(_share(*each) for each in feed.padding_by_cause) or "none")),
-        ("data wait", Text(", ".join(_share(*each) for each in waits) or ("none" if feed.ranks else "-"),
+        ("padding", Text(", ".join(f"{cause} {share_text(of)}" for cause, of in feed.padding_by_cause) or "none")),
+        ("data wait", Text(feed.waits_text() if feed.ranks else "-",
                          style="yellow" if max(feed.starved.values(), default=0.0) >= 0.05 else "")),
         ("load imbalance", row(cost, window)),
         ("memory", _storage(view)),
@@ -192,11 +195,6 @@ def _facts(view: BrokerView, feed: FeedView, width: int) -> list[Text]:
 def _shown(view: BrokerView, feed: FeedView) -> list[tuple[str, str]]:
     """Return (label, text) of each figure of the broker and of a feed that is declared to have a row of its own."""
     return [*shown_rows(view.status), *shown_rows(feed.status)]
-
-
-def _share(what: str, share: float) -> str:
-    """Return a name and a share in percent."""
-    return f"{what} {share:.2%}" if share < 0.1 else f"{what} {share:.1%}"
 
 
 def _chart(feed: FeedView, width: int) -> list[Text]:

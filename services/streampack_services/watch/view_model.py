@@ -1,8 +1,7 @@
 """The view of a broker that ``streampack top`` and ``streampack status`` show: its status and recent rates.
 
-A status counts from the start of the broker. A *recent* figure is the difference to a status about 10 s earlier, of the
-same broker and of the same process of a rank. Without an earlier status, it counts from the start. Time is the broker's
-uptime.
+A status counts from the start of the broker, and has the data waits of the last minute. Tokens per second of a stream
+are the difference to a status about 10 s earlier, of the same broker. Time is the broker's uptime.
 """
 
 from __future__ import annotations
@@ -15,7 +14,9 @@ from typing import Any
 
 import msgspec
 
-from streampack_services.broker.ranks.rank_status import RankStatus
+from streampack_services.amounts import share_text
+from streampack_services.broker.causes.headline import by_stream
+from streampack_services.broker.ranks.rank_status import name_of
 from streampack_services.broker.status import PADDING_LABELS, BrokerStatus, FeedStatus, StreamStatus
 
 Tree = dict[str, Any]
@@ -23,7 +24,7 @@ Point = tuple[float, float]
 """(uptime in seconds, tokens since the start)."""
 
 LATELY_S = 10.0
-"""Time over which recent figures are taken, in seconds."""
+"""Time over which rates of streams are taken, in seconds."""
 HISTORY_S = 300.0
 """Time that the chart of tokens/s shows, in seconds."""
 SMOOTH_S = 10.0
@@ -32,7 +33,6 @@ STREAM_SILENT_S = 10.0
 """Time without a message of its producers after which a stream is silent, in seconds."""
 EVENTS = 200
 """Last events that are kept."""
-DIMENSIONS = ("dp", "cp", "tp", "pp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,19 @@ class Rank:
     ahead: int
     """Steps received and not returned."""
     waits: float | None
-    """Recent data wait, as a share of the rank's time; None if not known."""
+    """Data wait of the last minute, as a share of the rank's time; None if not known."""
     cause: str
     """Main cause of the data wait; empty without a wait."""
+    work_s: float | None
+    """Seconds in which its trainer works on a step, mean over the last minute; None if not known."""
     cost: float | None
     """Cost of its last step / mean of all ranks; None before a step."""
     p99_ms: float | None
     """99th percentile of its wait for a step, in milliseconds; None if not known."""
     silent_s: float
     """Seconds since the broker heard it."""
+    is_slow: bool
+    """True if the others wait for this rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +99,12 @@ class StreamView:
 
 @dataclass(frozen=True, slots=True)
 class FeedView:
-    """The status of a feed, with rates and data wait over about 10 s."""
+    """The status of a feed, with its rates and data waits."""
 
     name: str
     status: FeedStatus
     rates: tuple[Point, ...]
     """Points for ``rates_of``."""
-    starved: dict[str, float]
-    """Recent data wait by cause, as a share of all ranks' time."""
-    starved_streams: dict[str, float]
-    """The part of the cause ``stream``, by stream."""
     ranks: tuple[Rank, ...]
 
     @property
@@ -119,13 +119,27 @@ class FeedView:
         return [(PADDING_LABELS.get(cause, cause), share) for cause, share in self.padding.items() if share]
 
     @property
+    def starved(self) -> dict[str, float]:
+        """Data wait of the last minute by cause, as a share of all ranks' time."""
+        return {cause: share for cause, share in self.status.ranks.recent_waits.items() if share}
+
+    @property
     def waits_by_cause(self) -> list[tuple[str, float]]:
-        """(cause, data wait as a share of all ranks' time), largest first; ``stream NAME`` instead of ``stream``."""
-        shares = {
-            cause: share for cause, share in self.starved.items() if cause != "stream" or not self.starved_streams
-        }
-        shares |= {f"stream {name}": share for name, share in self.starved_streams.items()}
-        return sorted(shares.items(), key=lambda each: -each[1])
+        """(cause, data wait as in ``starved``), largest first; ``stream NAME`` instead of ``stream``."""
+        return by_stream(self.starved, self.status.ranks.recent_streams)
+
+    def waits_text(self, of: str = "") -> str:
+        """Return the data wait of the last minute, since the start, and by cause; ``of`` follows the first share."""
+        ranks = self.status.ranks
+        lately = f"{share_text(sum(self.starved.values()))}{of} in the last {ranks.recent_s:.0f} s"
+        by_cause = ", ".join(f"{cause} {share_text(share)}" for cause, share in self.waits_by_cause)
+        text = f"{lately}, {share_text(self.waits_since_start)} since the start"
+        return f"{text}: {by_cause}" if by_cause else text
+
+    @property
+    def waits_since_start(self) -> float:
+        """Data wait since the start, as a share of all ranks' time."""
+        return sum(self.status.ranks.waits.values())
 
     @property
     def worst(self) -> list[Rank]:
@@ -134,11 +148,8 @@ class FeedView:
 
     @property
     def waited_for(self) -> Rank | None:
-        """The rank that waits least, if ``peers`` is the main cause of data wait; else None."""
-        if max(self.starved, key=self.starved.__getitem__, default="") != "peers" or self.starved["peers"] < 0.01:
-            return None
-        known = [rank for rank in self.ranks if rank.waits is not None]
-        return min(known, key=lambda rank: rank.waits or 0.0) if len(known) > 1 else None
+        """The slow rank for which the others wait; None without one."""
+        return next((rank for rank in self.ranks if rank.is_slow), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,13 +225,10 @@ class Watch:
     def view(self) -> BrokerView:
         """Return the view of the last status; call ``add`` first."""
         now, then = self._seen[-1], self._seen[0]
-        earlier = then.feeds if now.uptime_s > then.uptime_s else {}
-        seconds = now.uptime_s - (then.uptime_s if earlier else 0.0)
-        feeds = (
-            _feed_view(name, feed, earlier.get(name), seconds, tuple(self._rates[name]))
-            for name, feed in now.feeds.items()
+        feeds = tuple(
+            FeedView(name, feed, tuple(self._rates[name]), _rank_views(feed)) for name, feed in now.feeds.items()
         )
-        return BrokerView(now, tuple(feeds), _stream_views(now, then), tuple(self._events))
+        return BrokerView(now, feeds, _stream_views(now, then), tuple(self._events))
 
 
 def rates_of(points: Sequence[Point], columns: int) -> list[float | None]:
@@ -242,83 +250,21 @@ def rates_of(points: Sequence[Point], columns: int) -> list[float | None]:
     return rates
 
 
-def _feed_view(
-    name: str, now: FeedStatus, then: FeedStatus | None, seconds: float, rates: tuple[Point, ...]
-) -> FeedView:
-    """Return the view of a feed: its status ``now``, with differences to ``then``, so many seconds before."""
-    changes = [_Waited(row, before) for row, before in _same_ranks(now, then)]
-    if now.ranks.left_out:
-        waited = _increase(now.ranks.starved_s, then.ranks.starved_s if then else {})
-        starved, by_stream = _shares([waited], max(now.ranks.attached * seconds, 1e-9)), dict[str, float]()
-    else:
-        whole = sum(each.seconds for each in changes)
-        starved, by_stream = (
-            _shares((getattr(each, part) for each in changes), whole) for part in ("causes", "streams")
-        )
-    return FeedView(name, now, rates, starved, by_stream, _rank_views(now.readers, changes))
-
-
-class _Waited:
-    """Data wait by cause and total time of a rank, in seconds, since ``before`` or since its client began."""
-
-    def __init__(self, row: RankStatus, before: RankStatus | None) -> None:
-        self.causes = _increase(row.starved_s, before.starved_s if before else {})
-        self.streams = _increase(row.starved_streams, before.starved_streams if before else {})
-        self.waited = sum(self.causes.values())
-        self.seconds = self.waited + max(row.trainer_s - (before.trainer_s if before else 0.0), 0.0)
-
-    @property
-    def cause(self) -> str:
-        """The main cause of the wait; ``stream NAME`` if a stream is the cause."""
-        if not self.waited:
-            return ""
-        cause = max(self.causes, key=self.causes.__getitem__)
-        if cause == "stream" and self.streams:
-            return f"stream {max(self.streams, key=self.streams.__getitem__)}"
-        return cause
-
-
-def _same_ranks(now: FeedStatus, then: FeedStatus | None) -> Iterable[tuple[RankStatus, RankStatus | None]]:
-    """Yield each rank's row, with its earlier row if the process is the same and has reported since; else None."""
-    before = {_process(row): row for row in (then.readers if then else ())}
-    for row in now.readers:
-        old = before.get(_process(row))
-        has_news = old is not None and (row.starved_s, row.trainer_s) != (old.starved_s, old.trainer_s)
-        yield row, old if has_news else None
-
-
-def _process(row: RankStatus) -> tuple[str, int, int, int, int]:
-    """Return ``host:pid`` and ranks, which name a rank in a process: one process may run several ranks in threads."""
-    return row.where, row.dp_rank, row.cp_rank, row.tp_rank, row.pp_rank
-
-
-def _increase(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:
-    """Return the increase of each value from ``before`` to ``now``, at least 0."""
-    return {key: max(value - before.get(key, 0.0), 0.0) for key, value in now.items()}
-
-
-def _shares(parts: Iterable[dict[str, float]], whole: float) -> dict[str, float]:
-    """Sum dicts by key, and return each sum / ``whole``, without sums of 0."""
-    sums: dict[str, float] = {}
-    for part in parts:
-        for key, seconds in part.items():
-            sums[key] = sums.get(key, 0.0) + seconds
-    return {key: seconds / whole for key, seconds in sums.items() if seconds > 0}
-
-
-def _rank_views(rows: Sequence[RankStatus], changes: Sequence[_Waited]) -> tuple[Rank, ...]:
-    """Return the views of ranks, named by the axes of the mesh that are in use."""
-    places = [dict(zip(DIMENSIONS, _process(row)[1:], strict=True)) for row in rows]
-    named = [name for name in DIMENSIONS if name == "dp" or any(place[name] for place in places)]
+def _rank_views(feed: FeedStatus) -> tuple[Rank, ...]:
+    """Return the views of a feed's ranks, named by the axes of the mesh that are in use."""
+    rows = [(row.dp_rank, row.cp_rank, row.tp_rank, row.pp_rank) for row in feed.readers]
+    in_use = [any(axis) for axis in zip(*rows, strict=True)]
+    slow = feed.ranks.slow
     return tuple(
         Rank(
-            name=" ".join(f"{name}={place[name]}" for name in named), where=row.where,
+            name=name_of(place, in_use), where=row.where,
             step=row.done_upto, ahead=max(0, row.have_upto - row.done_upto),
-            waits=waited.waited / waited.seconds if waited.seconds else None, cause=waited.cause,
-            cost=sum(row.cost) / len(row.cost) if row.cost else None,
+            waits=row.data_wait, cause=f"stream {row.stream}" if row.cause == "stream" and row.stream else row.cause,
+            cost=sum(row.cost) / len(row.cost) if row.cost else None, work_s=row.work_s,
             p99_ms=row.stats.get("next_p99_ms"), silent_s=row.silent_s,
+            is_slow=slow is not None and place == (slow.dp_rank, slow.cp_rank, slow.tp_rank, slow.pp_rank),
         )
-        for row, place, waited in zip(rows, places, changes, strict=True)
+        for row, place in zip(feed.readers, rows, strict=True)
     )  # fmt: skip
 
 
@@ -355,8 +301,10 @@ def _feed_tree(feed: FeedView) -> Tree:
         "steps_left": msgspec.to_builtins(now.steps_left), "tokens_per_s": now.tokens_per_s, "packs": now.totals.packs,
         "utilization": now.figures.utilization, "packing_efficiency": now.figures.packing_efficiency,
         "waste": feed.padding, "waits_for": now.waiting_for.reason if now.waiting_for else "",
-        "waiting_for": now.waiting_for.text if now.waiting_for else "", "starved": feed.starved,
-        "starved_streams": feed.starved_streams, "cost_max_over_mean": now.figures.cost_max_over_mean or None,
+        "waiting_for": now.waiting_for.text if now.waiting_for else "",
+        "headline": msgspec.to_builtins(now.headline), "starved": feed.starved,
+        "starved_streams": now.ranks.recent_streams, "starved_since_start": feed.waits_since_start,
+        "slow": msgspec.to_builtins(now.ranks.slow), "cost_max_over_mean": now.figures.cost_max_over_mean or None,
         "window_samples": now.window.samples, "oldest_steps": now.window.oldest_steps,
         "ranks": list(map(asdict, feed.ranks)), "all_attached": now.all_ranks_attached,
         "attached": now.ranks.attached, "ranks_left_out": now.ranks.left_out,

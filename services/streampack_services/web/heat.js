@@ -8,10 +8,10 @@ const AXES = ["dp", "cp", "tp", "pp"];
 const ROOMY = 16; // most cells that have room for their figure as text
 
 // The figures that cells can show: value (null if not known), its text, its scale and its description.
-// `hot`: the end of the scale that needs attention. recent.js sets `row.waiting`.
+// `hot`: the end of the scale that needs attention.
 export const MEASURES = {
   wait: {
-    label: "data wait", of: (row) => row.waiting ?? null, say: (v) => percent(v, 2),
+    label: "data wait", of: (row) => row.data_wait, say: (v) => percent(v, 2),
     scale: (all) => [0, Math.max(0.01, ...all)], hot: "high",
     about: "Data wait of each rank, as a share of the last minute.",
   },
@@ -21,8 +21,8 @@ export const MEASURES = {
     about: "Cost of each micro-batch of the last step / mean of all ranks. A cell has one part per micro-batch. The other ranks wait for a rank above 1.",
   },
   step: {
-    label: "step time", of: (row) => row.step_s || null, say: duration, scale: (all) => [0, Math.max(1e-3, ...all)],
-    hot: "high", about: "Mean time of the last steps of each rank.",
+    label: "a step takes", of: (row) => row.work_s || null, say: duration, scale: (all) => [0, Math.max(1e-3, ...all)],
+    hot: "high", about: "Time in which the trainer of each rank works on a step, mean over the last minute. The other ranks wait for a rank that takes longer.",
   },
   ahead: {
     label: "ahead", of: (row) => Math.max(0, row.have_upto - row.done_upto), say: (v) => `${short(v)} ${v === 1 ? "step" : "steps"}`,

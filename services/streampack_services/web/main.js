@@ -6,8 +6,7 @@ import { byId, fillSwitch, setText } from "./dom.js";
 import { clock } from "./format.js";
 import { Heat, MEASURES } from "./heat.js";
 import { History, RANGES } from "./history.js";
-import { gone, noticeOf, Waits } from "./notice.js";
-import { Recent } from "./recent.js";
+import { gone, noticeOf } from "./notice.js";
 import { CHARTS, drawCharts } from "./views.js";
 import { aboutRanks, showEvents, showHead, showLate, showLongestWaits, showMedia, showNodes, showNotice, showRoom, showStreams, showTiles } from "./words.js";
 
@@ -15,7 +14,7 @@ const EVERY_MS = 1000;
 const STUCK_MS = 10_000; // a broker takes a new snapshot twice a second
 const THEMES = ["auto", "dark", "light"];
 
-const [histories, recent, waits] = [0, 1, 2].map(() => Object.create(null)); // by feed; a feed may have any name
+const histories = Object.create(null); // by feed; a feed may have any name
 const events = new Events();
 const charts = Object.fromEntries(Object.entries(CHARTS).map(([id, spec]) => [id, new Chart(byId(id), spec)]));
 const heat = new Heat(byId("heat"), byId("scale"), byId("about-ranks"));
@@ -73,18 +72,12 @@ function show() {
   const { status } = last;
   const names = Object.keys(status.feeds);
   const feed = status.feeds[chosen.feed];
-  for (const name of names) {
-    (recent[name] ??= new Recent()).note(status.uptime_s, status.feeds[name].readers);
-    (waits[name] ??= new Waits()).note(status.uptime_s, status.feeds[name]);
-  }
-  for (const row of feed.readers) row.waiting = recent[chosen.feed].share(status.uptime_s, row);
-  for (const row of last.page?.readers ?? []) row.waiting = row.data_wait; // the broker's: this page has not followed the rank
   byId("feeds").hidden = names.length < 2;
   choice("feeds", names.map((name) => [name, name]), "feed");
   choice("ranges", RANGES, "range");
   choice("measures", Object.entries(MEASURES).map(([key, { label }]) => [key, label]), "measure");
   showHead(status, goneSince > 0);
-  showNotice(goneSince ? gone(status, clock(goneSince)) : noticeOf(status, feed, waits[chosen.feed]));
+  showNotice(goneSince ? gone(status, clock(goneSince)) : noticeOf(feed));
   showTiles(status, feed);
   drawCharts(charts, historyOf(chosen.feed).window(chosen.range), feed);
   showNodes(feed, last.page, chooseNode);

@@ -28,8 +28,7 @@ export function showNotice([text, kind]) {
 }
 
 export function showTiles(status, feed) {
-  const some = feed.ranks.left_out > 0; // the status lists only the worst ranks
-  const waits = some ? Object.values(feed.ranks.longest_waits) : feed.readers.map((row) => row.stats.starved_fraction ?? 0);
+  const waits = ranksOrNodes(feed).filter((row) => row.data_wait !== null).sort((a, b) => b.data_wait - a.data_wait);
   const { formed, returned, end } = feed.steps;
   const steps = [`${count(formed)} formed`, ...(end === null ? leftOf(feed) : [`${count(end)} in total`])];
   tiles(byId("tiles"), [
@@ -37,12 +36,23 @@ export function showTiles(status, feed) {
     ...sharedTile(feed.totals),
     ["utilization", "utilization", feed.figures.packs ? percent(feed.figures.utilization) : "", `${count(feed.totals.packs)} packs of ${count(feed.rules.budget)} tokens`],
     ["returned", "steps returned", count(returned), steps.join(", ")],
-    ["data_wait", "longest data wait", waits.length ? percent(Math.max(...waits), 2) : "", `as a share of that rank's time ${some ? "in the last minutes, by one cause" : "since the start"}`],
+    ["data_wait", "longest data wait", waits.length ? percent(waits[0].data_wait, 2) : "", aboutWaits(feed, waits[0])],
     ["cost", "load imbalance", feed.figures.step_cost_max_over_mean ? feed.figures.step_cost_max_over_mean.toFixed(4) : "", "max / mean cost; 1 is perfect"],
     ["ranks", "ranks attached", count(feed.ranks.attached), feed.num_ranks ? `of ${count(feed.num_ranks)} ranks that read the feed` : "none so far"],
     ["producers", "producers", count(status.producers), status.vanished_producers ? `${count(status.vanished_producers)} vanished so far` : "no producer has vanished"],
     ["committed", "last checkpoint", feed.committed === null ? "" : count(feed.committed), "first step after the checkpoint"],
   ]);
+}
+
+// The ranks, or of too many ranks the worst nodes: each has the wait of its rank that waits longest.
+const ranksOrNodes = ({ readers, ranks }) => (ranks.left_out ? ranks.nodes : readers);
+
+// About the longest data wait of a rank in the last minute, and the data wait of all ranks since the start.
+function aboutWaits({ ranks }, longest) {
+  const waited = Object.values(ranks.starved_s).reduce((sum, seconds) => sum + seconds, 0);
+  const whole = waited + ranks.trainer_s;
+  const cause = longest?.data_wait ? `${causeOf(longest)}; ` : "";
+  return `${cause}share of the rank's time in the last minute${whole ? `; all ranks ${percent(waited / whole, 2)} since the start` : ""}`;
 }
 
 // The steps left, and the time that they take at the pace of the slowest rank; [] without an estimate.
@@ -81,7 +91,7 @@ export function showNodes({ ranks }, page, chosen) {
   const text = byId("node").value;
   const rows = ranks.nodes.filter((node) => node.host.includes(text)).map((node) => [
     node.host, [node.relay ?? "", node.relay === "lost" ? "warn" : ""], [`${count(node.attached)} of ${count(node.ranks)}`, node.attached < node.ranks ? "n bad" : "n"],
-    [node.data_wait === null ? "" : percent(node.data_wait, 1), "n"], node.data_wait ? causeOfNode(node) : "",
+    [node.data_wait === null ? "" : percent(node.data_wait, 1), "n"], node.data_wait ? causeOf(node) : "",
     [node.done_upto === null ? "" : count(node.done_upto), "n"],
     [node.silent_s === null ? "" : duration(node.silent_s), "n"], [node.step_s === null ? "" : duration(node.step_s), "n"],
     [node.cost === null ? "" : node.cost.toFixed(3), "n"], [bytes(node.queued_bytes), "n"],
@@ -91,29 +101,24 @@ export function showNodes({ ranks }, page, chosen) {
   setText(byId("about-node"), page ? `${count(page.attached)} of ${count(page.node.ranks)} ranks on ${page.node.host}${listed}:` : "No rank is on a host with this name.");
 }
 
-const causeOfNode = ({ cause, stream }) => (cause === "stream" && stream ? `stream ${stream}` : cause);
+const causeOf = ({ cause, stream }) => (cause === "stream" && stream ? `stream ${stream}` : cause);
 
 // What the section of ranks shows.
 export function aboutRanks({ ranks }) {
   return `${count(ranks.attached)} ranks on ${count(ranks.num_nodes)} nodes. The ${count(ranks.nodes.length)} worst nodes, worst first:`;
 }
 
-// The four ranks with the longest data wait.
-export function showLongestWaits(feed) {
-  const waited = (row) => Object.values(row.starved_s).reduce((sum, seconds) => sum + seconds, 0);
-  const rows = feed.readers.filter((row) => waited(row) > 0).sort((a, b) => waited(b) - waited(a)).slice(0, 4);
-  const nameOf = namer(feed.readers);
+// The slow rank for which others wait, then the ranks with the longest data wait: four in all.
+export function showLongestWaits({ readers, ranks: { slow } }) {
+  const isSlow = (row) => slow !== null && ["dp_rank", "cp_rank", "tp_rank", "pp_rank"].every((axis) => row[axis] === slow[axis]);
+  const rows = readers.filter((row) => isSlow(row) || row.data_wait > 0)
+    .sort((a, b) => isSlow(b) - isSlow(a) || b.data_wait - a.data_wait).slice(0, 4);
+  const nameOf = namer(readers);
   byId("longest-waits").hidden = !rows.length;
-  fillTable(byId("longest-waits"), rows.map((row) => {
-    const [[cause, seconds]] = Object.entries(row.starved_s).sort((a, b) => b[1] - a[1]);
-    return [nameOf(row), row.host, [duration(waited(row)), "n"], `${causeOf(cause, row)}, ${duration(seconds)}`];
-  }));
-}
-
-// The name of a cause; of the cause "stream" that of the stream with the longest wait.
-function causeOf(cause, row) {
-  const streams = Object.entries(row.starved_streams).sort((a, b) => b[1] - a[1]);
-  return cause === "stream" && streams.length ? `stream ${streams[0][0]}` : cause;
+  fillTable(byId("longest-waits"), rows.map((row) => [
+    nameOf(row), row.host, [row.data_wait === null ? "" : percent(row.data_wait, 1), "n"],
+    isSlow(row) ? [`slow: ${duration(slow.step_s)} a step`, "bad"] : causeOf(row),
+  ]));
 }
 
 const shareOf = (share) => (share === null ? "" : percent(share, 2));

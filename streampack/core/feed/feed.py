@@ -138,9 +138,9 @@ class Feed:
         if planner.forming is not None:
             return FORMING
         if self._is_ahead:
-            return Missing("peers", self.steps.slowest)
+            return self.steps.wait_for_ranks("peers")
         if self.memory.room <= 0:
-            return Missing("memory", f"the arena is full: {self.steps.slowest}")
+            return self.steps.wait_for_ranks("memory", "the arena is full: ")
         if planner.blocked is None:
             return FORMING
         if self._journal.full and self.history.in_order:

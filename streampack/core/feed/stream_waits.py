@@ -39,7 +39,7 @@ class StreamWaits:
             text, generates = f"the next sample of {who}", True
         else:
             text = f"the next sample has not come from {who}"
-        return Missing("stream", text, terms.name, batch=generates)
+        return Missing("stream", text, terms.name, batch=generates, lost=producers.is_lost(p))
 
     def _name(self, p: int) -> str:
         """Return ``stream 'web' partition 3``."""

@@ -93,7 +93,6 @@ class Leases:
         )
         self.refused = 0
         """Number of messages that were rejected."""
-        self._now = 0.0
         self._repeated = 0.0
         """Time at which credits were last repeated."""
         self._done = False
@@ -106,7 +105,7 @@ class Leases:
 
     def seen(self, stream: str) -> Seen:
         """Return the producers that offer a stream, and the time since their last message."""
-        return self.producers.seen(stream, self._now)
+        return self.producers.seen(stream)
 
     # Calls of a feed
 
@@ -185,7 +184,7 @@ class Leases:
 
     def tick(self, now: float) -> list[Effect]:
         """Drop silent producers, and repeat the credit of the others."""
-        self._now = now
+        self.producers.now = now
         effects = self.staged.tick(now)
         for producer in self.producers:
             if now - producer.heard > PRODUCER_SILENT_S:
@@ -210,7 +209,7 @@ class Leases:
 
     def receive(self, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
         """Handle a message of the producer at ``peer``, and return the answers."""
-        self._now = now
+        self.producers.now = now
         message = envelope.message
         return self._from_anyone[type(message)](self, message, peer, envelope)
 
@@ -224,7 +223,7 @@ class Leases:
         producer = self.producers.at(peer)
         if producer is None or envelope.epoch < self._identity.epoch:
             return self.credits.send(peer, Who())
-        producer.heard = self._now
+        producer.heard = self.producers.now
         return self._from_producers[type(message)](self, message, producer, envelope)
 
     @_from_anyone.of(Attach, Get, ReaderPing)
@@ -279,7 +278,7 @@ class Leases:
                 f"{self._capacity.max_peers}. "
                 f"Stop other producers, or raise `limits.peers` in broker.yaml"
             ))  # fmt: skip
-        claim = producers.claim(hello, self._now)
+        claim = producers.claim(hello, self.producers.now)
         if claim.refusal:
             return self._refuse(peer, "partition_taken", claim.refusal)
         if claim.waits:
@@ -292,7 +291,7 @@ class Leases:
         other = producers.at(peer)
         if other is not None and other.name != hello.producer:
             effects += self.rebalancer.leave(other, ProducerDeparture.OTHER_NAME)
-        effects += self.rebalancer.join(peer, hello, self._now)
+        effects += self.rebalancer.join(peer, hello, self.producers.now)
         for offer in hello.offers:
             effects += self._tell_late_fields(peer, offer.stream) if offer.amends is True else []
         return effects + (self.credits.send(peer, Done()) if self._done else [])

@@ -20,6 +20,8 @@ HOSTS_SHOWN = 32
 """Most hosts of a stream's producers in a report."""
 MOST_CLAIMS = 4096
 """Most claims, and most replaced producers, that are remembered, since peers can invent any number of names."""
+SILENT_AFTER_S = 5.0
+"""Seconds without a message after which a producer is called silent."""
 CLAIM_S = 3.0
 """Seconds of silence after which a producer that pushes loses its partition to another that claims it."""
 
@@ -109,8 +111,10 @@ class Producers:
         self._named: dict[str, ConnectedProducer] = {}
         self._names: dict[bytes, str] = {}
         """Name of the producer of each peer."""
-        self._left: dict[str, float] = {}
-        """Time of the last message of a producer that has left, by stream."""
+        self._left: dict[str, ConnectedProducer] = {}
+        """The producer that was heard last of those that have left, by stream."""
+        self.now = 0.0
+        """The time, in seconds."""
 
     def __len__(self) -> int:
         return len(self._named)
@@ -148,12 +152,12 @@ class Producers:
         """Return the producers that offer a stream, in the order in which they came."""
         return [producer for producer in self._named.values() if stream in producer.offers]
 
-    def seen(self, stream: str, now: float) -> Seen:
+    def seen(self, stream: str) -> Seen:
         """Return the producers that offer a stream, and the seconds since their last message."""
         there = self.offering(stream)
-        heard = [*(producer.heard for producer in there), *([self._left[stream]] if stream in self._left else [])]
+        heard = [producer.heard for producer in (*there, *([self._left[stream]] if stream in self._left else []))]
         hosts = sorted({producer.host for producer in there})[:HOSTS_SHOWN]
-        return Seen(len(there), hosts, max(now - max(heard), 0.0) if heard else None)
+        return Seen(len(there), hosts, max(self.now - max(heard), 0.0) if heard else None)
 
     def size(self, stream: str) -> SourceSize | None:
         """Return the size of a stream's source, summed over producers, which open different files; None if unknown."""
@@ -173,9 +177,23 @@ class Producers:
             return f"{text}: {self.failures[p]}"
         if holder is None:
             how = "a streampack.Producer for it" if stream.terms.pushed else "one with 'streampack produce'"
-            return f"{text} (no producer offers it; start {how})"
+            last = self._left.get(stream.terms.name)
+            gone = "" if last is None else f"the producer at {last.where} was heard {self._ago(last)} s ago; "
+            return f"{text} ({gone}no producer offers it; start {how})"
+        silent = f", silent for {self._ago(holder)} s" if self._ago(holder) else ""
         waits = f", whose store does not serve {holder.waiting}" if holder.waiting else ""
-        return f"{text} (held by the producer at {holder.where}{waits})"
+        return f"{text} (held by the producer at {holder.where}{silent}{waits})"
+
+    def _ago(self, producer: ConnectedProducer) -> int:
+        """Return the seconds since the last message of a producer, in steps of ``SILENT_AFTER_S``."""
+        return int((self.now - producer.heard) // SILENT_AFTER_S * SILENT_AFTER_S)
+
+    def is_lost(self, p: int) -> bool:
+        """Return whether the holder of partition ``p`` is silent, or no producer that is heard offers the partition."""
+        stream, holder = self._partitions.stream_of[p], self.holder_of(p)
+        name, number = stream.terms.name, p - stream.first
+        offering = [each for each in self.offering(name) if each.offers[name] in (None, number)]
+        return all(self.now - each.heard >= SILENT_AFTER_S for each in ([holder] if holder is not None else offering))
 
     def pushed_from(self, p: int) -> str | None:
         """Return host:pid of the producer that pushes to partition ``p``; None if there is none or it has failed."""
@@ -197,7 +215,8 @@ class Producers:
         """Remove a producer that has left, and return it; its partitions then have no holder."""
         producer = self._named.pop(name)
         self._names.pop(producer.peer, None)
-        self._left |= {stream: max(producer.heard, self._left.get(stream, 0.0)) for stream in producer.offers}
+        for stream in producer.offers:
+            self._left[stream] = max(producer, self._left.get(stream, producer), key=lambda each: each.heard)
         for p in self.held_by(name):
             self.holder[p] = None
         return producer

@@ -179,6 +179,7 @@ class AttemptCoordinator:
         self._has_news()
         self._registry.remove(reader)
         self._receivers.leave(reader)
+        reader.went_silent = why is Departure.SILENT
         text = f"rank {reader.mesh} at {reader.where} left feed {self._feed!r}: {why.value.format(round(silent_s))}"
         return [reader.report("info" if why is Departure.GOODBYE else "warning", text, self._feed)]
 

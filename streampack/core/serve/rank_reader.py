@@ -127,6 +127,7 @@ class Reader:
         probed: Time of the last ``Probe``.
         stats: The client's metrics.
         starvation: Its data wait, by cause.
+        went_silent: True if it has lost its rank by its silence, so that it may come back.
     """
 
     name: str
@@ -150,6 +151,7 @@ class Reader:
     route_changes: int = 0
     stats: dict[str, float] = field(default_factory=dict)
     starvation: Starvation | None = None
+    went_silent: bool = False
 
     def __post_init__(self) -> None:
         self.phases = Phases(f"reader {self.where} of rank {self.mesh}", READER_PHASES, ReaderPhase.ATTACHING)

@@ -26,6 +26,8 @@ from streampack.core.serve.rank_reader import Ranks, Reader, ReaderPhase
 
 CLAIM_S = 3.0
 """Seconds of silence after which a holder loses its rank to a claim, if pings come every second."""
+SILENT_AFTER_S = 5.0
+"""Seconds without a message after which a rank is called silent, if pings come every second."""
 RESTART_S = 10.0
 """Seconds that the processes of an attempt may take to end when others come to begin a new one."""
 MOST_CLAIMS = 8
@@ -45,6 +47,8 @@ class RankRegistry:
     def __init__(self) -> None:
         self.now = 0.0
         """Time of the last event, in seconds."""
+        self.silent_after_s = SILENT_AFTER_S
+        """Seconds without a message after which a rank is called silent: several intervals between pings."""
         self.held: dict[Ranks, Reader] = {}
         self.claims: dict[str, Reader] = {}
         self._claims_of = defaultdict[Ranks, dict[str, Reader]](dict)
@@ -99,6 +103,15 @@ class RankRegistry:
         """Return the last reader of a rank if its name is ``name``; else None."""
         last = self._last.get(ranks)
         return last if last is not None and last.name == name else None
+
+    def silent_s(self, reader: Reader) -> float:
+        """Return for how many seconds a reader has been silent; 0 while its silence is normal."""
+        silent_s = self.now - reader.heard
+        return silent_s if silent_s >= self.silent_after_s else 0.0
+
+    def last_holder(self, ranks: Ranks) -> Reader | None:
+        """Return the last reader of a rank of this mesh; None if it never had one."""
+        return self._last.get(ranks)
 
     def last_holders(self) -> list[Reader]:
         """Return the last reader of each rank of this mesh that ever had one. A rank keeps its index in the list."""

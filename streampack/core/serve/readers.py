@@ -30,7 +30,7 @@ from streampack.core.serve.attaching import Attaching
 from streampack.core.serve.attempts import AttemptCoordinator, Departure
 from streampack.core.serve.checkpoint_questions import CheckpointQuestions
 from streampack.core.serve.rank_reader import Reader, ReaderLink, Receiver
-from streampack.core.serve.rank_registry import RankRegistry
+from streampack.core.serve.rank_registry import SILENT_AFTER_S, RankRegistry
 from streampack.core.serve.receivers import Receivers
 from streampack.core.serve.served_steps import ServedSteps
 from streampack.core.serve.step_sender import StepSender
@@ -251,6 +251,7 @@ class Readers:
         effects: list[Effect] = []
         ping_s = self.attempts.ping_s
         silent_s = max(READER_SILENT_S, SILENT_PINGS * ping_s)
+        self.registry.silent_after_s = max(SILENT_AFTER_S, SILENT_PINGS * ping_s)
         for reader in self.registry:
             if now - reader.heard > silent_s:
                 effects += self.attempts.leave(reader, Departure.SILENT, now - reader.heard)

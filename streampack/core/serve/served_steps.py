@@ -22,10 +22,12 @@ from streampack.core.protocol.trainer_messages import End
 from streampack.core.serve.progress import Progress
 from streampack.core.serve.rank_reader import Ranks, Reader, Receiver
 from streampack.core.serve.rank_registry import RankRegistry, rank_name
-from streampack.core.stats.data_wait import NextWaits, Starvation
+from streampack.core.stats.data_wait import Missing, NextWaits, Starvation
 
 KEPT_CHAINS = 4096
 """Number of the last steps whose digests are remembered."""
+SHOWN_EVERY_S = 5.0
+"""Steps in which a text counts the seconds of a silence: people need not read each second."""
 OUT = 1 << 62
 """Number of returned steps of a rank outside the iteration: more than any step, so that no step is kept for it."""
 
@@ -234,17 +236,28 @@ class ServedSteps:
             for ranks, reader in self._registry.held.items()
         )
 
-    @property
-    def slowest(self) -> str:
-        """A text that names the rank that has returned the fewest steps, and their number."""
-        holders = self._registry.held
+    def wait_for_ranks(self, reason: str, prefix: str = "") -> Missing:
+        """Return a wait that names the rank that has returned the fewest steps, and says if that rank is lost."""
+        holders, registry = self._registry.held, self._registry
         if not self.returned or not holders:
-            return "no rank is attached"
-        ranks = min(self.returned, key=lambda ranks: (self.returned[ranks], ranks in holders))
-        if ranks not in holders:
-            when = "between two iterations" if self.returned[ranks] == OUT else f"after {self.returned[ranks]} steps"
-            return f"{rank_name(ranks)} left {when}: restart all ranks from a checkpoint"
-        return f"rank {holders[ranks].mesh} at {holders[ranks].where} has returned {self.returned[ranks]} steps"
+            return Missing(reason, f"{prefix}no rank is attached")
+        done = self.returned.least
+        last = [ranks for ranks, upto in self.returned.items() if upto == done]
+        lost = (ranks for ranks in last if ranks not in holders or registry.silent_s(holders[ranks]))
+        ranks = next(lost, None)
+        if ranks is None:
+            slowest = holders[last[0]]
+            return Missing(reason, f"{prefix}rank {slowest.mesh} at {slowest.where} has returned {done} steps")
+        when = "between two iterations" if done == OUT else f"after {done} steps"
+        reader = registry.last_holder(ranks)
+        text = f"{rank_name(ranks)} left {when}: restart all ranks from a checkpoint"
+        if reader is not None and (reader.holds or reader.went_silent):
+            silent_s = int((registry.now - reader.heard) // SHOWN_EVERY_S * SHOWN_EVERY_S)
+            text = (
+                f"rank {reader.mesh} at {reader.where} has been silent for {silent_s} s, {when}. "
+                f"Training goes on when it is back. If its process has ended, restart all ranks from a checkpoint"
+            )
+        return Missing(reason, prefix + text, lost=True)
 
     def stats(self) -> list[RankProgress]:
         """Return the progress of each reader that holds a rank, in the order of the ranks."""

@@ -37,12 +37,14 @@ class Missing(NamedTuple):
 
     ``stream``: the stream whose samples are missing, if that is the cause. ``batch`` is True if a program that
     pushes samples is alive, and has not sent samples or ended its batch. That is normal in reinforcement learning.
+    ``lost`` is True if the rank or producer that is waited for is silent or has left.
     """
 
     reason: str
     detail: str
     stream: str | None = None
     batch: bool = False
+    lost: bool = False
 
 
 class Starvation(Struct, frozen=True, kw_only=True):

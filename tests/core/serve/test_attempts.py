@@ -252,6 +252,27 @@ def test_a_silent_process_that_nobody_replaced_takes_its_rank_again() -> None:
     assert desk.steps("a0")[-2:] == [4, 5]
 
 
+def test_a_silent_rank_is_named_with_its_seconds_and_only_one_that_left_needs_a_restart() -> None:
+    desk = reading()
+    steps = desk.readers.steps
+    assert not steps.wait_for_ranks("peers").lost
+    desk.die("a0")
+    for more_s, silent_s in ((6.0, 5), (READER_SILENT_S, 20)):
+        desk.wait(more_s)
+        waits = steps.wait_for_ranks("peers", "the arena is full: ")
+        assert waits.lost
+        assert waits.detail.startswith("the arena is full: rank dp=0/2")
+        assert "host-of-a0" in waits.detail
+        assert f"has been silent for {silent_s} s, after 4 steps" in waits.detail
+        assert "Training goes on when it is back" in waits.detail
+    desk.come("a0", 4)
+    assert not steps.wait_for_ranks("peers").lost
+    desk.say(b"a0", Bye())
+    waits = steps.wait_for_ranks("peers")
+    assert waits.lost
+    assert waits.detail.endswith("left after 4 steps: restart all ranks from a checkpoint")
+
+
 def test_ranks_are_all_there_while_none_has_left() -> None:
     desk, seen = Desk(), []
     for name, rank, message in (("a0", 0, None), ("a1", 1, None), ("a1", 1, Bye()), ("b1", 1, None)):

@@ -293,7 +293,7 @@ def test_nothing_is_read_on_while_a_rank_is_gone_between_two_iterations() -> Non
     assert bench.feed.readers.steps.released_upto == 2
     assert bench.feed.readers.steps.formed_upto == formed
     assert (
-        bench.feed.readers.steps.slowest
+        bench.feed.readers.steps.wait_for_ranks("peers").detail
         == "dp=0 cp=0 tp=0 pp=0 left between two iterations: restart all ranks from a checkpoint"
     )
     assert "1 of 2 ranks are still in the previous iteration: dp=0" in bench.heard(b"1", Wait)[-1].detail
@@ -557,6 +557,15 @@ def test_a_producer_that_falls_silent_loses_its_leases() -> None:
     bench.handle(Tick(PRODUCER_SILENT_S + 1))
     assert set(bench.sessions(b"2")) == {("a", 0), ("a", 1)}
     assert bench.core.leases.rebalancer.vanished == 1
+    bench.handle(Tick(2 * PRODUCER_SILENT_S + 1))
+    text = bench.core.leases.producers.describe(0)
+    assert f"was heard {PRODUCER_SILENT_S:.0f} s ago; no producer offers it" in text, "the last that was heard"
+    assert bench.core.leases.producers.is_lost(0)
+    bench.produce(b"3", hello("three", "a"))
+    assert not bench.core.leases.producers.is_lost(0)
+    bench.handle(Tick(2 * PRODUCER_SILENT_S + 9))
+    assert "silent for 5 s" in bench.core.leases.producers.describe(0)
+    assert bench.core.leases.producers.is_lost(0)
     bench.produce(b"1", ProducerPing(producer="one"))
     assert bench.heard(b"1", Who)
 

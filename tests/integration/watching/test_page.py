@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 from msgspec.structs import asdict, replace
+from streampack_services.broker.causes.headline import Headline
+from streampack_services.broker.ranks.rank_status import SlowRank
 from streampack_services.broker.status import FeedRules, LateStatus, MediaStatus
 
 from streampack.core.model.keys.planning_keys import MediaLimits
@@ -40,7 +42,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """4 ranks, 2 streams and a log; it has served a while, and says from then on what it has said last."""
     with small(tmp_path_factory.mktemp("state")) as broker:
         until(lambda: broker.status()["feeds"]["train"]["steps"]["returned"] > 30)
-        until(lambda: all(row["stats"]["starved_fraction"] for row in broker.status()["feeds"]["train"]["readers"]))
+        until(lambda: all(row["data_wait"] for row in broker.status()["feeds"]["train"]["readers"]))
         broker.held = broker.service.snapshot
         yield broker
 
@@ -131,21 +133,24 @@ def test_the_figures_are_those_of_the_status(page: Page, four: Watched) -> None:
     assert f"{feed['steps']['formed']:,} formed" in page.text("[data-figure=returned] .note")
     assert float(tile(page, "utilization").rstrip("%")) == pytest.approx(100 * feed["figures"]["utilization"], abs=5e-4)
     assert f"{feed['totals']['packs']:,} packs" in page.text("[data-figure=utilization] .note")
-    assert page.text("[data-figure=data_wait] .note") == "as a share of that rank's time since the start"
+    ranks = feed["ranks"]
+    waited = sum(ranks["starved_s"].values())
+    since = f"{100 * waited / (waited + ranks['trainer_s']):.2f}".rstrip("0").rstrip(".")
+    assert page.text("[data-figure=data_wait] .note").endswith(f"all ranks {since}% since the start")
     heads = [page.text(f"#streams th:nth-child({n})") for n in range(2, 8)]
     assert heads == [
         "weight", "share now", "share trained", "tokens trained", "tokens received", "samples received"
     ]  # fmt: skip
-    assert page.text("#longest-waits caption") == "Ranks with the longest data wait since the start"
+    assert page.text("#longest-waits caption") == "Ranks with the longest data wait in the last minute"
     assert tile(page, "ranks") == "4"
     assert page.text("[data-figure=ranks] .note") == "of 4 ranks that read the feed"
     assert tile(page, "producers") == str(now["producers"])
     assert float(tile(page, "cost")) == pytest.approx(feed["figures"]["step_cost_max_over_mean"], abs=5e-5)
-    waits = [row["stats"]["starved_fraction"] for row in feed["readers"]]
+    waits = [row["data_wait"] for row in feed["readers"]]
     assert float(tile(page, "data_wait").rstrip("%")) == pytest.approx(100 * max(waits), abs=5e-3)
     rate = float(tile(page, "tokens_per_s").replace("k", "e3").replace("M", "e6"))
     assert rate == pytest.approx(feed["tokens_per_s"], rel=6e-3)
-    assert feed["waiting_for"]["detail"] in page.text("#notice")
+    assert page.text("#notice") == feed["headline"]["text"]
     cells = "[...document.querySelectorAll('#streams tbody tr')].map((row) => [...row.cells].map((c) => c.textContent))"
     rows = page.value(cells)
     assert [(row[0], *row[4:7]) for row in rows] == [
@@ -322,27 +327,6 @@ def test_media_are_shown_where_a_run_has_some(page: Page, four: Watched) -> None
     page.until("document.getElementById('media').hidden")
 
 
-def test_a_rank_waits_as_much_as_it_did_in_the_last_minute(page: Page) -> None:
-    """Of one that has waited all the time at first, not at all for 90 seconds, and half of the time since."""
-    script = """import("/web/recent.js").then(({ Recent }) => {
-      const recent = new Recent();
-      const shares = [];
-      for (let second = 0; second <= 240; second += 1) {
-        const waited = Math.min(second, 60) + Math.max(0, second - 150) / 2;
-        const row = { where: "node:1", dp_rank: 0, cp_rank: 0, tp_rank: 0, pp_rank: 0, starved_s: { stream: waited },
-                      stats: { starved_fraction: 0.123 } };
-        recent.note(second, [row]);
-        shares.push(recent.share(second, row));
-      }
-      return shares;
-    })"""
-    shares = page.value(script)
-    assert shares[0] is None, "the rank's own figure is since its start, not of the last minute"
-    assert shares[30] == 1
-    assert shares[149] == 0
-    assert shares[240] == 0.5
-
-
 def test_4_ranks_have_their_figures_in_their_cells(page: Page, four: Watched) -> None:
     readers = four.status()["feeds"]["train"]["readers"]
     press(page, "#measures", "cost")
@@ -369,8 +353,9 @@ def test_hosts_and_streams_of_any_name_fit_beside_what_was_waited(page: Page) ->
     shown_again(page)  # charts take the new width by then
     script = f"""import("/web/words.js").then(({{ showLongestWaits }}) => {{
       const name = "a-name-of-many-parts.";
-      showLongestWaits({{ readers: [{{ dp_rank: 0, cp_rank: 0, tp_rank: 0, pp_rank: 0, host: name.repeat(3),
-                                   starved_s: {{ stream: 8191 }}, starved_streams: {{ [name.repeat(4)]: 8191 }} }}] }});
+      showLongestWaits({{ ranks: {{ slow: null }}, readers: [{{
+        dp_rank: 0, cp_rank: 0, tp_rank: 0, pp_rank: 0, host: name.repeat(3), data_wait: 0.8191, work_s: 8191,
+        cause: "stream", stream: name.repeat(4) }}] }});
       return ({WIDER})(390);
     }})"""
     assert page.value(script) == []
@@ -392,40 +377,39 @@ def test_the_state_of_a_broker_that_a_rank_waits_for_is_not_green_and_has_its_du
     assert other != green
 
 
-def test_the_line_above_says_what_lasts_and_not_what_changes_with_every_step(page: Page) -> None:
-    """Seconds of a busy pipeline, then of one whose stream is slow, of a rank that hangs and of one that has left."""
-    script = """import("/web/notice.js").then(({ Waits, noticeOf }) => {
-      const waits = new Waits();
-      const said = [];
-      let second = 100;
-      const pass = (seconds, reason, detail, more = {}) => {
-        for (let at = 0; at < seconds; at++) {
-          const now = { waiting_for: { reason, detail: detail(at), stream: null }, all_ranks_attached: true, ...more };
-          waits.note(second++, now);
-          said.push(noticeOf({ log: null, state: "serving" }, now, waits).join("|"));
-        }
-        return [...new Set(said.splice(0))];
-      };
-      return [
-        pass(1, "stream", () => "none"),
-        [...Array(9).keys()].flatMap((n) => pass(2, ["peers", "forming", "memory"][n % 3], (at) => `rank ${n} ${at}`)),
-        pass(20, "stream", () => "no sample of web"),
-        pass(40, "peers", () => "rank 3"),
-        pass(6, "peers", () => "rank 3 left", { all_ranks_attached: false }),
-        pass(1, "failed", () => "no disk"),
-      ];
-    })"""
-    first, busy, slow, hanging, left, failed = page.value(script)
-    calm = "Steps are formed and delivered without long waits.|good"
-    assert first == ["Waiting for samples: none|waiting"], "how long it has been so is not known"
-    assert set(busy) == {calm}
-    assert slow == [calm, *(f"Waiting for samples for {s} s: no sample of web|waiting" for s in (5, 10, 15))]
-    assert hanging == [
-        calm,
-        *(f"Data is ready. The broker has been waiting for trainers for {s} s: rank 3.|good" for s in (30, 35)),
+def test_the_slow_rank_and_the_headline_are_shown_as_the_broker_has_them(page: Page, four: Watched) -> None:
+    now = four.held
+    assert now is not None
+    feed = now.feeds["train"]
+    slow = SlowRank(
+        name="dp=1 cp=0", dp_rank=1, cp_rank=0, tp_rank=0, pp_rank=0, host="node00", count=1, step_s=1.0,
+        others_step_s=0.1,
+    )  # fmt: skip
+    waits = [0.9, 0.8, 0.01, 0.7]
+    readers = [
+        replace(row, data_wait=wait, cause="peers", stream=None, work_s=0.1)
+        for row, wait in zip(feed.readers, waits, strict=True)
     ]
-    assert left[-1] == "Waiting for trainers for 45 s: rank 3 left|waiting"
-    assert failed == ["no disk|bad"]
+    headline = Headline(kind="waiting", cause="slow_rank", text=f"{slow.text}.")
+    held = replace(feed, headline=headline, readers=readers, ranks=replace(feed.ranks, slow=slow))
+    four.held = replace(now, feeds={"train": held})
+    try:
+        page.until("document.getElementById('notice').dataset.kind === 'waiting'")
+        assert page.text("#notice") == "rank dp=1 cp=0 takes 1.0 s a step, the others 0.10 s (on node00)."
+        cells = "[...document.querySelectorAll('#longest-waits tbody tr')].map((row) => [...row.cells].map(TEXT))"
+        rows = page.value(cells.replace("TEXT", "(cell) => cell.textContent"))
+        assert [(row[0], row[2], row[3]) for row in rows] == [
+            ("dp 1, cp 0", "1%", "slow: 1 s a step"), ("dp 0, cp 0", "90%", "peers"),
+            ("dp 0, cp 1", "80%", "peers"), ("dp 1, cp 1", "70%", "peers"),
+        ]  # fmt: skip
+        assert tile(page, "data_wait") == "90%"
+        assert page.text("[data-figure=data_wait] .note").startswith(
+            "peers; share of the rank's time in the last minute"
+        )
+        check_layout(page)
+    finally:
+        four.held = now
+    page.until("document.getElementById('notice').dataset.kind !== 'waiting'")
 
 
 def test_the_theme_is_the_systems_or_that_of_the_switch(page: Page) -> None:
@@ -568,7 +552,7 @@ def test_a_feed_that_has_ended_is_said_to_have(browser: Browser) -> None:
         until(lambda: broker.status()["state"] == "ended" and broker.status()["feeds"]["train"]["waiting_for"] is None)
         page = opened(browser, broker)
         steps = broker.status()["feeds"]["train"]["steps"]["end"]
-        assert page.text("#notice") == f"The feed has ended. All {steps} steps were returned."
+        assert page.text("#notice") == f"Done. All {steps} steps were returned."
         assert page.text("#state") == "ended"
         assert page.text("#streams tbody tr td:last-child") == "1 of 1"
         page.close()

@@ -150,8 +150,7 @@ def many(snapshot: Tree, ranks: int) -> Tree:
     row = feed["readers"][0]
     feed["readers"] = [
         row | {"dp_rank": n // 4, "cp_rank": n % 4, "where": f"node{n // 8}:{n}", "cost": [1.0 + (n == 5)],
-               "trainer_s": 0.0 if n == 3 else 10.0, "starved_streams": {},
-               "starved_s": dict.fromkeys(CAUSES, 0.0) | {"peers": 10.0 if n == 3 else 0.0}}
+               "data_wait": 1.0 if n == 3 else 0.0, "cause": "peers" if n == 3 else "", "stream": None}
         for n in range(ranks)
     ]  # fmt: skip
     return found
@@ -228,37 +227,49 @@ def later(snapshot: Tree, seconds: float, **ranks: Tree) -> Tree:
     return found
 
 
-def test_waits_are_those_of_the_last_seconds_and_of_the_same_process(snapshot: Tree) -> None:
-    before = many(snapshot, 3)
-    starved = dict.fromkeys(CAUSES, 0.0) | {"stream": 3.0, "network": 1.0}
-    news = {"starved_s": starved, "starved_streams": {"web": 3.0}, "trainer_s": 16.0}
-    after = later(before, 10, r0=news, r1=news | {"where": "node9:1"})
-    (feed,) = view_of(before, after).feeds
-    one, other, same = feed.ranks
-    assert one.cause == "stream web"
-    assert one.waits == pytest.approx(4 / 10)
-    assert other.waits == pytest.approx(4 / 20), "another process: since it began"
-    assert same.waits == 0
-    assert feed.starved_streams == {"web": pytest.approx(6 / 40)}
+def test_waits_are_those_that_the_broker_has_of_the_last_minute_beside_the_total(snapshot: Tree) -> None:
+    """All from one status: so ``status``, ``top --once`` and the page show the same."""
+    found = many(snapshot, 3)
+    row = {"data_wait": 0.4, "cause": "stream", "stream": "web", "starved_s": dict.fromkeys(CAUSES, 1.0)}
+    found["feeds"]["train"]["readers"][0] |= row
+    recent = dict.fromkeys(CAUSES, 0.0) | {"stream": 0.15, "network": 0.02}
+    found["feeds"]["train"]["ranks"] |= {
+        "recent_waits": recent, "recent_streams": {"web": 0.15}, "recent_s": 45.0, "trainer_s": 90.0,
+        "starved_s": dict.fromkeys(CAUSES, 0.0) | {"peers": 10.0},
+    }  # fmt: skip
+    (feed,) = view_of(found).feeds
+    assert (feed.ranks[0].waits, feed.ranks[0].cause) == (0.4, "stream web")
+    assert feed.waits_text() == "17.0% in the last 45 s, 10.0% since the start: stream web 15.0%, network 2.00%"
 
 
-def test_ranks_of_one_process_are_told_apart(snapshot: Tree) -> None:
-    """As threads they have one pid; looked at once, and again."""
-    first = {"where": "node0:1", "starved_s": dict.fromkeys(CAUSES, 0.0) | {"stream": 4.0}, "trainer_s": 6.0}
-    other = first | {"starved_s": dict.fromkeys(CAUSES, 0.0) | {"stream": 3.0}, "trainer_s": 7.0}
-    before = later(many(snapshot, 2), 0, r0=first, r1=other)
-    assert [rank.waits for rank in view_of(before).feeds[0].ranks] == [pytest.approx(0.4), pytest.approx(0.3)]
-    news = {"starved_s": dict.fromkeys(CAUSES, 0.0) | {"stream": 5.0}, "trainer_s": 15.0}
-    after = later(before, 10, r0=news, r1=news)
-    assert [rank.waits for rank in view_of(before, after).feeds[0].ranks] == [pytest.approx(0.1), pytest.approx(0.2)]
-
-
-def test_the_rank_that_others_wait_for_is_named(snapshot: Tree) -> None:
-    peers = {"starved_s": dict.fromkeys(CAUSES, 0.0) | {"peers": 5.0}}
-    (feed,) = view_of(later(many(snapshot, 3), 0, r0=peers, r2=peers)).feeds
-    assert feed.waited_for is not None
-    assert feed.waited_for.name == "dp=0 cp=1"
+def test_the_slow_rank_is_named_and_not_the_ranks_that_wait_for_it(snapshot: Tree) -> None:
+    found = many(snapshot, 3)
+    feed = found["feeds"]["train"]
+    slow = {"dp_rank": 0, "cp_rank": 1, "tp_rank": 0, "pp_rank": 0}
+    feed["ranks"]["slow"] = slow | {
+        "name": "dp=0 cp=1",
+        "host": "node0",
+        "count": 1,
+        "step_s": 1.0,
+        "others_step_s": 0.1,
+    }
+    feed["readers"][0] |= {"data_wait": 0.9, "cause": "peers"}
+    feed["readers"][1] |= {"data_wait": 0.01, "cause": "network", "work_s": 1.0}
+    (view,) = view_of(found).feeds
+    assert view.waited_for is not None
+    assert view.waited_for.name == "dp=0 cp=1"
+    table = {line.plain.split()[1]: line.plain for line in rank_lines(view, "waits", 120, None)[2:]}
+    assert "slow: 1.0 s a step" in table["cp=1"]
+    assert "peers" in table["cp=0"]
     assert view_of(many(snapshot, 3)).feeds[0].waited_for is None
+
+
+def test_a_long_headline_is_whole_at_the_top(snapshot: Tree) -> None:
+    found = copy.deepcopy(snapshot)
+    text = "Waiting for samples for 25 s: the next sample has not come from stream 'code' " * 3
+    found["feeds"]["train"]["headline"] = {"kind": "waiting", "cause": "stream", "text": text.strip()}
+    lines = [line.plain for line in page(view_of(found), PageOptions(), 80)]
+    assert text.strip() in " ".join(line.strip() for line in lines[2:6])
 
 
 def test_another_broker_begins_anew(snapshot: Tree) -> None:

@@ -19,7 +19,7 @@ from streampack_services.broker.ranks.rank_figures import (
 )
 from streampack_services.broker.ranks.rank_status import NodeStatus
 from streampack_services.broker.ranks.rank_table import RANKS_A_TURN, RankTable
-from streampack_services.broker.ranks.recent_waits import DataWaitSums, RecentWaits, WaitWindow
+from streampack_services.broker.ranks.recent_waits import COLUMNS, TRAINER, RankTotals, RecentWaits, WaitWindow
 from streampack_services.broker.status import BrokerStatus, FeedStatus
 from streampack_services.http.metrics import exposition
 
@@ -266,14 +266,15 @@ def check_node(node: NodeStatus, rows: list[tuple[int, bool, int, float, float, 
 
 def columns_of(rows: list[tuple[int, bool, int, float, float, float]]) -> RankColumns:
     """Return the columns of these ranks, each with a second of time."""
-    waits = np.zeros((len(rows), len(CAUSES) + 1))
-    waits[:, 0], waits[:, PEERS] = [row[4] for row in rows], [row[5] for row in rows]
-    waits[:, -1] = 1.0 - waits.sum(axis=1)
+    figures = np.zeros((len(rows), COLUMNS))
+    figures[:, 0], figures[:, PEERS] = [row[4] for row in rows], [row[5] for row in rows]
+    figures[:, TRAINER] = 1.0 - figures.sum(axis=1)
+    waits = RecentWaits(figures, [{}] * len(rows))
     host, attached, done = (np.array([row[n] for row in rows]) for n in range(3))
     ranks = np.stack([np.arange(len(rows)), *[np.zeros(len(rows), np.int64)] * 3])
     return RankColumns(
         ranks, host, attached, done, done + 2, np.full(len(rows), 10), np.array([row[3] for row in rows]),
-        np.full(len(rows), np.nan), RecentWaits.of(waits), RecentWaits.of(waits),
+        np.full(len(rows), np.nan), done, waits, waits,
     )  # fmt: skip
 
 
@@ -287,14 +288,14 @@ def progress_at(at: int, row: tuple[int, bool, int, float, float, float]) -> Ran
 
 def test_data_waits_are_those_of_the_last_seconds_and_of_the_same_process() -> None:
     window, keys = WaitWindow(), np.array([1, 2, 3])
-    seconds = np.zeros((3, len(CAUSES) + 1))
+    seconds = np.zeros((3, COLUMNS))
     for now in range(0, 100, 5):
         if now == 80:
             keys = np.array([1, 2, 4])  # another process has the last rank
             seconds[2] = 0.0
         window.begin(float(now), 10.0, 3)
-        found = window.since(0, keys, seconds.copy())
-        seconds[:, -1] += 5.0
+        found = window.since(0, keys, seconds.copy(), [{}] * 3)
+        seconds[:, TRAINER] += 5.0
         seconds[0, 0] += 5.0 if now < 40 else 0.0  # waits all the time at first, and never later
         seconds[2, PEERS] += 15.0
     assert found.share == pytest.approx([0.0, 0.0, 0.75])
@@ -305,7 +306,7 @@ def test_data_waits_are_those_of_the_last_seconds_and_of_the_same_process() -> N
 @given(st.lists(st.dictionaries(st.integers(0, 3), st.one_of(st.none(), st.floats(0, 1)), max_size=4), max_size=30))
 def test_the_sum_rises_by_what_ranks_have_waited_while_they_were_there(turns: list[dict[int, float | None]]) -> None:
     """In each second, each attached rank has waited so much of the second, or says nothing (None)."""
-    starved, waited, heard = DataWaitSums(), dict.fromkeys(range(4), 1000.0), dict[int, float]()
+    starved, waited, heard = RankTotals(), dict.fromkeys(range(4), 1000.0), dict[int, float]()
     least = most = last = 0.0
     for second, there in enumerate(turns):
         for rank, more in there.items():
@@ -323,7 +324,7 @@ def test_the_sum_rises_by_what_ranks_have_waited_while_they_were_there(turns: li
 
 
 def test_a_rank_that_comes_from_another_broker_has_waited_no_longer_than_it_is_here() -> None:
-    starved = DataWaitSums()
+    starved = RankTotals()
     assert add(starved, 1.0, {0: None}) == 0
     assert add(starved, 3.0, {0: 5000.0}) == pytest.approx(2.0)
     assert add(starved, 4.0, {0: 5000.5}) == pytest.approx(2.5)
@@ -333,9 +334,9 @@ def test_a_rank_that_comes_from_another_broker_has_waited_no_longer_than_it_is_h
     assert add(starved, 8.0, {0: 5009.0}) == pytest.approx(3.0), "the rank has come again"
 
 
-def add(starved: DataWaitSums, now: float, said: dict[int, float | None]) -> float:
+def add(starved: RankTotals, now: float, said: dict[int, float | None]) -> float:
     """Add the seconds that each of 4 ranks reports, None for a rank that has not reported; return the sum."""
-    waits = np.zeros((4, len(CAUSES)))
+    waits = np.zeros((4, COLUMNS))
     waits[:, 0] = [said.get(rank) or 0.0 for rank in range(4)]
     keys = np.array([rank if rank in said else -1 for rank in range(4)])
     reported = np.array([said.get(rank) is not None for rank in range(4)])

@@ -10,8 +10,9 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import pytest
 from streampack_services.broker import status
+from streampack_services.broker.causes.waiting_for import WaitingFor
 from streampack_services.broker.ranks import rank_status
-from streampack_services.broker.status import BrokerStatus, FeedRules, WaitingFor
+from streampack_services.broker.status import BrokerStatus, FeedRules
 from streampack_services.figure import Figure, gauge
 
 from streampack.core.model.rules import Rules

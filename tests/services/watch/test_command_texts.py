@@ -47,11 +47,17 @@ def later(status: BrokerStatus) -> BrokerStatus:
     feed["totals"]["tokens"] += 5000
     rank = feed["readers"][0]
     feed["readers"] = [
-        rank | {"dp_rank": n, "where": f"node{n // 8}:{n}", "cost": [1.0 + (n == 5)], "trainer_s": 10.0 + n,
-                "starved_s": {"peers": 5.0 if n % 7 else 0.0, "stream": 2.0}}
+        rank | {"dp_rank": n, "where": f"node{n // 8}:{n}", "cost": [1.0 + (n == 5)], "cp_rank": 0, "tp_rank": 0,
+                "pp_rank": 0, "work_s": 0.1 if n % 7 else 1.0, "data_wait": 0.9 - n / 1000 if n % 7 else 0.01,
+                "cause": "peers" if n % 7 else "stream", "stream": None if n % 7 else "web"}
         for n in range(40)
     ]  # fmt: skip
-    feed["ranks"]["attached"] = 40
+    slow = {"name": "dp=7", "dp_rank": 7, "cp_rank": 0, "tp_rank": 0, "pp_rank": 0, "host": "node0", "count": 6,
+            "step_s": 1.0, "others_step_s": 0.1}  # fmt: skip
+    feed["ranks"] |= {
+        "attached": 40, "recent_waits": {"peers": 0.8, "stream": 0.01}, "recent_streams": {"web": 0.01},
+        "recent_s": 45.0, "slow": slow, "starved_s": {"peers": 30.0, "stream": 10.0}, "trainer_s": 60.0,
+    }  # fmt: skip
     del tree["feeds"]["two"]
     return msgspec.convert(tree, BrokerStatus)
 

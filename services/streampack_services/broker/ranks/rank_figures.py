@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +21,16 @@ from numpy.typing import NDArray
 from streampack.core.feed.feed import Feed
 from streampack.core.serve.served_steps import RankProgress
 from streampack.core.stats.data_wait import CAUSES, Starvation
-from streampack_services.broker.ranks.rank_status import MeshExtent, NodeStatus, RankPage, RankStatus
+from streampack_services.broker.ranks.rank_status import (
+    MeshExtent,
+    NodeStatus,
+    RankPage,
+    RankStatus,
+    SlowRank,
+    name_of,
+)
 from streampack_services.broker.ranks.recent_waits import RecentWaits
+from streampack_services.broker.ranks.slow_ranks import slow_ranks, work_s
 from streampack_services.figure import filled
 
 F64 = NDArray[np.float64]
@@ -35,8 +44,6 @@ WORST_NODES = 64
 """Nodes that ``/status`` lists of a feed."""
 PAGE_RANKS = 256
 """Most ranks of an answer to ``/status?node=`` and ``/status?ranks=``."""
-SILENT_AFTER_S, SILENT_PINGS = 5.0, 3
-"""A rank counts as silent after this time, in seconds and in pings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,8 @@ class RankColumns:
     """Seconds since the rank's last message."""
     step_s: F64
     """Seconds from one step to the next; NaN if not known."""
+    returned: I64
+    """Steps returned since the rank attached to this broker."""
     lately: RecentWaits
     """Data waits over the last seconds."""
     long: RecentWaits
@@ -68,9 +77,10 @@ class RankColumns:
     def joined(cls, parts: Sequence[RankColumns]) -> RankColumns:
         """Return the figures of the ranks of all parts."""
         if not parts:
-            none, whole = np.zeros(0), np.zeros(0, np.int64)
-            waits = RecentWaits.of(np.zeros((0, len(CAUSES) + 1)))
-            return cls(np.zeros((4, 0), np.int64), whole, whole > 0, whole, whole, whole, none, none, waits, waits)
+            none, whole, waits = np.zeros(0), np.zeros(0, np.int64), RecentWaits.joined([])
+            return cls(
+                np.zeros((4, 0), np.int64), whole, whole > 0, whole, whole, whole, none, none, whole, waits, waits
+            )  # fmt: skip
         if len(parts) == 1:
             return parts[0]
         arrays = [name for name in cls.__dataclass_fields__ if name not in ("lately", "long")]
@@ -97,7 +107,8 @@ class RankFigures:
         self.began, self._hosts, self._columns, self._progress = began, hosts, columns, progress
         self._streams = {stream.name for stream in feed.latest_rules.streams}
         self._costs = feed.readers.steps.dealt.latest_costs
-        self._silent_after_s = max(SILENT_AFTER_S, SILENT_PINGS * feed.readers.attempts.ping_s)
+        self._silent_after_s = feed.readers.registry.silent_after_s
+        self._work_s = work_s(columns.lately, columns.long)
         self.attached = int(columns.attached.sum())
         """Number of ranks that were attached."""
         self._nodes = self._of_nodes()
@@ -110,6 +121,14 @@ class RankFigures:
         """Number of nodes."""
         self.longest_waits: dict[str, float] = dict(zip(CAUSES, columns.long.longest.round(4).tolist(), strict=True))
         """Longest data wait of a rank over the last minutes as a share of its time, by cause."""
+        self.recent_waits, streams = columns.lately.of_all()
+        """Data wait of all ranks over the last seconds as a share of their time, by cause."""
+        self.recent_streams = {name: share for name, share in streams.items() if name in self._streams}
+        """The part of the cause ``stream``, by stream."""
+        self.recent_s = round(columns.lately.mean_s, 1)
+        """Seconds that these cover."""
+        self.slow: SlowRank | None = self._slow()
+        """The ranks for which all others wait; None if there are none."""
         there = columns.silent_s[columns.attached]
         self.longest_silence_s = float(there.max()) if len(there) else 0.0
         """Longest time since the last message of an attached rank, in seconds."""
@@ -214,7 +233,7 @@ class RankFigures:
             host=self._hosts[at], ranks=int(nodes.ranks[at]), attached=int(nodes.attached[at]),
             data_wait=share,
             cause=CAUSES[waits.cause[nodes.worst[at]]] if waiting else "",
-            stream=self._stream(row) if row is not None and waiting else None,
+            stream=self._stream(nodes.worst[at]) if waiting else None,
             worst_rank=list(row.ranks) if row is not None and waiting else None,
             silent_s=float(nodes.silent_s[at]) if row is not None else None,
             done_upto=int(nodes.done[at]) if row is not None else None,
@@ -224,21 +243,47 @@ class RankFigures:
             queued_bytes=int(nodes.queued[at]),
         )  # fmt: skip
 
-    def _stream(self, row: RankProgress) -> str | None:
-        """Return the stream that a rank has waited for longest; None if it waited for none."""
-        starved = row.starvation or _NOT_STARVED
-        streams = {name: seconds for name, seconds in starved.streams_s.items() if name in self._streams}
-        return max(streams, key=streams.__getitem__) if any(streams.values()) else None
+    def _stream(self, at: int) -> str | None:
+        """Return the stream that a rank has waited for longest over the last seconds; None if it waited for none."""
+        streams = self._columns.lately.streams[at]
+        return max(streams.keys() & self._streams, key=streams.__getitem__, default=None)
 
     def _rows(self, at: Sequence[int]) -> list[RankStatus]:
         """Return the rows of some attached ranks."""
         rows = [(n, row) for n in at if (row := self._progress[n]) is not None]
         costs = [] if self._costs is None else self._costs.of([row.ranks[0] for _, row in rows])
-        waits = self._columns.lately.share
         return [
-            _rank_status(row, _share(waits[at]), costs[n] if costs else [], self._streams)
+            _rank_status(row, self._recent(at), costs[n] if costs else [], self._streams)
             for n, (at, row) in enumerate(rows)
         ]
+
+    def _recent(self, at: int) -> dict[str, Any]:
+        """Return the fields of a rank's row about the last seconds."""
+        waits, work = self._columns.lately, float(self._work_s[at])
+        share = _share(waits.share[at])
+        return {
+            "data_wait": share, "cause": CAUSES[waits.cause[at]] if share else "",
+            "stream": self._stream(at) if share else None, "work_s": round(work, 4) if math.isfinite(work) else None,
+        }  # fmt: skip
+
+    def _slow(self) -> SlowRank | None:
+        """Return the rank for which all others wait; None if there is none."""
+        columns = self._columns
+        there = np.flatnonzero(columns.attached)
+        lately, long = (
+            RecentWaits(each.figures[there], [each.streams[at] for at in there.tolist()])
+            for each in (columns.lately, columns.long)
+        )
+        slow = slow_ranks(lately, long, columns.returned[there])
+        if slow is None:
+            return None
+        dp_rank, cp_rank, tp_rank, pp_rank = ranks = columns.ranks[:, there[slow.rank]].tolist()
+        return SlowRank(
+            name=name_of(ranks, [bool(axis.any()) for axis in columns.ranks[:, there]]),
+            dp_rank=dp_rank, cp_rank=cp_rank, tp_rank=tp_rank, pp_rank=pp_rank,
+            host=self._hosts[columns.host[there[slow.rank]]], count=slow.num_slow, step_s=round(slow.step_s, 4),
+            others_step_s=round(slow.others_step_s, 4),
+        )  # fmt: skip
 
     def _extent(self) -> MeshExtent | None:
         """Return the mesh of the attached ranks."""
@@ -288,7 +333,9 @@ def _share(value: float) -> float | None:
     return None if math.isnan(value) else round(float(value), 4)
 
 
-def _rank_status(row: RankProgress, data_wait: float | None, cost: list[float], streams: Iterable[str]) -> RankStatus:
+def _rank_status(
+    row: RankProgress, recent: dict[str, Any], cost: list[float], streams: Iterable[str]
+) -> RankStatus:  # fmt: skip
     """Return a rank's row. Leave out figures of the client that are not finite, and unknown causes and streams."""
     dp_rank, cp_rank, tp_rank, pp_rank = row.ranks
     starved = row.starvation or _NOT_STARVED
@@ -302,7 +349,7 @@ def _rank_status(row: RankProgress, data_wait: float | None, cost: list[float], 
         pp_rank=pp_rank,
         host=row.where.rpartition(":")[0],
         round=row.iteration,
-        data_wait=data_wait,
+        **recent,
         stats={key: value for key, value in row.stats.items() if math.isfinite(value)},
         cost=cost,
         starved_s={cause: starved.causes_s.get(cause, 0.0) for cause in CAUSES},

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from msgspec import Struct
 
 from streampack.core.stats.media_figures import MEDIA_DROPPED
+from streampack_services.amounts import counted, seconds_text
 from streampack_services.figure import Series, counter, gauge
 
 _FEW_RANKS = "Not with more than 1,024 ranks."
@@ -38,8 +40,18 @@ class RankStatus(Struct, frozen=True, kw_only=True):
     """Bytes sent to the rank and not confirmed."""
     silent_s: Annotated[float, gauge(
         "reader_silent_seconds", f"Time since the broker last heard from the rank. {_FEW_RANKS}")]  # fmt: skip
-    data_wait: float | None
-    """Data wait over the last 10 to 20 s, as a share of the rank's time; None if not known."""
+    data_wait: Annotated[float | None, gauge(
+        "reader_starved_ratio", "Data wait of the rank over the last minute as a share of its time. "
+        f"{_FEW_RANKS}")]  # fmt: skip
+    """Data wait over the last 30 to 60 s, as a share of the rank's time; None if not known."""
+    cause: str
+    """Main cause of that wait, one of ``data_wait.CAUSES``; empty without a wait."""
+    stream: str | None
+    """The stream that the rank has waited for longest in that time; None if it has waited for none."""
+    work_s: Annotated[float | None, gauge(
+        "reader_work_seconds", "Time in which the rank's trainer works on a step, mean over the last minute. "
+        f"{_FEW_RANKS}")]  # fmt: skip
+    """Seconds in which the trainer works on a step, mean over the last minute; None if not known."""
     stats: dict[str, float]
     """Figures that the client sends, by name; empty until it has sent any."""
     cost: list[float]
@@ -86,10 +98,6 @@ class RankStatus(Struct, frozen=True, kw_only=True):
         """``trainer_s``; None until the client has sent it."""
         return self.trainer_s if self.has_reported else None
 
-    @gauge("reader_starved_ratio", f"Data wait of the rank as a share of its time. {_FEW_RANKS}")
-    def starved_fraction(self) -> float | None:
-        return self.stats.get("starved_fraction")
-
     @gauge("reader_next_p99_seconds", f"99th percentile of the rank's data wait for a step. {_FEW_RANKS}")
     def next_p99_s(self) -> float | None:
         return self.stats["next_p99_ms"] * 1e-3 if "next_p99_ms" in self.stats else None
@@ -111,11 +119,11 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     attached: int
     """Ranks that are attached."""
     data_wait: float | None
-    """Longest data wait of a rank over the last 10 to 20 s, as a share of its time; None if not known."""
+    """Longest data wait of a rank over the last 30 to 60 s, as a share of its time; None if not known."""
     cause: str
     """Main cause of that wait, one of ``data_wait.CAUSES``; empty without a wait."""
     stream: str | None
-    """The stream that this rank has waited for longest; None if it has waited for none."""
+    """The stream that this rank has waited for longest in that time; None if it has waited for none."""
     worst_rank: list[int] | None
     """The rank with that wait: its numbers along dp, cp, tp and pp; None without a wait."""
     silent_s: Annotated[float | None, gauge(
@@ -162,6 +170,44 @@ class MeshExtent(Struct, frozen=True, kw_only=True):
     """Pipeline stages."""
 
 
+class SlowRank(Struct, frozen=True, kw_only=True):
+    """The slowest rank, for which faster ranks wait."""
+
+    name: str
+    """Its place in the mesh: ``dp=2 tp=1``."""
+    dp_rank: int
+    """Data-parallel rank."""
+    cp_rank: int
+    """Context-parallel rank."""
+    tp_rank: int
+    """Tensor-parallel rank."""
+    pp_rank: int
+    """Pipeline stage."""
+    host: str
+    """Its host."""
+    count: int
+    """Slow ranks, with this one."""
+    step_s: Annotated[float, gauge(
+        "slow_rank_step_seconds", "Time that the trainer of the slowest rank takes for a step, while faster ranks wait "
+        "for it.")]  # fmt: skip
+    others_step_s: Annotated[float, gauge(
+        "other_ranks_step_seconds", "Time that the trainers of those faster ranks take; the labels are of the slowest "
+        "rank.")]  # fmt: skip
+
+    @property
+    def text(self) -> str:
+        """One line: ``rank dp=2 takes 1.0 s a step, the others 0.10 s (on gpu7)``."""
+        more = f" and {counted(self.count - 1, 'other rank')} take" if self.count > 1 else " takes"
+        times = f"{seconds_text(self.step_s)} a step, the others {seconds_text(self.others_step_s)}"
+        return f"rank {self.name}{more} {times} (on {self.host})"
+
+
+def name_of(ranks: Iterable[int], in_use: Iterable[bool]) -> str:
+    """Return a rank's place in the mesh: ``dp=2 tp=1``. An axis is left out unless it is dp or ``in_use``."""
+    axes = zip(("dp", "cp", "tp", "pp"), ranks, in_use, strict=True)
+    return " ".join(f"{axis}={rank}" for axis, rank, shown in axes if shown or axis == "dp")
+
+
 class RanksStatus(Struct, frozen=True, kw_only=True):
     """The ranks of a feed in bounded bytes, by node.
 
@@ -187,9 +233,35 @@ class RanksStatus(Struct, frozen=True, kw_only=True):
     longest_waits: Annotated[dict[str, float], gauge(
         "longest_data_wait_ratio", "Longest data wait of a rank over the last 3 to 5 minutes as a share of its time, "
         "by cause.", "cause")]  # fmt: skip
+    recent_waits: Annotated[dict[str, float], gauge(
+        "recent_data_wait_ratio", "Data wait of all ranks over the last minute as a share of their time, by "
+        "cause.", "cause")]  # fmt: skip
+    """Data wait of all ranks over the last 30 to 60 s as a share of their time, by cause."""
+    recent_streams: Annotated[dict[str, float], gauge(
+        "recent_stream_wait_ratio", "The part of recent_data_wait_ratio of the cause stream, by "
+        "stream.", "stream")]  # fmt: skip
+    """The part of the cause ``stream``, by stream."""
+    recent_s: float
+    """Seconds that these cover: the last 30 to 60 s, or since the first step was returned."""
+    slow: Annotated[SlowRank | None, Series("dp_rank", "cp_rank", "tp_rank", "pp_rank", "host")]
+    """The slowest rank, for which faster ranks wait; None if there is none."""
+    trainer_s: Annotated[float, counter(
+        "work_seconds", "Time in which the trainers of all ranks worked on steps since this broker "
+        "began.")]  # fmt: skip
+    """Seconds in which trainers worked on steps since this broker began, ranks that left included."""
     starved_s: Annotated[dict[str, float], counter(
         "starved_seconds", "Data wait of all ranks since this broker began, by cause.", "cause")]  # fmt: skip
     """Seconds that ranks have waited for data since this broker began, by cause, ranks that left included."""
+
+    @gauge("slow_ranks", "Ranks that take longer for a step than the others, which wait for them.")
+    def num_slow(self) -> int:
+        return 0 if self.slow is None else self.slow.count
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """Data wait since this broker began as a share of all ranks' time, by cause."""
+        whole = max(self.trainer_s + sum(self.starved_s.values()), 1e-9)
+        return {cause: seconds / whole for cause, seconds in self.starved_s.items()}
 
     @Series("host")
     def listed_nodes(self) -> list[NodeStatus]:

@@ -18,13 +18,20 @@ from streampack.core.serve.rank_reader import Reader, Receiver
 from streampack.core.serve.served_steps import RankProgress
 from streampack.core.stats.data_wait import CAUSES, Starvation
 from streampack_services.broker.ranks.rank_figures import MOST_RANKS, RankColumns, RankFigures
-from streampack_services.broker.ranks.recent_waits import UNHEARD, DataWaitSums, WaitWindow
+from streampack_services.broker.ranks.recent_waits import (
+    COLUMNS,
+    STEPS,
+    TRAINER,
+    UNHEARD,
+    RankTotals,
+    WaitWindow,
+)
 
 RANKS_A_TURN = 1024
 """Most ranks that a turn reads, at about 4 us each."""
 ROW_S = 0.002
 """Least time between two passes over ranks that are all listed, in seconds per rank: a row takes about 10 us."""
-LATELY_S = 10.0
+LATELY_S = 30.0
 """Least time over which the data wait of a rank is a share of its time, in seconds; the most is twice as long."""
 LONG_S = 150.0
 """The same for the data wait that alerts use, in seconds."""
@@ -46,13 +53,18 @@ class RankTable:
         self._relays: set[Receiver] = set()
         self._began = -math.inf
         self._lately, self._long = WaitWindow(), WaitWindow()
-        self._sums = DataWaitSums()
+        self._totals = RankTotals()
         self.figures = RankFigures.none(feed)
 
     @property
     def waited_s(self) -> dict[str, float]:
         """Seconds that ranks have waited for data since this broker began, by cause, ranks that left included."""
-        return dict(zip(CAUSES, self._sums.sums.tolist(), strict=True))
+        return dict(zip(CAUSES, self._totals.sums.tolist(), strict=False))
+
+    @property
+    def trainer_s(self) -> float:
+        """Seconds that the trainers of ranks have worked on steps since this broker began, as in ``waited_s``."""
+        return float(self._totals.sums[TRAINER])
 
     def turn(self, now: float) -> None:
         """Read the next ranks, and replace ``figures`` if all were read; ``now``: monotonic clock, in seconds."""
@@ -86,17 +98,20 @@ class RankTable:
         """Return the figures of the next ranks."""
         first, steps, hosts = self._at, self._feed.readers.steps, self._hosts
         rows, host, reported = [], [], []
+        streams: list[dict[str, float]] = []
         for at, reader in enumerate(readers, first):
             where, ranks = reader.where, reader.mesh.ranks
             host.append(hosts.setdefault(where.rpartition(":")[0], len(hosts)))
             reported.append(reader.holds and bool(reader.stats))
             if not reader.holds:
                 self._progress[at] = None
+                streams.append({})
                 rows.append((UNHEARD, *ranks, *_NOTHING))
                 continue
             self._progress[at] = row = steps.progress_of(reader)
             wait = row.starvation or _NOT_STARVED
             causes, step_s = wait.causes_s, wait.step_s
+            streams.append(wait.streams_s)
             queued, receiver = row.queued_bytes, reader.receiver
             if receiver.is_relay and receiver not in self._relays:  # its bytes are for all ranks of the host
                 self._relays.add(receiver)
@@ -104,19 +119,20 @@ class RankTable:
             rows.append((
                 hash((where, ranks)) & _KEY, *ranks, row.done_upto, row.have_upto, queued, row.silent_s,
                 math.nan if step_s is None else step_s, *[causes.get(cause, 0.0) for cause in CAUSES], wait.trainer_s,
+                row.done_upto,
             ))  # fmt: skip
         table = np.array(rows, np.float64).T
         keys, *whole = table[:8].astype(np.int64)
-        waits = table[10:].T.copy()
-        self._sums.add(now, first, keys, np.array(reported), waits[:, :-1])
+        turns, totals = self._totals.add(now, first, keys, np.array(reported), table[10:].T)
         return RankColumns(
             ranks=np.stack(whole[:4]), host=np.array(host), attached=keys != UNHEARD, done=whole[4], have=whole[5],
-            queued=whole[6], silent_s=table[8], step_s=table[9], lately=self._lately.since(first, keys, waits),
-            long=self._long.since(first, keys, waits),
+            queued=whole[6], silent_s=table[8], step_s=table[9], returned=totals[:, STEPS].astype(np.int64),
+            lately=self._lately.since(first, turns, totals, streams),
+            long=self._long.since(first, turns, totals, streams),
         )  # fmt: skip
 
 
 _KEY = (1 << 48) - 1
 """Bits of the number of a process, so that it is exact as a float64."""
-_NOTHING = (0, 0, 0, 0.0, math.nan, *[0.0] * (len(CAUSES) + 1))
+_NOTHING = (0, 0, 0, 0.0, math.nan, *[0.0] * COLUMNS)
 _NOT_STARVED = Starvation()
