@@ -38,6 +38,8 @@ class _Rank:
     taken: int = 0
     since: float = 0.0
     """When the step that is trained was taken."""
+    is_dead: bool = False
+    """It does nothing any more, as if its process had been killed or stopped."""
 
     def take(self, now: float) -> None:
         """The next step, where it is there and none is in use."""
@@ -86,6 +88,10 @@ class ManyRanks:
         self._thread = threading.Thread(target=self._run, name="many-ranks")
         self._thread.start()
 
+    def kill(self, number: int) -> None:
+        """End a rank, as if its process had been killed or stopped."""
+        self.ranks[number].is_dead = True
+
     def close(self) -> None:
         """All ranks leave."""
         self._stop.set()
@@ -107,11 +113,13 @@ class ManyRanks:
             if now - ticked >= TICK_S:
                 ticked = now
                 for rank in self.ranks:
-                    self._perform(rank, rank.session.handle(Tick(now)))
+                    if not rank.is_dead:
+                        self._perform(rank, rank.session.handle(Tick(now)))
             for rank in self.ranks:
-                if rank.give_back(now):
+                if not rank.is_dead and rank.give_back(now):
                     self._perform(rank, rank.session.handle(Returned(rank.taken)))
-                rank.take(now)
+                if not rank.is_dead:
+                    rank.take(now)
         for rank in self.ranks:
             self._perform(rank, rank.session.handle(Detach()))
             rank.socket.close()
@@ -123,7 +131,8 @@ class ManyRanks:
                 frames = rank.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._perform(rank, rank.session.handle(FromBroker(wire.decode(frames))))
+            if not rank.is_dead:
+                self._perform(rank, rank.session.handle(FromBroker(wire.decode(frames))))
 
     def _perform(self, rank: _Rank, effects: list[Effect]) -> None:
         for effect in effects:

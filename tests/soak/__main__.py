@@ -8,6 +8,9 @@ wrong, and the command that repeats it is printed. Files of a run that went wron
 
     python -m tests.soak --minutes 10 --seed 1    # a soak
     python -m tests.soak --seed 7 --runs 1        # one run of processes
+    python -m tests.soak --provocations           # faults of many kinds, and what people are told: 40 minutes
+
+The provocations are in ``provocations``. The alerts have their real times there.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.soak import provocations
 from tests.soak.accounts import Account, settle
 from tests.soak.arrived import broken_promises, pack_as_it_came
 from tests.soak.broken_values import broken_values
@@ -39,6 +43,8 @@ from tests.soak.simulated import Simulated, simulate
 
 SIMULATED = 0.25
 """Of the time, what the simulation has."""
+PROVOCATIONS_S = 2400.0
+"""Time after which every alert of a provocation must have fired."""
 FIRE_S = 50.0
 EVERY_S = 1.1
 COUNTS = ("steps", "compared", "repeated", "lost", "duplicated", "diverged", "states")
@@ -145,7 +151,14 @@ def main() -> None:
         "--seed", type=int, default=None, help="of the first simulation and the first run; the others follow it"
     )
     parser.add_argument("--runs", type=int, default=None, help="so many instead of as many as fit, and no simulation")
+    parser.add_argument(
+        "--provocations", action="store_true", help="cause faults of many kinds, and compare what people are told"
+    )
     asked = parser.parse_args()
+    if asked.provocations:
+        told = provocations.main(PROVOCATIONS_S, hurry=1.0)
+        print(json.dumps({"ok": not told, "wrong": told}))
+        sys.exit(bool(told))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
     seed = asked.seed if asked.seed is not None else time.time_ns() % 1_000_000
     print(f"seed {seed}", file=sys.stderr, flush=True)
