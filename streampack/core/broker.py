@@ -322,7 +322,7 @@ class Broker:
         """Apply a change; return its effects and its first step. Raise ValueError if the change is not possible."""
         ask = event.ask
         if isinstance(ask, Skip):
-            return feed.skip(ask.first, ask.last), ask.first
+            return feed.skip(ask.first, ask.last, event.note), ask.first
         for stream in ask.add if isinstance(ask, Restream) else ():  # a stream belongs to one feed
             of = self.leases.partitions.streams.get(stream.name)
             if of is not None and of.feed != feed.name:

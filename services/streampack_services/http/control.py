@@ -11,7 +11,6 @@ header, are always rejected.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Annotated
@@ -24,14 +23,13 @@ from starlette.responses import JSONResponse, Response
 from streampack.config.stream_settings import StreamSettings
 from streampack.core.model.bounded import Name
 from streampack.core.model.keys.stream_keys import SamplePolicies
-from streampack.core.model.rule_changes import MAX_WEIGHT, Ask, Restream, Reweigh, Skip, describe_change
+from streampack.core.model.rule_changes import MAX_WEIGHT, Ask, Restream, Reweigh, parse_steps
 from streampack.core.protocol.effects import Answer
 from streampack_services.http.http_guard import is_loopback
 
 MAX_BODY_BYTES = 1 << 16
 ANSWER_S = 10.0
 """Time that the broker's thread has to answer, in seconds."""
-_STEPS = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
 At = Annotated[int, Meta(ge=0, lt=2**62)]
 """Number of a step, as large as a record of the log can hold."""
@@ -95,15 +93,6 @@ BODIES: dict[str, type[WeightsBody | StreamsBody | SkipBody]] = {
 }
 
 
-def parse_steps(text: str) -> Skip:
-    """Return ``Skip(120, 140)`` for ``120-140``; raise ValueError for any other form."""
-    match = _STEPS.fullmatch(text)
-    if match is None:
-        raise ValueError(f"got steps {text[:50]!r}, expected a range such as 120-140, or one step")
-    first, last = match.groups()
-    return Skip(int(first), int(first if last is None else last))
-
-
 def handler(path: str, ask_broker: AskBroker, any_host: bool) -> Callable[[Request], Awaitable[Response]]:
     """Return the handler for a path of ``BODIES``.
 
@@ -124,7 +113,7 @@ def handler(path: str, ask_broker: AskBroker, any_host: bool) -> Callable[[Reque
             ask = body.ask()
         except ValueError as error:  # msgspec's errors are ValueErrors, too
             return _error(400, str(error))
-        future = ask_broker(body.feed, ask, body.at_step, body.note or describe_change(ask))
+        future = ask_broker(body.feed, ask, body.at_step, body.note)
         try:
             answer = await asyncio.wait_for(asyncio.wrap_future(future), ANSWER_S)
         except TimeoutError:

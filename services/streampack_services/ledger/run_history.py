@@ -70,14 +70,16 @@ class RulesFrom:
 class FeedHistory:
     """The recorded facts of one feed, in the order of the log.
 
-    ``skips``: (first, last) of skipped steps. ``commits``: numbers of the next step after each committed checkpoint.
-    ``ends``, ``tails``: records of the feed's ends and of dropped tails. ``first_snapshot``: (lsn, snapshot).
+    ``skips``: (first, last) of skipped steps; ``notes_of_skips``: the reasons that people gave. ``commits``: numbers of
+    the next step after each committed checkpoint. ``ends``, ``tails``: records of the feed's ends and of dropped tails.
+    ``first_snapshot``: (lsn, snapshot).
     """
 
     name: str
     rules: list[RulesFrom] = field(default_factory=list)
     lineages: list[Lineage] = field(default_factory=lambda: [Lineage(0, 0, -1)])
     skips: list[tuple[int, int]] = field(default_factory=list)
+    notes_of_skips: dict[tuple[int, int], str] = field(default_factory=dict)
     commits: list[int] = field(default_factory=list)
     ends: list[FeedEnded] = field(default_factory=list)
     tails: list[TailDropped] = field(default_factory=list)
@@ -105,6 +107,10 @@ class FeedHistory:
     def is_skipped(self, step: int) -> bool:
         """Return whether every rank skips the step."""
         return any(first <= step <= last for first, last in self.skips)
+
+    def skip_notes(self, step: int) -> list[str]:
+        """Return the reasons that people gave for skipping the step."""
+        return [note for (first, last), note in self.notes_of_skips.items() if first <= step <= last]
 
     def rules_at(self, step: int, lsn: int = LATEST) -> Rules:
         """Return the rules of ``step`` that record ``lsn`` and earlier records give; by default, all records."""
@@ -196,8 +202,8 @@ class RunHistory:
                 return self._change(lsn, self._feed(feed), change)
             case LineageBegan(feed=feed):
                 return self._lineage(self._feed(feed), Lineage(record.lineage, record.step, lsn, record.why))
-            case StepsSkipped(feed=feed, first=first, last=last):
-                return _add_once(self._feed(feed).skips, (first, last))
+            case StepsSkipped(feed=feed):
+                return self._skip(self._feed(feed), record)
             case CheckpointCommitted(feed=feed, step=step):
                 return _add_once(self._feed(feed).commits, step)
             case FeedEnded(feed=feed):
@@ -257,6 +263,15 @@ class RunHistory:
             return False
         feed.lineages.append(lineage)
         return True
+
+    def _skip(self, feed: FeedHistory, record: StepsSkipped) -> bool:
+        """Add skipped steps, and the reason; return whether any of them is new. A ``Base`` has no reasons."""
+        steps, note = (record.first, record.last), record.note or ""
+        new = _add_once(feed.skips, steps)
+        if note and steps not in feed.notes_of_skips:
+            feed.notes_of_skips[steps] = note
+            return True
+        return new
 
     def _snapshot(self, lsn: int, feed: FeedHistory, record: SnapshotTaken, brought: bool) -> bool:
         """Add a snapshot if its step is the highest of its lineage; return whether the record must be stored."""

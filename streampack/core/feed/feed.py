@@ -426,8 +426,11 @@ class Feed:
         report = Report("info", f"feed {self.name!r} changes from step {step} on: {note}", feed=self.name, step=step)
         return [report, *effects, *self.advance()], step
 
-    def skip(self, first: int, last: int) -> list[Effect]:
-        """Skip steps ``first`` to ``last``; raise ValueError for steps that a rank may have had."""
+    def skip(self, first: int, last: int, note: str = "") -> list[Effect]:
+        """Skip steps ``first`` to ``last``; raise ValueError for steps that a rank may have had.
+
+        ``note``: a person's reason, which is recorded with the skip.
+        """
         if not 0 <= first <= last:
             raise ValueError(f"got steps {first} to {last}, expected 0 <= first step <= last step")
         if self.steps.joined and first < self.steps.formed_upto:
@@ -437,8 +440,9 @@ class Feed:
                 f"from a checkpoint before step {first}."
             )
         self.steps.kept.skip(first, last)
-        report = Report("info", f"feed {self.name!r} skips steps {first} to {last}", feed=self.name, step=first)
-        return [report, *self._recorder.record_skip(first, last)]
+        why = f": {note}" if note else ""
+        report = Report("info", f"feed {self.name!r} skips steps {first} to {last}{why}", feed=self.name, step=first)
+        return [report, *self._recorder.record_skip(first, last, note)]
 
     def state_of(self, step: int) -> State | list[Effect]:
         """Return the state of a checkpoint at ``step``, or the effects that fetch it; an empty list if unknown."""

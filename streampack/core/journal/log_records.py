@@ -219,12 +219,16 @@ class RulesChanged(Record, frozen=True, kw_only=True):
 
 
 class StepsSkipped(Record, frozen=True, kw_only=True):
-    """Steps ``first`` to ``last`` are skipped by every rank; later steps stay the same."""
+    """Steps ``first`` to ``last`` are skipped by every rank; later steps stay the same.
+
+    ``note`` is a person's reason; absent without one.
+    """
 
     TYPE: ClassVar[int] = 11
     feed: str
     first: int
     last: int
+    note: str | UnsetType = msgspec.UNSET
 
 
 class LineageBegan(Record, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ written again.
 from __future__ import annotations
 
 import numpy as np
+from msgspec import UNSET
 
 from streampack.core.journal.history import History
 from streampack.core.journal.journal import Journal
@@ -96,10 +97,10 @@ class Recorder:
         self._history.note_change(change)
         return self._journal.append(RulesChanged(feed=self._feed, change=change))
 
-    def record_skip(self, first: int, last: int) -> list[Effect]:
-        """Record that steps ``first`` to ``last`` are skipped."""
+    def record_skip(self, first: int, last: int, note: str = "") -> list[Effect]:
+        """Record that steps ``first`` to ``last`` are skipped, with a person's reason."""
         self._history.skips.append((first, last))
-        return self._journal.append(StepsSkipped(feed=self._feed, first=first, last=last))
+        return self._journal.append(StepsSkipped(feed=self._feed, first=first, last=last, note=note or UNSET))
 
     def recover(self, lsn: int, record: Record) -> None:
         """Add a record of an earlier broker to the history while this broker starts."""

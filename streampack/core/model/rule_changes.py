@@ -8,6 +8,7 @@ with weight 0, since sample ids contain it. The module knows rules, not how a fe
 from __future__ import annotations
 
 import math
+import re
 
 import msgspec
 from msgspec import Struct
@@ -15,6 +16,7 @@ from msgspec import Struct
 from streampack.core.model.rules import MAX_WEIGHT_RATIO, Rules, StreamRules
 
 MAX_WEIGHT = 1e9
+_STEPS = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
 
 class Reweigh(Struct, frozen=True, tag=True):
@@ -42,6 +44,15 @@ class Skip(Struct, frozen=True, tag=True):
 
 
 Ask = Reweigh | Restream | Skip
+
+
+def parse_steps(text: str) -> Skip:
+    """Return ``Skip(120, 140)`` for ``120-140``; raise ValueError for any other form."""
+    match = _STEPS.fullmatch(text)
+    if match is None:
+        raise ValueError(f"got steps {text[:50]!r}, expected a range such as 120-140, or one step")
+    first, last = match.groups()
+    return Skip(int(first), int(first if last is None else last))
 
 
 def describe_change(ask: Ask) -> str:
