@@ -141,6 +141,8 @@ def explained(error: Exception, kind: Any, tree: Any, within: str = "") -> str:
         what = f"got no key '{missing[1]}', which is required. Add the key"
     elif enum := _ENUM.fullmatch(what):
         what = f"got {enum[1]}, expected one of: {', '.join(map(str, get_args(_type_at(kind, path))))}"
+        if to_write := _OTHER_KEYS.get((path.rpartition(".")[2], enum[1].strip("'"))):
+            what += f". Write `{to_write}`"
     elif wrong := _KIND.fullmatch(what):
         of_key = " in `$" in text
         value = _UNKNOWN_VALUE if of_key else _value_at(tree, _with_entry_name(path, kind, tree))
@@ -153,6 +155,8 @@ def explained(error: Exception, kind: Any, tree: Any, within: str = "") -> str:
     return f"{place}: {what}" if place else what
 
 
+_OTHER_KEYS = {("packer", "joint"): "balance: {kind: joint}"}
+"""The line to write for a key and a value that belongs to another key."""
 _EXAMPLES = {
     "listen.producers": "tcp://0.0.0.0:7401",
     "listen.trainers": "tcp://0.0.0.0:7402",
