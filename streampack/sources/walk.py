@@ -8,7 +8,8 @@ A damaged shard keeps its place as one rejected sample. The reader stops at it, 
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, chain, islice, pairwise
 from typing import NamedTuple
@@ -161,6 +162,15 @@ def _open_or_damaged(open_shard: OpenShard, number: int) -> Iterator[AnyShard]:
         yield shard
 
 
+class Located(NamedTuple):
+    """The place of sample ``seq`` in a partition: file and row, and pass, from 0; its values if it was read."""
+
+    seq: int
+    where: str
+    pass_: int
+    sample: RawSample | None
+
+
 class ShardedSource:
     """A source that reads the shards of a format, and the samples of each shard, in their order."""
 
@@ -225,8 +235,7 @@ class ShardedSource:
                 f"{start}: got a cursor that does not exist in {len(shards)} shards. The cursor was made with other "
                 "files or another number of partitions. Resume with those files and partitions"
             )
-        by_sample = frozenset(each.name for each in fields if each.axis == "sample")
-        return self._walk(self._reader(fields), shards, seed, passes, start, skip, _ReadOptions(room, by_sample))
+        return self._walk(self._reader(fields), shards, seed, passes, start, skip, _options(room, fields))
 
     def peek(self, most: int, fields: Sequence[Field] = ()) -> Iterator[RawSample]:
         """Yield the first ``most`` samples in the files' order: see ``OpenedSource.peek``."""
@@ -239,32 +248,43 @@ class ShardedSource:
             with _open_or_damaged(open_shard, number) as shard:
                 if not len(shard):
                     continue
-                order, at, after = np.arange(len(shard)), Cursor(0, number, 0), Cursor(0, number + 1, 0)
-                if isinstance(shard, ArrayShard):
-                    yield from _one_by_one(_read_many(shard, order, at, after, wanted))
-                else:
-                    yield from _read_each(shard, order, at, after)
+                at, after = Cursor(0, number, 0), Cursor(0, number + 1, 0)
+                yield from _one_by_one(_read(shard, np.arange(len(shard)), at, after, wanted))
 
-    def where(
-        self, partition: int, partitions: int, *, seed: int, passes: int | None, seq: int, fields: Sequence[Field] = ()
-    ) -> str | None:
-        """Return the file and row of sample number ``seq`` of a partition; None if there is no such sample.
+    def locate(
+        self, partition: int, partitions: int, *, seed: int, passes: int | None, seqs: Iterable[int],
+        fields: Sequence[Field] = (), reads: bool = False,
+    ) -> Iterator[Located]:  # fmt: skip
+        """Find samples of a partition by their numbers, which count from 0 over all passes; yield them in order.
 
-        Samples are numbered from 0 over all passes. Shards before the sample are opened once each, to count their
-        samples; no sample is decoded.
+        Samples that do not exist are left out. Shards before the last sample are opened once each, to count their
+        samples.
+
+        Args:
+            partition: Number of the partition.
+            partitions: Number of partitions.
+            seed: Seed of the order.
+            passes: Number of passes in all; None for endless passes.
+            seqs: Numbers of the samples.
+            fields: Fields that the run declares.
+            reads: Also read the samples.
         """
-        shards, pass_, left = self.shards_of(partition, partitions), 0, seq
-        while passes is None or pass_ < passes:
-            before = left
+        shards, left, begin, pass_ = self.shards_of(partition, partitions), sorted(set(seqs)), 0, 0
+        while left and (passes is None or pass_ < passes):
+            before = begin
             for number in self._shard_order(shards, seed, pass_):
-                if left < (count := self._count_samples(number, fields)):
+                stop = begin + self._count_samples(number, fields)
+                if here := left[: bisect_left(left, stop)]:
                     with _open_or_damaged(self._reader(fields), number) as shard:
-                        return shard.where(int(self._sample_order(shard, number, seed, pass_)[left]))
-                left -= count
-            if left == before:
-                return None  # all shards are empty
+                        order = self._sample_order(shard, number, seed, pass_)
+                        for seq in here:
+                            row = int(order[seq - begin])
+                            read = _read_one(shard, row, fields) if reads else None
+                            yield Located(seq, shard.where(row), pass_, read)
+                left, begin = left[len(here) :], stop
+            if begin == before:
+                break  # all shards are empty
             pass_ += 1
-        return None
 
     def find(
         self,
@@ -340,10 +360,7 @@ class ShardedSource:
                     if first + skipped < count:
                         numbers = self._sample_order(shard, order[place], seed, pass_)
                         at = Cursor(pass_, place, first + skipped)
-                        if isinstance(shard, ArrayShard):
-                            yield from _read_many(shard, numbers, at, after, wanted)
-                        else:
-                            yield from _read_each(shard, numbers, at, after)
+                        yield from _read(shard, numbers, at, after, wanted)
                 first = 0
             if from_the_beginning and not seen:
                 return  # no samples in any shard: endless passes would be a busy loop
@@ -367,6 +384,26 @@ class _ReadOptions(NamedTuple):
 
     room: Room
     by_sample: frozenset[str]
+
+
+def _options(room: Room, fields: Sequence[Field]) -> _ReadOptions:
+    """Return the options of reading samples with these ``fields``."""
+    return _ReadOptions(room, frozenset(each.name for each in fields if each.axis == "sample"))
+
+
+def _read(
+    shard: AnyShard, order: NDArray[np.int64], at: Cursor, after: Cursor, wanted: _ReadOptions
+) -> Iterator[RawSample | Records]:
+    """Yield the samples of one shard from place ``at`` of ``order`` to cursor ``after``."""
+    if isinstance(shard, ArrayShard):
+        return _read_many(shard, order, at, after, wanted)
+    return _read_each(shard, order, at, after)
+
+
+def _read_one(shard: AnyShard, row: int, fields: Sequence[Field]) -> RawSample:
+    """Return sample number ``row`` in the shard's own order."""
+    wanted = _options(Room(1, _TOKENS_AT_ONCE), fields)
+    return next(_one_by_one(_read(shard, np.array([row]), Cursor(0, 0, 0), Cursor(0, 1, 0), wanted)))
 
 
 def _read_each(shard: Shard, order: NDArray[np.int64], at: Cursor, after: Cursor) -> Iterator[RawSample]:

@@ -129,12 +129,17 @@ def test_a_sample_and_its_row_are_found_by_each_other(source: Source, seed: int,
     assert isinstance(source, walk.ShardedSource)
     for partition in range(partitions):
         records = list(source.read(partition, partitions, seed=seed, passes=passes))
-        for seq, record in enumerate(records):
-            assert source.where(partition, partitions, seed=seed, passes=passes, seq=seq) == record.where
+        every = range(len(records) + 2)
+        places = list(source.locate(partition, partitions, seed=seed, passes=passes, seqs=every, reads=True))
+        assert [place.seq for place in places] == list(range(len(records))), "without those that do not exist"
+        for seq, (record, place) in enumerate(zip(records, places, strict=True)):
+            assert place.sample is not None
+            assert (place.where, place.pass_) == (record.where, seq * passes // len(records))
+            assert (place.sample.where, place.sample.reason) == (record.where, record.reason)
+            assert place.sample.tokens.tolist() == record.tokens.tolist()
             found = source.find(record.where.__eq__, partitions, seed=seed, passes=passes, upto=len(records))
             assert (partition, seq) in found
             assert len(found) == passes
-        assert source.where(partition, partitions, seed=seed, passes=passes, seq=len(records)) is None
 
 
 def test_rows_are_found_where_a_run_has_fields(tmp_path: Path) -> None:
@@ -161,7 +166,8 @@ def test_rows_are_found_where_a_run_has_fields(tmp_path: Path) -> None:
             fresh = open_source(settings, PLAIN)
             assert isinstance(fresh, walk.ShardedSource)
             for seq, record in enumerate(records):
-                assert fresh.where(0, 1, seed=3, passes=1, seq=seq, fields=fields) == record.where
+                (place,) = fresh.locate(0, 1, seed=3, passes=1, seqs=[seq], fields=fields)
+                assert (place.where, place.sample) == (record.where, None)
                 assert fresh.find(record.where.__eq__, 1, seed=3, passes=1, upto=9, fields=fields) == [(0, seq)]
 
 

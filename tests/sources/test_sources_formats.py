@@ -107,7 +107,9 @@ def test_files_that_are_not_shuffled_come_in_their_own_order(kind: str, partitio
         assert isinstance(source, ShardedSource)
         for seq in range(0, len(records), 17):
             where = records[seq].where
-            assert source.where(partition, partitions, seed=3, passes=1, seq=seq) == where
+            (place,) = source.locate(partition, partitions, seed=3, passes=1, seqs=[seq], reads=True)
+            assert place.sample is not None
+            assert (place.where, text_of(place.sample)) == (where, text_of(records[seq]))
             assert source.find(where.__eq__, partitions, seed=3, passes=1, upto=9) == [(partition, seq)]
 
 

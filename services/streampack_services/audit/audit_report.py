@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from streampack_services.amounts import media_text
+from streampack_services.amounts import counted, media_text
 from streampack_services.audit.named_media import reference_text
 from streampack_services.audit.why import OTHER_COLUMNS
 from streampack_services.terminal import add_numbers, new_console, new_table
@@ -19,6 +19,9 @@ Tree = dict[str, Any]
 SHORT = 8
 """Characters of a digest to print in tables."""
 _SKIPPED = "no rank trains on it"
+_NO_PLACE = "not known: no source in the producer.yaml files has it"
+_CHANGED = "The row has changed since the run: its checksum differs from the recorded one."
+_CUT = "The run cut this sample, so its checksum cannot be compared."
 _HISTORY = "in lineage {}, which no longer counts, this step had digest {}"
 _STATES = {
     "rejected": "was rejected: ",
@@ -30,12 +33,20 @@ _STATES = {
 """Text before the reason, by the state of a sample that is in no step."""
 
 
-def show_step(report: Tree) -> None:
+def show_steps(report: Tree) -> None:
+    """Print the results of ``why.why_step`` for one step, or for the ``steps`` of a range."""
+    for number, step in enumerate(report.get("steps", [report])):
+        if number:
+            new_console().print()
+        _show_step(step)
+
+
+def _show_step(report: Tree) -> None:
     """Print the result of ``why.why_step``."""
     console = new_console()
     _print_head(console, report, bool(report["lineage"]))
     empty = f", {report['num_empty_packs']} of them empty" if report["num_empty_packs"] else ""
-    packs = "one per row" if report["padded"] else f"in {report['num_packs']} packs{empty}"
+    packs = "one per row" if report["padded"] else f"in {counted(report['num_packs'], 'pack')}{empty}"
     room = "" if report["padded"] else f" of {report['num_packs'] * report['budget']:,}"
     means = ", ".join(f"{name} {_value_text(value['mean'])}" for name, value in report["reported"].items())
     _print_facts(console, [
@@ -51,6 +62,44 @@ def show_step(report: Tree) -> None:
     ])  # fmt: skip
     console.print()
     console.print(_packs_table(report["packs"]))
+    samples = [(pack["pack"], sample) for pack in report["packs"] for sample in pack["samples"]]
+    if samples and "text" in samples[0][1]:
+        for pack, sample in samples:
+            _show_text(console, pack, sample)
+    elif samples and "origin" in samples[0][1]:
+        console.print()
+        console.print(_places_table(samples))
+
+
+def _places_table(samples: list[tuple[int, Tree]]) -> Table:
+    """Return a table of (pack, sample) with the file and row of each sample, and its pass if it is not the first."""
+    table, again = new_table(), any((sample["pass"] or 1) > 1 for _, sample in samples)
+    add_numbers(table, ("pack", *(("pass",) if again else ()), "tokens"))
+    for name in ("sample", "read from"):
+        table.add_column(name, overflow="fold")
+    for pack, sample in samples:
+        times = (str(sample["pass"] or "?"),) if again else ()
+        table.add_row(str(pack), *times, f"{sample['length']:,}", _name(sample), sample["origin"] or _NO_PLACE)
+    return table
+
+
+def _show_text(console: Console, pack: int, sample: Tree) -> None:
+    """Print the place of a sample, and its text, or its tokens if it was no text."""
+    console.print()
+    again = f", pass {sample['pass']}" if (sample["pass"] or 1) > 1 else ""
+    head = f"{_name(sample)}  pack {pack}  {counted(sample['length'], 'token')}  {sample['origin'] or _NO_PLACE}{again}"
+    console.print(Text(head, style="bold"), soft_wrap=True)
+    if sample["origin"] is None:
+        return
+    if not sample["same"]:
+        console.print(_CUT if sample["same"] is None else _CHANGED, style="bold red")
+    if sample["tokens"] is not None:
+        console.print(Text(sample["text"] or " ".join(map(str, sample["tokens"]))), soft_wrap=True)
+
+
+def _name(sample: Tree) -> str:
+    """Return a sample of a step as ``web:12``, or ``web:12.1`` for a further part."""
+    return f"{sample['stream']}:{sample['index']}" + (f".{sample['part']}" if sample["part"] else "")
 
 
 def _print_head(console: Console, report: Tree, with_lineage: bool) -> None:
@@ -76,7 +125,7 @@ def _events_of(report: Tree) -> list[tuple[str, str]]:
         *(("change", "; ".join(filter(None, [it["note"], *it["differences"]])) or " ") for it in report["changes"]),
         *(("lineage", f"{it['lineage']} begins here: {it['why'] or 'no reason given'}") for it in report["began"]),
         *(("history", _HISTORY.format(it["lineage"], it["digest"][:SHORT])) for it in report["other_lineages"]),
-        ("skipped", _SKIPPED if report["skipped"] else ""),
+        ("skipped", "; ".join([_SKIPPED, *report["skip_notes"]]) if report["skipped"] else ""),
         ("checkpoint", "committed after this step" if report["committed"] else ""),
         ("end", "the feed's last step" if report["last"] else ""),
     ]  # fmt: skip
@@ -182,7 +231,7 @@ def show_verified(report: Tree) -> None:
     """Print the result of ``verify.verify``."""
     console = new_console()
     first, stop = report["records"]
-    console.print(Text.assemble((report["run"], "bold"), f"  {stop - first:,} records of the log"))
+    console.print(Text.assemble((report["run"], "bold"), f"  {counted(stop - first, 'record')} of the log"))
     for name, feed in report["feeds"].items():
         console.print()
         upto = f"steps {feed['first_step']:,} to {feed['next_step'] - 1:,}" if feed["steps"] else "no step yet"
@@ -200,6 +249,8 @@ def show_verified(report: Tree) -> None:
             *(("skipped", f"steps {begin:,} to {end:,}") for begin, end in feed["skipped"]),
         ])  # fmt: skip
         console.print(_streams_table(feed["streams"]))
+        console.print()
+        console.print(_passes_table(feed["streams"]))
     console.print()
     _show_findings(console, report)
 
@@ -212,9 +263,23 @@ def _streams_table(streams: Tree) -> Table:
     add_numbers(table, columns)
     for name, row in streams.items():
         cells = [
-            Text(f"{row[key]:,}", "bold red" if key in ("lost", "duplicated") and row[key] else "") for key in columns
+            Text(
+                f"{row[key]:,}",
+                "bold red" if key in ("lost", "duplicated") and row[key] else "",
+            )
+            for key in columns
         ]
         table.add_row(name, *cells)
+    return table
+
+
+def _passes_table(streams: Tree) -> Table:
+    """Return a table with the passes over each stream, and its samples whose content came before."""
+    table = new_table()
+    table.add_column("stream")
+    add_numbers(table, ("passes", "samples that came before"))
+    for name, row in streams.items():
+        table.add_row(name, f"{row['passes']:,.2f}", f"{row['again']:,}")
     return table
 
 
@@ -233,11 +298,32 @@ def _show_findings(console: Console, report: Tree) -> None:
         console.print("  and more of these kinds")
 
 
+def show_compared(report: Tree) -> None:
+    """Print the result of ``compare_runs.compare``."""
+    console = new_console()
+    one, other = report["runs"]
+    console.print(Text.assemble((f"{one} and {other}", "bold"), f"  feed {report['feed']}"))
+    steps = [f"{counted(count, 'step')}{', not ended' if end is None else ''}" for count, end in zip(
+        report["steps"], report["ends"], strict=True)]  # fmt: skip
+    _print_facts(console, [("first run", steps[0]), ("second run", steps[1])])
+    console.print()
+    if report["equal"]:
+        text = f": {counted(report['compared'], 'step')} that both runs have, up to step {report['last']:,}"
+        console.print(Text.assemble(("equal", "bold green"), text))
+        return
+    console.print(Text.assemble(("different", "bold red"), f" from step {report['step']:,} on"))
+    _print_facts(console, [("digest", " and ".join(digest[:SHORT] for digest in report["digests"]))])
+    for sentence in report["why"]:
+        console.print(f"- {sentence}")
+
+
 def show_rebuilt(report: Tree) -> None:
     """Print the result of ``state_dir.rebuild``."""
     console = new_console()
     first, stop = report["records"]
-    console.print(Text.assemble((report["file"], "bold"), f"  was rebuilt from {stop - first:,} records of the log"))
+    console.print(
+        Text.assemble((report["file"], "bold"), f"  was rebuilt from {counted(stop - first, 'record')} of the log")
+    )
     _print_facts(console, [
         ("rows", f"{report['rows']:,}: {report['kept']:,} unchanged, {report['new']:,} new"),
         ("repaired", _rows_text(report["repaired"], "differed from the log")),
@@ -250,7 +336,7 @@ def show_rebuilt(report: Tree) -> None:
 def _rows_text(names: list[str], fault: str) -> str:
     """Return the number of rows of a ledger with a fault, and the first of their names; empty if there are none."""
     shown = ", ".join(names[:5]) + (" and more" if len(names) > 5 else "")
-    return f"{len(names):,} row{'s' * (len(names) != 1)} {fault}: {shown}" if names else ""
+    return f"{counted(len(names), 'row')} {fault}: {shown}" if names else ""
 
 
 def show_replayed(report: Tree) -> None:
@@ -265,7 +351,7 @@ def show_replayed(report: Tree) -> None:
         ("digest", report["digest"]),
         ("chain", report["chain"]),
         ("recorded", "" if equal else recorded),
-        ("samples", f"{report['num_samples']:,} in {len(report['packs'])} packs"),
+        ("samples", f"{report['num_samples']:,} in {counted(len(report['packs']), 'pack')}"),
         ("tokens", f"{report['num_tokens']:,}"),
         ("loss tokens", f"{report['num_loss_tokens']:,}, the step's denominator"),
         ("mesh", ", ".join(sizes)),

@@ -6,28 +6,46 @@ order of a pass. Shards are opened only to count their samples; no sample is dec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from streampack.errors import UserError
 from streampack.sources import OpenedSource
-from streampack.sources.walk import ShardedSource
+from streampack.sources.walk import Located, ShardedSource
 from streampack_services.ledger.ledger import Ledger
 from streampack_services.ledger.run_history import LATEST, FeedHistory
 
 NO_SOURCES: Mapping[str, OpenedSource] = MappingProxyType({})
 
 
+def places_of(
+    feed: FeedHistory, stream: str, indices: Iterable[int], sources: Mapping[str, OpenedSource], *, reads: bool = False
+) -> Iterator[tuple[int, Located]]:  # fmt: skip
+    """Yield the place of each sample of a stream that its source has, with its index.
+
+    Args:
+        feed: The feed.
+        stream: Name of the stream.
+        indices: Indices of the samples.
+        sources: The sources by stream. A stream without files has no places.
+        reads: Also read the samples.
+    """
+    rules, source, run = feed.streams[stream], sources.get(stream), feed.rules_at(LATEST)
+    by_partition: dict[int, list[int]] = {}
+    for index in indices if isinstance(source, ShardedSource) else ():
+        by_partition.setdefault(index % rules.partitions, []).append(index // rules.partitions)
+    for partition, seqs in by_partition.items():
+        assert isinstance(source, ShardedSource)
+        places = source.locate(
+            partition, rules.partitions, seed=run.seed, passes=rules.passes, seqs=seqs, fields=run.all_fields,
+            reads=reads,
+        )  # fmt: skip
+        yield from ((place.seq * rules.partitions + partition, place) for place in places)
+
+
 def origin_of(feed: FeedHistory, stream: str, index: int, sources: Mapping[str, OpenedSource]) -> str | None:
     """Return the file and row of sample ``index`` of a stream, ``train.jsonl:line 101``; None if not known."""
-    rules, source = feed.streams[stream], sources.get(stream)
-    if not isinstance(source, ShardedSource):
-        return None
-    seq, partition = divmod(index, rules.partitions)
-    run = feed.rules_at(LATEST)
-    return source.where(
-        partition, rules.partitions, seed=run.seed, passes=rules.passes, seq=seq, fields=run.fields
-    )  # fmt: skip
+    return next((place.where for _, place in places_of(feed, stream, [index], sources)), None)
 
 
 def samples_of(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource]) -> list[str]:

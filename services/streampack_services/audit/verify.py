@@ -31,6 +31,7 @@ from streampack_services.ledger.step_rows import StepRows
 
 FEW = 5
 """Findings of each kind to name."""
+U64 = NDArray[np.uint64]
 Tree = dict[str, Any]
 
 
@@ -86,6 +87,8 @@ class _Feed:
         self._books = {stream.name: Books(stream.partitions) for stream in feed.streams.values()}
         self._lost: dict[str, set[tuple[int, int]]] = {name: set() for name in self._books}
         self._tokens = dict.fromkeys(self._books, 0)
+        self._contents: dict[str, list[U64]] = {name: [] for name in self._books}
+        """Checksum and length of each sample in steps, in one number; a split sample counts once."""
         self._first: int | None = None
         self._steps = self._packs = self._history = 0
         self._chain: bytes | None = FIRST_CHAIN
@@ -201,6 +204,8 @@ class _Feed:
                 continue
             self._books[name].take(*_ids(samples, name))
             self._tokens[name] += int(rows["length"].sum())
+            heads = rows[rows["part"] == 0]
+            self._contents[name].append(heads["crc"].astype(np.uint64) << 32 | heads["length"].astype(np.uint64))
 
     def _step_name(self, step: StepRows) -> str:
         """Return the name of a step for a finding: ``feed train: step 3 of lineage 1``."""
@@ -352,9 +357,16 @@ class _Feed:
         }  # fmt: skip
 
     def _stream(self, name: str, rejected: int) -> Tree:
-        """Return the numbers of a stream's samples by their state, as a tree for JSON."""
+        """Return the numbers of a stream's samples by their state, as a tree for JSON.
+
+        ``again`` counts samples with the content of an earlier sample of the stream: in a later pass, or because the
+        data has it twice. ``passes``: how often a content came on average. Contents are compared by checksum and
+        length.
+        """
         books, lost = self._books[name], self._lost[name]
         heads = {index for index, part in lost if part == 0}
+        contents = np.concatenate([np.zeros(0, np.uint64), *self._contents[name]])
+        distinct = len(np.unique(contents))
         waiting = 0
         if self._feed.end is None:
             admitted = self._ledger.admitted(name)
@@ -363,6 +375,8 @@ class _Feed:
         return {
             "samples": books.num_samples,
             "tokens": self._tokens[name],
+            "passes": len(contents) / max(distinct, 1),
+            "again": len(contents) - distinct,
             "rejected": rejected,
             "dropped": len(self._feed.dropped().get(name, ())),
             "waiting": waiting,

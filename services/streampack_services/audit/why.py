@@ -22,7 +22,7 @@ from streampack.core.model.steps import PlannedPacks, PlannedStep
 from streampack.errors import LedgerDamaged, UserError
 from streampack_services.ledger.ledger import Ledger
 from streampack_services.ledger.reported_values import ReportedValues
-from streampack_services.ledger.run_history import FeedHistory
+from streampack_services.ledger.run_history import NEVER, FeedHistory
 from streampack_services.ledger.step_rows import StepRows
 
 Tree = dict[str, Any]
@@ -60,6 +60,7 @@ def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | 
         "budget": rules.budget,
         "padded": rules.padded,
         "skipped": history.is_skipped(step),
+        "skip_notes": history.skip_notes(step),
         "last": end is not None and step == end.num_steps - 1,
         "committed": step + 1 in history.commits,
         "changes": _changes(history, step, rows.lsn),
@@ -95,13 +96,14 @@ def recorded(ledger: Ledger, feed: FeedHistory, step: int) -> StepRows:
             f"Step {step} of feed {feed.name!r} is {gap}. The records are lost or in another state_dir: "
             f"trainers resumed at step {gap.last + 1} from a checkpoint. Pass another step."
         )
-    end, last = feed.end, ledger.last_step(feed.name, feed.branches[-1].number)
+    end, last = feed.end, ledger.last_before(feed.name, NEVER)
     if end is not None and step >= end.num_steps:
         raise UserError(
             f"got step {step} of feed {feed.name!r}, expected a step below {end.num_steps}, because the feed has ended"
         )
-    if step > (feed.branches[-1].step - 1 if last is None else last):
-        raise UserError(f"Step {step} of feed {feed.name!r} is not formed yet. The last step is {last}.")
+    if step > max(feed.branches[-1].step - 1, last):
+        formed = f"The last step is {last}" if last >= 0 else "No step is formed yet"
+        raise UserError(f"Step {step} of feed {feed.name!r} is not formed yet. {formed}.")
     raise UserError(f"Step {step} of feed {feed.name!r} is in neither the log nor the ledger. Pass a later step.")
 
 

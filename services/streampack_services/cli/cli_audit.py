@@ -1,4 +1,4 @@
-"""The commands that ask what happened in a run: ``why``, ``replay``, ``ledger verify`` and ``ledger rebuild``.
+"""The commands that ask what happened in a run: ``why``, ``replay`` and ``ledger`` with its commands.
 
 The commands read the broker's state_dir, while the broker runs or after the broker has ended.
 """
@@ -25,7 +25,7 @@ from streampack_services.cli.cli_options import (
 )
 
 if TYPE_CHECKING:
-    from streampack.sources import OpenedSource
+    from streampack_services.audit.sample_texts import RunSources
 
 Config = Annotated[
     Path | None,
@@ -36,7 +36,9 @@ ledger = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 def why(
     step: Annotated[
-        int | None, typer.Option("--step", metavar="K", min=0, help="The step to explain.")
+        str | None,
+        typer.Option("--step", "--steps", metavar="A-B", help="The step to explain, such as 212, or a range of steps, "
+                     "such as 210-215."),
     ] = None,
     sample: Annotated[
         str | None,
@@ -46,6 +48,11 @@ def why(
                      "train.jsonl:101."),
     ] = None,
     produce: Produce = None,
+    text: Annotated[
+        bool,
+        typer.Option("--text", help="Show the text of each sample of the step, or its tokens if its file has tokens. "
+                     "Requires -p."),
+    ] = False,
     dp: Annotated[
         int | None,
         typer.Option("--dp", metavar="R", min=0, help="Show only the packs of this data-parallel rank."),
@@ -72,7 +79,9 @@ def why(
 
     With --step, the command prints the samples of each pack, the digests and
     denominators of the step, and the settings that changed at this step. With
-    --dp-size, the command also prints the packs of each rank.
+    --dp-size, the command also prints the packs of each rank. With -p, the command
+    prints the file and row of each sample. With --text, it reads the samples again,
+    prints their text, and checks that they have not changed.
 
     With --sample, the command prints the steps, packs and offsets of the sample, or
     reports that the sample was rejected or is not read yet. It prints the values
@@ -83,10 +92,11 @@ def why(
     \b
     Example:
         streampack why --step 1200 --dp 3 --dp-size 16 -c broker.yaml
-        streampack why --sample web:81234 --state-dir shared/sft-8b/state
+        streampack why --step 210-215 --text -c broker.yaml -p producer.yaml
         streampack why --sample train.jsonl:101 -c broker.yaml -p producer.yaml
     """
-    from streampack_services.audit import audit_report, why_sample
+    from streampack.core.model.rule_changes import parse_steps
+    from streampack_services.audit import audit_report, sample_texts, why_sample
     from streampack_services.audit import why as audit
     from streampack_services.audit.named_media import references_of
     from streampack_services.ledger.state_dir import read_ledger, state_folder
@@ -104,18 +114,29 @@ def why(
             f"Got --dp {dp} with --dp-size {dp_size}, expected a rank from 0 to {dp_size - 1}. Change --dp or "
             "--dp-size."
         )
+    if text and (step is None or not produce):
+        raise UserError("Got --text without --step and -p. Pass the step, and the producer.yaml files of its streams.")
+    try:
+        steps = None if step is None else parse_steps(step)
+    except ValueError as error:
+        raise UserError(f"--step: {error}. Pass a step such as 212, or a range such as 210-215.") from None
     folder = state_folder(state_dir, config)
     with read_ledger(folder) as opened:
-        if step is not None:
-            report = audit.why_step(opened, step, feed, dp_size, pp_size or 1)
-            if dp is not None:
-                report["packs"] = [pack for pack in report["packs"] if pack["dp_rank"] == dp]
-            print_result(report, as_json, audit_report.show_step)
+        if steps is not None:
+            numbers = range(steps.first, steps.last + 1)
+            reports = [audit.why_step(opened, number, feed, dp_size, pp_size or 1) for number in numbers]
+            for each in reports if dp is not None else ():
+                each["packs"] = [pack for pack in each["packs"] if pack["dp_rank"] == dp]
+            if produce:
+                of = audit.feed_of(opened, feed)
+                sample_texts.add_places(of, reports, _sources(produce), texts=text)
+            report = reports[0] if step == str(steps.first) else {"run": opened.state.run, "steps": reports}
+            print_result(report, as_json, audit_report.show_steps)
         elif sample is not None:
-            report = why_sample.why_row(opened, sample, _sources(produce or []))
-            for places in report.get("samples", [report]):
+            places_report = why_sample.why_row(opened, sample, _sources(produce or []).sources)
+            for places in places_report.get("samples", [places_report]):
                 places["references"] = references_of(folder, opened, places)
-            print_result(report, as_json, audit_report.show_row)
+            print_result(places_report, as_json, audit_report.show_row)
 
 
 def replay(
@@ -189,7 +210,8 @@ def verify_(state_dir: StateDir = None, config: Config = None, as_json: AsJson =
     exactly one step, be rejected, or be unread. Steps that a later lineage replaced
     do not count. The command computes all digests again from the records. If a
     sample is lost, repeated or damaged, the command prints the first such samples,
-    and the exit code is 1.
+    and the exit code is 1. It also prints how often the content of each stream came:
+    the mean number of passes, and the samples whose content came before.
 
     \b
     Example:
@@ -202,6 +224,35 @@ def verify_(state_dir: StateDir = None, config: Config = None, as_json: AsJson =
         report = verify.verify(opened)
     print_result(report, as_json, audit_report.show_verified)
     raise typer.Exit(0 if report["good"] else 1)
+
+
+@ledger.command(cls=Command)
+def compare(
+    other: Annotated[Path, typer.Argument(metavar="STATE_DIR", help="The state_dir of the second run.")],
+    state_dir: StateDir = None,
+    config: Config = None,
+    feed: Feed = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the first step in which two runs differ, and the reason.
+
+    Use this command to prove that a run is reproducible, or to find out why two
+    runs of the same data differ. The command compares the digests of all steps that
+    both runs have. The exit code is 1 if a step differs, or if only one run skips
+    it.
+
+    \b
+    Example:
+        streampack ledger compare other/state -c broker.yaml
+    """
+    from streampack_services.audit import audit_report, compare_runs
+    from streampack_services.ledger.state_dir import read_ledger, state_folder
+
+    folders = state_folder(state_dir, config), state_folder(other, None)
+    with read_ledger(folders[0]) as first, read_ledger(folders[1]) as second:
+        report = compare_runs.compare(first, second, feed)
+    print_result(report, as_json, audit_report.show_compared)
+    raise typer.Exit(0 if report["equal"] else 1)
 
 
 @ledger.command(cls=Command)
@@ -222,10 +273,11 @@ def rebuild(state_dir: StateDir = None, config: Config = None, as_json: AsJson =
     print_result(rebuild(state_folder(state_dir, config)), as_json, audit_report.show_rebuilt)
 
 
-def _sources(paths: list[Path]) -> dict[str, OpenedSource]:
-    """Open the sources in the given producer.yaml files; return the sources by stream name."""
+def _sources(paths: list[Path]) -> RunSources:
+    """Open the sources in the given producer.yaml files."""
     from streampack.config.config_files import read_producer
-    from streampack_services.daemons.producer import import_from_here, open_sources
+    from streampack_services.audit.sample_texts import RunSources
+    from streampack_services.daemons.producer import import_from_here
 
     import_from_here()
-    return {name: source for path in paths for name, source in open_sources(read_producer(path)).items()}
+    return RunSources.of(map(read_producer, paths))

@@ -20,17 +20,18 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import MappingProxyType
 
 from streampack.config.daemon_settings import ProducerConfig
 from streampack.errors import StreampackError
 from streampack.producer.first_rows import refuse_chats
 from streampack.producer.loop import ProducerLoop, ProducerProgress, StreamProgress
-from streampack.sources import OpenedSource, open_source, open_tokenizer
+from streampack.sources import OpenedSource, Tokenizer, open_source, open_tokenizer
 from streampack.transport.keys import find_key
 from streampack.transport.rendezvous import read_rendezvous
 from streampack_services import logs
@@ -40,6 +41,7 @@ from streampack_services.daemons.systemd import Systemd
 
 log = logging.getLogger("streampack.producer")
 
+NO_TOKENIZERS: Mapping[str, Tokenizer] = MappingProxyType({})
 SAY_S = 5.0
 """Seconds between two log lines about the progress."""
 OVER_S = 2.0
@@ -115,12 +117,18 @@ def _safe_path() -> Iterator[None]:
             os.environ["PYTHONSAFEPATH"] = before
 
 
-def open_sources(config: ProducerConfig) -> dict[str, OpenedSource]:
-    """Open the sources of a producer.yaml, by stream. Raises ConfigError or SourceError that names the stream."""
+def open_sources(
+    config: ProducerConfig, tokenizers: Mapping[str, Tokenizer] = NO_TOKENIZERS
+) -> dict[str, OpenedSource]:
+    """Open the sources of a producer.yaml, by stream; ``tokenizers``: those to use in place of the configured ones.
+
+    Raises ConfigError or SourceError that names the stream.
+    """
     sources = {}
     for name, settings in config.streams.items():
         with _named(name):
-            sources[name] = open_source(settings, open_tokenizer(settings.tokenizer or config.tokenizer))
+            tokenizer = tokenizers.get(name) or open_tokenizer(settings.tokenizer or config.tokenizer)
+            sources[name] = open_source(settings, tokenizer)
     return sources
 
 

@@ -18,6 +18,8 @@ from streampack.core.intake.producers import ConnectedProducer, Producers
 from streampack.core.journal.journal import Journal
 from streampack.core.journal.log_records import PolicyPublished
 from streampack.core.model.capacity import Capacity
+from streampack.core.model.lease_terms import StreamTerms
+from streampack.core.model.rules import Rules
 from streampack.core.protocol.effects import SendProducer
 from streampack.core.protocol.events import Effect
 from streampack.core.protocol.message import Identity, Message
@@ -95,20 +97,9 @@ class Credits:
         if terms.pushed and intake.recorded.waits:  # unsafe samples may get lost, and their numbers be used again
             self._held_back.add(p)
             return []
-        lease = Lease(
-            stream=terms.name, partition=p - stream.first, partitions=terms.partitions,
-            first_seq=self._partitions.next_seq(p), cursor=intake.last_cursor, seed=stream.rules.seed,
-            passes=terms.passes, dtype=stream.rules.tokens,
-            fields=tuple(each for each in stream.rules.fields if not (terms.late and each.late)),
-            late_fields=stream.rules.late_fields if terms.late else msgspec.UNSET,
-            paced=stream.rules.paces or msgspec.UNSET,
-            overlong=terms.overlong, poison=terms.poison,
-            max_sample_tokens=terms.limit if terms.overlong == "error" else self._capacity.max_sample_tokens,
-            max_chunk_bytes=self._capacity.max_chunk_bytes, batches=terms.batches or msgspec.UNSET,
-            share=terms.share or msgspec.UNSET, media_fields=terms.media_fields or msgspec.UNSET,
-            no_loss_tokens=msgspec.UNSET if terms.no_loss_tokens == "train" else terms.no_loss_tokens,
-            budget=msgspec.UNSET if terms.no_loss_tokens == "train" else terms.limit,
-        )  # fmt: skip
+        size = self._capacity
+        lease = lease_of(terms, stream.rules, p - stream.first, size.max_sample_tokens, size.max_chunk_bytes)
+        lease = msgspec.structs.replace(lease, first_seq=self._partitions.next_seq(p), cursor=intake.last_cursor)
         return self.send(holder.peer, lease, intake.session) + self.flow(p, repeat=True)
 
     def flow(self, p: int, repeat: bool = False) -> list[Effect]:
@@ -181,3 +172,27 @@ class Credits:
     def send(self, peer: bytes, message: Message, session: int = 0) -> list[Effect]:
         """Return the effect that sends a message to the producer at ``peer``."""
         return [SendProducer(peer, self._identity.envelope(message, session))]
+
+
+def lease_of(terms: StreamTerms, rules: Rules, partition: int, max_sample_tokens: int, max_chunk_bytes: int) -> Lease:
+    """Return the lease of a stream's partition, from its first sample on.
+
+    Args:
+        terms: The stream's terms.
+        rules: The rules of its feed.
+        partition: Number of the partition in the stream.
+        max_sample_tokens: Most tokens of a sample, unless the stream's policy rejects longer samples.
+        max_chunk_bytes: Most bytes of a chunk.
+    """
+    return Lease(
+        stream=terms.name, partition=partition, partitions=terms.partitions, first_seq=0, cursor=None,
+        seed=rules.seed, passes=terms.passes, dtype=rules.tokens,
+        fields=tuple(each for each in rules.fields if not (terms.late and each.late)),
+        late_fields=rules.late_fields if terms.late else msgspec.UNSET,
+        paced=rules.paces or msgspec.UNSET, overlong=terms.overlong, poison=terms.poison,
+        max_sample_tokens=terms.limit if terms.overlong == "error" else max_sample_tokens,
+        max_chunk_bytes=max_chunk_bytes, batches=terms.batches or msgspec.UNSET,
+        share=terms.share or msgspec.UNSET, media_fields=terms.media_fields or msgspec.UNSET,
+        no_loss_tokens=msgspec.UNSET if terms.no_loss_tokens == "train" else terms.no_loss_tokens,
+        budget=msgspec.UNSET if terms.no_loss_tokens == "train" else terms.limit,
+    )  # fmt: skip

@@ -1,0 +1,127 @@
+"""``streampack ledger compare``: find the first step in which two runs differ, and say why.
+
+The runs are compared step by step, in the lineages that count: a step's digest covers its samples, their order and
+their checksums. A step that only one of the runs skips differs, too, because the updates after it do.
+
+The reasons are the facts that decide steps: the rules of the step, the data of each stream, skips, and the order in
+which pushed samples came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from streampack.core.model.rules import Rules
+from streampack.errors import UserError
+from streampack_services.audit.why import differences, feed_of, raise_if_damaged
+from streampack_services.ledger.ledger import Ledger
+from streampack_services.ledger.run_history import FeedHistory
+from streampack_services.ledger.step_rows import StepRows
+
+Tree = dict[str, Any]
+Ledgers = tuple[Ledger, Ledger]
+Feeds = tuple[FeedHistory, FeedHistory]
+MOST = 5
+"""Samples to name that only one of the runs has in the step."""
+
+
+def compare(one: Ledger, other: Ledger, feed: str | None) -> Tree:
+    """Compare two runs; return a tree for JSON, whose ``equal`` is True if all steps that both have are the same.
+
+    ``step`` is the first step that differs, None if none does; ``why`` lists the reasons as sentences. ``feed``: name
+    of the feed in both runs, None for the first one. Raises UserError if the runs have no step in common.
+    """
+    ledgers = one, other
+    feeds = feed_of(one, feed), feed_of(other, feed)
+    for ledger in ledgers:
+        raise_if_damaged(ledger, "steps", "records")
+    compared, last = 0, list[int]()
+    result: Tree = {
+        "runs": [ledger.state.run for ledger in ledgers], "feed": feeds[0].name, "equal": True, "step": None,
+        "digests": None, "why": [],
+    }  # fmt: skip
+    for ours, theirs in _pairs(ledgers, feeds):
+        compared += 1
+        last = [ours.step]
+        skipped = [of.is_skipped(ours.step) for of in feeds]
+        if ours.digest != theirs.digest or skipped[0] != skipped[1]:
+            digests = [ours.digest.hex(), theirs.digest.hex()]
+            why = _reasons(ledgers, feeds, (ours, theirs), skipped)
+            result |= {"equal": False, "step": ours.step, "digests": digests, "why": why}
+            break
+    if not compared:
+        raise UserError(f"The runs have no step of feed {feeds[0].name!r} in common. Pass the state_dirs of two runs.")
+    ends = [of.end.num_steps if of.end is not None else None for of in feeds]
+    steps = [ledger.last_before(of.name, 1 << 62) + 1 for ledger, of in zip(ledgers, feeds, strict=True)]
+    return result | {"compared": compared, "last": last[0], "steps": steps, "ends": ends}
+
+
+def _pairs(ledgers: Ledgers, feeds: Feeds) -> Iterator[tuple[StepRows, StepRows]]:
+    """Yield the records of each step that both runs have, in the lineages that count."""
+    ours, theirs = (_counting(ledger, of) for ledger, of in zip(ledgers, feeds, strict=True))
+    left, right = next(ours, None), next(theirs, None)
+    while left is not None and right is not None:
+        if left.step == right.step:
+            yield left, right
+        behind = left.step - right.step
+        left = next(ours, None) if behind <= 0 else left
+        right = next(theirs, None) if behind >= 0 else right
+
+
+def _counting(ledger: Ledger, feed: FeedHistory) -> Iterator[StepRows]:
+    """Yield the steps of a feed in the lineages that count."""
+    return (step for step in ledger.steps(feed.name) if feed.effective(step.step) == step.lineage)
+
+
+def _reasons(
+    ledgers: Ledgers, feeds: Feeds, steps: tuple[StepRows, StepRows], skipped: list[bool]
+) -> list[str]:  # fmt: skip
+    """Return the reasons for which a step differs, as sentences."""
+    number, reasons = steps[0].step, list[str]()
+    if skipped[0] != skipped[1]:
+        which = "first" if skipped[0] else "second"
+        notes = feeds[not skipped[0]].skip_notes(number)
+        reasons.append(f"Only the {which} run skips step {number}{''.join(f' ({note})' for note in notes)}.")
+    if steps[0].digest == steps[1].digest:
+        return reasons
+    rules: list[Rules] = [of.rules_at(number, step.lsn) for of, step in zip(feeds, steps, strict=True)]
+    reasons += [f"The rules differ: {line}." for line in differences(*rules)]
+    for stream in feeds[0].streams.keys() & feeds[1].streams.keys():
+        ours, theirs = (ledger.history.sources.get(stream, []) for ledger in ledgers)
+        if ours and theirs and set(ours) != set(theirs):
+            reasons.append(
+                f"Stream {stream} has other data: its source has digest {ours[-1]:.12} and {theirs[-1]:.12}."
+            )
+    reasons += _samples(feeds, steps)
+    pushed = [name for name, stream in feeds[0].streams.items() if stream.pushed]
+    if pushed:
+        reasons.append(f"Programs push samples of {', '.join(pushed)}: steps depend on the order in which they came.")
+    return reasons
+
+
+def _samples(feeds: Feeds, steps: tuple[StepRows, StepRows]) -> list[str]:
+    """Describe the samples of a step that differ between both runs, as sentences."""
+    ours, theirs = (_crcs(of, step) for of, step in zip(feeds, steps, strict=True))
+    sentences = []
+    if changed := sorted(sample for sample, crc in ours.items() if theirs.get(sample, crc) != crc):
+        sentences.append(f"Samples have other tokens or fields: {_names(changed)}.")
+    for which, alone in (("first", ours.keys() - theirs.keys()), ("second", theirs.keys() - ours.keys())):
+        if alone:
+            sentences.append(f"Only the {which} run has these samples in the step: {_names(sorted(alone))}.")
+    return sentences or ["Both runs have the same samples in the step, in other packs or in another order."]
+
+
+def _crcs(feed: FeedHistory, step: StepRows) -> dict[tuple[str, int, int], int]:
+    """Return the checksum of each sample of a step by its stream, index and part."""
+    by_stream = feed.by_stream(step.rows, step.step, step.lsn)
+    return {
+        (name, int(row["index"]), int(row["part"])): int(row["crc"]) for name, rows in by_stream.items() for row in rows
+    }
+
+
+def _names(samples: list[tuple[str, int, int]]) -> str:
+    """Return the first names of samples as text: ``web:3, web:7.1 and 12 more``."""
+    names = [f"{stream}:{index}" + (f".{part}" if part else "") for stream, index, part in samples[:MOST]]
+    more = f" and {len(samples) - MOST} more" if len(samples) > MOST else ""
+    return ", ".join(names) + more
