@@ -6,13 +6,14 @@ import math
 
 
 def counted(number: int, what: str) -> str:
-    """Return ``1 rank`` or ``2 ranks``."""
-    return f"{number} {what}{'s' * (number != 1)}"
+    """Return ``1 rank``, ``2,000 ranks`` or ``2 batches``."""
+    plural = "es" if what.endswith(("ch", "s", "x")) else "s"
+    return f"{number:,} {what}{plural * (number != 1)}"
 
 
 def media_text(items: int, patches: int) -> str:
     """Return media as text: ``2 media items with 512 patches``."""
-    return f"{items:,} media item{'s' * (items != 1)} with {patches:,} patch{'es' * (patches != 1)}"
+    return f"{counted(items, 'media item')} with {counted(patches, 'patch')}"
 
 
 def count_text(value: float) -> str:

@@ -54,6 +54,7 @@ from streampack_services.broker.log_keeper import Keeper
 from streampack_services.broker.memory_plan import FreedMemory, Plan, check_machine, plan
 from streampack_services.broker.reporter import Counters, Reporter
 from streampack_services.broker.serving.allowed_keys import Allowed
+from streampack_services.broker.serving.kept_hours import KeptHours
 from streampack_services.broker.serving.peer_messages import MessageReader, MessageSender
 from streampack_services.broker.serving.peer_reports import PeerReports
 from streampack_services.broker.serving.peer_sockets import PeerSockets
@@ -163,6 +164,8 @@ class BrokerService:
             self.snapshot: BrokerStatus = self._reporter.take(self.counters.started)
             """Replaced twice a second; any thread may read it."""
             self.rank_page = self._reporter.rank_page
+            if config.state_dir is not None:
+                opened.callback(KeptHours(Path(config.state_dir), lambda: self.snapshot).close)
             opened.callback(self._packer.shutdown)
             self._opened = opened.pop_all()
         self.on_snapshot: Callable[[BrokerStatus], None] = lambda _: None

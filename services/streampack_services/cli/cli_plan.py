@@ -18,9 +18,16 @@ from streampack_services.cli.cli_options import ADVANCED, DEFAULT_BROKER, AsJson
 
 
 def _png(file: Path | None) -> Path | None:
-    """Return ``file``; raise UserError if its name does not end in .png."""
-    if file is not None and file.suffix.lower() != ".png":
+    """Return ``file``; raise UserError if no chart can be written to it, before the command computes for minutes."""
+    if file is None:
+        return None
+    if file.suffix.lower() != ".png":
         raise UserError(f"--png is {file}. Pass a file name that ends in .png.")
+    if not file.absolute().parent.is_dir():
+        raise UserError(f"The folder of --png {file} does not exist. Create the folder first.")
+    from streampack_services.plan import charts
+
+    charts.import_figures()
     return file
 
 
@@ -189,10 +196,11 @@ def report(
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
 ) -> None:  # fmt: skip
-    """Show the padding and GPU hours that packing saved in a run.
+    """Show the hours lost to padding and waits, and those that packing saved.
 
-    Use this command after a run, or while the broker runs. The command compares the
-    run with three other ways to batch the same samples in the same order:
+    Use this command after a run, or while the broker runs. The hours are sums over
+    all ranks; the broker records them in its state_dir. The command also compares
+    the run with three other ways to batch the same samples in the same order:
 
     \b
     - padding to the longest sample of a micro-batch

@@ -12,14 +12,16 @@ import logging
 import re
 import resource
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from streampack.config.daemon_settings import BrokerConfig
+from streampack.core.feed.feed import Feed
 from streampack.errors import UserError
 from streampack.kernels import background
 from streampack.transport import ipc_files
 from streampack_services import own_runs
+from streampack_services.amounts import counted
 from streampack_services.broker.memory_plan import keep_freed_memory
 from streampack_services.broker.service import BrokerService, Leadership
 from streampack_services.daemons import rendezvous
@@ -104,12 +106,22 @@ def _serve(config: BrokerConfig, exit_when_finished: bool, ring: Ring | None, le
                 service.run()
             if service.over:
                 return service.over
-            log.info(
-                "stopped after %d steps", sum(each.readers.steps.formed_upto for each in service.core.feeds.values())
-            )
+            log.info("stopped after %s", _steps_text(service.core.feeds.values()))
         finally:
             http.close()
     return ""
+
+
+def _steps_text(feeds: Collection[Feed]) -> str:
+    """Return the formed steps of each feed, and how many of them some rank has not confirmed."""
+    parts = []
+    for feed in feeds:
+        steps, name = feed.readers.steps, f" of feed {feed.name}" if len(feeds) > 1 else ""
+        left = steps.formed_upto - steps.released_upto
+        parts.append(
+            counted(steps.formed_upto, "step") + name + f" (the last {left} not confirmed by every rank)" * (left > 0)
+        )
+    return ", ".join(parts)
 
 
 def exposed(endpoints: Mapping[str, str], http: str, keys: bool, token: bool) -> list[str]:

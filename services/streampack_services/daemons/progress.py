@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from streampack.producer.loop import StreamProgress
+from streampack_services.amounts import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -194,12 +195,12 @@ def _rejected(reasons: Mapping[str, int]) -> str:
 def _warnings(overall: Overall) -> list[str]:
     """Return the number of delivered samples with each warning as text: ``2 samples with the warning no_loss_mask``."""
     counts = sum((Counter(stream.warnings) for stream in overall.streams.values()), Counter())
-    return [f"{count} sample{'s' * (count != 1)} with the warning {word}" for word, count in sorted(counts.items())]
+    return [f"{counted(count, 'sample')} with the warning {word}" for word, count in sorted(counts.items())]
 
 
 def _restarts(overall: Overall) -> list[str]:
     """Return ``["2 restarts"]``, or an empty list for none."""
-    return [f"{overall.restarts} restart{'s' * (overall.restarts > 1)}"] if overall.restarts else []
+    return [counted(overall.restarts, "restart")] if overall.restarts else []
 
 
 def _waits(overall: Overall) -> list[str]:

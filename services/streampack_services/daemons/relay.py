@@ -36,6 +36,7 @@ from streampack.transport.waker import Waker
 from streampack.version import __version__
 from streampack.wire import bundles
 from streampack.wire import frames as wire
+from streampack_services.amounts import counted
 from streampack_services.daemons.signals import on_ending_signals
 from streampack_services.daemons.systemd import Systemd
 from streampack_services.descriptors import hold_back
@@ -111,7 +112,7 @@ class RelayService:
                         self._perform(self.session.handle(Moved()))
                     self._perform(self.session.handle(Tick(now)))
                     self._say(now)
-                    systemd.tell(ready=True, status=f"{len(self.session.readers)} ranks of {self.broker}")
+                    systemd.tell(ready=True, status=f"{counted(len(self.session.readers), 'rank')} of {self.broker}")
                 self._send_bundles()
             systemd.tell(stopping=True)
         finally:
@@ -135,7 +136,9 @@ class RelayService:
             return
         self._connected, self._say_at = connected, now + SAY_S
         if connected:
-            log.info("the broker at %s answers; reading for %d ranks", self.broker, len(self.session.readers))
+            log.info(
+                "the broker at %s answers; reading for %s", self.broker, counted(len(self.session.readers), "rank")
+            )
         else:
             log.warning("the broker at %s has not answered for %.0f s", self.broker, self.session.relay.silent_s)
 

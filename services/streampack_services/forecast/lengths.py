@@ -130,11 +130,6 @@ def _spread(name: str, sizes: I64) -> dict[str, Any]:
     return {name: int(sizes.sum()), "mean": float(sizes.mean()), "p50": p50, "p99": p99, "max": int(sizes.max())}
 
 
-def samples_text(count: int) -> str:
-    """Return ``1 sample`` or ``2 samples``."""
-    return f"{count:,} sample{'s' * (count != 1)}"
-
-
 def of_lengths(what: str, lengths: I64, most: int | None, total: float | None = None) -> Workload:
     """Return a workload with one stream of these ``lengths``, int64 [n], named ``what``.
 
@@ -150,11 +145,13 @@ def of_lengths(what: str, lengths: I64, most: int | None, total: float | None = 
         return Workload(what, (StreamLengths("data", (lengths,), (whole,), total or len(lengths)),))
     some = stretches(lengths, most)
     note = f"the forecast uses {len(some):,} of the {len(lengths):,} lengths (set --samples for more)"
-    stream = StreamLengths("data", (some,), (False,), total or len(lengths), every=counted(lengths) if whole else None)
+    stream = StreamLengths(
+        "data", (some,), (False,), total or len(lengths), every=by_length(lengths) if whole else None
+    )
     return Workload(what, (stream,), [note])
 
 
-def counted(lengths: I64) -> I64:
+def by_length(lengths: I64) -> I64:
     """Return the different lengths and how many samples have each, int64 [2, k]."""
     return np.stack(np.unique(lengths, return_counts=True)).astype(np.int64)
 

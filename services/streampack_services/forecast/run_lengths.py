@@ -30,13 +30,16 @@ from streampack.core.model.samples import I64, ROW
 from streampack.core.stats.media_figures import MediaFigures
 from streampack.errors import UserError
 from streampack.sources.order import sample_order
+from streampack_services.amounts import counted
 from streampack_services.audit import why
+from streampack_services.broker.serving.kept_hours import hours_of
 from streampack_services.broker.status import BrokerStatus, FeedStatus
-from streampack_services.forecast.lengths import STRETCHES, StreamLengths, Workload, counted, stretches, stretches_of
+from streampack_services.forecast.lengths import STRETCHES, StreamLengths, Workload, by_length, stretches, stretches_of
 from streampack_services.forecast.media_sizes import sizes_of_recorded
 from streampack_services.forecast.rank_loads import PlanMesh
 from streampack_services.forecast.sharing import Sharing, sharing_of
 from streampack_services.ledger.run_history import NEVER, FeedHistory
+from streampack_services.ledger.run_hours import FeedHours, read_hours
 from streampack_services.ledger.state_dir import read_ledger, state_folder
 from streampack_services.ledger.step_rows import StepRows
 
@@ -68,6 +71,7 @@ class Served:
     log, also of those that were not sent as trees; None if it is not known.
     ``media``: what ``broker.status.MediaStatus`` has, of these packs; None for a run without media.
     ``media_sizes``: sizes of the samples' media, int64 [n, 4] (see ``media_sizes``); None if they are not known.
+    ``hours``: hours that ranks trained and waited; None if they are not recorded.
     """
 
     what: str
@@ -89,6 +93,7 @@ class Served:
     sharing: Sharing | None = None
     media: dict[str, Any] | None = None
     media_sizes: I64 | None = None
+    hours: FeedHours | None = None
 
     @property
     def filled_packs(self) -> int:
@@ -107,7 +112,7 @@ class Served:
         """
         lengths = stretches(self.lengths, most)
         whole = self.ended and len(lengths) == self.samples
-        every = counted(self.lengths) if self.ended and not whole and len(self.lengths) == self.samples else None
+        every = by_length(self.lengths) if self.ended and not whole and len(self.lengths) == self.samples else None
         used = f"the forecast uses {len(lengths):,} of the {self.samples:,} samples of the run, {self.note}"
         notes = [f"{used}; overlong samples count as the run truncated or split them"]
         if self.sharing is not None:
@@ -157,10 +162,11 @@ def from_ledger(state_dir: Path, feed: str | None, *, waiting: bool = False) -> 
         steps[-1] += [waits] if waits is not None else []
         lengths, sizes_of_media, bounds = _in_order(steps, rules)
     return Served(
-        f"{run}, feed {of.name}, {len(numbers):,} steps", lengths, rules,
+        f"{run}, feed {of.name}, {counted(len(numbers), 'step')}", lengths, rules,
         samples + (0 if waits is None else waits.num_samples), packs, empty, tokens, slots, bounds, len(numbers),
         of.end is not None, note, shared_tokens=shared_tokens, sharing=sharing_of(state_dir, rules),
         media=media.counts() if rules.has_extra_bytes else None, media_sizes=sizes_of_media,
+        hours=read_hours(state_dir).get(of.name),
     )  # fmt: skip
 
 
@@ -283,11 +289,11 @@ def from_status(status: BrokerStatus, feed: str | None, *, waiting: bool = False
         slots = totals.tokens + sum(served.waste_tokens[cause] for cause in ("alignment", "pack_tail", "shape"))
     batches = max(round(totals.steps * len(lengths) / samples), 1) if rules.batch is not None else 1
     return Served(
-        f"{status.run}, feed {name}, {totals.steps:,} steps", lengths, rules, samples, totals.packs,
+        f"{status.run}, feed {name}, {counted(totals.steps, 'step')}", lengths, rules, samples, totals.packs,
         totals.empty_packs, totals.tokens, slots, np.linspace(0, len(lengths), batches + 1).astype(np.int64),
         totals.steps, served.state == "ended", note, served.tokens_per_s,
         served.ranks.attached, _mesh_of(served), shared_tokens=totals.shared_tokens,
-        media=None if served.media is None else msgspec.to_builtins(served.media),
+        media=None if served.media is None else msgspec.to_builtins(served.media), hours=hours_of(status)[name],
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import yaml
 
 from streampack.config.daemon_settings import MEMORY
 from streampack.config.typed_yaml import parse_size
+from streampack_services.amounts import counted
 from streampack_services.plan.advisor import NEAR_ORDER
 
 Tree = dict[str, Any]
@@ -28,7 +29,20 @@ def why(plan: Tree, overlong: str | None) -> list[str]:
 
     ``plan`` is the result of ``advisor.advise``; ``overlong`` is the policy that the user asked for, or None.
     """
-    parts = (_packer, _window, _budget, _lost, _media, _alignment, _shape, _batches, _balance, _meshes, _steps)
+    parts = (
+        _next_best,
+        _packer,
+        _window,
+        _budget,
+        _lost,
+        _media,
+        _alignment,
+        _shape,
+        _batches,
+        _balance,
+        _meshes,
+        _steps,
+    )
     asked = plan | {"overlong": overlong}
     return [sentence for part in parts for sentence in part(asked, plan["take"])]
 
@@ -104,15 +118,37 @@ def _on_axis(plan: Tree, axis: str) -> tuple[Tree | None, list[Tree]]:
 # The sentences, by subject; each function yields those of its subject
 
 
+def _next_best(plan: Tree, take: Tree) -> Iterator[str]:
+    """Say what single changes of budget, window and packer would gain against the base settings, best first."""
+    base = plan["settings"][0]
+    batched = bool(base["step_samples"])
+    rows = [row for axis in ("budget", "window", "packer") for row in forecast_rows(plan, axis)]
+    gains = [
+        (row["useful"] - base["useful"], row) for row in rows
+        if row["lost_share"] <= base["lost_share"] + SAID
+        and row["useful"] - base["useful"] > max(SAID, _doubt(row, base))
+        and (row["axis"] != "packer" or batched or row["packer"] in NEAR_ORDER)
+    ]  # fmt: skip
+    window = "" if batched else f", window {base['window']:,}"
+    settings = f"budget {base['budget']:,}{window}, {base['packer']}: {base['useful']:.2%} useful"
+    against = f"{'your' if plan['configured'] else 'the base'} settings ({settings})"
+    if not gains:
+        yield f"Next best: no other budget, window or packer gains more than the forecast's error over {against}."
+        return
+    best_first = sorted(gains, key=lambda pair: -pair[0])[:COMPARED]
+    changes = ", ".join(f"{setting_name(row)} gains {points:.2%}" for points, row in best_first)
+    yield f"Next best, compared with {against}: {changes} of the ranks' time."
+
+
 def _packer(plan: Tree, take: Tree) -> Iterator[str]:
-    """Compare the advised packer with the next best ones, and name better packers that are not advised."""
+    """Compare the advised packer with the best others, and name better packers that are not advised."""
     own, others = _on_axis(plan, "packer")
     useful = (own or take)["useful"]
     others.sort(key=lambda row: -row["useful"])
     work = "real tokens and media" if plan["media"] else "real tokens"
     compared = ", ".join(f"{row['packer']} {row['useful']:.2%}" for row in others[:COMPARED])
-    best = f" Next best: {compared}." if compared else ""
-    yield f"With {take['packer']}, the ranks spend {useful:.2%} of their time on {work}.{best}"
+    others_text = f" Other packers: {compared}." if compared else ""
+    yield f"With {take['packer']}, the ranks spend {useful:.2%} of their time on {work}.{others_text}"
     better = [row["packer"] for row in others if row["useful"] > useful + SAID]
     sorting = ", ".join(name for name in better if name not in NEAR_ORDER)
     if sorting and not take["step_samples"]:
@@ -145,9 +181,13 @@ def _budget(plan: Tree, take: Tree) -> Iterator[str]:
 
 def _compared(row: Tree, base: Tree) -> str:
     """Return in words how much better ``row`` is than ``base``, without differences within the error of forecasts."""
-    doubt = 2 * math.hypot(row["useful_error"], base["useful_error"])
     points = row["useful"] - base["useful"]
-    return _change(points) if abs(points) > doubt else "is about as good"
+    return _change(points) if abs(points) > _doubt(row, base) else "is about as good"
+
+
+def _doubt(row: Tree, base: Tree) -> float:
+    """Return the error of the difference between the useful time of two forecasts."""
+    return 2 * math.hypot(row["useful_error"], base["useful_error"])
 
 
 def _change(points: float) -> str:
@@ -227,8 +267,8 @@ def _batches(plan: Tree, take: Tree) -> Iterator[str]:
     needs = [f"{split:.1%} of the packs are split from other packs"] if split > SAID else []
     needs += [f"empty packs take {empty:.1%} of the capacity"] if empty > SAID else []
     equal = f" So that every rank has the same number of packs, {' and '.join(needs)}." if needs else ""
-    formed = f"A batch of {take['step_samples']:,} samples forms {take['formed_packs']:.1f} packs, in {micro}{ranks}."
-    yield formed + equal
+    batch = counted(take["step_samples"], "sample")
+    yield f"A batch of {batch} forms {take['formed_packs']:.1f} packs, in {micro}{ranks}.{equal}"
 
 
 def _balance(plan: Tree, take: Tree) -> Iterator[str]:
@@ -274,8 +314,8 @@ def _steps(plan: Tree, take: Tree) -> Iterator[str]:
     if steps is None:
         yield "The number of steps per pass is not known. Set the number of samples per pass with --total."
     elif take["steps_low"] == take["steps_high"]:
-        size = f"{take['step_samples']:,} samples" if take["step_samples"] else f"{take['step_packs']} packs"
-        yield f"A pass has {steps:,} step{'s' * (steps != 1)} of {size}{grows}."
+        size = counted(take["step_samples"], "sample") if take["step_samples"] else counted(take["step_packs"], "pack")
+        yield f"A pass has {counted(steps, 'step')} of {size}{grows}."
     else:
         interval = f"{take['steps_low']:,} to {take['steps_high']:,}"
         yield f"A pass has {steps:,} steps (95% interval: {interval}){grows}."

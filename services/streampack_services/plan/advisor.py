@@ -20,7 +20,7 @@ from streampack.core.model.capacity import needed_tokens
 from streampack.core.model.keys.planning_keys import PACKER_KEYS, MediaLimits
 from streampack.core.model.rules import Rules
 from streampack.errors import SampleError, UserError
-from streampack_services.amounts import media_text
+from streampack_services.amounts import counted, media_text
 from streampack_services.broker.arena import SLACK
 from streampack_services.forecast.forecast import (
     Forecast,
@@ -32,7 +32,7 @@ from streampack_services.forecast.forecast import (
     steps_of,
     with_packer,
 )
-from streampack_services.forecast.lengths import Workload, samples_text
+from streampack_services.forecast.lengths import Workload
 from streampack_services.forecast.media_sizes import BYTES, ITEMS, PATCHES, unfit
 from streampack_services.plan.plan_options import PlanOptions, Setting, fitting, grid
 
@@ -75,7 +75,9 @@ def advise(workload: Workload, options: PlanOptions, say: Callable[[str], None] 
     advised = forecaster(take) | {"rules": _rules_tree(options, take, rules), "memory_bytes": memory}
     about = workload.about()
     about["notes"] = [*about["notes"], *notes]
-    return about | {"settings": rows, "take": advised, "precision": options.precision}
+    return about | {
+        "settings": rows, "take": advised, "precision": options.precision, "configured": options.keep_budget,
+    }  # fmt: skip
 
 
 def _steps_notes(options: PlanOptions, workload: Workload) -> list[str]:
@@ -92,7 +94,7 @@ def _steps_notes(options: PlanOptions, workload: Workload) -> list[str]:
             f"a multiple of dp"
         )
     if (count := len(workload.lengths)) < (base.step_samples or 0):
-        notes.append(f"the lengths do not fill a batch, so the figures are for a batch of {samples_text(count)}")
+        notes.append(f"the lengths do not fill a batch, so the figures are for a batch of {counted(count, 'sample')}")
     return notes
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from streampack.core.model.samples import I64
 from streampack.errors import UserError
-from streampack_services.forecast.lengths import samples_text
+from streampack_services.amounts import counted
 from streampack_services.plan.advice import forecast_rows, is_taken, setting_name
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def draw_plan(plan: Tree, lengths: I64, file: Path) -> None:
         axes.set_title("padding by cause (* recommended)", loc="left", fontsize=10)
 
     names = [setting_name(row) + "  *" * is_taken(row, take) for row in rows]
-    title = f"{plan['what']}: {samples_text(plan['lengths']['samples'])}"
+    title = f"{plan['what']}: {counted(plan['lengths']['samples'], 'sample')}"
     _draw(title, names, parts, finish, lengths, take["budget"], file)
 
 
@@ -73,8 +73,18 @@ def draw_savings(report: Tree, rows: dict[str, Tree], lengths: I64, file: Path) 
         axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:,.0f}M" if millions else f"{value:,.0f}")
         axes.set_xlabel("slots computed, tokens and padding")
 
-    title = f"{report['what']}: {samples_text(report['samples'])}"
+    title = f"{report['what']}: {counted(report['samples'], 'sample')}"
     _draw(title, list(rows), parts, finish, lengths, report["budget"], file)
+
+
+def import_figures() -> Any:
+    """Import matplotlib's figures. Raises UserError if matplotlib is missing."""
+    try:
+        return importlib.import_module("matplotlib.figure")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "matplotlib":
+            raise
+        raise UserError("--png needs matplotlib, which is not installed. Run: pip install matplotlib") from None
 
 
 def _draw(
@@ -87,13 +97,7 @@ def _draw(
     ``finish`` draws what else belongs to the bars, at their places from the top down. Raises UserError if matplotlib is
     missing, or the file cannot be written.
     """
-    try:
-        figures = importlib.import_module("matplotlib.figure")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != "matplotlib":
-            raise
-        raise UserError("--png needs matplotlib, which is not installed. Run: pip install matplotlib") from None
-    figure = figures.Figure(figsize=(11, 2.2 + 0.26 * len(names)), layout="constrained")
+    figure = import_figures().Figure(figsize=(11, 2.2 + 0.26 * len(names)), layout="constrained")
     bars, histogram = figure.subplots(1, 2, width_ratios=[1.7, 1.0])
     places, left = np.arange(len(names))[::-1], np.zeros(len(names))
     for label, (color, sizes) in parts.items():

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from streampack_services.amounts import media_text
-from streampack_services.forecast.lengths import samples_text
+from streampack_services.amounts import counted, media_text
 from streampack_services.plan.advice import forecast_rows, is_taken, setting_name
 from streampack_services.terminal import add_numbers, new_console
 
@@ -66,14 +65,14 @@ def width_of(table: Table) -> int:
 
 def _lengths_text(lengths: Tree) -> str:
     """Return ``6,000 samples, 3,966,192 tokens: mean 661, median 394, p99 4,066, longest 9,000``."""
-    counts = f"{samples_text(lengths['samples'])}, {lengths['tokens']:,} tokens"
+    counts = f"{counted(lengths['samples'], 'sample')}, {lengths['tokens']:,} tokens"
     return f"{counts}: {_spread_text(lengths)}, longest {lengths['max']:,}"
 
 
 def _media_text(media: Tree) -> str:
     """Return ``media: 90 media items with 800 patches in 60 samples; patches of these: mean 13, median 9, ...``."""
     patches = media["patches"]
-    counts = f"{media_text(media['items'], patches['total'])} in {samples_text(media['samples'])}"
+    counts = f"{media_text(media['items'], patches['total'])} in {counted(media['samples'], 'sample')}"
     return f"media: {counts}; patches of these: {_spread_text(patches)}, most {patches['max']:,}"
 
 
@@ -87,7 +86,7 @@ def _read_text(stream: Tree, *, alone: bool) -> str:
     name = "" if alone else f"{stream['stream']}: "
     if stream["share"] is None:
         were = "was" if stream["samples"] == 1 else "were"
-        return f"{name}{samples_text(stream['samples'])} {were} read; the size of a pass is not known"
+        return f"{name}{counted(stream['samples'], 'sample')} {were} read; the size of a pass is not known"
     if stream["share"] == 1:
         return f"{name}all of a pass was read"
     counts = f"{stream['samples']:,} of about {stream['pass_samples']:,.0f} samples"

@@ -27,10 +27,10 @@ from rich.text import Text
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack.errors import UserError
-from streampack_services.amounts import media_text
+from streampack_services.amounts import counted, media_text
 from streampack_services.forecast.forecast import rules_of_lengths, with_packer
-from streampack_services.forecast.lengths import samples_text
 from streampack_services.forecast.run_lengths import Served
+from streampack_services.ledger.run_hours import FeedHours
 from streampack_services.plan.plan_report import new_table, print_whole, width_of
 from streampack_services.terminal import new_console
 
@@ -117,11 +117,24 @@ def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
         "micro_batch": size,
         "assumptions": _assumptions(run, size, rate),
         "gpus": rate.gpus if rate is not None else None,
+        "hours": None if run.hours is None else _hours(run.hours),
         "run": _batching_figures(run.pack_slots, run.tokens, rate),
         "others": {
             name: _batching_figures(round(count * grow), tokens, rate, run.pack_slots) for name, count in slots.items()
         },
     }
+
+
+def _hours(hours: FeedHours) -> Tree:
+    """Return the hours that ranks spent on real tokens, on padding and on waiting, the last two also by cause."""
+    of_token = hours.trained_s / 3600 / max(hours.delivered_tokens, 1)
+    padding = {cause: tokens * of_token for cause, tokens in hours.waste_tokens.items()}
+    waiting = {cause: seconds / 3600 for cause, seconds in hours.starved_s.items()}
+    lost = sum(padding.values())
+    return {
+        "tokens": hours.trained_s / 3600 - lost, "padding": lost, "waiting": sum(waiting.values()),
+        "padding_by_cause": padding, "waiting_by_cause": waiting,
+    }  # fmt: skip
 
 
 def rate_of(run: Served, gpus: int | None, tokens_per_s: float | None) -> Rate | None:
@@ -141,7 +154,7 @@ def rate_of(run: Served, gpus: int | None, tokens_per_s: float | None) -> Rate |
         return None
     empty = 0 if run.rules.padded else run.empty_packs * int(run.rules.own_widths(np.zeros(1, np.int64))[0])
     slots = run.tokens_per_s * (run.pack_slots + empty) / run.tokens
-    whose = f"{count} GPUs as given" if gpus else f"the {count} attached ranks"
+    whose = f"{counted(count, 'GPU')} as given" if gpus else f"the {counted(count, 'attached rank')}"
     said = f"the broker's current {run.tokens_per_s:,.0f} tokens per second, divided by {whose}"
     return Rate(count, slots / count, said)
 
@@ -164,10 +177,10 @@ def _assumptions(run: Served, micro_batch: int, rate: Rate | None) -> list[str]:
     """Return the assumptions of the comparison, as sentences."""
     part = "" if run.share == 1 else f"{len(run.lengths):,} of "
     scaled = "" if run.share == 1 else " The results are scaled to all samples."
-    sentences = [f"The comparison uses {part}{samples_text(run.samples)}, {run.note}.{scaled}"]
+    sentences = [f"The comparison uses {part}{counted(run.samples, 'sample')}, {run.note}.{scaled}"]
     if len(run.bounds) > 2:
-        sentences.append(f"No method puts samples of two of the {len(run.bounds) - 1:,} batches into one pack.")
-    padding = f"The padding method has {samples_text(micro_batch)} per micro-batch; a pack holds "
+        sentences.append(f"No method puts samples of two of the {counted(len(run.bounds) - 1, 'batch')} into one pack.")
+    padding = f"The padding method has {counted(micro_batch, 'sample')} per micro-batch; a pack holds "
     padding += f"{run.samples / run.filled_packs:.1f} samples on average."
     split = " Packs are counted before they are split for a mesh." if run.rules.batch is not None else ""
     sentences.append(f"{padding} Empty packs in last steps are not counted.{split}")
@@ -187,7 +200,7 @@ def named_rows(report: Tree) -> dict[str, Tree]:
 def show_savings(report: Tree) -> None:
     """Print the result of ``savings``: a table, the assumptions, and one sentence."""
     console = new_console()
-    about = f"  {samples_text(report['samples'])}, {report['tokens']:,} tokens, budget {report['budget']:,}"
+    about = f"  {counted(report['samples'], 'sample')}, {report['tokens']:,} tokens, budget {report['budget']:,}"
     console.print(Text.assemble((str(report["what"]), "bold"), about), soft_wrap=True)
     console.print()
     columns = _columns(report)
@@ -204,11 +217,29 @@ def show_savings(report: Tree) -> None:
         fullest = ", ".join(f"{axis} in {number:,}" for axis, number in media["bound_by"].items())
         counts = media_text(media["items"], media["patches"])
         sentences.append(f"Media: {counts}. The fullest axis of packs: {fullest}.")
+    if report["hours"] is not None:
+        sentences += _hours_text(report["hours"])
     for sentence in sentences:
         console.print()
         console.print(sentence)
     console.print()
     console.print(headline(report), style="bold")
+
+
+def _hours_text(hours: Tree) -> list[str]:
+    """Return the hours of the ranks as sentences."""
+    every = hours["tokens"] + hours["padding"] + hours["waiting"]
+    if not every:
+        return []
+
+    def lost(to: str) -> str:
+        """Return the hours lost, as ``0.31 (3.2%: stream 0.2, peers 0.11)``, without causes that lost nothing."""
+        causes = sorted(hours[f"{to}_by_cause"].items(), key=lambda named: -named[1])
+        named = ", ".join(f"{cause} {value:,.3g}" for cause, value in causes if value)
+        return f"{hours[to]:,.3g} ({hours[to] / every:.1%}{': ' if named else ''}{named})"
+
+    spent = f"{hours['tokens']:,.3g} on real tokens, {lost('padding')} lost to padding, {lost('waiting')} lost to waits"
+    return [f"Hours of all ranks: {spent}. Training hours include all that trainers do between two steps."]
 
 
 def headline(report: Tree) -> str:
@@ -229,7 +260,7 @@ def _columns(report: Tree) -> list[tuple[str, str, str]]:
         ("saved %", "saved_share", ".2%"),
     ]  # fmt: skip
     if report["gpus"] is not None:
-        on_all = f"saved h on {report['gpus']} GPU{'s' * (report['gpus'] != 1)}"
+        on_all = f"saved h on {counted(report['gpus'], 'GPU')}"
         hours = {"GPU hours": "gpu_hours", "saved": "saved_gpu_hours", on_all: "saved_hours"}
         columns += [(name, key, ",.3g") for name, key in hours.items()]
     return columns

@@ -181,7 +181,7 @@ def _waits(view: FeedView) -> Facts:
     outliers = "" if waits.outliers is None else f"; {counted(waits.outliers, 'outlier')} waiting now"
     return (
         ("data wait", view.waits_text(" of all ranks' time") if view.ranks else "-"),
-        ("window", f"{feed.window.samples} samples, {count_text(feed.window.tokens)} tokens"),
+        ("window", f"{counted(feed.window.samples, 'sample')}, {count_text(feed.window.tokens)} tokens"),
         ("window waits", f"{longest}{outliers}"),
         ("held", f"{count_text(feed.held_tokens)} of {count_text(feed.held_limit_tokens)} tokens"),
     )

@@ -69,10 +69,12 @@ def _node_lines(feed: FeedView, missing: str, width: int, room: int | None) -> l
         ]
         for node in shown
     ]  # fmt: skip
-    head = title(f"{ranks.attached:,} ranks on {ranks.num_nodes:,} nodes{missing}", "worst first", width)
+    head = title(
+        f"{counted(ranks.attached, 'rank')} on {counted(ranks.num_nodes, 'node')}{missing}", "worst first", width
+    )
     header = ("node", "ranks", "data wait", "cause", "step", "silent", "step time", "cost")
     lines = [head, *(table(header, rows, width, left=(0, 3)) if rows else [])]
-    more = f"{ranks.num_nodes - len(shown):,} more nodes; --node HOST shows the ranks of one"
+    more = f"{counted(ranks.num_nodes - len(shown), 'more node')}; --node HOST shows the ranks of one"
     return [*lines, fitted(Text(more, style="dim"), width)][:room]
 
 

@@ -383,16 +383,22 @@ def test_pictures_are_drawn(files: Path, served: RunningBroker, lengths: Path, t
         result = in_process(command, what, "--png", png)
         assert result.returncode == 0, result.stderr
         assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    wrong = in_process("report", files / "state", "--png", tmp_path / "no" / "a.png")
-    assert "cannot be written: No such file or directory" in the_error(wrong, 2)
+    (tmp_path / "folder.png").mkdir()
+    wrong = in_process("report", files / "state", "--png", tmp_path / "folder.png")
+    assert "cannot be written: Is a directory" in the_error(wrong, 2)
+    for command, what in (("plan", lengths), ("report", files / "state")):
+        wrong = in_process(command, what, "--png", tmp_path / "no" / "a.png")
+        assert "The folder of --png" in the_error(wrong, 2)
+        assert not wrong.stdout, "said before the command has computed anything"
     wrong = in_process("plan", lengths, "--png", tmp_path / "a.pdf")
     assert the_error(wrong, 2).endswith("a.pdf. Pass a file name that ends in .png.")
 
 
 def test_without_matplotlib_a_picture_says_what_to_install(lengths: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    line = the_error(in_process("plan", lengths, "--png", "a.png"), 2)
-    assert "pip install matplotlib" in line
+    wrong = in_process("plan", lengths, "--png", "a.png")
+    assert "pip install matplotlib" in the_error(wrong, 2)
+    assert not wrong.stdout, "said before the plan is computed"
     assert not os.path.exists("a.png")
 
 
