@@ -22,7 +22,7 @@ OF_THE_SHELL = {"do", "done", "until", "while", "for", "if", "then", "fi", "expo
                 "cat", "cp", "rm", "source", "head", "tail", "ls", "diff", "echo", "git"}  # fmt: skip
 OF_OTHERS = {"curl", "jq", "grep", "prometheus", "promtool", "docker", "kubectl", "helm", "systemctl", "sbatch", "srun",
              "torchrun", "accelerate", "openssl", "nvidia-smi", "chmod", "scp", "ssh", "tar", "journalctl", "sudo",
-             "tensorboard"}  # fmt: skip
+             "sed", "tensorboard"}  # fmt: skip
 NOT_RUN = 15
 """Blocks that may stand there without running, at most."""
 _COMMAND: Any = typer.main.get_command(app)
