@@ -5,19 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import BLOCKS
+from tests.docs.typed_commands import ENVIRON, typed
 from tests.integration.running import PATIENCE_S, until
 
 FIRST, RESUME = "docs/get-started/your-data.md", "docs/get-started/resume.md"
-ENVIRON = os.environ | {
-    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 def commands(page: str) -> list[str]:
@@ -27,15 +23,6 @@ def commands(page: str) -> list[str]:
 def shown(page: str) -> list[str]:
     """Return the lines of a page's last example of output."""
     return [block.code for block in BLOCKS if block.page == page and not block.language][-1].splitlines()
-
-
-def typed(code: str, folder: Path) -> str:
-    """Return what a block of commands prints; each command must succeed."""
-    done = subprocess.run(
-        ["bash", "-e", "-c", code], cwd=folder, env=ENVIRON, capture_output=True, text=True, timeout=10 * PATIENCE_S
-    )
-    assert done.returncode == 0, f"{code}{done.stdout}{done.stderr}"
-    return done.stdout
 
 
 @pytest.mark.timeout(20 * PATIENCE_S)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.docs.pages import BLOCKS
-from tests.docs.test_first_run import typed
+from tests.docs.typed_commands import typed
 from tests.integration.running import PATIENCE_S, in_process
 
 PAGE = [block for block in BLOCKS if block.page == "docs/how-to/loss-rose.md"]

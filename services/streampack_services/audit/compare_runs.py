@@ -3,8 +3,8 @@
 The runs are compared step by step, in the lineages that count: a step's digest covers its samples, their order and
 their checksums. A step that only one of the runs skips differs, too, because the updates after it do.
 
-The reasons are the facts that decide steps: the rules of the step, the data of each stream, skips, and the order in
-which pushed samples came.
+The reasons are the facts that decide steps: the rules, the data of each stream, skips, and the order in which pushed
+samples came.
 """
 
 from __future__ import annotations
@@ -90,9 +90,8 @@ def _reasons(
     for stream in feeds[0].streams.keys() & feeds[1].streams.keys():
         ours, theirs = (ledger.history.sources.get(stream, []) for ledger in ledgers)
         if ours and theirs and set(ours) != set(theirs):
-            reasons.append(
-                f"Stream {stream} has other data: its source has digest {ours[-1]:.12} and {theirs[-1]:.12}."
-            )
+            digests = f"{ours[-1]:.12} and {theirs[-1]:.12}"
+            reasons.append(f"Stream {stream} has other data: the digests of its source are {digests}.")
     reasons += _samples(feeds, steps)
     pushed = [name for name, stream in feeds[0].streams.items() if stream.pushed]
     if pushed:

@@ -76,8 +76,8 @@ class RunSources:
 def add_places(feed: FeedHistory, steps: Iterable[Tree], run: RunSources, *, texts: bool = False) -> None:
     """Add ``origin`` and ``pass`` to the samples of steps, the results of ``why.why_step``; both None if not known.
 
-    ``pass`` counts from 1. With ``texts``, each sample gets its ``tokens``, its ``text`` if its source has texts, and
-    ``same``: whether the tokens and fields still have the recorded checksum; None if the sample was not read.
+    ``pass`` counts from 1. With ``texts``, each sample gets its ``tokens``, and its ``text`` if its source has texts.
+    ``same`` says whether tokens and fields still have the recorded checksum; None if this cannot be known.
     """
     by_sample: dict[str, dict[int, list[tuple[int, Tree]]]] = {}
     unknown = ("origin", "pass", *(("tokens", "text", "same") if texts else ()))
