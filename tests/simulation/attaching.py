@@ -19,7 +19,7 @@ from streampack.core.protocol.effects import SendShard, SendTrainer
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick
 from streampack.core.protocol.message import Bye, Envelope, Identity, Who
 from streampack.core.protocol.step_part import StepPart
-from streampack.core.protocol.trainer_messages import Attach, State
+from streampack.core.protocol.trainer_messages import Attach, MixedStream, State
 from streampack.core.serve.readers import Readers
 from streampack.core.sessions.client_events import Begin, Broken, Deliver, Detach, Ended, Returned
 from streampack.core.sessions.client_session import ClientSession
@@ -59,6 +59,9 @@ class Feed:
         return []
 
     def commit(self, step: int) -> list[Effect]:
+        return []
+
+    def mixture(self) -> list[MixedStream]:
         return []
 
 

@@ -13,7 +13,16 @@ from streampack.core.protocol.effects import Release, SendShard, SendTrainer
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.message import Envelope, Identity, Message, Who
 from streampack.core.protocol.step_part import StepPart
-from streampack.core.protocol.trainer_messages import AskSnapshot, Attach, Attached, Brought, Get, ReaderPing, State
+from streampack.core.protocol.trainer_messages import (
+    AskSnapshot,
+    Attach,
+    Attached,
+    Brought,
+    Get,
+    MixedStream,
+    ReaderPing,
+    State,
+)
 from streampack.core.serve.readers import Readers
 from streampack.core.stats.data_wait import Missing
 from tests.world.made_up import chain_of, made_up_step
@@ -55,6 +64,9 @@ class Desk:
 
     def rewind(self, step: int, snapshot: Snapshot | None, back: bool) -> list[Effect]:
         self.rewinds.append((step, snapshot))
+        return []
+
+    def mixture(self) -> list[MixedStream]:
         return []
 
     def state_of(self, step: int) -> State | list[Effect]:
