@@ -15,7 +15,7 @@ from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.message import Message
 from streampack.core.protocol.producer_messages import Eos, Hello, Samples, Sent
 from streampack.core.protocol.result_messages import AskResults, Results
-from streampack.core.protocol.trainer_messages import AskSnapshot, Attach, Brought, Get
+from streampack.core.protocol.trainer_messages import AskSnapshot, Attach, Brought, Get, Mixture
 from streampack.wire.frames import ALL_MESSAGES
 from tests.core.sessions.bench import EPOCH, RUN, Bench, attach, fill, hello
 from tests.world.chunks import u32
@@ -70,6 +70,8 @@ def _messages(draw: st.DrawFn) -> tuple[Message, bytes]:
 
 
 def _field(kind: type[Message], name: str, known: dict[type, Any]) -> Any:
+    if kind is Mixture and name == "streams":
+        return _MIXED
     if name in _VALUES:
         return _VALUES[name]
     if name == "cursor":
@@ -82,6 +84,9 @@ def _field(kind: type[Message], name: str, known: dict[type, Any]) -> Any:
 
 
 _FEW_NAMES = st.lists(_NAMES, max_size=3)
+_MIXED_STREAM: dict[str, Any] = {"weight": 0.5, "share": None, "ended": False, "passes": 1, "trained_samples": 3, "trained_tokens": 30,
+                 "trained_share": 1.0, "rejected": {}}  # fmt: skip
+_MIXED = st.lists(st.builds(lambda name: {"stream": name, **_MIXED_STREAM}, _NAMES), max_size=3)
 _SIZE = {"shards": 2**62 - 1, "opened": 1, "samples": 2**62 - 1, "squares": 1e36}
 _WAITS = {"causes_s": {"zz": 1e12, "stream": 2.0}, "streams_s": {"a": 1.0}, "waits": [2**62 - 1] * 64}
 _MESH = st.sampled_from([1, 1, 1, 2, 3, 4096])
