@@ -84,8 +84,10 @@ def _field(kind: type[Message], name: str, known: dict[type, Any]) -> Any:
 
 
 _FEW_NAMES = st.lists(_NAMES, max_size=3)
-_MIXED_STREAM: dict[str, Any] = {"weight": 0.5, "share": None, "ended": False, "passes": 1, "trained_samples": 3, "trained_tokens": 30,
-                 "trained_share": 1.0, "rejected": {}}  # fmt: skip
+_MIXED_STREAM: dict[str, Any] = {
+    "weight": 0.5, "share": None, "ended": False, "passes": 1, "trained_samples": 3, "trained_tokens": 30,
+    "trained_share": 1.0, "rejected": {},
+}  # fmt: skip
 _MIXED = st.lists(st.builds(lambda name: {"stream": name, **_MIXED_STREAM}, _NAMES), max_size=3)
 _SIZE = {"shards": 2**62 - 1, "opened": 1, "samples": 2**62 - 1, "squares": 1e36}
 _WAITS = {"causes_s": {"zz": 1e12, "stream": 2.0}, "streams_s": {"a": 1.0}, "waits": [2**62 - 1] * 64}
