@@ -37,6 +37,7 @@ async function turn() {
 async function ask() {
   try {
     const status = await get("/status");
+    if (last && status.version !== last.status.version) location.reload(); // this page may not know the new fields
     if (status.epoch !== last?.status.epoch) events.forget();
     if (!(chosen.feed in status.feeds)) [chosen.feed] = Object.keys(status.feeds);
     const asked = [events.catchUp(), pageOf(status.feeds[chosen.feed]), historyOf(chosen.feed).catchUp()];

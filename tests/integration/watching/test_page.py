@@ -442,6 +442,15 @@ def test_a_broker_whose_loop_stands_still_is_said_to_though_it_answers(page: Pag
     page.value("Date.now = Date.later")
 
 
+def test_a_page_that_was_open_before_an_upgrade_loads_itself_again(page: Page) -> None:
+    page.value("""window.opened = "before", window.fetch = ((fetch) => async (...asked) => {
+      const answer = await fetch(...asked);
+      return { ok: true, json: async () => ({ ...await answer.json(), version: "9.9" }) };
+    })(window.fetch), 1""")
+    page.until("window.opened === undefined && document.body?.dataset.shown")
+    assert page.text("#version") != "version 9.9"
+
+
 def test_512_ranks_are_cells_that_keys_go_through_and_tell_of(browser: Browser) -> None:
     with large(MANY) as broker:
         until(lambda: broker.status()["feeds"]["train"]["steps"]["returned"] > 1)
