@@ -235,7 +235,7 @@ ROWS = (
                                         f"{end} by (feed) (streampack_node_returned_steps{{feed}})"
                for which, end in (("first", "max"), ("last", "min"))},
               "Steps of this iteration returned by the first and by the last rank.", "none"),
-        Panel("Slow ranks", "slow_ranks", limits=(1,)),
+        Panel("Slow ranks", "slow_ranks", limits=(1,), alert="RankSlow"),
         Panel("All ranks",
               {"waits": WAITED,
                "trains": "sum by (RANK) (rate(streampack_reader_trainer_seconds_total{feed}[~]))",

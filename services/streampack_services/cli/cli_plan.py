@@ -196,7 +196,9 @@ def report(
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
 ) -> None:  # fmt: skip
-    """Show the hours lost to padding and waits, and those that packing saved.
+    """Show the hours lost to padding and to waits.
+
+    It also shows the hours that packing saved.
 
     Use this command after a run, or while the broker runs. The hours are sums over
     all ranks; the broker records them in its state_dir. The command also compares

@@ -86,7 +86,7 @@ def test_misuse_ends_with_2_and_no_traceback(arguments: tuple[str, ...]) -> None
 def test_status_is_a_page_for_a_person_or_json(broker: RunningBroker) -> None:
     shown = streampack("status", broker.http)
     assert shown.returncode == 0, shown.stderr
-    waits = "waiting for samples: the next sample has not come"
+    waits = "Waiting for samples: the next sample has not come"
     for text in ("shown  serving  up", "feed train  serving", waits, "web", "0.7", "0 ranks"):
         assert text in shown.stdout
     found = json.loads(streampack("status", f"file://{broker.rendezvous}", "--json").stdout)

@@ -159,7 +159,7 @@ def test_a_broker_without_readers_drains_at_once_and_systemd_is_told(manager: Ma
         assert broker.end() == 0
     manager.wait_for("STOPPING=1\nSTATUS=draining: train step 0, 0 tokens/s")
     ready, *others = manager.heard
-    assert ready.startswith("READY=1\nSTATUS=serving: train step 0, 0 tokens/s, waiting for ")
+    assert ready.startswith("READY=1\nSTATUS=serving: train step 0, 0 tokens/s; Waiting for samples: ")
     assert "WATCHDOG=1" in ready
     assert not any("READY=1" in other for other in others)
 

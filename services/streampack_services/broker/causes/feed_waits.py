@@ -51,8 +51,9 @@ class FeedWaits:
         self._watches = {name: _Watch() for name in feeds}
 
     def still_s(self, now: float, feed: Feed) -> float:
-        """Return the seconds since a step of the feed was formed or returned."""
-        return now - self._watches[feed.name].since
+        """Return the seconds since a step of the feed was formed or returned; 0 before the first ``note``."""
+        watch = self._watches[feed.name]
+        return 0.0 if watch.steps < 0 else now - watch.since
 
     def stalled_s(self, now: float, feed: Feed, reasons: Missing | None) -> float | None:
         """Return the seconds since the feed's last step; None if no rank waits for data, for these ``reasons``."""
