@@ -535,9 +535,9 @@ class MessageCounts(Struct, frozen=True, kw_only=True):
 
     @property
     def bad_text(self) -> str:
-        """Numbers of bad messages by reason, such as '3 damaged, 1 of another run'; 'none' without any."""
+        """Numbers of bad messages by reason, such as '3 damaged, 1 of another run'; empty without any."""
         counts = ((getattr(self, reason), words) for reason, words in BAD_MESSAGES.items())
-        return ", ".join(f"{count:,} {words}" for count, words in counts if count) or "none"
+        return ", ".join(f"{count:,} {words}" for count, words in counts if count)
 
 
 class RelayStatus(Struct, frozen=True, kw_only=True):

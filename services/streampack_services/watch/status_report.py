@@ -49,7 +49,8 @@ def show_status(status: BrokerStatus) -> None:
             facts.add_row("", log.warning)
     if (standby := status.standby) is not None:
         facts.add_row("standby", standby_text(standby))
-    facts.add_row("bad messages", status.messages.bad_text)
+    if status.messages.bad:
+        facts.add_row("bad messages", status.messages.bad_text)
     if unsent := status.messages.unsent:
         facts.add_row("not sent", f"{counted(unsent, 'message')} to peers that were gone")
     for label, text in (row_of(status, "producers_connected"), ("relays", status.relays.text), *shown_rows(status)):
@@ -166,7 +167,8 @@ def _tokens(feed: FeedStatus) -> Facts:
         for cause, tokens in feed.waste_tokens.items()
         if tokens or cause in always
     ]
-    lost = [f"{policy} {count_text(tokens)}" for policy, tokens in msgspec.structs.asdict(feed.lost_tokens).items()]
+    policies = msgspec.structs.asdict(feed.lost_tokens).items()
+    lost = [f"{policy} {count_text(tokens)}" for policy, tokens in policies if tokens]
     return (
         ("padding", f"{', '.join(padding)}, of {count_text(feed.delivered_tokens)} tokens delivered"),
         ("lost tokens", ", ".join(lost)),

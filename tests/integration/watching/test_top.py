@@ -201,7 +201,7 @@ def test_top_shows_the_silent_streams_where_there_are_more_than_lines(snapshot: 
     rows[900] |= {"last_seen_s": 60.0}
     rows[950] |= {"last_seen_s": None}
     shown = "\n".join(line.plain for line in page(view_of(snapshot | {"streams": rows}), PageOptions(), 160, 40))
-    assert "1000 streams" in shown
+    assert "1,000 streams" in shown
     assert all(name in shown for name in ("s900 ", "s950 ", "s0 "))
 
 
