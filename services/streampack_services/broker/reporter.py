@@ -231,6 +231,7 @@ class Reporter:
                     figures.recent_waits,
                     figures.recent_streams,
                     figures.recent_s,
+                    figures.late,
                 )
             ),
             round=feed.readers.attempts.iteration,

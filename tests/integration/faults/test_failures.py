@@ -383,7 +383,8 @@ def test_a_slow_trainer_leaves_memory_bounded_and_is_named_in_the_status(tmp_pat
                     thread.start()
                 until(lambda: broker.feed()["steps"]["formed"] > 100)
                 thin.down.bytes_per_s = 4000
-                until(lambda: "dp=1/2" in " ".join(in_process("status", broker.http).stdout.split()))
+                late = "Messages come late to rank dp=1 on "
+                until(lambda: late in " ".join(in_process("status", broker.http).stdout.split()))
                 until(partial(producers_wait, broker))
                 memory = psutil.Process(broker.process.pid).memory_info
                 early = memory().rss

@@ -52,6 +52,11 @@ PEERS, NONE = waiting("peers", "rank dp=1 at gpu1:7 has returned 50 steps"), wai
         ({"waiting": PEERS, "recent_waits": {"peers": 0.1, "stream": 0.55, "log": 0.03},
           "recent_streams": {"web": 0.5, "code": 0.05}}, ("waiting", "stream",
          "The ranks wait for data 58% of their time in the last 45 s: stream web 50%, stream code 5%, log 3%.")),
+        ({"waiting": PEERS, "recent_waits": {"peers": 0.5, "network": 0.3}, "late": "rank dp=1 on gpu7"},
+         ("waiting", "network", "The ranks wait for data 30% of their time in the last 45 s: network 30%. "
+          "Messages come late to rank dp=1 on gpu7.")),
+        ({"waiting": PEERS, "recent_waits": {"stream": 0.3}, "late": "rank dp=1 on gpu7"},
+         ("waiting", "stream", "The ranks wait for data 30% of their time in the last 45 s: stream web 4%.")),
         ({"waiting": PEERS, "recent_waits": {"stream": 0.9}, "recent_s": 2.0}, ("good", "", CALM)),
         ({"waiting": PEERS, "silent": {"code": 25.0}}, ("waiting", "stream",
          f"The broker has heard no producer of stream 'code' for 25 s. {GOES_ON}")),

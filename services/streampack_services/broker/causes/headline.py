@@ -22,6 +22,8 @@ AT_LEAST_S = 5.0
 """Recent data waits are judged once they cover this time of each rank, in seconds."""
 HANGS_S = 30.0
 """A trainer's step may take as long, in seconds."""
+BY_LINK = ("network", "relay")
+"""Causes of a data wait that are on the way to one host."""
 BY_RANKS = ("peers", "memory", "join")
 """Causes of a data wait that ranks are behind, not the data service."""
 CALM = "Steps are formed and delivered without long waits."
@@ -56,6 +58,7 @@ class HeadlineFacts:
         recent_waits: Recent data wait of all ranks as a share of their time, by cause.
         recent_streams: The part of the cause ``stream``, by stream.
         recent_s: Seconds that these cover.
+        late: The rank that waits much longer for the network or its relay than most; empty without one.
     """
 
     state: str
@@ -71,6 +74,7 @@ class HeadlineFacts:
     recent_waits: dict[str, float]
     recent_streams: dict[str, float]
     recent_s: float
+    late: str = ""
 
 
 def headline_of(feed: HeadlineFacts) -> Headline:
@@ -137,6 +141,8 @@ def _often(feed: HeadlineFacts) -> Headline | None:
     cause = max(waits, key=waits.__getitem__)
     by_cause = ", ".join(f"{name} {share:.0%}" for name, share in by_stream(waits, feed.recent_streams)[:3])
     text = f"The ranks wait for data {whole:.0%} of their time in the last {feed.recent_s:.0f} s: {by_cause}."
+    if feed.late and cause in BY_LINK:
+        text += f" Messages come late to {feed.late}."
     return Headline(kind="waiting", cause=cause, text=text)
 
 

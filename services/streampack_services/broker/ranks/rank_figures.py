@@ -42,6 +42,9 @@ WORST_RANKS = 64
 """Ranks that ``/status`` lists of a feed with more ranks."""
 WORST_NODES = 64
 """Nodes that ``/status`` lists of a feed."""
+_LINKS = [CAUSES.index("network"), CAUSES.index("relay")]
+LATE = 0.1
+"""A rank is named if it waits for messages for at least this share of its time, and twice as long as most."""
 PAGE_RANKS = 256
 """Most ranks of an answer to ``/status?node=`` and ``/status?ranks=``."""
 
@@ -127,6 +130,8 @@ class RankFigures:
         """The part of the cause ``stream``, by stream."""
         self.recent_s = round(columns.lately.mean_s, 1)
         """Seconds that these cover."""
+        self.late: str = self._late()
+        """The rank that waits much longer for the network or its relay than most; empty without one."""
         self.slow: SlowRank | None = self._slow()
         """The ranks for which all others wait; None if there are none."""
         there = columns.silent_s[columns.attached]
@@ -265,6 +270,20 @@ class RankFigures:
             "data_wait": share, "cause": CAUSES[waits.cause[at]] if share else "",
             "stream": self._stream(at) if share else None, "work_s": round(work, 4) if math.isfinite(work) else None,
         }  # fmt: skip
+
+    def _late(self) -> str:
+        """Return the name and host of the rank whose messages come late; empty if there is none."""
+        columns = self._columns
+        there = np.flatnonzero(columns.attached)
+        waits = columns.lately.shares[there][:, _LINKS].sum(axis=1)
+        if len(there) < 2:
+            return ""
+        latest = int(waits.argmax())
+        if waits[latest] < max(2 * float(np.median(np.delete(waits, latest))), LATE):
+            return ""
+        at = there[latest]
+        name = name_of(columns.ranks[:, at].tolist(), [bool(axis.any()) for axis in columns.ranks[:, there]])
+        return f"rank {name} on {self._hosts[columns.host[at]]}"
 
     def _slow(self) -> SlowRank | None:
         """Return the rank for which all others wait; None if there is none."""
