@@ -13,6 +13,7 @@ from streampack_services.broker.ranks.rank_status import SlowRank
 SLOW = SlowRank(
     name="dp=2", dp_rank=2, cp_rank=0, tp_rank=0, pp_rank=0, host="gpu7", count=1, step_s=1.0, others_step_s=0.1
 )
+LATE = "Messages come late to rank dp=1 on gpu7."
 HEALTHY = HeadlineFacts(
     state="serving", faults=(), waiting=None, still_s=0.3, stalled_s=None, returned=50, end=None, all_attached=True,
     silent={}, slow=None, recent_waits={"peers": 0.2, "stream": 0.04}, recent_streams={"web": 0.04}, recent_s=45.0,
@@ -53,8 +54,7 @@ PEERS, NONE = waiting("peers", "rank dp=1 at gpu1:7 has returned 50 steps"), wai
           "recent_streams": {"web": 0.5, "code": 0.05}}, ("waiting", "stream",
          "The ranks wait for data 58% of their time in the last 45 s: stream web 50%, stream code 5%, log 3%.")),
         ({"waiting": PEERS, "recent_waits": {"peers": 0.5, "network": 0.3}, "late": "rank dp=1 on gpu7"},
-         ("waiting", "network", "The ranks wait for data 30% of their time in the last 45 s: network 30%. "
-          "Messages come late to rank dp=1 on gpu7.")),
+         ("waiting", "network", f"The ranks wait for data 30% of their time in the last 45 s: network 30%. {LATE}")),
         ({"waiting": PEERS, "recent_waits": {"stream": 0.3}, "late": "rank dp=1 on gpu7"},
          ("waiting", "stream", "The ranks wait for data 30% of their time in the last 45 s: stream web 4%.")),
         ({"waiting": PEERS, "recent_waits": {"stream": 0.9}, "recent_s": 2.0}, ("good", "", CALM)),
