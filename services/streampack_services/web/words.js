@@ -137,7 +137,7 @@ export function showStreams(streams) {
       [count(row.trained_tokens), "n"], [count(row.tokens), "n"], [count(row.samples), "n"],
       [row.passes === null ? "" : count(row.passes), "n"],
       [row.credits.granted_tokens ? percent(row.credits.used_tokens / row.credits.granted_tokens, 0) : "", "n"],
-      [`${short(row.lag.tokens)} (${short(row.lag.samples)} samples)`, "n"], [count(row.producers), row.producers ? "n" : "n bad"],
+      [`${short(row.lag.tokens)} (${short(row.lag.samples)})`, "n"], [count(row.producers), row.producers ? "n" : "n bad"],
       [row.last_seen_s === null ? "never" : `${duration(row.last_seen_s)} ago`, "n"],
       [number ? `${count(number)} (${rejected.map(([reason]) => reason).join(", ")})` : "0", number ? "n bad" : "n"],
       [`${row.ended_partitions} of ${row.partitions}`, "n"], ...shownOf("stream", row).map(([, text]) => [text, "n"]),

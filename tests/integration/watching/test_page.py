@@ -5,6 +5,7 @@ says, nothing lies over anything else, and all can be read; whether the broker s
 from __future__ import annotations
 
 import json
+import re
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,7 +160,7 @@ def test_the_figures_are_those_of_the_status(page: Page, four: Watched) -> None:
     shares = [float(row[3].rstrip("%")) for row in rows]
     assert shares == pytest.approx([100 * row["trained_share"] for row in now["streams"]], abs=5e-3)
     assert {row[2] for row in rows} <= {"ended", *(f"{100 * row['share']:g}%" for row in now["streams"])}
-    assert all("samples)" in row[9] for row in rows), "lag: tokens, with samples beside them"
+    assert all(re.fullmatch(r"[\d.kM]+ \([\d.kM]+\)", row[9]) for row in rows), "lag: tokens, with samples beside them"
     room = page.text("#room")
     assert f"{now['log']['records']:,} records" in room
     assert f"{feed['window']['samples']:,} samples" in room
