@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ def test_each_question_after_a_loss_spike_has_the_answer_of_the_page(
     printed, last = "", ""
     for block in PAGE:
         if block.code.startswith("# "):
-            (tmp_path / block.code.split()[1]).write_text(block.code)
+            own = _own_port() if "# broker.yaml" in block.code else ""
+            (tmp_path / block.code.split()[1]).write_text(block.code + own)
         elif block.language == "bash":
             words = shlex.split(block.code)
             alone = words[0] == "streampack" and words[1] != "run" and block.code.count("\n") == 1
@@ -45,6 +47,12 @@ def test_each_question_after_a_loss_spike_has_the_answer_of_the_page(
             assert [line for line in block.code.splitlines() if line not in lines] == [], block
     check_answers()
     check_reasons(tmp_path)
+
+
+def _own_port() -> str:
+    """Return the line for broker.yaml that leaves port 7400 to other tests."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"\nlisten: {{http: '127.0.0.1:{free.getsockname()[1]}'}}\n"
 
 
 def _typed(code: str, folder: Path) -> str:
