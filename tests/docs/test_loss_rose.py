@@ -61,7 +61,7 @@ def _typed(code: str, folder: Path) -> str:
 
 
 def check_answers() -> None:
-    """What the page's commands say, for programs."""
+    """Check the JSON answers of the page's commands."""
     where, produce = ("-c", "broker.yaml"), ("-p", "producer.yaml")
     steps = ask("why", "--step", "110-115", "--text", *where, *produce)["steps"]
     assert [step["step"] for step in steps] == list(range(110, 116))

@@ -1,4 +1,4 @@
-"""What was trained of each stream: sums over recorded steps, which survive in facts when their records are gone."""
+"""Sums of trained samples over recorded steps survive in facts when the records are gone."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ class Secrets(dict[str, dict[str, bytes]]):
 
 
 def reads(uid: int, groups: list[int], path: Path) -> bool:
-    """Whether a process of this user accepts what is at ``path``: a broker's folder of keys, a key or a token."""
+    """Return whether a process of this user accepts the file at ``path``: a folder of keys, a key or a token."""
     child = os.fork()
     if child == 0:
         with contextlib.suppress(UserError):

@@ -17,6 +17,7 @@ LATE = "Messages come late to rank dp=1 on gpu7."
 HEALTHY = HeadlineFacts(
     state="serving", faults=(), waiting=None, still_s=0.3, stalled_s=None, returned=50, end=None, all_attached=True,
     silent={}, slow=None, recent_waits={"peers": 0.2, "stream": 0.04}, recent_streams={"web": 0.04}, recent_s=45.0,
+    late="",
 )  # fmt: skip
 
 

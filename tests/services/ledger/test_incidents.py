@@ -1,4 +1,4 @@
-"""What a ledger says after an incident: which step of two runs differs first and why, and notes of skips."""
+"""A ledger names the first step in which two runs differ, with the reason, and has the notes of skips."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The one decision what people are told about a feed: its headline.
+"""Decides the headline of a feed: the line that every view shows.
 
 In a busy pipeline the reason for the next step changes with every step. So a wait is named once it lasts, or once it
-has taken a tenth of the ranks' time lately. Ranks that train are no fault. Ranks that
-wait for each other in turn are none, either: only a rank for which all others wait is named.
+has taken a tenth of the ranks' time lately. Ranks that train are no fault. Ranks that wait for each other in turn are
+none, either: only a rank for which all others wait is named.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Headline(Struct, frozen=True, kw_only=True):
     """One or two sentences."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeadlineFacts:
     """The facts that a headline follows from.
 
@@ -74,7 +74,7 @@ class HeadlineFacts:
     recent_waits: dict[str, float]
     recent_streams: dict[str, float]
     recent_s: float
-    late: str = ""
+    late: str
 
 
 def headline_of(feed: HeadlineFacts) -> Headline:
@@ -135,12 +135,12 @@ def _silent(silent: dict[str, float]) -> Headline:
 def _often(feed: HeadlineFacts) -> Headline | None:
     """Return the headline of a feed whose ranks wait for data too often; None if they do not."""
     waits = {cause: share for cause, share in feed.recent_waits.items() if cause not in BY_RANKS and share}
-    whole = sum(waits.values())
-    if whole < OFTEN or feed.recent_s < AT_LEAST_S:
+    waited = sum(waits.values())
+    if waited < OFTEN or feed.recent_s < AT_LEAST_S:
         return None
     cause = max(waits, key=waits.__getitem__)
     by_cause = ", ".join(f"{name} {share:.0%}" for name, share in by_stream(waits, feed.recent_streams)[:3])
-    text = f"The ranks wait for data {whole:.0%} of their time in the last {feed.recent_s:.0f} s: {by_cause}."
+    text = f"The ranks wait for data {waited:.0%} of their time in the last {feed.recent_s:.0f} s: {by_cause}."
     if feed.late and cause in BY_LINK:
         text += f" Messages come late to {feed.late}."
     return Headline(kind="waiting", cause=cause, text=text)

@@ -260,8 +260,8 @@ class RanksStatus(Struct, frozen=True, kw_only=True):
     @property
     def waits(self) -> dict[str, float]:
         """Data wait since this broker began as a share of all ranks' time, by cause."""
-        whole = max(self.trainer_s + sum(self.starved_s.values()), 1e-9)
-        return {cause: seconds / whole for cause, seconds in self.starved_s.items()}
+        seconds_of_all = max(self.trainer_s + sum(self.starved_s.values()), 1e-9)
+        return {cause: seconds / seconds_of_all for cause, seconds in self.starved_s.items()}
 
     @Series("host")
     def listed_nodes(self) -> list[NodeStatus]:

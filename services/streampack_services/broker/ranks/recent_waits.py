@@ -48,8 +48,7 @@ class RecentWaits:
     @cached_property
     def seconds(self) -> F64:
         """Seconds of each rank, in data waits and in its trainer, float64 [n]."""
-        whole: F64 = self.figures[:, :STEPS].sum(axis=1)
-        return whole
+        return np.asarray(self.figures[:, :STEPS].sum(axis=1))
 
     @cached_property
     def shares(self) -> F64:
@@ -83,12 +82,13 @@ class RecentWaits:
 
     def of_all(self) -> tuple[dict[str, float], Streams]:
         """Return the data wait of all ranks as a share of their time: by cause, and the cause ``stream`` by stream."""
-        whole = max(float(self.seconds.sum()), 1e-9)
-        by_cause = (self.figures[:, :TRAINER].sum(axis=0) / whole).round(4).tolist()
+        seconds_of_all = max(float(self.seconds.sum()), 1e-9)
+        by_cause = (self.figures[:, :TRAINER].sum(axis=0) / seconds_of_all).round(4).tolist()
         by_stream = Streams()
         for streams in self.streams:
             add_to(by_stream, streams)
-        return dict(zip(CAUSES, by_cause, strict=True)), {name: round(s / whole, 4) for name, s in by_stream.items()}
+        shares = {name: round(seconds / seconds_of_all, 4) for name, seconds in by_stream.items()}
+        return dict(zip(CAUSES, by_cause, strict=True)), shares
 
     @classmethod
     def joined(cls, parts: Sequence[RecentWaits]) -> RecentWaits:
@@ -137,9 +137,9 @@ class WaitWindow:
         same = old.keys[part] == keys[: len(old.keys[part])]
         before[: len(same)][same] = old.figures[part][same]
         recent = np.maximum(figures - before, 0.0)
-        known = [old.streams[first + at] if at < len(same) and same[at] else {} for at in range(len(keys))]
+        streams_before = [old.streams[first + at] if at < len(same) and same[at] else {} for at in range(len(keys))]
         waited = recent[:, _STREAM].tolist()
-        return RecentWaits(recent, [_split(*each) for each in zip(waited, streams, known, strict=True)])
+        return RecentWaits(recent, [_split(*each) for each in zip(waited, streams, streams_before, strict=True)])
 
 
 def _split(seconds: float, now: Streams, before: Streams) -> Streams:
@@ -147,8 +147,8 @@ def _split(seconds: float, now: Streams, before: Streams) -> Streams:
     if not seconds:
         return {}
     more = {name: value - before.get(name, 0.0) for name, value in now.items() if value > before.get(name, 0.0)}
-    whole = sum(more.values())
-    return {name: seconds * value / whole for name, value in more.items()}
+    increase = sum(more.values())
+    return {name: seconds * value / increase for name, value in more.items()}
 
 
 class _Totals:
