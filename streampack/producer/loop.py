@@ -131,6 +131,7 @@ class ProducerLoop:
         self._endpoint = endpoint
         self._reads: deque[Read] = deque()
         self._readers: dict[tuple[PartitionKey, Session], Iterator[TokenChunk]] = {}
+        self._read_thread = threading.Thread(target=self._read_all, name="streampack-read", daemon=True)
         self._asked: SimpleQueue[tuple[Read, Iterator[TokenChunk]] | None] = SimpleQueue()
         self._answers: deque[tuple[Read, TokenChunk | None, Chunk | None] | BaseException] = deque()
         self._sent: dict[tuple[PartitionKey, Session], deque[_Sent]] = {}
@@ -159,7 +160,7 @@ class ProducerLoop:
     def run(self) -> None:
         """Deliver data until the broker needs no more or ``stop`` is called; close the socket in any case."""
         poller = Poller([self._dealer], self._waker)
-        threading.Thread(target=self._read_all, name="streampack-read", daemon=True).start()
+        self._read_thread.start()
         try:
             self._turn()  # greets the broker at once
             while self._finish is None:
@@ -331,7 +332,7 @@ class ProducerLoop:
                 f"{self._endpoint}: got no answer in {self._timeout_s:g} s, expected an answer from a broker. Check "
                 "that 'streampack broker' is running and listens for producers at this address"
             )
-        self._session.store_wait = retries.waiting() if self._reading is not None else ""
+        self._session.store_wait = retries.waiting(self._read_thread.ident or 0) if self._reading is not None else ""
         self.progress.waiting = self._waiting_for(now)
         if not self.progress.waiting:
             self._idle_since = now

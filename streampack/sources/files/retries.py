@@ -56,9 +56,9 @@ _waits: dict[int, str] = {}
 """The cause of each thread's current wait."""
 
 
-def waiting() -> str:
-    """Return what one of this process's requests waits for; empty if none waits."""
-    return next(iter(list(_waits.values())), "")
+def waiting(thread: int) -> str:
+    """Return what a request of the thread with this identifier waits for; empty if it does not wait."""
+    return _waits.get(thread, "")
 
 
 class Retries:

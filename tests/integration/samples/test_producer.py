@@ -23,6 +23,8 @@ from streampack.producer.chunk import TokenChunk
 from streampack.producer.chunks import CHUNK_S, batches
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Cursor, SourceSettings, open_source, open_tokenizer
+from streampack.sources.files import retries
+from streampack.sources.files.retries import Retries
 from streampack.tokenizers.base import TokenizerSettings
 from streampack.wire import frames as wire
 from streampack.wire.sample_checksums import compiled
@@ -86,8 +88,11 @@ def test_a_tokenizer_that_hangs_is_said_and_pings_keep_its_lease(
         open_tokenizer(TokenizerSettings(name=f"{__name__}:hanging")),
     )
     monkeypatch.setattr(producer, "SLOW_S", 0.5)
+    monkeypatch.setattr(retries, "WAITS_S", (60.0,))
     monkeypatch.setattr(producer, "wire", SimpleNamespace(encode=noted, decode=wire.decode))
     released.clear()
+    elsewhere = Retries("https://store/of/another/producer", released)
+    threading.Thread(target=elsewhere.again, args=(ConnectionResetError(),), daemon=True).start()
     with running_broker(SETTINGS) as broker:
         loop = ProducerLoop(
             broker.producers, {"text": source}, on_progress=lambda progress: seen.append(progress.waiting)
@@ -98,6 +103,7 @@ def test_a_tokenizer_that_hangs_is_said_and_pings_keep_its_lease(
         try:
             until(lambda: any("stream 'text', because reading its file or tokenizing is slow" in each for each in seen))
             pings = said.count(ProducerPing)
+            assert not any("store" in each for each in seen), "another thread of this process waits for that store"
             until(lambda: said.count(ProducerPing) > pings + 1)
             assert broker.said.count("joined") == 1
         finally:
