@@ -17,7 +17,7 @@ from streampack.client.connect import Client, ConnectOptions
 from streampack.config.service_settings import Limits
 from streampack.config.stream_settings import StreamSettings
 from streampack.core.model.keys.keyword_arguments import documented
-from streampack.core.model.keys.planning_keys import BatchKeys, PlanningKeys, RunKeys
+from streampack.core.model.keys.planning_keys import BatchKeys, PlanningKeys, RunKeys, Window
 from streampack.core.model.keys.stream_keys import SamplePolicies
 from streampack.errors import UserError
 from streampack.packs.batch_type import BatchT
@@ -65,7 +65,7 @@ class LocalArguments(TypedDict, total=False):
 
     tokenizer: Annotated[Any, None]
     packs: Annotated[int, 1]
-    window: Annotated[int, 1024]
+    window: Annotated[Window, "auto"]
     align: Annotated[int, 1]
     shuffle: Annotated[bool, True]
     weights: Annotated[Mapping[str, float] | None, None]
@@ -126,7 +126,8 @@ def local(source: Any, **options: Any) -> LocalLoader[Any]:
             settings. Or a callable, or an object with ``encode``, from a text to token ids; a tokenizer of transformers
             also formats chats. Default: texts become their bytes, and chats are rejected.
         packs: Number of packs of a step.
-        window: Number of samples from which the packer chooses.
+        window: Number of samples from which the packer chooses, or ``"auto"``: as many as 8 steps have, from 128 to
+            1,024.
         align: Multiple of tokens to which samples and packs are padded.
         shuffle: True to read files and samples in another order in each pass. With False, each stream keeps the order
             of its files.

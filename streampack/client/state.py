@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct, UnsetType
 
-from streampack.core.model.rules import Rules
+from streampack.core.model.rules import Rules, as_recorded
 from streampack.core.model.snapshot import Count
 from streampack.core.protocol.trainer_messages import State
 from streampack.core.sessions.client_events import Begin
@@ -105,8 +105,7 @@ def load(state: Any, origin: Origin) -> Begin:
                 f"checkpoint of this {key}, or connect to the other {key}"
             )
     if saved.rules.digest != origin.rules.digest:
-        differs = _difference(saved.rules.json, origin.rules)
-        raise StateError(f"{differs}. Restore the broker's rules, or start a new run without this state")
+        raise StateError(f"{_difference(saved.rules.json, origin.rules)}, or start a new run without this state")
     return Begin(saved.next_step, bytes.fromhex(saved.chain), saved.iteration, saved.lineage, _snapshot(saved))
 
 
@@ -132,11 +131,21 @@ def _difference(text: str, rules: Rules) -> str:
         other = msgspec.json.decode(text, type=Rules)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         return (
-            f"rules: got rules that this version cannot read ({error}), expected the rules with digest {rules.digest}"
+            f"rules: got rules that this version cannot read ({error}), expected the rules with digest {rules.digest}. "
+            "Restore the broker's rules"
+        )
+    if as_recorded(rules, other) == other:
+        return (
+            f"rules: got window {other.window} and in_turn {str(other.in_turn).lower()}, expected window "
+            f"{rules.window} and in_turn {str(rules.in_turn).lower()}. A version before 0.2 saved the state. Write "
+            f"`rules: {{window: {{samples: {other.window}}}, in_turn: false}}` in broker.yaml to go on from it"
         )
     for path, got, expected in _unequal("rules", other, rules):
-        return f"{path}: got {got!r}, expected {expected!r} as in the run"
-    return f"rules.digest: got another digest than that of the state's rules, expected {other.digest}"
+        return f"{path}: got {got!r}, expected {expected!r} as in the run. Restore the broker's rules"
+    return (
+        f"rules.digest: got another digest than that of the state's rules, expected {other.digest}. Restore the "
+        "broker's rules"
+    )
 
 
 def _unequal(path: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:

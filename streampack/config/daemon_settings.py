@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from streampack.config.alignment import Precision, derived_align
-from streampack.config.rules_settings import STEP_KINDS, PlannedMesh, RulesSettings, StepSettings
+from streampack.config.rules_settings import STEP_KINDS, PlannedMesh, RulesSettings, StepSettings, WindowSettings
 from streampack.config.service_settings import Limits, Listen, Retain, StandbySettings
 from streampack.config.stream_settings import FeedSettings, FieldSettings, StreamSettings
 from streampack.config.typed_yaml import explained
@@ -21,6 +21,7 @@ from streampack.core.model.bounded import Name
 from streampack.core.model.keys.key_groups import Keys, values_of
 from streampack.core.model.keys.planning_keys import PlanningKeys, RunKeys
 from streampack.core.model.rules import LATE_TIMEOUT_S, Rules
+from streampack.core.packers.registry import parameters_of
 from streampack.errors import ConfigError
 from streampack.sources.settings import SourceSettings
 from streampack.tokenizers.base import TokenizerSettings
@@ -152,10 +153,16 @@ class BrokerConfig(
         late_s = None if settings.late_timeout_s == LATE_TIMEOUT_S else settings.late_timeout_s
         keys = values_of(self, RunKeys) | values_of(settings, PlanningKeys) | settings.packing
         keys |= {"merge": self.feeds[feed].merge or self.merge, "balance": settings.balance.planned(mesh.dp)}
+        batch, window = settings.step.batch, settings.window
+        keys["in_turn"] = settings.in_turn and batch is None and "in_turn" in parameters_of(settings.packer)
+        if isinstance(window, WindowSettings):
+            keys["window"] = window.samples
+        elif batch is None:
+            keys["window"] = window
         try:
             return Rules(
-                **keys, window=settings.window.samples, align=align, packs=settings.step.packs or Rules().packs,
-                batch=settings.step.batch, max_policy_lag=settings.staleness.max_policy_lag,
+                **keys, align=align, packs=settings.step.packs or Rules().packs,
+                batch=batch, max_policy_lag=settings.staleness.max_policy_lag,
                 paces=settings.staleness.on_exceed == "wait", late_timeout_s=late_s, fields=fields,
                 media_fields=media_fields, streams=streams,
             )  # fmt: skip

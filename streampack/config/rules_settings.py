@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from streampack.config.alignment import AlignSettings
 from streampack.core.model.keys.key_groups import Keys
-from streampack.core.model.keys.planning_keys import PACKER_KEYS, BatchKeys, PlanningKeys, Positive
+from streampack.core.model.keys.planning_keys import MAX_WINDOW, PACKER_KEYS, BatchKeys, PlanningKeys, Positive
 from streampack.core.model.keys.stream_keys import SamplePolicies
 from streampack.core.model.rules import LATE_TIMEOUT_S, Batch
 
@@ -20,9 +20,9 @@ class WindowSettings(Keys, frozen=True, kw_only=True):
         Positive,
         Meta(
             description="Number of samples in the window, from which the packer chooses. A larger window gives "
-            "fuller packs and mixes the order more"
+            "fuller packs and changes the order more"
         ),
-    ] = 1024
+    ] = MAX_WINDOW
 
 
 STEP_KINDS = ("packs", "samples", "end_of_batch")
@@ -118,12 +118,27 @@ class StalenessSettings(Keys, frozen=True, kw_only=True):
 
 class RulesSettings(
     PlanningKeys, SamplePolicies, frozen=True, kw_only=True,
-    listed="packer budget window max_samples_per_pack leftovers micro_batch_size padded align shape step warmup "
-    "balance overlong poison no_loss_tokens tail weight_unit between_passes staleness late_timeout_s",
+    listed="packer budget window in_turn max_samples_per_pack leftovers micro_batch_size padded align shape step "
+    "warmup balance overlong poison no_loss_tokens tail weight_unit between_passes staleness late_timeout_s",
 ):  # fmt: skip
     """Settings of planning: packing, steps and balance. ``core.model.rules`` explains what follows from each."""
 
-    window: WindowSettings = WindowSettings()
+    window: Annotated[
+        WindowSettings | Literal["auto"],
+        Meta(
+            description="The samples that the packer chooses from: `{samples: N}`, or `auto`. With `auto`, it is as "
+            "many as 8 steps have, from 128 to 1,024. Then samples leave near their turn, and packs are nearly as full "
+            "as with 1,024"
+        ),
+    ] = "auto"
+    in_turn: Annotated[
+        bool,
+        Meta(
+            description="Let samples as long as the budget leave in their turn, and the end of a feed leave in order "
+            "of age. Applies to `packer: exact_fill`. Set `false` only to go on from a checkpoint of a version before "
+            "0.2"
+        ),
+    ] = True
     align: AlignSettings | None = None
     step: StepSettings = StepSettings()
     staleness: StalenessSettings = StalenessSettings()

@@ -39,7 +39,7 @@ def test_options_for_type_checkers_are_the_keyword_arguments(
 def test_defaults_of_local_are_those_of_the_keys() -> None:
     settings = (StreamSettings(), RulesSettings(), RunKeys(), SourceSettings("jsonl"))
     keys = {name: getattr(each, name) for each in settings for name in each.__struct_fields__}
-    keys |= {"window": RulesSettings().window.samples, "chunk": Limits().chunk, "memory": MEMORY}
+    keys |= {"chunk": Limits().chunk, "memory": MEMORY}
     defaults = {name: each.default for name, each in signature(local).parameters.items()}
     shared = defaults.keys() & keys.keys() - OTHER_FORM
     assert len(shared) > 15

@@ -68,6 +68,7 @@ def test_every_rule_changes_the_digest() -> None:
     ]  # fmt: skip
     changes: list[dict[str, Any]] = [
         {}, {"budget": 4096}, {"packs": 32}, {"window": 512}, {"packer": "concatenative"}, {"align": Align(pack=2)},
+        {"window": "auto"}, {"in_turn": True},
         {"align": Align(sample=2, pack=2)}, {"balance": Balance(kind="none")}, {"balance": Balance(a=1)},
         {"balance": Balance(b=2)}, {"balance": Balance(hidden_size=4096)}, {"tail": "drop"}, {"tokens": "uint16"},
         {"fields": (Field(name="a", dtype="int8"),)}, {"fields": (Field(name="a", dtype="uint8"),)},

@@ -24,6 +24,7 @@ from streampack.config.typed_yaml import parse_size
 from streampack.core.broker import Broker
 from streampack.core.journal.log_effects import Append, Recall, Recalled, Safe, WasCut
 from streampack.core.journal.log_records import Base, Record
+from streampack.core.model.rules import Rules
 from streampack.core.standby.arbiter_entries import Entry
 from streampack.errors import ConfigError, LogDamaged, StreampackError, UserError, WireError
 from streampack.transport.curve import Door
@@ -89,6 +90,15 @@ class Keeper:
                     f"log, or set another state_dir"
                 ) from None
         core.journal.next_lsn = core.journal.safe_upto = self._log.next_lsn
+
+    def rules(self) -> dict[str, Rules]:
+        """Return the rules of each feed as the log has them; empty for a new log."""
+        for entry in self._log.entries():
+            if entry.kind == Base.TYPE:
+                base = self._decoded(entry)[1]
+                assert isinstance(base, Base)
+                return {name: facts.rules for name, facts in base.feeds.items()}
+        return {}
 
     def append(self, effect: Append) -> None:
         """Append a record; ``take_events`` yields ``Safe`` once it is durable."""

@@ -98,7 +98,7 @@ def _merged_tokens(config: BrokerConfig, feed: FeedPlan, mean_tokens: int | None
     if mean_tokens is None or feed.rules.batch is not None:
         return feed.merged_tokens
     step = _step_tokens(feed)
-    window = max(feed.rules.window * mean_tokens, 2 * step)
+    window = max(feed.rules.max_window * mean_tokens, 2 * step)
     return min(feed.merged_tokens, config.steps_ahead * step + window + 2 * step)
 
 

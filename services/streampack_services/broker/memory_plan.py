@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,10 +22,13 @@ from streampack.config.typed_yaml import parse_size
 from streampack.core.deal.step_cache import PART_BYTES
 from streampack.core.model.capacity import Capacity, FeedPlan, needed_tokens, wanted_tokens
 from streampack.core.model.rules import Rules
+from streampack.core.model.rules import as_recorded as rules_as_recorded
 from streampack.errors import ConfigError
 from streampack.transport.unread import resident_bytes
 from streampack_services.broker.arena import SLACK, arena_tokens
 from streampack_services.broker.machine_memory import machine_memory
+
+log = logging.getLogger("streampack.broker")
 
 LEAST_CHUNK_BYTES = 1 << 20
 """Least bytes of a chunk, unless ``limits.chunk`` is less. A partition's share of memory holds two chunks of this size.
@@ -190,13 +196,31 @@ def plan(config: BrokerConfig) -> Plan:
     return Plan(plans, longest, memory, size, block, chunk, arriving, leaving * len(feeds))
 
 
+def as_recorded(plan: Plan, recorded: Mapping[str, Rules]) -> Plan:
+    """Return ``plan`` with the order of samples that the log has, if an earlier version began it; say so in the log.
+
+    ``recorded``: the rules of each feed as the log has them.
+    """
+    feeds = []
+    for feed in plan.feeds:
+        rules = rules_as_recorded(feed.rules, recorded.get(feed.name, feed.rules))
+        if rules != feed.rules:
+            log.info(
+                "feed %r: an earlier version began this run, so its order stays: window %s, in_turn %s. A new run has "
+                "window %s, in_turn %s", feed.name, rules.window, str(rules.in_turn).lower(), feed.rules.window,
+                str(feed.rules.in_turn).lower(),
+            )  # fmt: skip
+        feeds.append(dataclasses.replace(feed, rules=rules))
+    return dataclasses.replace(plan, feeds=tuple(feeds))
+
+
 def _held(rules: Rules) -> str:
     """Describe for a person the samples and packs that a feed must hold at once."""
     if rules.batch is None:
         outliers = " (plus outliers that joint balance keeps)" if rules.balance.kind == "joint" else ""
         return (
-            f"a window of {rules.window} samples{outliers} with {rules.packs} packs of {rules.budget} tokens in each "
-            f"step"
+            f"a window of {rules.max_window} samples{outliers} with {rules.packs} packs of {rules.budget} tokens in "
+            f"each step"
         )
     size = f" of {rules.batch.samples} samples" if rules.batch.samples else ""
     return f"batches{size} with 2 packs of {rules.budget} tokens"

@@ -13,9 +13,10 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ from streampack.core.layout.boundaries import Contents
 from streampack.core.layout.step_frames import EDGES, INPUT_IDS
 from streampack.core.merge import schedule
 from streampack.core.model.rule_changes import Ask
+from streampack.core.model.rules import Rules
 from streampack.core.protocol.effects import (
     Answer,
     Change,
@@ -51,7 +53,7 @@ from streampack.transport.sockets import Poller
 from streampack.transport.waker import Waker
 from streampack_services.broker.arena import Arena
 from streampack_services.broker.log_keeper import Keeper
-from streampack_services.broker.memory_plan import FreedMemory, Plan, check_machine, plan
+from streampack_services.broker.memory_plan import FreedMemory, Plan, as_recorded, check_machine, plan
 from streampack_services.broker.reporter import Counters, Reporter
 from streampack_services.broker.serving.allowed_keys import Allowed
 from streampack_services.broker.serving.kept_hours import KeptHours
@@ -91,6 +93,7 @@ class BrokerService:
         lead: The arbiter's entry with which this broker is active, if it has a standby.
         exit_when_finished: End ``run`` once all readers have left and every feed that was read has been read to its
             end.
+        recorded: The rules of each feed as the log has them. Default: those of the log's first ``Base``.
 
     Raises:
         ConfigError: The memory is too small for the rules or more than the machine has, or the log belongs to another
@@ -99,8 +102,9 @@ class BrokerService:
     """
 
     def __init__(
-        self, config: BrokerConfig, *, exit_when_finished: bool = False, lead: Leadership | None = None
-    ) -> None:
+        self, config: BrokerConfig, *, exit_when_finished: bool = False, lead: Leadership | None = None,
+        recorded: Mapping[str, Rules] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self.config = config
         check_machine(config)
         self.plan = plan(config)
@@ -125,6 +129,7 @@ class BrokerService:
             self.keeper = Keeper(config, self._waker.wake) if config.state_dir is not None else None
             if self.keeper is not None:
                 opened.callback(self.keeper.close)
+                self.plan = as_recorded(self.plan, recorded or self.keeper.rules())
             self.core = Broker(
                 run=config.run_id, epoch=time.time_ns() if lead is None else lead.entry.epoch,
                 feeds=self.plan.feeds, capacity=self.plan.capacity,

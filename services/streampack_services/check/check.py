@@ -330,8 +330,9 @@ def _of_feed(config: BrokerConfig, broker: Plan, feed: FeedPlan) -> Iterator[Row
     yield "padding", pad, f"expected padding tokens per sample for alignment ({per_cent})"
     if rules.batch is None:
         packer = rules.new_packer()
-        packs = packer.max_wait(rules.window, rules.window) or 2 * rules.window
-        waits = f"a sample waits at most about this many steps; the limit in packs is twice the window ({rules.window})"
+        packs = packer.max_wait(rules.max_window, rules.max_window) or 2 * rules.max_window
+        waits = "a sample waits at most about this many steps; the limit in packs is twice the largest window "
+        waits += f"({rules.max_window})"
         yield "patience", -(-packs // rules.packs), waits + packer.wait_note
     total = sum(stream.weight for stream in rules.streams)
     for stream in rules.streams:

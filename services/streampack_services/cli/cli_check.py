@@ -84,10 +84,10 @@ def demo(
                      "Default: bytes."),
     ] = None,
     window: Annotated[
-        int,
+        int | None,
         typer.Option("--window", metavar="SAMPLES", min=1, rich_help_panel=ADVANCED,
-                     help="Number of samples that the packer chooses from."),
-    ] = 1024,
+                     help="Number of samples that the packer chooses from. Default: as many as 8 steps have."),
+    ] = None,
     packer: Annotated[
         str,
         typer.Option("--packer", metavar="NAME", help=f"One of {', '.join(PACKER_NAMES)}.", rich_help_panel=ADVANCED),

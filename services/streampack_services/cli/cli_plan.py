@@ -64,7 +64,7 @@ def plan(
         str | None,
         typer.Option("--window", metavar="SAMPLES[,...]",
                      help="Number of samples that the packer chooses from. A single window is compared with 256, 1024 "
-                     "and 4096 samples. Default: the window in broker.yaml, or 1024."),
+                     "and 4096 samples. Default: the window in broker.yaml, or auto."),
     ] = None,
     packer: Annotated[
         str | None,

@@ -60,7 +60,7 @@ class DemoOptions:
 
     steps: int
     budget: int
-    window: int
+    window: int | None
     packer: str
     dp: int
     cp: int
@@ -161,12 +161,13 @@ def _broker_tree(options: DemoOptions, folder: Path, packs: int) -> dict[str, An
             "keys": str(folder / "keys") if options.keys else None,
         },
         "rendezvous": str(folder / "streampack.json"),
-        "memory": "1GiB" if options.budget <= 65_536 and options.window <= 4096 else "8GiB",
+        "memory": "1GiB" if options.budget <= 65_536 and (options.window or 0) <= 4096 else "8GiB",
         "seed": SEED,
         "tokens": "uint16" if options.tokenizer is None else "int32",
         "planned_mesh": {"dp": options.dp, "cp": options.cp},
         "rules": {
-            "packer": options.packer, "budget": options.budget, "window": {"samples": options.window},
+            "packer": options.packer, "budget": options.budget,
+            "window": "auto" if options.window is None else {"samples": options.window},
             "step": {"packs": packs}, "overlong": "truncate", "poison": "drop",
         },
         "streams": {"text": {"partitions": PARTITIONS}},

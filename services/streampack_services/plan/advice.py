@@ -10,6 +10,7 @@ import yaml
 
 from streampack.config.daemon_settings import MEMORY
 from streampack.config.typed_yaml import parse_size
+from streampack.core.model.keys.planning_keys import Window
 from streampack_services.amounts import counted
 from streampack_services.plan.advisor import NEAR_ORDER
 
@@ -87,6 +88,11 @@ def mesh_text(mesh: Tree) -> str:
     return " ".join(f"{name}={size}" for name, size in mesh.items() if size > 1 or name == "dp")
 
 
+def window_text(window: Window) -> str:
+    """Return a window as text: ``1,024`` or ``auto``."""
+    return window if window == "auto" else f"{window:,}"
+
+
 def setting_name(row: Tree) -> str:
     """Return the value that a setting has on its axis, as text: ``window 256``."""
     axis, align = row["axis"], row["align"]["sample"]
@@ -94,6 +100,7 @@ def setting_name(row: Tree) -> str:
         "shape": lambda: shape_text(row["shape"]),
         "mesh": lambda: mesh_text(row["mesh"]) + (f", align {align}" if align > 1 else ""),
         "packer": lambda: str(row["packer"]),
+        "window": lambda: f"window {window_text(row['window'])}",
     }
     return names[axis]() if axis in names else f"{axis} {row[axis]:,}"
 
@@ -129,7 +136,7 @@ def _next_best(plan: Tree, take: Tree) -> Iterator[str]:
         and row["useful"] - base["useful"] > max(SAID, _doubt(row, base))
         and (row["axis"] != "packer" or batched or row["packer"] in NEAR_ORDER)
     ]  # fmt: skip
-    window = "" if batched else f", window {base['window']:,}"
+    window = "" if batched else f", window {window_text(base['window'])}"
     settings = f"budget {base['budget']:,}{window}, {base['packer']}: {base['useful']:.2%} useful"
     against = f"{'your' if plan['configured'] else 'the base'} settings ({settings})"
     if not gains:
@@ -162,8 +169,9 @@ def _window(plan: Tree, take: Tree) -> Iterator[str]:
     """Compare the sizes of the window."""
     base, others = _on_axis(plan, "window")
     if base and others:
-        compared = ", ".join(f"{row['window']} {_compared(row, base)}" for row in others)
-        yield f"Compared with a window of {take['window']} samples: {compared}. A larger window delays samples longer."
+        compared = ", ".join(f"{window_text(row['window'])} {_compared(row, base)}" for row in others)
+        now = "the automatic window" if take["window"] == "auto" else f"a window of {take['window']:,} samples"
+        yield f"Compared with {now}: {compared}. A larger window delays samples longer."
 
 
 def _budget(plan: Tree, take: Tree) -> Iterator[str]:

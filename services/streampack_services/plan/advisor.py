@@ -118,8 +118,9 @@ def _rules_tree(options: PlanOptions, take: Setting, rules: Rules) -> Tree:
     if take.packer == "joint":
         balance["group"] = options.joint.group  # None: follows from the mesh
     batched = rules.batch is not None
+    window = None if batched or rules.window == "auto" else {"samples": rules.window}
     values = {
-        "packer": rules.packer, "budget": rules.budget, "window": None if batched else {"samples": rules.window},
+        "packer": rules.packer, "budget": rules.budget, "window": window,
         **{key: getattr(rules, key) for key in PACKER_KEYS}, "limits": rules.limits,
         "step": options.step if batched else {"packs": take.step_packs}, "balance": balance, "shape": rules.shape,
         "warmup": options.rules.warmup, "align": options.align, "tail": rules.tail,

@@ -7,6 +7,7 @@ mesh, as in a broker.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import msgspec
 
 from streampack.config.alignment import AlignSettings, Precision, derived_align
 from streampack.config.daemon_settings import BrokerConfig
-from streampack.core.model.keys.planning_keys import Balance
+from streampack.core.model.keys.planning_keys import Balance, Window
 from streampack.core.model.keys.stream_keys import Overlong
 from streampack.core.model.rules import Align, Batch, Rules
 from streampack.core.model.shapes import Shape, Sizes
@@ -60,7 +61,7 @@ class Setting:
 
     axis: str
     budget: int
-    window: int
+    window: Window
     packer: str
     shape: Shape
     step_packs: int | None
@@ -92,7 +93,7 @@ class PlanOptions:
     batch_samples: int | None = None
     has_media: bool = False
     budgets: tuple[int, ...] = ()
-    windows: tuple[int, ...] = ()
+    windows: tuple[Window, ...] = ()
     packers: tuple[str, ...] = ()
     shapes: tuple[Shape, ...] = ()
     step: dict[str, Any] = field(default_factory=dict)
@@ -136,7 +137,7 @@ def grid(options: PlanOptions) -> list[Setting]:
     shapes = options.shapes if len(options.shapes) > 1 else _default_shapes(base)
     axes: dict[str, Iterable[Any]] = {
         "budget": (fitting(budget, base.align) for budget in sorted(options.budgets)),
-        "window": sorted(options.windows) if base.step_samples is None else (),
+        "window": sorted(options.windows, key=_auto_last) if base.step_samples is None else (),
         "packer": options.packers,
         "shape": shapes,
     }
@@ -208,7 +209,8 @@ def options_of(given: PlanInputs, base: PlanOptions) -> PlanOptions:
     packer, rules = base.rules.new_packer().name, with_packer(base.rules, base.rules.packer)
     rules, step = _with_step(given, rules, base)
     budgets = _numbers(given.budget, "budget") or (rules.budget,)
-    windows = _numbers(given.window, "window") or (rules.window,)
+    windows: tuple[Window, ...] = ("auto",) if given.window == "auto" else _numbers(given.window, "window")
+    windows = windows or (rules.window,)
     if len(budgets) == 1:  # half, twice and four times as many tokens
         budgets = (*budgets, *(budget for budget in (budgets[0] // 2, budgets[0] * 2, budgets[0] * 4) if budget))
     if len(windows) == 1:
@@ -264,6 +266,11 @@ def _with_step(given: PlanInputs, rules: Rules, base: PlanOptions) -> tuple[Rule
 def _words(text: str | None) -> tuple[str, ...]:
     """Return the different words of a comma-separated list."""
     return tuple(dict.fromkeys(word.strip() for word in (text or "").split(",") if word.strip()))
+
+
+def _auto_last(window: Window) -> float:
+    """Return a key that sorts windows by size, and the automatic one last."""
+    return math.inf if window == "auto" else window
 
 
 def _numbers(text: str | None, name: str) -> tuple[int, ...]:

@@ -75,7 +75,7 @@ def packed_slots(lengths: I64, rules: Rules, packer: str, bounds: I64 | None = N
     Each pack is as long as the rules' shape makes it. The samples between two of ``bounds``, int64 [batches + 1], are
     packed without the others. If steps are batches, one window holds all samples of a batch.
     """
-    window = rules.window if rules.batch is None else max(len(lengths), 1)
+    window = rules.max_window if rules.batch is None else max(len(lengths), 1)
     rules = with_packer(rules, packer, batch=None, warmup=None, window=window)
     chooser, align, slots = rules.new_packer(), rules.align.sample, 0
     units = -(-lengths // align)

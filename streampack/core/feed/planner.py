@@ -194,7 +194,7 @@ class Planner:
     def snapshot(self) -> Snapshot | None:
         """Return a snapshot of the state between two steps; None if the last snapshot is recent enough."""
         history = self._history
-        if self._since_snapshot < max(SNAPSHOT_WINDOWS * self._rules.window, history.in_last_snapshot):
+        if self._since_snapshot < max(SNAPSHOT_WINDOWS * self._rules.max_window, history.in_last_snapshot):
             return None
         self._since_snapshot = 0
         floors = self._leases.accounts.floors(self._feed, self.former.held())

@@ -1,6 +1,7 @@
 """FORM, the first stage of planning: it decides which samples are in each step, and in which packs.
 
 - ``former``: holds admitted samples in merge order, asks a packer for packs, and makes steps of the packs.
+- ``auto_window``: the window of each step under ``window: auto``.
 - ``form_kernels``: compiled loops over all samples in the ``Former``; each runs once per step.
 - ``waits``: statistics of how long samples wait in the window, and the packer's bound on that wait.
 - ``form_stats``: statistics of the steps formed.

@@ -19,6 +19,7 @@ for a larger budget, and no pack is larger than the final budget.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from streampack.core.form.auto_window import STEPS, auto_window
 from streampack.core.form.form_kernels import describe, take_out
 from streampack.core.form.waits import Waits
 from streampack.core.model.items import item_sizes, num_whole
@@ -85,7 +87,7 @@ class Former:
         self._rules = rules
         self._table = table
         self._packer = rules.new_packer()
-        self.waits = Waits(self._packer, rules.window, rules.packs if rules.batch is None else None)
+        self.waits = Waits(self._packer, rules.packs if rules.batch is None else None)
         self._handles: I64 = np.zeros(0, np.int64)
         self._sizes: I64 = np.zeros(0, np.int64)  # samples in each item; the next three are by item, too
         self._lengths: I64 = np.zeros(0, np.int64)
@@ -93,6 +95,8 @@ class Former:
         self._since: I64 = np.zeros(0, np.int64)  # the step at which a packer first saw each item, or UNSEEN
         self._arrived: list[tuple[I64, I64]] = []  # (handles, lengths) admitted and not grouped to items yet
         self._pending = PlannedPacks.empty()
+        self._recent: deque[int] = deque(maxlen=STEPS)
+        """Items in each of the last steps, for the automatic window."""
         self._asked_held = -1  # samples held when the packer last returned fewer packs than requested
         self._asked_of = self._asked_count = 0  # samples held and packs requested in the last request
         self.num_samples = 0
@@ -121,12 +125,17 @@ class Former:
         rules, batch = self._rules, self._rules.batch
         if batch is None:
             step, samples = rules.packs * rules.budget, self.num_samples
-            behind_window = self.queued_tokens * (samples - rules.window) // max(samples, 1)  # an estimate
+            behind_window = self.queued_tokens * (samples - self.window) // max(samples, 1)  # an estimate
             return self.queued_tokens < 2 * step or behind_window < step or self.lacks_samples
         if batch.samples is None or self.queued_samples < 2 * batch.samples:
             return True
         self._gather()
         return not self._batch_size()  # a group is longer than a batch
+
+    @property
+    def window(self) -> int:
+        """The window of the next step, in samples."""
+        return auto_window(self._recent) if self._rules.window == "auto" else self._rules.window
 
     @property
     def too_few(self) -> bool:
@@ -164,14 +173,15 @@ class Former:
             return None
         self._gather()
         rules, self._asked_of = self._rules, self.num_samples
-        size, count, closed, window = len(self._sizes), 0, self.closed, rules.window
+        size, count, closed, window = len(self._sizes), 0, self.closed, self.window
         if rules.batch is not None:
             if not (samples := self._batch_size()):
                 return None
             size = int(np.searchsorted(np.cumsum(self._sizes), samples)) + 1
             count, closed, window = size, True, size
         else:
-            steps = max_steps if rules.warmup is None else 1
+            steps = max_steps if rules.warmup is None and rules.window != "auto" else 1
+            self.waits.window = max(self.waits.window, window)
             count = self._asked_count = max(steps * rules.packs - len(self._pending), 1)
         budget = rules.budget_at(self.next_step) // rules.align.sample
         lengths = self._lengths[:size] if rules.warmup is None else np.minimum(self._lengths[:size], budget)
@@ -282,12 +292,13 @@ class Former:
         rows, held = self._table.rows, np.concatenate([window, pending.handles])
         return FormState(
             self.next_step, self.chain, self.closed, rows(window).tobytes(), ages.tolist(),
-            rows(pending.handles).tobytes(), pending.counts.tolist(), **self._table.extras(held),
+            rows(pending.handles).tobytes(), pending.counts.tolist(), tuple(self._recent), **self._table.extras(held),
         )  # fmt: skip
 
     def load(self, state: FormState) -> None:
         """Restore a state in an empty ``Former`` of the same rules; add the state's samples to the table."""
         self.next_step, self.chain, self.closed = state.next_step, state.chain, state.closed
+        self._recent.extend(state.recent)
         rows = np.concatenate([np.frombuffer(each, ROW) for each in (state.window, state.pending)])
         extras = {name: getattr(state, name) for name in EXTRAS}
         handles, pending = np.split(self._table.enter(rows, **extras), [len(state.ages)])
@@ -374,6 +385,8 @@ class Former:
         self.chain = chain_digest(self.chain, digest)
         step = PlannedStep(self.next_step, packs, loss, samples, digest, self.chain, self._rules)
         self.next_step += 1
+        if self._rules.window == "auto":
+            self._recent.append(int(np.count_nonzero(self._table.keep[packs.handles] == 0)))
         return step
 
 

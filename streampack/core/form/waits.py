@@ -19,12 +19,13 @@ AT_ONCE = 1 << 14
 class Waits:
     """Counts of the steps that the samples of a ``Former`` waited.
 
-    ``window`` is the window's size in samples, ``packs`` the number of packs in a step. ``packs`` is None in batch
-    mode, which has no window.
+    ``packs`` is the number of packs in a step; None in batch mode, which has no window.
     """
 
-    def __init__(self, packer: Packer, window: int, packs: int | None) -> None:
-        self._packer, self._window, self._packs = packer, window, packs
+    def __init__(self, packer: Packer, packs: int | None) -> None:
+        self._packer, self._packs = packer, packs
+        self.window = 0
+        """The largest window so far, in samples."""
         self._waited: list[I64] = []  # waits of samples that left, not counted yet
         self._num_waited = self._longest = 0
         self._most_held = 0
@@ -72,5 +73,5 @@ class Waits:
         """
         if self._packs is None:
             return None
-        packs = self._packer.max_wait(self._window, self._most_held)
+        packs = self._packer.max_wait(self.window, self._most_held)
         return None if packs is None else -(-packs // self._packs)

@@ -60,11 +60,11 @@ def needed_tokens(rules: Rules, max_sample_tokens: int) -> int:
     """
     if rules.batch is not None:
         return (rules.batch.samples or rules.batch.min_samples) + 2 * rules.budget + max_sample_tokens
-    held = (rules.window + 2) * rules.budget
+    held = (rules.max_window + 2) * rules.budget
     if rules.balance.kind == "joint" and rules.balance.group is not None:
         align = rules.align.sample
         units = rules.budget // align
-        held = align * joint_bounds.held_tokens(units, rules.balance.group, rules.window, rules.forms_by_media)
+        held = align * joint_bounds.held_tokens(units, rules.balance.group, rules.max_window, rules.forms_by_media)
     return held + 2 * rules.packs * rules.budget + max_sample_tokens
 
 

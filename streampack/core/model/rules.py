@@ -7,14 +7,23 @@ Two runs with equal rules and equal samples have equal steps, whatever machines,
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
 from streampack.core.model.fields import OF_MEDIA, OF_ROWS, OF_TREES, Field, check_fields
-from streampack.core.model.keys.planning_keys import PACKER_KEYS, Balance, BatchKeys, PlanningKeys, Positive, RunKeys
+from streampack.core.model.keys.planning_keys import (
+    MAX_WINDOW,
+    PACKER_KEYS,
+    Balance,
+    BatchKeys,
+    PlanningKeys,
+    Positive,
+    RunKeys,
+    Window,
+)
 from streampack.core.model.keys.stream_keys import SamplePolicies, StreamKeys
 from streampack.core.model.samples import I64
 from streampack.core.model.shapes import check_shape, own_widths, step_widths, width_unit
@@ -75,15 +84,18 @@ class StreamRules(
 
 class Rules(
     PlanningKeys, RunKeys, frozen=True, kw_only=True, omit_defaults=True,
-    listed="budget packs window batch warmup packer max_samples_per_pack leftovers micro_batch_size padded align shape "
-    "balance tail weight_unit merge between_passes max_policy_lag paces seed late_timeout_s share tokens fields "
-    "media_fields",
+    listed="budget packs window in_turn batch warmup packer max_samples_per_pack leftovers micro_batch_size padded "
+    "align shape balance tail weight_unit merge between_passes max_policy_lag paces seed late_timeout_s share tokens "
+    "fields media_fields",
 ):  # fmt: skip
     """The rules of one feed. Raises ValueError for rules that do not go together.
 
     Attributes:
         packs: Packs in a step; not used with ``batch``.
-        window: Number of samples from which a packer chooses; with ``batch``, the packer chooses from one batch.
+        window: Number of samples from which a packer chooses; ``auto``: see ``form.auto_window``. With ``batch``, the
+            packer chooses from one batch.
+        in_turn: Samples as long as the budget leave in their turn, and the end of a feed leaves in order of age. False
+            in logs of versions that did not have it.
         batch: Rules of a step that is one batch of samples; None if a step is a fixed number of packs.
         align: Multiples to which samples and packs are padded.
         max_policy_lag: The most versions by which a pushed sample's policy may be older than that of an earlier chunk.
@@ -100,7 +112,8 @@ class Rules(
     budget: Positive = 8192
     balance: Balance = Balance()
     packs: Positive = 64
-    window: Positive = 1024
+    window: Window = MAX_WINDOW
+    in_turn: bool = False
     batch: Batch | None = None
     align: Align = Align()
     max_policy_lag: Annotated[int, Meta(ge=0, lt=2**62)] | None = None
@@ -264,8 +277,15 @@ class Rules(
                 f"got `{unknown}: {given[unknown]}` with `{'balance.kind' if joint else 'packer'}: {name}`, expected "
                 f"only these keys: {known}"
             )
-        own = {"group": self.balance.group, "patience": self.balance.patience} if joint else {}
-        return make_packer(name, **given, **own, **({"seed": self.seed} if "seed" in has else {}))
+        own: dict[str, Any] = {"seed": self.seed, "in_turn": self.in_turn}
+        own = {key: value for key, value in own.items() if key in has}
+        own |= {"group": self.balance.group, "patience": self.balance.patience} if joint else {}
+        return make_packer(name, **given, **own)
+
+    @property
+    def max_window(self) -> int:
+        """The most samples in the window, unless they have fewer tokens than two packs."""
+        return MAX_WINDOW if self.window == "auto" else self.window
 
     def budget_at(self, step: int) -> int:
         """Return the budget of ``step`` in tokens; during ``warmup`` it is lower, a multiple of ``align.pack``."""
@@ -372,6 +392,16 @@ class RulesChange(Struct, frozen=True, kw_only=True):
     position: int
     rules: Rules
     note: str = ""
+
+
+def as_recorded(rules: Rules, recorded: Rules) -> Rules:
+    """Return ``rules`` with the order of samples of an earlier version, if the log ``recorded`` it.
+
+    Logs of earlier versions name neither an automatic window nor ``in_turn``.
+    """
+    if rules.window == "auto" and recorded.window == MAX_WINDOW:
+        rules = msgspec.structs.replace(rules, window=MAX_WINDOW)
+    return msgspec.structs.replace(rules, in_turn=rules.in_turn and recorded.in_turn)
 
 
 def first_difference(got: Rules, expected: Rules) -> str:

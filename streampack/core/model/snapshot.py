@@ -65,6 +65,7 @@ class FormState(ExtraColumns, frozen=True):
         ages: The ages of the window's samples: see ``packers.packer.Choice``.
         pending: The samples of packs that are not in a step yet, as bytes.
         counts: Number of samples in each pending pack.
+        recent: Number of items in each of the last steps, for the automatic window.
     """
 
     next_step: int
@@ -74,6 +75,7 @@ class FormState(ExtraColumns, frozen=True):
     ages: list[int]
     pending: bytes
     counts: list[int]
+    recent: tuple[int, ...] = ()
 
     @property
     def num_samples(self) -> int:

@@ -1,8 +1,8 @@
 """The sliding window of the packers in plain Python, and the bound on how long a sample waits.
 
 The window is the shortest prefix of the samples left with at least ``size`` samples *and* at least two budgets of
-tokens. Without the second condition a window of short samples would hold too few tokens. It is refilled after every
-pack.
+tokens. A sample that has entered stays, also when ``size`` falls. Without the second condition a window of short
+samples would hold too few tokens. It is refilled after every pack.
 
 A sample waits at most ``size`` packs plus one pack for each sample held when it came. The rest of that wait is the
 sample's *patience*: the number of packs that may still be formed without it. A window is *late* when its oldest sample
@@ -48,7 +48,7 @@ class SlidingWindow:
 
     def refill(self) -> None:
         """Admit samples from behind the window until the window is ready or no samples are left."""
-        while self.edge < len(self._lengths) and not self.is_ready():
+        while self.edge < len(self._lengths) and (self._ages[self.edge] >= 0 or not self.is_ready()):
             age = int(self._ages[self.edge])
             self._due.append(self.packs + (age if age >= 0 else self.size + len(self.held)))
             self.held[self.edge] = self._lengths[self.edge]

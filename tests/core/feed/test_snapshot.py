@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack.core.feed.resume import restore, snapshot
+from streampack.core.form import auto_window
 from streampack.core.form.former import Former
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.keys.planning_keys import Balance
@@ -36,7 +38,16 @@ def rules_of(packer: str, **changes: Any) -> Rules:
     changes |= {"packer": packer, "streams": streams}
     if packer == "joint":
         changes |= {"packer": "exact_fill", "balance": Balance("joint", group=3, patience=2)}
-    return Rules(budget=64, window=8, packs=3, align=Align(sample=2, pack=4), **changes)
+    return Rules(budget=64, packs=3, align=Align(sample=2, pack=4), **{"window": 8} | changes)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_windows() -> Iterator[None]:
+    """Automatic windows of 2 to 16 samples, so that short streams have several."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in (("LEAST", 2), ("FIRST", 4), ("MAX_WINDOW", 16)):
+            patch.setattr(auto_window, name, size)
+        yield
 
 
 class Planner:
@@ -103,11 +114,13 @@ lists = st.lists(st.integers(1, 64), min_size=0, max_size=60).map(lambda values:
     st.sampled_from(["tokens", "samples"]),
     st.sampled_from(["continue", "drain"]),
     st.sampled_from(["renormalise", "stop"]),
+    st.sampled_from([{"window": 8}, {"window": 8, "in_turn": True}, {"window": "auto", "in_turn": True}]),
 )
 def test_a_restored_planner_forms_the_steps_that_would_have_come(
-    packer: str, partitions: tuple[I64, I64, I64], feeds: list[tuple[int, int]], unit: str, between: str, exhaust: str
-) -> None:
-    rules = rules_of(packer, weight_unit=unit, between_passes=between, on_exhaust=exhaust, seed=7)
+    packer: str, partitions: tuple[I64, I64, I64], feeds: list[tuple[int, int]], unit: str, between: str, exhaust: str,
+    order: dict[str, Any],
+) -> None:  # fmt: skip
+    rules = rules_of(packer, weight_unit=unit, between_passes=between, on_exhaust=exhaust, seed=7, **order)
     first = Planner(rules, list(partitions), 13)
     for partition, count in feeds:
         first.feed(partition, count)

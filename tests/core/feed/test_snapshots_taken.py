@@ -37,7 +37,7 @@ def stories() -> st.SearchStrategy[list[tuple[str, int]]]:
 
 def due_after(held: int, rules: Rules) -> int:
     """So many samples are in steps after a snapshot that holds so many when the next one is due."""
-    return max(SNAPSHOT_WINDOWS * rules.window, held)
+    return max(SNAPSHOT_WINDOWS * rules.max_window, held)
 
 
 def do(live: Live, what: str, n: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streampack.core.form import auto_window
 from streampack.core.model.keys.planning_keys import Balance, Warmup
 from streampack.core.model.rules import Align, Rules
 from streampack.core.model.samples import I64, ROW, SampleTable
@@ -22,6 +24,15 @@ from streampack.core.packers.registry import PackerName
 from tests.core.form.forming import Forming
 
 PACKERS = get_args(PackerName)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_windows() -> Iterator[None]:
+    """Automatic windows of 2 to 16 samples, so that short streams have several."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in (("LEAST", 2), ("FIRST", 4), ("MAX_WINDOW", 16)):
+            patch.setattr(auto_window, name, size)
+        yield
 
 
 @dataclass(frozen=True)
@@ -77,8 +88,8 @@ def all_rules(draw: st.DrawFn) -> Rules:
         group = draw(st.sampled_from([group for group in range(1, packs + 1) if packs % group == 0]))
         packer, balance = "exact_fill", Balance("joint", a=3, b=2, group=group, patience=draw(st.integers(1, 3)))
     return Rules(
-        budget=align * draw(st.integers(8, 40)), packs=packs, window=draw(st.integers(1, 12)),
-        packer=packer, align=Align(sample=align, pack=align),
+        budget=align * draw(st.integers(8, 40)), packs=packs, window=draw(st.integers(1, 12) | st.just("auto")),
+        in_turn=draw(st.booleans()), packer=packer, align=Align(sample=align, pack=align),
         tail=draw(st.sampled_from(["pad", "drop"])), balance=balance,
     )  # fmt: skip
 

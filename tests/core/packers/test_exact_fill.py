@@ -167,18 +167,19 @@ def test_packs_of_few_samples_are_no_more_than_first_fit_decreasing_makes_of_the
 
 
 def assert_the_kernel_agrees(
-    lengths: I64, budget: int, count: int, closed: bool, window: int, sizes: I64 | None = None, cap: int | None = None
-) -> None:
+    lengths: I64, budget: int, count: int, closed: bool, window: int, sizes: I64 | None = None, cap: int | None = None,
+    in_turn: bool = False,
+) -> None:  # fmt: skip
     compiled = exact_fill_kernels.exact_fill.dispatcher
     assert not UNCOMPILED.signatures
     ages = np.full(len(lengths), -1)
     sizes = np.ones(len(lengths), np.int64) if sizes is None else sizes
     unlimited = np.zeros((0, len(lengths)), np.int64), np.zeros(0, np.int64)
     for _ in range(3):  # the second and third call begin with ages
-        expected = exact_fill_oracle(lengths, ages, budget, count, closed, window, sizes, cap)
+        expected = exact_fill_oracle(lengths, ages, budget, count, closed, window, sizes, cap, in_turn)
         for kernel in (compiled, UNCOMPILED):
             options = budget, count, closed, window, cap or NO_CAP
-            indices, bounds, new_ages = kernel(lengths, sizes, ages, *options, *unlimited)
+            indices, bounds, new_ages = kernel(lengths, sizes, ages, *options, *unlimited, in_turn)
             assert indices.tolist() == expected.indices.tolist()
             assert bounds.tolist() == expected.bounds.tolist()
             assert new_ages.tolist() == expected.ages.tolist()
@@ -186,44 +187,47 @@ def assert_the_kernel_agrees(
         lengths, sizes, ages = lengths[left], sizes[left], new_ages[left]
 
 
-@given(stream=streams(), count=st.integers(0, 20), closed=st.booleans(), window=st.integers(1, 40))
+@given(
+    stream=streams(), count=st.integers(0, 20), closed=st.booleans(), window=st.integers(1, 40), in_turn=st.booleans()
+)  # fmt: skip
 @settings(max_examples=400, deadline=None)
 def test_the_kernel_compiled_or_not_and_its_oracle_agree(
-    stream: tuple[I64, int], count: int, closed: bool, window: int
+    stream: tuple[I64, int], count: int, closed: bool, window: int, in_turn: bool
 ) -> None:
-    assert_the_kernel_agrees(*stream, count, closed, window)
+    assert_the_kernel_agrees(*stream, count, closed, window, in_turn=in_turn)
 
 
 @given(
     stream=streams(), count=st.integers(0, 20), closed=st.booleans(), window=st.integers(1, 40), cap=st.integers(1, 9),
-    seed=st.none() | st.integers(0, 99),
+    seed=st.none() | st.integers(0, 99), in_turn=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=400, deadline=None)
 def test_the_kernel_compiled_or_not_and_its_oracle_agree_where_packs_hold_few_samples(
-    stream: tuple[I64, int], count: int, closed: bool, window: int, cap: int, seed: int | None
+    stream: tuple[I64, int], count: int, closed: bool, window: int, cap: int, seed: int | None, in_turn: bool
 ) -> None:
     lengths, budget = stream
     sizes = None if seed is None else np.random.default_rng(seed).integers(1, cap + 1, len(lengths))
-    assert_the_kernel_agrees(lengths, budget, count, closed, window, sizes, cap)
+    assert_the_kernel_agrees(lengths, budget, count, closed, window, sizes, cap, in_turn)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_the_kernel_compiled_or_not_and_its_oracle_agree_on_real_kinds_of_lengths(kind: str, budget: int) -> None:
     lengths = lengths_of(kind, budget, n=4096 if kind == "short" else 1500, seed=1)
-    assert_the_kernel_agrees(lengths, budget, 40, True, 200)
+    for in_turn in (False, True):
+        assert_the_kernel_agrees(lengths, budget, 40, True, 200, in_turn=in_turn)
     assert_the_kernel_agrees(lengths, budget, len(lengths), True, 200)
 
 
-@given(stream=streams(), window=st.integers(1, 12))
+@given(stream=streams(), window=st.integers(1, 12), in_turn=st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_no_sample_waits_more_than_the_window_in_packs_plus_those_held_when_it_came(
-    stream: tuple[I64, int], window: int
+    stream: tuple[I64, int], window: int, in_turn: bool
 ) -> None:
     lengths, budget = stream
     left = list(range(len(lengths)))
     came: dict[int, tuple[int, int]] = {}
-    for number, pack in enumerate(pack_lengths(lengths, budget, window=window)):
+    for number, pack in enumerate(pack_lengths(lengths, budget, window=window, in_turn=in_turn)):
         held = tokens = 0
         for i in left:
             if held >= window and tokens >= 2 * budget:

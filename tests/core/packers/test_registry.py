@@ -41,7 +41,7 @@ from streampack.errors import ConfigError
 assert streampack.pack_lengths([3, 1, 2], 4, "toy") == [[0], [1], [2]]
 rules = Rules(packer="toy", budget=1024, packs=2)
 assert rules.new_packer().name == "toy"
-waits = Waits(rules.new_packer(), 10, 2)
+waits = Waits(rules.new_packer(), 2)
 waits.chosen(np.zeros(5, int), 5)
 assert waits.bound == 3
 for work, said in [

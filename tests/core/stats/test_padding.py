@@ -151,7 +151,8 @@ def test_a_number_s_bucket_begins_at_most_a_32nd_below_it(number: int) -> None:
 
 
 def test_the_99th_and_the_longest_of_a_hundred_waits_are_told() -> None:
-    waits, nothing = Waits(make_packer("exact_fill"), 200, 1), np.zeros(0, np.int64)
+    waits, nothing = Waits(make_packer("exact_fill"), 1), np.zeros(0, np.int64)
+    waits.window = 200
     assert waits.p99 == 0
     waits.chosen(np.zeros(98, np.int64), 100)
     waits.chosen(np.array([3]), 2)

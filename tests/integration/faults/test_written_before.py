@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import streampack
+from streampack.errors import StateError
 from tests.integration.running import (
     PATIENCE_S,
     RunningBroker,
@@ -89,6 +92,12 @@ def test_an_old_checkpoint_is_enough_without_the_old_log(tmp_path: Path) -> None
     expected = [step for step in EXPECTED["steps"]["train"] if step[0] < EXPECTED["changed_at"]]
     assert len(expected) > 2
     settings = SETTINGS | {"state_dir": str(tmp_path / "empty")}
+    with running_broker(settings) as broker, pytest.raises(StateError, match="Write `") as said:
+        connect(broker, "train")
+    line = re.search(r"Write `(.*)` in broker.yaml", str(said.value))
+    assert line is not None
+    overlay = yaml.safe_load(line[1])["rules"]
+    settings |= {"state_dir": str(tmp_path / "new"), "rules": settings["rules"] | overlay}
     with serving(tmp_path, settings) as broker, connect(broker, "train") as loader:
         steps = loader.steps()
         assert [[step.index, step.digest] for step, _ in zip(steps, expected, strict=False)] == expected

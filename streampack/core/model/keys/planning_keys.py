@@ -17,6 +17,9 @@ from streampack.core.packers.joint.joint_bounds import PATIENCE
 from streampack.core.packers.registry import PackerName
 
 Positive = Annotated[int, Meta(ge=1, lt=2**62)]
+Window = Positive | Literal["auto"]
+MAX_WINDOW = 1024
+"""The largest automatic window, and the window of logs that do not name one."""
 """A count of at least 1; every message, record and kernel can hold it."""
 Most = Annotated[int, Meta(ge=1, lt=2**31)]
 Factor = Annotated[int, Meta(ge=0, lt=2**32)]

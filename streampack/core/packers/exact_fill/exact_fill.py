@@ -27,16 +27,20 @@ If the window is crowded by less than 15 / 16, there are short samples to spare,
 not need. Then one of the 64 oldest that fit may go with the seed and another sample, even before the window is late.
 That pack must fill at least a sixth of (num_long * budget / tokens - 0.8) budgets more.
 
-A *full* sample, as long as the budget, leaves alone and at once, so that full samples do not crowd the window. But each
-such pack makes all others wait for one more pack. So the full samples wait while the others are many, and have on
-average less than 1.2 window sizes of patience left.
+A *full* sample, as long as the budget, leaves alone. With ``in_turn`` it leaves in its turn: after as many packs as the
+tokens held when it came fill. Without, as in logs of versions before 0.2, it leaves at once. Streams of long samples
+then come first, and the mixture of the first steps is not that of the weights. The full samples then wait only while
+the others are many, and have on average less than 1.2 window sizes of patience left.
 
 Once the stream is closed and the window runs dry, all remaining samples are known. The last 2048 samples are formed
 at once, whatever count was requested; so are more than 2048 if they are crowded. See ``exact_fill_cases.last_packs``.
-They never need more packs than first fit decreasing.
+They never need more packs than first fit decreasing. With ``in_turn``, packs are formed by age for as long as first fit
+decreasing needs one pack less for the rest. Otherwise the longest samples would come last.
 
 No sample waits more than W packs plus the samples held when it came, where W is the window's size. A late window's next
-pack takes the oldest; ``window`` says why that is enough.
+pack takes the oldest; ``window`` says why that is enough. A full sample's turn comes within as many packs as there were
+samples before it. From then on only older samples go first. So with ``in_turn``, full samples do not count for
+lateness.
 
 A pack with more than ``max_samples_per_pack`` samples is formed again: see ``exact_fill_cases.capped``. So is a pack
 that exceeds a limit in another unit (``Limited``), such as patches of images. Its seed is the oldest sample, so no
@@ -72,7 +76,8 @@ NO_CAP = np.iinfo(np.int64).max
 class ExactFill(Capped):
     """Packer that fills packs to the token; inside a pack samples are oldest first.
 
-    ``max_samples_per_pack``: the most samples in a pack; None for no cap.
+    - ``max_samples_per_pack``: the most samples in a pack; None for no cap.
+    - ``in_turn``: full samples leave in their turn, and the end of a stream leaves in order of age.
     """
 
     max_budget: ClassVar[int | None] = MAX_BUDGET
@@ -80,6 +85,7 @@ class ExactFill(Capped):
     takes_all: ClassVar[bool] = True
 
     name: str = "exact_fill"
+    in_turn: bool = False
 
     def max_wait(self, window: int, held: int) -> int:
         """Return the most packs that may be formed while one sample waits: ``window + held``.
@@ -112,4 +118,5 @@ class ExactFill(Capped):
         if len(most) and self.max_samples_per_pack is not None:
             counts, most = np.vstack([sizes, counts]), np.append(self.max_samples_per_pack, most)
         options = int(budget), int(count), bool(closed), int(window), int(cap)
-        return Choice(*exact_fill_kernels.exact_fill(lengths, sizes, ages, *options, writable(counts), writable(most)))
+        limits = writable(counts), writable(most)
+        return Choice(*exact_fill_kernels.exact_fill(lengths, sizes, ages, *options, *limits, self.in_turn))

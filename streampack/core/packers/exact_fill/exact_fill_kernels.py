@@ -13,7 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.jit import kernel
-from streampack.core.packers.exact_fill.exact_fill_cases import best_with, capped, closest_pair, fill_up, last_packs
+from streampack.core.packers.exact_fill.exact_fill_cases import (
+    best_with,
+    capped,
+    closest_pair,
+    fill_up,
+    first_fit,
+    last_packs,
+)
 from streampack.core.packers.packer import I64, WHOLE
 from streampack.core.packers.packer_kernels import (
     MAX_TRIED,
@@ -64,14 +71,17 @@ class View(NamedTuple):
     rows: NDArray[np.uint64]
     barren: NDArray[np.bool_]
     now: I64
+    in_turn: bool
 
 
 @kernel
-def exact_fill(lengths, sizes, ages, budget, count, closed, size, cap, counts, most):  # type: ignore[no-untyped-def]
+def exact_fill(  # type: ignore[no-untyped-def]
+    lengths, sizes, ages, budget, count, closed, size, cap, counts, most, in_turn
+):  # fmt: skip
     """Choose up to ``count`` packs: return the indices, bounds and ages of a ``Choice``.
 
     ``size`` is the window's size in samples; ``sizes``, the samples in each item; ``cap``, the most samples in a pack.
-    ``counts`` and ``most`` are those of ``Limited``.
+    ``counts`` and ``most`` are those of ``Limited``. ``in_turn``: full samples leave in their turn, not at once.
     """
     n = len(lengths)
     after, before = np.arange(1, n + 2), np.arange(-1, n)
@@ -82,15 +92,17 @@ def exact_fill(lengths, sizes, ages, budget, count, closed, size, cap, counts, m
     due, gone = np.zeros(n, np.int64), np.zeros(n, np.bool_)
     view = View(
         lengths, sizes, after, before, due, gone, of_each[0], of_each[1], of_each[2], of_each[3], of_each[4], rows,
-        np.zeros(budget + 1, np.bool_), now,
+        np.zeros(budget + 1, np.bool_), now, in_turn,
     )  # fmt: skip
     bounds, end = np.zeros(n + 1, np.int64), np.int64(0)  # a literal 0 would compile all once more
+    fewest = np.int64(-1)
     while True:
         _refill(view, ages, budget, size)
         ready = now[HELD] >= size and now[TOKENS] >= 2 * budget
         if now[PACKS] >= count or now[HELD] == 0 or not (closed or ready):
             break
-        if not ready and not len(most) and (now[HELD] <= MAX_LAST or _is_crowded(now, budget)):
+        last = not ready and not len(most) and (now[HELD] <= MAX_LAST or _is_crowded(now, budget))
+        if last and not (in_turn and now[HELD] <= MAX_LAST):
             end = _form_all(view, budget, cap, bounds, end)
             break
         start, seed = end, after[n]
@@ -99,10 +111,17 @@ def exact_fill(lengths, sizes, ages, budget, count, closed, size, cap, counts, m
             end = capped(view, sizes, now[EDGE], now[SAMPLES], now[TOKENS], budget, cap, seed, start)
         if len(most) and _exceeded(counts, most, view.indices[start:end]) >= 0:
             end = _limited(view, budget, counts, most, seed, start, end)
+        if last:
+            fewest = _num_last(view, budget, cap, view.indices[:0]) if fewest < 0 else fewest
+            others = _num_last(view, budget, cap, view.indices[start:end])
+            if others >= fewest:  # the oldest sample's pack would cost another pack
+                end = _form_all(view, budget, cap, bounds, start)
+                break
+            fewest = others
         view.indices[start:end].sort()
         _remove(view, budget, view.indices[start:end])
         bounds[now[PACKS]] = end
-    new_ages = due - now[PACKS]
+    new_ages = np.maximum(due - now[PACKS], 0)  # a full sample may go after its turn, while the window is late
     new_ages[now[EDGE] :] = -1
     return view.indices[:end].copy(), bounds[: now[PACKS] + 1].copy(), new_ages
 
@@ -150,8 +169,9 @@ def _refill(view, ages, budget, size):  # type: ignore[no-untyped-def]
     """Admit samples until the window holds ``size`` samples and two budgets of tokens, or no sample is left."""
     lengths, due, now = view.lengths, view.due, view.now
     i, held, tokens = now[EDGE], now[HELD], now[TOKENS]
-    while i < len(lengths) and (held < size or tokens < 2 * budget):
-        due[i] = now[PACKS] + (ages[i] if ages[i] >= 0 else size + held)
+    while i < len(lengths) and (held < size or tokens < 2 * budget or ages[i] >= 0):
+        wait = tokens // budget if view.in_turn and lengths[i] == budget else size + held
+        due[i] = now[PACKS] + (ages[i] if ages[i] >= 0 else wait)
         held += 1
         tokens += lengths[i]
         now[SAMPLES] += view.sizes[i]
@@ -189,17 +209,19 @@ def _remove(view, budget, pack):  # type: ignore[no-untyped-def]
 def _next_pack(view, budget, size, cap, seed, start):  # type: ignore[no-untyped-def]
     """Write the next pack to ``indices`` from ``start`` on, in any order. Return the pack's end."""
     now = view.now
-    late = _is_late(view, size)
+    late = _is_late(view, budget, size)
     others = now[HELD] - now[FULL]
     tokens = now[TOKENS] - now[FULL] * budget
     long_share = (now[LONG] - now[FULL]) * budget
     crowded = _is_crowded(now, budget)
-    patient = 8 * others < 3 * size or 5 * now[PATIENCE] >= 6 * size * others
     while now[FULL_HEAD] < now[FULL_TAIL] and view.gone[view.full[now[FULL_HEAD]]]:
         now[FULL_HEAD] += 1
-    if now[FULL_HEAD] < now[FULL_TAIL] and not late and patient:
-        view.indices[start] = view.full[now[FULL_HEAD]]
-        return start + 1
+    if now[FULL_HEAD] < now[FULL_TAIL] and not late:
+        full = view.full[now[FULL_HEAD]]
+        patient = 8 * others < 3 * size or 5 * now[PATIENCE] >= 6 * size * others
+        if view.due[full] <= now[PACKS] if view.in_turn else patient:
+            view.indices[start] = full
+            return start + 1
     if crowded:
         _sort(view)
     if not crowded or 8 * tokens <= others * budget:
@@ -237,30 +259,38 @@ def _sort(view):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _is_late(view, size):  # type: ignore[no-untyped-def]
+def _is_late(view, budget, size):  # type: ignore[no-untyped-def]
     """Return True if the oldest sample has to be in the next pack."""
     now = view.now
     if now[PACKS] < now[LATE_FROM]:
         return False
-    least = _least_due(view.due, view.after, view.gone, now[EDGE])
+    least = _least_due(view.due, view.after, view.gone, now[EDGE], view.lengths, budget if view.in_turn else 0)
     spare = least - now[PACKS]
     now[LATE_FROM] = now[PACKS] + min(spare, size)
     return spare <= 0
 
 
-def _least_due_plainly(due, after, gone, edge):  # type: ignore[no-untyped-def]
-    """Return the first pack that must take the oldest sample: the least ``due`` minus the count of older ones."""
-    held = due[after[len(due)] : edge][~gone[after[len(due)] : edge]]
-    return (held - np.arange(len(held))).min()
+def _least_due_plainly(due, after, gone, edge, lengths, full):  # type: ignore[no-untyped-def]
+    """Return the first pack that must take the oldest sample: the least ``due`` minus the count of older ones.
+
+    Samples as long as ``full`` do not count, but as older ones.
+    """
+    held = after[len(due)] + np.flatnonzero(~gone[after[len(due)] : edge])
+    spare = (due[held] - np.arange(len(held)))[lengths[held] != full]
+    return spare.min(initial=np.iinfo(np.int64).max)
 
 
 @kernel(plain=_least_due_plainly)
-def _least_due(due, after, gone, edge):  # type: ignore[no-untyped-def]
-    """Return the first pack that must take the oldest sample: the least ``due`` minus the count of older ones."""
+def _least_due(due, after, gone, edge, lengths, full):  # type: ignore[no-untyped-def]
+    """Return the first pack that must take the oldest sample: the least ``due`` minus the count of older ones.
+
+    Samples as long as ``full`` do not count, but as older ones.
+    """
     least, rank = np.iinfo(np.int64).max, 0
     i = after[len(due)]
     while i < edge:
-        least = min(least, due[i] - rank)
+        if lengths[i] != full:
+            least = min(least, due[i] - rank)
         rank += 1
         i = after[i]
     return least
@@ -297,6 +327,20 @@ def _filled(view, budget, cap, seed, crowded, start):  # type: ignore[no-untyped
         ):
             return end
         most *= 16
+
+
+@kernel
+def _num_last(view, budget, cap, left_out):  # type: ignore[no-untyped-def]
+    """Return how many packs first fit decreasing makes of the window's samples without those ``left_out``."""
+    _sort(view)
+    ordered, count = np.empty(view.now[SORTED], np.int64), 0
+    view.gone[left_out] = True
+    for i in view.by_length[: view.now[SORTED]]:
+        if not view.gone[i]:
+            ordered[count] = i
+            count += 1
+    view.gone[left_out] = False
+    return first_fit(ordered[:count], view.lengths, view.sizes, budget, cap, view.pack_of)
 
 
 @kernel

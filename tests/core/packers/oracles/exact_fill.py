@@ -26,8 +26,9 @@ class CountedWindow(SlidingWindow):
     queue of these (some behind its head may have left), and ``patience`` the sum of the others' patience.
     """
 
-    def __init__(self, lengths: I64, ages: I64, budget: int, size: int) -> None:
+    def __init__(self, lengths: I64, ages: I64, budget: int, size: int, in_turn: bool = False) -> None:
         super().__init__(lengths, ages, budget, size)
+        self.in_turn = in_turn
         self.num_long = self.num_full = self.patience = 0
         self.full: deque[int] = deque()
         self._late_from = 0
@@ -36,18 +37,37 @@ class CountedWindow(SlidingWindow):
         """Whether the oldest sample has to be in the next pack."""
         if self.packs < self._late_from:
             return False
-        spare = min(self._due[position] - rank for rank, position in enumerate(self.held)) - self.packs
+        counted = [
+            self._due[position] - rank
+            for rank, (position, length) in enumerate(self.held.items())
+            if not self.in_turn or length < self.budget
+        ]
+        spare = min(counted, default=NO_CAP) - self.packs
         self._late_from = self.packs + min(spare, self.size)  # a sample yet to come begins with ``size`` to spare
         return spare <= 0
 
     def refill(self) -> None:
         """Take in samples from behind the edge until it is ready or there are none."""
-        before = self.edge
-        super().refill()
-        for position in range(before, self.edge):
-            if self.held[position] == self.budget:
+        while self.edge < len(self._lengths) and (self._ages[self.edge] >= 0 or not self.is_ready()):
+            position, length, age = self.edge, self._lengths[self.edge], int(self._ages[self.edge])
+            turn = self.tokens // self.budget if self.in_turn and length == self.budget else self.size + len(self.held)
+            self._due.append(self.packs + (age if age >= 0 else turn))
+            self.held[position] = length
+            self.tokens += length
+            self.edge += 1
+            if length == self.budget:
                 self.full.append(position)
-            self._count(position, self.held[position], 1)
+            self._count(position, length, 1)
+
+    def ages(self) -> I64:
+        """The patience of each sample; of a full one that waits beyond its turn, 0."""
+        ages = super().ages()
+        ages[: self.edge] = np.maximum(ages[: self.edge], 0)
+        return ages
+
+    def full_goes(self, patient: bool) -> bool:
+        """Whether a full sample may go now, if no other one is late."""
+        return bool(self.full) and (self._due[self.full[0]] <= self.packs if self.in_turn else patient)
 
     def remove(self, pack: Sequence[int]) -> None:
         """Take a formed pack out."""
@@ -67,17 +87,21 @@ class CountedWindow(SlidingWindow):
 
 def exact_fill_oracle(
     lengths: I64, ages: I64, budget: int, count: int, closed: bool, window: int,
-    sizes: I64 | None = None, cap: int | None = None,
+    sizes: I64 | None = None, cap: int | None = None, in_turn: bool = False,
 ) -> Choice:  # fmt: skip
     """What ``exact_fill_kernels.exact_fill`` returns."""
-    view = CountedWindow(lengths, ages, budget, window)
+    view = CountedWindow(lengths, ages, budget, window, in_turn)
     samples, most = sample_counts(sizes, len(lengths)), NO_CAP if cap is None else cap
 
     def next_packs(_: SlidingWindow) -> list[list[int]]:
-        if not view.is_ready() and (len(view.held) <= MAX_LAST or _is_crowded(view)):
+        last = not view.is_ready() and (len(view.held) <= MAX_LAST or _is_crowded(view))
+        if last and not (in_turn and len(view.held) <= MAX_LAST):
             return last_packs(view, samples, most)
         pack = _next_pack(view)
-        return [pack if sum(samples[position] for position in pack) <= most else capped(view, samples, most)]
+        pack = pack if sum(samples[position] for position in pack) <= most else capped(view, samples, most)
+        if last and _num_last(view, samples, most, pack) >= _num_last(view, samples, most, []):
+            return last_packs(view, samples, most)
+        return [pack]
 
     return slide(view, count, closed, next_packs)
 
@@ -91,7 +115,7 @@ def _next_pack(view: CountedWindow) -> list[int]:
     late = view.is_late()
     others = len(view.held) - view.num_full
     patient = 8 * others < 3 * view.size or 5 * view.patience >= 6 * view.size * others
-    if view.full and not late and patient:
+    if not late and view.full_goes(patient):
         return [view.full[0]]
     seed, length = next(iter(view.held.items()))
     tokens = view.tokens - view.num_full * view.budget
@@ -269,6 +293,13 @@ def _fill_with_few(rest: list[tuple[int, int, int]], room: int, slots: int) -> l
             picks.append(position)
             gap += length
     return picks
+
+
+def _num_last(view: CountedWindow, samples: list[int], cap: int, left_out: list[int]) -> int:
+    """How many packs first fit decreasing makes of what is held, without ``left_out``."""
+    ordered = sorted((p for p in view.held if p not in left_out), key=lambda position: -view.held[position])
+    lengths, sizes = [view.held[p] for p in ordered], [samples[p] for p in ordered]
+    return len(first_fit(range(len(ordered)), lengths, view.budget, cap, sizes))
 
 
 def last_packs(view: CountedWindow, samples: list[int], cap: int) -> list[list[int]]:
