@@ -126,7 +126,7 @@ def local(source: Any, **options: Any) -> LocalLoader[Any]:
             settings. Or a callable, or an object with ``encode``, from a text to token ids; a tokenizer of transformers
             also formats chats. Default: texts become their bytes, and chats are rejected.
         packs: Number of packs of a step.
-        window: Number of samples from which the packer chooses, or ``"auto"``: as many as 8 steps have, from 128 to
+        window: Number of samples from which the packer chooses, or ``"auto"``: as many as 4 steps have, from 128 to
             1,024.
         align: Multiple of tokens to which samples and packs are padded.
         shuffle: True to read files and samples in another order in each pass. With False, each stream keeps the order

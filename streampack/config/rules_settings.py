@@ -127,7 +127,7 @@ class RulesSettings(
         WindowSettings | Literal["auto"],
         Meta(
             description="The samples that the packer chooses from: `{samples: N}`, or `auto`. With `auto`, it is as "
-            "many as 8 steps have, from 128 to 1,024. Then samples leave near their turn, and packs are nearly as full "
+            "many as 4 steps have, from 128 to 1,024. Then samples leave near their turn, and packs are nearly as full "
             "as with 1,024"
         ),
     ] = "auto"

@@ -86,7 +86,7 @@ def demo(
     window: Annotated[
         int | None,
         typer.Option("--window", metavar="SAMPLES", min=1, rich_help_panel=ADVANCED,
-                     help="Number of samples that the packer chooses from. Default: as many as 8 steps have."),
+                     help="Number of samples that the packer chooses from. Default: as many as 4 steps have."),
     ] = None,
     packer: Annotated[
         str,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from streampack.core.model.keys.planning_keys import MAX_WINDOW
 
-STEPS = 8
+STEPS = 4
 """Steps whose samples the window holds."""
 LEAST = 128
 FIRST = 256
@@ -27,8 +27,8 @@ def auto_window(recent: Sequence[int]) -> int:
     ``recent``: the number of samples in each of the last steps, at most ``STEPS``. With fewer steps, their mean counts
     for the missing ones.
 
-    >>> auto_window([]), auto_window([20] * 8), auto_window([100] * 8)
-    (256, 256, 1024)
+    >>> auto_window([]), auto_window([20] * 4), auto_window([100] * 4)
+    (256, 128, 512)
     """
     if not recent:
         return FIRST
