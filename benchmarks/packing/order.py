@@ -94,7 +94,11 @@ def drawn(kind: str, stream: int, count: int, seed: int) -> I64:
         )
     else:
         samples = draw.lognormal(*LOGNORMAL[kind][stream], count)
-    samples = np.maximum(samples.astype(np.int64), 1)
+    return split(np.maximum(samples.astype(np.int64), 1))
+
+
+def split(samples: I64) -> I64:
+    """Return the lengths of the pieces into which ``overlong: split`` cuts samples of these lengths, int64 [n]."""
     pieces = -(-samples // BUDGET)
     lengths = np.full(int(pieces.sum()), BUDGET)
     lengths[np.cumsum(pieces) - 1] = (samples - 1) % BUDGET + 1
@@ -102,14 +106,19 @@ def drawn(kind: str, stream: int, count: int, seed: int) -> I64:
 
 
 def merged(kind: str, seed: int, changed_after: int | None = None) -> tuple[I64, I64, int]:
-    """Merge three streams by ``WEIGHTS``, and by ``CHANGED`` after so many tokens.
+    """Merge three drawn streams: see ``merged_parts``."""
+    count = STEPS * PACKS * BUDGET // 60
+    return merged_parts([drawn(kind, stream, count, seed) for stream in range(len(WEIGHTS))], seed, changed_after)
+
+
+def merged_parts(parts: Sequence[I64], seed: int, changed_after: int | None = None) -> tuple[I64, I64, int]:
+    """Merge streams of samples with these lengths by ``WEIGHTS``, and by ``CHANGED`` after so many tokens.
 
     Returns:
         Lengths and streams of the samples in merge order, int64 [n] each, and the samples before the change.
     """
     tokens = STEPS * PACKS * BUDGET
     merge = Merge(list(WEIGHTS), [1] * len(WEIGHTS), seed)
-    parts = [drawn(kind, stream, tokens // 60, seed) for stream in range(len(WEIGHTS))]
     for stream, begin in enumerate(np.cumsum([0, *map(len, parts)])[:-1].tolist()):
         handles = np.arange(begin, begin + len(parts[stream]))
         merge.push(stream, handles, parts[stream], np.zeros(len(handles), np.int64))

@@ -13,7 +13,12 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import NormalDist
 
+import numpy as np
+from numpy.typing import NDArray
+
 import streampack
+from benchmarks.packing import order
+from streampack.core.shuffle import shuffled
 
 ROOT = Path(__file__).parents[2]
 ASSETS = ROOT / "docs/assets"
@@ -26,9 +31,16 @@ STYLE = (
 )
 
 
+WAYS = ((50, "before", "Version 0.1: window 1,024"), (420, "now", "Now: automatic window, in turn"))
+"""The left edge, the way of ``benchmarks.packing.order`` and the title of the two charts of a figure."""
+
+
 def all_figures() -> dict[str, str]:
     """Return the figures by name."""
-    return {"dataflow": dataflow(), "packs": packs(), "packers": packers()}
+    return {
+        "dataflow": dataflow(), "packs": packs(), "packers": packers(),
+        "order_shares": order_shares(), "order_lengths": order_lengths(),
+    }  # fmt: skip
 
 
 def inlined(html: str) -> str:
@@ -206,6 +218,65 @@ def packers() -> str:
     for x, words, color in ((500, "window 1,024", "accent"), (640, "window 256", "warm")):
         parts += [_bar(x, 12, 14, 14, color), _text(x + 20, 24, words, 13, anchor="start")]
     return _svg(760, 430, "Padding of each packer with windows of 1,024 and 256 samples", *parts)
+
+
+def _documents(stream: int, count: int, mean: float, spread: float) -> NDArray[np.int64]:
+    """Return lognormal lengths in a shuffled order, int64 [count], the same on every machine."""
+    normal = NormalDist(mean, spread)
+    quantiles = [max(1, round(math.exp(normal.inv_cdf((index + 0.5) / count)))) for index in range(count)]
+    return np.array(quantiles, np.int64)[shuffled(count, stream)]
+
+
+def _chart(
+    left: float, title: str, lines: Sequence[tuple[Sequence[float], str]], most: float,
+    ticks: Sequence[tuple[float, str]], steps: int,
+) -> list[str]:  # fmt: skip
+    """Draw lines of values over ``steps`` steps in a field of 300 x 180, with marks at heights on the left."""
+    top, width, height = 44, 300, 180
+    parts = [_text(left, 26, title, 14, anchor="start", bold=True)]
+    for value, words in ticks:
+        y = top + height * (1 - value / most)
+        parts += [
+            f'<path d="M{left:g} {y:.1f}h{width}" style="stroke:var(--line)" stroke-dasharray="3 4"/>',
+            _text(left - 6, y + 4, words, 11, anchor="end", color="quiet"),
+        ]
+    for values, color in lines:
+        points = " ".join(
+            f"{left + width * k / (len(values) - 1):.1f},{top + height * (1 - value / most):.1f}"
+            for k, value in enumerate(values)
+        )
+        parts.append(f'<polyline points="{points}" fill="none" style="stroke:var(--{color})" stroke-width="1.8"/>')
+    for k in (0, steps // 2, steps):
+        parts.append(_text(left + width * k / steps, top + height + 18, str(k), 11, color="quiet"))
+    return [*parts, _text(left + width / 2, top + height + 36, "step", 11, color="quiet")]
+
+
+def order_shares() -> str:
+    """Draw the shares of three streams over the first steps, with the packing of 0.1 and of today."""
+    steps, span = 100, 4
+    streams_lengths = [order.split(_documents(s, 8000, mean, 1.1)) for s, mean in enumerate((6.3, 7.0, 5.5))]
+    lengths, streams, _ = order.merged_parts(streams_lengths, seed=1)
+    parts = list[str]()
+    for left, way, title in WAYS:
+        tokens = order.shares(order.steps_of(lengths, way), lengths, streams)[:steps].reshape(-1, span, 3).sum(axis=1)
+        shares = tokens / tokens.sum(axis=1, keepdims=True)
+        lines = [(shares[:, s].tolist(), color) for s, color in enumerate(("accent", "warm", "ink"))]
+        parts += _chart(left, title, lines, 0.8, [(weight, f"{weight:.0%}") for weight in order.WEIGHTS], steps)
+    keys = ((50, "weight 0.5", "accent"), (180, "weight 0.3, longest documents", "warm"), (440, "weight 0.2", "ink"))
+    for x, words, color in keys:
+        parts += [_bar(x, 282, 14, 14, color), _text(x + 20, 294, words, 13, anchor="start")]
+    return _svg(760, 308, "Shares of three streams over the first 100 steps, before and now", *parts)
+
+
+def order_lengths() -> str:
+    """Draw the mean length of samples over a run of 2,000 rows, with the packing of 0.1 and of today."""
+    lengths = np.minimum(_documents(9, 2000, 5.8, 1.0), order.BUDGET)
+    ticks = [(float(mean), f"{mean:.0f}") for mean in (lengths.mean(), order.BUDGET)]
+    parts = list[str]()
+    for left, way, title in WAYS:
+        means = [float(lengths[step].mean()) for step in order.steps_of(lengths, way)]
+        parts += _chart(left, title, [(means, "accent")], order.BUDGET, ticks, len(means))
+    return _svg(760, 270, "Mean length of the samples of each step, before and now", *parts)
 
 
 if __name__ == "__main__":

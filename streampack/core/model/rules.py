@@ -86,7 +86,7 @@ class Rules(
     PlanningKeys, RunKeys, frozen=True, kw_only=True, omit_defaults=True,
     listed="budget packs window in_turn batch warmup packer max_samples_per_pack leftovers micro_batch_size padded "
     "align shape balance tail weight_unit merge between_passes max_policy_lag paces seed late_timeout_s share tokens "
-    "fields media_fields",
+    "fields",
 ):  # fmt: skip
     """The rules of one feed. Raises ValueError for rules that do not go together.
 
