@@ -133,9 +133,10 @@ ROWS = (
               "Estimate of the steps left of this iteration; empty if a stream repeats forever."),
     ]),
     Row("Flow by stream", 6, [
-        Panel("Share trained and share now", {"trained": "trained_ratio", "now": "stream_share_ratio"},
-              "Share of a stream in the tokens that were trained, and the share that the weights in force give it now. "
-              "The weight of a stream that has ended goes to the others."),
+        Panel("Share trained, recent share and share now",
+              {"trained": "trained_ratio", "recent": "recent_share_ratio", "now": "stream_share_ratio"},
+              "Share of a stream in the tokens that were trained, and in the last 100 steps, beside the share that the "
+              "weights give it now. The weight of a stream that has ended goes to the others."),
         Panel("Tokens trained", "trained_tokens"),
         Panel("Weights", "stream_weight"),
         Panel("Passes and ends", {"passes": "stream_passes", "ended": "stream_ended"},
@@ -246,11 +247,13 @@ ROWS = (
               f"Current figures of each rank, longest data wait first. Empty {MANY}", "none", "table",
               units=("percentunit", "percentunit", "s", "s", "none", "s")),
     ]),
-    Row("Window and memory", 6, [
+    Row("Window and memory", 8, [
         Panel("Window", "window_tokens"),
         Panel("Age in the window", {"99 of 100": "wait_p99_steps", "longest ever": "longest_wait_steps",
                                     "oldest now": "window_oldest_steps"},
               "Steps that samples waited in the window."),
+        Panel("Displacement", "displacement_steps"),
+        Panel("Mean length", "mean_sample_tokens"),
         Panel("Held", {"": "held_tokens", "limit": "held_limit_tokens"},
               "Tokens merged and not yet returned by all ranks, and the limit."),
         Panel("Arena", {"taken": "streampack_arena_live_tokens{broker} * streampack_arena_token_bytes{broker}",

@@ -36,6 +36,7 @@ from streampack_services.broker.status import (
     AlignedFigures,
     BrokerStatus,
     DealtPacks,
+    DisplacementStatus,
     DynamicBatching,
     FeedFigures,
     FeedRules,
@@ -45,6 +46,7 @@ from streampack_services.broker.status import (
     LateStatus,
     LogStatus,
     LostTokens,
+    MeanLength,
     MediaStatus,
     MemoryStatus,
     MessageCounts,
@@ -205,6 +207,7 @@ class Reporter:
         table = self._ranks[feed.name]
         table.turn(now)
         figures = table.figures
+        moved = feed.planner.displacements.latest
         return filled(
             FeedStatus,
             feed,
@@ -259,6 +262,8 @@ class Reporter:
             dynamic_batching=None if steps.dealt.padded is None else filled(DynamicBatching, steps.dealt.padded),
             lengths=formed.lengths.rows(),
             waiting_lengths=feed.planner.waiting_lengths.rows(),
+            mean_length=_mean_length(feed),
+            displacement=None if moved is None else DisplacementStatus(**moved._asdict()),
             fills=list(zip(FILL_BOUNDS, formed.fill.counts.tolist(), strict=False)),
             histograms=Histograms(
                 pack_fill_ratio=_histogram(formed.fill),
@@ -293,8 +298,11 @@ class Reporter:
     def _stream_rows(self, feed: Feed) -> list[StreamStatus]:
         """Return a row for each stream of a feed."""
         leases, counted = self._core.leases, feed.planner.admission.counts
+        recent = _recent_shares(feed)
         rows = []
-        for stream, counts, mixed in zip(feed.latest_rules.streams, counted, feed.mixture(), strict=False):
+        for number, (stream, counts, mixed) in enumerate(
+            zip(feed.latest_rules.streams, counted, feed.mixture(), strict=False)
+        ):
             every, seen = leases.partitions, leases.seen(stream.name)
             credits = every.granted(stream.name)
             rows.append(
@@ -304,6 +312,7 @@ class Reporter:
                     seen,
                     mixed,
                     feed=feed.name,
+                    recent_share=None if not recent else recent[number] if number < len(recent) else 0.0,
                     partitions=stream.partitions,
                     ended_partitions=sum(every.intakes[p].ended for p in every.of_stream(stream.name)),
                     rejected=mixed.rejected,
@@ -425,6 +434,21 @@ def _lost_tokens(feed: Feed) -> LostTokens:
         tail=feed.figures.totals.dropped_tokens,
         skipped=feed.readers.steps.dealt.skipped_tokens,
     )
+
+
+def _recent_shares(feed: Feed) -> list[float]:
+    """Return the share of each stream in the last steps, in the unit of the weights; empty before a step."""
+    samples, tokens = feed.history.trained.last_sums
+    of_streams = samples if feed.rules.weight_unit == "samples" else tokens
+    return [count / int(of_streams.sum()) for count in of_streams.tolist()]
+
+
+def _mean_length(feed: Feed) -> MeanLength | None:
+    """Return the mean tokens of a sample, shared tokens included; None before a step."""
+    totals, (samples, tokens) = feed.figures.totals, feed.history.trained.last_sums.sum(axis=1).tolist()
+    if not totals.samples or not samples:
+        return None
+    return MeanLength(recent=tokens / samples, total=(totals.tokens + totals.shared_tokens) / totals.samples)
 
 
 def _dropped_media(feed: Feed) -> dict[str, int]:

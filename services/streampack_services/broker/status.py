@@ -268,6 +268,28 @@ class WindowWaits(Struct, frozen=True, kw_only=True):
         "cost (`balance: joint`).")]  # fmt: skip
 
 
+class DisplacementStatus(Struct, frozen=True, kw_only=True):
+    """Steps between samples and their turns, in the last 100 steps that this broker formed."""
+
+    p50: int
+    """Median of the absolute displacement."""
+    p99: int
+    """Its 99th percentile."""
+    early: int
+    """Most steps that a sample left before its turn."""
+    late: int
+    """Most steps that a sample left after its turn."""
+
+
+class MeanLength(Struct, frozen=True, kw_only=True):
+    """Mean tokens of a sample."""
+
+    recent: float
+    """In the last 100 recorded steps."""
+    total: float
+    """In all steps that this broker formed."""
+
+
 class FeedRules(Rules, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=False):
     """The rules of a feed, without those that have their default, and their digest."""
 
@@ -323,6 +345,15 @@ class FeedStatus(Struct, frozen=True, kw_only=True):
     """(samples, tokens) of each bucket of lengths that holds any, shortest first."""
     waiting_lengths: list[tuple[int, int]] = []
     """The same of the samples that are merged and not in a step yet."""
+    mean_length: Annotated[MeanLength | None, gauge(
+        "mean_sample_tokens", "Mean tokens of a sample: in the last 100 steps (recent), and in all steps that this "
+        "broker formed (total).", "over", label="mean length")] = None  # fmt: skip
+    """None before a step."""
+    displacement: Annotated[DisplacementStatus | None, gauge(
+        "displacement_steps", "Steps between a sample and its turn in merge order, in the last 100 steps: "
+        "percentiles without sign, most steps early and late.", "figure",
+        label="displacement")] = None  # fmt: skip
+    """None before a step. ``core.stats.displacement`` defines it."""
     fills: list[tuple[float, int]]
     """(upper bound of the fill ratio, packs) of each bucket of ``histograms.pack_fill_ratio``."""
     histograms: Histograms
@@ -409,6 +440,10 @@ class StreamStatus(Struct, frozen=True, kw_only=True):
         "stream_share_ratio", "Share of the next samples that the weights in force give to the stream. Weights of "
         "streams that have ended or wait for the next pass go to the others.", label="share")]  # fmt: skip
     """In tokens, or in samples with ``weight_unit: samples``; None with ``merge: arrival``, which has no weights."""
+    recent_share: Annotated[float | None, gauge(
+        "recent_share_ratio", "Share of the stream in the samples of the last 100 recorded steps, in the unit of the "
+        "weights: tokens, or samples with `weight_unit: samples`.", label="recent")] = None  # fmt: skip
+    """None before a step."""
     ended: Annotated[bool, gauge("stream_ended", "1 after all samples of the stream are merged, else 0.")]
     passes: Annotated[int | None, gauge(
         "stream_passes", "Whole passes over the data of the stream that producers have sent.",

@@ -21,7 +21,8 @@ from streampack_services.watch.top_view import late_lines, media_lines, stream_l
 from streampack_services.watch.view_model import FeedView, StreamView, Watch
 
 MIXTURE_COLUMNS = (
-    "stream_weight", "share", "trained_ratio", "trained_tokens", "trained_samples", "stream_passes"
+    "stream_weight", "share", "recent_share_ratio", "trained_ratio", "trained_tokens", "trained_samples",
+    "stream_passes",
 )  # fmt: skip
 STREAM_COLUMNS = (
     "received_samples", "received_tokens", "buffered", "lag", "heard", "ended", "over-long", "lost", "rejected",
@@ -62,7 +63,7 @@ def show_status(status: BrokerStatus) -> None:
         _print(console, media_lines(feed, status.held_media_bytes or 0, console.width))
         streams = view.streams_of(feed)
         for columns, note in (
-            (MIXTURE_COLUMNS, "trained: in steps that every rank has returned"),
+            (MIXTURE_COLUMNS, "recent: in the last 100 steps; trained: in steps that every rank has returned"),
             (STREAM_COLUMNS, "lag: tokens (samples) that producers have not sent yet"),
         ):
             _print(console, stream_lines(streams, columns, note, console.width))
@@ -185,6 +186,8 @@ def _waits(view: FeedView) -> Facts:
         ("data wait", view.waits_text(" of all ranks' time") if view.ranks else "-"),
         ("window", f"{counted(feed.window.samples, 'sample')}, {count_text(feed.window.tokens)} tokens"),
         ("window waits", f"{longest}{outliers}"),
+        ("displacement", view.displacement and f"{view.displacement} in the last 100 steps"),
+        ("mean length", view.mean_length(" in the last 100 steps")),
         ("held", f"{count_text(feed.held_tokens)} of {count_text(feed.held_limit_tokens)} tokens"),
     )
 

@@ -82,7 +82,7 @@ def page(view: BrokerView, options: PageOptions, width: int, height: int | None 
     room = None if height is None else max(height - len(head) - len(foot), 0)
     wide = (width - GAP) * 11 // 20 if width >= WIDE else width
     narrow = width - wide - GAP if width >= WIDE else width
-    facts = _Block(lambda _: _facts(view, feed, wide), 6 + len(_shown(view, feed)))
+    facts = _Block(lambda _: _facts(view, feed, wide), 7 + len(_shown(view, feed)))
     chart = _Block(lambda _: _chart(feed, wide), 0, extra=True)
     ranks = _Block(lambda lines: rank_lines(feed, options.measure, wide, lines), 6)
     streamed = _Block(
@@ -171,10 +171,11 @@ def _keys(view: BrokerView, feed: FeedView, options: PageOptions) -> Text:
 
 
 def _facts(view: BrokerView, feed: FeedView, width: int) -> list[Text]:
-    """Return six lines: throughput, utilization, padding, data wait, load imbalance and memory; then ``_shown``."""
+    """Return seven lines, from throughput to the use of memory, then ``_shown``."""
     rest = width - LABEL
     rates = rates_of(feed.rates, max(min(rest - 18, 60), 10))
     now = feed.status
+    mean = feed.mean_length()
     cost = f"{now.figures.cost_max_over_mean:.3f} max / mean cost" if now.figures.cost_max_over_mean else "-"
     oldest = f", oldest {counted(now.window.oldest_steps, 'step')}" if now.window.oldest_steps else ""
     window = f"window {counted(now.window.samples, 'sample')}{oldest}"
@@ -186,6 +187,7 @@ def _facts(view: BrokerView, feed: FeedView, width: int) -> list[Text]:
         ("data wait", Text(feed.waits_text() if feed.ranks else "-",
                          style="yellow" if max(feed.starved.values(), default=0.0) >= 0.05 else "")),
         ("load imbalance", row(cost, window)),
+        ("displacement", row(feed.displacement or "-", mean and f"mean {mean}")),
         ("memory", _storage(view)),
         *((label, Text(text)) for label, text in _shown(view, feed)),
     ]  # fmt: skip
@@ -284,8 +286,8 @@ _CELLS: dict[str, Callable[[StreamView], Cell]] = {
 }  # fmt: skip
 """The cell of a stream in each column of the table of streams that is not one declared figure."""
 STREAM_COLUMNS = (
-    "stream_weight", "share", "trained_ratio", "buffered", "heard", "tokens/s", "rejected", "warnings", "lag",
-    "trained_tokens", "hosts",
+    "stream_weight", "share", "recent_share_ratio", "trained_ratio", "buffered", "heard", "rejected", "warnings",
+    "tokens/s", "lag", "hosts",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from streampack_services.amounts import share_text
+from streampack_services.amounts import count_text, counted, share_text
 from streampack_services.broker.causes.headline import by_stream
 from streampack_services.broker.ranks.rank_status import name_of
 from streampack_services.broker.status import PADDING_LABELS, BrokerStatus, FeedStatus, StreamStatus
@@ -140,6 +140,21 @@ class FeedView:
     def waits_since_start(self) -> float:
         """Data wait since the start, as a share of all ranks' time."""
         return sum(self.status.ranks.waits.values())
+
+    @property
+    def displacement(self) -> str:
+        """The displacement of samples in the last steps as text: ``p50 0, p99 3 steps, -2 to +12``."""
+        moved = self.status.displacement
+        return (
+            ""
+            if moved is None
+            else f"p50 {moved.p50}, p99 {counted(moved.p99, 'step')}, {-moved.early} to {moved.late:+}"
+        )
+
+    def mean_length(self, of: str = "") -> str:
+        """Return the mean length in the last steps, and of all steps; ``of`` follows the first number."""
+        length = self.status.mean_length
+        return "" if length is None else f"{count_text(length.recent)} tokens{of}, {count_text(length.total)} in all"
 
     @property
     def worst(self) -> list[Rank]:
@@ -306,6 +321,7 @@ def _feed_tree(feed: FeedView) -> Tree:
         "starved_streams": now.ranks.recent_streams, "starved_since_start": feed.waits_since_start,
         "slow": msgspec.to_builtins(now.ranks.slow), "cost_max_over_mean": now.figures.cost_max_over_mean or None,
         "window_samples": now.window.samples, "oldest_steps": now.window.oldest_steps,
+        "displacement": msgspec.to_builtins(now.displacement), "mean_length": msgspec.to_builtins(now.mean_length),
         "ranks": list(map(asdict, feed.ranks)), "all_attached": now.all_ranks_attached,
         "attached": now.ranks.attached, "ranks_left_out": now.ranks.left_out,
         "nodes": msgspec.to_builtins(now.ranks.nodes), "nodes_left_out": now.ranks.nodes_left_out,
@@ -318,7 +334,7 @@ def _stream_tree(stream: StreamView) -> Tree:
     row = stream.status
     return {
         "name": row.stream, "feed": row.feed, "weight": row.weight, "share": row.share, "passes": row.passes,
-        "trained_share": row.trained_share, "trained_tokens": row.trained_tokens,
+        "recent_share": row.recent_share, "trained_share": row.trained_share, "trained_tokens": row.trained_tokens,
         "trained_samples": row.trained_samples, "tokens": row.tokens, "tokens_per_s": stream.tokens_per_s,
         "buffered": stream.buffered, "lag_tokens": row.lag.tokens, "lag_samples": row.lag.samples,
         "last_seen_s": row.last_seen_s, "producers": row.producers, "hosts": row.hosts, "rejected": stream.rejected,

@@ -7,7 +7,7 @@ import { namer } from "./heat.js";
 
 const MAX_EVENTS = 50;
 const MAX_STREAMS = 100;
-const STREAM_COLUMNS = 14; // of the table in index.html; figures that are declared to be shown follow
+const STREAM_COLUMNS = 15; // of the table in index.html; figures that are declared to be shown follow
 const STREAM_SILENT_S = 10;
 
 export function showHead(status, gone) {
@@ -133,7 +133,8 @@ export function showStreams(streams) {
     const rejected = Object.entries(row.rejected);
     const number = rejected.reduce((sum, [, some]) => sum + some, 0);
     return [
-      row.stream, [short(row.weight), "n"], [row.ended ? "ended" : shareOf(row.share), "n"], [shareOf(row.trained_share), "n"],
+      row.stream, [short(row.weight), "n"], [row.ended ? "ended" : shareOf(row.share), "n"], [shareOf(row.recent_share ?? null), "n"],
+      [shareOf(row.trained_share), "n"],
       [count(row.trained_tokens), "n"], [count(row.tokens), "n"], [count(row.samples), "n"],
       [row.passes === null ? "" : count(row.passes), "n"],
       [row.credits.granted_tokens ? percent(row.credits.used_tokens / row.credits.granted_tokens, 0) : "", "n"],
@@ -204,6 +205,9 @@ export function showRoom(status, feed) {
     ["window", `${count(feed.window.samples)} samples, ${short(feed.window.tokens)} tokens${oldest(feed.window)}`, null],
     ["wait in the window", feed.waits.p99_steps === null ? "" : `99th percentile ${inSteps(feed.waits.p99_steps)}`, null],
   ];
+  const { displacement: moved, mean_length: length } = feed;
+  if (moved) rows.push(["displacement, last 100 steps", `50th percentile ${inSteps(moved.p50)}, 99th ${inSteps(moved.p99)}; at most ${count(moved.early)} early and ${count(moved.late)} late`, null]);
+  if (length) rows.push(["mean length, last 100 steps", `${short(length.recent)} tokens; ${short(length.total)} since the start`, null]);
   if (feed.media) rows.push(["media", `${bytes(memory.media_bytes)} held, beside the arena`, null]);
   if (log === null) rows.push(["log", "none (no state_dir)", null]);
   else {

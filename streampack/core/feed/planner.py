@@ -27,6 +27,7 @@ from streampack.core.model.snapshot import Floor, Snapshot
 from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.effects import Form, Formed, Release
 from streampack.core.protocol.events import Effect
+from streampack.core.stats.displacement import Displacements
 from streampack.core.stats.length_histogram import LengthCounts
 
 SNAPSHOT_WINDOWS = 4
@@ -49,6 +50,8 @@ class Planner:
         leases.open(feed, rules, self.admission, self.merge, history)
         self.live = LiveRules(feed, rules, history, self.admission, self.merge, memory, leases, recorder)
         self.former = Former(rules, table)
+        self.displacements = Displacements(table)
+        """Displacement in the last steps; it begins anew when the feed goes to another step."""
         self.forming: Request | None = None
         """The request for which the packer chooses packs now."""
         self.ended = False
@@ -80,6 +83,7 @@ class Planner:
             effects += self._leases.merged(self._feed, taken.moved)
             shares = self._rules.share is not None
             self.former.admit(taken.handles, self._table.own_lengths(taken.handles) if shares else taken.lengths)
+            self.displacements.merged(taken.handles, taken.lengths)
             self._memory.hold(taken.handles)
             effects += self._change_rules()
         closed = merge.closed or (merge.between_passes and not self.former.too_few)
@@ -161,6 +165,7 @@ class Planner:
             Handles of the samples that ``tail: drop`` leaves out, int64 [n].
         """
         dropped, self.former.dropped = self.former.dropped, self.former.dropped[:0]
+        self.displacements.dropped(dropped)
         if self.merge.current.closed:
             self.ended = True
         else:
@@ -169,7 +174,8 @@ class Planner:
         return dropped
 
     def _count(self, steps: list[PlannedStep]) -> list[PlannedStep]:
-        """Count the samples of steps since the last snapshot, and return the steps."""
+        """Count the samples of steps, in all and since the last snapshot, and return the steps."""
+        self.displacements.formed(steps)
         recorded = self._history.last_snapshot
         self._since_snapshot += sum(step.num_samples for step in steps if step.number >= recorded)
         return steps
@@ -207,7 +213,7 @@ class Planner:
         """Forget all samples and pending packs, and return the handles of the samples, int64 [n]."""
         handles = np.concatenate([self._drop_waiting(), self.former.held()])
         self.merge.restart(self._rules, awaits_state=True)
-        self.former = Former(self._rules, self._table)
+        self.former, self.displacements = Former(self._rules, self._table), Displacements(self._table)
         self.forming, self.ended, self.blocked = None, False, None
         self._since_snapshot = 0
         return handles
@@ -225,5 +231,8 @@ class Planner:
                 if place.count:
                     merge.script(place.partition, place.base_seq, place.count)
         handles = self.former.held()
+        if taken is not None:
+            first_out = np.roll(handles, sum(taken.form.counts))  # the samples of pending packs come last in a state
+            self.displacements.merged(first_out, self._table.column("length", first_out))
         self._memory.hold(handles)
         return self._leases.go_to(self._feed, floors, handles) + self._leases.remove(rules)

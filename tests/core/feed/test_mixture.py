@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from streampack.core.journal.log_records import StepFormed
 from streampack.core.model.rule_changes import Restream, Reweigh, Skip
 from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.samples import ROW
 from streampack.core.protocol.trainer_messages import MixedStream
+from streampack.core.stats.displacement import Displacement
 from tests.world.live import Live
 from tests.world.planned import Data
 
@@ -79,6 +81,24 @@ def test_every_returned_step_counts_once_through_restarts_and_returns_to_checkpo
         assert trained(live) == recorded(live, live.feed.history.trained.upto)
     num_steps = finish(live)
     assert trained(live) == recorded(live, num_steps)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["read", "kill", "back", "weights"]), st.integers(0, 8)), max_size=6))
+@settings(deadline=None, max_examples=10)
+def test_packs_in_merge_order_displace_no_sample_wherever_the_feed_goes(story: list[tuple[str, int]]) -> None:
+    live = Live(replace(RULES, packer="concatenative"), DATA)
+    for what, n in story:
+        if what == "read":
+            live.read(live.had + n)
+        elif what == "kill":
+            live.start_broker()
+        elif what == "back":
+            live.go_back(max(live.had - n, 0))
+        else:
+            live.ask(Reweigh({"code": (n + 1) / 10}))
+        assert live.feed.planner.displacements.latest in (None, Displacement())
+    finish(live)
+    assert live.feed.planner.displacements.latest in (None, Displacement())
 
 
 @given(st.integers(0, 99), st.integers(0, 9), st.integers(0, 3), st.booleans())

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streampack.core.stats.trained_samples import TrainedSamples
+from streampack.core.stats.trained_samples import LAST_STEPS, TrainedSamples
 
 STEPS = st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 2**31)), max_size=5), max_size=12)
 """(stream, tokens) of each sample of each step."""
@@ -49,3 +49,13 @@ def test_steps_of_a_new_lineage_count_beside_those_that_they_replace() -> None:
     added(totals, [[], [(0, 100)]], 1)
     totals.count(2, never)
     assert totals.facts() == (2, [(2, 105), (1, 7)])
+
+
+def test_the_last_sums_are_those_of_the_last_recorded_steps_and_forget_a_replaced_lineage() -> None:
+    totals = added(TrainedSamples(), [[(0, 900)]] + [[(1, 3), (1, 4)]] * LAST_STEPS)
+    totals.count(50, never)
+    assert totals.last_sums.tolist() == [[0, 2 * LAST_STEPS], [0, 7 * LAST_STEPS]]
+    totals.branch(60)
+    assert totals.last_sums.tolist() == [[0, 2 * 59], [0, 7 * 59]]
+    totals.add(60, np.array([2]), np.array([5]))
+    assert totals.last_sums.tolist() == [[0, 2 * 59, 1], [0, 7 * 59, 5]]
