@@ -28,6 +28,7 @@ from streampack.core.model.samples import I64, SampleTable
 from streampack.core.model.steps import PlannedStep
 from streampack.core.packers import parameters_of
 from streampack.core.packers.joint.joint_bounds import PATIENCE
+from streampack.core.stats.displacement import Displacement, displaced, displacement_of, missed
 from streampack.core.stats.fill import figures
 from streampack.core.stats.media_figures import MediaFigures
 from streampack.core.stats.padding import CAUSES
@@ -81,6 +82,9 @@ class Forecast:
     ``micro_batches``: mean per rank and step, from ``micro_batches_low`` to ``micro_batches_high``.
     ``formed_packs``: mean packs per step before DEAL. ``split_share``: share of packs that DEAL splits off others.
 
+    Order of the samples: the median and the 99th percentile of the displacement, in steps, without its sign
+    (``core.stats.displacement``): ``displacement_p50``, ``displacement_p99``.
+
     ``overlong`` samples are over the budget, and ``unfit`` samples have media over the limits of a pack; the policy
     loses ``lost_share`` of all tokens.
 
@@ -108,6 +112,8 @@ class Forecast:
     micro_batches_low: int
     micro_batches_high: int
     split_share: float
+    displacement_p50: int
+    displacement_p99: int
     overlong: int
     unfit: int
     lost_share: float
@@ -225,6 +231,7 @@ def forecast(
         size = size_of_pass(workload, rules, slots[slots > 0], on_mesh.filled / len(steps))
         num_empty = num_filled * size.empty_share
     in_all = rules.budget * max(num_filled + num_empty, 1)
+    moved = _displacement(steps, order.lengths)
     waste = _waste(on_mesh, rules, num_empty, pp, ended=order.ended)
     return Forecast(
         utilization=int(tokens.sum()) / in_all,
@@ -233,6 +240,8 @@ def forecast(
         filled=1 - sum(waste.values()),
         waste=waste,
         formed_packs=len(slots) / len(steps),
+        displacement_p50=moved.p50,
+        displacement_p99=moved.p99,
         overlong=order.overlong,
         unfit=order.unfit,
         lost_share=order.lost_share,
@@ -245,6 +254,14 @@ def forecast(
         steps_high=size.steps_high,
         **on_mesh.figures,  # type: ignore[arg-type]  # mypy knows no types by name
     )
+
+
+def _displacement(steps: list[PlannedStep], lengths: I64) -> Displacement:
+    """Return the displacement of the samples of the first steps; handles are places in ``lengths``, int64 [n]."""
+    handles = np.concatenate([step.packs.handles for step in steps])
+    sizes = np.array([step.num_samples for step in steps])
+    tokens, step_tokens = missed((np.cumsum(lengths) - lengths)[handles], lengths[handles], sizes)
+    return displacement_of(displaced(tokens, float(step_tokens.mean())))
 
 
 def _without_tail(steps: list[PlannedStep]) -> list[PlannedStep]:

@@ -169,9 +169,14 @@ def _window(plan: Tree, take: Tree) -> Iterator[str]:
     """Compare the sizes of the window."""
     base, others = _on_axis(plan, "window")
     if base and others:
-        compared = ", ".join(f"{window_text(row['window'])} {_compared(row, base)}" for row in others)
-        now = "the automatic window" if take["window"] == "auto" else f"a window of {take['window']:,} samples"
-        yield f"Compared with {now}: {compared}. A larger window delays samples longer."
+        compared = ", ".join(
+            f"{window_text(row['window'])} {_compared(row, base)} "
+            f"(displaced {counted(row['displacement_p99'], 'step')})"
+            for row in others
+        )
+        own = "the automatic window" if take["window"] == "auto" else f"a window of {take['window']:,} samples"
+        own += f" (displaced {counted(base['displacement_p99'], 'step')})"
+        yield f"Compared with {own}: {compared}. A larger window moves samples further from their turn."
 
 
 def _budget(plan: Tree, take: Tree) -> Iterator[str]:

@@ -103,7 +103,7 @@ WASTE = {
 """By column: the cause of padding in a forecast, and its meaning."""
 NAME = 20
 """Least width of a setting's name, in characters."""
-LEAST = ("attention", "by tokens", "align", "utilization", "cut", "micro", "empty")
+LEAST = ("attention", "by tokens", "align", "utilization", "cut", "micro", "empty", "displaced")
 """Columns to leave out on a narrow terminal, the first one first."""
 
 
@@ -121,6 +121,8 @@ def _columns(rows: list[Tree]) -> dict[str, list[str]]:
     for axis in axes if len(axes) > 1 else ():
         if any(row["bound_by"][axis] for row in rows):
             columns[f"by {axis}"] = [f"{row['bound_by'][axis]:.0%}" for row in rows]
+    if any(row["displacement_p99"] for row in rows):  # batches have none
+        columns["displaced"] = [f"{row['displacement_p99']:,}" for row in rows]
     if rows[0]["step_samples"]:
         columns["micro"] = [_range(row["micro_batches_low"], row["micro_batches_high"]) for row in rows]
     return columns
@@ -173,6 +175,7 @@ def _legend(plan: Tree) -> str:
         "imbalance": "max / mean cost of the ranks in a micro-batch; attention: the same for costs of length squared",
         "patches": "max / mean patches of the ranks in a micro-batch",
         "by AXIS": "packs in which the axis is fullest, compared with its limit",
+        "displaced": "99% of the samples leave at most this many steps before or after their turn",
         "micro": "micro-batches per rank and step",
     }
     shown = {"by AXIS" if name.startswith("by ") else name for name in columns}

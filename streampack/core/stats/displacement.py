@@ -1,12 +1,11 @@
 """The displacement of samples: how many steps before or after its turn a sample leaves. It decides nothing.
 
-The *turn* of a sample is the step that would have it if samples left in merge order: the step that holds the place in
-tokens that the merge gave the sample. The *displacement* is the sample's own step minus its turn: 3 for a sample that
-leaves three steps late, -2 for one that leaves two steps early. Steps other than the sample's own count with the mean
-tokens of the last steps.
+The *turn* of a sample is the step that it would be in if samples left in merge order, by the tokens merged before it.
+The *displacement* is the sample's own step minus its turn: 3 for a sample that leaves three steps late, -2 for one that
+leaves two steps early. Steps other than the sample's own count with the mean tokens of the last steps.
 
 The figures are of the last ``LAST_STEPS`` steps. They begin anew with a broker, and with a feed that goes to another
-step: the samples of the snapshot then count as merged one after another.
+step. The samples of the snapshot then count as merged one after another.
 """
 
 from __future__ import annotations
@@ -42,23 +41,29 @@ class Displacement(NamedTuple):
     late: int = 0
 
 
-def missed(at: I64, begin: I64, end: I64) -> I64:
-    """Return the tokens between samples and the steps that they are in, int64 [n]: 0 for a sample in its turn.
+def missed(at: I64, lengths: NDArray[np.integer], sizes: I64, left: int = 0) -> tuple[I64, I64]:
+    """Return the tokens by which samples miss their turn in consecutive steps, and the tokens of each step.
 
     Args:
-        at: Tokens merged before each sample, int64 [n].
-        begin: Tokens that left before the step of each sample, int64 [n].
-        end: Tokens that left up to the end of that step, int64 [n].
+        at: Tokens merged before each sample, step after step, int64 [n].
+        lengths: Tokens of each sample, [n].
+        sizes: Samples of each step, int64 [steps].
+        left: Tokens that left before these steps.
 
     Returns:
-        Positive tokens for samples that leave late, negative ones for samples that leave early.
+        The tokens, int64 [n]: 0 for a sample in its turn, positive for a late one, negative for an early one. Then the
+        tokens of each step, int64 [steps].
+
+    >>> missed(np.array([10, 40, 0, 20]), np.array([10, 10, 10, 20]), np.array([2, 2]))
+    (array([  0, -21,  20,   0]), array([20, 30]))
     """
-    tokens: I64 = np.minimum(np.maximum(at, begin), end - 1) - at
-    return tokens
+    ends = left + np.append(0, np.cumsum(lengths, dtype=np.int64))[np.append(0, np.cumsum(sizes))]
+    begin, end = np.repeat(ends[:-1], sizes), np.repeat(ends[1:], sizes)
+    return np.minimum(np.maximum(at, begin), end - 1) - at, np.diff(ends)
 
 
 def displaced(tokens: I64, step_tokens: float) -> I64:
-    """Return the displacement in steps, int64 [n], of samples that ``missed`` their steps by ``tokens``.
+    """Return the displacement in steps, int64 [n], of samples that ``missed`` their turn by ``tokens``.
 
     ``step_tokens``: mean tokens of a step.
 
@@ -138,10 +143,9 @@ class Displacements:
         sizes = np.array([len(at) for _, at in self._waiting])
         lengths, at = (np.concatenate(column) for column in zip(*self._waiting, strict=True))
         self._waiting, self._num_waiting = [], 0
-        ends = self._left + np.append(0, np.cumsum(lengths, dtype=np.int64))[np.append(0, np.cumsum(sizes))]
-        self._left = int(ends[-1])
-        self._tokens = np.append(self._tokens, np.diff(ends))[-LAST_STEPS:]
-        tokens = missed(at, np.repeat(ends[:-1], sizes), np.repeat(ends[1:], sizes))
+        tokens, step_tokens = missed(at, lengths, sizes, self._left)
+        self._left += int(step_tokens.sum())
+        self._tokens = np.append(self._tokens, step_tokens)[-LAST_STEPS:]
         moved = np.flatnonzero(tokens)
         steps = displaced(tokens[moved], float(self._tokens.mean()))
         ways = 2 * bucket_of(np.abs(steps)) + (steps < 0)
