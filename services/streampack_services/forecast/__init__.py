@@ -4,6 +4,7 @@
 - ``media_sizes``: sizes of samples' media, and their cost.
 - ``sampling``: lengths from sources, by tokenizing some samples of each stream.
 - ``run_lengths``: lengths that a run has served, from its log or from its broker's status (``Served``).
+- ``run_order``: the order of a run's samples: shares of streams, lengths and displacement, by tenths of its steps.
 - ``sharing``: the tokens that groups in a run's log share.
 - ``forecast``: merges the lengths, forms steps and computes the figures (``Forecast``).
 - ``rank_loads``: deals the steps to the ranks of a mesh, and sums up padding, cost and useful time.

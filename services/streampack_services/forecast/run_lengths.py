@@ -18,7 +18,7 @@ from them holds for a stream that does not change over time. Batches are cut out
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from streampack_services.broker.status import BrokerStatus, FeedStatus
 from streampack_services.forecast.lengths import STRETCHES, StreamLengths, Workload, by_length, stretches, stretches_of
 from streampack_services.forecast.media_sizes import sizes_of_recorded
 from streampack_services.forecast.rank_loads import PlanMesh
+from streampack_services.forecast.run_order import RunOrder, latest_rows
 from streampack_services.forecast.sharing import Sharing, sharing_of
 from streampack_services.ledger.run_history import NEVER, FeedHistory
 from streampack_services.ledger.run_hours import FeedHours, read_hours
@@ -72,6 +73,7 @@ class Served:
     ``media``: what ``broker.status.MediaStatus`` has, of these packs; None for a run without media.
     ``media_sizes``: sizes of the samples' media, int64 [n, 4] (see ``media_sizes``); None if they are not known.
     ``hours``: hours that ranks trained and waited; None if they are not recorded.
+    ``order``: order of the samples, by parts of the steps: see ``run_order``.
     """
 
     what: str
@@ -94,6 +96,7 @@ class Served:
     media: dict[str, Any] | None = None
     media_sizes: I64 | None = None
     hours: FeedHours | None = None
+    order: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def filled_packs(self) -> int:
@@ -140,10 +143,11 @@ def from_ledger(state_dir: Path, feed: str | None, *, waiting: bool = False) -> 
                 f"{state_dir}: feed {of.name!r} is padded, so its batches depend on the mesh, which a log does not "
                 f"record. Pass the address of the running broker."
             )
-        numbers, sums, media = [], np.zeros(6, np.int64), MediaFigures(rules)
+        numbers, sums, media, order = [], np.zeros(6, np.int64), MediaFigures(rules), RunOrder(of)
         for step in ledger.steps(of.name):
             if of.effective(step.step) == step.lineage:
                 numbers.append(step.step)
+                order.add(step)
                 sums += _sums(step, rules)
                 if rules.has_extra_bytes:
                     items, patches, sizes = map(step.column, ("items", "patches", "extra_bytes"))
@@ -166,7 +170,7 @@ def from_ledger(state_dir: Path, feed: str | None, *, waiting: bool = False) -> 
         samples + (0 if waits is None else waits.num_samples), packs, empty, tokens, slots, bounds, len(numbers),
         of.end is not None, note, shared_tokens=shared_tokens, sharing=sharing_of(state_dir, rules),
         media=media.counts() if rules.has_extra_bytes else None, media_sizes=sizes_of_media,
-        hours=read_hours(state_dir).get(of.name),
+        hours=read_hours(state_dir).get(of.name), order=order.rows(),
     )  # fmt: skip
 
 
@@ -294,6 +298,7 @@ def from_status(status: BrokerStatus, feed: str | None, *, waiting: bool = False
         totals.steps, served.state == "ended", note, served.tokens_per_s,
         served.ranks.attached, _mesh_of(served), shared_tokens=totals.shared_tokens,
         media=None if served.media is None else msgspec.to_builtins(served.media), hours=hours_of(status)[name],
+        order=latest_rows(served, [stream for stream in status.streams if stream.feed == name]),
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -35,6 +36,8 @@ from streampack_services.plan.plan_report import new_table, print_whole, width_o
 from streampack_services.terminal import new_console
 
 Tree = dict[str, Any]
+MOST_STREAMS = 6
+"""Streams whose shares are printed: those that are furthest from their weights."""
 NAMES = {
     "padding": "padding to the longest",
     "greedy": "greedy concatenation",
@@ -118,6 +121,7 @@ def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
         "assumptions": _assumptions(run, size, rate),
         "gpus": rate.gpus if rate is not None else None,
         "hours": None if run.hours is None else _hours(run.hours),
+        "order": run.order,
         "run": _batching_figures(run.pack_slots, run.tokens, rate),
         "others": {
             name: _batching_figures(round(count * grow), tokens, rate, run.pack_slots) for name, count in slots.items()
@@ -209,6 +213,8 @@ def show_savings(report: Tree) -> None:
         table = _table(report, [column for at, column in enumerate(columns) if at != 2 and at < 6])
     print_whole(table)
     console.print()
+    if report["order"]:
+        _show_order(console, report["order"])
     for sentence in report["assumptions"]:
         console.print(f"- {sentence}", style="dim")
     sentences = [report["sharing"]["sentence"]] if report["sharing"] is not None else []
@@ -224,6 +230,35 @@ def show_savings(report: Tree) -> None:
         console.print(sentence)
     console.print()
     console.print(headline(report), style="bold")
+
+
+def _show_order(console: Console, rows: list[Tree]) -> None:
+    """Print the order of the samples as a table, a row for each part of the steps."""
+    off = {name: max(abs((row["streams"][name]["share"] or 0.0) - (row["streams"][name]["weight_share"] or 0.0))
+                     for row in rows) for name in rows[0]["streams"]}  # fmt: skip
+    furthest = sorted(off, key=lambda name: -off[name])[:MOST_STREAMS]
+    names = [name for name in off if name in furthest]
+    table = new_table(["steps", "mean length", "displaced p50", "p99", "early", "late", *names], no_wrap=True)
+    for row in rows:
+        moved = row["displacement"] or {}
+        streams = [row["streams"][name] for name in names]
+        table.add_row(
+            "{:,} to {:,}".format(*row["steps"]), f"{row['mean_length']:,.0f}",
+            *(f"{moved[key]:,}" if moved else "-" for key in ("p50", "p99", "early", "late")),
+            *(f"{_percent(each['share'])} of {_percent(each['weight_share'])}" for each in streams),
+        )  # fmt: skip
+    print_whole(table)
+    more = f" {counted(len(off) - len(names), 'more stream')} are nearer to their weights." * (len(off) > len(names))
+    ended = "The weight of a stream that has ended goes to the others."
+    console.print(f"Streams: share in these steps, and share by weight. {ended}{more}", style="dim")
+    console.print("Displaced: steps before or after its turn in which a sample leaves.", style="dim")
+    if all(row["displacement"] is None for row in rows):
+        console.print("It is not known, because the log does not have the order in which samples came.", style="dim")
+    console.print()
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _hours_text(hours: Tree) -> list[str]:
