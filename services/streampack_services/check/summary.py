@@ -107,7 +107,8 @@ def _of_broker(follows: Tree) -> Iterator[tuple[str, str]]:
         if follows.get(f"{at}padding"):
             yield f"padding{of}", f"{follows[at + 'padding']:g} tokens a sample, for alignment"
         if f"{at}patience" in follows:
-            yield f"wait{of}", f"a sample waits at most about {counted(follows[at + 'patience'], 'step')}"
+            late, early = counted(follows[at + "patience"], "step"), counted(follows[at + "early_steps"], "step")
+            yield f"wait{of}", f"a sample is at most about {late} late and {early} early"
     if len(feeds) > 3:
         yield "feeds", f"and {counted(len(feeds) - 3, 'more feed')}"
     yield (

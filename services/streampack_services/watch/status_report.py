@@ -182,13 +182,13 @@ def _waits(view: FeedView) -> Facts:
     bound = "" if waits.bound_steps is None else f", bound {waits.bound_steps}"
     longest = f"p99 {counted(waits.p99_steps, 'step')}, longest {waits.longest_steps}{bound}"
     outliers = "" if waits.outliers is None else f"; {counted(waits.outliers, 'outlier')} waiting now"
+    window = f"{counted(feed.window.samples, 'sample')}, {count_text(feed.window.tokens)}"
+    held = f"{count_text(feed.held_tokens)} of {count_text(feed.held_limit_tokens)}"
     return (
         ("data wait", view.waits_text(" of all ranks' time") if view.ranks else "-"),
-        ("window", f"{counted(feed.window.samples, 'sample')}, {count_text(feed.window.tokens)} tokens"),
+        ("window", f"{window} tokens; {held} tokens held"),
         ("window waits", f"{longest}{outliers}"),
-        ("displacement", view.displacement and f"{view.displacement} in the last 100 steps"),
-        ("mean length", view.mean_length(" in the last 100 steps")),
-        ("held", f"{count_text(feed.held_tokens)} of {count_text(feed.held_limit_tokens)} tokens"),
+        ("displacement", view.displacement),
     )
 
 

@@ -175,7 +175,6 @@ def _facts(view: BrokerView, feed: FeedView, width: int) -> list[Text]:
     rest = width - LABEL
     rates = rates_of(feed.rates, max(min(rest - 18, 60), 10))
     now = feed.status
-    mean = feed.mean_length()
     cost = f"{now.figures.cost_max_over_mean:.3f} max / mean cost" if now.figures.cost_max_over_mean else "-"
     oldest = f", oldest {counted(now.window.oldest_steps, 'step')}" if now.window.oldest_steps else ""
     window = f"window {counted(now.window.samples, 'sample')}{oldest}"
@@ -187,7 +186,7 @@ def _facts(view: BrokerView, feed: FeedView, width: int) -> list[Text]:
         ("data wait", Text(feed.waits_text() if feed.ranks else "-",
                          style="yellow" if max(feed.starved.values(), default=0.0) >= 0.05 else "")),
         ("load imbalance", row(cost, window)),
-        ("displacement", row(feed.displacement or "-", mean and f"mean {mean}")),
+        ("displacement", Text(feed.displacement)),
         ("memory", _storage(view)),
         *((label, Text(text)) for label, text in _shown(view, feed)),
     ]  # fmt: skip

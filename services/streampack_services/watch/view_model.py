@@ -143,18 +143,12 @@ class FeedView:
 
     @property
     def displacement(self) -> str:
-        """The displacement of samples in the last steps as text: ``p50 0, p99 3 steps, -2 to +12``."""
-        moved = self.status.displacement
-        return (
-            ""
-            if moved is None
-            else f"p50 {moved.p50}, p99 {counted(moved.p99, 'step')}, {-moved.early} to {moved.late:+}"
-        )
-
-    def mean_length(self, of: str = "") -> str:
-        """Return the mean length in the last steps, and of all steps; ``of`` follows the first number."""
-        length = self.status.mean_length
-        return "" if length is None else f"{count_text(length.recent)} tokens{of}, {count_text(length.total)} in all"
+        """Displacement and mean length in the last steps, and mean length of all steps, as text."""
+        moved, length = self.status.displacement, self.status.mean_length
+        if moved is None or length is None:
+            return "-"
+        steps = f"p50 {moved.p50}, p99 {counted(moved.p99, 'step')}, {-moved.early} to {moved.late:+}"
+        return f"{steps}; mean length {count_text(length.recent)}, {count_text(length.total)} in all"
 
     @property
     def worst(self) -> list[Rank]:

@@ -138,9 +138,9 @@ def test_the_figures_are_those_of_the_status(page: Page, four: Watched) -> None:
     waited = sum(ranks["starved_s"].values())
     since = f"{100 * waited / (waited + ranks['trainer_s']):.2f}".rstrip("0").rstrip(".")
     assert page.text("[data-figure=data_wait] .note").endswith(f"all ranks {since}% since the start")
-    heads = [page.text(f"#streams th:nth-child({n})") for n in range(2, 8)]
+    heads = [page.text(f"#streams th:nth-child({n})") for n in range(2, 9)]
     assert heads == [
-        "weight", "share now", "share trained", "tokens trained", "tokens received", "samples received"
+        "weight", "share now", "recent share", "share trained", "tokens trained", "tokens received", "samples received"
     ]  # fmt: skip
     assert page.text("#longest-waits caption") == "Ranks with the longest data wait in the last minute"
     assert tile(page, "ranks") == "4"
@@ -154,16 +154,20 @@ def test_the_figures_are_those_of_the_status(page: Page, four: Watched) -> None:
     assert page.text("#notice") == feed["headline"]["text"]
     cells = "[...document.querySelectorAll('#streams tbody tr')].map((row) => [...row.cells].map((c) => c.textContent))"
     rows = page.value(cells)
-    assert [(row[0], *row[4:7]) for row in rows] == [
+    assert [(row[0], *row[5:8]) for row in rows] == [
         (row["stream"], *(f"{row[key]:,}" for key in ("trained_tokens", "tokens", "samples"))) for row in now["streams"]
     ]
-    shares = [float(row[3].rstrip("%")) for row in rows]
-    assert shares == pytest.approx([100 * row["trained_share"] for row in now["streams"]], abs=5e-3)
+    for column, key in ((3, "recent_share"), (4, "trained_share")):
+        shares = [float(row[column].rstrip("%")) for row in rows]
+        assert shares == pytest.approx([100 * row[key] for row in now["streams"]], abs=5e-3)
     assert {row[2] for row in rows} <= {"ended", *(f"{100 * row['share']:g}%" for row in now["streams"])}
-    assert all(re.fullmatch(r"[\d.kM]+ \([\d.kM]+\)", row[9]) for row in rows), "lag: tokens, with samples beside them"
+    assert all(re.fullmatch(r"[\d.kM]+ \([\d.kM]+\)", row[10]) for row in rows), "lag: tokens, with samples beside them"
     room = page.text("#room")
     assert f"{now['log']['records']:,} records" in room
     assert f"{feed['window']['samples']:,} samples" in room
+    moved = feed["displacement"]
+    assert f"at most {moved['early']} early and {moved['late']} late" in room
+    assert "mean length, last 100 steps" in room
     packs = f"{sum(number for _, number in feed['fills']):,} packs formed"
     assert packs in page.text("#about-fills")
     assert f"{feed['totals']['samples']:,} samples" in page.text("#about-lengths")
