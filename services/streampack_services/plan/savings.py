@@ -234,27 +234,42 @@ def show_savings(report: Tree) -> None:
 
 def _show_order(console: Console, rows: list[Tree]) -> None:
     """Print the order of the samples as a table, a row for each part of the steps."""
-    off = {name: max(abs((row["streams"][name]["share"] or 0.0) - (row["streams"][name]["weight_share"] or 0.0))
-                     for row in rows) for name in rows[0]["streams"]}  # fmt: skip
+    streams = [row["streams"] for row in rows]
+    off = {name: max(abs((each[name]["share"] or 0.0) - (each[name]["weight_share"] or 0.0)) for each in streams)
+           for name in streams[0]}  # fmt: skip
     furthest = sorted(off, key=lambda name: -off[name])[:MOST_STREAMS]
-    names = [name for name in off if name in furthest]
-    table = new_table(["steps", "mean length", "displaced p50", "p99", "early", "late", *names], no_wrap=True)
+    table = _order_table(rows, furthest)
+    while furthest and console.is_terminal and width_of(table) > console.width:
+        furthest.pop()
+        table = _order_table(rows, furthest)
+    print_whole(table)
+    more = f"{counted(len(off) - len(furthest), 'more stream')} are nearer to their weights. "
+    for line in (
+        "mean: tokens / samples. p50 to late: displacement, the steps between a sample and its turn.",
+        "streams: share in these steps, and share by weight. " + more * (len(off) > len(furthest)),
+        "The weight of a stream that has ended goes to the others.",
+    ):
+        console.print(line, style="dim")
+    if all(row["displacement"] is None for row in rows):
+        console.print(
+            "Displacement is not known, because the log does not have the order in which samples came.", style="dim"
+        )
+    console.print()
+
+
+def _order_table(rows: list[Tree], furthest: list[str]) -> Table:
+    """Return the table of the order of samples, with these streams in the order of their numbers."""
+    figures = ("p50", "p99", "early", "late")
+    names = [name for name in rows[0]["streams"] if name in furthest]
+    table = new_table(["steps", "mean", *figures, *names], no_wrap=True)
     for row in rows:
-        moved = row["displacement"] or {}
-        streams = [row["streams"][name] for name in names]
+        moved, streams = row["displacement"], [row["streams"][name] for name in names]
         table.add_row(
             "{:,} to {:,}".format(*row["steps"]), f"{row['mean_length']:,.0f}",
-            *(f"{moved[key]:,}" if moved else "-" for key in ("p50", "p99", "early", "late")),
+            *("-" if moved is None else f"{moved[figure]:,}" for figure in figures),
             *(f"{_percent(each['share'])} of {_percent(each['weight_share'])}" for each in streams),
         )  # fmt: skip
-    print_whole(table)
-    more = f" {counted(len(off) - len(names), 'more stream')} are nearer to their weights." * (len(off) > len(names))
-    ended = "The weight of a stream that has ended goes to the others."
-    console.print(f"Streams: share in these steps, and share by weight. {ended}{more}", style="dim")
-    console.print("Displaced: steps before or after its turn in which a sample leaves.", style="dim")
-    if all(row["displacement"] is None for row in rows):
-        console.print("It is not known, because the log does not have the order in which samples came.", style="dim")
-    console.print()
+    return table
 
 
 def _percent(share: float | None) -> str:
