@@ -260,7 +260,8 @@ def _displacement(steps: list[PlannedStep], lengths: I64) -> Displacement:
     """Return the displacement of the samples of the first steps; handles are places in ``lengths``, int64 [n]."""
     handles = np.concatenate([step.packs.handles for step in steps])
     sizes = np.array([step.num_samples for step in steps])
-    tokens, step_tokens = missed((np.cumsum(lengths) - lengths)[handles], lengths[handles], sizes)
+    step_tokens = np.array([int(step.packs.tokens.sum()) for step in steps])
+    tokens = missed((np.cumsum(lengths) - lengths)[handles], sizes, step_tokens)
     return displacement_of(displaced(tokens, float(step_tokens.mean())))
 
 

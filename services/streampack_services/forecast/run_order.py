@@ -112,7 +112,8 @@ class RunOrder:
             return None
         at = np.empty(len(stream), np.int64)
         at[in_turn] = np.cumsum(lengths[in_turn]) - lengths[in_turn]
-        tokens, step_tokens = missed(at, lengths, sizes)
+        step_tokens = np.array([int(columns[3].sum()) for columns in self._last])
+        tokens = missed(at, sizes, step_tokens)
         return np.split(displaced(tokens, float(step_tokens.mean())), np.cumsum(sizes)[:-1])
 
     def _merged(self, by_stream: I64, stream: I64, lengths: I64, parts: I64) -> I64:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.model.samples import I32, I64, SampleTable
+from streampack.core.model.samples import I64, SampleTable
 from streampack.core.model.steps import PlannedStep
 from streampack.core.stats.length_histogram import bucket_of, least_of
 from streampack.core.stats.trained_samples import LAST_STEPS
@@ -41,25 +41,25 @@ class Displacement(NamedTuple):
     late: int = 0
 
 
-def missed(at: I64, lengths: NDArray[np.integer], sizes: I64, left: int = 0) -> tuple[I64, I64]:
-    """Return the tokens by which samples miss their turn in consecutive steps, and the tokens of each step.
+def missed(at: I64, sizes: I64, step_tokens: I64, left: int = 0) -> I64:
+    """Return the tokens by which samples miss their turn in consecutive steps.
 
     Args:
         at: Tokens merged before each sample, step after step, int64 [n].
-        lengths: Tokens of each sample, [n].
         sizes: Samples of each step, int64 [steps].
+        step_tokens: Tokens of each step, int64 [steps].
         left: Tokens that left before these steps.
 
     Returns:
-        The tokens, int64 [n]: 0 for a sample in its turn, positive for a late one, negative for an early one. Then the
-        tokens of each step, int64 [steps].
+        The tokens, int64 [n]: 0 for a sample in its turn, positive for a late one, negative for an early one.
 
-    >>> missed(np.array([10, 40, 0, 20]), np.array([10, 10, 10, 20]), np.array([2, 2]))
-    (array([  0, -21,  20,   0]), array([20, 30]))
+    >>> missed(np.array([10, 40, 0, 20]), np.array([2, 2]), np.array([20, 30])).tolist()
+    [0, -21, 20, 0]
     """
-    ends = left + np.append(0, np.cumsum(lengths, dtype=np.int64))[np.append(0, np.cumsum(sizes))]
-    begin, end = np.repeat(ends[:-1], sizes), np.repeat(ends[1:], sizes)
-    return np.minimum(np.maximum(at, begin), end - 1) - at, np.diff(ends)
+    ends = left + np.cumsum(step_tokens)
+    begin, last = np.repeat(ends - step_tokens, sizes), np.repeat(ends - 1, sizes)
+    tokens: I64 = np.minimum(np.maximum(at, begin), last) - at
+    return tokens
 
 
 def displaced(tokens: I64, step_tokens: float) -> I64:
@@ -96,7 +96,7 @@ class Displacements:
         self.table = table
         self._at: I64 = np.zeros(0, np.int64)  # tokens merged before each sample, by handle
         self._merged = self._left = 0  # tokens merged, and tokens that left
-        self._waiting: list[tuple[I32, I64]] = []  # (lengths, at) of the samples of steps that are not counted yet
+        self._waiting: list[tuple[int, I64]] = []  # (tokens, at of the samples) of steps that are not counted yet
         self._num_waiting = 0
         self._tokens: I64 = np.zeros(0, np.int64)  # of each of the last steps
         self._counts: I64 = np.zeros((0, 0), np.int64)
@@ -113,8 +113,10 @@ class Displacements:
     def formed(self, steps: Sequence[PlannedStep]) -> None:
         """Count steps that were formed."""
         for step in steps:
-            handles = step.packs.handles
-            self._waiting.append((self.table.length[handles], self._at[handles]))
+            handles, tokens = step.packs.handles, int(step.packs.tokens.sum())
+            if step.rules.share is not None:  # shared tokens were merged, too
+                tokens = int(self.table.length[handles].sum())
+            self._waiting.append((tokens, self._at[handles]))
             self._num_waiting += 1 + len(handles)
         if self._num_waiting > AT_ONCE:
             self._count()
@@ -141,9 +143,9 @@ class Displacements:
         if not self._waiting:
             return
         sizes = np.array([len(at) for _, at in self._waiting])
-        lengths, at = (np.concatenate(column) for column in zip(*self._waiting, strict=True))
+        step_tokens = np.array([number for number, _ in self._waiting])
+        tokens = missed(np.concatenate([at for _, at in self._waiting]), sizes, step_tokens, self._left)
         self._waiting, self._num_waiting = [], 0
-        tokens, step_tokens = missed(at, lengths, sizes, self._left)
         self._left += int(step_tokens.sum())
         self._tokens = np.append(self._tokens, step_tokens)[-LAST_STEPS:]
         moved = np.flatnonzero(tokens)
