@@ -334,8 +334,10 @@ def _of_feed(config: BrokerConfig, broker: Plan, feed: FeedPlan) -> Iterator[Row
         waits = "a sample waits at most about this many steps; the limit in packs is twice the largest window "
         waits += f"({rules.max_window})"
         yield "patience", -(-packs // rules.packs), waits + packer.wait_note
-        early = f"a sample leaves at most about this many steps before its turn: the window ({rules.window}) / packs"
-        yield "early_steps", -(-rules.window // rules.packs), early
+        early = (
+            f"a sample leaves at most about this many steps before its turn: the window ({rules.max_window}) / packs"
+        )
+        yield "early_steps", -(-rules.max_window // rules.packs), early
     total = sum(stream.weight for stream in rules.streams)
     for stream in rules.streams:
         share = f"share of the feed's {rules.weight_unit} from this stream, until a stream of the feed ends"
