@@ -170,7 +170,9 @@ def with_packer(rules: Rules, packer: str, joint: Balance = ALONE, **changes: An
             msgspec.structs.replace(balance, kind="joint", group=joint.group, patience=joint.patience),
         )
     packs = {"padded": False, "shape": "fixed"} if rules.padded else {}
-    return msgspec.structs.replace(rules, **packs, **foreign, packer=packer, balance=balance, **changes)
+    in_turn = "in_turn" in parameters_of(packer) and (rules.in_turn or rules.packer != packer)
+    rules = msgspec.structs.replace(rules, **packs, **foreign, packer=packer, balance=balance, **changes)
+    return msgspec.structs.replace(rules, in_turn=in_turn and rules.batch is None)
 
 
 def order_of(workload: Workload, rules: Rules) -> Order:

@@ -43,7 +43,7 @@ def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
     if what is not None and what.endswith((".yaml", ".yml")):
         configs, what = [*configs, Path(what)], None
     broker, producer = _configs(configs)
-    base = base_of_broker(broker, given.feed) if broker is not None else PlanOptions(Rules())
+    base = base_of_broker(broker, given.feed) if broker is not None else PlanOptions(Rules(window="auto", in_turn=True))
     if what is None and producer is not None:
         options = options_of(given, base)
         return _of_producer(given, producer, base), options

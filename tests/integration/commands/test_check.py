@@ -150,7 +150,7 @@ def test_values_say_where_they_came_from(broker: Path) -> None:
     assert found["streams.code.overlong"] == ("truncate", "derived", None)
     assert rows["streams.code.overlong"]["meaning"].endswith("(from rules.overlong)")
     assert found["rules.align.sample"] == (4, "derived", None)
-    assert found["rules.window.samples"] == (1024, "default", None)
+    assert found["rules.window"] == ("auto", "default", None)
     assert found["feeds.train.streams"] == (["web", "code"], "derived", None)
 
 
