@@ -26,7 +26,7 @@ from streampack.errors import ConfigError, SampleError
 from streampack.producer.chunk import Gathered, TokenChunk
 from streampack.producer.lease_limits import LeaseLimits, is_by_sample
 from streampack.sources.arrays import ManySource, Records, Room
-from streampack.sources.order import Cursor
+from streampack.sources.order import Cursor, is_begin
 from streampack.sources.records import RawSample, Source
 from streampack.wire.checksums import Column, CrcsOf
 from streampack.wire.sample_checksums import plain
@@ -48,14 +48,14 @@ def batches(source: Source, lease: Lease) -> Iterator[TokenChunk]:
             f"expected at most {holds} ids. Set `tokens: int32` in broker.yaml, or set tokens_key in producer.yaml if "
             "the samples are already token ids"
         )
-    start = Cursor(*lease.cursor) if lease.cursor is not None else None
+    start = Cursor(*lease.cursor or (0, 0, 0))
     terms = LeaseLimits(lease)
     room = Room(terms.most, terms.room)
     read = partial(source.read_many, room=room) if isinstance(source, ManySource) else source.read
     records = read(
         lease.partition, lease.partitions, seed=lease.seed, passes=lease.passes,
         fields=lease.sent_fields, start=start,
-        skip=lease.first_seq if start is None else 0,
+        skip=lease.first_seq if is_begin(start) else 0,
     )  # fmt: skip
     yield from _batches(records, terms, CHUNK_S, room)
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
+from msgspec import UNSET
+
 from streampack.core.protocol.events import Effect, FromBroker, Report, Send, Tick, Unsent
 from streampack.core.protocol.producer_messages import Flow, Lease, Offer, SourceSize
 from streampack.core.sessions.producer_base import Chunk, Failed, Finish, Leave, PartitionKey, Session
@@ -118,7 +120,12 @@ class ProducerLoop:
         self._timeout_s = timeout_s
         self._on_progress = on_progress
         self._pause_s = pause_s
-        offers = [Offer(stream=name, source_digest=source.digest) for name, source in self._sources.items()]
+        offers = [
+            Offer(
+                stream=name, source_digest=each.digest, begin=each.begin if isinstance(each, ShardedSource) else UNSET
+            )
+            for name, each in self._sources.items()
+        ]
         self._session = ProducerSession(
             run=0, producer=name or uuid.uuid4().hex, host=socket.gethostname(), pid=os.getpid(), offers=offers
         )

@@ -1,11 +1,11 @@
 """Sources: files of samples, read in a fixed order from any cursor.
 
 A source is a list of shards: files, or pieces of files. With P partitions, shard i belongs to partition i mod P. A pass
-over a partition reads its shards, and the samples of each shard, in the order that ``order`` computes from (seed,
-pass). A format finds its files, indexes one shard, and loads sample number i of it. Where samples are arrays of ids, it
-loads many samples at once. Passes, cursors, skipping and resuming work the same way for all formats. A cursor is a
-place in the order of a pass, so resuming from a cursor indexes one shard. The format ``python`` is the exception: some
-iterables can only be read from their start, so resuming reads them from the start.
+over a partition reads its shards in groups, and the samples of each group, in the order that ``order`` computes from
+(seed, pass). A format finds its files, indexes one shard, and loads sample number i of it. Where samples are arrays
+of ids, it loads many samples at once. Passes, cursors, skipping and resuming work the same way for all formats. A
+cursor is a place in the order of a pass, so resuming from a cursor indexes one group. The format ``python`` is the
+exception: some iterables can only be read from their start, so resuming reads them from the start.
 
 Files, in the order in which data passes them:
 
@@ -14,6 +14,7 @@ Files, in the order in which data passes them:
 - ``files/``: the bytes of a shard, on this machine or at a URL.
 - ``formats/``: one module for each file format.
 - ``order``: the order of samples, a pure function of (seed, pass, shard).
+- ``joining``: several shards as one.
 - ``walk``: passes, partitions, cursors and skipping over a format's shards.
 - ``records``, ``arrays``: the results: one sample, or many samples at once.
 - ``row_keys``: keys of a row that say which tokens are learned or real, or where packed samples begin.
@@ -25,7 +26,8 @@ A missing or changed file stops the reader with a SourceError, because later sam
 shard becomes one rejected sample. A bad sample is a ``RawSample`` with a reason and no tokens; it keeps its place, so
 other samples keep their numbers.
 
-Memory holds one shard's index (about 100 bytes per sample) and one sample, one chunk or one block. Files must keep the
+Memory holds the indices of one group (about 100 bytes per sample), and one sample, one chunk or one window of blocks.
+Files must keep the
 size that they had when the source was opened.
 
 The package relies on ``tokenizers``. It does not know streams, chunks, sockets or policies. It does not import torch,

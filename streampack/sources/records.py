@@ -133,7 +133,7 @@ class Source(Protocol):
             seed: Seed of the order.
             passes: Number of passes in all; None for endless passes.
             fields: Fields that the run declares.
-            start: Cursor to continue from; None for the beginning.
+            start: Cursor to continue from; None for ``begin``.
             skip: Number of samples to leave out from there, without reading them.
 
         Raises:
@@ -163,12 +163,23 @@ class IndexedShard(Protocol):
     def blocks(self) -> Sequence[int]:
         """Sizes, in samples, of the runs that are read as a whole, such as row groups; empty if there are none.
 
-        The shuffled order keeps the samples of a run together.
+        The shuffled order keeps the samples of a window of runs together.
         """
 
     def __len__(self) -> int: ...
     def where(self, sample: int) -> str:
         """Return the file and row of a sample, for messages."""
+
+
+@runtime_checkable
+class BlockShard(IndexedShard, Protocol):
+    """A shard whose samples are read a block at a time."""
+
+    block_bytes: int
+    """Bytes that the largest block takes in memory, from the file's own metadata."""
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Keep the ``blocks`` with these numbers in memory once they are read, and free all others."""
 
 
 class Shard(IndexedShard, Protocol):

@@ -10,7 +10,7 @@ from streampack.tokenizers.base import Tokenizer
 
 _ROW_KEYS = ("text_key", "tokens_key", "messages_key", "prompt_key", "completion_key", "fields")
 _OF_ROWS = (*_ROW_KEYS, "missing_mask")
-_FILES = ("shards", "path", "shuffle")
+_FILES = ("shards", "path", "shuffle", "open_shards")
 KEYS: dict[str, tuple[str, ...]] = {
     "jsonl": (*_FILES, *_OF_ROWS),
     "webdataset": (*_FILES, *_OF_ROWS),
@@ -133,6 +133,14 @@ class SourceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "of the files; with several files, also set `partitions: 1` in broker.yaml"
         ),
     ] = True
+    open_shards: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Number of shards that are read at a time, over all partitions, so that sorted data is mixed. "
+            "In Parquet and Hugging Face files, it is also the number of row groups. Default: 32, or fewer whose "
+            "files have 1 GiB together, and row groups 128 MiB",
+        ),
+    ] = None
 
 
 def check_settings(settings: SourceSettings) -> None:
@@ -151,6 +159,11 @@ def check_settings(settings: SourceSettings) -> None:
     if settings.modes is not None and not (settings.modes and all(-128 <= mode <= 127 for mode in settings.modes)):
         raise ConfigError(
             f"modes: got {settings.modes}, expected a list of modes between -128 and 127. For text, set `modes: [0]`"
+        )
+    if settings.open_shards is not None and not settings.shuffle:
+        raise ConfigError(
+            f"open_shards: got {settings.open_shards} together with `shuffle: false`, which keeps the order of the "
+            "files. Remove one of the two keys"
         )
     named = [key for key in _ROW_KEYS[:4] if getattr(settings, key) is not None]
     if len(named) > 1:
@@ -171,6 +184,8 @@ def digest_keys(settings: SourceSettings) -> dict[str, Any]:
     keys = {key: values[key] for key in (*_ROW_KEYS, "unit", "shuffle")}
     if settings.modes is not None:  # only then: digests of sources without modes must not change
         keys["modes"] = sorted(set(settings.modes))
+    if settings.open_shards is not None:  # a run records its default beside the digest: see ``ShardedSource.begin``
+        keys["open_shards"] = settings.open_shards
     return keys
 
 

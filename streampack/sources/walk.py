@@ -1,7 +1,12 @@
 """Reads the shards of a format: passes, partitions, cursors and skipping, in the same way for every format.
 
 Shard i belongs to partition i mod P. If shards are unshuffled pieces of files, all pieces of file i belong to partition
-i mod P. So a partition reads its files in order. Memory holds one shard's index and one block of samples.
+i mod P. So a partition reads its files in order.
+
+Shuffled shards are read in groups (``order``), and memory holds the indices of one group and one window of its blocks.
+The sizes of both follow from the settings, the files and the number of partitions alone, so each producer reads the
+same order. ``FILE_BYTES`` bounds the files of a group, because opening them takes time, and memory or disk. A remote
+file is cached, and a compressed one is decompressed. ``BLOCK_BYTES`` bounds the blocks of a window.
 
 A damaged shard keeps its place as one rejected sample. The reader stops at it, or counts it and continues.
 """
@@ -24,11 +29,13 @@ from streampack.sources.arrays import Records, Room
 from streampack.sources.files.byte_source import File, Head, ShardFile
 from streampack.sources.files.compressed import decompressed
 from streampack.sources.files.listing import measure, open_file
-from streampack.sources.order import Cursor, sample_order, shard_order
+from streampack.sources.joining import Joined, join
+from streampack.sources.order import MIXED, Cursor, GroupOrder, Part, group_order, shard_groups
 from streampack.sources.records import (
     DAMAGED,
     AnyShard,
     ArrayShard,
+    BlockShard,
     Format,
     OpenShard,
     RawSample,
@@ -46,6 +53,13 @@ _HEAD_BYTES = 1 << 22
 """Bytes at the start of a file that a preview reads."""
 _RECORDS_AT_ONCE, _TOKENS_AT_ONCE = 256, 1 << 16
 """Samples and tokens read at a time for callers that want single RawSamples."""
+OPEN_SHARDS = 32
+"""Shards or blocks of a source that all partitions together hold open, without the setting ``open_shards``."""
+FILE_BYTES, BLOCK_BYTES = 1 << 30, 1 << 27
+"""Most bytes of these files, and of these blocks in memory, without the setting ``open_shards``.
+
+Cursors do not hold these numbers, so a change of them needs another mark beside ``order.MIXED``.
+"""
 
 
 def one_shard_a_file(
@@ -183,7 +197,14 @@ class ShardedSource:
         self.shard_samples: dict[int, int] = {}
         """Shard number to number of samples, for the shards opened so far."""
         self._reader, self._peek = format_.reader, format_.peek
-        self._shuffle = settings.shuffle
+        self._shuffle, self._open_shards = settings.shuffle, settings.open_shards
+        self._bytes = [file.size for file in format_.files]
+        """Bytes of each shard."""
+        if format_.pieces:
+            self._bytes = [sum(self._bytes) // max(self.num_shards, 1)] * self.num_shards
+        mixes = settings.shuffle and settings.open_shards != 1
+        self.begin = Cursor(MIXED if mixes else 0, 0, 0)
+        """Cursor of the first sample. A run records it, and so the order of its samples."""
         self._files: list[range] = []
         """Shard numbers of each file, if files must be read in order; else empty."""
         if in_order:
@@ -228,18 +249,38 @@ class ShardedSource:
     ) -> Iterator[RawSample | Records]:
         """Yield the samples of one partition, many at once where possible: see ``ManySource.read_many``."""
         check_read(partition, partitions, passes, skip)
-        start = start or Cursor(0, 0, 0)
-        shards = self.shards_of(partition, partitions)
-        if min(start.pass_, start.shard, start.sample) < 0 or start.shard > len(shards):
+        start = start or self.begin
+        walk = self._walk(partition, partitions, seed, start)
+        at = start._replace(pass_=start.pass_ - walk.mark)
+        if min(at) < 0 or at.shard > len(walk.groups(at.pass_)) or (walk.mark and not self.begin.pass_):
             raise SourceError(
-                f"{start}: got a cursor that does not exist in {len(shards)} shards. The cursor was made with other "
-                "files or another number of partitions. Resume with those files and partitions"
+                f"{start}: got a cursor that does not exist in {len(walk.shards)} shards. The cursor was made with "
+                "other files, other settings or another number of partitions. Resume with those"
             )
-        return self._walk(self._reader(fields), shards, seed, passes, start, skip, _options(room, fields))
+        return self._read_walk(walk, self._reader(fields), passes, at, skip, _options(room, fields))
 
     def peek(self, most: int, fields: Sequence[Field] = ()) -> Iterator[RawSample]:
         """Yield the first ``most`` samples in the files' order: see ``OpenedSource.peek``."""
         return islice(self._in_file_order((self._peek or self._reader)(fields)), most)
+
+    def places(self, most: int, rows: int, fields: Sequence[Field] = ()) -> "Places":
+        """Read the first ``rows`` samples at about ``most`` places: of shards, or of blocks of few shards."""
+        walk, open_shard = self._walk(0, 1, 0, self.begin), (self._peek or self._reader)(fields)
+        samples, counts, together = list[list[RawSample]](), list[int](), self.num_shards / max(len(walk.groups(0)), 1)
+        shards = _spaced(self.num_shards, most)
+        for number in shards:
+            with _open_or_damaged(open_shard, number) as shard:
+                ends = list(accumulate(shard.blocks or [len(shard)]))
+                counts.append(len(ends))
+                if shard.blocks:
+                    together = min(len(ends) * together, walk.most_blocks([shard]))
+                for block in _spaced(len(ends), -(-most // len(shards))):
+                    begin = ends[block - 1] if block else 0
+                    taken = np.arange(begin, min(begin + rows, ends[block]))
+                    order, wanted = GroupOrder(taken, [(len(taken), [])]), _options(_ONE, fields)
+                    samples.append(list(_one_by_one(_read(shard, order, Cursor(0, 0, 0), Cursor(0, 1, 0), wanted))))
+        total = round(sum(counts) / max(len(counts), 1) * self.num_shards)
+        return Places([each for each in samples if each], max(1, int(together)), total)
 
     def _in_file_order(self, open_shard: OpenShard) -> Iterator[RawSample]:
         """Yield the samples of all shards, unshuffled, one by one."""
@@ -249,11 +290,11 @@ class ShardedSource:
                 if not len(shard):
                     continue
                 at, after = Cursor(0, number, 0), Cursor(0, number + 1, 0)
-                yield from _one_by_one(_read(shard, np.arange(len(shard)), at, after, wanted))
+                yield from _one_by_one(_read(shard, _in_order(len(shard)), at, after, wanted))
 
     def locate(
         self, partition: int, partitions: int, *, seed: int, passes: int | None, seqs: Iterable[int],
-        fields: Sequence[Field] = (), reads: bool = False,
+        fields: Sequence[Field] = (), reads: bool = False, begin: Cursor | None = None,
     ) -> Iterator[Located]:  # fmt: skip
         """Find samples of a partition by their numbers, which count from 0 over all passes; yield them in order.
 
@@ -268,21 +309,23 @@ class ShardedSource:
             seqs: Numbers of the samples.
             fields: Fields that the run declares.
             reads: Also read the samples.
+            begin: Cursor of the run's first sample; None for ``self.begin``.
         """
-        shards, left, begin, pass_ = self.shards_of(partition, partitions), sorted(set(seqs)), 0, 0
+        walk, wanted = self._walk(partition, partitions, seed, begin or self.begin), _options(_ONE, fields)
+        left, first, pass_ = sorted(set(seqs)), 0, 0
         while left and (passes is None or pass_ < passes):
-            before = begin
-            for number in self._shard_order(shards, seed, pass_):
-                stop = begin + self._count_samples(number, fields)
+            before = first
+            for group in walk.groups(pass_):
+                stop = first + sum(self._count_samples(number, fields) for number in group)
                 if here := left[: bisect_left(left, stop)]:
-                    with _open_or_damaged(self._reader(fields), number) as shard:
-                        order = self._sample_order(shard, number, seed, pass_)
+                    with self._open_group(group, self._reader(fields)) as shards:
+                        shard, order = join(shards, wanted.by_sample), walk.order(group, shards, pass_).samples
                         for seq in here:
-                            row = int(order[seq - begin])
-                            read = _read_one(shard, row, fields) if reads else None
+                            row = int(order[seq - first])
+                            read = _read_one(shard, row, wanted) if reads else None
                             yield Located(seq, shard.where(row), pass_, read)
-                left, begin = left[len(here) :], stop
-            if begin == before:
+                left, first = left[len(here) :], stop
+            if first == before:
                 break  # all shards are empty
             pass_ += 1
 
@@ -295,6 +338,7 @@ class ShardedSource:
         passes: int | None,
         upto: int,
         fields: Sequence[Field] = (),
+        begin: Cursor | None = None,
     ) -> list[tuple[int, int]]:
         """Find samples by file and row: return (partition, sample number) of each one that is ``wanted``.
 
@@ -307,22 +351,30 @@ class ShardedSource:
             passes: Number of passes in all; None for endless passes.
             upto: Search the first pass, and each pass that begins at or before this sample of a partition.
             fields: Fields that the run declares.
+            begin: Cursor of the run's first sample; None for ``self.begin``.
         """
-        places = []
+        rows: dict[int, list[int]] = {}
         for number in range(self.num_shards):
             with _open_or_damaged(self._reader(fields), number) as shard:
                 self.shard_samples[number] = len(shard)
-                rows = [row for row in range(len(shard)) if wanted(shard.where(row))]
-                if not rows:
-                    continue
-                file = next((i for i, pieces in enumerate(self._files) if number in pieces), number)
-                shards, pass_, begin = self.shards_of(partition := file % partitions, partitions), 0, 0
-                while (passes is None or pass_ < passes) and (begin <= upto or not pass_):
-                    walked = self._shard_order(shards, seed, pass_)
-                    order = self._sample_order(shard, number, seed, pass_)
-                    before = begin + sum(self._count_samples(each, fields) for each in walked[: walked.index(number)])
-                    places += [(partition, before + int(np.flatnonzero(order == row)[0])) for row in rows]
-                    pass_, begin = pass_ + 1, begin + sum(self._count_samples(each, fields) for each in shards)
+                rows[number] = [row for row in range(len(shard)) if wanted(shard.where(row))]
+        places: list[tuple[int, int]] = []
+        for partition in range(partitions):
+            walk = self._walk(partition, partitions, seed, begin or self.begin)
+            pass_, first = 0, 0
+            if not any(rows[number] for number in walk.shards):
+                continue
+            while (passes is None or pass_ < passes) and (first <= upto or not pass_):
+                for group in walk.groups(pass_):
+                    counts = [self.shard_samples[number] for number in group]
+                    starts = accumulate(counts, initial=0)
+                    own = [start + row for start, each in zip(starts, group, strict=False) for row in rows[each]]
+                    if own:
+                        with self._open_group(group, self._reader(fields)) as shards:
+                            order = walk.order(group, shards, pass_).samples
+                        places += [(partition, first + int(np.flatnonzero(order == row)[0])) for row in own]
+                    first += sum(counts)
+                pass_ += 1
         return places
 
     def _count_samples(self, number: int, fields: Sequence[Field]) -> int:
@@ -332,46 +384,128 @@ class ShardedSource:
                 self.shard_samples[number] = len(shard)
         return self.shard_samples[number]
 
-    def _shard_order(self, shards: Sequence[int], seed: int, pass_: int) -> list[int]:
-        """Return the shard numbers ``shards`` in the order of a pass, shuffled or not."""
-        return shard_order(shards, seed=seed, pass_=pass_) if self._shuffle else list(shards)
+    def _walk(self, partition: int, partitions: int, seed: int, begin: Cursor) -> "_Walk":
+        """Return the order of a partition in runs whose cursors are like ``begin``."""
+        shards, mark = self.shards_of(partition, partitions), MIXED if begin.pass_ >= MIXED else 0
+        holders = max(1, min(partitions, self.num_shards))
+        most = max(1, (self._open_shards or OPEN_SHARDS) // holders) if mark else 1
+        limits = (FILE_BYTES // holders, BLOCK_BYTES // holders) if self._open_shards is None else None
+        return _Walk(shards, self._bytes, self._shuffle, seed, mark, most, limits)
 
-    def _walk(
-        self, open_shard: OpenShard, shards: Sequence[int], seed: int, passes: int | None, start: Cursor, skip: int,
+    @contextlib.contextmanager
+    def _open_group(self, group: Sequence[int], open_shard: OpenShard) -> Iterator[list[AnyShard]]:
+        """Open the shards of a group, and count their samples."""
+        with contextlib.ExitStack() as stack:
+            shards = [stack.enter_context(_open_or_damaged(open_shard, number)) for number in group]
+            self.shard_samples |= zip(group, map(len, shards), strict=True)
+            yield shards
+
+    def _read_walk(
+        self, walk: "_Walk", open_shard: OpenShard, passes: int | None, start: Cursor, skip: int,
         wanted: "_ReadOptions",
     ) -> Iterator[RawSample | Records]:  # fmt: skip
-        """Yield the samples of ``shards``, pass after pass, from ``start`` on, without the first ``skip``."""
-        pass_, first_shard, first = start.pass_, start.shard, start.sample
+        """Yield the samples of a partition, pass after pass, from ``start`` on, without the first ``skip``.
+
+        ``start`` counts passes from 0.
+        """
+        pass_, first_group, first = start
         while passes is None or pass_ < passes:
-            from_the_beginning, seen = (first_shard, first) == (0, 0), 0
-            order = self._shard_order(shards, seed, pass_)
-            for place in range(first_shard, len(order)):
-                after = Cursor(pass_, place + 1, 0) if place + 1 < len(order) else Cursor(pass_ + 1, 0, 0)
-                with _open_or_damaged(open_shard, order[place]) as shard:
-                    count = self.shard_samples[order[place]] = len(shard)
-                    if first > count:
+            from_the_beginning, seen = (first_group, first) == (0, 0), 0
+            groups, mark = walk.groups(pass_), walk.mark + pass_
+            for place in range(first_group, len(groups)):
+                after = Cursor(mark, place + 1, 0) if place + 1 < len(groups) else Cursor(mark + 1, 0, 0)
+                with self._open_group(groups[place], open_shard) as shards:
+                    shard = join(shards, wanted.by_sample)
+                    if first > (count := len(shard)):
                         raise SourceError(
-                            f"{start}: got a cursor beyond the {count} samples of its shard. The cursor was made with "
+                            f"{start}: got a cursor beyond the {count} samples of its shards. The cursor was made with "
                             "other files. Restore those files, or start a new run"
                         )
                     seen += count
                     skipped = min(skip, count - first)
                     skip -= skipped
                     if first + skipped < count:
-                        numbers = self._sample_order(shard, order[place], seed, pass_)
-                        at = Cursor(pass_, place, first + skipped)
-                        yield from _read(shard, numbers, at, after, wanted)
+                        order = walk.order(groups[place], shards, pass_)
+                        yield from _read(shard, order, Cursor(mark, place, first + skipped), after, wanted)
                 first = 0
             if from_the_beginning and not seen:
                 return  # no samples in any shard: endless passes would be a busy loop
-            pass_, first_shard, first = pass_ + 1, 0, 0
+            pass_, first_group, first = pass_ + 1, 0, 0
 
-    def _sample_order(self, shard: AnyShard, number: int, seed: int, pass_: int) -> NDArray[np.int64]:
-        """Return the sample numbers of shard ``number`` in the order of a pass, shuffled or not."""
-        count = len(shard)
-        if not self._shuffle:
-            return np.arange(count)
-        return sample_order(count, seed=seed, pass_=pass_, shard=number, blocks=shard.blocks)
+
+class Places(NamedTuple):
+    """Samples of several places of a source, in the order of the files.
+
+    - ``samples``: the samples of each place.
+    - ``together``: number of shards, or of blocks, that are read at a time over all partitions; ``total``: of all.
+    """
+
+    samples: list[list[RawSample]]
+    together: int
+    total: int
+
+
+def _spaced(count: int, most: int) -> list[int]:
+    """Return up to ``most`` of the numbers below ``count``, evenly spaced.
+
+    >>> _spaced(10, 4), _spaced(2, 4)
+    ([0, 2, 5, 7], [0, 1])
+    """
+    return [at * count // min(count, most) for at in range(min(count, most))]
+
+
+class _Walk(NamedTuple):
+    """The order in which one partition is read.
+
+    - ``shards``: numbers of its shards. ``num_bytes``: bytes of every shard of the source.
+    - ``mark``: ``order.MIXED`` if groups have several shards; else 0.
+    - ``most``: most shards of a group, and most blocks of a window.
+    - ``limits``: most bytes of the files of a group, and of the blocks of a window; None for no limits.
+    """
+
+    shards: Sequence[int]
+    num_bytes: Sequence[int]
+    shuffle: bool
+    seed: int
+    mark: int
+    most: int
+    limits: tuple[int, int] | None
+
+    def groups(self, pass_: int) -> list[list[int]]:
+        """Return the numbers of the shards in the order of a pass, in groups that are read together."""
+        if not self.shuffle:
+            return [[number] for number in self.shards]
+        groups = shard_groups(self.shards, most=self.most, seed=self.seed, pass_=pass_)
+        return groups if self.limits is None else [part for group in groups for part in self._parts(group)]
+
+    def _parts(self, group: list[int]) -> Iterator[list[int]]:
+        """Yield a group in parts whose files are within the limit, or are single files."""
+        part, size = list[int](), 0
+        for number in group:
+            num_bytes = self.num_bytes[number] if self.num_bytes else 0
+            if part and self.limits is not None and size + num_bytes > self.limits[0]:
+                yield part
+                part, size = [], 0
+            part.append(number)
+            size += num_bytes
+        yield part
+
+    def order(self, group: Sequence[int], shards: Sequence[AnyShard], pass_: int) -> GroupOrder:
+        """Return the order of the samples of open ``shards``, a group of a pass."""
+        if not self.shuffle:
+            return _in_order(sum(map(len, shards)))
+        parts = [Part(number, len(shard), shard.blocks) for number, shard in zip(group, shards, strict=True)]
+        return group_order(parts, most=self.most_blocks(shards), seed=self.seed, pass_=pass_)
+
+    def most_blocks(self, shards: Sequence[AnyShard]) -> int:
+        """Return the number of blocks of open ``shards`` that a window may have."""
+        largest = max(getattr(shard, "block_bytes", 0) for shard in shards)
+        return self.most if self.limits is None or not largest else max(1, min(self.most, self.limits[1] // largest))
+
+
+def _in_order(count: int) -> GroupOrder:
+    """Return the order of ``count`` samples that are not shuffled."""
+    return GroupOrder(np.arange(count), [(count, [])])
 
 
 def _one_by_one(samples: Iterator[RawSample | Records]) -> Iterator[RawSample]:
@@ -392,31 +526,42 @@ def _options(room: Room, fields: Sequence[Field]) -> _ReadOptions:
 
 
 def _read(
-    shard: AnyShard, order: NDArray[np.int64], at: Cursor, after: Cursor, wanted: _ReadOptions
+    shard: AnyShard, order: GroupOrder, at: Cursor, after: Cursor, wanted: _ReadOptions
 ) -> Iterator[RawSample | Records]:
     """Yield the samples of one shard from place ``at`` of ``order`` to cursor ``after``."""
-    if isinstance(shard, ArrayShard):
-        return _read_many(shard, order, at, after, wanted)
-    return _read_each(shard, order, at, after)
+    read = _read_many if isinstance(shard, ArrayShard) else _read_each
+    for stop, blocks in order.windows:
+        if at.sample < stop:
+            if isinstance(shard, BlockShard):
+                shard.hold(blocks)
+            end = at._replace(sample=stop) if stop < len(order.samples) else after
+            yield from read(shard, order.samples[:stop], at, end, wanted)  # type: ignore[arg-type]
+            at = end
+            if at == after:
+                return
 
 
-def _read_one(shard: AnyShard, row: int, fields: Sequence[Field]) -> RawSample:
+def _read_one(shard: AnyShard, row: int, wanted: _ReadOptions) -> RawSample:
     """Return sample number ``row`` in the shard's own order."""
-    wanted = _options(Room(1, _TOKENS_AT_ONCE), fields)
-    return next(_one_by_one(_read(shard, np.array([row]), Cursor(0, 0, 0), Cursor(0, 1, 0), wanted)))
+    order = GroupOrder(np.array([row]), [(1, [])])
+    return next(_one_by_one(_read(shard, order, Cursor(0, 0, 0), Cursor(0, 1, 0), wanted)))
 
 
-def _read_each(shard: Shard, order: NDArray[np.int64], at: Cursor, after: Cursor) -> Iterator[RawSample]:
+def _read_each(
+    shard: Shard, order: NDArray[np.int64], at: Cursor, after: Cursor, wanted: _ReadOptions
+) -> Iterator[RawSample]:
     """Yield the samples of one shard, one by one, from place ``at`` of ``order`` on.
 
     ``after``: the cursor of the last sample.
     """
     (pass_, place, first), count = at, len(order)
     for begin in range(first, count, _AT_ONCE):
-        for done, sample in enumerate(order[begin : begin + _AT_ONCE].tolist(), begin + 1):
-            place_of = shard.where
+        numbers = order[begin : begin + _AT_ONCE]
+        each = shard.apart(numbers) if isinstance(shard, Joined) else ((shard, number) for number in numbers.tolist())
+        for done, (one, sample) in enumerate(each, begin + 1):
+            place_of = one.where
             try:
-                got = shard.load(sample)
+                got = one.load(sample)
             except DamagedFile as error:
                 got, place_of = DAMAGED, _DamagedShard(error).where
             yield RawSample.of(got, place_of(sample), Cursor(pass_, place, done) if done < count else after)
@@ -445,4 +590,6 @@ def _where_of(place_of: Callable[[int], str], numbers: NDArray[np.int64]) -> Cal
     return lambda i: place_of(int(numbers[i]))
 
 
+_ONE = Room(1, _TOKENS_AT_ONCE)
+"""Reads one sample."""
 _ONE_DAMAGED = RawSamples(NO_TOKENS, np.zeros(1, np.int64), {0: DAMAGED})

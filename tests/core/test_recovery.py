@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from streampack.core.broker import Broker
@@ -21,7 +22,7 @@ from streampack.core.model.mesh import Mesh
 from streampack.core.model.rule_changes import Restream
 from streampack.core.model.rules import Rules, RulesChange, StreamRules
 from streampack.core.model.samples import ROW, SampleTable
-from streampack.core.model.snapshot import Snapshot
+from streampack.core.model.snapshot import Cursor, Snapshot
 from streampack.core.protocol.effects import (
     Change,
     FromProducer,
@@ -74,8 +75,8 @@ class Desk(Shell):
     def trainer(self, message: Message) -> None:
         self.handle(FromTrainer(b"trainer", Envelope(run=1, epoch=self.core.epoch, fence=self.fence, message=message)))
 
-    def offer(self, *streams: str) -> None:
-        offers = [Offer(stream=stream, source_digest="data") for stream in streams]
+    def offer(self, *streams: str, begin: Cursor | UnsetType = UNSET) -> None:
+        offers = [Offer(stream=stream, source_digest="data", begin=begin) for stream in streams]
         self.producer(Hello(producer="p", host="h", pid=1, offers=offers))
 
     def send(self, stream: str, partition: int, base: int, count: int) -> None:
@@ -183,6 +184,57 @@ def test_a_step_whose_samples_are_awaited_names_the_partition_and_who_should_sen
     )
 
 
+# The order in which a source is read
+
+MIXED: Cursor = (1 << 40, 0, 0)
+ARRIVAL = rules_of(StreamRules("a", 1.0, 1), merge="arrival")
+
+
+def cursor_of(desk: Desk) -> Cursor | None:
+    return desk.leases["a", 0][0].cursor
+
+
+def test_a_new_run_reads_its_source_from_the_cursor_that_the_first_producer_offers() -> None:
+    desk = Desk(("train", ARRIVAL), disk=Disk())
+    desk.offer("a", begin=MIXED)
+    assert cursor_of(desk) == MIXED
+    again = Desk(("train", ARRIVAL), disk=desk.disk)
+    again.offer("a")  # a producer of an earlier version, which will refuse the cursor
+    assert cursor_of(again) == MIXED
+    again.disk.append(again.core.base())
+    cut = broker_of(("train", ARRIVAL), keeps=True)
+    cut.recover(0, again.records()[-1])
+    assert cut.leases.partitions.begins == {"a": MIXED}
+
+
+def test_a_run_that_began_before_sources_were_mixed_keeps_its_order() -> None:
+    desk = Desk(("train", ARRIVAL), disk=Disk())
+    desk.offer("a")
+    again = Desk(("train", ARRIVAL), disk=desk.disk)
+    again.offer("a", begin=MIXED)
+    assert cursor_of(again) is None
+
+
+def test_a_checkpoint_tells_a_broker_without_a_log_the_order_of_its_run() -> None:
+    one = rules_of(StreamRules("a", 1.0, 1))
+    old = Desk(("train", one))
+    old.attach("train", 5, held_by(one))  # its partition is read again from sample 0, without a cursor
+    old.offer("a", begin=MIXED)
+    assert cursor_of(old) is None
+    new = Desk(("train", one))
+    new.attach("train", 5, replace(held_by(one), floors=[(0, MIXED)]))
+    new.offer("a", begin=MIXED)
+    assert cursor_of(new) == MIXED
+
+
+def test_the_snapshots_of_a_run_have_the_cursor_of_its_first_sample() -> None:
+    desk = Desk(("train", ARRIVAL), disk=Disk())
+    desk.offer("a", begin=MIXED)
+    desk.attach("train", 0)
+    floors = desk.core.leases.accounts.floors("train", np.zeros(0, np.int64))
+    assert floors == [(0, MIXED)]
+
+
 # What is kept for whom
 
 
@@ -201,9 +253,6 @@ def reading(desk: Desk, feed: str, stream: str, upto: int) -> None:
         desk.safe()
         desk.get(feed, step, step + 1, step)
     desk.get(feed, upto, upto, upto)
-
-
-ARRIVAL = rules_of(StreamRules("a", 1.0, 1), merge="arrival")
 
 
 def test_a_checkpoint_committed_after_trainers_went_back_is_kept_though_later_steps_were_committed_before() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,6 +35,8 @@ from streampack.sources.formats import webdataset
 from streampack.sources.formats.huggingface import ArrowShard
 from streampack.sources.formats.parquet import ParquetShard
 from streampack.sources.formats.python import ItemShard
+from streampack.sources.order import is_begin
+from streampack.sources.walk import ShardedSource
 
 MASK = Field(name="loss_mask", dtype="uint8", align="target")
 LABELS = Field(name="labels", dtype="int32", align="target", pad=-100)
@@ -133,14 +136,16 @@ def same_samples(found: Taken | str, expected: Taken | str) -> bool:
 
 
 def check_same(source: Source, terms: Lease, records: Source | None = None) -> None:
-    """Many at once as one by one: ``records`` gives these, None: the source itself."""
+    """Many at once as one by one: ``records`` gives these, None: the source itself. Odd seeds mix the shards."""
     singly = Singly(records or source)
-    start = Cursor(*terms.cursor) if terms.cursor else None
+    if terms.cursor is None and terms.seed % 2 and isinstance(source, ShardedSource):
+        terms = msgspec.structs.replace(terms, cursor=source.begin)
+    start = Cursor(*terms.cursor or (0, 0, 0))
     cursors = [
         record.cursor
         for record in singly.read(
             terms.partition, terms.partitions, seed=terms.seed, passes=terms.passes, fields=terms.fields, start=start,
-            skip=0 if start else terms.first_seq,
+            skip=terms.first_seq if is_begin(start) else 0,
         )
     ]  # fmt: skip
     found, expected = outcome(source, terms), outcome(singly, terms)
@@ -380,7 +385,7 @@ def test_rows_that_are_read_many_at_once_are_seldom_read_one_by_one(tmp_path: Pa
     pq.write_table(pa.table({"input_ids": ids}), tmp_path / "a.parquet", row_group_size=250)
     write_tar(tmp_path / "a.tar", [("u2", 1 + i % 7) for i in range(1000)])
     write_tar(tmp_path / "mask.tar", [("with a mask", 1 + i % 7) for i in range(1000)])
-    for name, sizes in (("a.parquet", [250] * 4), ("a.tar", [500] * 2), ("mask.tar", [500] * 2)):
+    for name, sizes in (("a.parquet", [500] * 2), ("a.tar", [500] * 2), ("mask.tar", [500] * 2)):
         kind: Any = "parquet" if "parquet" in name else "webdataset"
         source = open_source(SourceSettings(kind, path=str(tmp_path / name), missing_mask="train"))
         assert isinstance(source, ManySource)

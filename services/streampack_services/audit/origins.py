@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from streampack.errors import UserError
-from streampack.sources import OpenedSource
+from streampack.sources import Cursor, OpenedSource
 from streampack.sources.walk import Located, ShardedSource
 from streampack_services.ledger.ledger import Ledger
 from streampack_services.ledger.run_history import LATEST, FeedHistory
@@ -38,7 +38,7 @@ def places_of(
         assert isinstance(source, ShardedSource)
         places = source.locate(
             partition, rules.partitions, seed=run.seed, passes=rules.passes, seqs=seqs, fields=run.all_fields,
-            reads=reads,
+            reads=reads, begin=Cursor(*feed.begin_of(stream)),
         )  # fmt: skip
         yield from ((place.seq * rules.partitions + partition, place) for place in places)
 
@@ -69,7 +69,8 @@ def samples_of(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource]) -
         rules, run = feed.streams[stream], feed.rules_at(LATEST)
         upto = ledger.furthest(stream) // rules.partitions
         places = source.find(
-            wanted, rules.partitions, seed=run.seed, passes=rules.passes, upto=upto, fields=run.fields
+            wanted, rules.partitions, seed=run.seed, passes=rules.passes, upto=upto, fields=run.fields,
+            begin=Cursor(*feed.begin_of(stream)),
         )  # fmt: skip
         indices = sorted(seq * rules.partitions + partition for partition, seq in places)
         names += [f"{stream}:{index}" for index in indices]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
+from msgspec import UnsetType
 from numpy.typing import NDArray
 
 from streampack.core.journal.log_records import (
@@ -32,7 +33,7 @@ from streampack.core.journal.log_records import (
 )
 from streampack.core.model.rules import Rules, RulesChange, StreamRules
 from streampack.core.model.samples import ROW
-from streampack.core.model.snapshot import Snapshot
+from streampack.core.model.snapshot import Cursor, Snapshot
 
 T = TypeVar("T")
 NEVER = 2**63 - 1
@@ -90,6 +91,12 @@ class FeedHistory:
     """(lsn, snapshot) of each snapshot from a trainer's checkpoint, whose preceding step is not recorded."""
     contradictions: list[StepFormed] = field(default_factory=list)
     """Steps that were recorded again in the same lineage with another digest."""
+    begins: dict[str, Cursor] = field(default_factory=dict)
+    """Cursor of the first sample of a stream's source, by stream; absent if shards are read one after the other."""
+
+    def begin_of(self, stream: str) -> Cursor:
+        """Return the cursor of the first sample of a stream's source."""
+        return self.begins.get(stream, (0, 0, 0))
 
     @property
     def branches(self) -> list[Lineage]:
@@ -192,8 +199,8 @@ class RunHistory:
         match record:
             case Base():
                 return self._base(lsn, record)
-            case SourceAccepted(stream=stream, source_digest=digest):
-                return _add_once(self.sources.setdefault(stream, []), digest)
+            case SourceAccepted(stream=stream, source_digest=digest, begin=begin):
+                return self._source(stream, digest, begin)
             case PartitionEnded(stream=stream, partition=partition, total=total):
                 return _add_once(self.totals.setdefault((stream, partition), []), total)
             case SnapshotTaken(feed=feed):
@@ -214,6 +221,12 @@ class RunHistory:
                 return _add_once(self._feed(feed).contradictions, record)
         return False
 
+    def _source(self, stream: str, digest: str, begin: Cursor | UnsetType) -> bool:
+        """Add the digest of a stream's source; return whether it is new. ``begin``: cursor of its first sample."""
+        if begin and (feed := self.feed_of(stream)) is not None:
+            feed.begins[stream] = begin
+        return _add_once(self.sources.setdefault(stream, []), digest)
+
     def _feed(self, name: str) -> FeedHistory:
         """Return the history of a feed; make it if it is new."""
         return self.feeds.setdefault(name, FeedHistory(name))
@@ -226,7 +239,7 @@ class RunHistory:
             new |= self._facts(lsn, self._feed(name), facts)
         for stream, known in record.streams.items():
             if known.source_digest:
-                new |= _add_once(self.sources.setdefault(stream, []), known.source_digest)
+                new |= self._source(stream, known.source_digest, known.begin)
             for partition, total in enumerate(known.totals):
                 if total is not None:
                     new |= _add_once(self.totals.setdefault((stream, partition), []), total)

@@ -99,7 +99,10 @@ class Credits:
             return []
         size = self._capacity
         lease = lease_of(terms, stream.rules, p - stream.first, size.max_sample_tokens, size.max_chunk_bytes)
-        lease = msgspec.structs.replace(lease, first_seq=self._partitions.next_seq(p), cursor=intake.last_cursor)
+        cursor = intake.last_cursor
+        if cursor is None and not intake.known_seq:  # else a snapshot of an older version has read the source so
+            cursor = self._partitions.begins.get(terms.name)
+        lease = msgspec.structs.replace(lease, first_seq=self._partitions.next_seq(p), cursor=cursor)
         return self.send(holder.peer, lease, intake.session) + self.flow(p, repeat=True)
 
     def flow(self, p: int, repeat: bool = False) -> list[Effect]:

@@ -287,7 +287,7 @@ class Leases:
         for silent in claim.silent:
             effects += self.rebalancer.leave(silent, ProducerDeparture.TAKEN_OVER, round(CLAIM_S))
         for offer in hello.offers:
-            effects += self.records.accept_source(offer.stream, offer.source_digest)
+            effects += self.records.accept_source(offer)
         other = producers.at(peer)
         if other is not None and other.name != hello.producer:
             effects += self.rebalancer.leave(other, ProducerDeparture.OTHER_NAME)

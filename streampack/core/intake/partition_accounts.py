@@ -247,7 +247,12 @@ class PartitionAccounts:
         counts = np.array([stream.terms.partitions for stream in streams])
         number, index = self._table.stream[held].astype(np.int64), self._table.index[held]
         np.minimum.at(lowest, firsts[number] + index % counts[number], index // counts[number])
-        return [self._partitions.intakes[p].floor(seq) for p, seq in zip(mine, lowest.tolist(), strict=False)]
+        return [self._floor(p, seq) for p, seq in zip(mine, lowest.tolist(), strict=False)]
+
+    def _floor(self, p: int, seq: int) -> Floor:
+        """Return the place to read partition ``p`` from, to get sample ``seq``."""
+        first, cursor = self._partitions.intakes[p].floor(seq)
+        return first, self._partitions.begins.get(self._partitions.name_of(p)) if cursor is None else cursor
 
     def _await(self, feed: str, held: I64) -> None:
         """Mark the samples ``held`` as awaited: their payload is to come again."""

@@ -34,8 +34,9 @@ from streampack.core.journal.log_records import (
     WriteCommitted,
 )
 from streampack.core.model.samples import I64, index_of
+from streampack.core.model.snapshot import Cursor
 from streampack.core.protocol.events import Effect
-from streampack.core.protocol.producer_messages import Mark
+from streampack.core.protocol.producer_messages import Mark, Offer
 from streampack.core.staging.dropped_samples import POLICY_LAG, DroppedRange
 from streampack.core.staging.staged_chunk import DISCARDED
 from streampack.core.staging.staging import StagedRecord, Staging
@@ -54,18 +55,27 @@ class PartitionRecords:
 
     # Appending
 
-    def accept_source(self, stream: str, digest: str) -> list[Effect]:
-        """Record the digest of a stream's source, if it is new."""
-        if self.digests.get(stream) == digest:
+    def accept_source(self, offer: Offer) -> list[Effect]:
+        """Record the digest of a stream's source and the cursor of its first sample, if the digest is new."""
+        if self.digests.get(offer.stream) == offer.source_digest:
             return []
+        self._note_source(offer.stream, offer.source_digest, offer.begin)
+        return self._journal.append(
+            SourceAccepted(stream=offer.stream, source_digest=offer.source_digest, begin=offer.begin)
+        )
+
+    def _note_source(self, stream: str, digest: str, begin: Cursor | UnsetType) -> None:
+        """Note the digest of a stream's source, and the cursor of its first sample."""
         self.digests[stream] = digest
-        return self._journal.append(SourceAccepted(stream=stream, source_digest=digest))
+        if begin:
+            self._partitions.begins[stream] = begin
 
     def forget_source(self, stream: str) -> None:
         """Let the next producer offer other data, if there is no log and no sample of the stream was admitted."""
         of = self._partitions.streams[stream]
         if not self._journal.keeps and not of.admission.counts[of.number].samples:
             self.digests.pop(stream, None)
+            self._partitions.begins.pop(stream, None)
 
     def append_chunk(
         self, p: int, chunk: ReceivedChunk, stale: bool, sent: I64 | None = None, behind: bool = False
@@ -215,6 +225,7 @@ class PartitionRecords:
         return {
             name: StreamFacts(
                 source_digest=self.digests.get(name, ""),
+                begin=self._partitions.begins.get(name, UNSET),
                 totals=[intake.recorded.known_total for intake in mine],
                 recorded=[intake.recorded.next_seq for intake in mine],
                 marks=[intake.recorded.num_marks for intake in mine],
@@ -228,7 +239,7 @@ class PartitionRecords:
     def learn(self, stream: str, facts: StreamFacts) -> None:
         """Apply the facts of a stream that an earlier broker recorded."""
         if facts.source_digest:
-            self.digests[stream] = facts.source_digest
+            self._note_source(stream, facts.source_digest, facts.begin)
         self._partitions.streams[stream].keys.begin(facts.write or 0)
         mine = [self._partitions.intakes[p] for p in self._partitions.of_stream(stream)]
         for intake, total in zip(mine, facts.totals, strict=False):
@@ -258,7 +269,7 @@ class PartitionRecords:
     ) -> None:
         """Apply a record of an earlier broker while this broker starts."""
         if isinstance(record, SourceAccepted):
-            self.digests[record.stream] = record.source_digest
+            self._note_source(record.stream, record.source_digest, record.begin)
             return
         if isinstance(record, SamplesRejected):
             self._recover_rejection(record)

@@ -21,6 +21,7 @@ from streampack.core.model.capacity import MAX_KEYS
 from streampack.core.model.lease_terms import StreamTerms, terms_of
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
+from streampack.core.model.snapshot import Cursor
 from streampack.core.staging.staging import Staging
 
 
@@ -92,6 +93,8 @@ class Partitions:
         """The stream of each partition."""
         self.intakes: list[Intake] = []
         """The intake of each partition."""
+        self.begins: dict[str, Cursor] = {}
+        """Cursor of the first sample of each stream's source, where one is recorded, by stream."""
         self._of_feed: dict[str, list[int]] = {}
 
     def __len__(self) -> int:

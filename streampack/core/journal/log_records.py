@@ -16,7 +16,7 @@ from msgspec import Struct, UnsetType
 from streampack.core.columns.chunk_body import ChunkBody
 from streampack.core.model.rules import Rules, RulesChange
 from streampack.core.model.samples import ExtraColumns
-from streampack.core.model.snapshot import Count, Snapshot
+from streampack.core.model.snapshot import Count, Cursor, Snapshot
 
 
 class Record(Struct, frozen=True, kw_only=True):
@@ -30,6 +30,7 @@ class StreamFacts(Struct, frozen=True, kw_only=True):
 
     Attributes:
         source_digest: Digest of the stream's source.
+        begin: Cursor of the source's first sample; absent in runs that read shards one after the other.
         totals: Samples of the partition; None if its end is unknown.
         recorded: Recorded samples of the partition.
         marks: Recorded marks of the partition.
@@ -47,6 +48,7 @@ class StreamFacts(Struct, frozen=True, kw_only=True):
     write: Count | UnsetType = msgspec.UNSET
     staged: list[tuple[int, int]] | UnsetType = msgspec.UNSET
     dropped: list[list[tuple[int, int, str]]] | UnsetType = msgspec.UNSET
+    begin: Cursor | UnsetType = msgspec.UNSET
 
 
 class PolicyPublished(Record, frozen=True, kw_only=True):
@@ -101,11 +103,15 @@ class Base(Record, frozen=True, kw_only=True):
 
 
 class SourceAccepted(Record, frozen=True, kw_only=True):
-    """A stream's source has this digest; producers of other data are rejected."""
+    """A stream's source has this digest; producers of other data are rejected.
+
+    ``begin`` is the cursor of its first sample; absent in runs that read shards one after the other.
+    """
 
     TYPE: ClassVar[int] = 2
     stream: str
     source_digest: str
+    begin: Cursor | UnsetType = msgspec.UNSET
 
 
 class ChunkKeys(Struct, frozen=True, kw_only=True):

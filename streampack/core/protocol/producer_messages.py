@@ -42,13 +42,15 @@ class Offer(Struct, frozen=True, kw_only=True):
     """A stream that a producer can read; producers of the same data have the same ``source_digest``.
 
     A producer whose samples are pushed names the one ``partition`` to which it pushes. One that only ``amends`` samples
-    names none, and gets ``LateFields`` instead of a lease.
+    names none, and gets ``LateFields`` instead of a lease. ``begin`` is the cursor of the first sample of each
+    partition, and tells the order of the samples. It is absent if samples are pushed.
     """
 
     stream: Name
     source_digest: Name
     partition: Small | None = None
     amends: bool | UnsetType = msgspec.UNSET
+    begin: Cursor | UnsetType = msgspec.UNSET
 
 
 class Hello(Message, frozen=True, kw_only=True):
@@ -204,7 +206,8 @@ class Lease(PartitionMessage, frozen=True, kw_only=True):
 
     Attributes:
         first_seq: Number of the first sample to send.
-        cursor: Place of that sample in the source; None for the beginning.
+        cursor: Place of that sample in the source. None is the first sample of a run in which shards are read one
+            after the other.
         seed: Seed of the order in which the source is read.
         passes: Passes over the source; None for no limit.
         dtype: Type of the tokens.

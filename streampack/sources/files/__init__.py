@@ -7,6 +7,7 @@
 - ``remote``: files at URLs, read through fsspec in ranges, with a bounded cache of blocks.
 - ``retries``: which failures of requests are tried again, and what is waited for.
 - ``contents``: kinds of files by their first bytes: compressed ones, and others that are no text.
+- ``joined_file``: several open files as one.
 - ``compressed``: a gzip or Zstandard file, read as the plain file in it.
 
 A path or a pattern becomes a list of ``File`` (name and size), and opening one gives a ``ShardFile`` with exact reads.

@@ -3,7 +3,7 @@
 Theory of operation. Samples are read at byte offsets, in a shuffled order, and a compressed file has no such offsets.
 So opening a shard decompresses all of it into an unnamed temporary file. The kernel deletes that file when its
 descriptor is closed, so a killed process leaves nothing behind. Then the shard is read like a plain file, in the same
-order. Each process holds one decompressed shard at a time, in the folder that TMPDIR names.
+order. Each process holds the decompressed shards that it reads at a time, in the folder that TMPDIR names.
 
 The alternatives cost more. An index into a gzip file needs a first pass over the whole file, and 32 KiB of memory for
 each entry point. Each sample then costs megabytes of decompression. Zstandard files with a seek table are rare.
@@ -62,8 +62,8 @@ class Decompressed(LocalFile):
         except OSError as error:
             raise SourceError(
                 f"{file.path}: the file cannot be decompressed into {tempfile.gettempdir()} ({error.strerror}). Free "
-                "space in that folder, or decompress the files first. Or set TMPDIR to a folder with space for one "
-                "decompressed shard per process"
+                "space in that folder, or decompress the files first. Or set TMPDIR to a folder with space for the "
+                "decompressed shards that are read at a time, or set fewer with `open_shards` in producer.yaml"
             ) from error
 
 

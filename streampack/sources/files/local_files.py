@@ -33,7 +33,7 @@ class LocalFile:
                 "Restore the file"
             ) from error
         try:
-            self._check_size()
+            self.check_size()
             if os.fstat(self._fd).st_mtime_ns != file.mtime_ns:
                 raise SourceError(
                     f"{file.path}: got a file that was written after the producer listed it, expected an unchanged "
@@ -50,7 +50,7 @@ class LocalFile:
         self._mapped.release()
         os.close(self._fd)
 
-    def _check_size(self) -> None:
+    def check_size(self) -> None:
         """Raise SourceError if the file's size has changed since it was listed."""
         size = os.lseek(self._fd, 0, os.SEEK_END)  # a third of fstat's cost; pread does not use the position
         if size != self.size:
@@ -60,7 +60,7 @@ class LocalFile:
         """Return exactly ``size`` bytes from byte ``offset``, by a system call. Raises SourceError."""
         try:
             data = os.pread(self._fd, size, offset)
-            self._check_size()
+            self.check_size()
             while len(data) < size:  # one call reads 2 GiB at most, some network file systems less
                 more = os.pread(self._fd, size - len(data), offset + len(data))
                 if not more:
@@ -78,14 +78,19 @@ class LocalFile:
 
     def gather(self, sizes: NDArray[np.int64], offsets: NDArray[np.int64]) -> bytes:
         """Return the pieces at ``offsets`` of ``sizes`` bytes, joined, out of a mapping. Raises SourceError."""
-        if not self.size:
-            return b""
-        self._check_size()
-        if not self._mapped:
+        mapped = self.mapped()
+        if mapped is None:
+            return b"".join(map(self.pread, sizes.tolist(), offsets.tolist()))
+        data = join_pieces(mapped, offsets, offsets + sizes)
+        self.check_size()
+        return data
+
+    def mapped(self) -> memoryview | None:
+        """Return the mapping of the file after a check of its size; None if the file cannot be mapped."""
+        self.check_size()
+        if not self._mapped and self.size:
             try:
                 self._mapped = memoryview(mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ))
             except OSError:  # some file systems do not support it, and a limit on address space may forbid it
-                return b"".join(map(self.pread, sizes.tolist(), offsets.tolist()))
-        data = join_pieces(self._mapped, offsets, offsets + sizes)
-        self._check_size()
-        return data
+                return None
+        return self._mapped

@@ -3,9 +3,9 @@
 Theory of operation. The folder holds state.json, which names the files. Each file is an Arrow IPC stream: a schema,
 record batches of 1000 rows, an end marker. The index holds the offset, size and number of rows of each batch. It comes
 from the headers of the messages (https://arrow.apache.org/docs/format/Columnar.html, "Encapsulated message format"; a
-header is a flatbuffer of Message.fbs). A batch is read as a whole, and one is held at a time. So the order shuffles the
-batches of a file, and the rows in each. A batch is validated before its rows are used, because damaged offsets would
-crash the process.
+header is a flatbuffer of Message.fbs). A batch is read as a whole, and a window of batches is held at a time. So the
+order shuffles the rows of a window. A batch is validated before its rows are used, because damaged offsets would crash
+the process.
 
 The package ``datasets`` is not needed, only pyarrow. Call ``flatten_indices()`` on a shuffled or selected dataset
 before saving it.
@@ -96,7 +96,8 @@ class ArrowShard(GroupedShard):
         except Exception as error:
             raise _broken(file, message.offset, first_line(error)) from error
         columns = choose_columns(file.path, self._names, reader.keys, reader.sample_keys)
-        super().__init__(file, reader, schema, [batch.rows for batch in self._batches], columns)
+        largest = max((batch.size for batch in self._batches), default=0)
+        super().__init__(file, reader, schema, [batch.rows for batch in self._batches], columns, largest)
 
     def _read_group(self, group: int) -> ArrowRows:
         """Read and validate the columns of one record batch. Raises DamagedFile."""

@@ -1,12 +1,13 @@
 """Shards of Parquet and Arrow files: rows in groups, of which columns of lists of ids are read many rows at once.
 
 Theory of operation. Arrow stores the lists of a column in one array, with the offsets where each list begins. So the
-rows of one group (a row group or a record batch) are copied like pieces of a file. The ids are copied, and each
+rows of a window of groups (row groups or record batches) are copied like pieces of a file. The ids are copied, and each
 declared field that is a list of numbers or one number per row. Labels and masks (``row_keys``) are applied to all rows
 of a group at once. Irregular rows (null, a null in a list, a field of another length than its ids) are read one by one.
 So are the rows of a group in which one has padding, or labels and masks that reject it.
 """
 
+import contextlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -19,10 +20,12 @@ from numpy.typing import NDArray
 
 from streampack.core.model.fields import LABELS, LOSS_MASK, Field
 from streampack.core.stats.sample_warnings import SEVERAL_KEYS
+from streampack.errors import DamagedFile
 from streampack.sources.arrays import as_samples, fitting, one_sample
 from streampack.sources.files.byte_source import ShardFile, join_pieces
 from streampack.sources.formats.arrow import ArrowRows, is_number, is_plain_list, need_pyarrow
 from streampack.sources.formats.rows import MISSING, RowReader, as_field, missing_from
+from streampack.sources.joining import Joined
 from streampack.sources.records import AnyShard, RawSamples, Sample
 from streampack.sources.row_keys import BY_TOKEN, KNOWN, Applied, of_ids
 
@@ -90,16 +93,20 @@ def _mask_columns(schema: Any, reader: RowReader) -> tuple[str, ...] | None:
 class GroupedShard(ABC):
     """A shard of a table whose rows are read a group at a time: a row group or a record batch.
 
-    ``blocks``: number of rows of each group. ``columns``: the columns to read. One group is held at a time.
+    ``blocks``: number of rows of each group. ``columns``: the columns to read. ``block_bytes``: bytes of the largest
+    group in memory. One group is held at a time, or those of ``hold``.
     """
 
     def __init__(
-        self, file: ShardFile, reader: RowReader, schema: Any, blocks: list[int], columns: Sequence[str]
-    ) -> None:
+        self, file: ShardFile, reader: RowReader, schema: Any, blocks: list[int], columns: Sequence[str],
+        block_bytes: int,
+    ) -> None:  # fmt: skip
         self._file, self._reader, self._schema = file, reader, schema
-        self.blocks, self._columns = blocks, columns
+        self.blocks, self._columns, self.block_bytes = blocks, columns, block_bytes
         self._ends = list(accumulate(blocks))
-        self._group, self._rows = -1, ArrowRows({})
+        self._held: Sequence[int] = ()
+        self._rows: dict[int, ArrowRows] = {}
+        """Rows of the groups in memory, by group."""
 
     @abstractmethod
     def _read_group(self, group: int) -> ArrowRows:
@@ -111,15 +118,21 @@ class GroupedShard(ABC):
     def as_arrays(self) -> AnyShard:
         """Return a ListShard over this shard if its rows are ids and numbers; else the shard itself."""
         plan = plan_of(self._schema, self._reader)
-        return self if plan is None else ListShard(self, plan)
+        return self if plan is None else ListShard([self], plan)
 
     def rows_of(self, sample: int) -> tuple[ArrowRows, range]:
         """Return the rows of the group that holds a sample, and the range of sample numbers in that group."""
         group = bisect_right(self._ends, sample)
-        if group != self._group:
-            self._rows = ArrowRows({})  # free the last group before reading the next
-            self._rows, self._group = self._read_group(group), group
-        return self._rows, range(self._ends[group] - self.blocks[group], self._ends[group])
+        if (rows := self._rows.get(group)) is None:
+            if group not in self._held:
+                self._rows.clear()  # free the last group before reading the next
+            rows = self._rows[group] = self._read_group(group)
+        return rows, range(self._ends[group] - self.blocks[group], self._ends[group])
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Keep these groups in memory once they are read, and free all others."""
+        self._held = blocks
+        self._rows = {group: rows for group, rows in self._rows.items() if group in blocks}
 
     def load(self, sample: int) -> Sample | str:
         """Read one row as a sample, or return the reason why it is rejected."""
@@ -137,47 +150,102 @@ class GroupedShard(ABC):
 
 
 class ListShard:
-    """An ArrayShard over a shard of row groups: reads many rows of ids and numbers at once."""
+    """An ArrayShard over shards of row groups: reads many rows of ids and numbers at once, also of several groups."""
 
-    def __init__(self, shard: GroupedShard, plan: ColumnPlan) -> None:
-        self._shard, self._plan = shard, plan
-        self._run = range(0)
+    def __init__(self, shards: Sequence[GroupedShard], plan: ColumnPlan) -> None:
+        self._shards, self._plan = shards, plan
+        self._whole = whole = Joined(shards)
+        self.blocks, self.block_bytes, self.where, self.load = whole.blocks, whole.block_bytes, whole.where, whole.load
+        self._ends = np.cumsum(np.array(self.blocks, np.int64))
+        self._held: Sequence[int] = ()
+        self._opened: Sequence[int] = ()
         self._lists: _Lists | None = None
-        self.blocks, self.where = shard.blocks, shard.where
+        """The groups ``_opened``; None if none of them can be read many rows at once."""
+        self._begins = np.zeros(len(self.blocks), np.int64)
+        """Number in ``_lists`` of the first row of each group; -1 for a group that is not there."""
+
+    @classmethod
+    def join(cls, shards: Sequence["ListShard"]) -> "ListShard | None":
+        """Return the rows of several shards as one shard; None if their files have other columns."""
+        plans = [shard._plan for shard in shards]
+        same = all(plan == plans[0] for plan in plans)
+        return cls([each for shard in shards for each in shard._shards], plans[0]) if same else None
 
     def __len__(self) -> int:
-        return len(self._shard)
+        return len(self._whole)
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Keep these groups in memory once they are read, and free all others."""
+        self._held, self._opened, self._lists = blocks, (), None
+        self._whole.hold(blocks)
 
     def gather(self, samples: NDArray[np.int64], tokens: int) -> RawSamples:
-        """Read the leading rows of ``samples`` that lie in one group and fit into ``tokens`` ids, at least one."""
-        if samples[0] not in self._run:
-            self._run, self._lists = range(0), None  # free the last group before reading the next
-            rows, self._run = self._shard.rows_of(int(samples[0]))
-            self._lists = _open_lists(rows.columns, self._plan)
-        if self._lists is not None:
-            outside = np.flatnonzero((samples < self._run.start) | (samples >= self._run.stop))
-            at_once = self._lists.gather(samples[: outside[0] if len(outside) else None] - self._run.start, tokens)
+        """Read the leading rows of ``samples`` that lie in groups in memory and fit into ``tokens`` ids, at least one.
+
+        If the first row's group is not held, only rows of that group are read.
+        """
+        groups = np.searchsorted(self._ends, samples, "right")
+        first = int(groups[0])
+        if first not in self._opened:
+            self._opened, self._lists = (), None  # free the last groups before reading the next
+            self._open(self._held if first in self._held else (first,))
+        begins = self._begins[groups]
+        outside = np.flatnonzero(begins < 0)
+        count = int(outside[0]) if len(outside) else len(samples)
+        if count and self._lists is not None:
+            rows = begins + samples - (self._ends[groups] - np.array(self.blocks)[groups])
+            at_once = self._lists.gather(rows[:count], tokens)
             if at_once is not None:
                 return at_once._replace(warnings=self._plan.warnings)
-        return one_sample(self._shard.load(int(samples[0])), self._plan.by_sample)
+        return one_sample(self.load(int(samples[0])), self._plan.by_sample)
+
+    def _open(self, groups: Sequence[int]) -> None:
+        """Read these groups, and open their columns. Groups that are damaged or differ are left to ``load``."""
+        opened, at = list[_Lists](), 0
+        self._begins[:] = -1
+        for group in groups:
+            begin = int(self._ends[group]) - self.blocks[group]
+            shard = self._whole.shard_of(begin)
+            lists = None
+            if self.blocks[group]:
+                with contextlib.suppress(DamagedFile):
+                    rows, _ = self._shards[shard].rows_of(begin - self._whole.starts[shard])
+                    lists = _open_lists(rows.columns, self._plan)
+            if lists is not None and (not opened or lists.types == opened[0].types):
+                opened.append(lists)
+                self._begins[group], at = at, at + self.blocks[group]
+        self._opened, self._lists = groups, _joined(opened) if opened else None
 
 
 class _ListColumn(NamedTuple):
-    """A column of lists in one array.
+    """A column of lists of one or more groups of rows.
 
-    - ``data``: bytes of all values, of type ``dtype``.
+    - ``data``: bytes of all values of each group, of type ``dtype``.
     - ``begins``, ``ends``: each list's first value and the value after its last, as indices, int64 [rows].
+    - ``owners``: index in ``data`` of each row, int64 [rows]; None if all rows are of one group.
     """
 
-    data: memoryview
+    data: tuple[memoryview, ...]
     dtype: np.dtype[Any]
     begins: NDArray[np.int64]
     ends: NDArray[np.int64]
+    owners: NDArray[np.int64] | None = None
 
     def gather(self, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Return the values of the lists of these rows, joined."""
-        size = self.dtype.itemsize
-        return np.frombuffer(join_pieces(self.data, self.begins[rows] * size, self.ends[rows] * size), self.dtype)
+        size, data = self.dtype.itemsize, self.data
+        begins, ends = self.begins[rows] * size, self.ends[rows] * size
+        if self.owners is None:
+            return np.frombuffer(join_pieces(data[0], begins, ends), self.dtype)
+        places = zip(self.owners[rows].tolist(), begins.tolist(), ends.tolist(), strict=True)
+        return np.frombuffer(b"".join([data[at][begin:end] for at, begin, end in places]), self.dtype)
+
+    @classmethod
+    def join(cls, columns: Sequence["_ListColumn"]) -> "_ListColumn":
+        """Return the rows of several columns as one column."""
+        owners = np.repeat(np.arange(len(columns)), [len(column.begins) for column in columns])
+        begins, ends = (np.concatenate(each) for each in zip(*((c.begins, c.ends) for c in columns), strict=True))
+        return cls(tuple(column.data[0] for column in columns), columns[0].dtype, begins, ends, owners)
 
 
 class _Lists(NamedTuple):
@@ -193,6 +261,12 @@ class _Lists(NamedTuple):
     values: dict[str, NDArray[Any]]
     odd: NDArray[np.bool_]
 
+    @property
+    def types(self) -> dict[str, np.dtype[Any]]:
+        """Types of the ids (with an empty name) and of the fields."""
+        lists = {name: column.dtype for name, column in self.lists.items()}
+        return {"": self.ids.dtype, **lists, **{name: values.dtype for name, values in self.values.items()}}
+
     def gather(self, rows: NDArray[np.int64], tokens: int) -> RawSamples | None:
         """Read the leading regular rows of ``rows`` that fit into ``tokens`` ids; None if the first is irregular."""
         odd = np.flatnonzero(self.odd[rows])
@@ -204,6 +278,18 @@ class _Lists(NamedTuple):
         fields = {name: column.gather(rows) for name, column in self.lists.items()}
         fields |= {name: values[rows] for name, values in self.values.items()}
         return as_samples(self.ids.gather(rows), lengths[:count], fields=fields, by_sample=frozenset(self.values))
+
+
+def _joined(groups: Sequence[_Lists]) -> _Lists:
+    """Return the rows of several groups, whose types are equal, as one group."""
+    if len(groups) == 1:
+        return groups[0]
+    return _Lists(
+        _ListColumn.join([group.ids for group in groups]),
+        {name: _ListColumn.join([group.lists[name] for group in groups]) for name in groups[0].lists},
+        {name: np.concatenate([group.values[name] for group in groups]) for name in groups[0].values},
+        np.concatenate([group.odd for group in groups]),
+    )
 
 
 def _open_lists(columns: dict[str, Any], plan: ColumnPlan) -> _Lists | None:
@@ -231,7 +317,7 @@ def _open_lists(columns: dict[str, Any], plan: ColumnPlan) -> _Lists | None:
         stored = as_field(flat, field, len(flat))
         if isinstance(stored, str):
             return None
-        lists[field.name] = column._replace(data=_bytes(stored), dtype=stored.dtype)
+        lists[field.name] = column._replace(data=(_bytes(stored),), dtype=stored.dtype)
         odd |= null | (column.ends - column.begins != ids.ends - ids.begins)
     if plan.masks:
         applied = _applied(columns, plan, ids, flat_ids)
@@ -240,7 +326,7 @@ def _open_lists(columns: dict[str, Any], plan: ColumnPlan) -> _Lists | None:
         mask = applied.mask
         if mask is not None and (plan.mask_field is not None or not mask.all()):
             stored = mask if plan.mask_field is None else mask.astype(plan.mask_field.storage)
-            lists[LOSS_MASK] = ids._replace(data=_bytes(stored), dtype=stored.dtype)
+            lists[LOSS_MASK] = ids._replace(data=(_bytes(stored),), dtype=stored.dtype)
     return _Lists(ids, lists, values, odd)
 
 
@@ -263,7 +349,7 @@ def _open_column(array: Any) -> tuple[_ListColumn, NDArray[Any], NDArray[np.bool
     if null_values.any():
         before = np.concatenate([[0], np.cumsum(null_values)])
         odd = odd | (before[offsets[1:]] > before[offsets[:-1]])
-    return _ListColumn(_bytes(flat), flat.dtype, offsets[:-1], offsets[1:]), flat, odd
+    return _ListColumn((_bytes(flat),), flat.dtype, offsets[:-1], offsets[1:]), flat, odd
 
 
 def _numbers(array: Any) -> tuple[NDArray[Any], NDArray[np.bool_]]:

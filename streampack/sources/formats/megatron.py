@@ -32,8 +32,10 @@ from streampack.core.model.fields import Field
 from streampack.errors import ConfigError, SourceError
 from streampack.sources.arrays import as_samples, fitting
 from streampack.sources.files.byte_source import File, ShardFile
+from streampack.sources.files.joined_file import JoinedFile
 from streampack.sources.files.listing import find, measure, open_file
 from streampack.sources.formats.rows import FieldReader
+from streampack.sources.joining import Joined
 from streampack.sources.records import AnyShard, Format, OpenShard, RawSamples
 from streampack.sources.settings import SourceSettings
 from streampack.sources.walk import pieces
@@ -120,6 +122,18 @@ class SequenceShard:
     ) -> None:  # fmt: skip
         self._file, self._dtype, self._numbers = file, dtype, numbers
         self._sizes, self._pointers = sizes, pointers
+
+    @classmethod
+    def join(cls, shards: Sequence["SequenceShard"]) -> "SequenceShard | None":
+        """Return the sequences of several shards as one shard; None if their ids have several types."""
+        if len({shard._dtype for shard in shards}) > 1:
+            return None
+        file = JoinedFile([shard._file for shard in shards])
+        at = [shard._pointers + start for shard, start in zip(shards, file.starts, strict=True)]
+        numbers, sizes = (np.concatenate(each) for each in zip(*((s._numbers, s._sizes) for s in shards), strict=True))
+        joined = cls(file, shards[0]._dtype, numbers, sizes, np.concatenate(at))
+        joined.where = Joined(shards).where  # type: ignore[method-assign]
+        return joined
 
     def __len__(self) -> int:
         return len(self._sizes)

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from streampack.core.model.fields import Field
 from streampack.sources.arrays import as_samples, fitting, one_sample
 from streampack.sources.files.byte_source import ShardFile
+from streampack.sources.files.joined_file import JoinedFile
 from streampack.sources.formats.npy import parse_header
+from streampack.sources.joining import Joined
 from streampack.sources.records import RawSamples, Sample
 
 _HEADER = 128
@@ -75,6 +77,27 @@ class NpyShard:
     ) -> None:  # fmt: skip
         self._ids, self._load, self.where = ids, load, where
         self._fields = list(fields.items())
+
+    @classmethod
+    def join(cls, shards: Sequence["NpyShard"]) -> "NpyShard | None":
+        """Return the samples of several shards as one shard; None if they have other fields."""
+        names = [[field for field, _ in shard._fields] for shard in shards]
+        if any(each != names[0] for each in names):
+            return None
+        file = JoinedFile([shard._ids.file for shard in shards])
+
+        def joined(members: Sequence[Members]) -> Members:
+            """Return the members of the shards, in the joined file."""
+            offsets = [each.offsets + start for each, start in zip(members, file.starts, strict=True)]
+            return Members(file, np.concatenate([each.sizes for each in members]), np.concatenate(offsets))
+
+        fields = {field: joined([shard._fields[at][1] for shard in shards]) for at, field in enumerate(names[0])}
+        whole = Joined(shards)
+        return cls(joined([shard._ids for shard in shards]), fields, whole.load, whole.where)
+
+    def load(self, sample: int) -> Sample | str:
+        """Read one sample alone, or return the reason why it is rejected."""
+        return self._load(sample)
 
     def __len__(self) -> int:
         return len(self._ids.sizes)

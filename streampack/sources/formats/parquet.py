@@ -1,13 +1,14 @@
 """Parquet files: a row is a sample.
 
-Theory of operation. The index is the file's footer. A row group is read as a whole, only the needed columns, and one
-row group is held at a time. So the order shuffles the row groups of a file, and the rows in each. Memory holds one
-decoded row group: write row groups of about ten thousand rows, and at least as many files as there are partitions.
-With images in the rows, write row groups of about a hundred megabytes.
+Theory of operation. The index is the file's footer. A row group is read as a whole, only the needed columns. So the
+order shuffles the rows of a window of row groups, which memory holds decoded. Write row groups of about ten thousand
+rows, and at least as many files as there are partitions. With images in the rows, write row groups of about a hundred
+megabytes.
 
 A truncated file has no footer and raises DamagedFile. So does a file of 0 bytes, or one whose pages do not decode.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from streampack.errors import DamagedFile, SourceError
@@ -18,6 +19,9 @@ from streampack.sources.formats.rows import RowReader, open_rows
 from streampack.sources.records import Format
 from streampack.sources.settings import SourceSettings
 from streampack.tokenizers.base import Tokenizer
+
+_SIZES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4}
+"""Bytes of a value in memory, by the type in the file; 8 for other types."""
 
 
 def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
@@ -41,14 +45,20 @@ class ParquetShard(GroupedShard):
             groups = [footer.row_group(group) for group in range(footer.num_row_groups)]
             if any(not 0 <= group.num_rows <= group.column(0).num_values for group in groups):
                 raise ValueError("a row group has more rows than values")
+            if any(group.num_columns != footer.num_columns for group in groups):
+                raise ValueError("a row group has another number of columns than the schema")
             schema = self._parquet.schema_arrow
             names = list(schema.names)
+            read = set(choose_columns(file.path, names, reader.keys, reader.sample_keys) if groups else [])
+            paths = [self._parquet.schema.column(number).path for number in range(footer.num_columns)]
+            numbers = [number for number, path in enumerate(paths) if path.partition(".")[0] in read]
+            most = max((_bytes_of(group, numbers) for group in groups), default=0)
         except SourceError:
             raise
         except Exception as error:  # ArrowInvalid, OSError, and any other for a damaged footer
             raise _broken(file, error) from error
-        columns = choose_columns(file.path, names, reader.keys, reader.sample_keys) if groups else []
-        super().__init__(file, reader, schema, [group.num_rows for group in groups], columns)
+        columns = [name for name in names if name in read]
+        super().__init__(file, reader, schema, [group.num_rows for group in groups], columns, most)
 
     def _read_group(self, group: int) -> ArrowRows:
         """Read the columns of one row group. Raises DamagedFile."""
@@ -61,6 +71,12 @@ class ParquetShard(GroupedShard):
             raise
         except Exception as error:
             raise _broken(self._file, error, f" in row group {group}") from error
+
+
+def _bytes_of(group: Any, columns: Sequence[int]) -> int:
+    """Return about how many bytes the columns with these numbers of a row group take in memory, from the footer."""
+    parts = [group.column(number) for number in columns]
+    return sum(max(part.total_uncompressed_size, part.num_values * _SIZES.get(part.physical_type, 8)) for part in parts)
 
 
 def _broken(file: ShardFile, error: Any, where: str = "") -> DamagedFile:

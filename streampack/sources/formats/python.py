@@ -19,8 +19,9 @@ in the user's code stops the reader. The source's digest covers the import path,
 
 import contextlib
 import inspect
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeGuard
 
 import msgspec
@@ -114,12 +115,18 @@ class ItemReader:
 
 
 class ItemShard:
-    """A shard of consecutive items of an indexable object. ``run``: their indices."""
+    """A shard of items of an indexable object. ``run``: their indices."""
 
     blocks = ()
 
-    def __init__(self, path: str, items: Any, run: range, reader: ItemReader) -> None:
+    def __init__(self, path: str, items: Any, run: Sequence[int], reader: ItemReader) -> None:
         self._path, self._items, self._run, self._reader = path, items, run, reader
+
+    @classmethod
+    def join(cls, shards: Sequence["ItemShard"]) -> "ItemShard":
+        """Return the items of several shards as one shard."""
+        first, run = shards[0], array("q", chain.from_iterable(shard._run for shard in shards))
+        return cls(first._path, first._items, run, first._reader)
 
     def __len__(self) -> int:
         return len(self._run)
@@ -135,6 +142,11 @@ class ItemShard:
             return self._items[self._run[sample]]
         except Exception as error:
             raise _user_code_error(self.where(sample), error) from error
+
+    def items_of(self, samples: NDArray[np.int64]) -> list[Any]:
+        """Return the items of these samples, which must be in memory."""
+        items, run = self._items, self._run
+        return [items[run[sample]] for sample in samples.tolist()]
 
     def load(self, sample: int) -> Sample | str:
         """Convert one item to a sample, or return the reason why it is rejected."""
@@ -153,6 +165,11 @@ class ArrayItemShard:
     def __init__(self, one: ItemShard) -> None:
         self._one, self.where = one, one.where
 
+    @classmethod
+    def join(cls, shards: Sequence["ArrayItemShard"]) -> "ArrayItemShard":
+        """Return the items of several shards as one shard."""
+        return cls(ItemShard.join([shard._one for shard in shards]))
+
     def __len__(self) -> int:
         return len(self._one)
 
@@ -160,8 +177,7 @@ class ArrayItemShard:
         """Read the leading items of ``samples`` that are alike and fit into ``tokens`` ids, at least one."""
         arrays: list[NDArray[Any]] = []
         left = tokens
-        for sample in samples.tolist():
-            item = self._one.item(sample)
+        for item in self._one.items_of(samples):
             if not _is_vector(item) or (arrays and (item.dtype != arrays[0].dtype or len(item) > left)):
                 break
             arrays.append(item)
