@@ -3,6 +3,7 @@
 A producer that reads files, in the order in which data passes:
 
 - ``first_rows``: checks before a run that the first rows of each source have the configured keys.
+- ``sorted_rows``: finds sources whose files are sorted and hardly mixed.
 - ``loop``: one thread owns the socket, another reads and tokenizes records and makes chunks.
 - ``lease_limits``: applies a lease's limits, policies and fields to records.
 - ``media_values``: turns the media of a sample into the bytes that are sent.

@@ -17,12 +17,15 @@ from streampack.core.media.references import Reference
 from streampack.core.model.fields import LOSS_MASK, Field
 from streampack.core.stats.sample_warnings import NO_LOSS_TOKENS, advice
 from streampack.errors import ConfigError, SourceError, StreampackError
+from streampack.producer.sorted_rows import PLACES, kind_fields, sorted_advice
+from streampack.producer.sorted_rows import ROWS as ROWS_AT_A_PLACE
 from streampack.sources.formats.rows import MISSING
 from streampack.sources.open_source import open_source
 from streampack.sources.reasons import advice_on, describe
 from streampack.sources.records import DAMAGED, RawSample
 from streampack.sources.row_keys import BY_TOKEN, KNOWN
 from streampack.sources.settings import KEYS, SourceSettings
+from streampack.sources.walk import ShardedSource
 from streampack.tokenizers.base import Tokenizer
 from streampack.tokenizers.bytes_tokenizer import BytesTokenizer, UnnamedTokenizer
 from streampack.tokenizers.open_tokenizer import open_tokenizer
@@ -37,6 +40,8 @@ KEY = "key_"
 MASK = Field(name=LOSS_MASK, dtype="uint8", align="target", default=1)
 NOT_APPLIED = tuple(key for key in KNOWN if KNOWN[key] not in BY_TOKEN)
 """Known keys that are not applied to the sample. A row is rejected for them, unless the run declares them as fields."""
+SORTED = "sorted"
+"""Word of the warning about a stream whose files are sorted."""
 _TORN = ("json", DAMAGED)
 """Reasons of rows that cannot be read, so their keys are unknown."""
 
@@ -44,7 +49,8 @@ _TORN = ("json", DAMAGED)
 class FirstWarning(NamedTuple):
     """A warning about the first rows of a stream: ``samples`` of ``rows`` rows have it, the first at ``where``.
 
-    ``word`` is a word of ``core.stats.sample_warnings``, or the reason of rejected rows. ``meaning`` is its sentence.
+    ``word`` is a word of ``core.stats.sample_warnings``, the reason of rejected rows, or ``SORTED``. ``meaning`` is its
+    sentence.
     """
 
     stream: str
@@ -84,9 +90,22 @@ def check_rows(config: ProducerConfig) -> list[FirstWarning]:
         if any(KEY in name for record in records for name in record.fields):
             records = _peek_with(path, stream, tokenizer, ())
         warnings += _warnings(name, records)
+        warnings += _sorted(name, stream, tokenizer)
         for field_path, key in lone:
             _check_field(field_path, bare, key)
     return warnings
+
+
+def _sorted(name: str, stream: ProducerStream, tokenizer: Tokenizer) -> list[FirstWarning]:
+    """Return a warning about a stream whose files are sorted and hardly mixed, or nothing."""
+    names, fields = kind_fields() if "fields" in KEYS[stream.source] else ({}, ())
+    source = open_source(replace(stream, fields=names), tokenizer)
+    if not stream.shuffle or stream.source == "python" or not isinstance(source, ShardedSource):
+        return []
+    places = source.places(PLACES, ROWS_AT_A_PLACE, fields)
+    rows = sum(map(len, places.samples))
+    said = sorted_advice(places)
+    return [FirstWarning(name, SORTED, rows, rows, places.samples[0][0].where, said)] if said else []
 
 
 def passed_on(keys: Iterable[str]) -> tuple[dict[str, str], tuple[Field, ...]]:

@@ -28,7 +28,7 @@ from streampack.core.model.keys.key_groups import values_of
 from streampack.core.model.keys.stream_keys import SamplePolicies
 from streampack.core.model.mesh import Mesh
 from streampack.errors import UserError
-from streampack.producer.first_rows import FirstWarning, check_rows, known_keys
+from streampack.producer.first_rows import SORTED, FirstWarning, check_rows, known_keys
 from streampack.sources import OpenedSource, open_tokenizer
 from streampack.sources.row_keys import KNOWN, MEANINGS
 from streampack.transport.endpoints import check_endpoint, split_endpoints
@@ -397,6 +397,8 @@ def show_check(result: Tree, whole: bool) -> None:
 
 def _warned(warning: Tree) -> str:
     """Return a warning about the first rows of a stream as text."""
+    if warning["word"] == SORTED:
+        return f"streams.{warning['stream']}: {warning['meaning']}"
     rows = f"{warning['samples']} of the first {counted(warning['rows'], 'row')}, such as {warning['where']}"
     return f"streams.{warning['stream']}: {warning['meaning']}. Concerns {rows}"
 
