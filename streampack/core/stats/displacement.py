@@ -4,7 +4,8 @@ The *turn* of a sample is the step that it would be in if samples left in merge 
 The *displacement* is the sample's own step minus its turn: 3 for a sample that leaves three steps late, -2 for one that
 leaves two steps early. Steps other than the sample's own count with the mean tokens of the last steps.
 
-The figures are of the last ``LAST_STEPS`` steps. They begin anew with a broker, and with a feed that goes to another
+The figures are of the last ``LAST_STEPS`` steps. In steps of more than ``2 * MOST`` samples, samples at equal distances
+count for the others. They begin anew with a broker, and with a feed that goes to another
 step. The samples of the snapshot then count as merged one after another.
 """
 
@@ -21,6 +22,8 @@ from streampack.core.model.steps import PlannedStep
 from streampack.core.stats.length_histogram import bucket_of, least_of
 from streampack.core.stats.trained_samples import LAST_STEPS
 
+MOST = 256
+"""Samples of a step that count; fewer than twice as many."""
 AT_ONCE = 1 << 14
 """Samples gathered before they are counted."""
 
@@ -106,7 +109,8 @@ class Displacements:
         """Note samples that follow in merge order; ``handles`` and ``lengths`` (all tokens) are int64 [n]."""
         if len(self._at) < self.table.capacity:
             self._at = np.append(self._at, np.zeros(self.table.capacity - len(self._at), np.int64))
-        ends = np.cumsum(lengths) + self._merged
+        ends = lengths.cumsum()
+        ends += self._merged
         self._at[handles] = ends - lengths
         self._merged = int(ends[-1]) if len(ends) else self._merged
 
@@ -116,8 +120,9 @@ class Displacements:
             handles, tokens = step.packs.handles, int(step.packs.tokens.sum())
             if step.rules.share is not None:  # shared tokens were merged, too
                 tokens = int(self.table.length[handles].sum())
-            self._waiting.append((tokens, self._at[handles]))
-            self._num_waiting += 1 + len(handles)
+            at = self._at[handles[:: max(len(handles) // MOST, 1)]]
+            self._waiting.append((tokens, at))
+            self._num_waiting += 1 + len(at)
         if self._num_waiting > AT_ONCE:
             self._count()
 
