@@ -240,8 +240,9 @@ def _wrong_form(taken: Snapshot, rules: Rules, max_tokens: int) -> str:
     window, pending = np.frombuffer(form.window, ROW), np.frombuffer(form.pending, ROW)
     if len(form.ages) != len(window) or not all(-1 <= age < MAX_AGE for age in form.ages):
         return f"got {len(form.ages)} ages, expected {len(window)}, one age of at least -1 for each sample"
-    if len(form.recent) > STEPS or not all(0 <= count < MAX_COUNT for count in form.recent):
-        return f"got {form.recent[:9]} as samples in the last steps, expected at most {STEPS} numbers of at least 0"
+    recent = form.recent or ()
+    if len(recent) > STEPS or not all(0 <= count < MAX_COUNT for count in recent):
+        return f"got {recent[:9]} as samples in the last steps, expected at most {STEPS} numbers of at least 0"
     rows = np.concatenate([window, pending])
     keeps = form.keeps or b""
     if len(keeps) not in (0, len(rows)) or any(keep not in (0, *KEEPS.values()) for keep in keeps):

@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from streampack.core.form.auto_window import STEPS, auto_window
@@ -292,13 +293,14 @@ class Former:
         rows, held = self._table.rows, np.concatenate([window, pending.handles])
         return FormState(
             self.next_step, self.chain, self.closed, rows(window).tobytes(), ages.tolist(),
-            rows(pending.handles).tobytes(), pending.counts.tolist(), tuple(self._recent), **self._table.extras(held),
+            rows(pending.handles).tobytes(), pending.counts.tolist(), tuple(self._recent) or UNSET,
+            **self._table.extras(held),
         )  # fmt: skip
 
     def load(self, state: FormState) -> None:
         """Restore a state in an empty ``Former`` of the same rules; add the state's samples to the table."""
         self.next_step, self.chain, self.closed = state.next_step, state.chain, state.closed
-        self._recent.extend(state.recent)
+        self._recent.extend(state.recent or ())
         rows = np.concatenate([np.frombuffer(each, ROW) for each in (state.window, state.pending)])
         extras = {name: getattr(state, name) for name in EXTRAS}
         handles, pending = np.split(self._table.enter(rows, **extras), [len(state.ages)])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from streampack.core.model.rules import RulesChange
 from streampack.core.model.samples import ExtraColumns
@@ -65,7 +65,7 @@ class FormState(ExtraColumns, frozen=True):
         ages: The ages of the window's samples: see ``packers.packer.Choice``.
         pending: The samples of packs that are not in a step yet, as bytes.
         counts: Number of samples in each pending pack.
-        recent: Number of items in each of the last steps, for the automatic window.
+        recent: Number of items in each of the last steps, for the automatic window; UNSET for other windows.
     """
 
     next_step: int
@@ -75,7 +75,7 @@ class FormState(ExtraColumns, frozen=True):
     ages: list[int]
     pending: bytes
     counts: list[int]
-    recent: tuple[int, ...] = ()
+    recent: tuple[int, ...] | UnsetType = UNSET
 
     @property
     def num_samples(self) -> int:
