@@ -231,6 +231,8 @@ def another(name: str, value: Any) -> st.SearchStrategy[Any]:
         return st.lists(st.tuples(NUMBERS, NUMBERS), max_size=3)
     if name == "floors":
         return st.lists(FLOORS, min_size=2, max_size=4)
+    if name == "recent":
+        return st.lists(NUMBERS, max_size=5).map(tuple)
     if name == "keeps":
         says = st.sampled_from([0, 0, 1, 1, 2, 3])
         return st.lists(says, min_size=NUM_HELD - 1, max_size=NUM_HELD).map(bytes)
