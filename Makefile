@@ -15,7 +15,7 @@ export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
 install = if [ -x $(BIN)/uv ]; then $(UV) $(1); else false; fi || $(PIP) $(1)
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test tools soak fuzz lint kernels bench docs docs-serve docs-artifact dist dist-check clean
+.PHONY: help demo test tools soak fuzz lint kernels collected bench docs docs-serve docs-artifact dist dist-check clean
 help:
 	@echo "make demo    the whole service on this machine, on text that is already there"
 	@echo "make test    lint, then every test"
@@ -70,11 +70,16 @@ $(KERNELS): $(DEV) $(wildcard $(addsuffix *.py,streampack/core/ streampack/core/
 	@$(BIN)/streampack kernels
 	@touch $@
 
+# Importing all tests once writes the bytecode of tests, torch and Ray. Otherwise all test processes compile the same
+# modules at the same time. Errors here come again when the tests run.
+collected: $(KERNELS)
+	-@$(BIN)/python -m pytest --collect-only -qq > /dev/null
+
 # CI has two cores. Five workers keep them busy, because tests of processes, pages and alerts wait much of the time. A
 # worker takes neighboring tests, which share the fixtures of their module.
 test:
 	@$(MAKE) --no-print-directory -j 2 $(DEV) tools
-	@$(MAKE) --no-print-directory -j 2 lint kernels
+	@$(MAKE) --no-print-directory -j 2 lint $(if $(ARGS),kernels,collected)
 	$(BIN)/python -m pytest -n 5 --dist worksteal $(ARGS)
 
 soak: $(DEV)
