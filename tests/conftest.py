@@ -29,7 +29,7 @@ SLOW = (
 )  # fmt: skip
 """Parts of the names of tests that take more than 40 s each, or of files with such tests, which share a fixture."""
 
-settings.register_profile("streampack", deadline=None)
+settings.register_profile("streampack", deadline=None, max_examples=int(os.environ.get("EXAMPLES", "40")))
 settings.load_profile("streampack")
 
 

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from streampack.views.view import View, canonical
@@ -84,7 +83,7 @@ class Watch:
             return ids.view_as(value) if _are_ids(value, ids_of(view)) else value
 
         name = type(module).__name__
-        sharded = any(isinstance(each, DTensor) for each in module.parameters())
+        sharded = any(map(_is_sharded, module.parameters()))
         learns = torch.is_grad_enabled() and not sharded and self.attention != "flex_attention"
         with torch.set_grad_enabled(learns):
             before, after = (self._rows(module, len(ids), *call) for call in (arguments, tree_map(changed, arguments)))
@@ -135,9 +134,15 @@ def ids_of(view: View) -> torch.Tensor:
     return next(view[name] for name in ("input_ids", "tokens", "input") if name in view)  # type: ignore[no-any-return]
 
 
+def _is_sharded(value: Any) -> bool:
+    from torch.distributed.tensor import DTensor  # takes a second
+
+    return isinstance(value, DTensor)
+
+
 def _are_ids(value: Any, ids: torch.Tensor) -> bool:
     """Return True if ``value`` is a tensor with the tokens ``ids``."""
-    same = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dtype == ids.dtype
+    same = isinstance(value, torch.Tensor) and not _is_sharded(value) and value.dtype == ids.dtype
     return same and value.numel() == ids.numel() and torch.equal(value.flatten(), ids.flatten())
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
 
 import streampack
@@ -115,6 +114,8 @@ def test_flex_attention_under_the_masks_of_batches_is_dense_attention(trees: boo
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_fifty_steps_do_not_make_the_host_wait() -> None:
     """Torch raises for each operation that waits for the GPU; the shapes are those of one compilation."""
+    from torch._dynamo.testing import CompileCounter  # takes a second
+
     rng = np.random.default_rng(0)
     samples = [{"tokens": rng.integers(1, 32, int(length)).tolist()} for length in rng.integers(1, 120, 900)]
     table, counter = torch.randn(32, 32, device="cuda", requires_grad=True), CompileCounter()

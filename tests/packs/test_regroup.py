@@ -204,6 +204,7 @@ def test_values_that_do_not_fit_are_refused() -> None:
 
 
 @given(cases().filter(lambda case: case.cp == 1), st.data())
+@settings(max_examples=30)
 def test_forward_packs_are_of_the_format_of_their_step(case: Case, data: st.DataObject) -> None:
     (step,), rules = steps_of(case), attached(case).rules
     budget = data.draw(budgets(case), "budget")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import msgspec
 import numpy as np
 import pytest
@@ -125,6 +126,7 @@ def test_skipping_is_dropping(source: Source, skip: int, seed: int) -> None:
 
 
 @given(seed=st.integers(0, 99), partitions=st.integers(1, 5), passes=st.integers(1, 3))
+@hypothesis.settings(max_examples=15)
 def test_a_sample_and_its_row_are_found_by_each_other(source: Source, seed: int, partitions: int, passes: int) -> None:
     assert isinstance(source, walk.ShardedSource)
     for partition in range(partitions):

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers, processors
@@ -257,7 +257,6 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer,
 
 
 @given(rows, st.sampled_from(["words", "qwen3"]))
-@settings(deadline=None)
 def test_an_object_of_transformers_encodes_as_its_folder_does(
     both: dict[str, tuple[Tokenizer, Tokenizer]], row: dict[str, Any], name: str
 ) -> None:

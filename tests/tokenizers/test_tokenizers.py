@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers, processors, trainers
@@ -300,7 +300,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Library]:
 
 
 @given(st.text(min_size=1))
-@settings(deadline=None)
 def test_a_files_ids_are_those_of_the_library_and_then_the_end(trained: tuple[Path, Library], text: str) -> None:
     folder, library = trained
     for path in (folder, folder / "tokenizer.json"):
@@ -346,7 +345,6 @@ def test_the_text_of_a_special_token_is_text_unless_allowed(trained: tuple[Path,
 
 
 @given(st.text(st.characters(codec="utf-8")), st.text(st.characters(codec="utf-8")))
-@settings(deadline=None)
 def test_every_token_with_a_character_of_the_completion_is_learned(
     trained: tuple[Path, Library], prompt: str, completion: str
 ) -> None:

@@ -323,7 +323,7 @@ rare = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.one_of(common, common, common, rare), max_size=60))
 def test_memory_held_by_peers_of_a_group_never_changes_and_all_comes_back_in_the_end(
     script: list[tuple[Any, ...]],
@@ -353,7 +353,7 @@ def test_long_scripts_share_a_lot_and_nothing_that_is_held_changes() -> None:
     assert sum(play(list(long_script(seed))) for seed in range(30)) > 800
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from([LEAST_BYTES, LEAST_BYTES + 8, 2 * LEAST_BYTES]), max_size=20), st.integers(1, 8))
 def test_peers_that_keep_pace_cost_one_copy_of_each_frame(sizes: list[int], num_ranks: int) -> None:
     with node_of([TP] * num_ranks) as node, num_taken() as taken:

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from numpy.typing import NDArray
@@ -114,6 +114,8 @@ def test_the_kernel_gives_the_checksums_of_each_sample_and_of_the_whole(given_co
 
 @of_the_kernel
 @given(st.binary(max_size=50), st.binary(max_size=50), st.integers(0, 3))
+@settings(max_examples=30)
+@example(b"a", b"b", 3)
 def test_the_checksum_of_two_parts_follows_from_theirs(first: bytes, second: bytes, level: int) -> None:
     from streampack.wire.crc_kernels import joined
 

@@ -23,7 +23,7 @@ class Paced(Rollouts):
     """
 
     def __init__(
-        self, seed: int, lag: int, batch: int, *, strands: int = 4, wanted: int = 30, quota: int = 400
+        self, seed: int, lag: int, batch: int, *, strands: int = 4, wanted: int = 18, quota: int = 400
     ) -> None:  # fmt: skip
         self.strands = strands
         self.generating: dict[int, list[tuple[int, int | None]]] = {p: [] for p in range(PARTITIONS)}

@@ -145,4 +145,4 @@ class Unsafe(SlowDisk, Rollouts):
 def stories() -> st.SearchStrategy[Story]:
     """Stories of pushing programs, trainers and brokers."""
     names = st.sampled_from(["push", "push", "read", "read", "kill", "back", "turns", "torn"])
-    return st.lists(st.tuples(names, st.integers(0, 12)), min_size=2, max_size=14)
+    return st.lists(st.tuples(names, st.integers(0, 8)), min_size=2, max_size=10)

@@ -135,7 +135,7 @@ def inputs(draw: st.DrawFn) -> tuple[Rules, list[Group]]:
     return rules, groups
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100)
 @given(inputs())
 def test_no_packer_tears_a_group_and_every_sample_is_in_one_pack(case: tuple[Rules, list[Group]]) -> None:
     rules, groups = case
@@ -155,7 +155,7 @@ def test_no_packer_tears_a_group_and_every_sample_is_in_one_pack(case: tuple[Rul
             assert len(steps) == (0 if lost else 1)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100)
 @given(inputs(), st.data())
 def test_steps_do_not_depend_on_where_a_group_is_cut_as_it_comes(
     case: tuple[Rules, list[Group]], data: st.DataObject
@@ -171,7 +171,7 @@ def test_steps_do_not_depend_on_where_a_group_is_cut_as_it_comes(
     assert [run.packs(step) for step in run.steps] == [expected.packs(step) for step in expected.steps]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100)
 @given(inputs(), st.integers(0, 90), st.integers(0, 9))
 def test_a_former_restored_inside_a_group_goes_on_the_same(
     case: tuple[Rules, list[Group]], count: int, formed: int
@@ -243,7 +243,7 @@ def test_samples_that_no_pack_holds_together_are_no_group_and_nothing_breaks() -
     assert not run.table.keep.any()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 @given(inputs(), st.sampled_from([(1, 1), (2, 1), (4, 1), (3, 2)]))
 def test_deal_splits_packs_of_a_batch_between_groups_and_never_inside_one(
     case: tuple[Rules, list[Group]], mesh: tuple[int, int]
@@ -482,7 +482,6 @@ def live_rules() -> st.SearchStrategy[Rules]:
 
 
 @given(live_rules(), stories(), st.integers(0, 999), st.booleans())
-@settings(deadline=None, max_examples=150)
 def test_groups_that_are_pushed_are_never_torn_whoever_is_killed(
     rules: Rules, story: Story, seed: int, discards: bool
 ) -> None:
@@ -536,7 +535,7 @@ class Leaving(Pushed):
 
 
 @given(st.integers(0, 999), st.integers(0, 400), st.integers(0, 400), st.booleans())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=20)
 def test_a_stream_that_is_removed_leaves_no_part_of_a_group(seed: int, before: int, after: int, killed: bool) -> None:
     """What waits of it is dropped: the rules change between two groups, however many samples were merged at once."""
     live = Leaving(seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streampack.core.journal.log_records import ChunkAdmitted, LineageBegan, StepFormed
@@ -95,7 +95,6 @@ def do(live: TwoStreams, what: str, n: int) -> None:
 
 @given(moves(), st.integers(0, 999), st.integers(2, 6))
 @example([("kill", 6), ("turns", 4), ("kill", 3), ("remove", 7)], 21, 6)
-@settings(deadline=None)
 def test_a_stream_that_is_removed_leaves_no_part_of_a_group(story: list[tuple[str, int]], seed: int, size: int) -> None:
     """The example: the last snapshot was taken inside a group, and the next broker had not come so far again."""
     live = TwoStreams(seed, size)

@@ -22,7 +22,7 @@ from tests.world.rollouts import PARTITIONS, Story, pusher, stories
 
 
 @given(stories(), st.integers(0, 999), st.booleans(), st.booleans())
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=20)
 def test_each_sample_is_admitted_once_with_its_values(story: Story, seed: int, discards: bool, groups: bool) -> None:
     live = played(Late(seed, discards=discards, groups=groups), story)
     check_late(live)
@@ -30,7 +30,7 @@ def test_each_sample_is_admitted_once_with_its_values(story: Story, seed: int, d
 
 
 @given(stories(), st.integers(0, 999), st.booleans(), st.booleans())
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=20)
 def test_values_that_come_too_late_are_refused_by_sample(story: Story, seed: int, discards: bool, groups: bool) -> None:
     live = played(Late(seed, discards=discards, groups=groups, late_timeout_s=1), story)
     check_late(live)
@@ -83,7 +83,7 @@ def test_dropped_samples_are_known_after_their_records_are_deleted() -> None:
 
 
 @given(stories(), st.integers(0, 999))
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=20)
 def test_a_batch_keeps_its_samples_however_late_their_values_come(story: Story, seed: int) -> None:
     live = played(Late(seed, batch=Batch()), [move for move in story if move[0] not in ("back", "torn")])
     check_late(live)

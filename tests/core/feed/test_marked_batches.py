@@ -25,7 +25,7 @@ def batch_stories() -> st.SearchStrategy[Story]:
 
 
 @given(sizes(), st.integers(1, 9), batch_stories(), st.integers(0, 999))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=25)
 def test_a_step_is_what_was_marked_as_one_batch_and_small_ones_wait_for_the_next(
     sizes: list[tuple[int, int]], least: int, story: Story, seed: int
 ) -> None:
@@ -41,7 +41,7 @@ def test_a_step_is_what_was_marked_as_one_batch_and_small_ones_wait_for_the_next
 
 
 @given(sizes(1), batch_stories(), st.integers(0, 999))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=20)
 def test_programs_may_wait_for_each_step_before_they_push_the_next_batch(
     sizes: list[tuple[int, int]], story: Story, seed: int
 ) -> None:
@@ -51,7 +51,7 @@ def test_programs_may_wait_for_each_step_before_they_push_the_next_batch(
 
 
 @given(st.integers(1, 4), st.integers(1, 5), batch_stories(), st.integers(0, 999))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=20)
 def test_a_step_is_formed_as_soon_as_its_number_of_samples_is_there(
     size: int, count: int, story: Story, seed: int
 ) -> None:
@@ -62,7 +62,7 @@ def test_a_step_is_formed_as_soon_as_its_number_of_samples_is_there(
 
 
 @given(sizes(), st.integers(1, 9), batch_stories(), st.integers(0, 999))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=20)
 def test_a_mark_closes_a_batch_of_so_many_samples_too(
     sizes: list[tuple[int, int]], size: int, story: Story, seed: int
 ) -> None:
@@ -106,7 +106,7 @@ class OneThread(Batches):
 
 
 @given(st.integers(20, 60), st.lists(st.integers(0, 9), min_size=2, max_size=4), st.integers(0, 999))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=10)
 def test_one_thread_may_push_a_batch_before_it_ends_the_last_one_on_another_partition(
     large: int, small: list[int], seed: int
 ) -> None:

@@ -61,7 +61,7 @@ MOVES = st.lists(
 
 
 @given(MOVES, st.integers(0, 999))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=15)
 def test_every_returned_step_counts_once_through_restarts_and_returns_to_checkpoints(
     story: list[tuple[str, int]], seed: int
 ) -> None:
@@ -102,7 +102,7 @@ def test_packs_in_merge_order_displace_no_sample_wherever_the_feed_goes(story: l
 
 
 @given(st.integers(0, 99), st.integers(0, 9), st.integers(0, 3), st.booleans())
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=8)
 def test_a_skipped_step_was_not_trained(seed: int, first: int, more: int, killed: bool) -> None:
     live = Live(RULES, DATA, seed)
     live.read(1)

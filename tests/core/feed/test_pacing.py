@@ -20,7 +20,7 @@ from tests.world.rollouts import pusher
 
 
 @given(st.integers(0, 9999), st.integers(0, 3), st.integers(2, 9))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=12)
 def test_no_sample_is_too_old_and_none_is_dropped(seed: int, lag: int, batch: int) -> None:
     live = Paced(seed, lag, batch)
     live.finish()
@@ -28,7 +28,7 @@ def test_no_sample_is_too_old_and_none_is_dropped(seed: int, lag: int, batch: in
 
 
 @given(st.integers(0, 9999), st.integers(0, 2), st.lists(st.integers(20, 900), max_size=3))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=10)
 def test_a_broker_that_is_killed_goes_on_and_loses_nothing(seed: int, lag: int, kills: list[int]) -> None:
     live = Paced(seed, lag, 5)
     for turns in kills:

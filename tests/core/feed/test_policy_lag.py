@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.core.journal.history import ChunkPlace, History
@@ -30,7 +30,6 @@ class Policies(Rollouts):
 
 
 @given(st.integers(0, 4), st.tuples(*[st.integers(1, 9)] * 2), stories(), st.integers(0, 999), st.booleans())
-@settings(deadline=None, max_examples=120)
 def test_stale_samples_follow_from_the_recorded_order_alone(
     lag: int, pace: tuple[int, int], story: Story, seed: int, discards: bool
 ) -> None:

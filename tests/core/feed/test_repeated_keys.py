@@ -90,7 +90,7 @@ class Jobs(Unsafe):
 
 @given(st.lists(st.tuples(st.sampled_from(["turns", "kill", "broker", "back"]), st.integers(0, 9)), max_size=14),
        st.integers(0, 999))  # fmt: skip
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=25)
 def test_each_key_of_a_write_is_admitted_once_and_none_that_was_durable_is_lost(
     story: list[tuple[str, int]], seed: int
 ) -> None:
@@ -153,7 +153,7 @@ def test_some_jobs_are_committed_and_some_keys_repeated() -> None:
 
 
 @given(st.integers(0, 999), st.integers(1, 400))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=15)
 def test_keys_are_known_when_the_records_of_their_chunks_are_gone(seed: int, turns: int) -> None:
     live = Jobs(seed)
     for _ in range(turns):

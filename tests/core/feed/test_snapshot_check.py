@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import asdict, replace
 
@@ -254,7 +254,6 @@ def another(name: str, value: Any) -> st.SearchStrategy[Any]:
     return st.one_of(swapped, st.lists(items, max_size=len(value) + 1))
 
 
-@settings(deadline=None)
 @given(damaged(), st.integers(0, 8))
 def test_no_damage_of_a_snapshot_breaks_the_broker_or_its_bounds(given_: Snapshot, more: int) -> None:
     core = broker()

@@ -86,7 +86,6 @@ class Row(Shell):
 SIZES = st.lists(st.integers(1, MOST), max_size=40)
 
 
-@settings(deadline=None)
 @given(st.integers(2, 6), st.tuples(SIZES, SIZES), st.lists(st.sampled_from(["0", "1", "form"])))
 def test_no_producer_that_is_waited_for_wants_credit(
     quota: int, chunks: tuple[list[int], list[int]], script: list[str]
@@ -101,6 +100,7 @@ def test_no_producer_that_is_waited_for_wants_credit(
 
 
 @given(st.integers(8, 64))
+@settings(max_examples=20)
 def test_credits_are_said_once_for_a_quarter_of_them(quota: int) -> None:
     count = 200
     row = Row(quota, [[MOST] * count, [MOST] * count])

@@ -8,7 +8,7 @@ from random import Random
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.core.journal.log_effects import Recall, Recalled
@@ -25,7 +25,6 @@ from tests.world.rollouts import Rollouts
 
 
 @given(st.integers(0, 9999), st.booleans(), st.booleans())
-@settings(deadline=None)
 def test_a_step_is_delivered_once_with_the_parts_of_one_attempt(seed: int, keeps: bool, killed: bool) -> None:
     rng, desk = Random(seed), ValuesDesk(keeps)
     parts = [(step, dp, cp) for step in range(STEPS) for dp in range(DP) for cp in range(CP)]

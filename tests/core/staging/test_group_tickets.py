@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.core.protocol.events import FromBroker
@@ -34,7 +34,6 @@ def test_a_group_gets_all_its_tickets_at_once_and_smaller_ones_do_not_pass_it() 
 
 
 @given(st.integers(1, 6), st.integers(0, 2), st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 999))
-@settings(deadline=None)
 def test_programs_with_groups_of_any_size_never_wait_for_ever(
     samples: int, lag: int, groups: list[int], seed: int
 ) -> None:

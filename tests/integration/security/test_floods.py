@@ -37,7 +37,7 @@ from streampack.wire import frames as wire
 from tests.integration.running import until
 from tests.integration.security.keyed import KeyPeer, running, serving
 
-FLOOD_S = 8.0
+FLOOD_S = 3.0
 MORE_BYTES = 128 << 20
 """A broker on a busy machine notices a flood later; ``benchmarks.attacks.floods`` measures on one that is not busy."""
 

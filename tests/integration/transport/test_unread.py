@@ -41,7 +41,7 @@ def router(secured: bool, limit: int = LIMIT) -> Iterator[tuple[Router, Unread]]
 
 
 @pytest.mark.parametrize("secured", [False, True])
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(messages=st.lists(st.lists(st.integers(0, 600) | st.just(70_000), min_size=1, max_size=70), max_size=8))
 def test_bytes_that_were_taken_are_those_that_the_kernel_counted(secured: bool, messages: list[list[int]]) -> None:
     with router(secured, 1 << 30) as (sock, unread), contextlib.closing(_dealer(sock, secured)) as dealer:

@@ -75,7 +75,7 @@ def check(records: list[Record], waited: str) -> None:
 
 
 @given(stories(), st.integers(0, 999), st.booleans(), st.floats(0, 1))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_sample_is_found_by_the_number_that_it_was_sent_with(
     story: Story, seed: int, discards: bool, part: float
 ) -> None:
@@ -145,7 +145,7 @@ def test_numbers_that_name_no_sample_are_refused() -> None:
 
 
 @given(st.integers(0, 9999))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_the_reported_values_are_those_that_subscribers_get(seed: int) -> None:
     """Ranks report in any order, some of them in two attempts; some steps are never complete."""
     rng, desk = Random(seed), ValuesDesk(True)
@@ -170,7 +170,7 @@ def test_the_reported_values_are_those_that_subscribers_get(seed: int) -> None:
 
 
 @given(stories(), st.integers(0, 99))
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_why_shows_the_values_of_each_step(story: Story, seed: int) -> None:
     live = played(Late(seed, discards=True), story)
     with ledger_of(with_values(live.records(), {"entropy": 0.5, "loss": float("nan")})) as ledger:

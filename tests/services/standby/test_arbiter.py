@@ -116,7 +116,7 @@ def test_exactly_one_of_many_writers_of_one_entry_wins(kind: str, fresh: Callabl
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(moves=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 1), st.booleans()), max_size=12))
 def test_the_newest_entry_is_the_one_that_won_whatever_two_hosts_do(
     kind: str, moves: list[tuple[str, int, bool]], fresh: Callable[[str], Arbiter], cluster: LeaseServer,

@@ -135,7 +135,7 @@ def packed(chain: Chain, loss: str, attention: str) -> Found:
 
 @pytest.mark.parametrize("loss", ["sft", "grpo"])
 @pytest.mark.parametrize("attention", list(ATTENTIONS))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(given_=st.lists(groups(vocabulary=60), min_size=1, max_size=3))
 def test_a_packed_tree_has_the_loss_and_gradients_of_its_rows(
     attention: str, loss: str, given_: list[list[Sample]]
