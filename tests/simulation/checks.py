@@ -194,15 +194,17 @@ class BrokerChecks:
     def _queues(self, readers: Readers) -> None:
         """Bytes that are sent and not confirmed are within their bounds, but for one part."""
         receivers, largest, total = readers.receivers, 0, 0
-        for receiver in {reader.receiver: None for reader in readers.registry}:
+        entered: dict[Any, set[str]] = {}
+        for reader in readers.registry:
+            entered.setdefault(reader.receiver, set()).update([reader.name] if reader.entered else [])
+        for receiver, names in entered.items():
             flow = receiver.flow
             assert flow.queued_bytes == sum(size for _, _, size in flow.queued), "queues are not counted right"
             mine = max((size for _, _, size in flow.queued), default=0)
             most = receivers.most_queued(receiver) + mine
             assert flow.queued_bytes <= most or receiver.is_relay, f"{flow.queued_bytes} bytes are queued for one peer"
             largest, total = max(largest, mine), total + flow.queued_bytes
-            entered = {r.name for r in readers.registry if r.entered and r.receiver is receiver}
-            assert receiver.readers.keys() == entered, "a receiver has other readers than those of the attempt"
+            assert receiver.readers.keys() == names, "a receiver has other readers than those of the attempt"
         assert receivers.flows.queued_bytes == total, "a queue is counted twice"
         assert total <= receivers.flows.leaving_bytes + largest, f"{total} bytes are queued"
 

@@ -17,19 +17,19 @@ def _case_of(seed: int) -> int:
     return MEDIA_CASES[seed % len(MEDIA_CASES)]
 
 
-@of_seeds(12, 6)
+@of_seeds("12", 6)
 def test_ranks_get_exactly_the_media_of_their_samples_whatever_fails(seeds: range) -> None:
     for seed in seeds:
         run(seed, _case_of(seed))
 
 
-@of_seeds(3, 6)
+@of_seeds("3", 6)
 def test_ranks_behind_relays_get_exactly_the_media_of_their_samples(seeds: range) -> None:
     for seed in seeds:
         run(seed, _case_of(seed), relays=True)
 
 
-@of_seeds(3, 6)
+@of_seeds("3", 6)
 def test_a_broker_that_waits_for_its_standby_keeps_media(seeds: range) -> None:
     for seed in seeds:
         run(seed, _case_of(seed), standby=True)

@@ -110,7 +110,7 @@ def _changed(envelope: Envelope, **changes: int) -> Envelope:
     return msgspec.structs.replace(envelope, **changes)
 
 
-@mutant("passes")
+@mutant("passes", first=5)
 def the_end_of_a_pass_is_not_told(patch: Patch) -> None:
     def chunk(original: Any, self: ProducerSession, chunk: Any) -> Any:
         return original(self, msgspec.structs.replace(chunk, pass_ended=False))
@@ -118,7 +118,7 @@ def the_end_of_a_pass_is_not_told(patch: Patch) -> None:
     wrap(patch, ProducerSession, "_hold_chunk", chunk)
 
 
-@mutant("passes")
+@mutant("passes", first=4)
 def what_a_stopped_feed_holds_is_kept(patch: Patch) -> None:
     patch.setattr(Leases, "close", lambda self, origin: [])
 
@@ -174,7 +174,7 @@ def producers_of_an_old_broker_are_believed(patch: Patch) -> None:
     wrap(patch, Leases, "receive", receive)
 
 
-@mutant("R5")
+@mutant("R5", first=3)
 def readers_of_an_old_broker_or_attempt_are_believed(patch: Patch) -> None:
     def receive(original: Any, self: Readers, peer: bytes, envelope: Envelope, now: float) -> Any:
         reader = self.registry.at(peer)
@@ -226,7 +226,7 @@ def credits_forget_what_waits_for_the_merge(patch: Patch) -> None:
     patch.setattr(Intake, "grant_bytes", property(lambda self: self.session_bytes + self.quota_bytes))
 
 
-@mutant("R6")
+@mutant("R6", first=8)
 def credits_of_an_old_session_count(patch: Patch) -> None:
     def flow(original: Any, self: ProducerSession, flow: Flow, session: int) -> Any:
         held = self.held.get((flow.stream, flow.partition))
@@ -235,7 +235,7 @@ def credits_of_an_old_session_count(patch: Patch) -> None:
     wrap(patch, ProducerSession, "_on_flow", flow)
 
 
-@mutant("R9")
+@mutant("R9", first=5)
 def a_client_does_not_ping(patch: Patch) -> None:
     wrap(patch, ClientSession, "_tick", lambda original, self, now: _without(original(self, now), ReaderPing))
 
@@ -276,7 +276,7 @@ def a_producer_says_hello_once(patch: Patch) -> None:
     wrap(patch, ProducerSession, "handle", handle)
 
 
-@mutant("R9")
+@mutant("R9", first=10)
 def credits_are_said_once(patch: Patch) -> None:
     def flow(original: Any, self: Credits, p: int, repeat: bool = False) -> Any:
         return original(self, p, repeat and not self._granted[p])
@@ -309,12 +309,12 @@ def a_client_takes_a_step_with_parts_missing_before_it(patch: Patch) -> None:
     wrap(patch, ClientSession, "_on_part", part)
 
 
-@mutant("loss")
+@mutant("loss", first=10)
 def what_was_sent_before_a_word_proves_no_loss(patch: Patch) -> None:
     patch.setattr(ClientSession, "_on_sent_upto", lambda self, *sent: [])
 
 
-@mutant("loss")
+@mutant("loss", first=10)
 def a_proof_of_loss_is_not_believed(patch: Patch) -> None:
     patch.setattr(PartFlows, "send_again", lambda self, flow, place, request, now: None)
 
@@ -474,7 +474,7 @@ def a_process_that_was_replaced_is_not_fenced(patch: Patch) -> None:
     patch.setattr(RankRegistry, "_fence", lambda self, last, by: None)
 
 
-@mutant("R7", ARRIVAL)
+@mutant("R7", ARRIVAL, first=3)
 def the_log_is_cut_at_the_latest_snapshot(patch: Patch) -> None:
     patch.setattr(History, "wanted_lsn", lambda self, step: self._places[-1].lsn if self._places else 0)
 
@@ -488,7 +488,7 @@ def the_end_is_recorded_each_time(patch: Patch) -> None:
     wrap(patch, Feed, "_close", close)
 
 
-@mutant("R8")
+@mutant("R8", first=7)
 def the_end_goes_out_before_its_record_is_safe(patch: Patch) -> None:
     def hand_out(original: Any, self: Outbox) -> Any:
         self._waiting = deque((lsn if isinstance(what, PlannedStep) else -1, what) for lsn, what in self._waiting)
@@ -518,7 +518,7 @@ def a_pack_splits_a_group(patch: Patch) -> None:
     patch.setattr(former, "item_sizes", lambda keeps, *_: np.ones(len(keeps), np.int64))
 
 
-@mutant("groups", GROUPS)
+@mutant("groups", GROUPS, first=3)
 def a_pack_that_is_split_for_a_mesh_splits_a_group(patch: Patch) -> None:
     def split_anywhere(bounds: I64, costs: I64, _: Any, count: int) -> Any:
         return split(bounds, costs, np.zeros(len(costs), np.uint8), count)
@@ -607,7 +607,7 @@ def a_group_is_not_too_much_if_each_of_its_samples_fits(patch: Patch) -> None:
     patch.setattr(MediaOfChunk, "total", lambda self: self)
 
 
-@mutant("R10")
+@mutant("R10", first=7)
 def a_snapshot_holds_no_window(patch: Patch) -> None:
     def state(original: Any, self: Former) -> Any:
         return msgspec.structs.replace(original(self), window=b"", ages=[])
@@ -615,7 +615,7 @@ def a_snapshot_holds_no_window(patch: Patch) -> None:
     wrap(patch, Former, "state", state)
 
 
-@mutant("R10", first=70)
+@mutant("R10", first=90)
 def a_snapshot_holds_no_pending_packs(patch: Patch) -> None:
     def state(original: Any, self: Former) -> Any:
         return msgspec.structs.replace(original(self), pending=b"", counts=[])
@@ -623,7 +623,7 @@ def a_snapshot_holds_no_pending_packs(patch: Patch) -> None:
     wrap(patch, Former, "state", state)
 
 
-@mutant("R10")
+@mutant("R10", first=7)
 def a_partition_is_read_again_from_behind_the_window(patch: Patch) -> None:
     wrap(patch, PartitionAccounts, "floors", lambda original, self, feed, held: original(self, feed, held[:0]))
 

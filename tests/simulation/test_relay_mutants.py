@@ -80,7 +80,7 @@ def a_relay_speaks_for_readers_that_have_left_it(patch: Patch) -> None:
     wrap(patch, RankRegistry, "at", at)
 
 
-@mutant()
+@mutant(7)
 def a_relay_serves_the_steps_of_an_earlier_attempt(patch: Patch) -> None:
     def leave(self: NodeFeed) -> None:
         self.fence = 0
@@ -116,7 +116,7 @@ def a_relay_takes_parts_with_others_missing_before(patch: Patch) -> None:
     wrap(patch, NodeFeed, "take", take)
 
 
-@mutant()
+@mutant(7)
 def every_rank_gets_the_frames_of_all(patch: Patch) -> None:
     patch.setattr(relay_deliveries, "for_frames", lambda part, payload, frames: (part, payload))
 
@@ -144,7 +144,7 @@ def a_relay_requests_more_than_its_memory_holds(patch: Patch) -> None:
     patch.setattr(RelayRequests, "_stop", stop)
 
 
-@mutant()
+@mutant(5)
 def a_relay_does_not_ask_twice(patch: Patch) -> None:
     def tick(original: Any, self: RelaySession, event: Tick) -> Any:
         for feed in self.feeds.values():

@@ -17,7 +17,7 @@ parts after its goodbye; a middle pipeline stage got a part each two seconds; a 
 had from the broker."""
 
 
-@of_seeds(60, 10)
+@of_seeds("6:26", 10)
 def test_ranks_behind_relays_get_exactly_the_offline_steps_whatever_fails(seeds: range) -> None:
     for seed in seeds:
         run(seed, relays=True)
@@ -28,7 +28,7 @@ def test_a_seed_that_once_failed_passes(seed: int) -> None:
     run(seed, relays=True)
 
 
-@of_seeds(10, 10)
+@of_seeds("4", 4)
 def test_32_ranks_on_four_hosts_get_the_offline_steps(seeds: range) -> None:
     """Dp = 8, cp = 2, tp = 2; the arrays of every rank are compared."""
     for seed in seeds:

@@ -26,13 +26,13 @@ MUTANTS: list[Any] = []
 mutant = registry(MUTANTS)
 
 
-@of_seeds(1000, 100, "STANDBY_SEEDS")
+@of_seeds("300", 100, "STANDBY_SEEDS")
 def test_a_run_has_one_history_whichever_host_is_lost(seeds: range) -> None:
     for seed in seeds:
         run_standby(seed)
 
 
-@pytest.mark.parametrize("seeds", [range(at, at + 10) for at in range(0, 60, 10)], ids=str)
+@of_seeds("4:34", 10)
 def test_a_broker_that_waits_for_its_standby_serves_the_same_steps(seeds: range) -> None:
     """After a restart it calls nothing safe, not even what was, before a standby has its log."""
     for seed in seeds:
@@ -51,7 +51,7 @@ def test_a_rule_of_the_standby_that_is_taken_out_is_missed(
     expect_failure(patch.__name__, first, run_standby, seeds=3000)
 
 
-@mutant()
+@mutant(6)
 def a_broker_restarts_without_an_entry(patch: Patch) -> None:
     def ask(original: Any, self: LogFollower, newest: Any) -> list[Effect]:
         effects: list[Effect] = original(self, newest)
@@ -63,7 +63,7 @@ def a_broker_restarts_without_an_entry(patch: Patch) -> None:
     wrap(patch, LogFollower, "_ask", ask)
 
 
-@mutant()
+@mutant(3)
 def an_active_broker_goes_on_alone_without_an_entry(patch: Patch) -> None:
     def remove(original: Any, self: LogShipper, why: str) -> list[Effect]:
         effects: list[Effect] = original(self, why)
@@ -111,7 +111,7 @@ def a_broker_that_is_no_member_takes_over(patch: Patch) -> None:
     patch.setattr(log_follower, "may_start", lambda *_: True)
 
 
-@mutant()
+@mutant(7)
 def a_standby_is_a_member_before_it_has_every_record(patch: Patch) -> None:
     def let_in(original: Any, self: LogShipper) -> list[Effect]:
         acked, self.acked = self.acked, self._next_lsn
@@ -122,7 +122,7 @@ def a_standby_is_a_member_before_it_has_every_record(patch: Patch) -> None:
     wrap(patch, LogShipper, "_let_in", let_in)
 
 
-@mutant()
+@mutant(4)
 def a_record_is_safe_before_the_standby_has_it(patch: Patch) -> None:
     def count(_: Any, self: LogShipper) -> None:
         self._safe_upto = self._local_safe

@@ -16,6 +16,7 @@ from types import FrameType
 
 from tests.simulation.data import MEDIA_CASES
 from tests.simulation.rl.world import run_loop
+from tests.simulation.standby import run_standby
 from tests.simulation.world import run
 
 HANGS_S = 120
@@ -49,10 +50,13 @@ def run_every(first: int, step: int, until: float) -> Simulated:
         signal.setitimer(signal.ITIMER_VIRTUAL, HANGS_S)
         try:
             run(seed)
+            run_standby(seed)
             if seed % 3 == 0:
                 run_loop(seed)
             elif seed % 3 == 1:
                 run(seed, MEDIA_CASES[seed % len(MEDIA_CASES)])
+            else:
+                run(seed, relays=seed % 2 == 0, standby=seed % 2 == 1)
         except AssertionError as error:
             print(error, file=sys.stderr, flush=True)
             found.wrong.append(str(error))

@@ -124,10 +124,11 @@ class ScorerProcess(Process):
         if early and rng.random() < self.world.early:
             self._send(births, (rng.choice(early),), names, safe=False)
             return
-        done = self._done[births.partition]
-        open_ = {(seq, name) for each in self._open.values() if each.births is births and each.safe
-                 for seq in each.seqs for name in each.names}  # fmt: skip
-        seqs = [seq for seq in range(births.safe_upto) if any((seq, name) not in done | open_ for name in names)]
+        has = self._done[births.partition] | {
+            (seq, name) for each in self._open.values() if each.births is births and each.safe
+            for seq in each.seqs for name in each.names
+        }  # fmt: skip
+        seqs = [seq for seq in range(births.safe_upto) if any((seq, name) not in has for name in names)]
         if rng.random() < 0.05:  # a program may give values again
             seqs = list(range(births.safe_upto))
         if seqs and sum(each.safe for each in self._open.values()) < MOST_OPEN:

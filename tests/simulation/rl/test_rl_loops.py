@@ -10,25 +10,25 @@ from tests.simulation.rl.world import LoopWorld, checked, run_loop
 from tests.simulation.seeds import of_seeds
 
 
-@of_seeds(18, 6)
+@of_seeds("6:12", 6)
 def test_an_rl_loop_keeps_its_promises_whatever_fails(seeds: range) -> None:
     for seed in seeds:
         run_loop(seed)
 
 
-@of_seeds(6, 6)
+@of_seeds("6", 6)
 def test_an_rl_loop_with_relays_and_standbys_keeps_its_promises(seeds: range) -> None:
     for seed in seeds:
         run_loop(seed, relays=True, standby=bool(seed % 2))
 
 
-@of_seeds(2, 6)
+@of_seeds("2", 6)
 def test_an_rl_loop_with_media_keeps_its_promises(seeds: range) -> None:
     for seed in seeds:
         run_loop(seed, [*RL_MEDIA][seed % len(RL_MEDIA)])
 
 
-@of_seeds(6, 6)
+@of_seeds("6", 6)
 def test_an_rl_loop_names_the_samples_whose_values_come_too_late(seeds: range) -> None:
     worlds = [checked(LoopWorld(seed, TIMED, standby=bool(seed % 2))) for seed in seeds]
     assert any(world.too_late for world in worlds)
