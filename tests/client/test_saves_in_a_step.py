@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -194,7 +194,6 @@ def test_a_save_anywhere_resumes_with_exactly_the_steps_that_were_not_learned(
         assert read_on(loader, state) == steps[learned:]
 
 
-@settings(max_examples=40)
 @given(data=st.data())
 def test_a_trainer_that_changes_its_ways_and_resumes_again_and_again_learns_each_step_once(
     loader: Any, begin: dict[str, Any], steps: list[list[Any]], data: st.DataObject

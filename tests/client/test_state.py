@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.client.state import Origin, load, save
@@ -166,7 +166,6 @@ def test_anything_under_any_key_is_taken_or_refused_and_never_breaks(value: Any,
 
 
 @given(st.integers(0, 999), st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=5))
-@settings(max_examples=40)
 def test_states_after_one_step_are_equal_though_the_broker_is_killed_between_two_calls(
     seed: int, story: list[tuple[int, bool]]
 ) -> None:

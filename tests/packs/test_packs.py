@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from streampack_services.broker import arena as arena_module
 from streampack_services.broker.arena_kernels import copy_slices, find_slices
@@ -58,7 +58,6 @@ def twins(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("twins")
-@settings(max_examples=60)
 @given(case=cases(), data=st.data())
 def test_the_shards_of_all_ranks_are_the_pack_that_one_would_build_by_hand(case: Case, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(case.packs)), "first part")

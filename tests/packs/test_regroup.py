@@ -72,7 +72,6 @@ def budgets(case: Case) -> st.SearchStrategy[int]:
     return st.one_of(st.integers(least, case.budget), st.integers(case.budget, 4 * case.budget))
 
 
-@settings(max_examples=60)
 @given(REGROUPED, st.integers(1, 6), st.data())
 def test_a_forward_pack_is_the_pack_that_one_would_build_by_hand_of_its_samples(
     case: Case, min_packs: int, data: st.DataObject

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.batch_checks.step_check import verify
@@ -37,7 +37,6 @@ def check_sample(pack: Pack, i: int, given_: Sample, kept: int) -> None:
     assert pack.fields["reward"][i] == given_["reward"]
 
 
-@settings(max_examples=60)
 @given(
     given_=st.lists(st.tuples(groups(), st.booleans()), min_size=1, max_size=5), budget=st.sampled_from([64, 96, 400]),
     batch=st.none() | st.integers(1, 20), part_bytes=st.sampled_from([1, 1 << 20]), dp=st.integers(1, 2),
@@ -142,7 +141,6 @@ def test_a_run_that_does_not_let_samples_share_refuses_trees() -> None:
         chunk_of_group(prompts(2), lease, 0, None, None, "suffix")  # type: ignore[arg-type]
 
 
-@settings(max_examples=40)
 @given(
     given_=st.lists(groups(), min_size=1, max_size=8), times=st.integers(1, 3), more=st.integers(0, 40),
     min_packs=st.integers(1, 4),
@@ -175,7 +173,6 @@ def test_forward_packs_join_trees_and_give_values_back(
             step.regroup(95)
 
 
-@settings(max_examples=60)
 @given(given_=st.lists(groups(), min_size=1, max_size=4), data=st.data())
 def test_verify_passes_trees_and_finds_what_is_changed_in_them(given_: list[list[Sample]], data: st.DataObject) -> None:
     chain = Chain(rules_of(96, batch=sum(map(len, given_))))

@@ -35,7 +35,7 @@ def bash(pattern: str) -> list[str]:
     return [line[1:-1] for line in done.stdout.splitlines()]
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(PATTERNS)
 def test_a_pattern_is_expanded_as_bash_does(pattern: str) -> None:
     assert expand_braces(pattern) == bash(pattern)

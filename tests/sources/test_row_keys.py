@@ -159,7 +159,7 @@ def labels_of(record: RawSample) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(rows=tables(), declared=st.sampled_from(DECLARED))
 def test_known_keys_are_read_as_the_oracle_reads_them_or_named(
     kind: str, rows: list[Row], declared: tuple[Field, ...]

@@ -369,7 +369,7 @@ spoofed = st.lists(pieces, max_size=8).map("".join)
     st.lists(st.tuples(texts | spoofed, texts | spoofed), min_size=1, max_size=4),
     st.sampled_from(["chatml", "generation", "tools"]),
 )
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_only_the_answers_of_a_chat_are_learned_whatever_the_data_contains(
     folders: dict[str, Path], turns: list[tuple[str, str]], name: str
 ) -> None:

@@ -323,7 +323,7 @@ rare = st.one_of(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(st.one_of(common, common, common, rare), max_size=60))
 def test_memory_held_by_peers_of_a_group_never_changes_and_all_comes_back_in_the_end(
     script: list[tuple[Any, ...]],

@@ -138,7 +138,7 @@ def play(script: list[tuple[Any, ...]]) -> Pair:
     return pair
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(actions, max_size=60))
 def test_held_memory_never_changes_and_all_comes_back_in_the_end(script: list[tuple[Any, ...]]) -> None:
     play(script)
@@ -265,7 +265,7 @@ def test_memory_that_its_owner_could_take_away_is_refused() -> None:
         os.close(fd)
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.binary(max_size=120), st.sampled_from([b"R", b"H", b"A", b"N", b"S", b"?", b""]), st.booleans())
 def test_garbage_is_lost_and_harms_nothing(body: bytes, kind: bytes, with_name: bool) -> None:
     pair = Pair()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from msgspec.structs import replace as changed
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,7 +33,6 @@ def rules_of(case: Case) -> Rules:
     return changed(attached(case).rules, max_samples_per_pack=MOST)
 
 
-@settings(max_examples=40)
 @given(cases())
 def test_boundaries_and_fields_of_samples_have_one_size(case: Case) -> None:
     case = replace(case, shape="fixed")

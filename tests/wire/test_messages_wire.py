@@ -286,7 +286,7 @@ def test_noise_is_no_message(frames: list[bytes]) -> None:
 # Hostile peers: a right checksum proves nothing
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.sampled_from([kind.TYPE for kind in ALL_MESSAGES]), st.binary(max_size=60))
 def test_noise_under_a_right_checksum_is_an_error_or_a_message(kind: int, meta: bytes) -> None:
     with suppress(WireError):

@@ -141,7 +141,7 @@ def as_bytes(payload: tuple[memoryview, ...]) -> Frames:
     return tuple(bytes(view) for view in payload)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(hosts())
 def test_each_rank_of_a_host_gets_the_messages_that_it_gets_directly(host: tuple[Formed, list[Mesh]]) -> None:
     job, ranks = host
@@ -160,7 +160,6 @@ def test_each_rank_of_a_host_gets_the_messages_that_it_gets_directly(host: tuple
             ]
 
 
-@settings(max_examples=80)
 @given(hosts())
 def test_a_host_gets_each_number_once(host: tuple[Formed, list[Mesh]]) -> None:
     """The shards of all cp ranks are the whole pack, and what is the same for all cp ranks comes once."""
@@ -187,7 +186,6 @@ def test_a_host_gets_each_number_once(host: tuple[Formed, list[Mesh]]) -> None:
             assert all(any(view.obj is frame for frame in payload) for view in views if view.nbytes), "no copy"
 
 
-@settings(max_examples=60)
 @given(hosts())
 def test_the_arena_gives_the_shards_of_the_first_rank_then_of_the_next(host: tuple[Formed, list[Mesh]]) -> None:
     job, ranks = host
@@ -202,7 +200,6 @@ def test_the_arena_gives_the_shards_of_the_first_rank_then_of_the_next(host: tup
                 assert found[i].tobytes() == np.concatenate(expected).tobytes()
 
 
-@settings(max_examples=80)
 @given(hosts(), st.integers(0, 12))
 def test_messages_of_a_host_are_numbered_by_part_then_group(host: tuple[Formed, list[Mesh]], begin: int) -> None:
     job, ranks = host
@@ -285,7 +282,7 @@ def damaged(draw: st.DrawFn, part: NodePart, payload: tuple[Any, ...]) -> tuple[
     return part, tuple(frames)
 
 
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(hosts(), st.data())
 def test_damaged_messages_raise_value_error_or_give_messages_that_a_client_checks(
     host: tuple[Formed, list[Mesh]], data: st.DataObject

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from streampack_services.broker.arena import Arena
 
@@ -135,7 +135,6 @@ def served(draw: st.DrawFn) -> tuple[Formed, int, int, int]:
     return Formed(rules, lengths, layout), draw(st.integers(1, 4)), cp, draw(st.sampled_from([1, 2]))
 
 
-@settings(max_examples=60)
 @given(served())
 def test_every_sample_is_a_row_of_one_micro_batch_and_all_ranks_have_the_same_shapes(
     drawn: tuple[Formed, int, int, int],
@@ -163,7 +162,6 @@ def test_every_sample_is_a_row_of_one_micro_batch_and_all_ranks_have_the_same_sh
                 assert not row[formed.lengths[sample] :].any()
 
 
-@settings(max_examples=40)
 @given(served(), st.integers(1, 5))
 def test_a_batch_is_the_same_on_any_mesh_and_reading_it_again_gives_the_same_bytes(
     drawn: tuple[Formed, int, int, int], other: int
@@ -179,7 +177,6 @@ def test_a_batch_is_the_same_on_any_mesh_and_reading_it_again_gives_the_same_byt
     assert mine.num_loss_tokens == max(sum(length - 1 for length in formed.lengths), 1)
 
 
-@settings(max_examples=40)
 @given(served())
 def test_the_causes_of_waste_and_the_real_tokens_are_all_that_is_computed(drawn: tuple[Formed, int, int, int]) -> None:
     formed, dp, _, pp = drawn
@@ -197,7 +194,6 @@ def test_the_causes_of_waste_and_the_real_tokens_are_all_that_is_computed(drawn:
     assert figures.cost_max_over_mean == 1.0, "ranks compute the same"
 
 
-@settings(max_examples=40)
 @given(served())
 def test_the_broker_serves_the_steps_that_plan_step_plans(drawn: tuple[Formed, int, int, int]) -> None:
     formed, dp, _, pp = drawn

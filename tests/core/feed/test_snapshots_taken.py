@@ -5,7 +5,7 @@ Runs are the real broker's, with a log, kills and trainers that go back; what is
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.core.feed.planner import SNAPSHOT_WINDOWS
@@ -54,7 +54,6 @@ def do(live: Live, what: str, n: int) -> None:
 
 
 @given(all_rules(), st.integers(0, 999), stories(), st.booleans())
-@settings(max_examples=40)
 def test_a_snapshot_is_taken_once_four_windows_and_as_many_samples_as_the_last_holds_are_in_steps_after_it(
     rules: Rules, seed: int, story: list[tuple[str, int]], slow_packer: bool
 ) -> None:
@@ -74,7 +73,6 @@ def test_a_snapshot_is_taken_once_four_windows_and_as_many_samples_as_the_last_h
 
 
 @given(all_rules(), st.integers(0, 999), st.integers(1, 40), st.booleans())
-@settings(max_examples=40)
 def test_a_killed_broker_merges_again_four_windows_or_what_was_held_and_a_few_steps(
     rules: Rules, seed: int, steps: int, slow_packer: bool
 ) -> None:

@@ -73,7 +73,7 @@ def batches(draw: st.DrawFn) -> tuple[Rules, list[list[int]]]:
     return rules, draw(st.lists(sample, max_size=50))
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(batches(), st.lists(st.integers(0, 9), max_size=20))
 def test_step_k_is_the_kth_batch_of_samples_whatever_comes_when(
     case: tuple[Rules, list[list[int]]], arrivals: list[int]
@@ -100,7 +100,7 @@ def test_step_k_is_the_kth_batch_of_samples_whatever_comes_when(
         assert step.num_loss_tokens == sum(pack.num_loss_tokens for pack in step.packs)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(batches(), st.integers(0, 60), st.booleans())
 def test_a_former_restored_between_any_two_steps_goes_on_the_same(
     case: tuple[Rules, list[list[int]]], count: int, formed: bool
@@ -135,7 +135,7 @@ def mesh_of(dp: int, rank: int = 0, pp: int = 1) -> Mesh:
     return Mesh(dp=dp, dp_rank=rank, pp=pp)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     batches(), st.integers(1, 9), st.integers(1, 3), st.sampled_from([None, 1, 2, 3]), st.integers(1, 3),
     st.sampled_from([None, "packer", "largest_first", "small_at_edges"]),
@@ -235,7 +235,7 @@ def test_a_warm_up_begins_between_the_alignment_and_the_budget(init: int) -> Non
         Rules(budget=96, align=Align(8, 8), warmup=Warmup(init, 4))
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(batches(), st.booleans(), st.integers(1, 8), st.data())
 def test_packs_keep_to_the_budget_of_their_step_but_for_one_long_sample_alone(
     case: tuple[Rules, list[list[int]]], batched: bool, steps: int, data: st.DataObject

@@ -102,7 +102,7 @@ def inputs(draw: st.DrawFn) -> tuple[Rules, list[Sample]]:
     return rules, samples_of(lengths)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(inputs(), st.data())
 def test_steps_do_not_depend_on_arrivals_or_on_how_many_are_asked_for(
     case: tuple[Rules, list[Sample]], data: st.DataObject
@@ -261,7 +261,7 @@ def test_no_sample_waits_more_steps_than_the_bound_says_and_the_longest_wait_is_
         assert (run.former.num_outliers is None) == (rules.balance.kind != "joint")
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.data())
 def test_joint_packs_of_a_budget_that_grows_depend_on_no_arrivals_and_no_more_is_held_than_promised(
     data: st.DataObject,

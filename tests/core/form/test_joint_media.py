@@ -118,7 +118,7 @@ class Run:
         assert self.former.finished
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(cases(), st.data())
 def test_steps_are_the_same_after_any_arrivals_and_snapshots(
     case: tuple[Rules, list[Sample]], data: st.DataObject
@@ -138,7 +138,7 @@ def test_steps_are_the_same_after_any_arrivals_and_snapshots(
     assert run.former.chain == golden.former.chain
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(cases())
 def test_each_sample_is_in_one_pack_and_packs_keep_budget_limits_and_costs(case: tuple[Rules, list[Sample]]) -> None:
     rules, samples = case

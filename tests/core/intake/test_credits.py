@@ -102,7 +102,7 @@ def test_no_producer_that_is_waited_for_wants_credit(
 @given(st.integers(8, 64))
 @settings(max_examples=20)
 def test_credits_are_said_once_for_a_quarter_of_them(quota: int) -> None:
-    count = 200
+    count = 80
     row = Row(quota, [[MOST] * count, [MOST] * count])
     began = row.flows
     while row.choose() or row.read(0) or row.read(1):

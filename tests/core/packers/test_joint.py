@@ -85,7 +85,7 @@ def packs_of(indices: I64, bounds: I64) -> list[list[int]]:
 
 
 @given(stream=streams(), count=st.integers(1, 30), closed=st.booleans(), data=st.data())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_the_kernel_forms_what_the_oracle_forms_compiled_or_not(
     stream: Stream, count: int, closed: bool, data: st.DataObject
 ) -> None:
@@ -111,7 +111,7 @@ def test_the_kernel_forms_what_the_oracle_forms_compiled_or_not(
 
 
 @given(stream=streams())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_no_sample_waits_beyond_the_bound_and_no_more_is_held_than_promised(stream: Stream) -> None:
     """Group by group: ages tell which samples a group has seen, and so how many were held when each had come."""
     each = Joint(group=stream.group, patience=stream.patience, max_samples_per_pack=stream.cap)

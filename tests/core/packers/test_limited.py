@@ -44,7 +44,7 @@ def streams(draw: st.DrawFn) -> tuple[I64, I64, I64, int]:
     return table[:, 0], np.ascontiguousarray(table[:, 1:].T), most, budget
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(streams(), st.integers(1, 16), st.one_of(st.none(), st.integers(1, 4)))
 def test_no_pack_exceeds_a_limit_and_each_sample_is_in_one_pack(
     stream: tuple[I64, I64, I64, int], window: int, cap: int | None
@@ -58,7 +58,7 @@ def test_no_pack_exceeds_a_limit_and_each_sample_is_in_one_pack(
         assert cap is None or len(pack) <= cap
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(streams(), st.integers(1, 16))
 def test_no_sample_waits_longer_than_the_packer_says(stream: tuple[I64, I64, I64, int], window: int) -> None:
     lengths, counts, most, budget = stream

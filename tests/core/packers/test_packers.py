@@ -119,7 +119,7 @@ def as_array(lengths: list[int]) -> I64:
 
 @every_packer
 @given(stream=streams(), window=st.integers(1, 20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_every_sample_is_in_one_pack_and_no_pack_is_over_budget(
     each: Packer, stream: tuple[list[int], int], window: int
 ) -> None:
@@ -135,7 +135,7 @@ def test_every_sample_is_in_one_pack_and_no_pack_is_over_budget(
     window=st.integers(1, 20),
     cuts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6)), max_size=12),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_packs_do_not_depend_on_how_the_stream_is_cut(
     each: Packer, stream: tuple[list[int], int], window: int, cuts: list[tuple[int, int]]
 ) -> None:

@@ -184,7 +184,7 @@ SLOW: dict[str, Callable[[Slow], list[list[int]]]] = {
 
 @pytest.mark.parametrize("name", SLOW)
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_packs_are_what_the_definition_says_for_samples_and_for_groups(name: str, data: st.DataObject) -> None:
     budget = data.draw(st.integers(1, 40))
     of_class = st.sampled_from([1, 2, 3, 6]).flatmap(lambda part: st.integers(1, max(budget // part, 1)))

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.core.protocol.effects import FromProducer, FromTrainer, Withdrawn
@@ -81,7 +81,6 @@ def peers(event: Any) -> tuple[bytes, bool, Envelope]:
     return relayed(address, "r") if for_rank else address, is_producer, wire.decode(wire.encode(envelope))
 
 
-@settings(max_examples=80)
 @given(st.lists(EVENTS, max_size=30), st.lists(RIGHTS, min_size=3, max_size=3), st.integers(0, 3))
 def test_nobody_holds_or_sends_what_its_key_does_not_allow(
     events: list[Any], rights: list[Rights], chunks: int
@@ -126,7 +125,6 @@ def test_nobody_holds_or_sends_what_its_key_does_not_allow(
                 assert of.ranks.items() <= ranks.items()
 
 
-@settings(max_examples=80)
 @given(st.lists(EVENTS, max_size=30), st.lists(RIGHTS, min_size=3, max_size=3))
 def test_allowed_messages_have_the_same_effects_as_without_keys(events: list[Any], rights: list[Rights]) -> None:
     guarded, plain, now = Guarded(rights), Bench(), 0.0

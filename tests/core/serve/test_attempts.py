@@ -685,7 +685,7 @@ def test_a_rank_that_is_missing_is_named_with_the_host_that_it_had() -> None:
 # Copies and old news
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.data())
 def test_attaches_that_come_again_late_or_in_another_order_change_nothing(data: st.DataObject) -> None:
     """Each process says: here; ready; again ready where it was; and for a later round. All of it may be repeated."""
@@ -836,7 +836,7 @@ def check(desk: Desk) -> None:
     assert all(0 < fence <= desk.attempt for fence in fences)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(_WORDS, max_size=40))
 def test_one_process_holds_a_rank_and_a_job_can_always_begin_again_whatever_trainers_do(words: list[Any]) -> None:
     desk = Desk()

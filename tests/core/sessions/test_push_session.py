@@ -341,7 +341,7 @@ def faulty(world: World, seed: int, weights: dict[str, int]) -> None:
         world.step(action, drawn.randrange(1 << 16))
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 1 << 32), end=st.booleans())
 def test_samples_said_to_be_safe_are_in_the_log_once_and_in_order(seed: int, end: bool) -> None:
     world = World()
@@ -359,7 +359,7 @@ def test_samples_said_to_be_safe_are_in_the_log_once_and_in_order(seed: int, end
     assert set(world.marked) <= set(world.promised_marks)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 1 << 32))
 def test_a_process_takes_over_while_samples_of_the_one_before_are_not_safe(seed: int) -> None:
     """A broker that leases at once what it may still lose; and processes that are stopped while another pushes, and

@@ -981,7 +981,7 @@ def test_a_producer_that_leaves_or_is_refused_does_nothing_more() -> None:
 # Hostile peers
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     st.lists(EVENTS, max_size=40), st.sampled_from(["error", "truncate", "drop", "split"]), st.integers(0, 4),
     st.sampled_from([None, *SNAPSHOTS]),

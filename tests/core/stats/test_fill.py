@@ -6,7 +6,7 @@ import statistics
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.core.journal.log_records import StepFormed, TailDropped
@@ -65,7 +65,6 @@ def test_sums_that_cannot_be_are_refused(sums: list[int], budget: int) -> None:
     st.sampled_from([None, 4, 16]),
     st.lists(st.tuples(st.sampled_from(["read", "back", "kill"]), st.integers(0, 9)), max_size=8),
 )
-@settings(max_examples=40)
 def test_a_sample_that_is_left_over_counts_once_however_often_its_step_is_formed_again(
     seed: int, pass_samples: int | None, story: list[tuple[str, int]]
 ) -> None:

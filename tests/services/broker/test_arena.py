@@ -81,7 +81,7 @@ def twin(blocks: int, dtype: str = "int32") -> Twin:
     return Twin(Arena(memory, dtype, BLOCK), arena_tokens(memory, size, BLOCK))
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data(), blocks=st.integers(5, 12))
 def test_no_sample_is_lost_or_changed_while_the_promise_is_kept(data: st.DataObject, blocks: int) -> None:
     both = twin(blocks)

@@ -123,7 +123,7 @@ def laid(draw: st.DrawFn) -> Laid:
     return Laid(np.array(lengths, np.int64), np.array(counts), widths, np.array(aligns), cp, rank, kind)
 
 
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(laid(), st.randoms(use_true_random=False))
 def test_slices_are_those_of_the_layout_of_all_packs_and_its_cut(case: Laid, random: Any) -> None:
     handles = np.array(random.sample(range(50), len(case.lengths)), np.int64)

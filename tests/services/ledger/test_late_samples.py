@@ -75,7 +75,6 @@ def check(records: list[Record], waited: str) -> None:
 
 
 @given(stories(), st.integers(0, 999), st.booleans(), st.floats(0, 1))
-@settings(max_examples=40)
 def test_a_sample_is_found_by_the_number_that_it_was_sent_with(
     story: Story, seed: int, discards: bool, part: float
 ) -> None:
@@ -145,7 +144,6 @@ def test_numbers_that_name_no_sample_are_refused() -> None:
 
 
 @given(st.integers(0, 9999))
-@settings(max_examples=60)
 def test_the_reported_values_are_those_that_subscribers_get(seed: int) -> None:
     """Ranks report in any order, some of them in two attempts; some steps are never complete."""
     rng, desk = Random(seed), ValuesDesk(True)

@@ -97,7 +97,7 @@ def an_ended_run() -> Run:
     return run_of(rules_of(), sizes, script)
 
 
-@settings(max_examples=120)
+@settings(max_examples=50)
 @given(runs)
 def test_nothing_is_found_in_a_run_that_is_as_it_should_be(run: Run) -> None:
     with ledger_of(run.records) as ledger:
@@ -114,7 +114,6 @@ def test_nothing_is_found_in_a_run_that_is_as_it_should_be(run: Run) -> None:
     assert sum(feed["streams"][name]["tokens"] for name in "ab") == int(rows["length"].sum())
 
 
-@settings(max_examples=60)
 @given(runs)
 def test_the_ledger_knows_where_every_sample_of_every_step_is(run: Run) -> None:
     with ledger_of(run.records) as ledger:
@@ -137,7 +136,6 @@ def test_the_ledger_knows_where_every_sample_of_every_step_is(run: Run) -> None:
                 assert [(place["step"], place["offset"]) for place in places] == [(number, sample["offset"])]
 
 
-@settings(max_examples=60)
 @given(runs, st.lists(st.integers(0, 60), max_size=6), st.integers(0, 5))
 def test_a_ledger_updated_in_pieces_that_overlap_is_the_one_made_at_once(
     run: Run, cuts: list[int], overlap: int
@@ -152,7 +150,6 @@ def test_a_ledger_updated_in_pieces_that_overlap_is_the_one_made_at_once(
         assert ledger.state == whole.state
 
 
-@settings(max_examples=60)
 @given(runs, st.data())
 def test_rows_that_are_not_what_was_formed_are_found_and_named(run: Run, data: st.DataObject) -> None:
     steps = [step for step in effective_steps(run.records).values() if len(step.rows)]
@@ -301,7 +298,6 @@ def test_a_wrong_question_is_answered_with_what_there_is(ended: Run) -> None:
         assert "ended after 70 samples" in why_sample(ledger, "a:140")["why"]
 
 
-@settings(max_examples=60)
 @given(runs)
 def test_a_log_that_begins_with_a_checkpoint_knows_what_came_before(run: Run) -> None:
     """As on another host: its first step is not 0."""
@@ -331,7 +327,6 @@ def test_a_cut_log_is_said_not_to_know_what_came_before(ended: Run) -> None:
         assert verify(ledger)["lost"] == 1
 
 
-@settings(max_examples=60)
 @given(st.integers(0, 999), st.sampled_from(PACKERS), st.sampled_from(["pad", "drop"]), st.data())
 def test_steps_whose_records_a_log_lost_are_not_recorded_here_and_no_sample_is_called_lost(
     seed: int, packer: str, tail: str, data: st.DataObject

@@ -802,7 +802,7 @@ def abandon(log: Log) -> None:
             os.close(fd)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     durability=st.sampled_from(["os", "process"]),
     rounds=st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["kill", "power"])), min_size=1, max_size=6),
