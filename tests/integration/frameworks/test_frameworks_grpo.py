@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from streampack.errors import UserError
 from streampack.integrations import trl_grpo
-from tests.integration.frameworks import grpo_trainers
-from tests.integration.frameworks.grpo_trainers import ON_RANKS, VOCAB, Run, both, model_in, trained, trainer_of
 from tests.integration.running import forked
+
+if TYPE_CHECKING:
+    from tests.integration.frameworks.grpo_trainers import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers warns of names that TRL uses
 
 ROUNDING = 1e-6
 """Rotary positions are float32, also in a model of float64, and other padding moves tokens."""
+
+grpo: Any
+"""``grpo_trainers``, once tests run: it imports TRL, which takes seconds."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _trl() -> None:
+    global grpo
+    grpo = import_module("tests.integration.frameworks.grpo_trainers")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +48,7 @@ def check_equal(theirs: Run, ours: Run) -> None:
 
 @pytest.mark.parametrize("loss_type", ["grpo", "sapo", "dr_grpo", "luspo", "dapo", "cispo", "vespo"])
 def test_each_loss_is_that_of_trl(folder: Path, loss_type: str) -> None:
-    theirs, ours = both(folder, loss_type=loss_type)
+    theirs, ours = grpo.both(folder, loss_type=loss_type)
     check_equal(theirs, ours)
     assert sorted(ours.rollouts) == sorted(theirs.rollouts), "each rollout once"
     assert ours.tokens < 0.7 * theirs.tokens
@@ -68,20 +78,20 @@ def test_each_loss_is_that_of_trl(folder: Path, loss_type: str) -> None:
     ],
 )
 def test_an_optimizer_step_has_the_rollouts_that_it_has_in_trl(folder: Path, settings: dict[str, Any]) -> None:
-    theirs, ours = both(folder, max_steps=4, **settings)
+    theirs, ours = grpo.both(folder, max_steps=4, **settings)
     check_equal(theirs, ours)
     assert ours.tokens < theirs.tokens
 
 
 def test_two_ranks_exchange_rollouts(folder: Path) -> None:
-    model_in(folder)
-    job = [grpo_trainers.__file__, [str(folder)], None, 2, str(folder / "output")]
+    grpo.model_in(folder)
+    job = [grpo.__file__, [str(folder)], None, 2, str(folder / "output")]
     environment = {"PYTHONPATH": str(Path(__file__).parents[3])}
     done = forked("tests.integration.forks", json.dumps([job]), environment=environment)
     assert done.stdout == "[0]\n", done.stderr
     ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    for case in range(len(ON_RANKS)):
-        theirs, ours = ([Run(**rank[case][way]) for rank in ranks] for way in (0, 1))
+    for case in range(len(grpo.ON_RANKS)):
+        theirs, ours = ([grpo.Run(**rank[case][way]) for rank in ranks] for way in (0, 1))
         for own, planned in zip(theirs, ours, strict=True):
             check_equal(own, planned)
         assert sorted(theirs[0].rollouts + theirs[1].rollouts) == sorted(ours[0].rollouts + ours[1].rollouts)
@@ -96,11 +106,11 @@ def critical(ranks: list[Run]) -> int:
 
 
 def test_evaluation_stays_as_it_is(folder: Path) -> None:
-    trainer = trainer_of(folder, loss_type="grpo")
+    trainer = grpo.trainer_of(folder, loss_type="grpo")
     trl_grpo.install(trainer)
     data = trainer.train_dataset.select(range(2))
     planned = trainer.evaluate(data)["eval_loss"]
-    assert planned == pytest.approx(trainer_of(folder, loss_type="grpo").evaluate(data)["eval_loss"])
+    assert planned == pytest.approx(grpo.trainer_of(folder, loss_type="grpo").evaluate(data)["eval_loss"])
 
 
 def test_losses_that_would_change_are_rejected(folder: Path) -> None:
@@ -111,29 +121,31 @@ def test_losses_that_would_change_are_rejected(folder: Path) -> None:
         ({"top_entropy_quantile": 0.5}, "got top_entropy_quantile=0.5, expected 1.0"),
     ):
         with pytest.raises(UserError, match=message):
-            trl_grpo.install(trainer_of(folder, **settings))
+            trl_grpo.install(grpo.trainer_of(folder, **settings))
     with pytest.raises(UserError, match="got a trainer of type object, expected a GRPOTrainer"):
         trl_grpo.install(object())
 
 
 def test_models_whose_positions_depend_on_padding_are_rejected(folder: Path) -> None:
-    small = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    small = {"vocab_size": grpo.VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     for model in (
-        GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2)),
+        GPT2LMHeadModel(GPT2Config(vocab_size=grpo.VOCAB, n_embd=32, n_layer=1, n_head=2)),
         LlamaForCausalLM(LlamaConfig(num_attention_heads=2, rope_parameters=dynamic, **small)),
     ):
         with pytest.raises(UserError, match=f"got a model of type '{model.config.model_type}' with absolute positions"):
-            trl_grpo.install(trainer_of(folder, model))
+            trl_grpo.install(grpo.trainer_of(folder, model))
 
 
 def test_rollouts_with_unknown_fields_are_rejected(folder: Path) -> None:
-    trainer = trainer_of(folder)
+    trainer = grpo.trainer_of(folder)
     score = trainer._generate_and_score_completions
     trainer._generate_and_score_completions = lambda rows: (made := score(rows)) | {"pixels": made["prompt_ids"]}
     trl_grpo.install(trainer)
     with pytest.raises(UserError, match="got rollouts with pixels, expected rollouts of text"):
-        trained(trainer)
+        grpo.trained(trainer)
 
 
 @given(

@@ -75,6 +75,7 @@ def check(records: list[Record], waited: str) -> None:
 
 
 @given(stories(), st.integers(0, 999), st.booleans(), st.floats(0, 1))
+@settings(max_examples=15)
 def test_a_sample_is_found_by_the_number_that_it_was_sent_with(
     story: Story, seed: int, discards: bool, part: float
 ) -> None:

@@ -328,6 +328,7 @@ def test_a_cut_log_is_said_not_to_know_what_came_before(ended: Run) -> None:
 
 
 @given(st.integers(0, 999), st.sampled_from(PACKERS), st.sampled_from(["pad", "drop"]), st.data())
+@settings(max_examples=20)
 def test_steps_whose_records_a_log_lost_are_not_recorded_here_and_no_sample_is_called_lost(
     seed: int, packer: str, tail: str, data: st.DataObject
 ) -> None:

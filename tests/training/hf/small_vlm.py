@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 FIELDS: dict[str, dict[str, Any]] = {
     "position_ids": {"dtype": "int32", "shape": [3]},
@@ -17,6 +16,8 @@ IMAGE, START, END = 90, 91, 92
 
 
 def small_model(attention: str = "sdpa") -> Any:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration  # takes seconds
+
     torch.manual_seed(0)
     text = {
         "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "bos_token_id": 0,
