@@ -65,7 +65,8 @@ class Planner:
 
     def fill(self) -> list[Effect]:
         """Merge samples while the next step may need more and there is memory."""
-        merge, target = self.merge.current, 2 * self._rules.packs * self._rules.budget
+        merge, step = self.merge.current, self._rules.packs * self._rules.budget
+        target = step if self._rules.window == "auto" else 2 * step  # new weights do not reach what is merged
         effects = self._change_rules()
         while (room := self._memory.room) > 0 and (self.former.wants_samples or self._waits_for_group):
             one_by_one = self._waits_for_group or self._rules.has_extra_bytes  # the merge knows tokens alone
