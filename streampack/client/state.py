@@ -134,7 +134,7 @@ def _difference(text: str, rules: Rules) -> str:
             f"rules: got rules that this version cannot read ({error}), expected the rules with digest {rules.digest}. "
             "Restore the broker's rules"
         )
-    if as_recorded(rules, other) == other:
+    if rules != other and as_recorded(rules, other) == other:
         return (
             f"rules: got window {other.window} and in_turn {str(other.in_turn).lower()}, expected window "
             f"{rules.window} and in_turn {str(rules.in_turn).lower()}. A version before 0.2 saved the state. Write "

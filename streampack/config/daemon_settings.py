@@ -153,18 +153,18 @@ class BrokerConfig(
         late_s = None if settings.late_timeout_s == LATE_TIMEOUT_S else settings.late_timeout_s
         keys = values_of(self, RunKeys) | values_of(settings, PlanningKeys) | settings.packing
         keys |= {"merge": self.feeds[feed].merge or self.merge, "balance": settings.balance.planned(mesh.dp)}
-        batch, window = settings.step.batch, settings.window
-        keys["in_turn"] = settings.in_turn and batch is None and "in_turn" in parameters_of(settings.packer)
+        window = settings.window
         if isinstance(window, WindowSettings):
             keys["window"] = window.samples
-        elif batch is None:
-            keys["window"] = window
         try:
+            batch = settings.step.batch
+            if batch is None:
+                keys = {"window": window} | keys
+                keys["in_turn"] = settings.in_turn and "in_turn" in parameters_of(settings.packer)
             return Rules(
-                **keys, align=align, packs=settings.step.packs or Rules().packs,
-                batch=batch, max_policy_lag=settings.staleness.max_policy_lag,
-                paces=settings.staleness.on_exceed == "wait", late_timeout_s=late_s, fields=fields,
-                media_fields=media_fields, streams=streams,
+                **keys, align=align, packs=settings.step.packs or Rules().packs, batch=batch,
+                max_policy_lag=settings.staleness.max_policy_lag, paces=settings.staleness.on_exceed == "wait",
+                late_timeout_s=late_s, fields=fields, media_fields=media_fields, streams=streams,
             )  # fmt: skip
         except ValueError as error:
             where = f"feeds.{feed}.rules" if self.feeds[feed].rules else "rules"

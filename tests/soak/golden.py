@@ -22,7 +22,8 @@ from streampack.core.merge.schedule import Merge, merge_of
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, IGNORE_INDEX, SampleTable
 from streampack.core.model.steps import PlannedStep
-from streampack.sources import Cursor, Source, SourceSettings, open_source
+from streampack.sources import Source, SourceSettings, open_source
+from streampack.sources.walk import ShardedSource
 from tests.soak import sample_media
 from tests.soak.checksum import crc_of
 from tests.soak.job import Job
@@ -187,9 +188,9 @@ def _enter(
     settings = rules.streams[stream]
     seq = 0
     for pass_ in range(settings.passes or 0):
-        records = source.read(
-            partition, settings.partitions, seed=rules.seed, passes=pass_ + 1, start=Cursor(pass_, 0, 0)
-        )
+        assert isinstance(source, ShardedSource)
+        start = source.begin._replace(pass_=source.begin.pass_ + pass_)
+        records = source.read(partition, settings.partitions, seed=rules.seed, passes=pass_ + 1, start=start)
         samples = [np.asarray(record.tokens).astype(rules.tokens) for record in records]
         pieces = apply_overlong(np.array([len(s) for s in samples], np.int64), rules.budget, settings.overlong)
         of_samples = [sample_media.media_of(job.seed, each.tolist()) for each in samples if job.media]
