@@ -20,10 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from streampack.core.model.snapshot import MIXED
 from streampack.core.shuffle import BLOCKS, GAMMA, MASK, SAMPLES, SHARDS, keys, mix, state
-
-MIXED = 1 << 40
-"""Added to the pass in cursors of readers that mix shards. So each cursor tells which order it belongs to."""
 
 
 class Cursor(NamedTuple):

@@ -24,13 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.model.fields import Field
+from streampack.core.model.snapshot import MIXED
 from streampack.errors import DamagedFile, SourceError, UserError
 from streampack.sources.arrays import Records, Room
 from streampack.sources.files.byte_source import File, Head, ShardFile
 from streampack.sources.files.compressed import decompressed
 from streampack.sources.files.listing import measure, open_file
 from streampack.sources.joining import Joined, join
-from streampack.sources.order import MIXED, Cursor, GroupOrder, Part, group_order, shard_groups
+from streampack.sources.order import Cursor, GroupOrder, Part, group_order, shard_groups
 from streampack.sources.records import (
     DAMAGED,
     AnyShard,

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from streampack.core.broker import Broker
 from streampack.core.feed.resume import snapshot
 from streampack.core.form.former import Former
+from streampack.core.intake.producers import refusal
 from streampack.core.journal.history import ChunkPlace, History
 from streampack.core.journal.journal import Journal
 from streampack.core.journal.log_effects import Safe
@@ -199,7 +200,12 @@ def test_a_new_run_reads_its_source_from_the_cursor_that_the_first_producer_offe
     desk.offer("a", begin=MIXED)
     assert cursor_of(desk) == MIXED
     again = Desk(("train", ARRIVAL), disk=desk.disk)
-    again.offer("a")  # a producer of an earlier version, which will refuse the cursor
+    again.offer("a")  # a producer of an earlier version, which would take the cursor for another pass
+    assert not again.leases
+    refused = refusal(Offer(stream="a", source_digest="data"), again.core.leases.partitions, {"a": "data"})
+    assert refused is not None
+    assert "got a producer of an earlier version" in refused[1]
+    again.offer("a", begin=MIXED)
     assert cursor_of(again) == MIXED
     again.disk.append(again.core.base())
     cut = broker_of(("train", ARRIVAL), keeps=True)
@@ -225,6 +231,22 @@ def test_a_checkpoint_tells_a_broker_without_a_log_the_order_of_its_run() -> Non
     new.attach("train", 5, replace(held_by(one), floors=[(0, MIXED)]))
     new.offer("a", begin=MIXED)
     assert cursor_of(new) == MIXED
+
+
+@pytest.mark.parametrize("first", ["offer", "attach"])
+def test_a_partition_of_which_an_old_checkpoint_has_nothing_keeps_the_order_of_the_others(first: str) -> None:
+    two = rules_of(StreamRules("a", 1.0, 2))
+    empty = held_by(two, merged=0)
+    merge = replace(empty.merge, merged_samples=[4, 0], ended=[False, False], live=[True])
+    old = replace(empty, floors=[(4, (0, 0, 4)), (0, None)], merge=merge)
+    desk = Desk(("train", two), disk=Disk())
+    if first == "offer":
+        desk.offer("a", begin=MIXED)
+    desk.attach("train", 5, old)
+    desk.offer("a", begin=MIXED)
+    assert [desk.leases["a", p][0].cursor for p in (0, 1)] == [(0, 0, 4), None]
+    again = Desk(("train", two), disk=desk.disk)
+    assert again.core.leases.partitions.begins == {}
 
 
 def test_the_snapshots_of_a_run_have_the_cursor_of_its_first_sample() -> None:

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from streampack.core.model.snapshot import MIXED
 from streampack.errors import ConfigError, SourceError
 from streampack.sources import Cursor, SourceSettings, walk
 from streampack.sources import open_source as opened
-from streampack.sources.order import MIXED, Part, group_order, sample_order, shard_groups, shard_order
+from streampack.sources.order import Part, group_order, sample_order, shard_groups, shard_order
 from streampack.sources.settings import check_settings
 from streampack.tokenizers.base import Tokenizer
 from tests.sources.writers import PLAIN, arrow_stream, megatron, npy, write_members

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.core.model.fields import Field
+from streampack.core.model.snapshot import MIXED
 from streampack.errors import ConfigError, SourceError, UserError
 from streampack.sources import (
     Cursor,
@@ -191,7 +192,7 @@ def test_passes_hold_the_same_samples_in_different_orders(source: Source) -> Non
 def test_no_limit_of_passes_is_for_ever(source: Source) -> None:
     some = list(itertools.islice(source.read(0, 1, seed=9, passes=None), 10 * NUM_SAMPLES))
     assert sorted(map(text_of, some)) == sorted(EVERY * 10)
-    assert some[-1].cursor == Cursor(order.MIXED + 10, 0, 0)
+    assert some[-1].cursor == Cursor(MIXED + 10, 0, 0)
 
 
 def test_the_order_is_the_same_in_every_process(source: Source, tmp_path: Path) -> None:
@@ -235,7 +236,7 @@ def test_a_partition_without_samples_yields_nothing_even_for_ever(source: Source
 def test_cursors_come_after_one_another(source: Source) -> None:
     cursors = [(r.cursor.pass_, r.cursor.shard, r.cursor.sample) for r in source.read(0, 1, seed=2, passes=3)]
     assert cursors == sorted(set(cursors))
-    assert cursors[-1] == (order.MIXED + 3, 0, 0) or cursors[-1][0] == order.MIXED + 2
+    assert cursors[-1] == (MIXED + 3, 0, 0) or cursors[-1][0] == MIXED + 2
 
 
 def test_a_source_that_cannot_be_read_is_refused_at_once(source: Source) -> None:

@@ -69,7 +69,7 @@ def samples_of(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource]) -
         rules, run = feed.streams[stream], feed.rules_at(LATEST)
         upto = ledger.furthest(stream) // rules.partitions
         places = source.find(
-            wanted, rules.partitions, seed=run.seed, passes=rules.passes, upto=upto, fields=run.fields,
+            wanted, rules.partitions, seed=run.seed, passes=rules.passes, upto=upto, fields=run.all_fields,
             begin=Cursor(*feed.begin_of(stream)),
         )  # fmt: skip
         indices = sorted(seq * rules.partitions + partition for partition, seq in places)

@@ -42,7 +42,10 @@ class FeedMixture:
                     ended=number < len(ended) and ended[number],
                     passes=None
                     if stream.pushed
-                    else _passes([partitions.intakes[p] for p in partitions.of_stream(stream.name)]),
+                    else _passes(
+                        [partitions.intakes[p] for p in partitions.of_stream(stream.name)],
+                        partitions.begins.get(stream.name, (0,))[0],
+                    ),
                     trained_samples=samples[number] if number < len(samples) else 0,
                     trained_tokens=own,
                     trained_share=own / sum(tokens) if sum(tokens) else None,
@@ -52,6 +55,10 @@ class FeedMixture:
         return rows
 
 
-def _passes(intakes: Sequence[Intake]) -> int:
-    """Return the whole passes that have come of all partitions of a stream that have samples."""
-    return min((intake.cursor[0] if intake.cursor else 0 for intake in intakes if intake.total != 0), default=0)
+def _passes(intakes: Sequence[Intake], first: int) -> int:
+    """Return the whole passes that have come of all partitions of a stream that have samples.
+
+    ``first``: the pass in the cursor of the stream's first sample, which may have a mark.
+    """
+    of_each = (intake.cursor[0] - first if intake.cursor else 0 for intake in intakes if intake.total != 0)
+    return min(of_each, default=0)

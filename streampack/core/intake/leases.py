@@ -143,11 +143,12 @@ class Leases:
 
     def go_to(self, feed: str, floors: list[Floor], held: I64) -> list[Effect]:
         """Begin new sessions that read the partitions of ``feed`` from ``floors``; see ``PartitionAccounts.go_to``."""
+        effects = self.records.keep_order(feed, floors)
         self.accounts.go_to(feed, floors, held)
         mine = self.partitions.of_feed(feed)
         for p in mine:
             self.producers.failures.pop(p, None)
-        return self._read_from(mine) + self.staged.admit(mine)
+        return effects + self._read_from(mine) + self.staged.admit(mine)
 
     def recalled(self, event: Recalled) -> list[Effect]:
         """Admit a chunk of a pushed partition that was read from the log, and read the next."""

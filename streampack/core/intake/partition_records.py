@@ -34,7 +34,7 @@ from streampack.core.journal.log_records import (
     WriteCommitted,
 )
 from streampack.core.model.samples import I64, index_of
-from streampack.core.model.snapshot import Cursor
+from streampack.core.model.snapshot import MIXED, Cursor, Floor
 from streampack.core.protocol.events import Effect
 from streampack.core.protocol.producer_messages import Mark, Offer
 from streampack.core.staging.dropped_samples import POLICY_LAG, DroppedRange
@@ -59,16 +59,33 @@ class PartitionRecords:
         """Record the digest of a stream's source and the cursor of its first sample, if the digest is new."""
         if self.digests.get(offer.stream) == offer.source_digest:
             return []
-        self._note_source(offer.stream, offer.source_digest, offer.begin)
-        return self._journal.append(
-            SourceAccepted(stream=offer.stream, source_digest=offer.source_digest, begin=offer.begin)
-        )
+        begin = UNSET if offer.stream in self._partitions.old_order else offer.begin
+        self._note_source(offer.stream, offer.source_digest, begin)
+        return self._journal.append(SourceAccepted(stream=offer.stream, source_digest=offer.source_digest, begin=begin))
+
+    def keep_order(self, feed: str, floors: list[Floor]) -> list[Effect]:
+        """Read the streams of a snapshot of an earlier version in the order of that version.
+
+        Such a snapshot has cursors without the mark ``MIXED``, or merged samples without a cursor.
+        """
+        partitions, effects = self._partitions, list[Effect]()
+        merged = partitions.streams_of(feed)[0].merge.current.merged_samples.tolist()
+        for p, (_, cursor), count in zip(partitions.of_feed(feed), floors, merged, strict=False):
+            name = partitions.name_of(p)
+            if name in partitions.old_order or (count == 0 if cursor is None else cursor[0] >= MIXED):
+                continue
+            partitions.old_order.add(name)
+            if partitions.begins.pop(name, None) is not None:
+                effects += self._journal.append(SourceAccepted(stream=name, source_digest=self.digests[name]))
+        return effects
 
     def _note_source(self, stream: str, digest: str, begin: Cursor | UnsetType) -> None:
         """Note the digest of a stream's source, and the cursor of its first sample."""
         self.digests[stream] = digest
         if begin:
             self._partitions.begins[stream] = begin
+        else:
+            self._partitions.begins.pop(stream, None)
 
     def forget_source(self, stream: str) -> None:
         """Let the next producer offer other data, if there is no log and no sample of the stream was admitted."""

@@ -94,6 +94,8 @@ class Partitions:
         self.intakes: list[Intake] = []
         """The intake of each partition."""
         self.begins: dict[str, Cursor] = {}
+        self.old_order: set[str] = set()
+        """Streams that a snapshot of an earlier version has: their sources are read in the order of that version."""
         """Cursor of the first sample of each stream's source, where one is recorded, by stream."""
         self._of_feed: dict[str, list[int]] = {}
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+from msgspec import UNSET
+
 from streampack.core.intake.partitions import Partitions
 from streampack.core.protocol.producer_messages import Hello, Offer, SourceSize
 
@@ -274,6 +276,11 @@ def refusal(offer: Offer, partitions: Partitions, digests: dict[str, str]) -> tu
     if wrong:
         return "partition", wrong
     digest = digests.get(offer.stream, offer.source_digest)
+    if digest == offer.source_digest and offer.stream in partitions.begins and offer.begin is UNSET:
+        return "source_digest", (
+            f"stream {offer.stream!r}: got a producer of an earlier version, expected one that reads several shards at "
+            f"a time, as this run does. Install the broker's version for this producer"
+        )
     if digest == offer.source_digest:
         return None
     return "source_digest", (

@@ -19,6 +19,8 @@ from streampack.core.model.samples import ExtraColumns
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
 Cursor = tuple[Count, Count, Count]
 """(pass, shard, sample): the place where a source resumes; only the source interprets it."""
+MIXED = 1 << 40
+"""Added to the pass in cursors of sources that mix shards. So each cursor tells which order it belongs to."""
 Floor = tuple[int, Cursor | None]
 """(sequence number, cursor): the place from which a partition is read again."""
 
@@ -113,5 +115,6 @@ class Snapshot(Struct, frozen=True):
 
     @property
     def digest(self) -> bytes:
-        """16 bytes that identify the snapshot: a hash of all its values, the same in every process."""
-        return hashlib.blake2b(repr(self).encode(), digest_size=16).digest()
+        """16 bytes that identify the snapshot: a hash of all its values, the same in every process and version."""
+        values = repr(self).replace(", recent=UNSET", "")
+        return hashlib.blake2b(values.encode(), digest_size=16).digest()
