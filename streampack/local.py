@@ -66,6 +66,7 @@ class LocalArguments(TypedDict, total=False):
     tokenizer: Annotated[Any, None]
     packs: Annotated[int, 1]
     window: Annotated[Window, "auto"]
+    in_turn: Annotated[bool, True]
     align: Annotated[int, 1]
     shuffle: Annotated[bool, True]
     weights: Annotated[Mapping[str, float] | None, None]
@@ -128,6 +129,8 @@ def local(source: Any, **options: Any) -> LocalLoader[Any]:
         packs: Number of packs of a step.
         window: Number of samples from which the packer chooses, or ``"auto"``: as many as 4 steps have, from 128 to
             1,024.
+        in_turn: Let samples as long as the budget leave in their turn, and the end leave in order of age. False only to
+            go on from a state of a version before 0.2.
         align: Multiple of tokens to which samples and packs are padded.
         shuffle: True to read files and samples in another order in each pass. With False, each stream keeps the order
             of its files.

@@ -135,10 +135,13 @@ def _difference(text: str, rules: Rules) -> str:
             "Restore the broker's rules"
         )
     if rules != other and as_recorded(rules, other) == other:
+        lines = [f"window: {{samples: {other.window}}}"] if rules.window != other.window else []
+        lines += [f"in_turn: {str(other.in_turn).lower()}"] if rules.in_turn != other.in_turn else []
         return (
             f"rules: got window {other.window} and in_turn {str(other.in_turn).lower()}, expected window "
-            f"{rules.window} and in_turn {str(rules.in_turn).lower()}. A version before 0.2 saved the state. Write "
-            f"`rules: {{window: {{samples: {other.window}}}, in_turn: false}}` in broker.yaml to go on from it"
+            f"{rules.window} and in_turn {str(rules.in_turn).lower()} as in the run. To go on from the state, write "
+            f"`rules: {{{', '.join(lines)}}}` in broker.yaml (for a feed with rules of its own, there), or pass both "
+            f"to `local`"
         )
     for path, got, expected in _unequal("rules", other, rules):
         return f"{path}: got {got!r}, expected {expected!r} as in the run. Restore the broker's rules"

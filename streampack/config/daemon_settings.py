@@ -153,13 +153,12 @@ class BrokerConfig(
         late_s = None if settings.late_timeout_s == LATE_TIMEOUT_S else settings.late_timeout_s
         keys = values_of(self, RunKeys) | values_of(settings, PlanningKeys) | settings.packing
         keys |= {"merge": self.feeds[feed].merge or self.merge, "balance": settings.balance.planned(mesh.dp)}
-        window = settings.window
-        if isinstance(window, WindowSettings):
-            keys["window"] = window.samples
         try:
-            batch = settings.step.batch
+            batch, window = settings.step.batch, settings.window
+            if window == "auto" and batch is not None:
+                window = WindowSettings()  # the digest of batches has always had a window
+            keys["window"] = window if window == "auto" else window.samples
             if batch is None:
-                keys = {"window": window} | keys
                 keys["in_turn"] = settings.in_turn and "in_turn" in parameters_of(settings.packer)
             return Rules(
                 **keys, align=align, packs=settings.step.packs or Rules().packs, batch=batch,

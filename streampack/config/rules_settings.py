@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from streampack.config.alignment import AlignSettings
 from streampack.core.model.keys.key_groups import Keys
-from streampack.core.model.keys.planning_keys import MAX_WINDOW, PACKER_KEYS, BatchKeys, PlanningKeys, Positive
+from streampack.core.model.keys.planning_keys import PACKER_KEYS, BatchKeys, PlanningKeys, Positive
 from streampack.core.model.keys.stream_keys import SamplePolicies
 from streampack.core.model.rules import LATE_TIMEOUT_S, Batch
 
@@ -22,7 +22,7 @@ class WindowSettings(Keys, frozen=True, kw_only=True):
             description="Number of samples in the window, from which the packer chooses. A larger window gives "
             "fuller packs and changes the order more"
         ),
-    ] = MAX_WINDOW
+    ] = 1024
 
 
 STEP_KINDS = ("packs", "samples", "end_of_batch")

@@ -23,7 +23,7 @@ from streampack.core.model.capacity import needed_tokens
 from streampack.core.model.fields import Field
 from streampack.core.model.keys.planning_keys import Balance, MediaLimits, Warmup
 from streampack.core.model.mesh import Mesh
-from streampack.core.model.rules import Align, Batch, Rules, StreamRules
+from streampack.core.model.rules import Align, Batch, Rules, StreamRules, as_recorded
 from streampack.core.model.shapes import Sizes
 from streampack.core.packers.blocks.first_fit import FirstFitShuffle
 from streampack.core.packers.blocks.modified_first_fit import ModifiedFirstFitDecreasing
@@ -57,6 +57,9 @@ GOLDEN_FULL = "630942210470ecd38b79696dded4e4db"
 
 
 PIXELS = Field(name="pixels", dtype="uint8", axis="patch")
+
+
+RECORDED_BY_0_1 = b'{"budget":8192,"window":1024,"align":{},"balance":{},"streams":[{"name":"a","weight":1.0}]}'
 
 
 def test_every_rule_changes_the_digest() -> None:
@@ -487,6 +490,15 @@ def test_a_planned_mesh_that_the_alignment_does_not_suit_is_refused_naming_both(
 def test_an_alignment_that_is_given_is_kept() -> None:
     given_align = {"sample": 16, "pack": 128}
     assert broker(planned_mesh={"cp": 2}, rules={"align": given_align}).plan().align == Align(**given_align)
+
+
+def test_digests_of_runs_that_0_1_began_are_those_of_0_1() -> None:
+    """Their snapshots and checkpoints name them."""
+    assert broker(rules={"step": {"samples": 8}}, streams={"a": {}}).plan().digest == "cc8290bc44acf69390852bcab1c6ab3c"
+    by_hand = broker(rules={"window": {"samples": 1024}, "in_turn": False}, streams={"a": {}})
+    assert by_hand.plan().digest == "518ad3a73ce3704eea52ed62aeb6e7b9"
+    recorded = msgspec.json.decode(RECORDED_BY_0_1, type=Rules)
+    assert as_recorded(broker(streams={"a": {}}).plan(), recorded).digest == "518ad3a73ce3704eea52ed62aeb6e7b9"
 
 
 def test_the_rules_are_those_of_the_file() -> None:

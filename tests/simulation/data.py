@@ -313,7 +313,7 @@ def case(number: int, prefix: str = "") -> Case:
         for s, sizes in enumerate(counts)
     )  # fmt: skip
     rules = Rules(
-        budget=BUDGET, packs=8 if number in WIDE else 4, window=int(draw.integers(8, 17)), in_turn=number % 3 == 0,
+        budget=BUDGET, packs=8 if number in WIDE else 4, window=int(draw.integers(8, 17)), in_turn=number % 3 == 1,
         packer="exact_fill" if number in _JOINT else _PACKERS[number % 4], balance=_JOINT.get(number, Balance()),
         align=Align(2 * cp, 2 * cp) if cp > 1 else Align(), tokens="int32" if number % 2 else "uint16",
         tail="drop" if number in (5, 9, 15, 17) else "pad",

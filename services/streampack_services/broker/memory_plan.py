@@ -206,8 +206,8 @@ def as_recorded(plan: Plan, recorded: Mapping[str, Rules]) -> Plan:
         rules = rules_as_recorded(feed.rules, recorded.get(feed.name, feed.rules))
         if rules != feed.rules:
             log.info(
-                "feed %r: an earlier version began this run, so its order stays: window %s, in_turn %s. A new run has "
-                "window %s, in_turn %s", feed.name, rules.window, str(rules.in_turn).lower(), feed.rules.window,
+                "feed %r: the log has window %s and in_turn %s, which stay for this run. A new run has window %s and "
+                "in_turn %s", feed.name, rules.window, str(rules.in_turn).lower(), feed.rules.window,
                 str(feed.rules.in_turn).lower(),
             )  # fmt: skip
         feeds.append(dataclasses.replace(feed, rules=rules))

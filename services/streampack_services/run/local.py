@@ -117,6 +117,7 @@ def _settings_of_run(chosen: Mapping[str, Any]) -> dict[str, Any]:
         "limits": _keys(chosen, Limits),
         "fields": chosen["fields"] or {},
         "rules": rules | {
+            "in_turn": chosen["in_turn"],
             "window": "auto" if chosen["window"] == "auto" else {"samples": chosen["window"]},
             "limits": dict(rules["limits"]) if rules["limits"] else None,
             "step": _keys(chosen, BatchKeys) | ({"packs": chosen["packs"]} if chosen["samples"] is None else {}),

@@ -399,8 +399,8 @@ def as_recorded(rules: Rules, recorded: Rules) -> Rules:
 
     Logs of earlier versions name neither an automatic window nor ``in_turn``.
     """
-    if rules.window == "auto" and recorded.window == MAX_WINDOW:
-        rules = msgspec.structs.replace(rules, window=MAX_WINDOW)
+    if rules.window == "auto" and recorded.window == MAX_WINDOW and not recorded.in_turn:
+        rules = msgspec.structs.replace(rules, window=recorded.window)  # the digest depends on this very object
     return msgspec.structs.replace(rules, in_turn=rules.in_turn and recorded.in_turn)
 
 

@@ -92,9 +92,9 @@ def test_an_old_checkpoint_is_enough_without_the_old_log(tmp_path: Path) -> None
     expected = [step for step in EXPECTED["steps"]["train"] if step[0] < EXPECTED["changed_at"]]
     assert len(expected) > 2
     settings = SETTINGS | {"state_dir": str(tmp_path / "empty")}
-    with running_broker(settings) as broker, pytest.raises(StateError, match="Write `") as said:
+    with running_broker(settings) as broker, pytest.raises(StateError, match="write `") as said:
         connect(broker, "train")
-    line = re.search(r"Write `(.*)` in broker.yaml", str(said.value))
+    line = re.search(r"write `(.*)` in broker.yaml", str(said.value))
     assert line is not None
     overlay = yaml.safe_load(line[1])["rules"]
     settings |= {"state_dir": str(tmp_path / "new"), "rules": settings["rules"] | overlay}

@@ -170,7 +170,8 @@ def test_a_rank_s_wait_is_in_one_series_of_each_cause_and_stream(served: Running
     assert {cause for cause, _ in starved} == set(CAUSES)
     assert sum(starved.values()) == pytest.approx(row["stats"]["wait_s"], abs=1e-2)
     assert all(cause == "stream" for cause, stream in starved if stream)
-    assert (row["host"], row["cost"][0]) == (HOST, pytest.approx(1.0, abs=1.0))
+    assert row["host"] == HOST
+    assert sum(row["cost"]) / len(row["cost"]) == pytest.approx(1.0, abs=1e-3), "its micro-batches are their own mean"
 
 
 def test_metrics_keep_prometheus_rules(served: RunningBroker) -> None:

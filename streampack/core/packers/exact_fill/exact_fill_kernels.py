@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.jit import kernel
+from streampack.core.packers.blocks.first_fit import first_fit as first_fit_in_lists
 from streampack.core.packers.exact_fill.exact_fill_cases import (
     best_with,
     capped,
@@ -329,7 +330,16 @@ def _filled(view, budget, cap, seed, crowded, start):  # type: ignore[no-untyped
         most *= 16
 
 
-@kernel
+def _num_last_plainly(view, budget, cap, left_out):  # type: ignore[no-untyped-def]
+    """Return how many packs first fit decreasing makes of the window's samples without those ``left_out``."""
+    _sort(view)
+    ordered = view.by_length[: view.now[SORTED]]
+    ordered = ordered[~np.isin(ordered, left_out)]
+    lengths, sizes = view.lengths[ordered].tolist(), view.sizes[ordered].tolist()
+    return len(first_fit_in_lists(range(len(lengths)), lengths, int(budget), int(cap), sizes))
+
+
+@kernel(plain=_num_last_plainly)
 def _num_last(view, budget, cap, left_out):  # type: ignore[no-untyped-def]
     """Return how many packs first fit decreasing makes of the window's samples without those ``left_out``."""
     _sort(view)
