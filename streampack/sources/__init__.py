@@ -27,8 +27,7 @@ shard becomes one rejected sample. A bad sample is a ``RawSample`` with a reason
 other samples keep their numbers.
 
 Memory holds the indices of one group (about 100 bytes per sample), and one sample, one chunk or one window of blocks.
-Files must keep the
-size that they had when the source was opened.
+Files must keep the size that they had when the source was opened.
 
 The package relies on ``tokenizers``. It does not know streams, chunks, sockets or policies. It does not import torch,
 numba, webdataset or datasets. It imports pyarrow and fsspec only where a format or a URL needs them.

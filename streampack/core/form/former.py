@@ -89,6 +89,7 @@ class Former:
         self._table = table
         self._packer = rules.new_packer()
         self.waits = Waits(self._packer, rules.packs if rules.batch is None else None)
+        self.waits.window = 0 if rules.window == "auto" else rules.window
         self._handles: I64 = np.zeros(0, np.int64)
         self._sizes: I64 = np.zeros(0, np.int64)  # samples in each item; the next three are by item, too
         self._lengths: I64 = np.zeros(0, np.int64)

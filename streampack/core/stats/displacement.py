@@ -5,8 +5,8 @@ The *displacement* is the sample's own step minus its turn: 3 for a sample that 
 leaves two steps early. Steps other than the sample's own count with the mean tokens of the last steps.
 
 The figures are of the last ``LAST_STEPS`` steps. In steps of more than ``2 * MOST`` samples, samples at equal distances
-count for the others. They begin anew with a broker, and with a feed that goes to another
-step. The samples of the snapshot then count as merged one after another.
+count for the others. The figures begin anew with a broker, and with a feed that goes to another step. The samples of
+the snapshot then count as merged one after another.
 """
 
 from __future__ import annotations
