@@ -50,9 +50,9 @@ def main() -> None:
     for name, (write, settings, partitions) in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
             write(Path(folder), samples)
-            found = {order: classes(settings(folder), partitions, order) for order in ("before", "now")}
-        report["classes"][name] = found
-        print(f"{name:44} {found['before']:7.2f} {found['now']:7.2f}")
+            by_order = {order: classes(settings(folder), partitions, order) for order in ("before", "now")}
+        report["classes"][name] = by_order
+        print(f"{name:44} {by_order['before']:7.2f} {by_order['now']:7.2f}")
     print(f"\n{'memory of the reading process':44} {'before':>7} {'now':>7}   MiB at the peak; {'idle':>7}; seconds")
     with tempfile.TemporaryDirectory() as folder:
         for name, files, groups in (("1 Parquet file, 24 row groups of 10 MB", 1, 24), ("8 of 3 row groups", 8, 3)):
@@ -74,8 +74,8 @@ def classes(settings: SourceSettings, partitions: int, order: str) -> float:
         [int(r.tokens[0]) for r in source.read(p, partitions, seed=5, passes=1, start=start_of(source, order))]
         for p in range(partitions)
     ]
-    found = [c for turn in itertools.zip_longest(*parts) for c in turn if c is not None]
-    return float(np.mean([len(set(found[at : at + PACK])) for at in range(0, len(found) - PACK + 1, PACK)]))
+    labels = [c for turn in itertools.zip_longest(*parts) for c in turn if c is not None]
+    return float(np.mean([len(set(labels[at : at + PACK])) for at in range(0, len(labels) - PACK + 1, PACK)]))
 
 
 def measure(path: Path, files: int, groups: int) -> dict[str, tuple[float, float]]:

@@ -222,10 +222,14 @@ class RunHistory:
         return False
 
     def _source(self, stream: str, digest: str, begin: Cursor | UnsetType) -> bool:
-        """Add the digest of a stream's source; return whether it is new. ``begin``: cursor of its first sample."""
-        if begin and (feed := self.feed_of(stream)) is not None:
+        """Add the digest of a stream's source, and the cursor of its first sample; return whether one is new."""
+        feed = self.feed_of(stream)
+        changed = feed is not None and feed.begins.get(stream) != (begin or None)
+        if feed is not None and begin:
             feed.begins[stream] = begin
-        return _add_once(self.sources.setdefault(stream, []), digest)
+        elif feed is not None:  # the run goes on from a checkpoint of a version that read one shard after the other
+            feed.begins.pop(stream, None)
+        return _add_once(self.sources.setdefault(stream, []), digest) or changed
 
     def _feed(self, name: str) -> FeedHistory:
         """Return the history of a feed; make it if it is new."""

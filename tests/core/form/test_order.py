@@ -1,4 +1,4 @@
-"""What packing does to the order of samples: shares of streams and lengths over time stay near those of the merge."""
+"""Packing keeps shares of streams and lengths over time near those of the merge."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_over_any_20_steps_each_stream_is_off_its_weight_by_no_more_than_0_05_ab
 
 @pytest.mark.parametrize("kind", order.ROWS)
 def test_lengths_over_time_are_those_of_the_rows_in_order(kind: str) -> None:
-    """Of earlier versions, the first or the last fifth is off by a sixth and more."""
+    """In earlier versions, the first or the last fifth was off by a sixth and more."""
     lengths = order.rows_of(kind, 2000, seed=7)
     now, before = (order.mean_lengths(order.steps_of(lengths, way), lengths, 5) for way in ("now", "before"))
     assert max(abs(now[0]), abs(now[-1])) < 0.1

@@ -19,17 +19,22 @@ from streampack_services.audit.why import why_step
 from streampack_services.audit.why_sample import why_sample
 from streampack_services.ledger import step_rows
 from streampack_services.ledger.ledger import Ledger
+from streampack_services.ledger.run_history import RunHistory
 
 from streampack.core.journal.log_records import (
+    Base,
     FeedEnded,
+    FeedFacts,
     Record,
     RulesChanged,
     SamplesRejected,
     SnapshotTaken,
+    SourceAccepted,
     StepFormed,
 )
 from streampack.core.model.rules import Align, Rules, RulesChange, StreamRules
 from streampack.core.model.samples import MEDIA_ROW, ROW
+from streampack.core.model.snapshot import MIXED
 from streampack.errors import LedgerDamaged, UserError
 from tests.services.recorded import FEED, Run, doubling, entries, ledger_of, resealed, rows_in, with_rows, without
 from tests.world.live import Live
@@ -514,3 +519,15 @@ def test_a_step_comes_back_from_its_row(packs: list[list[Any]], digest: bytes, d
     assert of_media.tolist() == (counts if media else np.zeros(len(rows), MEDIA_ROW)).tolist()
     assert after.bounds.tolist() == before.bounds.tolist()
     assert (after.digest, after.chain, after.num_loss_tokens) == (digest, digest[::-1], 2**40)
+
+
+def test_a_source_whose_order_is_put_right_later_is_read_in_the_right_order() -> None:
+    """A producer came before the checkpoint of an earlier version did, whose order then holds."""
+    rules = Rules(streams=(StreamRules("a"),))
+    history = RunHistory()
+    history.add(0, Base(run=1, run_name="run", epoch=1, feeds={"train": FeedFacts(rules=rules)}, streams={}))
+    first = SourceAccepted(stream="a", source_digest="data", begin=(MIXED, 0, 0))
+    assert [history.add(1, first), history.add(2, first)] == [True, False]
+    assert history.feeds["train"].begin_of("a") == (MIXED, 0, 0)
+    assert history.add(3, SourceAccepted(stream="a", source_digest="data"))
+    assert history.feeds["train"].begin_of("a") == (0, 0, 0)

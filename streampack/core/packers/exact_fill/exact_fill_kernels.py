@@ -276,8 +276,8 @@ def _least_due_plainly(due, after, gone, edge, lengths, full):  # type: ignore[n
 
     Samples as long as ``full`` do not count, but as older ones.
     """
-    held = after[len(due)] + np.flatnonzero(~gone[after[len(due)] : edge])
-    spare = (due[held] - np.arange(len(held)))[lengths[held] != full]
+    positions = after[len(due)] + np.flatnonzero(~gone[after[len(due)] : edge])
+    spare = (due[positions] - np.arange(len(positions)))[lengths[positions] != full]
     return spare.min(initial=np.iinfo(np.int64).max)
 
 

@@ -66,7 +66,7 @@ class CountedWindow(SlidingWindow):
         return ages
 
     def full_goes(self, patient: bool) -> bool:
-        """Whether a full sample may go now, if no other one is late."""
+        """Return True if a full sample may go now, unless another sample is late."""
         return bool(self.full) and (self._due[self.full[0]] <= self.packs if self.in_turn else patient)
 
     def remove(self, pack: Sequence[int]) -> None:
